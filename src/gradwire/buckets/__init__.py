@@ -1,1 +1,6 @@
-"""buckets."""
+"""Buckets: which tensors travel together (`plan`), and how they get there (`pack`)."""
+
+from gradwire.buckets.pack import memory_strides, pack, unpack, views
+from gradwire.buckets.plan import BucketPlan, plan_buckets
+
+__all__ = ["BucketPlan", "memory_strides", "pack", "plan_buckets", "unpack", "views"]

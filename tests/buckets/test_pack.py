@@ -1,0 +1,114 @@
+"""pack and unpack are inverses, for any strides, shapes and dtypes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradwire.buckets import memory_strides, pack, unpack, views
+from gradwire.errors import ArgumentError
+
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+]
+
+
+@st.composite
+def tensors(draw: st.DrawFn, dtypes=DTYPES) -> torch.Tensor:
+    shape = draw(st.lists(st.integers(0, 4), max_size=4))
+    dtype = draw(st.sampled_from(dtypes))
+    t = torch.randint(0, 2, shape, dtype=torch.int64).to(dtype)
+    match draw(st.sampled_from(["contiguous", "transposed", "sliced", "expanded", "conj"])):
+        case "transposed" if t.dim() >= 2:
+            t = t.transpose(0, -1)
+        case "sliced" if t.dim() >= 1:
+            t = torch.cat([t, t], dim=-1)[..., : t.shape[-1]]
+        case "expanded" if t.dim() >= 1 and t.shape[0] >= 1:
+            t = t[:1].expand_as(t)
+        case "conj" if t.is_complex():
+            t = (t * 1j).conj()
+    return t
+
+
+def other_strides(t: torch.Tensor) -> torch.Tensor:
+    """An uninitialised tensor of the same shape and dtype, its dimensions laid out backwards."""
+    back = tuple(range(t.dim()))[::-1]
+    return torch.empty([t.shape[d] for d in back], dtype=t.dtype).permute(back)
+
+
+@given(st.lists(tensors(), max_size=6))
+def test_unpack_inverts_pack_whatever_the_strides(given_tensors):
+    buffer = pack(given_tensors)
+    received = [other_strides(t) for t in given_tensors]
+    unpack(buffer, received)
+    for t, view, back in zip(given_tensors, views(buffer, given_tensors), received, strict=True):
+        assert view.is_contiguous()
+        assert torch.equal(view, t)
+        assert torch.equal(back, t)
+
+
+@given(st.lists(tensors(), max_size=6))
+def test_views_with_strides_hold_what_is_copied_into_them(given_tensors):
+    kept = views(pack(given_tensors), given_tensors, keep_strides=True)
+    for view, t in zip(kept, given_tensors, strict=True):
+        view.copy_(t)
+    for t, view in zip(given_tensors, kept, strict=True):
+        assert torch.equal(view, t)
+        if memory_strides(t):
+            assert view.stride() == t.stride()
+
+
+@given(st.lists(tensors(dtypes=[torch.float32]), min_size=1, max_size=6))
+def test_one_dtype_has_no_gaps(given_tensors):
+    buffer = pack(given_tensors)
+    assert buffer.dtype == torch.float32
+    assert buffer.numel() == sum(t.numel() for t in given_tensors)
+
+
+def test_out_is_used_and_may_be_longer():
+    out = torch.zeros(10)
+    assert pack([torch.ones(3)], out=out) is out
+    assert out.tolist() == [1.0] * 3 + [0.0] * 7
+
+
+def test_channels_last_views_keep_memory_order():
+    weight = torch.arange(24.0).view(1, 2, 3, 4).contiguous(memory_format=torch.channels_last)
+    buffer = torch.empty(24)
+    (view,) = views(buffer, [weight], keep_strides=True)
+    view.copy_(weight)
+    assert torch.equal(buffer, weight.as_strided((24,), (1,)))
+
+
+def test_views_of_a_slice_start_where_the_slice_starts():
+    buffer = torch.arange(8.0)[2:]
+    assert views(buffer, [torch.empty(2), torch.empty(2, 2)])[1].tolist() == [
+        [4.0, 5.0],
+        [6.0, 7.0],
+    ]
+
+
+@pytest.mark.parametrize(
+    "out", [torch.empty(2), torch.empty(3, dtype=torch.float64), torch.empty(3, 1)]
+)
+def test_an_out_that_does_not_fit(out):
+    with pytest.raises(ArgumentError, match="need torch.float32, 1-d, of at least 3"):
+        pack([torch.ones(3)], out=out)
+
+
+def test_devices_must_agree():
+    with pytest.raises(ArgumentError, match=r"tensors\[1\] is on meta"):
+        pack([torch.ones(1), torch.ones(1, device="meta")])
+
+
+def test_nothing_to_pack():
+    assert pack([]).numel() == 0
+    unpack(torch.empty(0), [])
