@@ -1,0 +1,161 @@
+"""Every example runs: the blocks of the docs' pages, and the `>>>` of the docstrings.
+
+A page's blocks run in order, in one namespace and one empty directory: `python` is executed, or
+written to a file when it has a title; `pycon` must print what it shows; `sh` must end with 0.
+Other languages are for reading only, as is a block whose first line is "# not run: <reason>".
+"""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import pkgutil
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import gradwire
+
+ROOT = Path(__file__).parents[2]
+FENCE = re.compile(r"^```(\w*)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+TITLE = re.compile(r'title="([^"]+)"')
+FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+
+
+@dataclass(frozen=True)
+class Block:
+    page: str
+    line: int
+    language: str
+    title: str | None
+    text: str
+
+
+def blocks(page: str, content: str) -> list[Block]:
+    found = []
+    for match in FENCE.finditer(content):
+        language, info, text = match.groups()
+        if language in {"python", "pycon", "sh"} and not re.match(r"# not run: \S", text):
+            title = TITLE.search(info)
+            line = content.count("\n", 0, match.start()) + 1
+            found.append(Block(page, line, language, title and title[1], text))
+    return found
+
+
+def run_doctest(test: doctest.DocTest) -> None:
+    report: list[str] = []
+    runner = doctest.DocTestRunner(verbose=False, optionflags=FLAGS)
+    runner.run(test, out=report.append, clear_globs=False)
+    assert not report, "".join(report)
+
+
+def run_block(block: Block, directory: Path, namespace: dict[str, Any]) -> None:
+    if block.title:
+        (directory / block.title).write_text(block.text, encoding="utf-8")
+    elif block.language == "python":
+        code = compile("\n" * block.line + block.text, block.page, "exec")
+        exec(code, namespace)
+    elif block.language == "pycon":
+        test = doctest.DocTestParser().get_doctest(
+            block.text, namespace, block.page, block.page, block.line
+        )
+        test.globs = namespace  # not a copy: later blocks use what this one binds
+        run_doctest(test)
+    else:
+        path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
+        subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", block.text],
+            cwd=directory,
+            env={"PATH": path, "HOME": str(directory)},
+            check=True,
+            timeout=90,
+        )
+
+
+def page_blocks(path: Path) -> list[Block]:
+    found = blocks(str(path.relative_to(ROOT)), path.read_text(encoding="utf-8"))
+    if path.name == "README.md":  # its commands are run by .ci/run
+        found = [block for block in found if block.language != "sh"]
+    return found
+
+
+def docstring_tests() -> list[doctest.DocTest]:
+    tests = []
+    for module in pkgutil.walk_packages(gradwire.__path__, "gradwire."):
+        if not module.name.endswith("__main__"):
+            tests += doctest.DocTestFinder().find(importlib.import_module(module.name))
+    return [test for test in tests if test.examples]
+
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(p, id=str(p.relative_to(ROOT))) for p in PAGES if page_blocks(p)]
+)
+def test_a_page_s_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, Any] = {"__name__": "example"}
+    for block in page_blocks(page):
+        run_block(block, tmp_path, namespace)
+
+
+@pytest.mark.parametrize("test", [pytest.param(test, id=test.name) for test in docstring_tests()])
+def test_a_docstring_s_example_prints_what_it_shows(test: doctest.DocTest) -> None:
+    run_doctest(test)
+
+
+SAMPLE = """
+```python
+x = 1
+```
+```pycon
+>>> x + 1
+2
+>>> y = x + 2
+```
+```text
+not code
+```
+```python
+# not run: would fail
+raise SystemExit
+```
+```python title="script.py"
+print("written")
+```
+```python
+assert y == 3
+```
+```sh
+python script.py >output
+```
+"""
+
+
+def test_blocks_run_in_order_and_share_what_they_bind(tmp_path: Path) -> None:
+    namespace: dict[str, Any] = {}
+    for block in blocks("sample", SAMPLE):
+        run_block(block, tmp_path, namespace)
+    assert (tmp_path / "output").read_text() == "written\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("```python\nassert False\n```", AssertionError),
+        ("```pycon\n>>> 1 + 1\n3\n```", AssertionError),
+        ("```sh\nfalse\n```", subprocess.CalledProcessError),
+    ],
+)
+def test_an_example_that_does_not_hold_fails(
+    tmp_path: Path, text: str, error: type[Exception]
+) -> None:
+    (block,) = blocks("sample", text)
+    with pytest.raises(error):
+        run_block(block, tmp_path, {})

@@ -1,0 +1,41 @@
+"""The facade: what `import gradwire` gives, and what it costs."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import pkgutil
+import subprocess
+import sys
+
+import pytest
+
+import gradwire
+
+MODULES = ["gradwire"] + [
+    module.name
+    for module in pkgutil.walk_packages(gradwire.__path__, "gradwire.")
+    if not module.name.endswith("__main__")
+]
+
+
+def test_the_facade_is_sorted_and_has_no_doubles() -> None:
+    assert gradwire.__all__ == sorted(set(gradwire.__all__))
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_name_in_all_exists(name: str) -> None:
+    module = importlib.import_module(name)
+    missing = [public for public in getattr(module, "__all__", []) if not hasattr(module, public)]
+    assert missing == []
+
+
+def test_the_version_is_the_distribution_s() -> None:
+    assert gradwire.__version__ == importlib.metadata.version("gradwire")
+
+
+def test_importing_gradwire_needs_nothing_but_torch() -> None:
+    extras = ["click", "rich", "sklearn", "cloudpickle", "hypothesis", "pytest"]
+    code = f"import sys, gradwire; print([name for name in {extras} if name in sys.modules])"
+    output = subprocess.check_output([sys.executable, "-c", code], text=True, timeout=60)
+    assert output.strip() == "[]"

@@ -1,0 +1,80 @@
+"""README's commands can be taken from it, its links lead somewhere, and the pins cover what it
+installs.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[2]
+BLOCK = "```sh\n{}\n```\n"
+
+
+def command(readme: Path, number: int) -> subprocess.CompletedProcess[str]:
+    script = ROOT / ".ci" / "readme_commands.py"
+    return subprocess.run(
+        [sys.executable, script, readme, str(number)], capture_output=True, text=True, timeout=60
+    )
+
+
+def test_the_first_command_installs_and_shows_the_demo_the_second_tests() -> None:
+    install, demo = command(ROOT / "README.md", 1).stdout.strip().split(" && ")
+    assert install == 'python -m pip install -c constraints.txt -e ".[dev]"'
+    assert demo == "gradwire demo"
+    assert command(ROOT / "README.md", 2).stdout.strip() == "pytest"
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("# gradwire\n" + BLOCK.format("one") + BLOCK.format("two"), "no section"),
+        ("## Quick start\n" + BLOCK.format("one") + "## Next\n" + BLOCK.format("two"), "found 1"),
+        ("## Quick start\n" + 3 * BLOCK.format("one"), "found 3"),
+        ("## Quick start\n" + BLOCK.format("one") + BLOCK.format(" "), "each with a command"),
+    ],
+)
+def test_a_readme_without_exactly_two_commands_is_refused(
+    tmp_path: Path, text: str, complaint: str
+) -> None:
+    (tmp_path / "README.md").write_text(text)
+    result = command(tmp_path / "README.md", 1)
+    assert result.returncode != 0
+    assert result.stdout == ""
+    assert complaint in result.stderr
+
+
+def test_a_command_may_have_several_lines_and_text_around_it(tmp_path: Path) -> None:
+    blocks = BLOCK.format("a &&") + "Then:\n" + BLOCK.format("b \\\n  c")
+    text = f"## Quick start\nFirst:\n{blocks}## Next\n"
+    (tmp_path / "README.md").write_text(text)
+    assert command(tmp_path / "README.md", 2).stdout == "b \\\n  c\n"
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_links_lead_somewhere(page: str) -> None:
+    targets = re.findall(r"\]\(([^)#]+)", (ROOT / page).read_text(encoding="utf-8"))
+    local = [target for target in targets if not target.startswith("https://")]
+    assert [target for target in local if not (ROOT / target).exists()] == []
+
+
+def test_every_requirement_has_a_pin_that_satisfies_it() -> None:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = dict(line.split("==") for line in lines if not line.startswith("#"))
+    pins = {canonicalize_name(name): version for name, version in pins.items()}
+    requirements = [Requirement(r) for r in importlib.metadata.requires("gradwire") or []]
+    unmet = [
+        str(requirement)
+        for requirement in requirements
+        if canonicalize_name(requirement.name) != "gradwire"
+        and not requirement.specifier.contains(pins.get(canonicalize_name(requirement.name), "0"))
+    ]
+    assert requirements
+    assert unmet == []
