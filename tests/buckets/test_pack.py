@@ -100,7 +100,7 @@ def test_views_of_a_slice_start_where_the_slice_starts():
     "out", [torch.empty(2), torch.empty(3, dtype=torch.float64), torch.empty(3, 1)]
 )
 def test_an_out_that_does_not_fit(out):
-    with pytest.raises(ArgumentError, match="need torch.float32, 1-d, of at least 3"):
+    with pytest.raises(ArgumentError, match=r"need torch\.float32, 1-d, of at least 3"):
         pack([torch.ones(3)], out=out)
 
 

@@ -71,24 +71,26 @@ def plan_buckets(
     closed: list[tuple[tuple[int, ...], int]] = []
     filling: dict[tuple[Hashable, Hashable], _Filling] = {}
     order = indices or range(len(sizes))
-    for index, size, dtype, device in zip(order, sizes, dtypes, devices, strict=True):
+    for index, size, key in zip(order, sizes, zip(dtypes, devices, strict=True), strict=True):
         if alone and alone[index]:
             closed.append(((index,), 0))
             continue
-        bucket = filling.setdefault((dtype, device), _Filling([], 0, 0))
+        bucket = filling.get(key)
+        if bucket is None:
+            bucket = filling[key] = _Filling([], 0, 0)
         bucket.members.append(index)
         bucket.size += size
         cap = caps[bucket.cap]
         if bucket.size >= cap:
             closed.append((tuple(bucket.members), cap))
-            filling[dtype, device] = _Filling([], 0, min(bucket.cap + 1, len(caps) - 1))
+            filling[key] = _Filling([], 0, min(bucket.cap + 1, len(caps) - 1))
     closed += [(tuple(b.members), caps[b.cap]) for b in filling.values() if b.members]
     if not indices:
         closed.sort(key=lambda bucket: min(bucket[0]))
     return BucketPlan(tuple(b for b, _ in closed), tuple(limit for _, limit in closed))
 
 
-@dataclass
+@dataclass(slots=True)
 class _Filling:
     """The open bucket of one (dtype, device)."""
 

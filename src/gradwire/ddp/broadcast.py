@@ -1,0 +1,199 @@
+"""Coalesced broadcast: many tensors in few messages, two of them in flight.
+
+Which tensors share a message is decided from sizes and dtypes alone, so that all ranks agree
+whatever their strides are. A message is either a packed run of small tensors, which goes through
+a staging buffer, or a piece of one large tensor, which is sent from and received into the tensor
+itself.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.distributed import BroadcastOptions, ProcessGroup, Work
+
+from gradwire.buckets import plan_buckets
+from gradwire.ddp._group import check_group, resolve_root
+from gradwire.errors import ArgumentError, ArgumentTypeError
+
+__all__ = ["broadcast_coalesced"]
+
+IN_FLIGHT = 2
+IN_PLACE_BYTES = 1 << 20
+"""From here on a message of its own costs less than copying into and out of a staging buffer."""
+MESSAGE_BYTES = 32 << 20
+"""Longer messages are cut, so that copying one piece overlaps with sending another."""
+
+
+def broadcast_coalesced(
+    group: ProcessGroup,
+    tensors: Sequence[Tensor],
+    buffer_size: int = 250 << 20,
+    src: int | None = None,
+    *,
+    group_src: int | None = None,
+) -> None:
+    """Overwrite tensors on all ranks of a group with the root's values.
+
+    At most two messages are in flight, so that staging takes at most 2 × `buffer_size` bytes.
+    Contiguous tensors of 1 MiB and more are sent and received in place (no copy); smaller ones
+    are packed: one pass on the root, one on each receiver.
+
+    Args:
+        group: The process group; every rank of it calls with tensors of the same shapes and
+            dtypes, in the same order.
+        tensors: Written in place on all ranks but the root. Any dtypes, devices that the group
+            carries, any strides; empty tensors are left alone.
+        buffer_size: Bytes, > 0: the most that is packed into one message.
+        src: The root's global rank. Rank 0 of the group, if neither is given.
+        group_src: The root's rank in the group, instead of `src`.
+
+    Raises:
+        ArgumentError: A size, a rank or a tensor's layout cannot be used; nothing was sent.
+        ArgumentTypeError: `group` is no process group, or a tensor is none.
+
+    Example:
+        Rank 0 holds [1, 2] and [[3]], rank 1 zeros; afterwards both hold [1, 2] and [[3]].
+
+        >>> import torch, torch.distributed as dist
+        >>> from gradwire.testing import run_ranks
+        >>> def main():
+        ...     first = dist.get_rank() == 0
+        ...     a = torch.tensor([1.0, 2.0]) if first else torch.zeros(2)
+        ...     b = torch.tensor([[3]]) if first else torch.zeros(1, 1, dtype=torch.int64)
+        ...     broadcast_coalesced(dist.group.WORLD, [a, b])
+        ...     return a.tolist(), b.tolist()
+        >>> run_ranks(main, world_size=2)
+        [([1.0, 2.0], [[3]]), ([1.0, 2.0], [[3]])]
+    """
+    check_group(group)
+    root = resolve_root(group, src, group_src)
+    _check(tensors, buffer_size)
+    wire = _Wire(group, root)
+    with torch.no_grad():
+        for indices in _messages(tensors, buffer_size):
+            if len(indices) == 1 and _bytes(tensors[indices[0]]) >= IN_PLACE_BYTES:
+                wire.send_large(tensors[indices[0]])
+            else:
+                wire.send_packed([tensors[i] for i in indices])
+        wire.drain()
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _messages(tensors: Sequence[Tensor], buffer_size: int) -> Sequence[Sequence[int]]:
+    """Indices of the tensors in each message: large ones alone, empty ones nowhere."""
+    sizes = [t.nbytes for t in tensors]
+    filled = [i for i, size in enumerate(sizes) if size]
+    plan = plan_buckets(
+        [sizes[i] for i in filled],
+        [tensors[i].dtype for i in filled],
+        [tensors[i].device for i in filled],
+        [min(buffer_size, MESSAGE_BYTES)],
+        alone=[size >= IN_PLACE_BYTES for size in sizes],
+        indices=filled,
+    )
+    return plan.buckets
+
+
+@dataclass
+class _InFlight:
+    """A message under way, and what has to be copied where once it has arrived."""
+
+    work: Work
+    staging: Tensor | None
+    arrived: list[Tensor] = field(default_factory=list)
+    targets: list[Tensor] = field(default_factory=list)
+
+
+class _Wire:
+    """Sends messages, at most `IN_FLIGHT` at a time, and unpacks them as they arrive."""
+
+    def __init__(self, group: ProcessGroup, root: int) -> None:
+        self._group = group
+        self._is_root = group.rank() == root
+        self._options = BroadcastOptions()
+        self._options.rootRank = root
+        self._in_flight: deque[_InFlight] = deque()
+        self._spare: list[Tensor] = []
+
+    def send_large(self, tensor: Tensor) -> None:
+        """Sends one tensor in pieces: from where it lies, if its elements lie in order."""
+        in_place = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+        if in_place:
+            flat = tensor.view(-1)
+        elif self._is_root:
+            flat = tensor.resolve_conj().resolve_neg().reshape(-1)
+        else:
+            flat = torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
+        for piece in flat.view(torch.uint8).split(MESSAGE_BYTES):
+            message = self._send(piece)
+        if not self._is_root:
+            if in_place:
+                torch.autograd.graph.increment_version(tensor)
+            else:
+                message.arrived, message.targets = [flat.view(tensor.shape)], [tensor]
+
+    def send_packed(self, tensors: list[Tensor]) -> None:
+        """Sends several tensors of one dtype and device through a staging buffer."""
+        while len(self._in_flight) >= IN_FLIGHT:
+            self._finish_one()
+        staging, flat = self._staging(tensors)
+        if self._is_root:
+            torch.cat([t.flatten() for t in tensors], out=flat)
+        message = self._send(flat.view(torch.uint8), staging)
+        if not self._is_root:  # while it is on its way
+            pieces = flat.split([t.numel() for t in tensors])
+            message.arrived = [
+                piece if t.dim() == 1 else piece.view(t.shape)
+                for piece, t in zip(pieces, tensors, strict=True)
+            ]
+            message.targets = tensors
+
+    def drain(self) -> None:
+        while self._in_flight:
+            self._finish_one()
+
+    def _send(self, wire: Tensor, staging: Tensor | None = None) -> _InFlight:
+        while len(self._in_flight) >= IN_FLIGHT:
+            self._finish_one()
+        message = _InFlight(self._group.broadcast([wire], self._options), staging)
+        self._in_flight.append(message)
+        return message
+
+    def _finish_one(self) -> None:
+        message = self._in_flight.popleft()
+        message.work.wait()
+        if message.targets:
+            torch._foreach_copy_(message.targets, message.arrived)
+        if message.staging is not None:
+            self._spare.append(message.staging)
+
+    def _staging(self, tensors: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """A buffer of bytes, reused where a spare one is large enough, and its typed front."""
+        device, size = tensors[0].device, sum(t.nbytes for t in tensors)
+        staging = next((s for s in self._spare if s.device == device and len(s) >= size), None)
+        if staging is None:
+            self._spare = [s for s in self._spare if s.device != device]
+            staging = torch.empty(size, dtype=torch.uint8, device=device)
+        else:
+            self._spare.remove(staging)
+        return staging, staging[:size].view(tensors[0].dtype)
+
+
+def _check(tensors: Sequence[Tensor], buffer_size: int) -> None:
+    if not isinstance(buffer_size, int) or buffer_size <= 0:
+        raise ArgumentError(f"buffer_size is {buffer_size!r}: give a number of bytes above 0")
+    for i, t in enumerate(tensors):
+        if not isinstance(t, Tensor):
+            raise ArgumentTypeError(f"tensors[{i}] is a {type(t).__name__}: pass tensors")
+        if t.layout != torch.strided:
+            raise ArgumentError(
+                f"tensors[{i}] has layout {t.layout}: broadcast its dense parts instead"
+            )
