@@ -18,12 +18,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 import gradwire
+from gradwire.testing import run_ranks
 
 ROOT = Path(__file__).parents[2]
 FENCE = re.compile(r"^```(\w*)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 TITLE = re.compile(r'title="([^"]+)"')
+KNOWN = {"torch": torch, "dist": dist, "run_ranks": run_ranks}
+"""What every docstring's example may use without importing it."""
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
@@ -84,14 +89,11 @@ def page_blocks(path: Path) -> list[Block]:
     return found
 
 
-def docstring_tests() -> list[doctest.DocTest]:
-    tests = []
-    for module in pkgutil.walk_packages(gradwire.__path__, "gradwire."):
-        if not module.name.endswith("__main__"):
-            tests += doctest.DocTestFinder().find(importlib.import_module(module.name))
-    return [test for test in tests if test.examples]
-
-
+MODULES = [
+    module.name
+    for module in pkgutil.walk_packages(gradwire.__path__, "gradwire.")
+    if not module.name.endswith("__main__")
+]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
@@ -105,9 +107,11 @@ def test_a_page_s_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.Mon
         run_block(block, tmp_path, namespace)
 
 
-@pytest.mark.parametrize("test", [pytest.param(test, id=test.name) for test in docstring_tests()])
-def test_a_docstring_s_example_prints_what_it_shows(test: doctest.DocTest) -> None:
-    run_doctest(test)
+@pytest.mark.parametrize("name", MODULES)
+def test_a_module_s_docstrings_print_what_they_show(name: str) -> None:
+    for test in doctest.DocTestFinder().find(importlib.import_module(name)):
+        test.globs = KNOWN | test.globs
+        run_doctest(test)
 
 
 SAMPLE = """
