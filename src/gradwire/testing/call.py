@@ -1,0 +1,216 @@
+"""One `run_ranks` call, from the first task sent to the last worker idle again.
+
+A rank is running, has returned (and keeps its group, which others may still need), is leaving its
+group, or is done: its worker is idle or dead. Once all have ended their function, or one has
+failed, those that returned are released.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import pickle
+import sys
+import time
+from collections.abc import Collection, Sequence
+from multiprocessing.connection import wait
+from typing import Any, TypeAlias
+
+from gradwire.errors import CollectiveTimeoutError, DistributedError, PeerLostError
+from gradwire.testing.channel import Idle, Message, Raised, Release, Returned, Task
+from gradwire.testing.failures import RankError, describe
+from gradwire.testing.pool import Worker, dump_stacks
+
+__all__ = ["Call"]
+
+GRACE = 5.0
+"""Seconds that ranks get to end after another one's failure, and to leave their group."""
+
+TICK = 0.2
+"""Seconds between looks at the processes themselves: the socket of a dead one stays open as long
+as a child of its own holds it."""
+
+LOG_TAIL = 4000
+"""Characters quoted of what a rank that died wrote last."""
+
+
+class _State(enum.Enum):
+    RUNNING = enum.auto()
+    RETURNED = enum.auto()
+    LEAVING = enum.auto()
+    DONE = enum.auto()
+
+
+class _Died:
+    """In place of a message: the worker is gone."""
+
+
+_Event: TypeAlias = Message | _Died
+
+
+class Call:
+    """The parent's side of one call; worker i is rank i.
+
+    Attributes:
+        lost: After `run`, the workers that cannot be used again.
+    """
+
+    def __init__(self, workers: Sequence[Worker], may_die: Collection[int]) -> None:
+        self.lost: set[Worker] = set()
+        self._workers = workers
+        self._may_die = may_die
+        self._states = [_State.RUNNING] * len(workers)
+        self._results: dict[int, bytes] = {}
+        self._failures: dict[int, Raised | _Died] = {}
+        self._limit = 0.0
+        self._ending = False
+
+    def run(self, tasks: Sequence[Task], timeout: float) -> list[Any]:
+        """Run the tasks to their end and return the ranks' results, or raise what went wrong."""
+        self._limit = time.monotonic() + timeout
+        try:
+            for rank, task in enumerate(tasks):
+                self._send(rank, task)
+            while not self._finished() and time.monotonic() < self._limit:
+                self._step()
+            self.lost.update(self._workers[rank] for rank in self._stuck())
+            self._raise_failures()
+            self._raise_if_stuck(timeout)
+            return [self._result(rank) for rank in range(len(self._workers))]
+        except (RankError, CollectiveTimeoutError):
+            raise
+        except BaseException:
+            self.lost.update(self._workers)
+            raise
+        finally:
+            self._relay_logs()
+
+    def _finished(self) -> bool:
+        return all(state is _State.DONE for state in self._states)
+
+    def _stuck(self) -> list[int]:
+        return [rank for rank, state in enumerate(self._states) if state is not _State.DONE]
+
+    def _step(self) -> None:
+        """Wait until something happens, take note of it, and release ranks when it is time."""
+        for rank, event in self._events():
+            self._note(rank, event)
+        if not self._ending and (self._failures or _State.RUNNING not in self._states):
+            self._ending = True
+            self._limit = time.monotonic() + GRACE
+        if self._ending:
+            for rank, state in enumerate(self._states):
+                if state is _State.RETURNED:
+                    self._states[rank] = _State.LEAVING
+                    self._send(rank, Release())
+
+    def _send(self, rank: int, message: Message) -> None:
+        # Who is gone is found by reading, who does not read by the time limit.
+        with contextlib.suppress(EOFError, TimeoutError):
+            self._workers[rank].channel.send(message, self._limit)
+
+    def _events(self) -> list[tuple[int, _Event]]:
+        """What the ranks have sent, deaths first: they explain what the others say."""
+        active = {self._workers[rank].channel.fileno(): rank for rank in self._stuck()}
+        patience = max(0.0, min(TICK, self._limit - time.monotonic()))
+        ready = wait(active, patience)
+        events: list[tuple[int, _Event]] = []
+        for descriptor, rank in active.items():
+            worker = self._workers[rank]
+            if descriptor in ready:
+                try:
+                    events.append((rank, worker.channel.receive(self._limit)))
+                except EOFError:
+                    events.append((rank, _Died()))
+                except TimeoutError:
+                    pass  # stopped in the middle of a message: the time limit ends the call
+            elif worker.process.poll() is not None and not wait([descriptor], 0):
+                events.append((rank, _Died()))
+        return sorted(events, key=lambda event: not isinstance(event[1], _Died))
+
+    def _note(self, rank: int, event: _Event) -> None:
+        if isinstance(event, _Died):
+            self._states[rank] = _State.DONE
+            self.lost.add(self._workers[rank])
+            if rank not in self._may_die:
+                self._failures.setdefault(rank, event)
+        elif isinstance(event, Raised):
+            self._states[rank] = _State.LEAVING
+            self._failures.setdefault(rank, event)
+        elif isinstance(event, Returned):
+            self._states[rank] = _State.RETURNED
+            self._results[rank] = event.result
+        else:
+            assert isinstance(event, Idle)
+            self._states[rank] = _State.DONE
+
+    def _raise_failures(self) -> None:
+        if not self._failures:
+            return
+        exceptions: dict[int, BaseException] = {}
+        summaries: list[str] = []
+        sections: dict[str, str] = {}
+        for rank, failure in self._failures.items():
+            if isinstance(failure, _Died):
+                worker = self._workers[rank]
+                summary = worker.exit_text()
+                sections[f"rank {rank} {summary}"] = worker.new_log()[-LOG_TAIL:]
+                exceptions[rank] = PeerLostError(f"rank {rank} {summary}")
+            else:
+                summary = failure.summary
+                sections[f"rank {rank}"] = failure.traceback
+                exceptions[rank] = _loaded(failure)
+            summaries.append(summary)
+        first = next(iter(exceptions))
+        headline = f"fn failed on {_ranks(exceptions)} of {len(self._workers)}"
+        headline += (
+            f": {summaries[0]}" if len(summaries) == 1 else f"; rank {first}: {summaries[0]}"
+        )
+        sections.update(self._stacks(f"was killed {GRACE:g} s after that; it was at"))
+        raise RankError(describe(headline, sections), exceptions) from exceptions[first]
+
+    def _raise_if_stuck(self, timeout: float) -> None:
+        if not self._stuck():
+            return
+        if self._ending:
+            headline = f"fn returned, but {_ranks(self._stuck())} of {len(self._workers)} did not "
+            headline += f"leave the process group within {GRACE:g} s"
+        else:
+            running = [r for r, state in enumerate(self._states) if state is _State.RUNNING]
+            headline = f"fn did not return within timeout={timeout:g} s on {_ranks(running)} "
+            headline += f"of {len(self._workers)}"
+        raise CollectiveTimeoutError(describe(headline, self._stacks("was killed; it was at")))
+
+    def _stacks(self, fate: str) -> dict[str, str]:
+        """A section for each rank that has to be killed."""
+        stuck = [r for r in self._stuck() if self._states[r] is not _State.RETURNED]
+        dumps = dump_stacks([self._workers[rank] for rank in stuck])
+        return {f"rank {rank} {fate}": dump for rank, dump in zip(stuck, dumps, strict=True)}
+
+    def _result(self, rank: int) -> Any:
+        data = self._results.get(rank)
+        if data is None:  # it was allowed to die
+            return None
+        try:
+            return pickle.loads(data)
+        except Exception as error:
+            raise DistributedError(
+                f"the result of rank {rank} cannot be unpickled here: {error!r}"
+            ) from error
+
+    def _relay_logs(self) -> None:
+        for rank, worker in enumerate(self._workers):
+            for line in worker.new_log().splitlines():
+                print(f"[rank {rank}] {line}", file=sys.stderr)
+
+
+def _loaded(failure: Raised) -> BaseException:
+    with contextlib.suppress(Exception):  # the description below serves whatever went wrong
+        exception = pickle.loads(failure.exception or b"")
+        if isinstance(exception, BaseException):
+            return exception
+    return DistributedError(failure.summary)
+
+
+def _ranks(ranks: Collection[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

@@ -1,0 +1,39 @@
+"""What `run_ranks` raises when ranks fail, and how it puts several ranks' failures in words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from gradwire.errors import DistributedError
+
+__all__ = ["RankError", "describe"]
+
+
+class RankError(DistributedError):
+    """One or more ranks of a `run_ranks` call raised an exception or died.
+
+    The message has each failed rank's traceback; `__cause__` is the first rank's exception.
+
+    Attributes:
+        failures: For each failed rank, in the order in which they failed, its exception. Where
+            that could not be brought to this process it is a `DistributedError` that describes it,
+            and for a rank that died a `PeerLostError`.
+
+    Example:
+        >>> try:
+        ...     run_ranks(lambda: 1 // dist.get_rank(), world_size=2)  # rank 0 divides by zero
+        ... except RankError as error:
+        ...     print(error.failures)
+        {0: ZeroDivisionError('integer division or modulo by zero')}
+    """
+
+    def __init__(self, message: str, failures: Mapping[int, BaseException] | None = None) -> None:
+        super().__init__(message)
+        self.failures = dict(failures or {})
+
+
+def describe(headline: str, sections: Mapping[str, str]) -> str:
+    """A message: a headline, then a titled section for each rank."""
+    parts = [headline]
+    parts += [f"--- {title} ---\n{text}".rstrip() for title, text in sections.items()]
+    return "\n\n".join(parts)

@@ -1,0 +1,81 @@
+"""Sends functions to processes that may be unable to import the module they were written in.
+
+cloudpickle sends lambdas and local functions by value, but names a module's own functions and
+classes, which fails for a test module that only pytest knows. Those go by value here as well.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Sequence
+from functools import lru_cache
+from importlib.machinery import ModuleSpec
+from types import FunctionType, ModuleType
+from typing import Any
+
+from gradwire.errors import NotSupportedError
+
+__all__ = ["dumps", "load_cloudpickle"]
+
+
+def load_cloudpickle() -> ModuleType:
+    """The cloudpickle module, or an error that says how to get it."""
+    try:
+        import cloudpickle
+    except ImportError as error:
+        raise NotSupportedError(
+            "run_ranks sends functions with cloudpickle, which is not installed: "
+            "pip install 'gradwire[test]'"
+        ) from error
+    module: ModuleType = cloudpickle
+    return module
+
+
+def dumps(value: object) -> bytes:
+    """Pickle `value`, by value where a new process could not import what it refers to."""
+    cloudpickle = load_cloudpickle()
+    by_value: list[ModuleType] = []
+
+    class Pickler(cloudpickle.CloudPickler):  # type: ignore[name-defined, misc]
+        def reducer_override(self, obj: Any) -> Any:
+            if isinstance(obj, FunctionType | type):
+                module = sys.modules.get(obj.__module__)
+                if module is not None and not _importable(obj.__module__, tuple(sys.path)):
+                    cloudpickle.register_pickle_by_value(module)
+                    by_value.append(module)
+            return super().reducer_override(obj)
+
+    buffer = io.BytesIO()
+    try:
+        Pickler(buffer).dump(value)
+    finally:
+        for module in set(by_value):
+            cloudpickle.unregister_pickle_by_value(module)
+    return buffer.getvalue()
+
+
+@lru_cache(maxsize=1024)
+def _importable(name: str, path: tuple[str, ...]) -> bool:
+    """Whether a new process with this `sys.path` could import a module that was read from a file.
+
+    Modules that packages make up as they run (`torch.ops`, parts of extension modules) have no
+    file; importing their package brings them back.
+    """
+    made_from = getattr(sys.modules[name], "__spec__", None)
+    if made_from is None or not made_from.has_location or name == "__main__":
+        return True
+    search: Sequence[str] | None = None
+    parts = name.split(".")
+    for depth in range(1, len(parts) + 1):
+        spec = _find(".".join(parts[:depth]), search)
+        if spec is None:
+            return False
+        search = spec.submodule_search_locations
+    return True
+
+
+def _find(name: str, search: Sequence[str] | None) -> ModuleSpec | None:
+    # importlib.util.find_spec would answer from sys.modules, which a new process does not have.
+    found = (finder.find_spec(name, search) for finder in sys.meta_path)
+    return next((spec for spec in found if spec is not None), None)

@@ -1,0 +1,217 @@
+"""The worker processes, as their parent sees them: started when needed, reused, ended for sure.
+
+A worker holds the reading end of a pipe, its lifeline, that nobody writes to. However the parent
+ends, the kernel closes the other end, and the worker ends too.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+
+from gradwire.errors import DistributedError
+from gradwire.testing.channel import Channel
+
+__all__ = ["Pool", "Worker", "close_pool", "dump_stacks", "the_pool", "worker_environment"]
+
+START_LIMIT = 120.0
+"""Seconds that new workers may take to import torch."""
+
+
+def worker_environment() -> dict[str, str]:
+    """This process's environment with what ranks that share a machine need."""
+    environment = dict(os.environ, OMP_NUM_THREADS="1")
+    if sys.platform == "linux":
+        # Gloo otherwise looks up the machine's own name, which may not resolve.
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    return environment
+
+
+class Worker:
+    """One process.
+
+    What it writes to stderr goes to a file without a name, from which errors quote.
+    """
+
+    def __init__(self) -> None:
+        self._log = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
+        self._relayed = 0
+        ours, theirs = socket.socketpair()
+        read_end, self._lifeline = os.pipe()
+        self.channel = Channel(ours)
+        environment = worker_environment()
+        environment["PYTHONPATH"] = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        descriptors = (theirs.fileno(), read_end)
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "gradwire.testing.worker", *map(str, descriptors)],
+                stdin=subprocess.DEVNULL,
+                stderr=self._log,
+                pass_fds=descriptors,
+                env=environment,
+            )
+        except BaseException:
+            self._close_descriptors()
+            raise
+        finally:
+            theirs.close()
+            os.close(read_end)
+
+    def kill(self) -> None:
+        """End the process, at once and for good."""
+        self.process.kill()
+        self.process.wait()
+        self._close_descriptors()
+
+    def forget(self) -> None:
+        """In a forked child: let go of a process that is the parent's."""
+        self.process.returncode = 0  # or Popen warns that it is still running
+        self._close_descriptors()
+
+    def exit_text(self) -> str:
+        """How the process ended: "exited with code 3", "was killed by SIGSEGV"."""
+        try:
+            code = self.process.wait(timeout=2.0)
+        except subprocess.TimeoutExpired:
+            return "closed its connection to run_ranks"
+        if code >= 0:
+            return f"exited with code {code}"
+        with contextlib.suppress(ValueError):
+            return f"was killed by {signal.Signals(-code).name}"
+        return f"was killed by signal {-code}"
+
+    def new_log(self) -> str:
+        """What the process wrote to stderr since the last call of this."""
+        text = os.pread(self._log.fileno(), self._log_size() - self._relayed, self._relayed)
+        self._relayed += len(text)
+        return text.decode(errors="replace").strip()
+
+    def _log_size(self) -> int:
+        return os.fstat(self._log.fileno()).st_size
+
+    def _close_descriptors(self) -> None:
+        self.channel.close()
+        self._log.close()
+        os.close(self._lifeline)
+
+
+def dump_stacks(workers: Sequence[Worker], limit: float = 2.0) -> list[str]:
+    """What every thread of each worker is doing, behind what it wrote to stderr before.
+
+    faulthandler writes it from a signal handler, whatever holds the GIL.
+    """
+    earlier = [worker.new_log() for worker in workers]
+    for worker in workers:
+        worker.process.send_signal(signal.SIGUSR1)
+    deadline = time.monotonic() + limit
+    stacks = [_settled_log(worker, deadline) or "(no stack to be had)" for worker in workers]
+    return [f"{log}\n{stack}".lstrip() for log, stack in zip(earlier, stacks, strict=True)]
+
+
+def _settled_log(worker: Worker, deadline: float) -> str:
+    """The log once the dump in it has stopped growing: nothing else says that it is whole."""
+    text = ""
+    while time.monotonic() < deadline:
+        time.sleep(0.05)
+        more = worker.new_log()
+        if text and not more:
+            break
+        text += more
+    return text
+
+
+class Pool:
+    """Idle workers; worker i is rank i of whatever call comes next."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self._workers: list[Worker] = []
+
+    def take(self, count: int) -> list[Worker]:
+        """The first `count` workers, started where there are none.
+
+        Raises:
+            DistributedError: A worker could not be started; the message quotes its stderr.
+        """
+        self._drop_dead()
+        old = len(self._workers)
+        try:
+            while len(self._workers) < count:
+                self._workers.append(Worker())
+            deadline = time.monotonic() + START_LIMIT
+            for worker in self._workers[old:]:
+                worker.channel.receive(deadline)
+        except EOFError as error:
+            message = f"a worker process {worker.exit_text()} at its start:\n{worker.new_log()}"
+            self.close()
+            raise DistributedError(message) from error
+        except TimeoutError as error:
+            self.close()
+            raise DistributedError(
+                f"a worker process was not ready within {START_LIMIT:g} s"
+            ) from error
+        except BaseException:
+            self.close()
+            raise
+        return self._workers[:count]
+
+    def discard(self, worker: Worker) -> None:
+        """End a worker that cannot be used again."""
+        self._workers.remove(worker)
+        worker.kill()
+
+    def close(self) -> None:
+        """End all workers; the next `take` starts new ones."""
+        while self._workers:
+            self._workers.pop().kill()
+
+    def forget(self) -> None:
+        """In a forked child: let go of workers that are the parent's."""
+        while self._workers:
+            self._workers.pop().forget()
+
+    def _drop_dead(self) -> None:
+        for worker in [w for w in self._workers if w.process.poll() is not None]:
+            self.discard(worker)
+
+
+_pool = Pool()
+
+
+def the_pool() -> Pool:
+    """This process's pool."""
+    return _pool
+
+
+def close_pool() -> None:
+    """End the worker processes that `run_ranks` keeps for its next call.
+
+    It happens by itself when the process ends; call it to have the memory back earlier.
+    """
+    with _pool.lock:
+        _pool.close()
+
+
+def _after_fork() -> None:
+    global _pool
+    _pool.forget()
+    _pool = Pool()
+
+
+def _at_exit() -> None:
+    # A thread that is still in a call keeps the lock; its workers end with their lifelines.
+    if _pool.lock.acquire(blocking=False):
+        _pool.close()
+
+
+atexit.register(_at_exit)
+os.register_at_fork(after_in_child=_after_fork)

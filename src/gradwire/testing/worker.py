@@ -1,0 +1,155 @@
+"""A rank's process: takes tasks from its channel, one after the other, until its parent is gone.
+
+Run as `python -m gradwire.testing.worker CHANNEL LIFELINE`, two inherited descriptors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import fcntl
+import gc
+import os
+import pickle
+import random
+import signal
+import socket
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Mapping
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from gradwire.errors import ArgumentTypeError
+from gradwire.testing.channel import Channel, Idle, Raised, Returned, Task
+from gradwire.testing.pickling import load_cloudpickle
+
+__all__ = ["main"]
+
+
+def main(channel_fd: int, lifeline: int) -> None:
+    """Serve tasks; ends with the process."""
+    _die_with_parent(lifeline)
+    os.set_inheritable(channel_fd, False)
+    channel = Channel(socket.socket(fileno=channel_fd))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    faulthandler.enable(all_threads=True)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    gc.freeze()  # what is imported by now stays: the collection after each call is quick
+    channel.send(Idle())
+    # The parent ends this process; an end-of-file here means that it is already gone.
+    with contextlib.suppress(EOFError):
+        while True:
+            task = channel.receive()
+            assert isinstance(task, Task)
+            _serve(channel, task)
+    os._exit(0)
+
+
+def _die_with_parent(lifeline: int) -> None:
+    """End this process when the parent, which alone holds the pipe's other end, is gone."""
+
+    def watch() -> None:
+        os.read(lifeline, 1)
+        os._exit(1)
+
+    os.set_inheritable(lifeline, False)
+    threading.Thread(target=watch, name="gradwire-lifeline", daemon=True).start()
+    if hasattr(fcntl, "F_SETSIG"):
+        # The thread needs the GIL, which extension code may hold for good: on Linux the kernel
+        # itself kills this process when the pipe is closed.
+        fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(lifeline, fcntl.F_SETFL, os.O_ASYNC)
+
+
+def _serve(channel: Channel, task: Task) -> None:
+    outcome = _outcome(task)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    channel.send(outcome)
+    if isinstance(outcome, Returned):
+        # Other ranks may still need this one's connections. After an error it leaves at once
+        # instead, so that they do not wait for it.
+        channel.receive()
+    try:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    except Exception as error:
+        channel.send(_raised(error))
+    gc.collect()
+    channel.send(Idle())
+
+
+def _outcome(task: Task) -> Returned | Raised:
+    try:
+        _prepare(task)
+        with warnings.catch_warnings():
+            fn, args = pickle.loads(task.call)
+            _join(task)
+            result = fn(*args)
+        return Returned(_pickled_result(result))
+    except BaseException as error:
+        # SystemExit and the like too: a task ends, the process goes on.
+        return _raised(error)
+
+
+def _prepare(task: Task) -> None:
+    """Make this process look like the caller's, and like itself before earlier calls."""
+    os.chdir(task.directory)
+    sys.path[:] = task.path
+    _set_environment(task.environment)
+    torch.set_num_threads(1)
+    random.seed(task.rank)
+    torch.manual_seed(task.rank)
+
+
+def _set_environment(wanted: Mapping[str, str]) -> None:
+    for name in os.environ.keys() - wanted.keys():
+        del os.environ[name]
+    for name, value in wanted.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
+
+
+def _join(task: Task) -> None:
+    timeout = timedelta(seconds=task.timeout)
+    store = TCPStore("127.0.0.1", task.store_port, is_master=False, timeout=timeout)
+    dist.init_process_group(
+        task.backend, store=store, rank=task.rank, world_size=task.world_size, timeout=timeout
+    )
+
+
+def _pickled_result(result: object) -> bytes:
+    try:
+        data: bytes = load_cloudpickle().dumps(result)
+    except Exception as error:
+        raise ArgumentTypeError(
+            f"fn returned a {type(result).__name__}, which cannot be pickled ({error}); "
+            "return tensors, numbers or other values that can"
+        ) from error
+    return data
+
+
+def _raised(error: BaseException) -> Raised:
+    """The error as text and, if it survives the journey, as itself."""
+    here = error.__traceback__
+    stack = here.tb_next if here is not None else None  # without this file's own frame
+    text = "".join(traceback.format_exception(type(error), error, stack or here))
+    data: bytes | None
+    try:
+        data = load_cloudpickle().dumps(error)
+        pickle.loads(data)  # an exception with arguments of its own often fails only here
+    except Exception:
+        data = None
+    summary = f"{type(error).__name__}: {error}".splitlines()[0]
+    return Raised(summary, text.rstrip(), data)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))
