@@ -71,24 +71,21 @@ class Call:
         try:
             for rank, task in enumerate(tasks):
                 self._send(rank, task)
-            while not self._finished() and time.monotonic() < self._limit:
+            while self._not_done() and time.monotonic() < self._limit:
                 self._step()
-            self.lost.update(self._workers[rank] for rank in self._stuck())
-            self._raise_failures()
-            self._raise_if_stuck(timeout)
-            return [self._result(rank) for rank in range(len(self._workers))]
-        except (RankError, CollectiveTimeoutError):
-            raise
-        except BaseException:
+        except BaseException:  # Ctrl-C, or a test's time limit
             self.lost.update(self._workers)
             raise
+        self.lost.update(self._workers[rank] for rank in self._not_done())
+        try:
+            self._raise_failures()
+            self._raise_if_stuck(timeout)
         finally:
             self._relay_logs()
+        return [self._result(rank) for rank in range(len(self._workers))]
 
-    def _finished(self) -> bool:
-        return all(state is _State.DONE for state in self._states)
-
-    def _stuck(self) -> list[int]:
+    def _not_done(self) -> list[int]:
+        """Ranks that are not done; after the time limit they never will be."""
         return [rank for rank, state in enumerate(self._states) if state is not _State.DONE]
 
     def _step(self) -> None:
@@ -111,9 +108,11 @@ class Call:
 
     def _events(self) -> list[tuple[int, _Event]]:
         """What the ranks have sent, deaths first: they explain what the others say."""
-        active = {self._workers[rank].channel.fileno(): rank for rank in self._stuck()}
+        active = {self._workers[rank].channel.fileno(): rank for rank in self._not_done()}
         patience = max(0.0, min(TICK, self._limit - time.monotonic()))
         ready = wait(active, patience)
+        if time.monotonic() >= self._limit:
+            return []  # whatever came is late, and must not hide the hang
         events: list[tuple[int, _Event]] = []
         for descriptor, rank in active.items():
             worker = self._workers[rank]
@@ -170,10 +169,12 @@ class Call:
         raise RankError(describe(headline, sections), exceptions) from exceptions[first]
 
     def _raise_if_stuck(self, timeout: float) -> None:
-        if not self._stuck():
+        if not self._not_done():
             return
         if self._ending:
-            headline = f"fn returned, but {_ranks(self._stuck())} of {len(self._workers)} did not "
+            headline = (
+                f"fn returned, but {_ranks(self._not_done())} of {len(self._workers)} did not "
+            )
             headline += f"leave the process group within {GRACE:g} s"
         else:
             running = [r for r, state in enumerate(self._states) if state is _State.RUNNING]
@@ -183,7 +184,7 @@ class Call:
 
     def _stacks(self, fate: str) -> dict[str, str]:
         """A section for each rank that has to be killed."""
-        stuck = [r for r in self._stuck() if self._states[r] is not _State.RETURNED]
+        stuck = [r for r in self._not_done() if self._states[r] is not _State.RETURNED]
         dumps = dump_stacks([self._workers[rank] for rank in stuck])
         return {f"rank {rank} {fate}": dump for rank, dump in zip(stuck, dumps, strict=True)}
 

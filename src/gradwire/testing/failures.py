@@ -24,7 +24,7 @@ class RankError(DistributedError):
         ...     run_ranks(lambda: 1 // dist.get_rank(), world_size=2)  # rank 0 divides by zero
         ... except RankError as error:
         ...     print(error.failures)
-        {0: ZeroDivisionError('integer division or modulo by zero')}
+        {0: ZeroDivisionError(...)}
     """
 
     def __init__(self, message: str, failures: Mapping[int, BaseException] | None = None) -> None:

@@ -93,7 +93,7 @@ class Worker:
         """What the process wrote to stderr since the last call of this."""
         text = os.pread(self._log.fileno(), self._log_size() - self._relayed, self._relayed)
         self._relayed += len(text)
-        return text.decode(errors="replace").strip()
+        return text.decode(errors="replace")
 
     def _log_size(self) -> int:
         return os.fstat(self._log.fileno()).st_size
@@ -104,29 +104,31 @@ class Worker:
         os.close(self._lifeline)
 
 
-def dump_stacks(workers: Sequence[Worker], limit: float = 2.0) -> list[str]:
+def dump_stacks(workers: Sequence[Worker]) -> list[str]:
     """What every thread of each worker is doing, behind what it wrote to stderr before.
 
-    faulthandler writes it from a signal handler, whatever holds the GIL.
+    faulthandler writes it from a signal handler, whatever holds the GIL. Nothing says that it is
+    whole, but that it stops growing.
     """
+    if not workers:
+        return []
     earlier = [worker.new_log() for worker in workers]
     for worker in workers:
         worker.process.send_signal(signal.SIGUSR1)
-    deadline = time.monotonic() + limit
-    stacks = [_settled_log(worker, deadline) or "(no stack to be had)" for worker in workers]
-    return [f"{log}\n{stack}".lstrip() for log, stack in zip(earlier, stacks, strict=True)]
+    stacks = [""] * len(workers)
+    now = time.monotonic()
+    deadline, grew = now + 3.0, now
+    while now < deadline and not (all(stacks) and now > grew + 0.25):
+        time.sleep(0.02)
+        now = time.monotonic()
+        for index, worker in enumerate(workers):
+            if more := worker.new_log():
+                stacks[index] += more
+                grew = now
+    return [log + (stack or _NO_STACK) for log, stack in zip(earlier, stacks, strict=True)]
 
 
-def _settled_log(worker: Worker, deadline: float) -> str:
-    """The log once the dump in it has stopped growing: nothing else says that it is whole."""
-    text = ""
-    while time.monotonic() < deadline:
-        time.sleep(0.05)
-        more = worker.new_log()
-        if text and not more:
-            break
-        text += more
-    return text
+_NO_STACK = "(it did not show its stack: it is stopped, or inside the kernel)"
 
 
 class Pool:

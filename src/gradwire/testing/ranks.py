@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from gradwire.errors import ArgumentError, ArgumentTypeError
+from gradwire.errors import ArgumentError, ArgumentTypeError, NotSupportedError
 from gradwire.testing.call import Call
 from gradwire.testing.channel import Task
 from gradwire.testing.pickling import dumps
@@ -45,7 +45,7 @@ def run_ranks(
         fn: Any callable, lambdas and local functions included.
         world_size: The number of ranks, ≥ 1.
         backend: Any backend that torch.distributed knows, "cpu:gloo,cuda:nccl" included.
-        timeout: Seconds that the call may take, > 0, and the timeout of the group. Starting
+        timeout: Seconds that the call may take, > 0; the group's own timeout is longer. Starting
             processes, in the first call, is not counted.
         args: Positional arguments of `fn`.
         may_die: Ranks that may end their process; the result of one that does is None.
@@ -131,7 +131,7 @@ def _check(
 def _pickled_call(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:
     try:
         return dumps((fn, tuple(args)))
-    except NotImplementedError:
+    except NotSupportedError:
         raise
     except Exception as error:
         raise ArgumentTypeError(

@@ -77,11 +77,15 @@ def _serve(channel: Channel, task: Task) -> None:
         # Other ranks may still need this one's connections. After an error it leaves at once
         # instead, so that they do not wait for it.
         channel.receive()
+    elif not dist.is_initialized():
+        # A group that failed to form leaves torch counting groups differently from other ranks.
+        os._exit(1)
     try:
         if dist.is_initialized():
             dist.destroy_process_group()
     except Exception as error:
         channel.send(_raised(error))
+        os._exit(1)
     gc.collect()
     channel.send(Idle())
 
@@ -118,7 +122,8 @@ def _set_environment(wanted: Mapping[str, str]) -> None:
 
 
 def _join(task: Task) -> None:
-    timeout = timedelta(seconds=task.timeout)
+    # Longer than the call may take: a hang is then shown where it is, not where it gives up.
+    timeout = timedelta(seconds=task.timeout + 30)
     store = TCPStore("127.0.0.1", task.store_port, is_master=False, timeout=timeout)
     dist.init_process_group(
         task.backend, store=store, rank=task.rank, world_size=task.world_size, timeout=timeout

@@ -1,0 +1,337 @@
+"""What `run_ranks` says when ranks fail, and that the next call works."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gradwire.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    CollectiveTimeoutError,
+    DistributedError,
+    NotSupportedError,
+    PeerLostError,
+)
+from gradwire.testing import RankError, run_ranks
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture(autouse=True)
+def _next_call_works() -> Iterator[None]:
+    yield
+    assert run_ranks(dist.get_rank) == [0, 1]
+
+
+class Custom(Exception):
+    """Known to this module only."""
+
+
+class NeedsTwo(Exception):
+    """Pickles, but cannot be rebuilt."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(first + second)
+
+
+class Stubborn:
+    def __reduce__(self) -> Any:
+        raise RuntimeError("will not be pickled")
+
+
+class BreaksAtHome:
+    def __reduce__(self) -> Any:
+        return int, ("not a number",)
+
+
+def on_rank(rank: int, action: Callable[[], object]) -> Callable[[], int]:
+    def fn() -> int:
+        if dist.get_rank() == rank:
+            action()
+        return dist.get_rank()
+
+    return fn
+
+
+def fail(error: BaseException) -> None:
+    raise error
+
+
+def test_an_exception_comes_home_with_its_traceback() -> None:
+    def divides() -> float:
+        return 1 / (1 - dist.get_rank())
+
+    with pytest.raises(RankError, match=r"^fn failed on rank 1 of 2: ZeroDivisionError") as caught:
+        run_ranks(divides)
+    error = caught.value
+    assert isinstance(error, DistributedError)
+    assert isinstance(error.__cause__, ZeroDivisionError)
+    assert error.failures == {1: error.__cause__}
+    assert "in divides" in str(error)
+    assert "worker.py" not in str(error)
+
+
+def test_all_failed_ranks_are_named() -> None:
+    with pytest.raises(RankError, match=r"of 3; rank \d: ValueError: number") as caught:
+        run_ranks(lambda: fail(ValueError(f"number {dist.get_rank()}")), 3)
+    texts = {rank: str(error) for rank, error in caught.value.failures.items()}
+    assert texts == {rank: f"number {rank}" for rank in range(3)}
+    assert all(f"--- rank {rank} ---" in str(caught.value) for rank in range(3))
+
+
+def test_an_exception_class_of_a_test_module_is_the_same_class_at_home() -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(on_rank(0, lambda: fail(Custom("mine"))))
+    assert isinstance(caught.value.__cause__, Custom)
+
+
+@pytest.mark.parametrize("make", [lambda: NeedsTwo("a", "b"), lambda: ValueError("ab", Stubborn())])
+def test_an_exception_that_cannot_travel_is_described(make: Callable[[], Exception]) -> None:
+    with pytest.raises(RankError, match="ab") as caught:
+        run_ranks(on_rank(1, lambda: fail(make())))
+    failure = caught.value.failures[1]
+    assert type(failure) is DistributedError
+    assert type(make()).__name__ in str(failure)
+
+
+def test_leaving_python_in_a_rank_is_a_failure_too() -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(on_rank(1, lambda: sys.exit(3)))
+    assert isinstance(caught.value.failures[1], SystemExit)
+
+
+def test_a_rank_error_can_itself_be_pickled() -> None:
+    copy = pickle.loads(pickle.dumps(RankError("text", {1: ValueError("x")})))
+    assert str(copy) == "text"
+    assert repr(copy.failures) == "{1: ValueError('x')}"
+
+
+def test_ranks_that_wait_for_a_failed_one_end_soon() -> None:
+    def fails_before_the_collective() -> None:
+        if dist.get_rank() == 1:
+            raise Custom("no collective for me")
+        dist.barrier()
+
+    with pytest.raises(RankError) as caught:
+        run_ranks(fails_before_the_collective, timeout=50)
+    assert list(caught.value.failures) == [1, 0]  # in the order in which it happened
+
+
+def test_ranks_that_do_not_end_after_a_failure_are_killed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("gradwire.testing.call.GRACE", 0.3)
+
+    def sleeps_for_ever() -> None:
+        if dist.get_rank() == 1:
+            raise Custom("gone")
+        while True:
+            time.sleep(1)
+
+    with pytest.raises(RankError, match=r"rank 0 was killed 0\.3 s after") as caught:
+        run_ranks(sleeps_for_ever, timeout=50)
+    assert list(caught.value.failures) == [1]
+    assert "in sleeps_for_ever" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("death", "text"),
+    [
+        (lambda: os._exit(7), "exited with code 7"),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "was killed by SIGKILL"),
+        (lambda: ctypes.string_at(0), "was killed by SIGSEGV"),
+    ],
+)
+def test_a_death_is_named(death: Callable[[], object], text: str) -> None:
+    with pytest.raises(RankError, match=f"^fn failed on rank 1 of 2: {text}") as caught:
+        run_ranks(on_rank(1, death))
+    assert isinstance(caught.value.failures[1], PeerLostError)
+
+
+def test_a_death_quotes_what_the_rank_wrote_last() -> None:
+    def aborts() -> None:
+        print("about to go", file=sys.stderr, flush=True)
+        os.abort()
+
+    with pytest.raises(RankError, match="SIGABRT") as caught:
+        run_ranks(on_rank(0, aborts))
+    assert "about to go" in str(caught.value)
+    assert "in aborts" in str(caught.value)  # from faulthandler
+
+
+def test_a_death_is_seen_though_a_child_keeps_the_socket_open(tmp_path: Path) -> None:
+    child = tmp_path / "child"
+
+    def leaves_a_child() -> None:
+        if pid := os.fork():
+            child.write_text(str(pid))
+            os._exit(5)
+        time.sleep(100)
+
+    with pytest.raises(RankError, match="exited with code 5"):
+        run_ranks(on_rank(1, leaves_a_child), timeout=50)
+    os.kill(int(child.read_text()), signal.SIGKILL)  # it was still there
+
+
+def test_sizes_that_differ_between_ranks_are_a_death_on_gloo() -> None:
+    with pytest.raises(RankError, match="SIGABRT") as caught:
+        run_ranks(lambda: dist.all_reduce(torch.zeros(2 + 100 * dist.get_rank())))
+    assert "Received data size doesn't match" in str(caught.value)
+
+
+def test_a_rank_may_die_and_the_others_results_come_back() -> None:
+    def survive() -> str:
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            dist.barrier()
+        except RuntimeError:
+            return "peer lost"
+        return "nothing noticed"
+
+    assert run_ranks(survive, 3, may_die=[1]) == ["peer lost", None, "peer lost"]
+
+
+def test_a_rank_that_may_die_but_does_not_is_like_any_other() -> None:
+    assert run_ranks(dist.get_rank, may_die={0, 1}) == [0, 1]
+    with pytest.raises(RankError, match="Custom"):
+        run_ranks(on_rank(1, lambda: fail(Custom())), may_die=[1])
+
+
+def test_only_the_ranks_that_may_die_may() -> None:
+    with pytest.raises(RankError, match="rank 0 of 2: exited with code 1"):
+        run_ranks(on_rank(0, lambda: os._exit(1)), may_die=[1])
+
+
+def test_a_hang_shows_the_stack_of_every_thread_of_every_rank() -> None:
+    def waits_in_python() -> None:
+        threading.Thread(target=waits_in_a_thread, daemon=True).start()
+        threading.Event().wait()
+
+    def waits_in_a_thread() -> None:
+        threading.Event().wait()
+
+    def waits_with_the_gil() -> None:
+        ctypes.PyDLL(None).sleep(100)
+
+    def hangs() -> None:
+        waits_in_python() if dist.get_rank() == 0 else waits_with_the_gil()
+
+    with pytest.raises(CollectiveTimeoutError, match=r"within timeout=1 s on ranks 0, 1 of 2") as e:
+        run_ranks(hangs, timeout=1)
+    rank_0, rank_1 = str(e.value).split("--- rank 1")
+    assert "in waits_in_python" in rank_0
+    assert "in waits_in_a_thread" in rank_0
+    assert "in waits_with_the_gil" in rank_1
+
+
+def test_a_hang_names_only_the_ranks_that_hang() -> None:
+    with pytest.raises(CollectiveTimeoutError, match="on rank 1 of 2") as caught:
+        run_ranks(on_rank(1, dist.barrier), timeout=1)
+    assert "--- rank 0" not in str(caught.value)
+
+
+def test_a_stopped_rank_ends_in_an_error() -> None:
+    with pytest.raises(CollectiveTimeoutError, match="did not show its stack"):
+        run_ranks(on_rank(1, lambda: os.kill(os.getpid(), signal.SIGSTOP)), timeout=0.5)
+
+
+def test_a_group_that_cannot_be_left_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gradwire.testing.call.GRACE", 0.3)
+
+    def spoils_the_end() -> None:
+        dist.destroy_process_group = lambda: time.sleep(100)  # type: ignore[assignment]
+
+    with pytest.raises(CollectiveTimeoutError, match="fn returned, but rank 1 of 2 did not leave"):
+        run_ranks(on_rank(1, spoils_the_end))
+
+
+def test_an_error_in_leaving_the_group_is_an_error() -> None:
+    def spoils_the_end() -> None:
+        dist.destroy_process_group = lambda: fail(Custom("at the end"))  # type: ignore[assignment]
+
+    with pytest.raises(RankError, match="rank 1 of 2: Custom: at the end"):
+        run_ranks(on_rank(1, spoils_the_end))
+
+
+def test_a_group_that_one_rank_cannot_join_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gradwire.testing.call.GRACE", 0.3)
+
+    def spoils_the_next_start() -> None:
+        if dist.get_rank() == 1:
+            dist.init_process_group = lambda *_, **__: fail(Custom("no group"))
+
+    run_ranks(spoils_the_next_start)
+    with pytest.raises(RankError, match="rank 1 of 2: Custom: no group"):
+        run_ranks(dist.get_rank)
+
+
+def test_a_function_that_cannot_be_pickled() -> None:
+    lock = threading.Lock()
+    with pytest.raises(ArgumentTypeError, match=r"fn and args must be picklable.*lock"):
+        run_ranks(lambda: lock)
+    with pytest.raises(ArgumentTypeError, match="will not be pickled"):
+        run_ranks(lambda _: None, args=(Stubborn(),))
+
+
+def test_an_argument_that_cannot_be_unpickled_there() -> None:
+    with pytest.raises(RankError, match="ValueError: invalid literal"):
+        run_ranks(lambda _: None, args=(BreaksAtHome(),))
+
+
+def test_a_result_that_cannot_be_pickled() -> None:
+    with pytest.raises(
+        RankError, match="fn returned a Stubborn, which cannot be pickled"
+    ) as caught:
+        run_ranks(Stubborn)
+    assert isinstance(caught.value.__cause__, ArgumentTypeError)
+
+
+def test_a_result_that_cannot_be_unpickled_here() -> None:
+    with pytest.raises(DistributedError, match="result of rank 0 cannot be unpickled"):
+        run_ranks(BreaksAtHome)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"fn": 3}, ArgumentTypeError, "fn must be callable, but is a int"),
+        ({"world_size": 0}, ArgumentError, "world_size must be at least 1, but is 0"),
+        ({"world_size": 2.0}, ArgumentTypeError, "world_size must be an int"),
+        ({"timeout": 0}, ArgumentError, "timeout must be a positive number of seconds, but is 0"),
+        ({"timeout": float("nan")}, ArgumentError, "timeout must be a positive"),
+        ({"timeout": float("inf")}, ArgumentError, "timeout must be a positive"),
+        ({"timeout": "1"}, ArgumentTypeError, "timeout must be a number"),
+        ({"backend": "carrier-pigeon"}, ArgumentError, "'carrier-pigeon' is not available.*gloo"),
+        ({"backend": "cpu:gloo,cuda:pigeon"}, ArgumentError, "is not available"),
+        ({"backend": None}, ArgumentTypeError, "backend must be a str"),
+        ({"may_die": [2]}, ArgumentError, r"may_die names ranks \[2\], but world_size=2"),
+    ],
+)
+def test_wrong_arguments(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        run_ranks(**{"fn": dist.get_rank, **arguments})
+
+
+def test_a_device_s_backend_can_be_named() -> None:
+    assert run_ranks(dist.get_rank, backend="cpu:gloo") == [0, 1]
+
+
+def test_without_cloudpickle_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "cloudpickle", None)
+        with pytest.raises(NotSupportedError, match=r"pip install 'gradwire\[test\]'"):
+            run_ranks(dist.get_rank)

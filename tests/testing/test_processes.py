@@ -1,0 +1,218 @@
+"""However the process that called `run_ranks` ends, nothing of it stays behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from gradwire.testing import run_ranks
+from gradwire.testing.pool import close_pool
+
+pytestmark = [
+    pytest.mark.timeout(60),
+    pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc"),
+]
+
+PREAMBLE = """
+import ctypes, os, signal, sys, threading, time
+import torch
+import torch.distributed as dist
+from gradwire.testing import run_ranks
+
+def pid():
+    return os.getpid()
+
+def told(action):
+    def fn():
+        os.write(1, f"{os.getpid()}\\n".encode())
+        action()
+    return fn
+
+"""
+
+
+def alive(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+def wait_until_gone(pids: list[int]) -> None:
+    deadline = time.monotonic() + 20
+    while any(map(alive, pids)):
+        assert time.monotonic() < deadline, f"left behind: {[p for p in pids if alive(p)]}"
+        time.sleep(0.02)
+
+
+Start = Callable[[str], "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts a script; at the end it must have left no temporary files."""
+    processes = []
+
+    def _start(script: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-W", "error", "-c", PREAMBLE + script],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=dict(os.environ, TMPDIR=str(tmp_path)),
+        )
+        processes.append(process)
+        return process
+
+    yield _start
+    for process in processes:
+        process.kill()
+        process.communicate()
+    assert list(tmp_path.iterdir()) == []
+
+
+def read_pids(process: subprocess.Popen[str], count: int = 2) -> list[int]:
+    assert process.stdout is not None
+    pids = [int(process.stdout.readline()) for _ in range(count)]
+    assert all(map(alive, pids))
+    return pids
+
+
+def test_a_script_ends_cleanly_with_idle_workers(start: Start) -> None:
+    process = start("print(*run_ranks(pid))")
+    out, err = process.communicate(timeout=40)
+    assert (process.returncode, err) == (0, "")
+    wait_until_gone([int(p) for p in out.split()])
+
+
+@pytest.mark.parametrize(
+    "action",
+    [
+        "lambda: time.sleep(100)",
+        "lambda: ctypes.PyDLL(None).sleep(100)",  # with the GIL held
+        "lambda: dist.recv(torch.zeros(1), 1 - dist.get_rank())",
+    ],
+    ids=["sleeping", "holding the GIL", "in a collective"],
+)
+def test_sigkill_of_the_parent_in_a_call(start: Start, action: str) -> None:
+    process = start(f"run_ranks(told({action}))")
+    pids = read_pids(process)
+    process.kill()
+    wait_until_gone(pids)
+
+
+def test_sigkill_of_the_parent_between_calls(start: Start) -> None:
+    process = start("run_ranks(told(lambda: None)); time.sleep(100)")
+    pids = read_pids(process)
+    process.kill()
+    wait_until_gone(pids)
+
+
+def test_sigkill_of_the_parent_while_workers_start(start: Start) -> None:
+    process = start(
+        "from gradwire.testing.pool import Worker\n"
+        "workers = [Worker(), Worker()]\n"
+        "[print(w.process.pid, flush=True) for w in workers]\n"
+        "time.sleep(100)"
+    )
+    pids = read_pids(process)
+    process.kill()
+    wait_until_gone(pids)
+
+
+def test_ctrl_c(start: Start) -> None:
+    process = start("run_ranks(told(lambda: time.sleep(100)))")
+    pids = read_pids(process)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=20)
+    assert err.splitlines()[-1] == "KeyboardInterrupt"
+    wait_until_gone(pids)
+
+
+def test_ctrl_c_in_an_interactive_session_leaves_run_ranks_usable(start: Start) -> None:
+    process = start(
+        "try: run_ranks(told(lambda: time.sleep(100)))\n"
+        "except KeyboardInterrupt: print(*run_ranks(dist.get_rank), flush=True)"
+    )
+    pids = read_pids(process)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=40)
+    assert (out, err) == ("0 1\n", "")
+    wait_until_gone(pids)
+
+
+def test_exit_of_the_main_thread_while_another_is_in_a_call(start: Start) -> None:
+    process = start(
+        "call = lambda: run_ranks(told(lambda: time.sleep(100)))\n"
+        "threading.Thread(target=call, daemon=True).start()\n"
+        "sys.stdin.close(); time.sleep(100)"
+    )
+    pids = read_pids(process)
+    process.send_signal(signal.SIGTERM)
+    wait_until_gone(pids)
+
+
+def test_a_fork_neither_uses_nor_ends_its_parent_s_workers(start: Start) -> None:
+    process = start(
+        "first = run_ranks(pid)\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    assert not set(run_ranks(pid)) & set(first)\n"
+        "    sys.exit()\n"
+        "assert os.waitpid(child, 0)[1] == 0\n"
+        "assert run_ranks(pid) == first\n"
+    )
+    _, err = process.communicate(timeout=40)
+    assert (process.returncode, err) == (0, "")
+
+
+def test_a_fork_does_not_keep_the_workers_of_a_dead_parent(start: Start) -> None:
+    process = start(
+        "run_ranks(told(lambda: None))\n"
+        "if os.fork() == 0: os.write(1, f'{os.getpid()}\\n'.encode())\n"
+        "time.sleep(100)\n"
+    )
+    *workers, fork = read_pids(process, 3)
+    process.kill()
+    wait_until_gone(workers)
+    os.kill(fork, signal.SIGKILL)
+
+
+def test_the_pool_can_be_closed_and_starts_again() -> None:
+    pids = run_ranks(os.getpid)
+    close_pool()
+    assert not any(map(alive, pids))
+    close_pool()
+    assert not set(run_ranks(os.getpid)) & set(pids)
+
+
+def test_a_worker_that_died_between_calls_is_replaced() -> None:
+    pids = run_ranks(os.getpid)
+    os.kill(pids[1], signal.SIGKILL)
+    os.waitid(os.P_PID, pids[1], os.WEXITED | os.WNOWAIT)  # dead, and left for its parent to find
+    assert len(set(run_ranks(os.getpid))) == 2
+
+
+def test_no_descriptors_or_children_pile_up() -> None:
+    def held() -> tuple[int, str]:
+        return len(os.listdir("/proc/self/fd")), Path("/proc/thread-self/children").read_text()
+
+    run_ranks(lambda: None)
+    before = held()
+    for _ in range(3):
+        run_ranks(lambda: None)
+        assert run_ranks(lambda: os._exit(0), may_die=[0, 1]) == [None, None]
+        run_ranks(lambda: None)
+    after = held()
+    assert after[0] == before[0]
+    assert len(after[1].split()) == len(before[1].split())
+    inside = [run_ranks(lambda: len(os.listdir("/proc/self/fd"))) for _ in range(4)]
+    assert inside[0] == inside[-1]
