@@ -1,2 +1,8 @@
-"""gradwire."""
+"""Gradwire: the communication layer of data-parallel PyTorch training."""
 
+from gradwire._version import __version__
+from gradwire.ddp import DistributedDataParallel
+from gradwire.errors import GradwireError
+from gradwire.gradients import GradBucket
+
+__all__ = ["DistributedDataParallel", "GradBucket", "GradwireError", "__version__"]

@@ -100,8 +100,13 @@ def test_views_of_a_slice_start_where_the_slice_starts():
     "out", [torch.empty(2), torch.empty(3, dtype=torch.float64), torch.empty(3, 1)]
 )
 def test_an_out_that_does_not_fit(out):
-    with pytest.raises(ArgumentError, match=r"need torch\.float32, 1-d, of at least 3"):
+    with pytest.raises(ArgumentError, match=r"these 1 tensors need torch\.float32"):
         pack([torch.ones(3)], out=out)
+
+
+def test_views_of_a_compressed_buffer_have_its_dtype():
+    (view,) = views(torch.ones(4, dtype=torch.bfloat16), [torch.empty(2, 2)])
+    assert view.dtype == torch.bfloat16
 
 
 def test_devices_must_agree():

@@ -60,7 +60,7 @@ def _placement(like: Sequence[Tensor]) -> tuple[torch.dtype, list[int], int]:
 
 
 def views(buffer: Tensor, like: Sequence[Tensor], *, keep_strides: bool = False) -> list[Tensor]:
-    """Views into a packed buffer, one for each tensor of `like`, with its shape and dtype.
+    """Views into a packed buffer, one for each tensor of `like`, with its shape.
 
     Args:
         buffer: 1-d, as `pack` makes it for tensors like these.
@@ -70,9 +70,11 @@ def views(buffer: Tensor, like: Sequence[Tensor], *, keep_strides: bool = False)
 
     Returns:
         Views, in order, contiguous unless `keep_strides`. Writing to one writes to the buffer.
+        In a buffer of bytes that holds several dtypes each has its tensor's dtype; otherwise
+        all have the buffer's, which may be another (gradients that travel compressed).
 
     Raises:
-        ArgumentError: The buffer's dtype or length is not what `pack` makes for such tensors.
+        ArgumentError: The buffer is shorter than what `pack` makes for such tensors.
 
     Example:
         >>> buffer = torch.arange(5.0)
@@ -81,7 +83,8 @@ def views(buffer: Tensor, like: Sequence[Tensor], *, keep_strides: bool = False)
         ([[0.0, 1.0], [2.0, 3.0]], 4.0)
     """
     dtype, offsets, length = _placement(like)
-    if buffer.dim() != 1 or buffer.numel() < length or (like and buffer.dtype != dtype):
+    mixed = any(t.dtype != dtype for t in like)
+    if buffer.dim() != 1 or buffer.numel() < length or (mixed and buffer.dtype != dtype):
         raise ArgumentError(
             f"buffer is {buffer.dtype} of shape {tuple(buffer.shape)}: these {len(like)} tensors "
             f"need {dtype}, 1-d, of at least {length} elements"
@@ -89,10 +92,10 @@ def views(buffer: Tensor, like: Sequence[Tensor], *, keep_strides: bool = False)
     typed = {dtype: buffer}
     result = []
     for t, offset in zip(like, offsets, strict=True):
-        if t.dtype not in typed:
+        if mixed and t.dtype not in typed:
             whole = buffer.numel() // ALIGNMENT * ALIGNMENT
             typed[t.dtype] = buffer[:whole].view(t.dtype)
-        base = typed[t.dtype]
+        base = typed[t.dtype if mixed else dtype]
         start = base.storage_offset() + offset * buffer.element_size() // base.element_size()
         strides = memory_strides(t) if keep_strides else None
         if strides is None:
@@ -125,10 +128,11 @@ def pack(tensors: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
                 f"tensors[{i}] is on {t.device}, tensors[0] on {tensors[0].device}: "
                 "pack the tensors of each device apart"
             )
+    dtype, _, length = _placement(tensors)
     if out is None:
-        dtype, _, length = _placement(tensors)
-        device = tensors[0].device if tensors else None
-        out = torch.empty(length, dtype=dtype, device=device)
+        out = torch.empty(length, dtype=dtype, device=tensors[0].device if tensors else None)
+    elif out.dtype != dtype:
+        raise ArgumentError(f"out is {out.dtype}: these {len(tensors)} tensors need {dtype}")
     if tensors:
         with torch.no_grad():
             torch._foreach_copy_(views(out, tensors), list(tensors))

@@ -1,0 +1,188 @@
+"""How ranks tell each other of errors while their collectives hang: through the group's store.
+
+A rank that fails rings; a rank that waits listens from time to time. Then all meet, exchange what
+went wrong and what they had sent, and bring each other level (see `_ledger`). Keys are numbered by
+how often this happened, which all ranks count alike.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, ProcessGroup, Store, Work
+
+from gradwire.ddp._ledger import Entry, catch_up, missing
+from gradwire.ddp._wait import translate
+from gradwire.errors import BrokenGroupError, CollectiveTimeoutError, PeerLostError
+
+__all__ = ["Alarm", "Pending", "pending_future", "pending_work"]
+
+MEET_SECONDS = 300.0
+"""How long a rank that failed waits for the others to finish what they compute and hear of it."""
+
+
+@dataclass(frozen=True)
+class Pending:
+    """Communication that a rank has under way: whether it has ended, and with what error."""
+
+    done: Callable[[], bool]
+    error: Callable[[], BaseException | None]
+
+
+def pending_work(work: Work) -> Pending:
+    """A work handle as something pending."""
+    return Pending(work.is_completed, lambda: None if work.is_success() else work.exception())
+
+
+def pending_future(future: torch._C.Future[Any]) -> Pending:
+    """A hook's future as something pending; what the hook's own code raised does not count."""
+
+    def error() -> BaseException | None:
+        try:
+            future.value()
+        except RuntimeError as raised:
+            return raised if isinstance(translate(raised, ""), PeerLostError) else None
+        except Exception:
+            return None
+        return None
+
+    return Pending(future.done, error)
+
+
+def _raise_lost(ended: Sequence[Pending]) -> None:
+    for p in ended:
+        if failure := p.error():
+            raise PeerLostError(f"a rank was lost while meeting after an error: {failure}")
+
+
+class Alarm:
+    """The bell of one reducer, on all ranks of its group.
+
+    Args:
+        group: The group. Ranks construct their reducers on it in the same order.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+        self._rank = group.rank()
+        self._size = group.size()
+        store = _store_of(group)
+        number = store.add(f"gradwire/reducers/{self._rank}", 1)
+        self._store = PrefixStore(f"gradwire/reducer{number}", store)
+        self._met = 0
+        self._votes = 0
+
+    def rung(self) -> bool:
+        """Whether any rank has rung since the last meeting."""
+        return self._call(lambda: self._store.check([self._key("alarm")]))
+
+    def vote(self, look: Callable[[], None]) -> None:
+        """Return when every rank has called this as often as this one; `look` raises otherwise."""
+        self._votes += 1
+        target, counter = self._votes * self._size, self._key("votes")
+        votes = self._call(lambda: self._store.add(counter, 1))
+        pause = 0.0
+        while votes < target:
+            look()
+            time.sleep(pause)
+            pause = min(2 * pause + 2e-5, 5e-3)
+            votes = self._call(lambda: self._store.add(counter, 0))
+
+    def meet(
+        self, error: str | None, ledger: Sequence[Entry], pending: Sequence[Pending]
+    ) -> dict[int, str]:
+        """Ring, meet all ranks, bring everyone level.
+
+        Args:
+            error: What went wrong on this rank, or None if it came because another rang.
+            ledger: What this rank sent in this backward.
+            pending: What of it has not ended.
+
+        Returns:
+            By rank, what went wrong there.
+
+        Raises:
+            BrokenGroupError: The ranks cannot be brought level; the group is of no more use.
+            PeerLostError: A rank died.
+            CollectiveTimeoutError: A rank did not come.
+        """
+        self._call(lambda: self._store.set(self._key("alarm"), "1"))
+        other = self._sequence_number() - len(ledger)
+        told = self._exchange("told", [error, list(ledger), other], pending)
+        verdict = None
+        try:
+            if len({entry[2] for entry in told}) > 1:
+                raise BrokenGroupError("collectives besides the reducer's were under way")
+            level = catch_up(self._group, missing(ledger, [entry[1] for entry in told]))
+            goal = other + max(len(entry[1]) for entry in told)
+            self._drain([*pending, *map(pending_work, level)], goal)
+        except BrokenGroupError as broken:
+            verdict = str(broken)
+        verdicts = self._exchange("level", verdict, [])
+        self._met += 1
+        self._votes = 0
+        if any(verdicts):
+            reason = "; ".join(f"rank {r}: {v}" for r, v in enumerate(verdicts) if v)
+            causes = "; ".join(f"rank {r}: {t[0]}" for r, t in enumerate(told) if t[0])
+            raise BrokenGroupError(
+                f"after an error ({causes}) the group's ranks cannot be brought back in step "
+                f"({reason}): make a new process group, or restart"
+            )
+        return {rank: entry[0] for rank, entry in enumerate(told) if entry[0]}
+
+    def _drain(self, pending: Sequence[Pending], goal: int) -> None:
+        """Waits until all that is pending has ended, and nothing has been sent besides."""
+        deadline = time.monotonic() + MEET_SECONDS
+        while not all(p.done() for p in pending):
+            if self._sequence_number() > goal or time.monotonic() > deadline:
+                raise BrokenGroupError("a hook went on to further collectives after the error")
+            time.sleep(1e-3)
+        _raise_lost(pending)
+
+    def _exchange(self, topic: str, value: Any, pending: Sequence[Pending]) -> list[Any]:
+        """Every rank's value, in rank order: an all_gather through the store."""
+        keys = [self._key(f"{topic}/{rank}") for rank in range(self._size)]
+        self._call(lambda: self._store.set(keys[self._rank], json.dumps(value)))
+        deadline = time.monotonic() + MEET_SECONDS
+        while not self._call(lambda: self._store.check(keys)):
+            _raise_lost([p for p in pending if p.done()])
+            if time.monotonic() > deadline:
+                absent = [r for r, k in enumerate(keys) if not self._store.check([k])]
+                raise CollectiveTimeoutError(
+                    f"ranks {absent} did not answer within {MEET_SECONDS:g} s after an error"
+                )
+            time.sleep(2e-3)
+        return [json.loads(self._call(lambda k=key: self._store.get(k))) for key in keys]
+
+    def _sequence_number(self) -> int:
+        try:
+            return int(self._group._get_sequence_number_for_group())
+        except RuntimeError:  # a backend that does not count
+            return 0
+
+    def _key(self, name: str) -> str:
+        return f"{self._met}/{name}"
+
+    def _call(self, request: Callable[[], Any]) -> Any:
+        try:
+            return request()
+        except dist.DistError as error:
+            raise PeerLostError(
+                f"the group's store does not answer (the rank that hosts it is gone): {error}"
+            ) from error
+
+
+def _store_of(group: ProcessGroup) -> Store:
+    getter = getattr(group, "get_group_store", None)
+    if getter is not None:
+        return getter()
+    store: Store = dist.distributed_c10d._get_process_group_store(group)
+    return store
+
+

@@ -1,0 +1,120 @@
+"""What a rank has sent in this backward, so that a rank that fell behind can catch up.
+
+When a rank fails in the middle of a backward, the others wait in collectives that it never
+joined, and an engine such as Gloo has no way to call them back. So every rank keeps a ledger of
+its collectives; after an error the ledgers are compared and a rank that is behind takes part in
+what it missed with zeros. Then all are in step and the group can be used again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import BroadcastOptions, ProcessGroup, Work
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gradwire.errors import BrokenGroupError
+
+__all__ = ["Entry", "LedgerMode", "all_reduce_entry", "broadcast_entry", "catch_up", "missing"]
+
+Entry = list[Any]
+"""JSON: [op, root, tensors' groups]; a tensors' group is a list of [dtype, device type, shape]."""
+
+LARGEST = 1 << 36
+"""Bytes: no ledger that asks for a larger tensor is believed."""
+
+
+def all_reduce_entry(tensor: Tensor) -> Entry:
+    """The entry for an all_reduce of one tensor."""
+    return ["allreduce_", 0, [[_describe(tensor)]]]
+
+
+def broadcast_entry(tensor: Tensor, root: int) -> Entry:
+    """The entry for a broadcast of one tensor."""
+    return ["broadcast_", root, [[_describe(tensor)]]]
+
+
+class LedgerMode(TorchDispatchMode):
+    """Writes down the collectives that are issued on one group while it is active."""
+
+    def __init__(self, group: ProcessGroup, ledger: list[Entry]) -> None:
+        super().__init__()
+        self._group_name = group.group_name
+        self._ledger = ledger
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func.namespace == "c10d":
+            self._ledger.append(self._entry(func, args))
+        return func(*args, **(kwargs or {}))
+
+    def _entry(self, func: Any, args: tuple[Any, ...]) -> Entry:
+        op = func._schema.name.removeprefix("c10d::")
+        at = next((i for i, a in enumerate(args) if isinstance(a, torch.ScriptObject)), None)
+        if at is None or dist.ProcessGroup.unbox(args[at]).group_name != self._group_name:
+            return ["of another group", 0, []]
+        root = args[at + 1] if op == "broadcast_" else 0
+        groups = [a for a in args[:at] if isinstance(a, list)]
+        flat = [g[0] if g and isinstance(g[0], list) else g for g in groups]
+        return [op, root, [[_describe(t) for t in g] for g in flat]]
+
+
+def missing(own: Sequence[Entry], ledgers: Sequence[Sequence[Entry]]) -> Sequence[Entry]:
+    """The entries that this rank has yet to join to be level with the furthest rank.
+
+    Raises:
+        BrokenGroupError: The ledgers tell of different collectives, so no rank can catch up.
+
+    Example:
+        >>> missing([["a"]], [[["a"]], [["a"], ["b"]]])
+        [['b']]
+    """
+    furthest = max(ledgers, key=len)
+    for ledger in ledgers:
+        if list(ledger) != list(furthest[: len(ledger)]):
+            raise BrokenGroupError(
+                f"ranks sent different collectives before the error: {ledger} and {furthest}"
+            )
+    return furthest[len(own) :]
+
+
+def catch_up(group: ProcessGroup, entries: Sequence[Entry]) -> list[Work]:
+    """Join collectives that others wait in, with zeros.
+
+    Raises:
+        BrokenGroupError: An entry tells of a collective that cannot be joined this way.
+    """
+    return [_join(group, *entry) for entry in entries]
+
+
+def _join(group: ProcessGroup, op: str, root: int, described: list[Any]) -> Work:
+    tensors = [[_zeros(*d) for d in g] for g in described]
+    if op == "allreduce_":
+        return group.allreduce(tensors[0])
+    if op == "broadcast_":
+        options = BroadcastOptions()
+        options.rootRank = root
+        return group.broadcast(tensors[0], options)
+    if op == "allgather_":
+        return group.allgather([tensors[0]], tensors[1])
+    raise BrokenGroupError(f"others wait in a {op} that this rank cannot join after its error")
+
+
+def _describe(tensor: Tensor) -> list[Any]:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return [dtype, tensor.device.type, list(tensor.shape)]
+
+
+def _zeros(dtype: str, device: str, shape: list[int]) -> Tensor:
+    size = 16
+    for n in shape:
+        size *= n
+    kind = getattr(torch, dtype, None)
+    if not isinstance(kind, torch.dtype) or not 0 <= size <= LARGEST:
+        raise BrokenGroupError(f"another rank's ledger tells of a {dtype} tensor of shape {shape}")
+    return torch.zeros(shape, dtype=kind, device=device)

@@ -1,0 +1,74 @@
+"""Whether all ranks hold the same model: one digest, one exchange; names only where they differ."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from itertools import zip_longest
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from gradwire.ddp._group import message_device
+from gradwire.errors import MismatchError
+
+__all__ = ["describe", "verify_same"]
+
+Description = list[tuple[str, str]]
+"""For each parameter and buffer, in order: its name, and all else that must agree."""
+
+
+def describe(parameters: Iterable[tuple[str, Tensor]], kind: str) -> Description:
+    """Names and what must agree of tensors.
+
+    Example:
+        >>> describe([("weight", torch.zeros(2, 3))], "parameter")
+        [('weight', 'parameter, torch.float32, shape (2, 3), strides (3, 1), requires_grad=False')]
+    """
+    return [
+        (
+            name,
+            f"{kind}, {t.dtype}, shape {tuple(t.shape)}, "
+            + (f"strides {t.stride()}" if t.layout == torch.strided else f"layout {t.layout}")
+            + f", requires_grad={t.requires_grad}",
+        )
+        for name, t in parameters
+    ]
+
+
+def verify_same(group: ProcessGroup, own: Description) -> None:
+    """Raise on every rank if any rank's description differs.
+
+    Sent: 32 bytes a rank; the descriptions only if the digests differ.
+
+    Raises:
+        MismatchError: Names the first difference and each rank's value.
+    """
+    digest = hashlib.sha256(json.dumps(own).encode()).digest()
+    device = message_device(group)
+    mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(device)
+    digests = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(digests, mine, group=group)
+    if all(torch.equal(d, digests[0]) for d in digests):
+        return
+    everyone: list[Description] = [[] for _ in range(group.size())]
+    dist.all_gather_object(everyone, own, group=group)
+    raise MismatchError(_first_difference(everyone))
+
+
+def _first_difference(everyone: list[Description]) -> str:
+    absent = ("(nothing)", "the model ends before")
+    for position, entries in enumerate(zip_longest(*everyone, fillvalue=absent)):
+        if len({tuple(e) for e in entries}) > 1:
+            held = "; ".join(f"rank {r}: {name}: {what}" for r, (name, what) in enumerate(entries))
+            names = [{name for name, _ in rank} for rank in everyone]
+            only = sorted(set.union(*names) - set.intersection(*names))
+            hint = f". Not on every rank: {', '.join(only)}" if only else ""
+            return (
+                f"the ranks' models differ, first at position {position}: {held}{hint}. Build the "
+                "same module, in the same order and dtype, on every rank before wrapping it"
+            )
+    raise AssertionError("digests differ where descriptions do not")

@@ -1,0 +1,103 @@
+"""GradBucket: what a communication hook receives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gradwire.buckets import views
+from gradwire.errors import ArgumentError, ArgumentTypeError
+
+__all__ = ["GradBucket"]
+
+
+class GradBucket:
+    """One bucket of gradients, flat, with views that have the parameters' shapes.
+
+    The methods are those of `torch.distributed.GradBucket`, so that hooks written for it run
+    unchanged. All but the buffer is fixed.
+
+    Args:
+        index: The bucket's number in the order of launch, from 0.
+        buffer: 1-d, the gradients of `parameters` one after another, not yet divided by the world
+            size. A single sparse COO gradient for a sparse parameter.
+        parameters: The parameters, in the order in which their gradients lie in the buffer.
+        is_last: Whether no other bucket follows in this backward.
+
+    Raises:
+        ArgumentError: The buffer is not 1-d, or has fewer elements than the parameters.
+
+    Example:
+        >>> weight, bias = torch.zeros(2, 2), torch.zeros(2)
+        >>> bucket = GradBucket(0, torch.arange(6.0), [weight, bias], is_last=True)
+        >>> [g.tolist() for g in bucket.gradients()]
+        [[[0.0, 1.0], [2.0, 3.0]], [4.0, 5.0]]
+        >>> bucket.set_buffer(torch.zeros(6))
+        >>> bucket.gradients()[1]
+        tensor([0., 0.])
+    """
+
+    __slots__ = ("_buffer", "_index", "_is_last", "_parameters")
+
+    def __init__(
+        self, index: int, buffer: Tensor, parameters: Sequence[Tensor], *, is_last: bool
+    ) -> None:
+        length = sum(p.numel() for p in parameters)
+        if buffer.layout == torch.strided and (buffer.dim() != 1 or len(buffer) < length):
+            raise ArgumentError(
+                f"buffer has shape {tuple(buffer.shape)}: the {len(parameters)} parameters need "
+                f"one dimension of at least {length} elements"
+            )
+        self._index = index
+        self._buffer = buffer
+        self._parameters = tuple(parameters)
+        self._is_last = is_last
+
+    def index(self) -> int:
+        """The bucket's number in the order of launch, from 0."""
+        return self._index
+
+    def buffer(self) -> Tensor:
+        """The flat gradients, 1-d; or one sparse COO gradient."""
+        return self._buffer
+
+    def set_buffer(self, buffer: Tensor) -> None:
+        """Put other values in the bucket; `buffer` must have the shape, dtype and device it had.
+
+        Raises:
+            ArgumentTypeError: Not a tensor.
+            ArgumentError: Shape, dtype or device differ.
+        """
+        if not isinstance(buffer, Tensor):
+            raise ArgumentTypeError(f"buffer is a {type(buffer).__name__}: pass a tensor")
+        old = self._buffer
+        for field in ("shape", "dtype", "device", "layout"):
+            if getattr(buffer, field) != getattr(old, field):
+                raise ArgumentError(
+                    f"buffer has {field} {getattr(buffer, field)}, the bucket's has "
+                    f"{getattr(old, field)}: convert it first"
+                )
+        self._buffer = buffer
+
+    def gradients(self) -> list[Tensor]:
+        """Views into the buffer, one for each parameter, with its shape (and strides if dense).
+
+        They have the buffer's dtype. For a sparse bucket, the one sparse gradient.
+        """
+        if self._buffer.layout != torch.strided:
+            return [self._buffer]
+        return views(self._buffer, self._parameters, keep_strides=True)
+
+    def parameters(self) -> list[Tensor]:
+        """The parameters, in the order of `gradients`."""
+        return list(self._parameters)
+
+    def is_last(self) -> bool:
+        """Whether this bucket is the last to be communicated in this backward."""
+        return self._is_last
+
+    def __repr__(self) -> str:
+        kind = f"{self._buffer.dtype}, {self._buffer.numel()} elements"
+        return f"GradBucket({self._index}, {len(self._parameters)} parameters, {kind})"

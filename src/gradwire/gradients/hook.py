@@ -1,0 +1,127 @@
+"""CommHook: what a communication hook is, and how what it returns is read.
+
+A hook may return a future, a tensor or a work handle; `as_future` makes one thing of them, and
+`parse_hook_result` takes the tensor out and holds it against the bucket.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+import torch
+from torch import Tensor
+from torch.distributed import Work
+from torch.futures import Future
+
+from gradwire.errors import ArgumentTypeError, HookError
+from gradwire.gradients.bucket import GradBucket
+
+__all__ = ["CommHook", "HookReturn", "as_future", "check_hook", "parse_hook_result"]
+
+HookReturn: TypeAlias = "Future[Any] | Tensor | list[Tensor] | Work"
+"""What a hook may return: of a future or a work handle, the result is a tensor or a list of one."""
+
+
+@runtime_checkable
+class CommHook(Protocol):
+    """A communication hook: takes a bucket of local gradients, gives the reduced ones.
+
+    Called once for each bucket of a backward, in the same order on every rank. It divides by the
+    world size itself. Functions, `functools.partial` and callable objects will do.
+    """
+
+    def __call__(self, state: Any, bucket: Any, /) -> Any:
+        """Start communicating `bucket`; return a `HookReturn` with a tensor like its buffer."""
+        ...
+
+
+def check_hook(hook: object) -> CommHook:
+    """The hook, if it can be called with a state and a bucket.
+
+    Raises:
+        ArgumentTypeError: Not callable, a coroutine function, or with other parameters.
+    """
+    if not callable(hook):
+        raise ArgumentTypeError(f"hook is {hook!r}: pass a callable hook(state, bucket)")
+    if inspect.iscoroutinefunction(hook) or inspect.iscoroutinefunction(type(hook).__call__):
+        raise ArgumentTypeError(
+            f"hook {name_of(hook)} is a coroutine function: return a torch.futures.Future instead"
+        )
+    try:
+        inspect.signature(hook).bind(None, None)
+    except ValueError:
+        return hook  # a built-in without a signature
+    except TypeError as error:
+        raise ArgumentTypeError(
+            f"hook {name_of(hook)} cannot be called as hook(state, bucket): {error}"
+        ) from None
+    return hook
+
+
+def name_of(hook: Callable[..., object]) -> str:
+    """A hook's name for messages."""
+    inner = getattr(hook, "func", hook)
+    return str(getattr(inner, "__qualname__", type(inner).__qualname__))
+
+
+def as_future(returned: object, hook: Callable[..., object]) -> torch._C.Future[Any]:
+    """One kind of thing for all that a hook may return.
+
+    Raises:
+        HookError: The hook returned None or something else that is no result.
+
+    Example:
+        >>> as_future(torch.ones(2), len).wait()
+        tensor([1., 1.])
+    """
+    if isinstance(returned, torch._C.Future):
+        return returned
+    if isinstance(returned, Work):
+        return returned.get_future()
+    if isinstance(returned, Tensor | list | tuple):
+        done: Future[Any] = Future()
+        done.set_result(returned)
+        return done
+    raise HookError(
+        f"hook {name_of(hook)} returned {returned!r}: return a torch.futures.Future, a tensor or "
+        "a work handle whose result is the reduced buffer"
+    )
+
+
+def parse_hook_result(result: object, bucket: GradBucket, hook: Callable[..., object]) -> Tensor:
+    """The reduced tensor in what a hook's future held.
+
+    Args:
+        result: A tensor, or a list or tuple of one.
+        bucket: The bucket the hook was called with.
+        hook: Named in messages.
+
+    Returns:
+        The tensor: the bucket's dtype, device and number of elements.
+
+    Raises:
+        HookError: No such tensor.
+
+    Example:
+        >>> bucket = GradBucket(0, torch.zeros(2), [torch.zeros(2)], is_last=True)
+        >>> parse_hook_result([torch.ones(2)], bucket, len)
+        tensor([1., 1.])
+    """
+    if isinstance(result, list | tuple) and len(result) == 1:
+        result = result[0]
+    buffer = bucket.buffer()
+    prefix = f"hook {name_of(hook)}, bucket {bucket.index()}: the result is"
+    if not isinstance(result, Tensor):
+        raise HookError(f"{prefix} {result!r}: give one tensor, or a list of one")
+    if result.layout != buffer.layout:
+        raise HookError(f"{prefix} of layout {result.layout}, the bucket of {buffer.layout}")
+    if result.dtype != buffer.dtype or result.device != buffer.device:
+        raise HookError(
+            f"{prefix} {result.dtype} on {result.device}, the bucket is {buffer.dtype} on "
+            f"{buffer.device}: convert it back before returning it"
+        )
+    if result.layout == torch.strided and result.numel() != buffer.numel():
+        raise HookError(f"{prefix} of {result.numel()} elements, the bucket of {buffer.numel()}")
+    return result

@@ -1,0 +1,45 @@
+"""The mean over ranks: what happens without a hook, as a hook."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from gradwire.gradients import GradBucket
+
+__all__ = ["allreduce"]
+
+
+def allreduce(group: ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """Average a bucket over the ranks with one all_reduce; state is the process group.
+
+    Args:
+        group: The process group; None means the default one.
+        bucket: The local gradients; the buffer is overwritten. Sent: its N bytes.
+
+    Returns:
+        A future of the buffer with (Σ over ranks) / W.
+
+    Example:
+        >>> from gradwire.ddp import DistributedDataParallel
+        >>> from gradwire.testing import run_ranks
+        >>> def main():
+        ...     net = DistributedDataParallel(torch.nn.Linear(1, 1, bias=False))
+        ...     net.register_comm_hook(None, allreduce)
+        ...     net(torch.tensor([[1.0 + dist.get_rank()]])).sum().backward()
+        ...     return net.module.weight.grad.item()
+        >>> run_ranks(main, world_size=2)  # (1 + 2) / 2 on both ranks
+        [1.5, 1.5]
+    """
+    group = group or dist.group.WORLD
+    assert group is not None
+    buffer = bucket.buffer()
+    buffer.div_(group.size())
+    wire = torch.view_as_real(buffer) if buffer.is_complex() else buffer
+    future = dist.all_reduce(wire, group=group, async_op=True).get_future()  # type: ignore[union-attr]
+    return future.then(lambda _: buffer)
+
+
+allreduce.single_collective = True  # type: ignore[attr-defined]

@@ -1,0 +1,56 @@
+"""A bucket without processes, to test communication hooks with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gradwire.gradients import GradBucket
+
+__all__ = ["FakeBucket"]
+
+
+class FakeBucket(GradBucket):
+    """A `GradBucket` made from gradients, for calling a hook directly.
+
+    Args:
+        *gradients: At least one tensor: the local gradients, any shapes, of one dtype and device.
+        index: The bucket's number.
+        is_last: Whether no other bucket follows.
+        parameters: The parameters; made with the gradients' shapes if None.
+
+    Raises:
+        ArgumentError: Gradients and parameters do not fit.
+
+    Example:
+        A hook that doubles, tested in one process:
+
+        >>> bucket = FakeBucket(torch.ones(2, 2), torch.tensor([3.0]))
+        >>> def double(state, bucket):
+        ...     return bucket.buffer() * 2
+        >>> double(None, bucket)
+        tensor([2., 2., 2., 2., 6.])
+        >>> [tuple(p.shape) for p in bucket.parameters()]
+        [(2, 2), (1,)]
+    """
+
+    def __init__(
+        self,
+        *gradients: Tensor,
+        index: int = 0,
+        is_last: bool = True,
+        parameters: Sequence[Tensor] | None = None,
+    ) -> None:
+        params = (
+            [torch.nn.Parameter(torch.zeros_like(g)) for g in gradients]
+            if parameters is None
+            else list(parameters)
+        )
+        buffer = torch.empty(
+            sum(g.numel() for g in gradients), dtype=gradients[0].dtype, device=gradients[0].device
+        )
+        super().__init__(index, buffer, params, is_last=is_last)
+        for view, gradient in zip(self.gradients(), gradients, strict=True):
+            view.copy_(gradient)
