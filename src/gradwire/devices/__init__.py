@@ -1,0 +1,32 @@
+"""One process, many devices: the six ops between them, and the DataParallel that stands on them."""
+
+from gradwire.devices.broadcast_reduce import (
+    broadcast,
+    broadcast_coalesced,
+    reduce_add,
+    reduce_add_coalesced,
+)
+from gradwire.devices.containers import register_container
+from gradwire.devices.data_parallel import DataParallel, data_parallel
+from gradwire.devices.nested import gather_nested, scatter_kwargs, scatter_nested
+from gradwire.devices.parallel_apply import parallel_apply
+from gradwire.devices.replicate import ReplicaCache, replicate
+from gradwire.devices.scatter_gather import gather, scatter
+
+__all__ = [
+    "DataParallel",
+    "ReplicaCache",
+    "broadcast",
+    "broadcast_coalesced",
+    "data_parallel",
+    "gather",
+    "gather_nested",
+    "parallel_apply",
+    "reduce_add",
+    "reduce_add_coalesced",
+    "register_container",
+    "replicate",
+    "scatter",
+    "scatter_kwargs",
+    "scatter_nested",
+]

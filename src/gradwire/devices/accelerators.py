@@ -1,0 +1,64 @@
+"""What only accelerators need: copy streams, pinned host memory, NCCL. The CPU never comes here.
+
+Between two accelerators torch's own peer copy orders both sides' streams. Between the host and an
+accelerator that order is made here.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["from_host", "has_streams", "nccl_broadcast", "nccl_takes", "wait_for"]
+
+
+def has_streams(device: torch.device) -> bool:
+    """Whether copies to and from a device can run beside other work."""
+    return device.type in ("cuda", "xpu")
+
+
+@functools.cache
+def _copy_stream(device: torch.device) -> torch.Stream:
+    """The one side stream on which a device receives copies from the host."""
+    return torch.Stream(device)
+
+
+def from_host(source: Tensor, target: Tensor, stream: torch.Stream | None = None) -> None:
+    """Copy a CPU tensor into an accelerator's tensor, on a side stream.
+
+    The copy starts after what is queued on the device's current stream, and what is queued there
+    afterwards waits for the copy. From pinned memory the call returns before the copy is done: the
+    source must not be written until the device has been synchronised.
+
+    Args:
+        source: On the CPU.
+        target: On an accelerator; written.
+        stream: The side stream, one of the target's device; a shared one if None.
+    """
+    side = stream or _copy_stream(target.device)
+    current = torch.accelerator.current_stream(target.device)
+    side.wait_stream(current)
+    with side:
+        target.copy_(source, non_blocking=True)
+    # The target was allocated for the current stream: tell the allocator who else uses it.
+    target.record_stream(side)
+    current.wait_stream(side)
+
+
+def wait_for(devices: set[torch.device]) -> None:
+    """Block the host until each device has done what its current stream holds."""
+    for device in devices:
+        torch.accelerator.current_stream(device).synchronize()
+
+
+def nccl_takes(tensors: Sequence[Tensor]) -> bool:
+    """Whether NCCL can serve these: CUDA devices that differ, dense and contiguous."""
+    return all(t.is_cuda for t in tensors) and bool(torch.cuda.nccl.is_available(tensors))
+
+
+def nccl_broadcast(source: Tensor, targets: Sequence[Tensor]) -> None:
+    """Copy one GPU's tensor into those of other GPUs through NCCL, on their current streams."""
+    torch.cuda.nccl.broadcast([source, *targets], root=0)

@@ -1,0 +1,132 @@
+"""Takes nested containers apart and builds them again: what DataParallel's inputs and outputs are.
+
+A container is a tuple, list, dict or one of their subclasses, a dataclass, a type registered here,
+or one registered with torch's pytrees. Everything else is a leaf.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, TypeAlias, TypeVar, cast
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils import _pytree as pytree
+
+from gradwire.errors import ArgumentError, NotSupportedError
+
+__all__ = ["Opened", "open_container", "register_container"]
+
+T = TypeVar("T")
+Build: TypeAlias = Callable[[Sequence[Any]], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Opened:
+    """A container taken apart.
+
+    Attributes:
+        names: What each child is called; two containers match if their types and names are equal.
+        children: What it holds.
+        build: Makes a container of the same type from other children.
+    """
+
+    names: tuple[Hashable, ...]
+    children: list[Any]
+    build: Build
+
+
+_registered: dict[type, tuple[Callable[[Any], Sequence[Any]], Callable[[Any, Sequence[Any]], Any]]]
+_registered = {}
+
+
+def register_container(
+    kind: type[T],
+    children: Callable[[T], Sequence[Any]],
+    build: Callable[[T, Sequence[Any]], T],
+) -> None:
+    """Let scatter_nested, gather_nested and DataParallel look into a type.
+
+    Args:
+        kind: The type; subclasses need a registration of their own.
+        children: Gives an object's children.
+        build: Makes an object from a model and new children in the same order. The model is not
+            changed.
+
+    Raises:
+        ArgumentError: The type is registered already.
+
+    Example:
+        >>> class Pair:
+        ...     def __init__(self, left, right):
+        ...         self.left, self.right = left, right
+        >>> register_container(Pair, lambda p: (p.left, p.right), lambda p, new: Pair(*new))
+    """
+    if kind in _registered:
+        raise ArgumentError(f"kind is {kind.__name__}, which is registered already")
+    _registered[kind] = (children, build)
+
+
+def open_container(value: Any) -> Opened | None:
+    """The container taken apart, or None for a leaf."""
+    if isinstance(value, torch.Tensor | torch.Size | torch.nn.Module | type):
+        return None
+    if type(value) in _registered:
+        return _open_registered(value)
+    if isinstance(value, PackedSequence):
+        raise NotSupportedError(
+            "a PackedSequence cannot be cut along the batch: pad it, and pack inside the module"
+        )
+    if isinstance(value, dict):
+        return _open_dict(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return Opened(value._fields, list(value), cast("Any", type(value))._make)
+    if isinstance(value, tuple | list):
+        return Opened(tuple(range(len(value))), list(value), type(value))
+    if dataclasses.is_dataclass(value):
+        return _open_dataclass(value)
+    if type(value) in pytree.SUPPORTED_NODES:
+        return _open_pytree(value)
+    return None
+
+
+def _open_registered(value: Any) -> Opened:
+    children_of, build = _registered[type(value)]
+    children = list(children_of(value))
+    return Opened(tuple(range(len(children))), children, lambda new: build(value, new))
+
+
+def _open_dict(value: dict[Any, Any]) -> Opened:
+    keys = tuple(value)
+
+    def build(new: Sequence[Any]) -> dict[Any, Any]:
+        # A copy keeps what a subclass carries besides its items, as a defaultdict its default.
+        result = copy.copy(value)
+        result.update(zip(keys, new, strict=True))
+        return result
+
+    return Opened(keys, list(value.values()), build)
+
+
+def _open_dataclass(value: Any) -> Opened:
+    names = tuple(field.name for field in dataclasses.fields(value))
+
+    def build(new: Sequence[Any]) -> Any:
+        result = copy.copy(value)
+        for name, child in zip(names, new, strict=True):
+            object.__setattr__(result, name, child)  # a frozen one, too
+        return result
+
+    return Opened(names, [getattr(value, name) for name in names], build)
+
+
+def _open_pytree(value: Any) -> Opened:
+    node = pytree.SUPPORTED_NODES[type(value)]
+    children, context = node.flatten_fn(value)
+    return Opened(
+        tuple(range(len(children))),
+        list(children),
+        lambda new: node.unflatten_fn(new, context),
+    )

@@ -1,0 +1,131 @@
+"""Moves tensors between places, without gradients: one copy, copies to many places, in buckets.
+
+Copies keep a tensor's strides where those leave no gaps, and never its conjugate or negative bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gradwire.buckets.pack import views
+from gradwire.buckets.plan import plan_buckets
+from gradwire.devices import _memory
+from gradwire.devices.accelerators import (
+    from_host,
+    has_streams,
+    nccl_broadcast,
+    nccl_takes,
+    wait_for,
+)
+from gradwire.devices.placement import own_place
+
+__all__ = ["HOST", "copies", "copies_coalesced", "copy_into", "copy_to", "local", "packed"]
+
+HOST = torch.device("cpu")
+
+
+def copy_into(
+    targets: Sequence[Tensor],
+    sources: Sequence[Tensor],
+    streams: Sequence[torch.Stream | None] | None = None,
+) -> None:
+    """Copy each source into its target; every link is busy at once, the values are there after."""
+    to_host = set()
+    for i, (target, source) in enumerate(zip(targets, sources, strict=True)):
+        if source.device == HOST and has_streams(target.device):
+            from_host(source, target, streams[i] if streams else None)
+        elif target is not source:
+            if target.device == HOST and has_streams(source.device):
+                to_host.add(source.device)
+            target.copy_(source, non_blocking=has_streams(source.device))
+    wait_for(to_host)
+
+
+def copy_to(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy of a tensor on a device, dense or sparse, in storage of its own."""
+    return copies(tensor, [device])[0]
+
+
+def local(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on a device: itself if it is there."""
+    return tensor if tensor.device == device else copy_to(tensor, device)
+
+
+def copies(tensor: Tensor, devices: Sequence[torch.device]) -> list[Tensor]:
+    """A copy of a tensor for each place, each in storage of its own."""
+    if tensor.layout != torch.strided:
+        return [tensor.to(device, copy=True) for device in devices]
+    # Pinned memory is what lets a device write to the host at full speed.
+    streamed = has_streams(tensor.device)
+    targets = [
+        _memory.empty_like(tensor, device, pinned=streamed and device == HOST) for device in devices
+    ]
+    if len(targets) > 1 and nccl_takes([tensor, *targets]):
+        nccl_broadcast(tensor, targets)
+    else:
+        copy_into(targets, [tensor] * len(targets))
+    return targets
+
+
+def packed(tensors: Sequence[Tensor]) -> Tensor:
+    """One flat tensor of the values of several of one dtype, each in its own memory's order."""
+    size = sum(t.numel() for t in tensors)
+    flat = _memory.empty((size,), tensors[0], tensors[0].device)
+    torch._foreach_copy_(views(flat, tensors, keep_strides=True), list(tensors))
+    return flat
+
+
+def copies_coalesced(
+    tensors: Sequence[Tensor],
+    devices: Sequence[torch.device],
+    buffer_size: int,
+) -> list[list[Tensor]]:
+    """For each place, each tensor: at the tensors' own place they themselves, elsewhere copies.
+
+    Tensors of one dtype share buffers. A buffer is filled once on the tensors' device, and that
+    first one is already the storage of a replica, if another place is on the same device.
+
+    Args:
+        tensors: On one device.
+        devices: The places.
+        buffer_size: Bytes after which a buffer is closed.
+    """
+    own = own_place(tensors[0].device, devices) if tensors else None
+    others = [place for place in range(len(devices)) if place != own]
+    replicas: list[list[Tensor]] = [list(tensors) for _ in devices]
+    if not others:
+        return replicas
+    plan = plan_buckets(
+        [0 if _apart(t) else t.numel() * t.element_size() for t in tensors],
+        [t.dtype for t in tensors],
+        [t.device for t in tensors],
+        [buffer_size],
+        alone=[_apart(t) for t in tensors],
+    )
+    targets = [devices[place] for place in others]
+    for bucket in plan.buckets:
+        members = [tensors[i] for i in bucket]
+        for place, results in zip(others, _bucket_copies(members, targets), strict=True):
+            for i, result in zip(bucket, results, strict=True):
+                replicas[place][i] = result
+    return replicas
+
+
+def _apart(tensor: Tensor) -> bool:
+    return tensor.layout != torch.strided
+
+
+def _bucket_copies(members: list[Tensor], devices: Sequence[torch.device]) -> list[list[Tensor]]:
+    """The copies of one bucket's tensors for each place."""
+    if len(members) == 1:
+        return [[copy] for copy in copies(members[0], devices)]
+    flat = packed(members)
+    first = own_place(flat.device, devices)
+    flats = copies(flat, [d for i, d in enumerate(devices) if i != first])
+    if first is not None:
+        flats.insert(first, flat)
+    # `.data` gives each view a version counter of its own.
+    return [[v.data for v in views(f, members, keep_strides=True)] for f in flats]

@@ -1,0 +1,143 @@
+"""DataParallel: cut the batch, run a replica for each chunk, join what they return."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Generic, TypeVar, cast
+
+import torch
+from torch.nn import Module
+
+from gradwire.devices.buffers import BufferPolicy, BufferWatch, check_policy
+from gradwire.devices.nested import gather_nested, scatter_kwargs
+from gradwire.devices.parallel_apply import parallel_apply
+from gradwire.devices.placement import Device, as_destination, as_devices, default_devices
+from gradwire.devices.replicate import ReplicaCache, check_home, replicate
+
+__all__ = ["DataParallel", "data_parallel"]
+
+M = TypeVar("M", bound=Module)
+
+
+class DataParallel(Module, Generic[M]):
+    """Runs a module on several devices of one process, each with a part of the batch.
+
+    The first device holds the module. Each forward cuts the inputs along `dim`, gives every
+    device a replica, runs them in threads and joins the outputs. The gradients of all replicas are
+    summed into the module's parameters.
+
+    Args:
+        module: Its parameters and buffers are on the first device by the time it runs.
+        devices: The places, k of them; one device several times is several places. All
+            accelerators if None, or the host once where there are none.
+        output_device: Where the outputs go; the first device if None.
+        dim: The batch's dim in all inputs and outputs.
+        buffers: What becomes of buffers that replicas write. "first": the first replica's are
+            kept, the others' lost. "mean": floating-point buffers move by the mean of all
+            replicas' changes, the others are the first replica's. "error": a forward in which
+            another replica wrote a buffer raises.
+        cache_replicas: Keep the replicas' parameters from one forward to the next, and copy only
+            those that were written in between. Code that writes parameters through `.data` must
+            call `clear_cache`.
+
+    Example:
+        >>> model = DataParallel(torch.nn.Linear(3, 1), ["cpu"] * 2)
+        >>> model(torch.zeros(5, 3)).shape  # the replicas see 3 rows and 2
+        torch.Size([5, 1])
+    """
+
+    def __init__(
+        self,
+        module: M,
+        devices: Iterable[Device] | None = None,
+        output_device: Device | None = None,
+        dim: int = 0,
+        *,
+        buffers: BufferPolicy = "first",
+        cache_replicas: bool = True,
+    ) -> None:
+        super().__init__()
+        check_policy(buffers)
+        self.module = module
+        self.devices = default_devices() if devices is None else as_devices(devices)
+        self.output_device = as_destination(output_device, self.devices[0], "output_device")
+        self.dim = dim
+        self.buffer_policy = buffers
+        self._cache = ReplicaCache() if cache_replicas else None
+
+    def clear_cache(self) -> None:
+        """Copy all parameters in the next forward."""
+        if self._cache is not None:
+            self._cache.clear()
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The module's outputs for the whole batch.
+
+        Raises:
+            ArgumentError: Inputs with different batch sizes; outputs of different structure; a
+                parameter that is not on the first device.
+            Exception: What the module raised in the first replica that failed.
+        """
+        check_home(self.module, self.devices[0])
+        chunks, named = self.scatter(inputs, kwargs, self.devices)
+        if not inputs and not kwargs:
+            chunks, named = chunks[:1], named[:1]
+        if len(self.devices) == 1 and self.output_device == self.devices[0]:
+            return self.module(*chunks[0], **named[0])
+        watch = BufferWatch(self.module, self.buffer_policy)
+        replicas = self.replicate(self.module, self.devices[: len(chunks)])
+        outputs = self.parallel_apply(replicas, chunks, named)
+        watch.settle(self.module, replicas)
+        return self.gather(outputs, self.output_device)
+
+    def replicate(self, module: M, devices: Sequence[Device]) -> list[M]:
+        """The replicas of one forward; a subclass may make them otherwise."""
+        return replicate(module, devices, not torch.is_grad_enabled(), cache=self._cache)
+
+    def scatter(
+        self, inputs: tuple[Any, ...], kwargs: dict[str, Any], devices: Sequence[Device]
+    ) -> tuple[Sequence[tuple[Any, ...]], Sequence[dict[str, Any]]]:
+        """Each replica's arguments; a subclass may cut them otherwise."""
+        return scatter_kwargs(inputs, kwargs, devices, self.dim)
+
+    def parallel_apply(
+        self, replicas: Sequence[M], inputs: Sequence[Any], kwargs: Sequence[dict[str, Any]]
+    ) -> list[Any]:
+        """Each replica's outputs; a subclass may run them otherwise."""
+        return parallel_apply(replicas, inputs, kwargs, self.devices[: len(replicas)])
+
+    def gather(self, outputs: Sequence[Any], output_device: Device) -> Any:
+        """The outputs in one; a subclass may join them otherwise."""
+        return gather_nested(outputs, output_device, self.dim)
+
+
+def data_parallel(
+    module: Module,
+    inputs: Any,
+    devices: Iterable[Device] | None = None,
+    output_device: Device | None = None,
+    dim: int = 0,
+    module_kwargs: dict[str, Any] | None = None,
+    *,
+    buffers: BufferPolicy = "first",
+) -> Any:
+    """Call a module once as `DataParallel` would.
+
+    Args:
+        module: Its parameters and buffers are on the first of `devices`.
+        inputs: The tuple of positional arguments, or the only one; None for none.
+        devices: The places; all accelerators if None, or the host once where there are none.
+        output_device: Where the outputs go; the first device if None.
+        dim: The batch's dim in all inputs and outputs.
+        module_kwargs: Named arguments.
+        buffers: As for `DataParallel`.
+
+    Example:
+        >>> data_parallel(torch.nn.Linear(3, 1), torch.zeros(5, 3), ["cpu"] * 2).shape
+        torch.Size([5, 1])
+    """
+    arguments = inputs if isinstance(inputs, tuple) else (() if inputs is None else (inputs,))
+    runner = DataParallel(
+        module, devices, output_device, dim, buffers=buffers, cache_replicas=False
+    )
+    return cast("Any", runner)(*arguments, **(module_kwargs or {}))

@@ -1,0 +1,249 @@
+"""The adjoint pairs broadcast ↔ reduce_add and scatter ↔ gather, each the other's backward.
+
+Every op of this package, raw or differentiable, passes through the four functions at the end. A
+call whose tensors have no gradients costs no autograd: it hands out the tensors themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias, cast
+
+import torch
+from torch import Tensor
+from torch.autograd import Function, forward_ad
+
+from gradwire.devices.chunks import chunk_copies, concatenated
+from gradwire.devices.copying import copies_coalesced
+from gradwire.devices.placement import own_place
+from gradwire.devices.summing import summed_coalesced
+
+__all__ = ["BUFFER_SIZE", "broadcast_lists", "gather_chunks", "reduce_lists", "scatter_chunks"]
+
+BUFFER_SIZE = 10 << 20
+"""Bytes after which a buffer of coalesced tensors is closed, if not said otherwise."""
+
+Copier: TypeAlias = Callable[[Sequence[Tensor]], list[list[Tensor]]]
+Streams: TypeAlias = "Sequence[torch.Stream | None] | None"
+
+
+def _tracked(tensors: Sequence[Tensor]) -> list[bool]:
+    """For each tensor, whether autograd follows it, backward or forward."""
+    grad = torch.is_grad_enabled()
+    tangent = cast("Callable[[Tensor], Any]", forward_ad.unpack_dual)
+    return [(grad and t.requires_grad) or tangent(t).tangent is not None for t in tensors]
+
+
+def _split(tensors: Sequence[Tensor], n: int) -> list[list[Tensor]]:
+    return [list(tensors[i : i + n]) for i in range(0, len(tensors), n)]
+
+
+class _Broadcast(Function):
+    """n tensors to n tensors for each of k places, replica by replica."""
+
+    @staticmethod
+    def forward(
+        copier: Copier,
+        devices: tuple[torch.device, ...],
+        tracked: tuple[bool, ...],
+        *tensors: Tensor,
+    ) -> Any:
+        return tuple(t for replica in copier(tensors) for t in replica)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        _, ctx.devices, tracked, *tensors = inputs
+        ctx.set_materialize_grads(False)
+        ctx.home = tensors[0].device
+        ctx.n = n = len(tensors)
+        untracked = [i for i, follow in enumerate(tracked) if not follow]
+        ctx.mark_non_differentiable(*(r[i] for r in _split(output, n) for i in untracked))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        n = ctx.n
+        replicas = [grads[i : i + n] for i in range(0, len(grads), n)]
+        return None, None, None, *_sums(replicas, ctx.home)
+
+    @staticmethod
+    def jvp(ctx: Any, _copier: None, _devices: None, _tracked: None, *tangents: Any) -> Any:
+        given = [t for t in tangents if t is not None]
+        replicas = iter(zip(*broadcast_lists(given, ctx.devices), strict=True))
+        own = own_place(ctx.home, ctx.devices)
+        columns: list[list[Tensor | None]] = []
+        for t in tangents:
+            column = [None] * len(ctx.devices) if t is None else list(next(replicas))
+            if t is not None and own is not None:
+                # What is a view of the input must have a tangent that is a view of its tangent.
+                column[own] = t.view_as(t)
+            columns.append(column)
+        return tuple(columns[i][r] for r in range(len(ctx.devices)) for i in range(ctx.n))
+
+
+def _sums(replicas: Sequence[Sequence[Tensor | None]], home: torch.device) -> list[Tensor | None]:
+    """For each position, the sum over those replicas that have a tensor there, if any has."""
+    columns = [[t for t in column if t is not None] for column in zip(*replicas, strict=True)]
+    users = [tuple(t is not None for t in column) for column in zip(*replicas, strict=True)]
+    result: list[Tensor | None] = [None] * len(columns)
+    for group in dict.fromkeys(users):
+        if not any(group):
+            continue
+        positions = [i for i, used in enumerate(users) if used == group]
+        present = list(zip(*(columns[i] for i in positions), strict=True))
+        for i, total in zip(positions, reduce_lists(present, home), strict=True):
+            result[i] = total
+    return result
+
+
+class _ReduceAdd(Function):
+    """k·n tensors, replica by replica, to their n sums."""
+
+    @staticmethod
+    def forward(home: torch.device, buffer_size: int, k: int, *tensors: Tensor) -> Any:
+        return tuple(summed_coalesced(_split(tensors, len(tensors) // k), home, buffer_size))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.home, ctx.buffer_size, k, *tensors = inputs
+        ctx.set_materialize_grads(False)
+        ctx.devices = tuple(replica[0].device for replica in _split(tensors, len(tensors) // k))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        n, needs = len(grads), ctx.needs_input_grad[3:]
+        places = [r for r in range(len(ctx.devices)) if any(needs[r * n : (r + 1) * n])]
+        given = {i: grad for i, grad in enumerate(grads) if grad is not None}
+        result: list[Tensor | None] = [None] * len(needs)
+        copies = broadcast_lists(list(given.values()), [ctx.devices[r] for r in places])
+        for r, replica in zip(places, copies, strict=True):
+            for i, grad in zip(given, replica, strict=True):
+                result[r * n + i] = grad
+        return None, None, None, *result
+
+    @staticmethod
+    def jvp(ctx: Any, _home: None, _size: None, _k: None, *tangents: Any) -> Any:
+        n = len(tangents) // len(ctx.devices)
+        replicas = [tangents[i : i + n] for i in range(0, len(tangents), n)]
+        return tuple(_sums(replicas, ctx.home))
+
+
+class _Scatter(Function):
+    """One tensor to its chunks."""
+
+    @staticmethod
+    def forward(
+        devices: tuple[torch.device, ...],
+        sizes: tuple[int, ...],
+        dim: int,
+        streams: Streams,
+        tensor: Tensor,
+    ) -> Any:
+        return tuple(chunk_copies(tensor, devices, sizes, dim, streams))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.devices, ctx.sizes, ctx.dim, _, tensor = inputs
+        ctx.home = tensor.device
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return None, None, None, None, gather_chunks(grads, ctx.dim, ctx.home)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        return scatter_chunks(tangents[-1], ctx.devices, ctx.sizes, ctx.dim)
+
+
+class _Gather(Function):
+    """Chunks to one tensor."""
+
+    @staticmethod
+    def forward(home: torch.device, dim: int, *tensors: Tensor) -> Any:
+        return concatenated(tensors, dim, home)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.home, ctx.dim, *tensors = inputs
+        ctx.devices = tuple(t.device for t in tensors)
+        ctx.sizes = tuple(t.shape[ctx.dim] for t in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        chunks = scatter_chunks(grad, ctx.devices, ctx.sizes, ctx.dim)
+        return None, None, *chunks
+
+    @staticmethod
+    def jvp(ctx: Any, _home: None, _dim: None, *tangents: Tensor) -> Any:
+        return gather_chunks(tangents, ctx.dim, ctx.home)
+
+
+def broadcast_lists(
+    tensors: Sequence[Tensor],
+    devices: Sequence[torch.device],
+    buffer_size: int = BUFFER_SIZE,
+    copier: Copier | None = None,
+) -> list[list[Tensor]]:
+    """For each place, every tensor. Adjoint: the sum over the places.
+
+    Args:
+        tensors: On one device.
+        devices: The places.
+        buffer_size: Bytes after which a buffer is closed.
+        copier: What makes the replicas' tensors instead, for a caller that has them already.
+    """
+    places = tuple(devices)
+
+    def fresh(ts: Sequence[Tensor]) -> list[list[Tensor]]:
+        return copies_coalesced(ts, places, buffer_size)
+
+    tracked = _tracked(tensors)
+    if not any(tracked):
+        return (copier or fresh)(tensors)
+    flat = _Broadcast.apply(  # type: ignore[no-untyped-call]
+        copier or fresh, places, tuple(tracked), *tensors
+    )
+    replicas = _split(flat, len(tensors))
+    own = own_place(tensors[0].device, places)
+    if own is not None:
+        replicas[own] = [
+            new if follow else t
+            for new, t, follow in zip(replicas[own], tensors, tracked, strict=True)
+        ]
+    return replicas
+
+
+def reduce_lists(
+    replicas: Sequence[Sequence[Tensor]], home: torch.device, buffer_size: int = BUFFER_SIZE
+) -> list[Tensor]:
+    """For each position, the sum over the replicas. Adjoint: a copy for each replica."""
+    flat = [t for replica in replicas for t in replica]
+    if not any(_tracked(flat)):
+        return summed_coalesced(replicas, home, buffer_size)
+    if len(replicas) == 1:
+        return [t.to(home) for t in replicas[0]]
+    return list(
+        _ReduceAdd.apply(home, buffer_size, len(replicas), *flat)  # type: ignore[no-untyped-call]
+    )
+
+
+def scatter_chunks(
+    tensor: Tensor,
+    devices: Sequence[torch.device],
+    sizes: Sequence[int],
+    dim: int,
+    streams: Streams = None,
+) -> tuple[Tensor, ...]:
+    """For each place, its chunk. Adjoint: the chunks' gather."""
+    if not any(_tracked([tensor])):
+        return tuple(chunk_copies(tensor, devices, sizes, dim, streams))
+    places, lengths = tuple(devices), tuple(sizes)
+    chunks: tuple[Tensor, ...] = _Scatter.apply(places, lengths, dim, streams, tensor)  # type: ignore[no-untyped-call]
+    return chunks
+
+
+def gather_chunks(tensors: Sequence[Tensor], dim: int, home: torch.device) -> Tensor:
+    """The chunks, one after another along `dim`. Adjoint: the scatter to where they came from."""
+    if not any(_tracked(tensors)):
+        return concatenated(tensors, dim, home)
+    whole: Tensor = _Gather.apply(home, dim, *tensors)  # type: ignore[no-untyped-call]
+    return whole

@@ -1,0 +1,167 @@
+"""scatter and gather of nested containers: every tensor in them is cut, or joined, along a dim."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradwire.devices import _checks
+from gradwire.devices.containers import open_container
+from gradwire.devices.functional import scatter_chunks
+from gradwire.devices.placement import Device, as_device, as_devices
+from gradwire.devices.scatter_gather import gather
+from gradwire.errors import ArgumentError
+
+__all__ = ["gather_nested", "scatter_kwargs", "scatter_nested"]
+
+
+def scatter_nested(inputs: Any, devices: Iterable[Device], dim: int = 0) -> list[Any]:
+    """Cut every tensor of a nested container into chunks: one container for each device.
+
+    Args:
+        inputs: Tensors in tuples, lists, dicts, named tuples, dataclasses, or types that are
+            registered with `register_container` or torch's pytrees. All tensors have one size in
+            `dim`. What is not a tensor goes to every device as it is.
+        devices: The places, k of them.
+        dim: The dim that is cut, as `torch.chunk` cuts it.
+
+    Returns:
+        A container for each chunk: k, or fewer if the size in `dim` does not suffice.
+
+    Adjoint: for each tensor, `gather` along `dim`.
+
+    Raises:
+        ArgumentError: Tensors of different sizes in `dim`, or without that dim.
+
+    Example:
+        >>> scatter_nested({"x": torch.arange(4), "scale": 2}, ["cpu"] * 2)
+        [{'x': tensor([0, 1]), 'scale': 2}, {'x': tensor([2, 3]), 'scale': 2}]
+    """
+    places = as_devices(devices)
+    sizes = _batch_sizes(inputs, dim, len(places))
+    return _scattered(inputs, places[: len(sizes)], sizes, dim)
+
+
+def scatter_kwargs(
+    inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, devices: Iterable[Device], dim: int = 0
+) -> tuple[tuple[tuple[Any, ...], ...], tuple[dict[str, Any], ...]]:
+    """`scatter_nested` of a call's arguments: for each chunk the positional and the named ones.
+
+    Example:
+        >>> scatter_kwargs((torch.arange(2),), {"scale": 3}, ["cpu"] * 2)
+        (((tensor([0]),), (tensor([1]),)), ({'scale': 3}, {'scale': 3}))
+    """
+    calls = scatter_nested((tuple(inputs), kwargs or {}), devices, dim)
+    return tuple(args for args, _ in calls), tuple(named for _, named in calls)
+
+
+def gather_nested(outputs: Sequence[Any], destination: Device, dim: int = 0) -> Any:
+    """Join nested containers, one from each device, into one of the same structure.
+
+    Args:
+        outputs: Containers of one structure. Their tensors are joined along `dim`, scalars into a
+            vector; where all hold None there is None; anything else becomes the list of the
+            values.
+        destination: Where the tensors go.
+        dim: The dim along which they are joined.
+
+    Adjoint: for each tensor, `scatter` along `dim`.
+
+    Raises:
+        ArgumentError: Structures that differ: types, lengths, keys, or a tensor in one place and
+            none in the other.
+
+    Example:
+        >>> gather_nested([{"y": torch.zeros(1), "n": 1}, {"y": torch.ones(2), "n": 2}], "cpu")
+        {'y': tensor([0., 1., 1.]), 'n': [1, 2]}
+    """
+    if not outputs:
+        raise ArgumentError("outputs is empty: give one for each device")
+    device = torch.device("cpu") if destination == -1 else as_device(destination, "destination")
+    return _gathered(list(outputs), device, dim, "outputs")
+
+
+def _tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a container, each with where it is."""
+    if isinstance(value, Tensor):
+        yield name, value
+    elif opened := open_container(value):
+        for key, child in zip(opened.names, opened.children, strict=True):
+            yield from _tensors(child, f"{name}[{key!r}]")
+
+
+def _batch_sizes(inputs: Any, dim: int, places: int) -> list[int]:
+    """The chunk sizes that all tensors share; without tensors, one chunk for each place."""
+    found = ""
+    size = places
+    for name, tensor in _tensors(inputs, "inputs"):
+        if tensor.layout != torch.strided:
+            raise ArgumentError(f"{name} has layout {tensor.layout}: only dense tensors are cut")
+        if not -tensor.dim() <= dim < tensor.dim():
+            raise ArgumentError(
+                f"{name} has shape {tuple(tensor.shape)}, without a dim {dim} to cut: give it that "
+                "dim, or pass a number that is no tensor to every replica"
+            )
+        if found and tensor.shape[dim] != size:
+            raise ArgumentError(
+                f"{name} has size {tensor.shape[dim]} in dim {dim}, {found} has {size}: tensors "
+                "that are cut together have one batch size. Pass what is no batch in an object "
+                "that is no container, or make it a buffer of the module"
+            )
+        found, size = found or name, tensor.shape[dim]
+    return _checks.chunk_sizes_of(size, places, None, strict=False)
+
+
+def _scattered(
+    value: Any, places: Sequence[torch.device], sizes: Sequence[int], dim: int
+) -> list[Any]:
+    if isinstance(value, Tensor):
+        return list(scatter_chunks(value, places, sizes, dim % value.dim()))
+    opened = open_container(value)
+    if opened is None:
+        return [value for _ in places]
+    columns = [_scattered(child, places, sizes, dim) for child in opened.children]
+    return [opened.build([column[place] for column in columns]) for place in range(len(places))]
+
+
+def _gathered(values: list[Any], device: torch.device, dim: int, name: str) -> Any:
+    first = values[0]
+    _check_types(values, name)
+    if isinstance(first, Tensor):
+        return gather(values, dim, device)
+    if first is None:
+        return None
+    opened = [open_container(value) for value in values]
+    if opened[0] is None:
+        return values
+    model = opened[0]
+    children: list[list[Any]] = []
+    for i, other in enumerate(opened):
+        # The order of a dict's keys may differ; which keys there are may not.
+        found = dict(zip(other.names, other.children, strict=True)) if other else {}
+        if found.keys() != set(model.names):
+            raise ArgumentError(
+                f"{name} of replica {i} has {list(found)}, of replica 0 {list(model.names)}: give "
+                "every replica's output the same keys and lengths"
+            )
+        children.append([found[key] for key in model.names])
+    columns = zip(model.names, zip(*children, strict=True), strict=True)
+    return model.build(
+        [_gathered(list(column), device, dim, f"{name}[{key!r}]") for key, column in columns]
+    )
+
+
+def _check_types(values: list[Any], name: str) -> None:
+    first = values[0]
+    for i, value in enumerate(values):
+        both_tensors = isinstance(first, Tensor) and isinstance(value, Tensor)
+        if both_tensors or type(value) is type(first):
+            continue
+        if isinstance(first, Tensor) or isinstance(value, Tensor) or open_container(first):
+            raise ArgumentError(
+                f"{name} is a {type(value).__name__} from replica {i}, a {type(first).__name__} "
+                "from replica 0: give every replica's output the same structure"
+            )

@@ -1,0 +1,154 @@
+"""Runs each replica in a thread of its own, in the caller's modes."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradwire.devices.containers import open_container
+from gradwire.devices.placement import Device, as_device
+from gradwire.errors import ArgumentError
+
+__all__ = ["parallel_apply"]
+
+
+def parallel_apply(
+    modules: Sequence[Callable[..., Any]],
+    inputs: Sequence[Any],
+    kwargs: Sequence[dict[str, Any]] | None = None,
+    devices: Iterable[Device | None] | None = None,
+) -> list[Any]:
+    """Call each module with its own arguments, all at the same time.
+
+    Every call runs in the caller's modes: grad and inference mode, autocast with its dtypes, the
+    context variables, and each accelerator's current stream.
+
+    Args:
+        modules: k modules, or other callables.
+        inputs: For each module, the tuple or list of its positional arguments, or its only one.
+        kwargs: For each module, its named arguments.
+        devices: For each module, the accelerator that is current while it runs; that of its first
+            tensor if None.
+
+    Returns:
+        The k results.
+
+    Raises:
+        ArgumentError: Lengths that differ.
+        Exception: What the first module that failed raised, the same object: its message and its
+            notes say which replica it was. All calls have ended by then.
+
+    Example:
+        >>> parallel_apply([torch.sin, torch.cos], [torch.zeros(1), torch.zeros(1)])
+        [tensor([0.]), tensor([1.])]
+    """
+    named = [{} for _ in modules] if kwargs is None else list(kwargs)
+    places = [None for _ in modules] if devices is None else list(devices)
+    for name, entries in (("inputs", inputs), ("kwargs", named), ("devices", places)):
+        if len(entries) != len(modules):
+            raise ArgumentError(
+                f"{name} has {len(entries)} entries, modules has {len(modules)}: give one for each"
+            )
+    calls = [
+        _Call(i, *call) for i, call in enumerate(zip(modules, inputs, named, places, strict=True))
+    ]
+    modes = _modes()
+    threads = [threading.Thread(target=call.run, args=(modes,)) for call in calls[1:]]
+    for thread in threads:
+        thread.start()
+    if calls:
+        calls[0].run(modes)
+    for thread in threads:
+        thread.join()
+    return [call.outcome() for call in calls]
+
+
+class _Call:
+    """One module's call: what it is given, and what came of it."""
+
+    def __init__(
+        self,
+        index: int,
+        module: Callable[..., Any],
+        given: Any,
+        kwargs: dict[str, Any],
+        device: Device | None,
+    ) -> None:
+        self.index, self.module, self.kwargs = index, module, kwargs
+        self.args = given if isinstance(given, tuple | list) else (given,)
+        found = _first_device((self.args, kwargs))
+        self.device = found if device is None else as_device(device, f"devices[{index}]")
+        self.stream = _current_stream(self.device)
+        self.context = contextvars.copy_context()
+        self.result: Any = None
+        self.error: BaseException | None = None
+
+    def run(self, modes: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+        try:
+            with modes(), self.stream or contextlib.nullcontext():
+                self.result = self.context.run(self.module, *self.args, **self.kwargs)
+        except BaseException as error:
+            self.error = error
+
+    def outcome(self) -> Any:
+        """The result; raises what the call raised."""
+        if self.error is None:
+            return self.result
+        where = f"in replica {self.index} on {self.device or 'no device'}"
+        # The error's traceback refers to this call: a call that refers to the error is a cycle.
+        error, self.error = self.error, None
+        try:
+            raise _located(error, where)
+        finally:
+            del error
+
+
+def _located(error: BaseException, where: str) -> BaseException:
+    """The same error, which says where it was raised."""
+    if error.args and isinstance(error.args[0], str):
+        error.args = (f"{error.args[0]} ({where})", *error.args[1:])
+    # Python 3.10 has no add_note, but shows no notes either.
+    error.__notes__ = [*getattr(error, "__notes__", []), where]
+    return error
+
+
+def _first_device(value: Any) -> torch.device | None:
+    """The device of the first tensor in a container."""
+    if isinstance(value, Tensor):
+        return value.device
+    opened = open_container(value)
+    found = (_first_device(child) for child in (opened.children if opened else ()))
+    return next((device for device in found if device is not None), None)
+
+
+def _current_stream(device: torch.device | None) -> torch.Stream | None:
+    """The stream in which a call is to run; entering it makes its device the current one."""
+    if device is None or device.type not in ("cuda", "xpu"):
+        return None
+    return torch.accelerator.current_stream(device)
+
+
+def _modes() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """Makes a context that has, in any thread, the modes that hold here and now."""
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    cache = torch.is_autocast_cache_enabled()
+    accelerator = torch.accelerator.current_accelerator()
+    kinds = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
+    autocasts = [(k, torch.get_autocast_dtype(k)) for k in kinds if torch.is_autocast_enabled(k)]
+
+    @contextlib.contextmanager
+    def modes() -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(inference))
+            stack.enter_context(torch.set_grad_enabled(grad))
+            for kind, dtype in autocasts:
+                stack.enter_context(torch.autocast(kind, dtype, cache_enabled=cache))
+            yield
+
+    return modes

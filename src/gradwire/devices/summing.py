@@ -1,0 +1,147 @@
+"""Sums tensors of several places, without gradients, in index order and in one pass over memory.
+
+The sum is taken piece by piece: a piece of the result stays in the cache while the same piece of
+each input is added to it. For k inputs of N bytes, (k+1)·N bytes cross the memory bus.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from gradwire.buckets.pack import memory_strides, views
+from gradwire.buckets.plan import plan_buckets
+from gradwire.devices import _memory
+from gradwire.devices.copying import copy_to, local, packed
+
+__all__ = ["PIECE", "sum_into", "summed", "summed_coalesced"]
+
+PIECE = 2 << 20
+"""Bytes of the result that are worked on at a time on the CPU: they fit the caches of two cores."""
+
+
+def _piece_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        # Launches cost more on a GPU, and its cache is larger.
+        return max(PIECE, torch.cuda.get_device_properties(device).L2_cache_size // 4)
+    return PIECE
+
+
+def _pieces(result: Tensor, inputs: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
+    """The result's pieces, each with the same piece of every input."""
+    strides = memory_strides(result)
+    length = _piece_bytes(result.device) // result.element_size()
+    if result.numel() <= length or strides is None or any(t.stride() != strides for t in inputs):
+        yield (result, *inputs)
+        return
+    flat = [torch.split(t.as_strided((t.numel(),), (1,)), length) for t in (result, *inputs)]
+    yield from zip(*flat, strict=True)
+
+
+def sum_into(result: Tensor, inputs: Sequence[Tensor]) -> None:
+    """Write the sum of at least two strided tensors, taken in index order, into another.
+
+    Inputs elsewhere are copied over a piece at a time.
+    """
+    for piece, first, second, *rest in _pieces(result, inputs):
+        device = piece.device
+        torch.add(local(first, device), local(second, device), out=piece)
+        for other in rest:
+            piece.add_(local(other, device))
+
+
+def summed(inputs: Sequence[Tensor], device: torch.device) -> Tensor:
+    """The sum of tensors on a device, in index order; one input is returned as it is."""
+    if len(inputs) == 1:
+        return local(inputs[0], device)
+    if inputs[0].layout != torch.strided:
+        total = copy_to(inputs[0], device)
+        for other in inputs[1:]:
+            total = total + local(other, device)
+        return total
+    result = _memory.empty_like(inputs[0], device)
+    sum_into(result, inputs)
+    return result
+
+
+def summed_coalesced(
+    replicas: Sequence[Sequence[Tensor]], device: torch.device, buffer_size: int
+) -> list[Tensor]:
+    """For each position, the sum over the replicas; the dense results share buffers.
+
+    A position whose tensors are sparse on all replicas has a sparse sum; sparse on some, a dense
+    one.
+
+    Args:
+        replicas: k lists of n tensors.
+        device: Where the sums go.
+        buffer_size: Bytes after which a buffer is closed.
+    """
+    if len(replicas) == 1:
+        return [local(t, device) for t in replicas[0]]
+    positions = list(zip(*replicas, strict=True))
+    sparse = [all(t.layout != torch.strided for t in tensors) for tensors in positions]
+    firsts = replicas[0]
+    results = list(firsts)
+    plan = plan_buckets(
+        [0 if s else t.numel() * t.element_size() for s, t in zip(sparse, firsts, strict=True)],
+        [t.dtype for t in firsts],
+        [device] * len(firsts),
+        [buffer_size],
+        alone=sparse,
+    )
+    for bucket in plan.buckets:
+        if sparse[bucket[0]]:
+            sums = [summed(positions[bucket[0]], device)]
+        else:
+            sums = _bucket_sums([[_dense(r[i]) for i in bucket] for r in replicas], device)
+        for i, result in zip(bucket, sums, strict=True):
+            results[i] = result
+    return results
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    return tensor if tensor.layout == torch.strided else tensor.to_dense()
+
+
+def _bucket_sums(replicas: list[list[Tensor]], device: torch.device) -> list[Tensor]:
+    """The sums of one bucket: k lists of tensors to one list."""
+    if len(replicas[0]) == 1:
+        return [summed([tensors[0] for tensors in replicas], device)]
+    replicas = [_arrived(tensors, device) for tensors in replicas]
+    like = replicas[0]
+    flat = _memory.empty((sum(t.numel() for t in like),), like[0], device)
+    results = views(flat, like, keep_strides=True)
+    for group in _groups(results):
+        if len(group) == 1:
+            sum_into(results[group[0]], [tensors[group[0]] for tensors in replicas])
+            continue
+        sums = [results[i] for i in group]
+        torch._foreach_copy_(sums, [replicas[0][i] for i in group])
+        for tensors in replicas[1:]:
+            torch._foreach_add_(sums, [tensors[i] for i in group])
+    # `.data` gives each view a version counter of its own.
+    return [result.data for result in results]
+
+
+def _arrived(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
+    """The tensors on a device: themselves, or their copies after one transfer."""
+    if tensors[0].device == device:
+        return tensors
+    return views(copy_to(packed(tensors), device), tensors, keep_strides=True)
+
+
+def _groups(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
+    """Runs of tensors that fit the cache together, so that they can be added in one call."""
+    group: list[int] = []
+    room = PIECE
+    for i, tensor in enumerate(tensors):
+        room -= tensor.numel() * tensor.element_size()
+        if group and room < 0:
+            yield group
+            group, room = [], PIECE - tensor.numel() * tensor.element_size()
+        group.append(i)
+    if group:
+        yield group

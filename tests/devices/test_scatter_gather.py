@@ -1,0 +1,163 @@
+"""scatter and gather without gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradwire.devices import gather, scatter
+from gradwire.errors import ArgumentError
+
+
+def part(x: Tensor, dim: int, start: int, size: int) -> Tensor:
+    return x.narrow(dim, start, size)
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1, -2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
+def test_scatter_gives_every_place_its_chunk(
+    places: list[str], dim: int, dtype: torch.dtype
+) -> None:
+    x = torch.randn(8, 12, dtype=dtype, device=places[0])
+    chunks = scatter(x, places, dim=dim)
+    assert [c.device for c in chunks] == [torch.device(p) for p in places]
+    assert torch.equal(torch.cat([c.cpu() for c in chunks], dim), x.cpu())
+    # A view at the tensor's own place, copies elsewhere.
+    assert chunks[0].data_ptr() == x.data_ptr()
+    assert chunks[0]._base is x
+    assert all(c._base is None for c in chunks[1:])
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 3, 5, 7, 8, 9])
+@pytest.mark.parametrize("k", [1, 2, 3, 4])
+def test_scatter_cuts_as_chunk_does(size: int, k: int) -> None:
+    x = torch.randn(size, 2)
+    expected = x.chunk(k)
+    assert [tuple(c.shape) for c in scatter(x, ["cpu"] * k)] == [tuple(c.shape) for c in expected]
+    if len(expected) < k:
+        with pytest.raises(ArgumentError, match=f"that is {len(expected)} chunks of"):
+            scatter(x, ["cpu"] * k, strict=True)
+    else:
+        assert len(scatter(x, ["cpu"] * k, strict=True)) == k
+
+
+@pytest.mark.parametrize("sizes", [(2, 4), (0, 6), (6, 0), (1, 0, 3, 2)])
+def test_scatter_with_given_sizes(sizes: tuple[int, ...]) -> None:
+    x = torch.randn(6, 4)
+    chunks = scatter(x, ["cpu"] * len(sizes), sizes)
+    assert [c.shape[0] for c in chunks] == list(sizes)
+    assert torch.equal(torch.cat(chunks), x)
+
+
+def test_scatter_into_given_tensors(places: list[str]) -> None:
+    x = torch.randn(4, 10, device=places[0])
+    out = [torch.empty(4, i, device=p) for i, p in enumerate(places, 1)]
+    x = x[:, : sum(o.shape[1] for o in out)]
+    results = scatter(x, dim=1, out=out)
+    assert all(r is o for r, o in zip(results, out, strict=True))
+    assert torch.equal(torch.cat([r.cpu() for r in results], 1), x.cpu())
+
+
+def test_scatter_refuses_what_it_cannot_do() -> None:
+    x = torch.randn(6, 4)
+    out = [torch.empty(3, 4), torch.empty(3, 4)]
+    with pytest.raises(ArgumentError, match="chunk_sizes has 2 entries, devices has 3"):
+        scatter(x, ["cpu"] * 3, (2, 4))
+    with pytest.raises(ArgumentError, match=r"chunk_sizes is \[2, 3\], of sum 5"):
+        scatter(x, ["cpu"] * 2, (2, 3))
+    with pytest.raises(ArgumentError, match=r"chunk_sizes is \[-1, 7\]"):
+        scatter(x, ["cpu"] * 2, (-1, 7))
+    with pytest.raises(ArgumentError, match="exactly one of 'devices' and 'out'"):
+        scatter(x, ["cpu"], out=out)
+    with pytest.raises(ArgumentError, match="devices is empty"):
+        scatter(x, [])
+    with pytest.raises(ArgumentError, match="out is empty"):
+        scatter(x, out=[])
+    with pytest.raises(ArgumentError, match=r"out\[0\] has shape \(1, 3, 4\)"):
+        scatter(x, out=[out[0][None], out[1]])
+    with pytest.raises(ArgumentError, match=r"out has sizes \[2, 3\] in dim 0, of sum 5"):
+        scatter(x, out=[out[0][:2], out[1]])
+    with pytest.raises(ArgumentError, match="chunk_sizes and out are given"):
+        scatter(x, chunk_sizes=[3, 3], out=out)
+    with pytest.raises(ArgumentError, match="the tensor has 0 dims"):
+        scatter(torch.ones(()), ["cpu"])
+    with pytest.raises(ArgumentError, match="dim is 2, the tensor has 2 dims"):
+        scatter(x, ["cpu"], dim=2)
+    with pytest.raises(ArgumentError, match=r"layout torch\.sparse_coo"):
+        scatter(x.to_sparse(), ["cpu"])
+    with pytest.raises(ArgumentError, match="streams has 1 entries, there are 2"):
+        scatter(x, ["cpu"] * 2, streams=[None])
+    assert len(scatter(x, ["cpu"] * 2, streams=[None, None])) == 2
+
+
+def test_scatter_of_conjugated_tensors() -> None:
+    x = torch.randn(4, 6, dtype=torch.complex64).conj()
+    for dim in (0, -1):
+        chunks = scatter(x, ["cpu"] * 3, dim=dim)
+        assert all(c.is_complex() for c in chunks)
+        assert torch.equal(torch.cat(chunks, dim), x.resolve_conj())
+        assert torch.equal(gather(chunks, dim), x.resolve_conj())
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_gather_joins_in_order(places: list[str], dim: int) -> None:
+    inputs = [torch.randn(2, 5, device=p) for p in places]
+    expected = torch.cat([t.cpu() for t in inputs], dim)
+    for destination in (None, -1, "cpu", torch.device("cpu"), places[-1]):
+        result = gather(inputs, dim, destination)
+        assert torch.equal(result.cpu(), expected)
+    assert gather(inputs, dim).device == torch.device(places[0])
+    out = torch.empty(expected.shape)
+    assert gather(inputs, dim, out=out) is out
+    assert torch.equal(out, expected)
+
+
+def test_gather_of_uneven_and_empty_chunks() -> None:
+    inputs = [torch.randn(n, 3) for n in (0, 2, 5, 0, 1)]
+    assert torch.equal(gather(inputs), torch.cat(inputs))
+
+
+def test_gather_of_one_tensor_is_a_copy() -> None:
+    x = torch.randn(3)
+    assert gather([x]).data_ptr() != x.data_ptr()
+
+
+def test_gather_of_scalars_is_a_vector() -> None:
+    with pytest.warns(UserWarning, match="gather was given scalars"):
+        result = gather([torch.tensor(1.0), torch.tensor(2.0)])
+    assert result.tolist() == [1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("shape", "memory_format"),
+    [((10, 3, 4, 4), torch.channels_last), ((10, 3, 2, 4, 4), torch.channels_last_3d)],
+)
+def test_memory_formats_survive(shape: tuple[int, ...], memory_format: torch.memory_format) -> None:
+    x = torch.randn(shape).to(memory_format=memory_format)
+    chunks = scatter(x, ["cpu"] * 2)
+    assert all(c.is_contiguous(memory_format=memory_format) for c in chunks)
+    whole = gather(chunks)
+    assert whole.is_contiguous(memory_format=memory_format)
+    assert torch.equal(whole, x)
+    assert gather([chunks[0], chunks[1].contiguous()]).is_contiguous()
+
+
+def test_gather_refuses_what_it_cannot_do() -> None:
+    x = torch.randn(2, 5)
+    with pytest.raises(ArgumentError, match="'destination' must not be given"):
+        gather([x, x], destination="cpu", out=torch.empty(4, 5))
+    with pytest.raises(ArgumentError, match="tensors is empty"):
+        gather([])
+    with pytest.raises(ArgumentError, match="same number of dimensions"):
+        gather([x, x[None]])
+    with pytest.raises(ArgumentError, match=r"tensors\[1\] has shape \(2, 4\), expected \(2, 5\)"):
+        gather([x, x[:, 1:]])
+    with pytest.raises(ArgumentError, match=r"tensors\[1\] has shape \(1, 5\), expected \(2, 5\)"):
+        gather([x, x[1:]], dim=-1)
+    with pytest.raises(ArgumentError, match=r"tensors\[1\] is torch.float64"):
+        gather([x, x.double()])
+    with pytest.raises(ArgumentError, match=r"out has shape \(2, 5\), the result has \(4, 5\)"):
+        gather([x, x], out=torch.empty(2, 5))
+    with pytest.raises(ArgumentError, match="dim is 1, the tensor has 0 dims"):
+        gather([torch.ones(()), torch.ones(())], dim=1)
