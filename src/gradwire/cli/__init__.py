@@ -1,1 +1,27 @@
-"""cli."""
+"""The `gradwire` command.
+
+What it shows on the terminal needs packages that the library itself does without (the extra
+`demo`), so this file imports none of them until it knows that they are there.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+
+__all__ = ["main"]
+
+_EXTRA_DEMO = ("click", "rich", "sklearn", "numpy")
+
+
+def main() -> None:
+    """Run the command line in `sys.argv`; ends the interpreter with the command's exit code."""
+    missing = [name for name in _EXTRA_DEMO if find_spec(name) is None]
+    if missing:
+        sys.exit(
+            f"gradwire: the command needs {', '.join(missing)}, not installed here.\n"
+            'Install what is missing with:  pip install "gradwire[demo]"'
+        )
+    from gradwire.cli.app import app
+
+    app(prog_name="gradwire")

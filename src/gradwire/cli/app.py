@@ -1,0 +1,19 @@
+"""The commands of `gradwire`, by name; each lives in a package of its own."""
+
+from __future__ import annotations
+
+import click
+
+from gradwire._version import __version__
+from gradwire.cli.demo.command import demo
+
+__all__ = ["app"]
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, message="gradwire %(version)s")
+def app() -> None:
+    """The communication layer of data-parallel PyTorch training."""
+
+
+app.add_command(demo)

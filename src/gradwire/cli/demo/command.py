@@ -1,0 +1,137 @@
+"""The command `gradwire demo`: from options to exit code.
+
+Started by hand it launches the processes and shows what rank 0 sends; started by torchrun it is
+itself one of them, and rank 0 shows its own.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import click
+from rich.console import Console
+
+from gradwire.cli.demo.options import DemoOptions, check_backend
+from gradwire.cli.demo.rank import Result, run_rank
+from gradwire.cli.demo.report import failures, show_result
+from gradwire.cli.demo.view import View
+from gradwire.cli.demo.wrap import HOOKS
+from gradwire.cli.launch import RankFailure, Send, launch
+from gradwire.cli.places import Place, leave
+from gradwire.errors import ArgumentError
+
+__all__ = ["demo"]
+
+_USAGE = 2  # click's exit code for options that cannot be used
+_INTERRUPTED = 130  # what a shell reports after Ctrl-C
+
+
+@click.command()
+@click.option("--nproc", type=int, help="Processes that train.  [default: 2; torchrun's number]")
+@click.option("--backend", default="gloo", show_default=True, help="What carries their messages.")
+@click.option("--epochs", type=int, default=12, show_default=True, help="Times each image is seen.")
+@click.option(
+    "--hook",
+    type=click.Choice(list(HOOKS)),
+    default="none",
+    show_default=True,
+    help="What is done with the gradients instead of plain averaging.",
+)
+@click.option(
+    "--seed",
+    type=click.IntRange(0, 2**32),
+    default=0,
+    show_default=True,
+    help="Of the first parameters and the images' order.",
+)
+@click.option(
+    "--batch-size",
+    type=int,
+    default=64,
+    show_default=True,
+    help="Images per step, over all processes.",
+)
+def demo(
+    nproc: int | None, backend: str, epochs: int, hook: str, seed: int, batch_size: int
+) -> None:
+    """Train a small network on real data, with several processes.
+
+    Shows that the result is that of one process, and what the communication costs, beside torch's
+    DistributedDataParallel. Also runs under torchrun:
+
+        torchrun --nproc-per-node 2 -m gradwire demo
+    """
+    place = None
+    try:
+        place = Place.from_environment(os.environ)
+        options = DemoOptions(_process_count(nproc, place), backend, epochs, hook, seed, batch_size)
+        check_backend(backend, options.nproc if place is None else place.local_size)
+    except ArgumentError as error:
+        if place is not None and place.rank != 0:
+            sys.exit(_USAGE)  # rank 0 says it for all
+        raise click.UsageError(str(error)) from error
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    exitcode = _run(options, place)
+    if place is not None:
+        leave(exitcode)
+    sys.exit(exitcode)
+
+
+def _run(options: DemoOptions, place: Place | None) -> int:
+    """Run and show the demo, errors included; returns the exit code."""
+    try:
+        if place is None:
+            return _show(options, partial(launch, partial(run_rank, options), options.nproc))
+        if place.rank == 0:
+            return _show(options, partial(_run_here, options, place))
+        _run_here(options, place, lambda news: None)
+    except RankFailure as failure:
+        click.echo(f"{failure.details}gradwire demo: {failure}", err=True)
+        return 1
+    except KeyboardInterrupt:
+        if place is None or place.rank == 0:
+            click.echo("Interrupted; every process of the demo has been stopped.", err=True)
+        return _INTERRUPTED
+    return 0
+
+
+def _process_count(nproc: int | None, place: Place | None) -> int:
+    if place is None:
+        return 2 if nproc is None else nproc
+    if nproc not in (None, place.world_size):
+        raise ArgumentError(
+            f"--nproc is {nproc}, but {place.world_size} processes were started from outside "
+            "(WORLD_SIZE): leave out --nproc under torchrun"
+        )
+    return place.world_size
+
+
+def _run_here(options: DemoOptions, place: Place, send: Send) -> None:
+    """Run as the rank that this process is."""
+    try:
+        run_rank(options, place, send)
+    except Exception as error:
+        raise RankFailure.of(place.rank, error) from error
+
+
+def _show(options: DemoOptions, run: Callable[[Send], None]) -> int:
+    """Show all that `run` sends; returns the exit code: 1 if the result is wrong."""
+    console = Console()
+    results: list[Result] = []
+
+    def receive(news: Any) -> None:
+        if isinstance(news, Result):
+            results.append(news)
+        else:
+            view.show(news)
+
+    with View(console, options) as view:
+        run(receive)
+    (result,) = results
+    show_result(console, result, options)
+    return 1 if failures(result, options) else 0

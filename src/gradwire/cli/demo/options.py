@@ -1,0 +1,81 @@
+"""What the demo is asked to do, checked before any process is started."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from gradwire.cli.demo.data import TRAIN_IMAGES
+from gradwire.errors import ArgumentError
+
+__all__ = ["DemoOptions", "check_backend"]
+
+_NO_TRANSPORT = {"undefined", "fake"}  # names torch lists that carry nothing from rank to rank
+
+
+@dataclass(frozen=True)
+class DemoOptions:
+    """The demo's settings.
+
+    Args:
+        nproc: how many processes train.
+        backend: what carries their messages: a backend of torch.distributed.
+        epochs: how often each training image is seen.
+        hook: the communication hook, by its name in `gradwire.cli.demo.wrap`.
+        seed: of the first parameters and of the order of the images.
+        batch_size: images per step, over all processes together.
+
+    Raises:
+        ArgumentError: a value cannot be used.
+    """
+
+    nproc: int = 2
+    backend: str = "gloo"
+    epochs: int = 12
+    hook: str = "none"
+    seed: int = 0
+    batch_size: int = 64
+
+    def __post_init__(self) -> None:
+        if self.nproc < 1:
+            raise ArgumentError(f"--nproc is {self.nproc}; at least 1 process has to train")
+        if self.epochs < 1:
+            raise ArgumentError(f"--epochs is {self.epochs}; at least 1 is needed to train at all")
+        if not self.nproc <= self.batch_size <= TRAIN_IMAGES:
+            raise ArgumentError(
+                f"--batch-size is {self.batch_size}; it must be at least --nproc ({self.nproc}), "
+                f"so that each process has an image, and at most {TRAIN_IMAGES}, all there are"
+            )
+
+
+def _usable_backends() -> str:
+    names = [name for name in dist.Backend.backend_list if name not in _NO_TRANSPORT]
+    return ", ".join(name for name in names if dist.is_backend_available(name))
+
+
+def check_backend(backend: str, local_size: int) -> None:
+    """Raise unless `local_size` processes of this host can use `backend`.
+
+    Raises:
+        ArgumentError: torch does not know it, comes without it, or finds too few GPUs for it.
+    """
+    if backend in _NO_TRANSPORT or backend not in dist.Backend.backend_list:
+        raise ArgumentError(
+            f"--backend is {backend!r}, which torch.distributed does not know; "
+            f"it can use here: {_usable_backends()}"
+        )
+    supported = dist.Backend.backend_capability.get(backend, ["cpu"])
+    if "cpu" not in supported:
+        found = torch.accelerator.device_count()
+        if found < local_size:
+            raise ArgumentError(
+                f"--backend is {backend!r}, which needs a GPU for each process on a machine: "
+                f"{local_size} processes, {found} GPUs; use --backend gloo"
+            )
+    if not dist.is_backend_available(backend):
+        raise ArgumentError(
+            f"--backend is {backend!r}, which this build of torch comes without; "
+            f"it can use here: {_usable_backends()}"
+        )

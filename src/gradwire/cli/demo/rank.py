@@ -1,0 +1,64 @@
+"""The whole demo as one rank runs it; rank 0 sends what is worth showing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from gradwire.cli.demo.data import load_digits
+from gradwire.cli.demo.options import DemoOptions
+from gradwire.cli.demo.timing import StepTimes, time_steps
+from gradwire.cli.demo.train import Epoch, same_bits, train
+from gradwire.cli.launch import Send
+from gradwire.cli.places import Place, join_group
+
+__all__ = ["Result", "Round", "run_rank"]
+
+_SILENCE = timedelta(minutes=2)  # longer than any epoch of the twin, for which the others wait
+
+
+@dataclass(frozen=True)
+class Round:
+    """How many rounds of timing are done."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """What the demo found.
+
+    Args:
+        last: the last epoch.
+        same_bits: whether all ranks ended with the same parameters, to the last bit.
+        times: of a step.
+    """
+
+    last: Epoch
+    same_bits: bool
+    times: StepTimes
+
+
+def run_rank(options: DemoOptions, place: Place, send: Send) -> None:
+    """Train, compare and time on one rank; on rank 0, `send` every Epoch and Round and the Result.
+
+    Raises:
+        DistributedError: ranks could not work together.
+    """
+    torch.set_num_threads(1)  # more threads only get into each other's way in so small a network
+    group = join_group(place, options.backend, _SILENCE)
+    digits = load_digits(options.seed, place.device(options.backend))
+    model, last = train(options, place, group, digits, on_epoch=send)
+    same = same_bits(model, group)
+
+    def on_round(number: int) -> None:
+        if place.rank == 0:
+            send(Round(number))
+
+    times = time_steps(options, place, group, digits, on_round)
+    if last is not None:
+        send(Result(last, same, times))
+    dist.destroy_process_group()

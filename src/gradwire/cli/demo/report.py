@@ -1,0 +1,112 @@
+"""What the demo found: two tables, and whether the result is right."""
+
+from __future__ import annotations
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from gradwire.cli.demo.data import TEST_IMAGES
+from gradwire.cli.demo.options import DemoOptions
+from gradwire.cli.demo.rank import Result
+from gradwire.cli.demo.timing import TIMED_ROUNDS
+from gradwire.cli.demo.train import TOLERANCE
+from gradwire.cli.demo.wrap import HOOKS
+
+__all__ = ["failures", "show_result"]
+
+
+def failures(result: Result, options: DemoOptions) -> list[str]:
+    """What is wrong with the result, a sentence each; empty when all is right."""
+    found = []
+    if not result.same_bits:
+        found.append("the processes ended with different parameters")
+    difference = result.last.difference
+    if not (HOOKS[options.hook].lossy or difference.is_rounding):
+        found.append(
+            f"the difference to one process ({difference.relative:.1e}) is more than rounding "
+            f"({TOLERANCE:.0e})"
+        )
+    return found
+
+
+def show_result(console: Console, result: Result, options: DemoOptions) -> None:
+    """Print the result and what it means."""
+    for table, explanation in (
+        (_training(result, options), _explained_difference(options)),
+        (_step_times(result), _explained_times(result, options)),
+    ):
+        console.print()
+        console.print(table, highlight=False)
+        console.print(explanation, style="dim", highlight=False)
+    for failure in failures(result, options):
+        console.print(f"\n[bold red]FAILED[/]: {failure}", highlight=False)
+
+
+def _training(result: Result, options: DemoOptions) -> Table:
+    last, difference = result.last, result.last.difference
+    table = _table("training", "", "")
+    table.columns[2].justify = "left"
+    table.add_row(
+        "test accuracy",
+        f"{last.correct / TEST_IMAGES:.1%}",
+        f"{last.correct} of {TEST_IMAGES} digits recognized",
+    )
+    table.add_row("training loss", f"{last.loss:.4f}", "mean over the last epoch")
+    table.add_row(
+        "parameters in all processes",
+        "equal" if result.same_bits else "differ",
+        "to the last bit" if result.same_bits else "[red]they must not[/]",
+    )
+    if HOOKS[options.hook].lossy:
+        verdict = f"not rounding: {options.hook} is lossy"
+    elif difference.is_rounding:
+        verdict = "[green]rounding[/]"
+    else:
+        verdict = "[red]more than rounding[/]"
+    table.add_row("largest difference to the twin", f"{difference.absolute:.1e}", verdict)
+    table.add_row("  over its parameter's length", f"{difference.relative:.1e}")
+    return table
+
+
+def _explained_difference(options: DemoOptions) -> str:
+    if HOOKS[options.hook].lossy:
+        return (
+            f"The hook {options.hook} sends less than it is given, to be faster on slow networks. "
+            "The twin loses nothing, and so ends elsewhere."
+        )
+    return (
+        "A sum in another order is rounded differently, in float32 at the 7th digit. Over its "
+        f"parameter's length, a difference up to {TOLERANCE:.0e} counts as rounding; a gradient "
+        "lost in a single step would make 1e-04 or more."
+    )
+
+
+def _step_times(result: Result) -> Table:
+    times = result.times
+    table = _table("time per step", "whole step", "compute", "exposed communication")
+    rows = {"gradwire": times.ours, "torch's DDP": times.torch}
+    for name, step in rows.items():
+        if step is not None:
+            parts = (step, times.compute, step - times.compute)
+            table.add_row(name, *(f"{seconds * 1e3:.2f} ms" for seconds in parts))
+    return table
+
+
+def _explained_times(result: Result, options: DemoOptions) -> str:
+    text = (
+        f"Medians of {TIMED_ROUNDS} steps, taken in turns. Compute is a step of the bare network; "
+        "exposed communication is what a step takes longer than that."
+    )
+    if result.times.torch is None:
+        trouble = HOOKS[options.hook].torch_trouble
+        text += f" With {options.hook}, torch's DDP is left out: it {trouble}."
+    return text
+
+
+def _table(first: str, *others: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table.add_column(first)
+    for name in others:
+        table.add_column(name, justify="right")
+    return table

@@ -1,0 +1,102 @@
+"""Time per step: the model alone, in gradwire's class and in torch's, taken in turns.
+
+They take turns step by step, so that whatever else disturbs the machine disturbs them alike;
+a step lasts as long as its slowest rank's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from gradwire.cli.demo.data import Digits
+from gradwire.cli.demo.model import build_model, build_optimizer, train_step
+from gradwire.cli.demo.options import DemoOptions
+from gradwire.cli.demo.wrap import HOOKS, wrap_ours, wrap_torch
+from gradwire.cli.places import Place
+
+__all__ = ["ROUNDS", "TIMED_ROUNDS", "StepTimes", "time_steps"]
+
+_WARM_UP_ROUNDS = 15  # first steps allocate, and the classes rearrange their buckets
+TIMED_ROUNDS = 100
+ROUNDS = _WARM_UP_ROUNDS + TIMED_ROUNDS
+
+Step = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Median seconds per step.
+
+    Args:
+        compute: of the model alone.
+        ours: of the model in gradwire's class.
+        torch: of the model in torch's class, or None where it cannot run the hook.
+    """
+
+    compute: float
+    ours: float
+    torch: float | None
+
+
+def time_steps(
+    options: DemoOptions,
+    place: Place,
+    group: dist.ProcessGroup,
+    digits: Digits,
+    on_round: Callable[[int], None],
+) -> StepTimes:
+    """Take the medians of `ROUNDS` rounds; calls `on_round` with the number of each, once done."""
+    steps = _contestants(options, place, group, digits)
+    rounds: list[list[float]] = []
+    for number in range(1, ROUNDS + 1):
+        first = number % len(steps)  # nobody always comes after the same other
+        turn = [*range(first, len(steps)), *range(first)]
+        taken = {which: _timed(steps[which], group, digits.train_images.device) for which in turn}
+        rounds.append([taken[which] for which in range(len(steps))])
+        on_round(number)
+    slowest = torch.tensor(rounds[_WARM_UP_ROUNDS:], device=digits.train_images.device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
+    medians = slowest.median(dim=0).values.tolist()
+    return StepTimes(medians[0], medians[1], medians[2] if len(medians) > 2 else None)
+
+
+def _contestants(
+    options: DemoOptions, place: Place, group: dist.ProcessGroup, digits: Digits
+) -> list[Step]:
+    hook = HOOKS[options.hook]
+    device = digits.train_images.device
+    mine = slice(place.rank, options.batch_size, place.world_size)
+    images, labels = digits.train_images[mine], digits.train_labels[mine]
+    models = [
+        build_model(options.seed, device),
+        wrap_ours(build_model(options.seed, device), group, hook),
+        wrap_torch(build_model(options.seed, device), group, hook),
+    ]
+    return [
+        partial(
+            train_step,
+            model,
+            build_optimizer(model, options.batch_size),
+            images,
+            labels,
+            place.world_size / options.batch_size,
+        )
+        for model in models
+        if model is not None
+    ]
+
+
+def _timed(step: Step, group: dist.ProcessGroup, device: torch.device) -> float:
+    """Seconds of one step that all ranks begin together."""
+    dist.barrier(group)
+    begin = time.perf_counter()
+    step()
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return time.perf_counter() - begin

@@ -1,0 +1,96 @@
+"""The demo while it runs: a line per epoch, and on a terminal a moving bar below."""
+
+from __future__ import annotations
+
+import math
+from types import TracebackType
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
+
+from gradwire.cli.demo.data import TEST_IMAGES, TRAIN_IMAGES
+from gradwire.cli.demo.model import build_model, parameter_count
+from gradwire.cli.demo.options import DemoOptions
+from gradwire.cli.demo.rank import Round
+from gradwire.cli.demo.timing import ROUNDS
+from gradwire.cli.demo.train import Epoch
+
+__all__ = ["View"]
+
+_LINES = 12  # about how many epochs get a line
+
+
+def _processes(count: int) -> str:
+    return "1 process" if count == 1 else f"{count} processes"
+
+
+class View:
+    """Shows what rank 0 sends, as it comes.
+
+    Args:
+        console: where to.
+        options: of the demo.
+    """
+
+    def __init__(self, console: Console, options: DemoOptions) -> None:
+        self._console = console
+        self._options = options
+        self._every = math.ceil(options.epochs / _LINES)
+        self._bar = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task("starting", total=None)
+
+    def __enter__(self) -> View:
+        self._introduce()
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._bar.stop()
+
+    def show(self, news: Any) -> None:
+        """Show one thing that rank 0 sent; what has no place here is left to others."""
+        if isinstance(news, Epoch):
+            self._show_epoch(news)
+        elif isinstance(news, Round):
+            if news.number == 1:
+                self._console.print("[dim]timing steps ...[/]")
+            self._bar.update(self._task, description="timing", completed=news.number, total=ROUNDS)
+
+    def _introduce(self) -> None:
+        options = self._options
+        hook = "" if options.hook == "none" else f", hook {options.hook}"
+        numbers = parameter_count(build_model(options.seed, torch.device("cpu")))
+        self._console.print(
+            f"[bold]gradwire demo[/]: one network in {_processes(options.nproc)}, "
+            f"gradients averaged over {options.backend}{hook}\n"
+            f"[dim]  data     {TRAIN_IMAGES} handwritten digits of 8 x 8 pixels to learn from, "
+            f"{TEST_IMAGES} for the test\n"
+            f"  network  2 convolutions and 2 linear layers, {numbers:,} parameters\n"
+            f"  twin     the same training in one process, to compare with[/]\n\n"
+            "[bold]   epoch     loss   test accuracy   largest difference to the twin[/]"
+        )
+
+    def _show_epoch(self, epoch: Epoch) -> None:
+        total = self._options.epochs
+        self._bar.update(self._task, description="training", completed=epoch.number, total=total)
+        if epoch.number in (1, total) or epoch.number % self._every == 0:
+            self._console.print(
+                f"{f'{epoch.number}/{total}':>8}   {epoch.loss:6.4f}   "
+                f"{epoch.correct / TEST_IMAGES:>13.1%}   {epoch.difference.absolute:>30.1e}",
+                highlight=False,
+            )

@@ -1,0 +1,93 @@
+"""The model made data-parallel, by gradwire's class and by torch's, with the same hook."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_hooks
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from gradwire import hooks
+from gradwire.ddp import DistributedDataParallel
+
+__all__ = ["BUCKET_CAP_MB", "HOOKS", "Hook", "wrap_ours", "wrap_torch"]
+
+BUCKET_CAP_MB = 0.25  # the network is small; two buckets show communication beside computation
+
+_StateAndHook = tuple[Any, Callable[..., Any]]
+
+
+@dataclass(frozen=True)
+class Hook:
+    """A communication hook of the demo, in gradwire's make and in torch's.
+
+    Args:
+        ours: makes the state and the hook for gradwire's class, or is None for no hook.
+        torch: likewise for torch's class.
+        lossy: whether it sends less than the whole gradient.
+        torch_trouble: what torch's class does with it on CPU tensors, if it cannot be timed.
+    """
+
+    ours: Callable[[dist.ProcessGroup], _StateAndHook] | None
+    torch: Callable[[dist.ProcessGroup], _StateAndHook] | None
+    lossy: bool
+    torch_trouble: str = ""
+
+
+def _power_sgd(group: dist.ProcessGroup) -> _StateAndHook:
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_sgd
+
+    state = power_sgd.PowerSGDState(
+        process_group=group, matrix_approximation_rank=4, start_powerSGD_iter=10
+    )
+    return state, power_sgd.powerSGD_hook
+
+
+HOOKS: dict[str, Hook] = {
+    "none": Hook(None, None, lossy=False),
+    "allreduce": Hook(
+        lambda group: (group, hooks.allreduce),
+        lambda group: (group, torch_hooks.allreduce_hook),
+        lossy=False,
+    ),
+    "fp16": Hook(
+        lambda group: (group, hooks.fp16),
+        lambda group: (group, torch_hooks.fp16_compress_hook),
+        lossy=True,
+    ),
+    "bf16": Hook(
+        lambda group: (group, hooks.bf16),
+        lambda group: (group, torch_hooks.bf16_compress_hook),
+        lossy=True,
+        torch_trouble="refuses it without NCCL",
+    ),
+    "powersgd": Hook(
+        _power_sgd,
+        _power_sgd,
+        lossy=True,
+        torch_trouble="hangs in it on Gloo when there are several buckets",
+    ),
+}
+
+
+def wrap_ours(model: nn.Module, group: dist.ProcessGroup, hook: Hook) -> nn.Module:
+    """`model` in gradwire's DistributedDataParallel."""
+    wrapped = DistributedDataParallel(model, process_group=group, bucket_cap_mb=BUCKET_CAP_MB)
+    if hook.ours is not None:
+        wrapped.register_comm_hook(*hook.ours(group))
+    return wrapped
+
+
+def wrap_torch(model: nn.Module, group: dist.ProcessGroup, hook: Hook) -> nn.Module | None:
+    """`model` in torch's DistributedDataParallel, or None where that has trouble with the hook."""
+    on_cpu = next(model.parameters()).device.type == "cpu"
+    if hook.torch_trouble and on_cpu:
+        return None
+    wrapped = TorchDDP(model, process_group=group, bucket_cap_mb=BUCKET_CAP_MB)
+    if hook.torch is not None:
+        wrapped.register_comm_hook(*hook.torch(group))
+    return wrapped
