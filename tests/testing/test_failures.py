@@ -26,6 +26,7 @@ from gradwire.errors import (
     PeerLostError,
 )
 from gradwire.testing import RankError, run_ranks
+from gradwire.testing.pool import close_pool
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -85,7 +86,7 @@ def test_an_exception_comes_home_with_its_traceback() -> None:
 
 
 def test_all_failed_ranks_are_named() -> None:
-    with pytest.raises(RankError, match=r"of 3; rank \d: ValueError: number") as caught:
+    with pytest.raises(RankError, match=r"of 3 \(rank \d first\): ValueError: number") as caught:
         run_ranks(lambda: fail(ValueError(f"number {dist.get_rank()}")), 3)
     texts = {rank: str(error) for rank, error in caught.value.failures.items()}
     assert texts == {rank: f"number {rank}" for rank in range(3)}
@@ -335,3 +336,20 @@ def test_without_cloudpickle_the_error_says_how_to_get_it(monkeypatch: pytest.Mo
         patch.setitem(sys.modules, "cloudpickle", None)
         with pytest.raises(NotSupportedError, match=r"pip install 'gradwire\[test\]'"):
             run_ranks(dist.get_rank)
+
+
+def test_a_process_that_cannot_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    close_pool()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", "/bin/false")
+        with pytest.raises(
+            DistributedError, match="worker process exited with code 1 at its start"
+        ):
+            run_ranks(dist.get_rank)
+
+
+def test_a_process_that_is_slow_to_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    close_pool()
+    monkeypatch.setattr("gradwire.testing.pool.START_LIMIT", 0.01)
+    with pytest.raises(DistributedError, match=r"not ready within 0\.01 s"):
+        run_ranks(dist.get_rank)

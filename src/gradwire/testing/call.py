@@ -65,12 +65,15 @@ class Call:
         self._limit = 0.0
         self._ending = False
 
-    def run(self, tasks: Sequence[Task], timeout: float) -> list[Any]:
-        """Run the tasks to their end and return the ranks' results, or raise what went wrong."""
+    def run(self, tasks: Sequence[Task], store: int, timeout: float) -> list[Any]:
+        """Run the tasks to their end and return the ranks' results, or raise what went wrong.
+
+        `store` is the descriptor of an empty file, in which the ranks meet.
+        """
         self._limit = time.monotonic() + timeout
         try:
             for rank, task in enumerate(tasks):
-                self._send(rank, task)
+                self._send(rank, task, store)
             while self._not_done() and time.monotonic() < self._limit:
                 self._step()
         except BaseException:  # Ctrl-C, or a test's time limit
@@ -101,10 +104,13 @@ class Call:
                     self._states[rank] = _State.LEAVING
                     self._send(rank, Release())
 
-    def _send(self, rank: int, message: Message) -> None:
+    def _send(self, rank: int, message: Message, descriptor: int | None = None) -> None:
+        channel = self._workers[rank].channel
         # Who is gone is found by reading, who does not read by the time limit.
         with contextlib.suppress(EOFError, TimeoutError):
-            self._workers[rank].channel.send(message, self._limit)
+            channel.send(message, self._limit)
+            if descriptor is not None:
+                channel.send_descriptor(descriptor, self._limit)
 
     def _events(self) -> list[tuple[int, _Event]]:
         """What the ranks have sent, deaths first: they explain what the others say."""
@@ -161,9 +167,9 @@ class Call:
                 exceptions[rank] = _loaded(failure)
             summaries.append(summary)
         first = next(iter(exceptions))
-        headline = f"fn failed on {_ranks(exceptions)} of {len(self._workers)}"
-        headline += (
-            f": {summaries[0]}" if len(summaries) == 1 else f"; rank {first}: {summaries[0]}"
+        also = f" (rank {first} first)" if len(exceptions) > 1 else ""
+        headline = (
+            f"fn failed on {_ranks(exceptions)} of {len(self._workers)}{also}: {summaries[0]}"
         )
         sections.update(self._stacks(f"was killed {GRACE:g} s after that; it was at"))
         raise RankError(describe(headline, sections), exceptions) from exceptions[first]

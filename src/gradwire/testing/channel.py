@@ -6,11 +6,13 @@ stops in the middle of a message cannot take the other one with it.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import pickle
 import socket
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -21,13 +23,15 @@ _LENGTH = struct.Struct("!Q")
 
 @dataclass(frozen=True)
 class Task:
-    """To a worker: join a group as `rank` and call the pickled function."""
+    """To a worker: join a group as `rank` and call the pickled function.
+
+    The descriptor of the file in which the ranks meet follows it.
+    """
 
     call: bytes
     rank: int
     world_size: int
     backend: str
-    store_port: int
     timeout: float
     path: tuple[str, ...]
     directory: str
@@ -85,11 +89,8 @@ class Channel:
             EOFError: The other process is gone.
         """
         data = pickle.dumps(message)
-        self._limit(deadline)
-        try:
+        with self._until(deadline):
             self._socket.sendall(_LENGTH.pack(len(data)) + data)
-        except ConnectionError as error:
-            raise EOFError from error
 
     def receive(self, deadline: float | None = None) -> Message:
         """Receive a message; the errors are those of `send`."""
@@ -97,22 +98,37 @@ class Channel:
         message: Message = pickle.loads(self._read(length, deadline))
         return message
 
+    def send_descriptor(self, descriptor: int, deadline: float | None = None) -> None:
+        """Give the other process a descriptor of its own for an open file."""
+        with self._until(deadline):
+            socket.send_fds(self._socket, [b"\0"], [descriptor])
+
+    def receive_descriptor(self, deadline: float | None = None) -> int:
+        """Receive a descriptor, which the caller must close."""
+        with self._until(deadline):
+            _, descriptors, _, _ = socket.recv_fds(self._socket, 1, 1)
+        if not descriptors:
+            raise EOFError
+        os.set_inheritable(descriptors[0], False)
+        return descriptors[0]
+
     def _read(self, length: int, deadline: float | None) -> bytearray:
         data = bytearray(length)
         rest = memoryview(data)
         while rest:
-            self._limit(deadline)
-            try:
+            with self._until(deadline):
                 count = self._socket.recv_into(rest)
-            except ConnectionError as error:
-                raise EOFError from error
             if count == 0:
                 raise EOFError
             rest = rest[count:]
         return data
 
-    def _limit(self, deadline: float | None) -> None:
+    @contextlib.contextmanager
+    def _until(self, deadline: float | None) -> Iterator[None]:
         # A timeout of 0 would mean "do not block" to the socket, which is another error.
-        self._socket.settimeout(
-            None if deadline is None else max(deadline - time.monotonic(), 1e-3)
-        )
+        left = None if deadline is None else max(deadline - time.monotonic(), 1e-3)
+        self._socket.settimeout(left)
+        try:
+            yield
+        except ConnectionError as error:
+            raise EOFError from error

@@ -29,11 +29,8 @@ START_LIMIT = 120.0
 
 def worker_environment() -> dict[str, str]:
     """This process's environment with what ranks that share a machine need."""
-    environment = dict(os.environ, OMP_NUM_THREADS="1")
-    if sys.platform == "linux":
-        # Gloo otherwise looks up the machine's own name, which may not resolve.
-        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    return environment
+    # Gloo otherwise looks up the machine's own name, which may not resolve.
+    return {"GLOO_SOCKET_IFNAME": "lo", **os.environ, "OMP_NUM_THREADS": "1"}
 
 
 class Worker:

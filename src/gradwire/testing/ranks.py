@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import math
 import os
-import socket
 import sys
 from collections.abc import Callable, Collection, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from gradwire.errors import ArgumentError, ArgumentTypeError, NotSupportedError
 from gradwire.testing.call import Call
@@ -59,7 +56,7 @@ def run_ranks(
         CollectiveTimeoutError: The time is over. The message shows the stack of every thread of
             every rank that was still running; these are killed.
         ArgumentError, ArgumentTypeError: An argument cannot be used, or cannot be pickled.
-        NotSupportedError: cloudpickle is not installed.
+        NotSupportedError: cloudpickle is not installed, or this is not Linux.
 
     Example:
         >>> def total():
@@ -69,20 +66,19 @@ def run_ranks(
         >>> run_ranks(total, world_size=2)
         [tensor([3.]), tensor([3.])]
     """
+    if sys.platform != "linux":
+        raise NotSupportedError(f"run_ranks works on Linux, but this is {sys.platform}")
     _check(fn, world_size, backend, timeout, may_die)
     call = _pickled_call(fn, args)
     pool = the_pool()
     with pool.lock:
         workers = pool.take(world_size)
-        # Ranks meet at a store of this process, which no rank's death can take away.
-        store = _loopback_store(timeout)
         tasks = [
             Task(
                 call=call,
                 rank=rank,
                 world_size=world_size,
                 backend=backend,
-                store_port=store.port,
                 timeout=timeout,
                 path=tuple(sys.path),
                 directory=os.getcwd(),
@@ -90,10 +86,14 @@ def run_ranks(
             )
             for rank in range(world_size)
         ]
+        # Ranks meet in a file without a name. torch's usual place, a TCPStore, looks up addresses
+        # in the DNS, for seconds where that does not answer, and is open to other users.
+        store = os.memfd_create("gradwire-store")
         running = Call(workers, may_die)
         try:
-            return running.run(tasks, timeout)
+            return running.run(tasks, store, timeout)
         finally:
+            os.close(store)
             for worker in running.lost:
                 pool.discard(worker)
 
@@ -137,17 +137,3 @@ def _pickled_call(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:
         raise ArgumentTypeError(
             f"fn and args must be picklable, to be sent to other processes: {error}"
         ) from error
-
-
-def _loopback_store(timeout: float) -> TCPStore:
-    # By itself TCPStore would listen on all interfaces.
-    listener = socket.create_server(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
-    return TCPStore(
-        "127.0.0.1",
-        port,
-        is_master=True,
-        timeout=timedelta(seconds=timeout),
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )

@@ -23,7 +23,6 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from gradwire.errors import ArgumentTypeError
 from gradwire.testing.channel import Channel, Idle, Raised, Returned, Task
@@ -47,7 +46,10 @@ def main(channel_fd: int, lifeline: int) -> None:
         while True:
             task = channel.receive()
             assert isinstance(task, Task)
-            _serve(channel, task)
+            store = channel.receive_descriptor()
+            _serve(channel, task, store)
+            os.close(store)
+            channel.send(Idle())
     os._exit(0)
 
 
@@ -60,16 +62,15 @@ def _die_with_parent(lifeline: int) -> None:
 
     os.set_inheritable(lifeline, False)
     threading.Thread(target=watch, name="gradwire-lifeline", daemon=True).start()
-    if hasattr(fcntl, "F_SETSIG"):
-        # The thread needs the GIL, which extension code may hold for good: on Linux the kernel
-        # itself kills this process when the pipe is closed.
-        fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
-        fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
-        fcntl.fcntl(lifeline, fcntl.F_SETFL, os.O_ASYNC)
+    # The thread needs the GIL, which extension code may hold for good: have the kernel itself kill
+    # this process when the pipe is closed. The thread is for a pipe that is closed already.
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, os.O_ASYNC)
 
 
-def _serve(channel: Channel, task: Task) -> None:
-    outcome = _outcome(task)
+def _serve(channel: Channel, task: Task, store: int) -> None:
+    outcome = _outcome(task, store)
     sys.stdout.flush()
     sys.stderr.flush()
     channel.send(outcome)
@@ -87,15 +88,14 @@ def _serve(channel: Channel, task: Task) -> None:
         channel.send(_raised(error))
         os._exit(1)
     gc.collect()
-    channel.send(Idle())
 
 
-def _outcome(task: Task) -> Returned | Raised:
+def _outcome(task: Task, store: int) -> Returned | Raised:
     try:
         _prepare(task)
         with warnings.catch_warnings():
             fn, args = pickle.loads(task.call)
-            _join(task)
+            _join(task, store)
             result = fn(*args)
         return Returned(_pickled_result(result))
     except BaseException as error:
@@ -121,12 +121,15 @@ def _set_environment(wanted: Mapping[str, str]) -> None:
             os.environ[name] = value
 
 
-def _join(task: Task) -> None:
+def _join(task: Task, store: int) -> None:
     # Longer than the call may take: a hang is then shown where it is, not where it gives up.
     timeout = timedelta(seconds=task.timeout + 30)
-    store = TCPStore("127.0.0.1", task.store_port, is_master=False, timeout=timeout)
     dist.init_process_group(
-        task.backend, store=store, rank=task.rank, world_size=task.world_size, timeout=timeout
+        task.backend,
+        store=dist.FileStore(f"/proc/self/fd/{store}"),
+        rank=task.rank,
+        world_size=task.world_size,
+        timeout=timeout,
     )
 
 
