@@ -1,0 +1,87 @@
+"""The command: `python -m benchmarks broadcast`, `… ddp`, and `… tables` for the pages."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import torch.distributed as dist
+from rich.console import Console
+
+from benchmarks import broadcast, ddp
+from benchmarks.benchmark import Benchmark
+from benchmarks.options import Options
+from benchmarks.pages import PAGES, RESULTS, rewritten
+from benchmarks.report import conditions, figures, terminal
+
+BENCHMARKS: dict[str, Benchmark[Any]] = {
+    benchmark.name: benchmark for benchmark in (broadcast.BENCHMARK, ddp.BENCHMARK)
+}
+
+
+@click.group()
+def main() -> None:
+    """Gradwire's speed beside its peers', measured in one launch, alternating."""
+
+
+@main.command()
+@click.option("--check", is_flag=True, help="Write nothing; fail if a page is not up to date.")
+def tables(check: bool) -> None:
+    """Write the results' tables into README.md and docs/benchmarks.md."""
+    for path in PAGES:
+        text = path.read_text(encoding="utf-8")
+        current = rewritten(text, RESULTS, BENCHMARKS)
+        if check and current != text:
+            raise click.ClickException(f"{path.name} is not up to date: run without --check")
+        if current != text:
+            path.write_text(current, encoding="utf-8")
+            click.echo(f"{path.name} rewritten")
+
+
+def _command(benchmark: Benchmark[Any]) -> click.Command:
+    names = [case.name for case in benchmark.cases]
+
+    @click.option("--backend", default="gloo", callback=_cpu_backend, help="Of torch.distributed.")
+    @click.option("--world-size", default=2, type=click.IntRange(min=2), help="Processes.")
+    @click.option("--rounds", default=benchmark.rounds, type=click.IntRange(min=1))
+    @click.option("--only", multiple=True, type=click.Choice(names), help="Repeat for several.")
+    @click.option(
+        "--json",
+        type=click.Path(dir_okay=False, writable=True, path_type=Path),
+        callback=_writable,
+        help="Write the results to this file too.",
+    )
+    def command(json: Path | None, **options: Any) -> None:
+        result = benchmark.run(Options(**options))
+        if json:
+            result.write(json)
+        width = None if sys.stdout.isatty() else 160
+        Console(width=width).print(terminal(figures(result), benchmark.about, conditions(result)))
+
+    return click.command(
+        benchmark.name, help=benchmark.about, context_settings={"show_default": True}
+    )(command)
+
+
+def _writable(_context: click.Context, _parameter: click.Parameter, value: Path | None) -> Any:
+    """Says before the measuring, not after it, that its results cannot be kept."""
+    if value and not value.absolute().parent.is_dir():
+        raise click.BadParameter(f"there is no directory {value.absolute().parent}")
+    return value
+
+
+def _cpu_backend(_context: click.Context, _parameter: click.Parameter, value: str) -> str:
+    carries = dist.Backend.backend_capability.get(value, [])
+    if "cpu" not in carries:
+        able = [name for name, on in dist.Backend.backend_capability.items() if "cpu" in on]
+        raise click.BadParameter(f"{value!r} carries no CPU tensors here: give one of {able}")
+    return value
+
+
+for _benchmark in BENCHMARKS.values():
+    main.add_command(_command(_benchmark))
+
+if __name__ == "__main__":
+    main(prog_name="python -m benchmarks")

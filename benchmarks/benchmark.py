@@ -1,0 +1,47 @@
+"""A benchmark, as the command knows it: cases with names, and a function that measures them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from benchmarks.options import Options
+from benchmarks.results import CaseResult, Result
+
+__all__ = ["Benchmark", "Case"]
+
+
+class Case(Protocol):
+    """Each benchmark's cases are a class of its own; all have a name."""
+
+    @property
+    def name(self) -> str:
+        """What tables and `--only` call it."""
+
+
+C = TypeVar("C", bound=Case)
+
+
+@dataclass(frozen=True)
+class Benchmark(Generic[C]):
+    """What is measured under a name.
+
+    Args:
+        name: The command, and the name of the results' file.
+        about: One line for the command's help and the table's title.
+        cases: In the table's order.
+        measure: Launches the ranks and measures these cases.
+        rounds: How many, unless the user says otherwise.
+    """
+
+    name: str
+    about: str
+    cases: Sequence[C]
+    measure: Callable[[Sequence[C], Options], list[CaseResult]]
+    rounds: int
+
+    def run(self, options: Options) -> Result:
+        """Measures the cases that the options name, or all."""
+        cases = [case for case in self.cases if not options.only or case.name in options.only]
+        return Result.of(self.name, options, self.measure(cases, options))

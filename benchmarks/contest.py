@@ -1,0 +1,51 @@
+"""Contenders take turns in the same processes, so that what disturbs one disturbs all.
+
+A round times each contender once. Every sample begins at a barrier and counts for as long as its
+slowest rank took. The order changes from round to round: each contender comes equally often in
+each place, and after each of the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["OURS", "alternate", "order"]
+
+OURS = "gradwire"
+"""The name of our contender; the others are peers, or parts of the work that both share."""
+
+
+def alternate(
+    steps: Mapping[str, Callable[[], object]], rounds: int, *, warmup: int = 3
+) -> dict[str, list[float]]:
+    """Seconds of each contender in each round, the slowest rank's; equal on all ranks.
+
+    Args:
+        steps: What each contender does for one sample.
+        rounds: Timed rounds, >= 1.
+        warmup: Rounds before them that are not timed.
+    """
+    names = list(steps)
+    taken: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(-warmup, rounds):
+        for name in order(names, number):
+            dist.barrier()
+            start = perf_counter()
+            steps[name]()
+            elapsed = perf_counter() - start
+            if number >= 0:
+                taken[name].append(elapsed)
+    slowest = torch.tensor([taken[name] for name in names], dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return dict(zip(names, slowest.tolist(), strict=True))
+
+
+def order(names: Sequence[str], number: int) -> list[str]:
+    """The contenders' order in a round: rotated each round, and reversed every second cycle."""
+    cycle, turn = divmod(number, len(names))
+    rotated = [*names[turn:], *names[:turn]]
+    return rotated[::-1] if cycle % 2 else rotated

@@ -1,0 +1,154 @@
+"""A training step under DistributedDataParallel: ours, torch's, and the step that both wrap."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks import models
+from benchmarks.benchmark import Benchmark
+from benchmarks.contest import OURS, alternate, order
+from benchmarks.launch import launch
+from benchmarks.memory import peak
+from benchmarks.options import Options
+from benchmarks.progress import say
+from benchmarks.results import CaseResult, Measure
+from benchmarks.stats import difference_ratio, ratio, spread
+from benchmarks.training import BARE, PEERS, WRAPPERS, Case, Training
+from gradwire.ddp.reducer import IN_PLACE_BYTES
+
+__all__ = ["BENCHMARK", "measure"]
+
+MEMORY_LAUNCHES = 3
+ROUNDING = 1e-6
+"""The largest difference between gradients, in units of a parameter's largest one."""
+
+CASES = [
+    Case(
+        "200 x linear 64",
+        models.linear_layers,
+        (128, 64),
+        "step 1.0, exposed 0.9 to 1, memory 1.0",
+        times=2,
+    ),
+    Case("MLP 6 x 1024", models.mlp, (128, 1024), "step 0.9 to 1, exposed 0.8 to 0.9, memory 0.6"),
+    Case(
+        "transformer 6 x 256",
+        models.transformer,
+        (2, 64, 256),
+        "step 0.95 to 1, exposed 0.8 to 1, memory 0.8",
+    ),
+]
+
+
+def measure(cases: Sequence[Case], options: Options) -> list[CaseResult]:
+    """Each case's steps, taken in one launch, and its peak memory, in one for each contender."""
+    timed = launch(
+        _time, cases, options.rounds, world_size=options.world_size, backend=options.backend
+    )
+    return [
+        CaseResult(
+            case.name,
+            _prediction(case),
+            options.rounds * case.times,
+            [*measures, _memory(case, options)],
+        )
+        for case, measures in zip(cases, timed, strict=True)
+    ]
+
+
+def _time(cases: Sequence[Case], rounds: int) -> list[list[Measure]]:
+    return [_time_case(case, rounds * case.times) for case in cases]
+
+
+def _time_case(case: Case, rounds: int) -> list[Measure]:
+    say(f"{case.name}, time")
+    trainings = {name: Training(case).wrap(name) for name in WRAPPERS}
+    _check(trainings)
+    seconds = alternate({name: t.step for name, t in trainings.items()}, rounds)
+    ms = {name: [s * 1e3 for s in samples] for name, samples in seconds.items()}
+    exposed = {
+        name: [step - bare for step, bare in zip(ms[name], ms[BARE], strict=True)]
+        for name in (OURS, *PEERS)
+    }
+    return [
+        Measure(
+            "step",
+            "ms",
+            {name: spread(samples) for name, samples in ms.items()},
+            {peer: ratio(ms[OURS], ms[peer]) for peer in PEERS},
+        ),
+        Measure(
+            "exposed",
+            "ms",
+            {name: spread(samples) for name, samples in exposed.items()},
+            {peer: difference_ratio(ms[OURS], ms[peer], ms[BARE]) for peer in PEERS},
+        ),
+    ]
+
+
+def _memory(case: Case, options: Options) -> Measure:
+    say(f"{case.name}, memory")
+    names = [OURS, *PEERS]
+    peaks: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(MEMORY_LAUNCHES):
+        for name in order(names, number):
+            peaks[name].append(peak(case, name, options))
+    return Measure(
+        "peak memory",
+        "MB",
+        {name: spread(samples) for name, samples in peaks.items()},
+        {peer: ratio(peaks[OURS], peaks[peer]) for peer in PEERS},
+    )
+
+
+def _check(trainings: Mapping[str, Training]) -> None:
+    """Fails unless gradients are the peers' to rounding, with the same bits on all ranks.
+
+    Three steps: both contenders rebuild their buckets after the first.
+    """
+    for number in range(3):
+        for training in trainings.values():
+            training.step()
+        ours = trainings[OURS].gradients()
+        for name in (OURS, *PEERS):
+            theirs = trainings[name].gradients()
+            for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+                difference, scale = (a - b).abs().max().item(), b.abs().max().item()
+                if not difference <= ROUNDING * scale:
+                    raise AssertionError(
+                        f"step {number}: gradient {i} of shape {tuple(a.shape)} differs from "
+                        f"{name}'s by {difference:.3g}, where its largest value is {scale:.3g}"
+                    )
+            _check_bits(name, theirs)
+
+
+def _check_bits(name: str, gradients: Sequence[Tensor]) -> None:
+    bits = torch.cat([gradient.flatten().view(torch.int32) for gradient in gradients])
+    root = bits.clone()
+    dist.broadcast(root, 0)
+    if not torch.equal(bits, root):
+        raise AssertionError(
+            f"{name} left other bits in the gradients of rank {dist.get_rank()} than of rank 0"
+        )
+
+
+def _prediction(case: Case) -> str:
+    """Passes over the gradients' bytes beside the collective's own, and steps in Python."""
+    sizes = [parameter.nbytes for parameter in case.model().parameters()]
+    in_place = sum(size for size in sizes if size >= IN_PLACE_BYTES)
+    packed = sum(sizes) - in_place
+    return (
+        f"{len(sizes)} gradients of {sum(sizes) / 1e6:.3g} MB. torch: 2 passes over them, a copy "
+        f"for each into its bucket and one back. gradwire: 1 pass over {in_place / 1e6:.3g} MB "
+        f"that travel in place, 3 over {packed / 1e6:.3g} MB in buckets, three calls a bucket, and "
+        f"{len(sizes)} Python steps. Expected ratios: {case.expected}."
+    )
+
+
+BENCHMARK = Benchmark(
+    "ddp", "A training step under DistributedDataParallel", CASES, measure, rounds=60
+)

@@ -1,0 +1,63 @@
+"""Peak memory of training, for each contender in processes of its own (Linux).
+
+What is counted is resident memory above what was there before the wrapper was built: gradients,
+buckets, activations and whatever the contender keeps, in pages that were really touched.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import re
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.launch import launch
+from benchmarks.models import mlp
+from benchmarks.options import Options
+from benchmarks.training import BARE, Case, Training
+
+__all__ = ["peak"]
+
+STEPS = 5
+"""Enough for both contenders to have rebuilt their buckets, and to reuse what they keep."""
+TINY = Case("warm-up", partial(mlp, layers=1, width=8), (1, 8), "")
+RESET_PEAK = "5"
+"""What proc(5) asks for in clear_refs, to set the peak to the present."""
+
+
+def peak(case: Case, name: str, options: Options) -> float:
+    """Megabytes above the start, of the rank with most."""
+    return launch(_peak, case, name, world_size=options.world_size, backend=options.backend)
+
+
+def _peak(case: Case, name: str) -> float:
+    Training(TINY).wrap(name).step()
+    Training(case).wrap(BARE).step()
+    training = Training(case)
+    _give_back()
+    Path("/proc/self/clear_refs").write_text(RESET_PEAK, encoding="ascii")
+    start = _status("VmRSS")
+    training.wrap(name)
+    for _ in range(STEPS):
+        training.step()
+    above = torch.tensor((_status("VmHWM") - start) / 1e3, dtype=torch.float64)
+    dist.all_reduce(above, dist.ReduceOp.MAX)
+    return above.item()
+
+
+def _give_back() -> None:
+    """Returns freed memory to the system, so that using it again is counted."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+
+
+def _status(field: str) -> float:
+    """Kilobytes of a field of this process's status."""
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    match = re.search(rf"^{field}:\s+(\d+) kB$", status, re.MULTILINE)
+    assert match is not None
+    return int(match[1]) * 1.024

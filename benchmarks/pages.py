@@ -1,0 +1,62 @@
+"""Tables in the pages, written from the results that are kept in `benchmarks/results/`.
+
+A page says where: between `<!-- benchmarks:NAME -->` and `<!-- /benchmarks -->`, each on a line of
+its own, stands the table of `results/NAME.json`; for `NAME predictions` it is the one of what was
+expected. What stood there before is replaced.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from benchmarks.report import conditions, figures, markdown, predictions
+from benchmarks.results import Result
+
+__all__ = ["PAGES", "RESULTS", "rewritten"]
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = [ROOT / "README.md", ROOT / "docs" / "benchmarks.md"]
+
+BLOCK = re.compile(
+    r"^<!-- benchmarks:(?P<name>\w+)(?P<view> \w+)? -->\n.*?^<!-- /benchmarks -->$",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+def rewritten(page: str, results: Path, benchmarks: Mapping[str, object]) -> str:
+    """The page with the tables of these results.
+
+    Where a benchmark has no results, the page is left as it is.
+
+    Raises:
+        ValueError: A block asks for a benchmark, or a view of it, that does not exist.
+    """
+
+    def block(match: re.Match[str]) -> str:
+        name, view = match["name"], match["view"] or ""
+        if name not in benchmarks or view not in VIEWS:
+            raise ValueError(
+                f"the page has a block benchmarks:{name}{view}: the benchmarks are "
+                f"{', '.join(benchmarks)}, each alone or followed by 'predictions'"
+            )
+        path = results / f"{name}.json"
+        if not path.exists():
+            return match[0]
+        table = VIEWS[view](Result.read(path))
+        return f"<!-- benchmarks:{name}{view} -->\n\n{table}\n\n<!-- /benchmarks -->"
+
+    return BLOCK.sub(block, page)
+
+
+def _figures(result: Result) -> str:
+    return f"{markdown(figures(result))}\n\n{conditions(result)}"
+
+
+def _predictions(result: Result) -> str:
+    return markdown(predictions(result))
+
+
+VIEWS = {"": _figures, " predictions": _predictions}

@@ -1,0 +1,102 @@
+"""Results as rows of text, and these as a table for the terminal or for Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.table import Table
+
+from benchmarks.results import CaseResult, Measure, Result
+from benchmarks.stats import Estimate, Spread
+
+__all__ = ["Rows", "conditions", "figures", "markdown", "predictions", "terminal"]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A table before it is drawn."""
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+def figures(result: Result) -> Rows:
+    """Medians with their quartiles, ratios with their intervals; then the means over the cases."""
+    measures = [measure for case in result.cases for measure in case.measures]
+    contenders = list(dict.fromkeys(name for m in measures for name in m.contenders))
+    peers = list(dict.fromkeys(peer for m in measures for peer in m.ratios))
+    header = ["case", "measure", *contenders, *(f"ratio to {peer}" for peer in peers)]
+    rows = [
+        [case.name, _named(measure), *_row(measure, contenders, peers)]
+        for case in result.cases
+        for measure in case.measures
+    ]
+    for name in dict.fromkeys(measure.name for measure in measures):
+        means = {s.peer: s.geometric_mean for s in result.summary if s.measure == name}
+        ratios = [f"{mean:.3f}" if (mean := means.get(peer)) else "" for peer in peers]
+        rows.append(["geometric mean", name, *("" for _ in contenders), *ratios])
+    return Rows(header, rows)
+
+
+def predictions(result: Result) -> Rows:
+    """What was expected of each case, beside the ratios that were measured."""
+    rows = [[case.name, case.prediction, _ratios(case)] for case in result.cases]
+    return Rows(["case", "prediction", "measured ratio"], rows)
+
+
+def conditions(result: Result) -> str:
+    """When, where and how the figures were taken, in one sentence."""
+    host, options = result.host, result.options
+    return (
+        f"{options.world_size} ranks on {options.backend}, {options.rounds} rounds, "
+        f"{result.date[:10]}; {host.cpu}, {host.cores} cores, {host.memory_gib} GiB, "
+        f"{host.system}; Python {host.python}, torch {host.torch}, gradwire {host.gradwire}."
+    )
+
+
+def terminal(rows: Rows, title: str, caption: str) -> Table:
+    """For rich to print."""
+    table = Table(title=title, caption=caption, caption_justify="left")
+    for number, name in enumerate(rows.header):
+        table.add_column(name, justify="left" if number < 2 else "right")
+    for row in rows.rows:
+        table.add_row(*row)
+    return table
+
+
+def markdown(rows: Rows) -> str:
+    """A table in the pipe syntax; no cell may hold a pipe."""
+    rule = ["---" for _ in rows.header]
+    return "\n".join(f"| {' | '.join(row)} |" for row in [rows.header, rule, *rows.rows])
+
+
+def _named(measure: Measure) -> str:
+    return f"{measure.name}, {measure.unit}"
+
+
+def _row(measure: Measure, contenders: Sequence[str], peers: Sequence[str]) -> list[str]:
+    return [
+        *(_spread(measure.contenders.get(name)) for name in contenders),
+        *(_estimate(measure.ratios.get(peer)) for peer in peers),
+    ]
+
+
+def _ratios(case: CaseResult) -> str:
+    return "; ".join(
+        f"{measure.name} {estimate.value:.2f} of {peer}'s"
+        for measure in case.measures
+        for peer, estimate in measure.ratios.items()
+    )
+
+
+def _spread(spread: Spread | None) -> str:
+    if spread is None:
+        return ""
+    return f"{spread.median:.1f} ({spread.lower:.1f}–{spread.upper:.1f})"  # noqa: RUF001
+
+
+def _estimate(estimate: Estimate | None) -> str:
+    if estimate is None:
+        return ""
+    return f"{estimate.value:.3f} ({estimate.low:.3f}–{estimate.high:.3f})"  # noqa: RUF001

@@ -1,0 +1,67 @@
+"""A training step of a case's network, under a wrapper that communicates its gradients, or none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
+
+from benchmarks.contest import OURS
+from gradwire.ddp import DistributedDataParallel
+
+__all__ = ["BARE", "PEERS", "WRAPPERS", "Case", "Training"]
+
+BARE = "no communication"
+"""The same step of the same module without a wrapper, on all ranks at once."""
+
+WRAPPERS: Mapping[str, Callable[[nn.Module], nn.Module]] = {
+    OURS: DistributedDataParallel,
+    "torch": TorchDistributedDataParallel,
+    BARE: lambda module: module,
+}
+PEERS = [name for name in WRAPPERS if name not in (OURS, BARE)]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A network, the shape of each rank's batch, and the ratios to torch that are expected.
+
+    A case that takes little time is given more rounds: `times` as many as were asked for.
+    """
+
+    name: str
+    model: Callable[[], nn.Module]
+    batch: Sequence[int]
+    expected: str
+    times: int = 1
+
+
+class Training:
+    """A network with its optimizer and this rank's batch; all ranks begin with equal networks."""
+
+    def __init__(self, case: Case) -> None:
+        torch.manual_seed(0)
+        self.module = case.model()
+        torch.manual_seed(1 + dist.get_rank())
+        self._batch = torch.randn(*case.batch)
+
+    def wrap(self, name: str) -> Training:
+        """Puts the module under one of the wrappers, and makes an optimizer; returns self."""
+        self.module = WRAPPERS[name](self.module)
+        # So small a rate leaves the values, and with them the time of a step, as they are.
+        self._optimizer = torch.optim.SGD(self.module.parameters(), lr=1e-6, foreach=True)
+        return self
+
+    def step(self) -> None:
+        """Forward, backward and update; the gradients stay until the next step."""
+        self._optimizer.zero_grad(set_to_none=True)
+        self.module(self._batch).square().mean().backward()
+        self._optimizer.step()
+
+    def gradients(self) -> list[Tensor]:
+        """Those of the last step, in the parameters' order."""
+        return [p.grad for p in self.module.parameters() if p.grad is not None]

@@ -1,0 +1,129 @@
+"""Results survive their file, and tables reach the pages, between the markers and nowhere else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from benchmarks import pages
+from benchmarks.__main__ import BENCHMARKS, main
+from benchmarks.options import Options
+from benchmarks.pages import PAGES, RESULTS, rewritten
+from benchmarks.report import figures
+from benchmarks.results import CaseResult, Measure, Result
+from benchmarks.stats import Estimate, Spread
+from click.testing import CliRunner
+
+PAGE = """# A page
+<!-- benchmarks:NAME -->
+what stood here
+<!-- /benchmarks -->
+The block `<!-- benchmarks:ddp -->` inside a line is text.
+"""
+
+
+def case(name: str, value: float) -> CaseResult:
+    times = {"gradwire": Spread(1.0, 0.5, 1.5), "torch": Spread(2.0, 1.75, 2.25)}
+    estimate = Estimate(value, value - 0.1, value + 0.1)
+    bare = {"no communication": Spread(0.25, 0.25, 0.25)}
+    return CaseResult(
+        name,
+        f"expected of {name}",
+        10,
+        [
+            Measure("step", "ms", {**times, **bare}, {"torch": estimate}),
+            Measure("memory", "MB", times, {"torch": Estimate(1.0, 1.0, 1.0)}),
+        ],
+    )
+
+
+def result(*values: float) -> Result:
+    cases = [case(f"case {number}", value) for number, value in enumerate(values)]
+    return Result.of("ddp", Options(rounds=10, only=["case 0"]), cases)
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    result(0.5, 2.0).write(tmp_path / "ddp.json")
+    return tmp_path
+
+
+def test_a_result_is_read_as_it_was_written(tmp_path: Path) -> None:
+    written = result(0.5, 2.0)
+    written.write(tmp_path / "ddp.json")
+    assert Result.read(tmp_path / "ddp.json") == written
+
+
+def test_the_summary_is_over_cases() -> None:
+    step, memory = result(0.5, 2.0, 1.0).summary
+    assert (step.measure, step.peer, step.largest) == ("step", "torch", 2.0)
+    assert step.geometric_mean == pytest.approx(1.0)
+    assert (memory.measure, memory.geometric_mean, memory.largest) == ("memory", 1.0, 1.0)
+
+
+def test_a_ratio_that_is_not_positive_has_no_geometric_mean() -> None:
+    assert result(-0.5, 2.0).summary[0].geometric_mean is None
+    assert figures(result(-0.5, 2.0)).rows[-2][-1] == ""
+
+
+def test_figures_are_medians_quartiles_and_ratios() -> None:
+    rows = figures(result(0.5))
+    assert rows.header == [
+        *("case", "measure"),
+        *("gradwire", "torch", "no communication"),
+        "ratio to torch",
+    ]
+    assert rows.rows[0] == [
+        *("case 0", "step, ms"),
+        *("1.0 (0.5–1.5)", "2.0 (1.8–2.2)", "0.2 (0.2–0.2)"),  # noqa: RUF001
+        "0.500 (0.400–0.600)",  # noqa: RUF001
+    ]
+    assert rows.rows[1][4] == ""
+    assert [row[1] for row in rows.rows[2:]] == ["step", "memory"]
+
+
+def test_a_block_is_replaced_and_the_rest_stays(results: Path) -> None:
+    page = PAGE.replace("NAME", "ddp", 1)
+    once = rewritten(page, results, BENCHMARKS)
+    assert "what stood here" not in once
+    assert "| case 1 | step, ms | 1.0 (0.5–1.5) |" in once  # noqa: RUF001
+    assert once.startswith("# A page\n<!-- benchmarks:ddp -->\n")
+    assert once.endswith(PAGE.split("what stood here\n")[1])
+    assert rewritten(once, results, BENCHMARKS) == once
+
+
+def test_predictions_stand_beside_ratios(results: Path) -> None:
+    page = rewritten(PAGE.replace("NAME", "ddp predictions", 1), results, BENCHMARKS)
+    assert "| case 1 | expected of case 1 | step 2.00 of torch's; memory 1.00 of torch's |" in page
+
+
+def test_without_results_a_page_stays_as_it_is(results: Path) -> None:
+    page = PAGE.replace("NAME", "broadcast", 1)
+    assert rewritten(page, results, BENCHMARKS) == page
+
+
+@pytest.mark.parametrize("name", ["nothing", "ddp guesses"])
+def test_an_unknown_block_is_an_error(results: Path, name: str) -> None:
+    with pytest.raises(ValueError, match=rf"benchmarks:{name}.*broadcast, ddp"):
+        rewritten(PAGE.replace("NAME", name, 1), results, BENCHMARKS)
+
+
+def test_the_command_rewrites_pages_and_checks_them(
+    results: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = results / "page.md"
+    path.write_text(PAGE.replace("NAME", "ddp", 1))
+    monkeypatch.setattr("benchmarks.__main__.PAGES", [path])
+    monkeypatch.setattr("benchmarks.__main__.RESULTS", results)
+    assert CliRunner().invoke(main, ["tables", "--check"]).exit_code == 1
+    assert "what stood here" in path.read_text()
+    assert CliRunner().invoke(main, ["tables"]).exit_code == 0
+    assert "what stood here" not in path.read_text()
+    assert CliRunner().invoke(main, ["tables", "--check"]).exit_code == 0
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_the_pages_of_the_repository_show_the_results_that_are_kept(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert pages.BLOCK.search(text)
+    assert rewritten(text, RESULTS, BENCHMARKS) == text

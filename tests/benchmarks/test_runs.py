@@ -1,0 +1,203 @@
+"""Each benchmark runs from end to end on tiny sizes, and fails on contenders that do wrong."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from benchmarks import broadcast, ddp, models, shapes
+from benchmarks.__main__ import main
+from benchmarks.launch import launch
+from benchmarks.options import Options
+from benchmarks.results import CaseResult, Result
+from benchmarks.training import WRAPPERS, Case, Training
+from click.testing import CliRunner
+from torch.multiprocessing import ProcessRaisedException
+
+from gradwire.testing import run_ranks
+
+ROOT = Path(__file__).parents[2]
+OPTIONS = Options(rounds=2)
+
+
+def check_figures(case: CaseResult) -> None:
+    for measure in case.measures:
+        for spread in measure.contenders.values():
+            assert spread.lower <= spread.median <= spread.upper
+        for estimate in measure.ratios.values():
+            assert math.isfinite(estimate.value)
+
+
+def test_broadcast_from_end_to_end(tmp_path: Path) -> None:
+    tiny = [
+        broadcast.Case("small", partial(shapes._norm, 8), "any", times=2),
+        broadcast.Case("with a large one", partial(shapes._linear, 512, 512), "any"),
+    ]
+    cases = broadcast.measure(tiny, OPTIONS)
+    assert [case.name for case in cases] == ["small", "with a large one"]
+    assert [case.rounds for case in cases] == [4, 2]
+    for case in cases:
+        check_figures(case)
+        (time,) = case.measures
+        assert list(time.contenders) == ["gradwire", "torch"]
+        assert time.contenders["gradwire"].median > 0
+    Result.of("broadcast", OPTIONS, cases).write(tmp_path / "broadcast.json")
+
+
+def test_ddp_from_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ddp, "MEMORY_LAUNCHES", 1)
+    tiny = Case("tiny", partial(models.linear_layers, layers=3, width=4), (2, 4), "any")
+    (case,) = ddp.measure([tiny], OPTIONS)
+    check_figures(case)
+    step, exposed, memory = case.measures
+    assert list(step.contenders) == list(WRAPPERS)
+    assert list(exposed.contenders) == list(memory.contenders) == ["gradwire", "torch"]
+    assert case.prediction.startswith("6 gradients")
+
+
+@pytest.mark.parametrize(
+    ("model", "shape"),
+    [
+        (partial(models.mlp, layers=2, width=8), (3, 8)),
+        (partial(models.transformer, layers=1, width=8), (2, 5, 8)),
+    ],
+)
+def test_the_other_models_train_under_each_wrapper(model: object, shape: tuple[int, ...]) -> None:
+    def train() -> int:
+        trainings = {name: Training(Case("", model, shape, "")).wrap(name) for name in WRAPPERS}
+        ddp._check(trainings)
+        return len(trainings)
+
+    assert run_ranks(train) == [3, 3]
+
+
+def test_a_broadcast_that_does_nothing_is_found_out() -> None:
+    def check() -> str:
+        try:
+            broadcast._check("lazy", lambda group, tensors: None, dist.group.WORLD, [torch.ones(9)])
+        except AssertionError as error:
+            return str(error)
+        return "passed"
+
+    root, other = run_ranks(check)
+    assert root == "passed"
+    assert "lazy's broadcast left tensors[0] of shape (9,) on rank 1" in other
+
+
+class Fixed:
+    """Stands in for a training whose gradient is given."""
+
+    def __init__(self, gradient: float) -> None:
+        self.gradient = gradient
+
+    def step(self) -> None:
+        pass
+
+    def gradients(self) -> list[torch.Tensor]:
+        return [torch.tensor([1.0, self.gradient])]
+
+
+@pytest.mark.parametrize(
+    ("ours", "torchs", "complaint"),
+    [
+        ([0.5, 0.5], [0.5, 0.5], None),
+        ([0.5, 0.5], [0.5000001, 0.5000001], None),
+        ([0.5, 0.5], [0.50001, 0.50001], "differs from torch's"),
+        ([float("nan")] * 2, [0.5, 0.5], "differs from"),
+    ],
+)
+def test_wrong_gradients_are_found_out(
+    ours: list[float], torchs: list[float], complaint: str | None
+) -> None:
+    def check() -> str | None:
+        rank = dist.get_rank()
+        trainings = {"gradwire": Fixed(ours[rank]), "torch": Fixed(torchs[rank])}
+        try:
+            ddp._check(trainings)
+        except AssertionError as error:
+            return str(error)
+        return None
+
+    for said in run_ranks(check):
+        assert said is None if complaint is None else complaint in said
+
+
+def test_other_bits_on_another_rank_are_found_out() -> None:
+    def check() -> str | None:
+        try:
+            ddp._check_bits("careless", [torch.tensor([0.5, 0.5 + dist.get_rank() * 1e-7])])
+        except AssertionError as error:
+            return str(error)
+        return None
+
+    root, other = run_ranks(check)
+    assert root is None
+    assert "careless left other bits in the gradients of rank 1" in other
+
+
+def test_a_rank_that_raises_is_heard() -> None:
+    with pytest.raises(ProcessRaisedException, match="ZeroDivisionError"):
+        launch(divmod, 1, 0, world_size=2, backend="gloo")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["ddp", "--backend", "carrier-pigeon"], "carries no CPU tensors here: give one of"),
+        (["ddp", "--only", "nothing"], "'nothing' is not one of"),
+        (["broadcast", "--world-size", "1"], "x>=2"),
+        (["broadcast", "--json", "no/such/directory/file.json"], "there is no directory"),
+    ],
+)
+def test_bad_options_get_a_clear_message(arguments: list[str], complaint: str) -> None:
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 2
+    assert complaint in result.output
+
+
+def test_nothing_outlives_an_interrupt() -> None:
+    command = [sys.executable, "-m", "benchmarks", "broadcast", "--rounds", "1000000"]
+    process = subprocess.Popen(
+        [*command, "--only", "1000 x 1 KB"],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert process.stderr is not None
+    try:
+        assert b"1000 x 1 KB" in process.stderr.readline()  # rank 0 is at work
+        os.kill(process.pid, signal.SIGINT)
+        assert process.stderr.read().strip() == b"Aborted!"
+        assert process.wait(30) == 1
+        wait_for_end_of_group(process.pid)
+    finally:
+        if group_exists(process.pid):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.stderr.close()
+        process.wait()
+
+
+def wait_for_end_of_group(group: int) -> None:
+    """Python's own helper of multiprocessing leaves a moment after the process it helped."""
+    deadline = time.monotonic() + 30
+    while group_exists(group):
+        assert time.monotonic() < deadline, "processes are left behind"
+        time.sleep(0.05)
+
+
+def group_exists(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
