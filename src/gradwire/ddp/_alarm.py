@@ -10,7 +10,9 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from gradwire.errors import BrokenGroupError, CollectiveTimeoutError, PeerLostEr
 
 __all__ = ["Alarm", "Pending", "pending_future", "pending_work"]
 
+MEET = "meet"
 MEET_SECONDS = 300.0
 """How long a rank that failed waits for the others to finish what they compute and hear of it."""
 
@@ -37,7 +40,15 @@ class Pending:
 
 def pending_work(work: Work) -> Pending:
     """A work handle as something pending."""
-    return Pending(work.is_completed, lambda: None if work.is_success() else work.exception())
+
+    def error() -> BaseException | None:
+        try:
+            work.wait(timedelta(seconds=1))
+        except RuntimeError as raised:
+            return raised
+        return None
+
+    return Pending(work.is_completed, error)
 
 
 def pending_future(future: torch._C.Future[Any]) -> Pending:
@@ -79,8 +90,23 @@ class Alarm:
         self._votes = 0
 
     def rung(self) -> bool:
-        """Whether any rank has rung since the last meeting."""
-        return self._call(lambda: self._store.check([self._key("alarm")]))
+        """Whether any rank has asked for a meeting since the last one.
+
+        Raises:
+            PeerLostError: A rank has told that the group itself failed.
+        """
+        key = self._key("alarm")
+        if not self._call(lambda: self._store.check([key])):
+            return False
+        asked = self._call(lambda: self._store.get(key)).decode()
+        if asked != MEET:
+            raise PeerLostError(asked)
+        return True
+
+    def tell_lost(self, error: str) -> None:
+        """Tell the others that the group itself failed, so that nobody waits for this rank."""
+        with suppress(dist.DistError):  # the store may be what was lost
+            self._store.set(self._key("alarm"), f"rank {self._rank} saw the group fail: {error}")
 
     def vote(self, look: Callable[[], None]) -> None:
         """Return when every rank has called this as often as this one; `look` raises otherwise."""
@@ -112,7 +138,7 @@ class Alarm:
             PeerLostError: A rank died.
             CollectiveTimeoutError: A rank did not come.
         """
-        self._call(lambda: self._store.set(self._key("alarm"), "1"))
+        self._call(lambda: self._store.compare_set(self._key("alarm"), "", MEET))
         other = self._sequence_number() - len(ledger)
         told = self._exchange("told", [error, list(ledger), other], pending)
         verdict = None
@@ -152,17 +178,18 @@ class Alarm:
         deadline = time.monotonic() + MEET_SECONDS
         while not self._call(lambda: self._store.check(keys)):
             _raise_lost([p for p in pending if p.done()])
+            self.rung()
             if time.monotonic() > deadline:
                 absent = [r for r, k in enumerate(keys) if not self._store.check([k])]
                 raise CollectiveTimeoutError(
                     f"ranks {absent} did not answer within {MEET_SECONDS:g} s after an error"
                 )
             time.sleep(2e-3)
-        return [json.loads(self._call(lambda k=key: self._store.get(k))) for key in keys]
+        return [json.loads(value) for value in self._call(lambda: self._store.multi_get(keys))]
 
     def _sequence_number(self) -> int:
         try:
-            return int(self._group._get_sequence_number_for_group())
+            return int(self._group._get_sequence_number_for_group())  # type: ignore[attr-defined]
         except RuntimeError:  # a backend that does not count
             return 0
 
@@ -179,10 +206,5 @@ class Alarm:
 
 
 def _store_of(group: ProcessGroup) -> Store:
-    getter = getattr(group, "get_group_store", None)
-    if getter is not None:
-        return getter()
     store: Store = dist.distributed_c10d._get_process_group_store(group)
     return store
-
-

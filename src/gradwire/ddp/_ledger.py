@@ -42,7 +42,7 @@ class LedgerMode(TorchDispatchMode):
     """Writes down the collectives that are issued on one group while it is active."""
 
     def __init__(self, group: ProcessGroup, ledger: list[Entry]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._group_name = group.group_name
         self._ledger = ledger
 

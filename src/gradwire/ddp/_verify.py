@@ -65,7 +65,7 @@ def _first_difference(everyone: list[Description]) -> str:
         if len({tuple(e) for e in entries}) > 1:
             held = "; ".join(f"rank {r}: {name}: {what}" for r, (name, what) in enumerate(entries))
             names = [{name for name, _ in rank} for rank in everyone]
-            only = sorted(set.union(*names) - set.intersection(*names))
+            only = sorted(set[str]().union(*names) - names[0].intersection(*names))
             hint = f". Not on every rank: {', '.join(only)}" if only else ""
             return (
                 f"the ranks' models differ, first at position {position}: {held}{hint}. Build the "

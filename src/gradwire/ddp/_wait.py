@@ -33,11 +33,11 @@ def translate(error: BaseException, what: str) -> DistributedError:
     return kind(f"{what}: {text}")
 
 
-def wait_work(work: Work, look: Callable[[], None], what: str, *, on_cpu: bool) -> None:
+def wait_work(work: Work, look: Callable[[], None], *, on_cpu: bool) -> BaseException | None:
     """Wait for a work handle; on an accelerator, let the current stream wait.
 
-    Raises:
-        DistributedError: The communication failed: a subclass says how.
+    Returns:
+        What the engine raised, if it failed. What `look` raises is raised.
     """
     while True:
         try:
@@ -45,18 +45,17 @@ def wait_work(work: Work, look: Callable[[], None], what: str, *, on_cpu: bool) 
                 work.wait(timedelta(seconds=LOOK_SECONDS))
             else:
                 work.wait()
-            return
+            return None
         except RuntimeError as error:
             if not on_cpu or work.is_completed():
-                raise translate(error, what) from error
+                return error
         look()
 
 
-def wait_future(future: torch._C.Future[Any], look: Callable[[], None]) -> Any:
-    """Wait for a future and return its value; what its callbacks raised is raised as it is."""
+def wait_future(future: torch._C.Future[Any], look: Callable[[], None]) -> None:
+    """Wait until a future has its value or its error. What `look` raises is raised."""
     if not future.done():
         done = threading.Event()
         future.add_done_callback(lambda _: done.set())
         while not done.wait(LOOK_SECONDS):
             look()
-    return future.wait()

@@ -129,7 +129,7 @@ class _Wire:
         if in_place:
             flat = tensor.view(-1)
         elif self._is_root:
-            flat = tensor.resolve_conj().resolve_neg().reshape(-1)
+            flat = tensor.resolve_conj().resolve_neg().contiguous().view(-1)
         else:
             flat = torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
         for piece in flat.view(torch.uint8).split(MESSAGE_BYTES):
@@ -170,7 +170,10 @@ class _Wire:
     def _finish_one(self) -> None:
         message = self._in_flight.popleft()
         message.work.wait()
-        if message.targets:
+        if any(t.is_conj() or t.is_neg() for t in message.targets):
+            for target, arrived in zip(message.targets, message.arrived, strict=True):
+                target.copy_(arrived)  # the multi-tensor copy refuses lazy conjugates
+        elif message.targets:
             torch._foreach_copy_(message.targets, message.arrived)
         if message.staging is not None:
             self._spare.append(message.staging)

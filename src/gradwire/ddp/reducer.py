@@ -224,7 +224,7 @@ class Reducer:
                 "backward(create_graph=True) through the reducer: use torch.autograd.grad on the "
                 "module without the wrapper, or no_sync(), for higher derivatives"
             )
-        engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+        engine = torch.autograd.Variable._execution_engine
         engine.queue_callback(self._on_backward_end)
         self._callback_queued = True
 
@@ -303,35 +303,33 @@ class Reducer:
 
     def _result(self, launched: _Launched) -> Tensor | None:
         """Waits for a bucket; what a hook made of it, or None if it lies in `flat`."""
-        bucket = launched.bucket
-        on_cpu = bucket.parameters[0].device.type == "cpu"
+        what = self._what(launched.bucket)
         if launched.work is not None:
-            try:
-                wait_work(launched.work, self._look, self._what(bucket), on_cpu=on_cpu)
-            except PeerFailedError:
-                raise
-            except DistributedError as error:
-                self._give_up(error, error.__cause__)
+            on_cpu = launched.bucket.parameters[0].device.type == "cpu"
+            if error := wait_work(launched.work, self._look, on_cpu=on_cpu):
+                self._give_up(translate(error, what), error)
             return None
         assert launched.future is not None
         assert launched.seen is not None
         assert self._hook is not None
+        wait_future(launched.future, self._look)
         try:
-            value = wait_future(launched.future, self._look)
-            return parse_hook_result(value, launched.seen, self._hook)
-        except PeerFailedError:
-            raise
+            return parse_hook_result(launched.future.wait(), launched.seen, self._hook)
         except Exception as error:
-            engine = translate(error, self._what(bucket))
+            engine = translate(error, what)
             if isinstance(engine, PeerLostError | CollectiveTimeoutError):
                 self._give_up(engine, error)
-            self._fail(_hook_error(error, self._what(bucket)), error)
+            self._fail(_hook_error(error, what), error)
 
     # -- errors ----------------------------------------------------------------------------
 
     def _look(self) -> None:
         """Raises if another rank has reported an error."""
-        if self._alarm.rung():
+        try:
+            rung = self._alarm.rung()
+        except PeerLostError as error:
+            self._give_up(error, error.__cause__)
+        if rung:
             self._fail(None)
 
     def _fail(self, error: Exception | None, cause: BaseException | None = None) -> NoReturn:
@@ -346,6 +344,8 @@ class Reducer:
         pending = [launched.pending() for launched in self._launched]
         try:
             return self._alarm.meet(error, self._ledger, pending)
+        except PeerLostError as lost:
+            self._give_up(lost, lost.__cause__)
         except DistributedError as broken:
             self._broken = str(broken)
             raise
@@ -357,6 +357,7 @@ class Reducer:
     def _give_up(self, error: DistributedError, cause: BaseException | None) -> NoReturn:
         """The group itself failed: nothing can be brought level."""
         self._broken = f"the group failed earlier: {error}"
+        self._alarm.tell_lost(str(error))
         self._reset()
         raise error from cause
 

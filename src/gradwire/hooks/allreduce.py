@@ -38,8 +38,9 @@ def allreduce(group: ProcessGroup | None, bucket: GradBucket) -> torch.futures.F
     buffer = bucket.buffer()
     buffer.div_(group.size())
     wire = torch.view_as_real(buffer) if buffer.is_complex() else buffer
-    future = dist.all_reduce(wire, group=group, async_op=True).get_future()  # type: ignore[union-attr]
-    return future.then(lambda _: buffer)
+    future = dist.all_reduce(wire, group=group, async_op=True).get_future()
+    reduced: torch.futures.Future[Tensor] = future.then(lambda _: buffer)
+    return reduced
 
 
 allreduce.single_collective = True  # type: ignore[attr-defined]

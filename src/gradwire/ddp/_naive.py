@@ -1,0 +1,33 @@
+"""What this package does, said as plainly as it can be: the specification that tests hold it to.
+
+No buckets, no overlap, one message a tensor. Too slow to train with, short enough to trust.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+__all__ = ["average_gradients", "broadcast"]
+
+
+def broadcast(group: ProcessGroup, tensors: Sequence[Tensor], group_src: int = 0) -> None:
+    """Overwrite tensors with the root's values, one after another."""
+    with torch.no_grad():
+        for tensor in tensors:
+            wire = tensor.detach().resolve_conj().contiguous().clone()
+            dist.broadcast(wire, group=group, group_src=group_src)
+            tensor.copy_(wire)
+
+
+def average_gradients(group: ProcessGroup, parameters: Iterable[Tensor]) -> None:
+    """After backward: replace each gradient by its mean over ranks."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            mean = parameter.grad.contiguous() / group.size()
+            dist.all_reduce(mean, group=group)
+            parameter.grad.copy_(mean)

@@ -1,0 +1,147 @@
+"""broadcast_coalesced equals one broadcast a tensor, for all shapes, dtypes, strides and roots."""
+
+from __future__ import annotations
+
+import importlib
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gradwire.ddp import _naive, broadcast_coalesced
+from gradwire.errors import ArgumentError, ArgumentTypeError
+from gradwire.testing import run_ranks
+
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+]
+
+
+def random_tensors(seed: int, rank: int) -> list[torch.Tensor]:
+    """The same shapes and dtypes on every rank; values and strides of its own."""
+    shared, own = random.Random(seed), random.Random(seed * 31 + rank)
+    torch.manual_seed(seed * 31 + rank)
+    tensors = []
+    for _ in range(shared.randrange(1, 30)):
+        shape = [shared.choice([0, 1, 2, 3, 40]) for _ in range(shared.randrange(4))]
+        dtype = shared.choice(DTYPES)
+        order = list(range(len(shape)))
+        own.shuffle(order)
+        t = torch.empty([shape[d] for d in order], dtype=dtype)
+        t = t.permute([order.index(d) for d in range(len(shape))])
+        t.copy_(torch.randint(0, 2, shape) + rank if dtype != torch.bool else rank == 0)
+        if own.random() < 0.2 and t.dim():
+            t = torch.stack([t, t], dim=-1)[..., 0]
+        if t.is_complex() and own.random() < 0.5:
+            t = t.conj()
+        tensors.append(t)
+    return tensors
+
+
+def like_naive(world_size, in_place_bytes, message_bytes):
+    module = importlib.import_module("gradwire.ddp.broadcast")
+    module.IN_PLACE_BYTES, module.MESSAGE_BYTES = in_place_bytes, message_bytes
+    group, rank = dist.group.WORLD, dist.get_rank()
+    for seed in range(12):
+        src = seed % world_size
+        ours, naive = random_tensors(seed, rank), random_tensors(seed, rank)
+        broadcast_coalesced(group, ours, [100, 5000, 1 << 20][seed % 3], group_src=src)
+        _naive.broadcast(group, naive, src)
+        for a, b in zip(ours, naive, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize(("in_place", "message"), [(64, 100), (1 << 20, 32 << 20)])
+def test_equals_the_naive_twin(world_size, in_place, message):
+    run_ranks(like_naive, world_size, args=(world_size, in_place, message))
+
+
+def test_roots_by_global_and_by_group_rank():
+    def main():
+        group = dist.new_group([1, 2])
+        if dist.get_rank() == 0:
+            with pytest.raises(ArgumentError, match="does not contain this rank"):
+                broadcast_coalesced(group, [torch.zeros(1)])
+            return None
+        results = []
+        for root in ({}, {"src": 2}, {"group_src": 1}):
+            t = torch.full((3,), float(dist.get_rank()))
+            broadcast_coalesced(group, [t], **root)
+            results.append(t[0].item())
+        return results
+
+    assert run_ranks(main, 3) == [None, [1.0, 2.0, 2.0], [1.0, 2.0, 2.0]]
+
+
+def test_at_most_two_messages_in_flight_and_staging_is_reused():
+    def main():
+        flying, most, buffers = [], [], set()
+
+        class Recorder(dist.ProcessGroup):
+            """The real group, with a note of what is under way."""
+
+            def __init__(self, inner):
+                super().__init__(inner.rank(), inner.size())
+                self.inner = inner
+
+            def broadcast(self, tensors, options):
+                buffers.add(tensors[0].untyped_storage().data_ptr())
+                flying.append(1)
+                most.append(len(flying))
+                work = self.inner.broadcast(tensors, options)
+                work_wait = work.wait
+
+                class Waited:
+                    def wait(self):
+                        flying.pop()
+                        return work_wait()
+
+                return Waited()
+
+        tensors = [torch.full((100,), float(dist.get_rank())) for _ in range(40)]
+        broadcast_coalesced(Recorder(dist.group.WORLD), tensors, 800)
+        return max(most), len(most), len(buffers), all((t == 0).all() for t in tensors)
+
+    assert run_ranks(main, 2) == [(2, 20, 2, True)] * 2
+
+
+def test_parameters_and_version_counters():
+    def main():
+        small = torch.nn.Parameter(torch.full((3,), float(dist.get_rank())))
+        large = torch.nn.Parameter(torch.full((1 << 18,), float(dist.get_rank())))
+        versions = small._version, large._version
+        broadcast_coalesced(dist.group.WORLD, [small, large], src=1)
+        changed = small._version > versions[0], large._version > versions[1]
+        return changed, small.unique().tolist(), large.unique().tolist()
+
+    assert run_ranks(main, 2) == [((True, True), [1.0], [1.0]), ((False, False), [1.0], [1.0])]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        ({"buffer_size": 0}, ArgumentError, "buffer_size is 0"),
+        ({"src": 7}, ArgumentError, "src is global rank 7"),
+        ({"group_src": 7}, ArgumentError, "group_src is 7"),
+        ({"src": 0, "group_src": 0}, ArgumentError, "both given"),
+        ({"group": None}, ArgumentTypeError, "group is None"),
+        ({"tensors": [3]}, ArgumentTypeError, r"tensors\[0\] is a int"),
+        ({"tensors": [torch.eye(2).to_sparse()]}, ArgumentError, "sparse_coo"),
+    ],
+)
+def test_bad_arguments(arguments, kind, message):
+    def main():
+        given = {"group": dist.group.WORLD, "tensors": [torch.zeros(1)], **arguments}
+        with pytest.raises(kind, match=message):
+            broadcast_coalesced(**given)
+
+    run_ranks(main, 1)

@@ -1,0 +1,286 @@
+"""DistributedDataParallel gives the gradients of the whole batch, with the same bits everywhere."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gradwire.ddp import DistributedDataParallel, _naive
+from gradwire.testing import run_ranks
+
+
+class Shared(nn.Module):
+    """One parameter used in two places, and one of another dtype."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.second = nn.Linear(6, 6)
+        self.second.weight = self.first.weight
+        self.wide = nn.Linear(6, 2, dtype=torch.float64)
+
+    def forward(self, x):
+        return self.wide(self.second(self.first(x).tanh()).double())
+
+
+class Complex(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 3, dtype=torch.complex64))
+        self.empty = nn.Parameter(torch.randn(0, 3))
+        self.scalar = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x):
+        y = (x.to(torch.complex64) @ self.weight).abs().square() * self.scalar
+        return y + self.empty.sum()
+
+
+def mlp():
+    return nn.Sequential(
+        nn.Linear(6, 33), nn.Tanh(), nn.Linear(33, 17), nn.Tanh(), nn.Linear(17, 2)
+    )
+
+
+def convolution():
+    net = nn.Sequential(
+        nn.Unflatten(1, (1, 2, 3)), nn.Conv2d(1, 4, 2), nn.Tanh(), nn.Conv2d(4, 2, 1), nn.Flatten()
+    )
+    return net.to(memory_format=torch.channels_last)
+
+
+def large():
+    """Two gradients that travel in place (≥ 1 MiB), with small ones around them."""
+    return nn.Sequential(nn.Linear(6, 600), nn.Linear(600, 600), nn.Tanh(), nn.Linear(600, 450))
+
+
+MODELS = {
+    "mlp": mlp,
+    "convolution": convolution,
+    "shared": Shared,
+    "complex": Complex,
+    "large": large,
+}
+
+
+def loss_of(net, x):
+    return net(x).square().mean()
+
+
+def gradients_of(net):
+    return {n.removeprefix("module."): p.grad.clone() for n, p in net.named_parameters()}
+
+
+def compare(name, world_size, options):
+    """Ours after three steps, held against the whole batch, the naive twin and torch's."""
+    rank, group = dist.get_rank(), dist.group.WORLD
+    torch.manual_seed(rank)  # replicas start apart: construction must make them equal
+    net = MODELS[name]()
+    ours = DistributedDataParallel(net, **options)
+    alone, naive, theirs = (copy.deepcopy(net) for _ in range(3))
+    theirs = nn.parallel.DistributedDataParallel(theirs, gradient_as_bucket_view=False)
+    torch.manual_seed(7)
+    for _ in range(3):
+        batch = torch.randn(4 * world_size, 6)
+        own = batch[4 * rank : 4 * rank + 4]
+        for model in (ours, naive, theirs):
+            model.zero_grad()
+            loss_of(model, own).backward()
+        alone.zero_grad()
+        loss_of(alone, batch).backward()
+        _naive.average_gradients(group, naive.parameters())
+        got = gradients_of(ours)
+        for reference in (alone, naive, theirs):
+            for n, expected in gradients_of(reference).items():
+                torch.testing.assert_close(got[n], expected, rtol=2e-4, atol=1e-6, msg=n)
+        with torch.no_grad():
+            for model in (ours, naive, theirs, alone):
+                for p in model.parameters():
+                    p -= 0.1 * p.grad
+    return {n: g.tolist() for n, g in got.items()}
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 1e-3}]
+)
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_of_the_whole_batch(name, options):
+    first, second = run_ranks(compare, 2, args=(name, 2, options))
+    assert first == second  # the same bits
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_other_numbers_of_ranks(world_size):
+    results = run_ranks(compare, world_size, args=("mlp", world_size, {"bucket_cap_mb": 1e-3}))
+    assert all(r == results[0] for r in results)
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_no_sync_accumulates_and_the_next_backward_reduces_the_sum(view):
+    def main():
+        net = DistributedDataParallel(mlp(), gradient_as_bucket_view=view)
+        twin = copy.deepcopy(net.module)
+        torch.manual_seed(dist.get_rank())
+        for _ in range(3):
+            batches = [torch.randn(4, 6) for _ in range(3)]
+            net.zero_grad()
+            with net.no_sync():
+                for x in batches[:2]:
+                    loss_of(net, x).backward()
+            twin.zero_grad()
+            for x in batches[:2]:
+                loss_of(twin, x).backward()
+            for p, q in zip(net.parameters(), twin.parameters(), strict=True):
+                assert torch.equal(p.grad, q.grad)  # nothing was sent
+            loss_of(net, batches[2]).backward()
+            loss_of(twin, batches[2]).backward()
+            _naive.average_gradients(dist.group.WORLD, twin.parameters())
+            for p, q in zip(net.parameters(), twin.parameters(), strict=True):
+                torch.testing.assert_close(p.grad, q.grad)
+
+    run_ranks(main, 2)
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_gradients_kept_by_zero_grad(view):
+    """zero_grad(set_to_none=False): backward adds to what is there, bucket views included."""
+
+    def main():
+        net = DistributedDataParallel(mlp(), gradient_as_bucket_view=view)
+        x = torch.full((2, 6), float(dist.get_rank() + 1))
+        seen = []
+        for _ in range(3):
+            net.zero_grad(set_to_none=False)
+            loss_of(net, x).backward()
+            seen.append([p.grad.clone() for p in net.parameters()])
+        for again in seen[1:]:
+            for a, b in zip(seen[0], again, strict=True):
+                torch.testing.assert_close(a, b)
+        return len({p.grad.untyped_storage().data_ptr() for p in net.parameters()})
+
+    storages = run_ranks(main, 2)
+    assert storages == ([1, 1] if view else [6, 6])  # one bucket, or one each
+
+
+def test_in_place_gradients_are_not_copied():
+    def main():
+        net = DistributedDataParallel(large())
+        for _ in range(2):
+            net.zero_grad()
+            loss_of(net, torch.randn(4, 6)).backward()
+        return net.reducer.buckets
+
+    for buckets in run_ranks(main, 2):
+        assert ["1.weight"] in buckets
+        assert ["3.weight"] in buckets
+
+
+def test_a_gradient_with_other_strides_than_its_parameter():
+    def main():
+        net = DistributedDataParallel(nn.Linear(600, 500, bias=False))
+        transposed = torch.full((600, 500), float(dist.get_rank())).t()
+        net.module.weight.grad = transposed if dist.get_rank() else transposed.contiguous()
+        x = torch.zeros(1, 600)
+        net(x).sum().backward()  # adds zeros
+        return net.module.weight.grad.unique().tolist()
+
+    assert run_ranks(main, 2) == [[0.5], [0.5]]
+
+
+def test_buckets_are_rebuilt_in_the_order_of_rank_0():
+    class Backwards(nn.Module):
+        """Uses its layers in the order opposite to their registration."""
+
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(6, 6, bias=False) for _ in range(4))
+
+        def forward(self, x):
+            for layer in reversed(self.layers):
+                x = layer(x)
+            return x
+
+    def main():
+        net = DistributedDataParallel(Backwards(), bucket_cap_mb=1e-6)
+        before = net.reducer.buckets
+        for _ in range(2):
+            net.zero_grad()
+            loss_of(net, torch.randn(2, 6)).backward()
+        return before, net.reducer.buckets
+
+    names = [[f"layers.{i}.weight"] for i in range(4)]
+    assert run_ranks(main, 2) == [(names[::-1], names)] * 2
+
+
+def test_training_follows_torch_step_by_step():
+    """Momentum, weight decay, clipping and a scheduler: the parameters stay those of torch's DDP."""
+
+    def main():
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(6, 40), nn.BatchNorm1d(40), nn.ReLU(), nn.Linear(40, 2))
+        models = [
+            DistributedDataParallel(copy.deepcopy(net)),
+            nn.parallel.DistributedDataParallel(copy.deepcopy(net)),
+        ]
+        for model in models:
+            torch.manual_seed(100 + dist.get_rank())
+            optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=1e-3)
+            for _ in range(10):
+                optimizer.zero_grad()
+                loss_of(model, torch.randn(8, 6)).backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+        first, second = (m.state_dict() for m in models)
+        assert first.keys() == second.keys()
+        for name in first:
+            torch.testing.assert_close(first[name], second[name], msg=name)
+
+    run_ranks(main, 2)
+
+
+def test_buffers_follow_rank_0():
+    def main(sync):
+        net = DistributedDataParallel(nn.BatchNorm1d(3), forward_sync_buffers=sync)
+        x = torch.full((2, 3), float(dist.get_rank())) + torch.eye(2, 3)
+        for _ in range(2):
+            net(x).sum().backward()
+        net(x)
+        return net.module.running_mean.tolist()
+
+    first, second = run_ranks(main, 2, args=(False,))
+    assert first != second
+    first, second = run_ranks(main, 2, args=(True,))
+    # the last forward started from rank 0's statistics and added each rank's own
+    assert first != second
+    assert abs(first[0] - second[0]) <= 0.1 + 1e-6
+
+
+def test_evaluation_sends_nothing_after_its_first_forward():
+    def main():
+        net = DistributedDataParallel(nn.BatchNorm1d(3)).eval()
+        with torch.no_grad():
+            net(torch.zeros(2, 3))
+            if dist.get_rank() == 0:
+                net(torch.zeros(2, 3))  # alone: would hang if it communicated
+        return dist.group.WORLD._get_sequence_number_for_group()
+
+    first, second = run_ranks(main, 2)
+    assert first == second
+
+
+def test_the_wrapper_can_be_dropped():
+    def main():
+        module = mlp()
+        for _ in range(2):
+            net = DistributedDataParallel(module)
+            loss_of(net, torch.randn(2, 6)).backward()
+            del net
+        sent = dist.group.WORLD._get_sequence_number_for_group()
+        loss_of(module, torch.randn(2, 6)).backward()
+        hooks = [len(p._post_accumulate_grad_hooks or {}) for p in module.parameters()]
+        return dist.group.WORLD._get_sequence_number_for_group() - sent, max(hooks)
+
+    assert run_ranks(main, 2) == [(0, 0)] * 2

@@ -1,0 +1,469 @@
+"""Ranks that disagree, fail or die: an error on every rank, and the next step works."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gradwire.ddp import DistributedDataParallel, Reducer
+from gradwire.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    BrokenGroupError,
+    DistributedError,
+    HookError,
+    MismatchError,
+    NotSupportedError,
+    PeerFailedError,
+    PeerLostError,
+    ReductionError,
+)
+from gradwire.testing import run_ranks
+
+
+def mlp():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def step(net):
+    net.zero_grad()
+    net(torch.full((2, 4), dist.get_rank() + 1.0)).square().mean().backward()
+    return [p.grad for p in net.parameters()]
+
+
+def expected(world_size):
+    """The gradients of a good step, computed in one process."""
+    net, total = mlp(), None
+    for rank in range(world_size):
+        net.zero_grad()
+        net(torch.full((2, 4), rank + 1.0)).square().mean().backward()
+        grads = [p.grad / world_size for p in net.parameters()]
+        total = grads if total is None else [a + b for a, b in zip(total, grads, strict=True)]
+    return total
+
+
+def assert_good_step(net):
+    for got, want in zip(step(net), expected(dist.get_world_size()), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+# -- models that differ --------------------------------------------------------------------
+
+
+class Two(nn.Module):
+    def __init__(self, a=(3, 4), b=(3, 4), dtype=torch.float32, swapped=False, frozen=False):
+        super().__init__()
+        made = {
+            "alpha": nn.Parameter(torch.zeros(a, dtype=dtype), requires_grad=not frozen),
+            "beta": nn.Parameter(torch.zeros(b)),
+        }
+        for name in sorted(made, reverse=swapped):
+            setattr(self, name, made[name])
+
+
+@pytest.mark.parametrize(
+    ("deviation", "told"),
+    [
+        ({"a": (4, 3)}, r"rank 1: alpha: .*shape \(4, 3\)"),
+        ({"dtype": torch.float64}, r"rank 0: alpha: .*float32.*rank 1: alpha: .*float64"),
+        ({"swapped": True}, "rank 0: alpha.*rank 1: beta"),
+        ({"frozen": True}, "rank 1: alpha: .*requires_grad=False"),
+    ],
+)
+def test_a_model_that_differs_is_named_on_every_rank(deviation, told):
+    def main():
+        module = Two(**(deviation if dist.get_rank() == 1 else {}))
+        with pytest.raises(MismatchError, match=told):
+            DistributedDataParallel(module)
+        DistributedDataParallel(Two())  # the group is still good
+
+    run_ranks(main, 3)
+
+
+def test_a_missing_parameter_is_named_on_every_rank():
+    def main():
+        module = Two()
+        if dist.get_rank() == 1:
+            del module.beta
+        with pytest.raises(MismatchError, match="Not on every rank: beta"):
+            DistributedDataParallel(module)
+
+    run_ranks(main, 2)
+
+
+def test_strides_and_buffers_that_differ():
+    def main():
+        module = nn.Sequential(nn.Conv2d(2, 2, 2), nn.BatchNorm2d(2))
+        if dist.get_rank() == 1:
+            module = module.to(memory_format=torch.channels_last)
+        with pytest.raises(MismatchError, match=r"0\.weight.*strides"):
+            DistributedDataParallel(module)
+        module = nn.BatchNorm1d(3, track_running_stats=dist.get_rank() == 0)
+        with pytest.raises(MismatchError, match="running_mean"):
+            DistributedDataParallel(module)
+
+    run_ranks(main, 2)
+
+
+# -- hooks that fail -----------------------------------------------------------------------
+
+
+def all_reduce(state, bucket):
+    work = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
+    return work.get_future().then(lambda f: f.value()[0])
+
+
+def raises_before(state, bucket):
+    if state["fail"] and bucket.index() == state["at"]:
+        raise KeyError("out of luck")
+    return all_reduce(state, bucket)
+
+
+def raises_after(state, bucket):
+    future = all_reduce(state, bucket)
+    if state["fail"] and bucket.index() == state["at"]:
+        raise KeyError("out of luck")
+    return future
+
+
+def raises_in_callback(state, bucket):
+    def callback(future):
+        if state["fail"] and bucket.index() == state["at"]:
+            raise KeyError("out of luck")
+        return future.value()
+
+    return all_reduce(state, bucket).then(callback)
+
+
+def returns_none(state, bucket):
+    if state["fail"] and bucket.index() == state["at"]:
+        return None
+    return all_reduce(state, bucket)
+
+
+def returns_none_after(state, bucket):
+    future = all_reduce(state, bucket)
+    return None if state["fail"] and bucket.index() == state["at"] else future
+
+
+def returns_dtype(state, bucket):
+    future = all_reduce(state, bucket)
+    if state["fail"] and bucket.index() == state["at"]:
+        return future.then(lambda f: f.value().double())
+    return future
+
+
+def returns_size(state, bucket):
+    future = all_reduce(state, bucket)
+    if state["fail"] and bucket.index() == state["at"]:
+        return future.then(lambda f: f.value()[:1])
+    return future
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("hook", "told"),
+    [
+        (raises_before, "KeyError: 'out of luck'"),
+        (raises_after, "KeyError: 'out of luck'"),
+        (raises_in_callback, "KeyError"),
+        (returns_none, "returned None"),
+        (returns_none_after, "returned None"),
+        (returns_dtype, "float64"),
+        (returns_size, "of 1 elements"),
+    ],
+)
+def test_a_hook_that_fails_on_one_rank(hook, told, at):
+    def main():
+        net = DistributedDataParallel(mlp(), bucket_cap_mb=1e-4)
+        state = {"fail": False, "at": at}
+        net.register_comm_hook(state, hook)
+        assert_good_step(net)
+        assert_good_step(net)
+        assert len(net.reducer.buckets) >= 3
+        for _ in range(2):
+            state["fail"] = dist.get_rank() == 1
+            kind = HookError if dist.get_rank() == 1 else PeerFailedError
+            with pytest.raises(kind, match=told) as caught:
+                step(net)
+            if dist.get_rank() != 1:
+                assert "rank 1" in str(caught.value)
+            state["fail"] = False
+            assert_good_step(net)
+
+    run_ranks(main, 3, timeout=60)
+
+
+def test_a_hook_that_fails_on_every_rank():
+    def main():
+        net = DistributedDataParallel(mlp())
+        net.register_comm_hook({"fail": True, "at": 0}, raises_before)
+        with pytest.raises(HookError, match="out of luck"):
+            step(net)
+        net.register_comm_hook(None, all_reduce)
+        assert_good_step(net)
+
+    run_ranks(main, 2)
+
+
+def test_a_chain_of_collectives_that_cannot_be_joined_says_so():
+    """Rank 1 fails before a hook whose callback goes on to a second collective."""
+
+    def chained(state, bucket):
+        if state["fail"]:
+            raise KeyError("out of luck")
+
+        def again(future):
+            return [dist.all_reduce(future.value()[0], async_op=True).get_future().wait()[0]]
+
+        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(again)
+
+    def main():
+        net = DistributedDataParallel(mlp())
+        net.register_comm_hook({"fail": dist.get_rank() == 1}, chained)
+        with pytest.raises(BrokenGroupError, match="rank 1: HookError"):
+            step(net)
+        with pytest.raises(BrokenGroupError, match="new process group"):
+            net(torch.zeros(2, 4))
+        os._exit(0)  # the engine's threads hang in the collective: so would leaving
+
+    assert run_ranks(main, 2, may_die=[0, 1], timeout=20) == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("hook", "message"),
+    [(3, "hook is 3"), (lambda bucket: None, "cannot be called as hook"), (None, None)],
+)
+def test_what_is_no_hook_is_refused(hook, message):
+    def main():
+        net = DistributedDataParallel(mlp())
+        if message is None:
+            net.register_comm_hook(None, hook)  # back to the mean
+            assert_good_step(net)
+        else:
+            with pytest.raises(ArgumentTypeError, match=message):
+                net.register_comm_hook(None, hook)
+
+    run_ranks(main, 1)
+
+
+def test_a_coroutine_is_no_hook():
+    async def hook(state, bucket):
+        return bucket.buffer()
+
+    def main():
+        with pytest.raises(ArgumentTypeError, match="coroutine"):
+            DistributedDataParallel(mlp()).register_comm_hook(None, hook)
+
+    run_ranks(main, 1)
+
+
+# -- backwards that fail -------------------------------------------------------------------
+
+
+class Trap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ArithmeticError("trap")
+
+
+class Sprung(nn.Module):
+    """An mlp whose backward raises half way through while `sprung`."""
+
+    def __init__(self):
+        super().__init__()
+        layers = mlp()
+        self.head, self.tail = layers[:2], layers[2:]
+        self.sprung = False
+
+    def forward(self, x):
+        x = self.head(x)
+        return self.tail(Trap.apply(x) if self.sprung else x)
+
+
+@pytest.mark.parametrize("cap", [None, 1e-4])
+def test_an_exception_in_backward_on_one_rank(cap):
+    def main():
+        net = DistributedDataParallel(Sprung(), bucket_cap_mb=cap)
+        assert_good_step(net)
+        for _ in range(2):
+            net.module.sprung = dist.get_rank() == 1
+            kind = ArithmeticError if net.module.sprung else PeerFailedError
+            with pytest.raises(kind):
+                step(net)
+            net.module.sprung = False
+            assert_good_step(net)
+
+    run_ranks(main, 3)
+
+
+class Branch(nn.Module):
+    """Leaves its second layer out on request."""
+
+    def __init__(self):
+        super().__init__()
+        layers = mlp()
+        self.head, self.middle, self.tail = layers[:2], layers[2:4], layers[4]
+        self.short = False
+
+    def forward(self, x):
+        x = self.head(x)
+        return self.tail(x if self.short else self.middle(x))
+
+
+@pytest.mark.parametrize("ranks", [[1], [0, 1]])
+def test_parameters_without_a_gradient_are_named(ranks):
+    def main():
+        net = DistributedDataParallel(Branch(), bucket_cap_mb=1e-4)
+        assert_good_step(net)
+        if dist.get_rank() in ranks:
+            net.module.short = True
+            step(net)  # nobody can know yet that no more will come
+            with pytest.raises(ReductionError, match=r"middle\.2\.weight.*middle\.2\.bias"):
+                net(torch.zeros(2, 4))
+        else:
+            with pytest.raises(PeerFailedError, match=r"rank 1.*middle\.2\.weight"):
+                step(net)
+        net.module.short = False
+        assert_good_step(net)
+
+    run_ranks(main, 2)
+
+
+def test_a_backward_in_two_parts():
+    """Two outputs, two backwards after one forward: reduced when the last gradient is there."""
+
+    def main():
+        class Heads(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.a, self.b = nn.Linear(4, 2), nn.Linear(4, 2)
+
+            def forward(self, x):
+                return self.a(x).sum(), self.b(x).sum()
+
+        net = DistributedDataParallel(Heads())
+        for _ in range(3):
+            net.zero_grad()
+            first, second = net(torch.full((1, 4), dist.get_rank() + 1.0))
+            first.backward()
+            second.backward()
+            assert net.module.a.weight.grad.unique().tolist() == [1.5]
+            assert net.module.b.weight.grad.unique().tolist() == [1.5]
+
+    run_ranks(main, 2)
+
+
+def test_what_backward_cannot_do_yet_is_said():
+    def main():
+        net = DistributedDataParallel(mlp())
+        with pytest.raises(NotSupportedError, match="create_graph"):
+            net(torch.ones(1, 4)).sum().backward(create_graph=True)
+        net.zero_grad()
+        assert_good_step(net)
+        with pytest.raises(NotSupportedError, match="sparse=False"):
+            DistributedDataParallel(nn.Embedding(3, 3, sparse=True))
+
+    run_ranks(main, 1)
+
+
+# -- ranks that die ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("with_hook", [False, True])
+def test_a_rank_that_dies_in_backward(with_hook):
+    def main():
+        net = DistributedDataParallel(mlp(), bucket_cap_mb=1e-4)
+        if with_hook:
+            net.register_comm_hook(None, all_reduce)
+        assert_good_step(net)
+        if dist.get_rank() == 1:
+            victim = next(net.module.parameters())
+            victim.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+        with pytest.raises(PeerLostError):
+            step(net)
+        with pytest.raises(BrokenGroupError, match="failed earlier"):
+            step(net)
+        return True
+
+    assert run_ranks(main, 3, may_die=[1]) == [True, None, True]
+
+
+# -- arguments -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"find_unused_parameters": True}, NotSupportedError, "find_unused_parameters=True"),
+        ({"static_graph": True}, NotSupportedError, "static_graph=True"),
+        ({"mixed_precision": object()}, NotSupportedError, "autocast"),
+        ({"skip_all_reduce_unused_params": True}, NotSupportedError, "requires_grad=False"),
+        ({"bucket_cap_mb": 0}, ArgumentError, "bucket_cap_mb is"),
+        ({"bucket_cap_mb": 1, "bucket_cap_mb_list": [1]}, ArgumentError, "both given"),
+        ({"bucket_cap_mb_list": []}, ArgumentError, "bucket_cap_mb_list is"),
+        ({"device_ids": [0]}, ArgumentError, r"device_ids=\[0\]"),
+        ({"output_device": 0}, ArgumentError, "output_device=0"),
+        ({"process_group": "world"}, ArgumentTypeError, "group is 'world'"),
+        ({"module": 3}, ArgumentTypeError, "module is a int"),
+        ({"module": nn.ReLU()}, ArgumentError, "no parameter that requires a gradient"),
+        ({"module": nn.LazyLinear(3)}, ArgumentError, "has no shape yet"),
+    ],
+)
+def test_bad_arguments(options, kind, message):
+    def main():
+        with pytest.raises(kind, match=message):
+            DistributedDataParallel(**{"module": mlp(), **options})
+
+    run_ranks(main, 1)
+
+
+def test_a_group_is_needed():
+    with pytest.raises(ArgumentError, match="init_process_group first"):
+        DistributedDataParallel(mlp())
+
+
+def test_join_is_refused():
+    def main():
+        with pytest.raises(NotSupportedError, match="same number of batches"):
+            DistributedDataParallel(mlp()).join()
+
+    run_ranks(main, 1)
+
+
+def test_a_reducer_without_parameters():
+    def main():
+        with pytest.raises(ArgumentError, match="nothing to reduce"):
+            Reducer([], dist.group.WORLD)
+
+    run_ranks(main, 1)
+
+
+def test_a_subgroup_and_several_wrappers_at_once():
+    def main():
+        pair = dist.new_group([1, 2])
+        everyone = DistributedDataParallel(mlp())
+        if dist.get_rank():
+            two = DistributedDataParallel(nn.Linear(1, 1, bias=False), process_group=pair)
+            two(torch.tensor([[1.0 + dist.get_rank()]])).sum().backward()
+            assert two.module.weight.grad.item() == 2.5
+        else:
+            with pytest.raises(ArgumentError, match="does not contain this rank"):
+                DistributedDataParallel(mlp(), process_group=pair)
+        assert_good_step(everyone)
+
+    run_ranks(main, 3)
+
+
+def test_every_error_is_of_the_package():
+    assert issubclass(PeerFailedError, DistributedError)
