@@ -216,7 +216,7 @@ def test_buckets_are_rebuilt_in_the_order_of_rank_0():
 
 
 def test_training_follows_torch_step_by_step():
-    """Momentum, weight decay, clipping and a scheduler: the parameters stay those of torch's DDP."""
+    """Momentum, weight decay, clipping, batch norm: the parameters stay those of torch's."""
 
     def main():
         torch.manual_seed(0)

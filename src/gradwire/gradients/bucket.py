@@ -64,16 +64,19 @@ class GradBucket:
         return self._buffer
 
     def set_buffer(self, buffer: Tensor) -> None:
-        """Put other values in the bucket; `buffer` must have the shape, dtype and device it had.
+        """Put other values in the bucket; `buffer` must have the shape and device it had.
+
+        The dtype may be another: the hook's result then has that dtype too, and is converted
+        when it is copied into the gradients.
 
         Raises:
             ArgumentTypeError: Not a tensor.
-            ArgumentError: Shape, dtype or device differ.
+            ArgumentError: Shape, device or layout differ.
         """
         if not isinstance(buffer, Tensor):
             raise ArgumentTypeError(f"buffer is a {type(buffer).__name__}: pass a tensor")
         old = self._buffer
-        for field in ("shape", "dtype", "device", "layout"):
+        for field in ("shape", "device", "layout"):
             if getattr(buffer, field) != getattr(old, field):
                 raise ArgumentError(
                     f"buffer has {field} {getattr(buffer, field)}, the bucket's has "

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from gradwire.errors import ArgumentError
 from gradwire.gradients import GradBucket
 
 __all__ = ["FakeBucket"]
@@ -22,7 +23,7 @@ class FakeBucket(GradBucket):
         parameters: The parameters; made with the gradients' shapes if None.
 
     Raises:
-        ArgumentError: Gradients and parameters do not fit.
+        ArgumentError: There are no gradients, or gradients and parameters do not fit.
 
     Example:
         A hook that doubles, tested in one process:
@@ -43,10 +44,10 @@ class FakeBucket(GradBucket):
         is_last: bool = True,
         parameters: Sequence[Tensor] | None = None,
     ) -> None:
+        if not gradients:
+            raise ArgumentError("gradients is empty: give at least one tensor")
         params = (
-            [torch.nn.Parameter(torch.zeros_like(g)) for g in gradients]
-            if parameters is None
-            else list(parameters)
+            [torch.zeros_like(g) for g in gradients] if parameters is None else list(parameters)
         )
         buffer = torch.empty(
             sum(g.numel() for g in gradients), dtype=gradients[0].dtype, device=gradients[0].device

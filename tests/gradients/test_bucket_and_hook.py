@@ -1,0 +1,117 @@
+"""GradBucket, and the parsing of what hooks return."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from gradwire.errors import ArgumentError, ArgumentTypeError, HookError
+from gradwire.gradients import CommHook, GradBucket, as_future, check_hook, parse_hook_result
+from gradwire.testing import FakeBucket
+
+
+def test_accessors():
+    params = [torch.zeros(2, 2), torch.zeros(())]
+    bucket = GradBucket(3, torch.arange(5.0), params, is_last=False)
+    assert (bucket.index(), bucket.is_last()) == (3, False)
+    assert all(a is b for a, b in zip(bucket.parameters(), params, strict=True))
+    bucket.gradients()[0].mul_(10)
+    assert bucket.buffer().tolist() == [0, 10, 20, 30, 4]
+    with pytest.raises(AttributeError):
+        bucket.anything = 1
+    assert repr(bucket) == "GradBucket(3, 2 parameters, torch.float32, 5 elements)"
+
+
+def test_gradients_keep_dense_strides():
+    param = torch.zeros(1, 2, 2, 2).contiguous(memory_format=torch.channels_last)
+    (gradient,) = GradBucket(0, torch.arange(8.0), [param], is_last=True).gradients()
+    assert gradient.stride() == param.stride()
+
+
+def test_the_buffer_can_be_replaced_by_its_like_only():
+    bucket = FakeBucket(torch.ones(3))
+    other = torch.zeros(3)
+    bucket.set_buffer(other)
+    assert bucket.buffer() is other
+    bucket.set_buffer(other.half())
+    assert bucket.gradients()[0].dtype == torch.float16
+    with pytest.raises(ArgumentError, match="device meta"):
+        bucket.set_buffer(torch.zeros(3, device="meta"))
+    with pytest.raises(ArgumentError, match="shape"):
+        bucket.set_buffer(torch.zeros(4))
+    with pytest.raises(ArgumentTypeError, match="NoneType"):
+        bucket.set_buffer(None)
+
+
+def test_a_buffer_that_is_too_short():
+    with pytest.raises(ArgumentError, match="at least 4"):
+        GradBucket(0, torch.zeros(3), [torch.zeros(4)], is_last=True)
+
+
+def test_a_sparse_bucket_gives_its_one_gradient():
+    sparse = torch.eye(2).to_sparse()
+    bucket = GradBucket(0, sparse, [torch.zeros(2, 2)], is_last=True)
+    assert bucket.gradients() == [sparse]
+
+
+def test_fake_bucket_takes_parameters():
+    params = [torch.nn.Parameter(torch.zeros(2))]
+    bucket = FakeBucket(torch.ones(2), parameters=params, index=4, is_last=False)
+    assert (bucket.parameters(), bucket.index(), bucket.is_last()) == (params, 4, False)
+    with pytest.raises(ArgumentError, match="gradients"):
+        FakeBucket()
+
+
+class Callable:
+    def __call__(self, state, bucket):
+        return bucket.buffer()
+
+
+def double(factor, state, bucket):
+    return bucket.buffer() * factor
+
+
+@pytest.mark.parametrize("hook", [Callable(), partial(double, 2), lambda s, b: None, max])
+def test_hooks(hook):
+    assert check_hook(hook) is hook
+    assert isinstance(hook, CommHook)
+
+
+@pytest.mark.parametrize("hook", [None, 3, "hook", lambda: None, lambda a, b, c: None])
+def test_no_hooks(hook):
+    with pytest.raises(ArgumentTypeError, match="hook"):
+        check_hook(hook)
+
+
+def test_futures_of_everything_a_hook_may_return():
+    value = torch.ones(2)
+    future = torch.futures.Future()
+    future.set_result(value)
+    bucket = FakeBucket(torch.zeros(2))
+    for returned in (future, value, [value], (value,)):
+        result = as_future(returned, len).wait()
+        assert parse_hook_result(result, bucket, len) is value
+
+
+@pytest.mark.parametrize("returned", [None, 3, "tensor", len])
+def test_what_is_no_result(returned):
+    with pytest.raises(HookError, match="returned"):
+        as_future(returned, len)
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (None, "the result is None"),
+        ([torch.zeros(2)] * 2, r"the result is \["),
+        (torch.zeros(3), "of 3 elements, the bucket of 2"),
+        (torch.zeros(2).half(), "float16"),
+        (torch.zeros(2, device="meta"), "meta"),
+        (torch.eye(2).to_sparse(), "layout"),
+    ],
+)
+def test_results_that_do_not_fit(result, message):
+    with pytest.raises(HookError, match=message):
+        parse_hook_result(result, FakeBucket(torch.zeros(2)), len)

@@ -1,0 +1,249 @@
+"""Our hooks and PyTorch's own, unchanged, in our DistributedDataParallel."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import (
+    debugging_hooks,
+    default_hooks,
+    powerSGD_hook,
+    quantization_hooks,
+)
+
+from gradwire import hooks
+from gradwire.ddp import DistributedDataParallel, _naive
+from gradwire.errors import ArgumentError, ArgumentTypeError, HookError
+from gradwire.testing import FakeBucket, run_ranks
+
+
+def mlp():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 2)
+    )
+
+
+def train(net, steps=3):
+    """Gradients of each step, and what the mean over ranks would have been."""
+    torch.manual_seed(10 + dist.get_rank())
+    twin = copy.deepcopy(net.module)
+    for _ in range(steps):
+        x = torch.randn(3, 4)
+        for model in (net, twin):
+            model.zero_grad()
+            model(x).square().mean().backward()
+        _naive.average_gradients(dist.group.WORLD, twin.parameters())
+        yield (
+            [p.grad.clone() for p in net.parameters()],
+            [p.grad.clone() for p in twin.parameters()],
+        )
+
+
+def assert_trains(net, rtol):
+    for got, want in train(net):
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=rtol, atol=rtol)
+
+
+def returns_work(state, bucket):
+    buffer = bucket.buffer().div_(dist.get_world_size())
+    return dist.all_reduce(buffer, async_op=True)
+
+
+def returns_tensor(state, bucket):
+    dist.all_reduce(bucket.buffer())
+    return bucket.buffer() / dist.get_world_size()
+
+
+def returns_list(state, bucket):
+    return [returns_tensor(state, bucket)]
+
+
+class CallableHook:
+    def __call__(self, state, bucket):
+        return hooks.allreduce(None, bucket)
+
+
+def replaces_buffer(state, bucket):
+    bucket.set_buffer(bucket.buffer() / dist.get_world_size())
+    return dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+
+
+EXACT = {
+    "ours": hooks.allreduce,
+    "torch": default_hooks.allreduce_hook,
+    "partial": partial(hooks.allreduce),
+    "callable": CallableHook(),
+    "work": returns_work,
+    "tensor": returns_tensor,
+    "list": returns_list,
+    "set_buffer": replaces_buffer,
+}
+LOSSY = {
+    "fp16": hooks.fp16,
+    "bf16": hooks.bf16,
+    "torch_fp16": default_hooks.fp16_compress_hook,
+    "torch_bf16": default_hooks.bf16_compress_hook,
+    "torch_fp16_wrapper": default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook),
+    "torch_bf16_wrapper": default_hooks.bf16_compress_wrapper(hooks.allreduce),
+    "compressed_torch": hooks.compressed(default_hooks.allreduce_hook, torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("cap", [None, 1e-4])
+@pytest.mark.parametrize("name", EXACT)
+def test_hooks_that_take_the_mean(name, cap, view):
+    def main():
+        net = DistributedDataParallel(mlp(), bucket_cap_mb=cap, gradient_as_bucket_view=view)
+        net.register_comm_hook(None, EXACT[name])
+        assert_trains(net, 1e-5)
+
+    run_ranks(main, 2)
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_hooks_that_round(name):
+    def main():
+        net = DistributedDataParallel(mlp(), bucket_cap_mb=1e-4)
+        net.register_comm_hook(dist.group.WORLD, LOSSY[name])
+        assert_trains(net, 2e-2)
+
+    run_ranks(main, 2)
+
+
+@pytest.mark.parametrize("start", [0, 2])
+def test_power_sgd_with_many_buckets_does_not_hang(start):
+    """Two collectives chained in callbacks for each bucket (torch's DDP hangs here on Gloo)."""
+
+    def main():
+        net = DistributedDataParallel(mlp(), bucket_cap_mb=1e-4)
+        state = powerSGD_hook.PowerSGDState(
+            None,
+            matrix_approximation_rank=16,
+            start_powerSGD_iter=2 + start,
+            min_compression_rate=0,
+        )
+        net.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        steps = []
+        for got, want in train(net, steps=8):
+            steps.append([g.tolist() for g in got])
+            if len(steps) <= 2:  # not yet compressing
+                for a, b in zip(got, want, strict=True):
+                    torch.testing.assert_close(a, b)
+        return len(net.reducer.buckets), steps
+
+    (buckets, first), (_, second) = run_ranks(main, 2, timeout=60)
+    assert buckets >= 3
+    assert first == second
+
+
+def test_the_noop_hook_leaves_local_gradients():
+    def main():
+        net = DistributedDataParallel(mlp(), bucket_cap_mb=1e-4)
+        net.register_comm_hook(None, debugging_hooks.noop_hook)
+        return [g.tolist() for got, _ in train(net) for g in got]
+
+    first, second = run_ranks(main, 2)
+    assert first != second
+
+
+def test_a_stock_hook_that_cannot_read_gloos_results_is_reported():
+    """The quantization hooks take apart what NCCL's all_gather gives; Gloo's is another list."""
+
+    def main():
+        net = DistributedDataParallel(mlp())
+        net.register_comm_hook(dist.group.WORLD, quantization_hooks.quantization_pertensor_hook)
+        with pytest.raises(HookError, match="quantize_and_allgather"):
+            next(train(net))
+
+    run_ranks(main, 2)
+
+
+def test_hooks_can_be_replaced_and_taken_away():
+    def main():
+        net = DistributedDataParallel(mlp(), bucket_cap_mb=1e-4)
+        calls = []
+
+        def counting(state, bucket):
+            calls.append(bucket.index())
+            return hooks.allreduce(None, bucket)
+
+        assert_trains(net, 1e-5)
+        net.register_comm_hook(None, counting)
+        assert_trains(net, 1e-5)
+        expected = list(range(len(net.reducer.buckets))) * 3
+        net.register_comm_hook(None, None)
+        assert_trains(net, 1e-5)
+        return calls == expected and len(calls) > 3
+
+    assert run_ranks(main, 2) == [True, True]
+
+
+def test_a_hook_sees_what_accumulated_under_no_sync():
+    def main():
+        net = DistributedDataParallel(nn.Linear(1, 1, bias=False))
+        seen = []
+
+        def looking(state, bucket):
+            seen.append((bucket.buffer().item(), bucket.is_last(), len(bucket.gradients())))
+            return hooks.allreduce(None, bucket)
+
+        net.register_comm_hook(None, looking)
+        x = torch.tensor([[1.0 + dist.get_rank()]])
+        with net.no_sync():
+            net(x).sum().backward()
+        net(x).sum().backward()
+        return seen, net.module.weight.grad.item()
+
+    assert run_ranks(main, 2) == [([(2.0, True, 1)], 3.0), ([(4.0, True, 1)], 3.0)]
+
+
+def test_a_hook_on_a_subgroup():
+    def main():
+        pair = dist.new_group([0, 2])
+        if dist.get_rank() == 1:
+            return None
+        net = DistributedDataParallel(nn.Linear(1, 1, bias=False), process_group=pair)
+        net.register_comm_hook(pair, hooks.bf16)
+        net(torch.tensor([[1.0 + dist.get_rank()]])).sum().backward()
+        return net.module.weight.grad.item()
+
+    assert run_ranks(main, 3) == [2.0, None, 2.0]
+
+
+def test_complex_gradients_compress_as_pairs_of_reals():
+    def inner(state, bucket):
+        assert bucket.buffer().dtype == torch.bfloat16
+        assert [tuple(g.shape) for g in bucket.gradients()] == [(2, 2)]
+        return bucket.buffer() * 2
+
+    gradient = torch.tensor([1 + 2j, 3 - 4j])
+    result = hooks.compressed(inner, torch.bfloat16)(None, FakeBucket(gradient)).wait()
+    assert torch.equal(result, gradient * 2)
+
+
+def test_integers_pass_uncompressed():
+    result = hooks.compressed(lambda s, b: b.buffer() + 1, torch.float16)(
+        None, FakeBucket(torch.tensor([40000]))
+    )
+    assert result.wait().tolist() == [40001]
+
+
+def test_compression_is_bounded_by_the_dtypes_rounding():
+    gradient = torch.randn(1000)
+    result = hooks.compressed(lambda s, b: b.buffer(), torch.bfloat16)(None, FakeBucket(gradient))
+    assert (result.wait() - gradient).abs().max() <= gradient.abs().max() * 2**-8
+
+
+def test_bad_compressors():
+    with pytest.raises(ArgumentError, match=r"torch\.int32"):
+        hooks.compressed(hooks.allreduce, torch.int32)
+    with pytest.raises(ArgumentTypeError, match="hook is 3"):
+        hooks.compressed(3, torch.float16)
