@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -12,9 +13,18 @@ from gradwire.devices.accelerators import has_streams
 from gradwire.devices.copying import HOST, copy_into
 from gradwire.devices.placement import own_place
 
-__all__ = ["chunk_copies", "concatenated", "join_into"]
+__all__ = ["chunk_copies", "concatenated", "cut", "join_into"]
 
 _FORMATS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
+
+
+def cut(tensor: Tensor, sizes: Sequence[int], dim: int) -> list[Tensor]:
+    """Views of a tensor, one after another along `dim`.
+
+    Unlike those of torch.split they may be written where gradients are recorded.
+    """
+    ends = itertools.accumulate(sizes)
+    return [tensor.narrow(dim, end - size, size) for end, size in zip(ends, sizes, strict=True)]
 
 
 def chunk_copies(
@@ -25,7 +35,7 @@ def chunk_copies(
     streams: Sequence[torch.Stream | None] | None = None,
 ) -> list[Tensor]:
     """For each place, its chunk: at the tensor's own place a view of it, elsewhere a copy."""
-    chunks = list(torch.split(tensor, list(sizes), dim))
+    chunks = cut(tensor, sizes, dim)
     own = own_place(tensor.device, devices)
     others = [place for place in range(len(devices)) if place != own]
     pinned = has_streams(tensor.device)
@@ -58,7 +68,7 @@ def concatenated(tensors: Sequence[Tensor], dim: int, device: torch.device) -> T
 
 def join_into(result: Tensor, tensors: Sequence[Tensor], dim: int) -> None:
     """Write tensors one after another along `dim` into another."""
-    copy_into(torch.split(result, [t.shape[dim] for t in tensors], dim), tensors)
+    copy_into(cut(result, [t.shape[dim] for t in tensors], dim), tensors)
 
 
 def _common_format(tensors: Sequence[Tensor]) -> torch.memory_format:

@@ -52,11 +52,12 @@ class _Broadcast(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        _, ctx.devices, tracked, *tensors = inputs
+        _, ctx.devices, ctx.tracked, *tensors = inputs
         ctx.set_materialize_grads(False)
         ctx.home = tensors[0].device
         ctx.n = n = len(tensors)
-        untracked = [i for i, follow in enumerate(tracked) if not follow]
+        ctx.like = [(t.shape, t.dtype, t.device) for t in tensors]
+        untracked = [i for i, follow in enumerate(ctx.tracked) if not follow]
         ctx.mark_non_differentiable(*(r[i] for r in _split(output, n) for i in untracked))
 
     @staticmethod
@@ -67,17 +68,27 @@ class _Broadcast(Function):
 
     @staticmethod
     def jvp(ctx: Any, _copier: None, _devices: None, _tracked: None, *tangents: Any) -> Any:
-        given = [t for t in tangents if t is not None]
-        replicas = iter(zip(*broadcast_lists(given, ctx.devices), strict=True))
+        given = _materialised(tangents, ctx.like)
+        replicas = broadcast_lists(given, ctx.devices)
         own = own_place(ctx.home, ctx.devices)
-        columns: list[list[Tensor | None]] = []
-        for t in tangents:
-            column = [None] * len(ctx.devices) if t is None else list(next(replicas))
-            if t is not None and own is not None:
-                # What is a view of the input must have a tangent that is a view of its tangent.
-                column[own] = t.view_as(t)
-            columns.append(column)
-        return tuple(columns[i][r] for r in range(len(ctx.devices)) for i in range(ctx.n))
+        if own is not None:
+            # What is a view of the input must have a tangent that is a view of its tangent.
+            replicas[own] = [t.view_as(t) for t in given]
+        return tuple(
+            t if follow else None
+            for replica in replicas
+            for t, follow in zip(replica, ctx.tracked, strict=True)
+        )
+
+
+def _materialised(
+    tangents: Sequence[Tensor | None], like: Sequence[tuple[torch.Size, torch.dtype, torch.device]]
+) -> list[Tensor]:
+    """The tangents, with zeros for those that are not given."""
+    return [
+        torch.zeros(shape, dtype=dtype, device=device) if t is None else t
+        for t, (shape, dtype, device) in zip(tangents, like, strict=True)
+    ]
 
 
 def _sums(replicas: Sequence[Sequence[Tensor | None]], home: torch.device) -> list[Tensor | None]:
@@ -106,6 +117,7 @@ class _ReduceAdd(Function):
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.home, ctx.buffer_size, k, *tensors = inputs
         ctx.set_materialize_grads(False)
+        ctx.like = [(t.shape, t.dtype, t.device) for t in tensors]
         ctx.devices = tuple(replica[0].device for replica in _split(tensors, len(tensors) // k))
 
     @staticmethod
@@ -122,9 +134,8 @@ class _ReduceAdd(Function):
 
     @staticmethod
     def jvp(ctx: Any, _home: None, _size: None, _k: None, *tangents: Any) -> Any:
-        n = len(tangents) // len(ctx.devices)
-        replicas = [tangents[i : i + n] for i in range(0, len(tangents), n)]
-        return tuple(_sums(replicas, ctx.home))
+        given = _materialised(tangents, ctx.like)
+        return tuple(reduce_lists(_split(given, len(given) // len(ctx.devices)), ctx.home))
 
 
 class _Scatter(Function):

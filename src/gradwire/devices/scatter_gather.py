@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradwire.devices import _checks
-from gradwire.devices.chunks import join_into
+from gradwire.devices.chunks import cut, join_into
 from gradwire.devices.copying import copy_into
 from gradwire.devices.functional import gather_chunks, scatter_chunks
 from gradwire.devices.placement import Device, as_destination, as_devices
@@ -144,7 +144,7 @@ def _scatter_into(
         )
     _check_streams(streams, len(targets))
     with torch.no_grad():
-        copy_into(targets, torch.split(tensor, sizes, dim), streams)
+        copy_into(targets, cut(tensor, sizes, dim), streams)
 
 
 def _check_streams(streams: Sequence[torch.Stream | None] | None, places: int) -> None:

@@ -1,0 +1,204 @@
+"""Every op's backward, double backward and forward mode, against finite differences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.autograd.forward_ad as fwd
+from torch import Tensor
+from torch.autograd import gradcheck, gradgradcheck
+
+from gradwire.devices import (
+    broadcast,
+    broadcast_coalesced,
+    gather,
+    reduce_add,
+    reduce_add_coalesced,
+    scatter,
+)
+
+# Torch's own forward mode loads deprecated parts of torch the first time.
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+
+DTYPES = [torch.float64, torch.complex128]
+
+
+def check(op: Callable[..., Any], *inputs: Tensor) -> None:
+    assert gradcheck(op, inputs, check_forward_ad=True)
+    assert gradgradcheck(op, inputs, check_fwd_over_rev=True, check_rev_over_rev=True)
+
+
+def leaf(
+    *shape: int, dtype: torch.dtype = torch.float64, device: str = "cpu", grad: bool = True
+) -> Tensor:
+    return torch.randn(shape, dtype=dtype, device=device, requires_grad=grad)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3), (0, 2)])
+def test_broadcast(places: list[str], dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    check(lambda x: broadcast(x, places), leaf(*shape, dtype=dtype, device=places[0]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("frozen", [None, 0, 1])
+def test_broadcast_coalesced(places: list[str], dtype: torch.dtype, frozen: int | None) -> None:
+    inputs = [leaf(2, i, dtype=dtype, device=places[0], grad=i != frozen) for i in (0, 1, 2)]
+
+    def op(*tensors: Tensor) -> list[Tensor]:
+        followed = [i for i in range(3) if i != frozen]
+        return [r[i] for r in broadcast_coalesced(tensors, places, 40) for i in followed]
+
+    check(lambda *tensors: tuple(op(*tensors)), *inputs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("frozen", [None, 0, 1])
+@pytest.mark.parametrize("shape", [(), (2, 3), (0, 2)])
+def test_reduce_add(
+    places: list[str], dtype: torch.dtype, frozen: int | None, shape: tuple[int, ...]
+) -> None:
+    if len(places) == 1 and frozen == 0:
+        pytest.skip("its only input is frozen")
+    inputs = [leaf(*shape, dtype=dtype, device=p, grad=i != frozen) for i, p in enumerate(places)]
+    check(lambda *tensors: reduce_add(tensors), *inputs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_reduce_add_coalesced(places: list[str], dtype: torch.dtype) -> None:
+    inputs = [
+        leaf(2, i, dtype=dtype, device=p, grad=i not in (1, 2)) for p in places for i in range(4)
+    ]
+
+    def op(*tensors: Tensor) -> tuple[Tensor, ...]:
+        lists = [tensors[i : i + 4] for i in range(0, len(tensors), 4)]
+        return tuple(reduce_add_coalesced(lists, buffer_size=40)[i] for i in (0, 3))
+
+    check(op, *inputs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [0, 1, -1])
+@pytest.mark.parametrize("conjugated", [False, True])
+def test_scatter(places: list[str], dtype: torch.dtype, dim: int, conjugated: bool) -> None:
+    x = leaf(4, 3, dtype=dtype, device=places[0])
+    if dim:
+        x = leaf(2, 5, dtype=dtype, device=places[0])
+    check(lambda t: scatter(t.conj() if conjugated else t, places, dim=dim), x)
+
+
+def test_scatter_with_given_sizes() -> None:
+    check(lambda t: scatter(t, ["cpu"] * 3, (1, 0, 3)), leaf(4, 2))
+    check(lambda t: scatter(t, ["cpu"] * 3), leaf(0, 2))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [0, 1, -1])
+@pytest.mark.parametrize("frozen", [None, 0])
+def test_gather(places: list[str], dtype: torch.dtype, dim: int, frozen: int | None) -> None:
+    if len(places) == 1 and frozen == 0:
+        pytest.skip("its only input is frozen")
+    shapes = [(i, 2) if dim == 0 else (2, i) for i, _ in enumerate(places, 1)]
+    inputs = [
+        leaf(*shape, dtype=dtype, device=p, grad=i != frozen)
+        for i, (shape, p) in enumerate(zip(shapes, places, strict=True))
+    ]
+    check(lambda *tensors: gather(tensors, dim), *inputs)
+
+
+@pytest.mark.filterwarnings("ignore:gather was given scalars:UserWarning")
+def test_gather_of_scalars_and_empty_chunks() -> None:
+    check(lambda *tensors: gather(tensors), leaf(), leaf())
+    check(lambda *tensors: gather(tensors), leaf(0, 2), leaf(3, 2), leaf(0, 2))
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_channels_last_gradients(k: int) -> None:
+    x = leaf(k * 2, 3, 2, 2).detach().to(memory_format=torch.channels_last).requires_grad_()
+    chunks = scatter(x, ["cpu"] * k)
+    whole = gather(chunks)
+    assert whole.is_contiguous(memory_format=torch.channels_last)
+    whole.backward(whole.detach())
+    assert torch.equal(x.grad, x.detach())
+    assert x.grad.is_contiguous(memory_format=torch.channels_last)
+    check(lambda t: gather(scatter(t, ["cpu"] * k, dim=1), dim=1), x)
+
+
+def test_adjoint_pairs() -> None:
+    """⟨F x, y⟩ = ⟨x, F* y⟩."""
+    x, ys = torch.randn(6, 3), [torch.randn(6, 3) for _ in range(4)]
+    forward = sum((a * y).sum() for a, y in zip(broadcast(x, ["cpu"] * 4), ys, strict=True))
+    torch.testing.assert_close(forward, (x * reduce_add(ys)).sum())
+    cuts = [torch.randn(n, 3) for n in (2, 2, 2)]
+    forward = sum((a * y).sum() for a, y in zip(scatter(x, ["cpu"] * 3), cuts, strict=True))
+    torch.testing.assert_close(forward, (x * gather(cuts)).sum())
+
+
+def test_only_followed_tensors_require_grad() -> None:
+    tensors = [torch.randn(1, 2, requires_grad=r) for r in (True, False, False, True)]
+    for replica in broadcast_coalesced(tensors, ["cpu"] * 2):
+        assert [t.requires_grad for t in replica] == [True, False, False, True]
+    assert broadcast_coalesced(tensors, ["cpu"] * 2)[0][1] is tensors[1]
+
+
+def test_nothing_is_recorded_under_no_grad() -> None:
+    x = torch.randn(4, 2, requires_grad=True)
+    with torch.no_grad():
+        results = [*broadcast(x, ["cpu"] * 2)[1:], *scatter(x, ["cpu"] * 2)[1:], gather([x, x])]
+        results += [reduce_add([x, x])]
+    assert not any(t.requires_grad for t in results)
+
+
+def test_a_replica_that_was_not_used_adds_nothing() -> None:
+    x = torch.randn(3, requires_grad=True)
+    y = torch.randn(3, requires_grad=True)
+    _, second, third = broadcast_coalesced([x, y], ["cpu"] * 3)
+    (2 * second[0] + 3 * third[0]).sum().backward()
+    assert torch.equal(x.grad, torch.full((3,), 5.0))
+    assert y.grad is None
+
+
+def test_gradients_are_summed_in_index_order() -> None:
+    grads = [torch.randn(100) * 10**i for i in range(5)]
+    x = torch.zeros(100, requires_grad=True)
+    replicas = broadcast(x, ["cpu"] * 5)
+    torch.autograd.backward(
+        [replicas[i] for i in (3, 0, 4, 2, 1)], [grads[i] for i in (3, 0, 4, 2, 1)]
+    )
+    assert torch.equal(x.grad, reduce_add(grads))
+
+
+def test_sparse_gradients_stay_sparse() -> None:
+    weight = torch.randn(10, 3, requires_grad=True)
+    index = torch.tensor([1, 1, 7])
+    replicas = broadcast(weight, ["cpu"] * 3)
+    embed = torch.nn.functional.embedding
+    gather([embed(index, r, sparse=True) for r in replicas]).sum().backward()
+    assert weight.grad.is_sparse
+    expected = torch.zeros(10, 3)
+    expected[1], expected[7] = 6, 3
+    assert torch.equal(weight.grad.to_dense(), expected)
+
+
+def test_tangents_reach_every_place() -> None:
+    x, tangent = torch.randn(3), torch.randn(3)
+    with fwd.dual_level():
+        dual = fwd.make_dual(x, tangent)
+        for replica in broadcast(dual, ["cpu"] * 3):
+            assert torch.equal(fwd.unpack_dual(replica).tangent, tangent)
+        total = reduce_add([dual, x, dual])
+        assert torch.equal(fwd.unpack_dual(total).tangent, tangent + tangent)
+        lists = broadcast_coalesced([dual, x], ["cpu"] * 2)
+        assert fwd.unpack_dual(lists[1][1]).tangent is None
+
+
+def test_places_have_gradients_of_their_own() -> None:
+    """The adjoint's results may be written without changing each other."""
+    inputs = [torch.randn(3, requires_grad=True) for _ in range(3)]
+    reduce_add(inputs).sum().backward()
+    inputs[0].grad.zero_()
+    assert torch.equal(inputs[1].grad, torch.ones(3))
+    assert len({t.grad.data_ptr() for t in inputs}) == 3
