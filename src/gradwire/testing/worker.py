@@ -12,6 +12,7 @@ import gc
 import os
 import pickle
 import random
+import resource
 import signal
 import socket
 import sys
@@ -37,6 +38,8 @@ def main(channel_fd: int, lifeline: int) -> None:
     os.set_inheritable(channel_fd, False)
     channel = Channel(socket.socket(fileno=channel_fd))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    # Tests let ranks crash on purpose: the stack is in the log, no core file is left behind.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     faulthandler.enable(all_threads=True)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     gc.freeze()  # what is imported by now stays: the collection after each call is quick
