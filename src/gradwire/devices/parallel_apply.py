@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -41,8 +42,9 @@ def parallel_apply(
 
     Raises:
         ArgumentError: Lengths that differ.
-        Exception: What the first module that failed raised, the same object: its message and its
-            notes say which replica it was. All calls have ended by then.
+        Exception: What the first module that failed raised, the same object. Its message, or a note
+            if its first argument is no string, says which replica it was. All calls have ended by
+            then.
 
     Example:
         >>> parallel_apply([torch.sin, torch.cos], [torch.zeros(1), torch.zeros(1)])
@@ -66,7 +68,12 @@ def parallel_apply(
         calls[0].run(modes)
     for thread in threads:
         thread.join()
-    return [call.outcome() for call in calls]
+    try:
+        return [call.outcome() for call in calls]
+    finally:
+        # An error's traceback refers to its call: a call that refers to the error is a cycle.
+        for call in calls:
+            call.error = None
 
 
 class _Call:
@@ -100,21 +107,15 @@ class _Call:
         """The result; raises what the call raised."""
         if self.error is None:
             return self.result
-        where = f"in replica {self.index} on {self.device or 'no device'}"
-        # The error's traceback refers to this call: a call that refers to the error is a cycle.
-        error, self.error = self.error, None
-        try:
-            raise _located(error, where)
-        finally:
-            del error
+        raise _located(self.error, f"in replica {self.index} on {self.device or 'no device'}")
 
 
 def _located(error: BaseException, where: str) -> BaseException:
     """The same error, which says where it was raised."""
     if error.args and isinstance(error.args[0], str):
         error.args = (f"{error.args[0]} ({where})", *error.args[1:])
-    # Python 3.10 has no add_note, but shows no notes either.
-    error.__notes__ = [*getattr(error, "__notes__", []), where]
+    elif sys.version_info >= (3, 11):
+        error.add_note(where)
     return error
 
 

@@ -1,0 +1,162 @@
+"""scatter and gather of nested containers."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict, namedtuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pack_padded_sequence
+from torch.utils import _pytree as pytree
+
+from gradwire.devices import gather_nested, register_container, scatter_kwargs, scatter_nested
+from gradwire.errors import ArgumentError, NotSupportedError
+
+Old = namedtuple("Old", ("a", "b"))
+
+
+class New(NamedTuple):
+    a: Any
+    b: Any
+
+
+@dataclass
+class Plain:
+    a: Any
+    b: Any = 3
+    seen: list[int] = field(default_factory=list, init=False)
+
+
+@dataclass(frozen=True)
+class Frozen:
+    a: Any
+
+
+class MyList(list[Any]):
+    pass
+
+
+class Pair:
+    def __init__(self, left: Any, right: Any) -> None:
+        self.left, self.right = left, right
+
+
+class Node:
+    def __init__(self, children: list[Any]) -> None:
+        self.children = children
+
+
+register_container(Pair, lambda p: (p.left, p.right), lambda _, new: Pair(*new))
+pytree.register_pytree_node(Node, lambda n: (n.children, None), lambda c, _: Node(list(c)))
+
+
+def x() -> Tensor:
+    return torch.arange(8.0).reshape(4, 2)
+
+
+@pytest.mark.parametrize("kind", [Old, New])
+def test_named_tuples(kind: Any) -> None:
+    for i, part in enumerate(scatter_nested(kind(x(), (x() + 1, "word")), ["cpu"] * 2)):
+        assert type(part) is kind
+        assert torch.equal(part.a, x()[2 * i : 2 * i + 2])
+        assert torch.equal(part.b[0], x()[2 * i : 2 * i + 2] + 1)
+        assert part.b[1] == "word"
+    whole = gather_nested([kind(x(), x()), kind(x(), x())], "cpu")
+    assert type(whole) is kind
+    assert torch.equal(whole.b, torch.cat([x(), x()]))
+
+
+@pytest.mark.parametrize(
+    ("value", "read"),
+    [
+        ([x()], lambda v: v[0]),
+        ((x(), 1), lambda v: v[0]),
+        (MyList([x()]), lambda v: v[0]),
+        ({"a": x(), "b": []}, lambda v: v["a"]),
+        (OrderedDict(b=x(), a=()), lambda v: v["b"]),
+        (defaultdict(list, a={"b": [x()]}), lambda v: v["a"]["b"][0]),
+        (Plain(x()), lambda v: v.a),
+        (Plain(1, Frozen(x())), lambda v: v.b.a),
+        (Pair(None, x()), lambda v: v.right),
+        (Node([x()]), lambda v: v.children[0]),
+    ],
+)
+def test_every_container_survives_the_round_trip(value: Any, read: Any) -> None:
+    parts = scatter_nested(value, ["cpu"] * 2)
+    assert len(parts) == 2
+    for i, part in enumerate(parts):
+        assert type(part) is type(value)
+        assert torch.equal(read(part), x()[2 * i : 2 * i + 2])
+    whole = gather_nested(parts, "cpu")
+    assert type(whole) is type(value)
+    assert torch.equal(read(whole), x())
+    if isinstance(value, defaultdict):
+        assert whole.default_factory is list
+    assert torch.equal(read(value), x())  # as it was
+
+
+def test_dicts_keep_their_order() -> None:
+    whole = gather_nested([OrderedDict(b=x(), a=x()), OrderedDict(a=x(), b=x())], "cpu")
+    assert list(whole) == ["b", "a"]
+
+
+def test_what_is_no_tensor_goes_everywhere_and_comes_back_as_a_list() -> None:
+    thing = object()
+    parts = scatter_nested((x(), 3, "word", None, thing), ["cpu"] * 2)
+    assert [p[1:] for p in parts] == [(3, "word", None, thing)] * 2
+    assert gather_nested([(1, "a", None, 2.5), (2, "b", None, True)][:1] * 2, "cpu") == (
+        [1, 1],
+        ["a", "a"],
+        None,
+        [2.5, 2.5],
+    )
+    assert scatter_nested("word", ["cpu"] * 3) == ["word"] * 3
+
+
+def test_calls_without_tensors_reach_every_place() -> None:
+    assert scatter_kwargs((), {}, ["cpu"] * 2) == (((), ()), ({}, {}))
+    assert scatter_kwargs((1,), None, ["cpu"] * 2) == (((1,), (1,)), ({}, {}))
+
+
+def test_gradients_flow_through_containers() -> None:
+    a = x().requires_grad_()
+    parts = scatter_nested({"a": [a]}, ["cpu"] * 2)
+    whole = gather_nested([{"y": p["a"][0] * (i + 1)} for i, p in enumerate(parts)], "cpu")
+    whole["y"].sum().backward()
+    assert torch.equal(a.grad, torch.tensor([[1.0, 1], [1, 1], [2, 2], [2, 2]]))
+
+
+def test_other_dims() -> None:
+    parts = scatter_nested([x(), x().unsqueeze(0)], ["cpu"] * 2, dim=-1)
+    assert [p[0].shape for p in parts] == [(4, 1)] * 2
+    assert torch.equal(gather_nested(parts, "cpu", dim=-1)[1], x().unsqueeze(0))
+
+
+def test_scatter_refuses_what_it_cannot_cut() -> None:
+    with pytest.raises(ArgumentError, match=r"without a dim 0 to cut"):
+        scatter_nested([torch.tensor(1.0)], ["cpu"])
+    with pytest.raises(ArgumentError, match=r"inputs\[0\] has layout torch.sparse_coo"):
+        scatter_nested([x().to_sparse()], ["cpu"])
+    packed = pack_padded_sequence(torch.zeros(3, 2, 1), torch.tensor([3, 2]))
+    with pytest.raises(NotSupportedError, match="PackedSequence"):
+        scatter_nested([packed], ["cpu"] * 2)
+    with pytest.raises(ArgumentError, match="Pair, which is registered already"):
+        register_container(Pair, lambda p: (), lambda p, _: p)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "message"),
+    [
+        ([{"a": 1}, {"b": 1, "a": 1}], r"outputs of replica 1 has \['b', 'a'\], of replica 0"),
+        ([[1, 2], [1]], r"outputs of replica 1 has \[0\], of replica 0 \[0, 1\]"),
+        ([{"a": x()}, {"a": 1}], r"outputs\['a'\] is a int from replica 1, a Tensor from"),
+        ([[x()], (x(),)], "outputs is a tuple from replica 1, a list from replica 0"),
+        ([], "outputs is empty"),
+    ],
+)
+def test_gather_refuses_structures_that_differ(outputs: list[Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        gather_nested(outputs, "cpu")
