@@ -1,0 +1,207 @@
+"""The names of torch.nn.parallel over gradwire.devices, with exactly PyTorch's signatures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from gradwire import devices as ours
+from gradwire.compat._registry import Replacement
+from gradwire.devices.functional import BUFFER_SIZE
+from gradwire.devices.placement import Device
+
+__all__ = ["TABLE"]
+
+
+def broadcast(
+    tensor: Tensor, devices: Iterable[Device] | None = None, *, out: Iterable[Tensor] | None = None
+) -> tuple[Tensor, ...]:
+    """See gradwire.devices.broadcast."""
+    return ours.broadcast(tensor, devices, out=out)
+
+
+def broadcast_coalesced(
+    tensors: Iterable[Tensor], devices: Iterable[Device], buffer_size: int = BUFFER_SIZE
+) -> list[list[Tensor]]:
+    """See gradwire.devices.broadcast_coalesced."""
+    return ours.broadcast_coalesced(tensors, devices, buffer_size)
+
+
+def reduce_add(inputs: Iterable[Tensor], destination: Device | None = None) -> Tensor:
+    """See gradwire.devices.reduce_add."""
+    return ours.reduce_add(inputs, destination)
+
+
+def reduce_add_coalesced(
+    inputs: Iterable[Iterable[Tensor]],
+    destination: Device | None = None,
+    buffer_size: int = BUFFER_SIZE,
+) -> tuple[Tensor, ...]:
+    """See gradwire.devices.reduce_add_coalesced."""
+    return ours.reduce_add_coalesced(inputs, destination, buffer_size)
+
+
+def scatter_tensor(
+    tensor: Tensor,
+    devices: Iterable[Device] | None = None,
+    chunk_sizes: Sequence[int] | None = None,
+    dim: int = 0,
+    streams: Sequence[torch.Stream | None] | None = None,
+    *,
+    out: Iterable[Tensor] | None = None,
+) -> tuple[Tensor, ...]:
+    """See gradwire.devices.scatter."""
+    return ours.scatter(tensor, devices, chunk_sizes, dim, streams, out=out)
+
+
+def gather_tensors(
+    tensors: Iterable[Tensor],
+    dim: int = 0,
+    destination: Device | None = None,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """See gradwire.devices.gather."""
+    return ours.gather(tensors, dim, destination, out=out)
+
+
+class Broadcast:
+    """`apply` of torch's autograd function: every input for every device, device by device."""
+
+    @staticmethod
+    def apply(target_gpus: Sequence[Device], *inputs: Tensor) -> tuple[Tensor, ...]:
+        """The copies, flat."""
+        return tuple(t for r in ours.broadcast_coalesced(inputs, target_gpus) for t in r)
+
+
+class ReduceAddCoalesced:
+    """`apply` of torch's autograd function: the sums of tensors that are given device by device."""
+
+    @staticmethod
+    def apply(destination: Device, num_inputs: int, *grads: Tensor) -> tuple[Tensor, ...]:
+        """`num_inputs` sums."""
+        lists = [grads[i : i + num_inputs] for i in range(0, len(grads), num_inputs)]
+        return ours.reduce_add_coalesced(lists, destination)
+
+
+class Scatter:
+    """`apply` of torch's autograd function."""
+
+    @staticmethod
+    def apply(
+        target_gpus: Sequence[Device], chunk_sizes: Sequence[int] | None, dim: int, input: Tensor
+    ) -> tuple[Tensor, ...]:
+        """The chunks."""
+        return ours.scatter(input, target_gpus, chunk_sizes, dim)
+
+
+class Gather:
+    """`apply` of torch's autograd function."""
+
+    @staticmethod
+    def apply(target_device: Device, dim: int, *inputs: Tensor) -> Tensor:
+        """The joined tensor."""
+        return ours.gather(inputs, dim, target_device)
+
+
+def scatter(inputs: Any, target_gpus: Sequence[Device], dim: int = 0) -> Any:
+    """See gradwire.devices.scatter_nested; of one tensor, a tuple, as PyTorch's gives."""
+    parts = ours.scatter_nested(inputs, target_gpus, dim)
+    return tuple(parts) if isinstance(inputs, Tensor) else parts
+
+
+def scatter_kwargs(
+    inputs: tuple[Any, ...],
+    kwargs: dict[str, Any] | None,
+    target_gpus: Sequence[Device],
+    dim: int = 0,
+) -> tuple[tuple[Any, ...], tuple[dict[str, Any], ...]]:
+    """See gradwire.devices.scatter_kwargs; without any arguments there is nothing to scatter."""
+    if not inputs and not kwargs:
+        return (), ()
+    return ours.scatter_kwargs(inputs, kwargs, target_gpus, dim)
+
+
+def gather(outputs: Any, target_device: Device, dim: int = 0) -> Any:
+    """See gradwire.devices.gather_nested."""
+    return ours.gather_nested(outputs, target_device, dim)
+
+
+def replicate(network: Module, devices: Sequence[Device], detach: bool = False) -> list[Module]:
+    """See gradwire.devices.replicate."""
+    return ours.replicate(network, devices, detach) if devices else []
+
+
+def parallel_apply(
+    modules: Sequence[Module],
+    inputs: Sequence[Any],
+    kwargs_tup: Sequence[dict[str, Any]] | None = None,
+    devices: Sequence[Device | None] | None = None,
+) -> list[Any]:
+    """See gradwire.devices.parallel_apply."""
+    return ours.parallel_apply(modules, inputs, kwargs_tup, devices)
+
+
+def data_parallel(
+    module: Module,
+    inputs: Any,
+    device_ids: Sequence[Device] | None = None,
+    output_device: Device | None = None,
+    dim: int = 0,
+    module_kwargs: Any | None = None,
+) -> Any:
+    """See gradwire.devices.data_parallel."""
+    return ours.data_parallel(module, inputs, device_ids, output_device, dim, module_kwargs)
+
+
+class DataParallel(ours.DataParallel[Module]):
+    """gradwire.devices.DataParallel with PyTorch's arguments and attributes.
+
+    Replicas are copied at every forward: code written for PyTorch may write parameters through
+    `.data`, which no cache can see.
+    """
+
+    def __init__(
+        self,
+        module: Module,
+        device_ids: Sequence[Device] | None = None,
+        output_device: Device | None = None,
+        dim: int = 0,
+    ) -> None:
+        super().__init__(module, device_ids, output_device, dim, cache_replicas=False)
+        self.device_ids = [d if d.index is None else d.index for d in self.devices]
+
+
+_COMM = ("torch.nn.parallel.comm", "torch.cuda.comm")
+_FUNCTIONS = "torch.nn.parallel._functions"
+_NESTED = "torch.nn.parallel.scatter_gather"
+_REPLICATE = "torch.nn.parallel.replicate"
+_APPLY = "torch.nn.parallel.parallel_apply"
+_MODULE = "torch.nn.parallel.data_parallel"
+_DDP = "torch.nn.parallel.distributed"
+_PACKAGE = "torch.nn.parallel"
+
+TABLE = (
+    Replacement(broadcast, "broadcast", _COMM),
+    Replacement(broadcast_coalesced, "broadcast_coalesced", _COMM),
+    Replacement(reduce_add, "reduce_add", _COMM),
+    Replacement(reduce_add_coalesced, "reduce_add_coalesced", _COMM),
+    Replacement(scatter_tensor, "scatter", _COMM),
+    Replacement(gather_tensors, "gather", _COMM),
+    Replacement(Broadcast, "Broadcast", (_FUNCTIONS,)),
+    Replacement(ReduceAddCoalesced, "ReduceAddCoalesced", (_FUNCTIONS,)),
+    Replacement(Scatter, "Scatter", (_FUNCTIONS, _NESTED)),
+    Replacement(Gather, "Gather", (_FUNCTIONS, _NESTED)),
+    Replacement(scatter, "scatter", (_NESTED, _PACKAGE)),
+    Replacement(scatter_kwargs, "scatter_kwargs", (_NESTED, _MODULE, _DDP)),
+    Replacement(gather, "gather", (_NESTED, _MODULE, _DDP, _PACKAGE)),
+    Replacement(replicate, "replicate", (_REPLICATE, _MODULE, _PACKAGE)),
+    Replacement(parallel_apply, "parallel_apply", (_APPLY, _MODULE, _PACKAGE)),
+    Replacement(data_parallel, "data_parallel", (_MODULE, _PACKAGE)),
+    Replacement(DataParallel, "DataParallel", (_MODULE, _PACKAGE, "torch.nn")),
+)
+"""What goes where."""

@@ -1,0 +1,154 @@
+"""gradwire under PyTorch's names: where it goes, how it is called, and that it goes away again."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd import gradcheck, gradgradcheck
+
+from gradwire import compat
+from gradwire.compat import _registry
+from gradwire.compat.devices import TABLE
+
+CPUS = ["cpu", "cpu"]
+
+
+@pytest.fixture
+def installed() -> Iterator[None]:
+    with compat.installed():
+        yield
+
+
+def original(entry: _registry.Replacement) -> Any:
+    return getattr(importlib.import_module(entry.modules[0]), entry.name)
+
+
+for _module in {module for entry in TABLE for module in entry.modules}:
+    importlib.import_module(_module)
+ORIGINALS = {(entry.name, entry.modules[0]): original(entry) for entry in TABLE}
+
+
+def holders(value: object) -> set[str]:
+    """Modules of torch that hold an object under its own name."""
+    name = getattr(value, "__name__", "")
+    return {
+        m
+        for m, module in list(sys.modules.items())
+        if m.split(".")[0] == "torch" and vars(module).get(name) is value
+    }
+
+
+@pytest.mark.parametrize("entry", TABLE, ids=lambda e: f"{e.modules[0]}.{e.name}")
+def test_every_module_that_holds_a_name_is_in_the_table(entry: _registry.Replacement) -> None:
+    assert holders(original(entry)) == set(entry.modules)
+    with compat.installed():
+        assert not holders(ORIGINALS[entry.name, entry.modules[0]])
+        assert original(entry) is entry.value
+
+
+def test_uninstall_puts_everything_back() -> None:
+    compat.install()
+    compat.install()
+    compat.uninstall()
+    for entry in TABLE:
+        assert original(entry) is ORIGINALS[entry.name, entry.modules[0]]
+    compat.uninstall()
+    with compat.installed(), compat.installed():
+        pass
+    assert not _registry.is_installed()
+
+
+def test_a_name_that_is_not_there_leaves_everything_as_it_was() -> None:
+    table = [*TABLE, _registry.Replacement(1, "no_such_name", ("torch.nn.parallel",))]
+    with pytest.raises(AttributeError):
+        _registry.put(table)
+    assert not _registry.is_installed()
+    assert original(TABLE[0]) is ORIGINALS["broadcast", "torch.nn.parallel.comm"]
+
+
+@pytest.mark.parametrize("entry", TABLE, ids=lambda e: f"{e.modules[0]}.{e.name}")
+def test_signatures_are_pytorchs(entry: _registry.Replacement) -> None:
+    theirs, ours = ORIGINALS[entry.name, entry.modules[0]], entry.value
+    if inspect.isclass(ours) and hasattr(ours, "apply") and not issubclass(ours, torch.nn.Module):
+        skip = inspect.signature(theirs.forward)
+        given = list(skip.parameters.values())[1:]
+        found = inspect.signature(ours.apply)
+    else:
+        given = list(inspect.signature(theirs).parameters.values())
+        found = inspect.signature(ours)  # type: ignore[arg-type]
+    assert [(p.name, p.kind, p.default) for p in found.parameters.values()] == [
+        (p.name, p.kind, p.default) for p in given
+    ]
+
+
+@pytest.mark.usefixtures("installed")
+def test_comm_on_logical_replicas() -> None:
+    comm = torch.nn.parallel.comm
+    x = torch.randn(4, 3)
+    assert torch.equal(comm.broadcast(x, CPUS)[1], x)
+    assert torch.equal(comm.broadcast_coalesced([x], CPUS)[1][0], x)
+    assert torch.equal(comm.reduce_add([x, x]), x + x)
+    assert torch.equal(comm.reduce_add_coalesced([[x], [x]])[0], x + x)
+    assert torch.equal(comm.scatter(x, CPUS, [1, 3])[1], x[1:])
+    assert torch.equal(comm.gather([x, x], 1), torch.cat([x, x], 1))
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.filterwarnings("ignore:gather was given scalars:UserWarning")
+def test_autograd_functions_on_logical_replicas() -> None:
+    from torch.nn.parallel._functions import Broadcast, Gather, ReduceAddCoalesced, Scatter
+
+    inputs = [torch.randn(4, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    ops: list[Any] = [
+        lambda *t: Broadcast.apply(CPUS, *t),
+        lambda *t: ReduceAddCoalesced.apply("cpu", 1, *t),
+        lambda *t: Gather.apply("cpu", -1, *t),
+        lambda *t: Scatter.apply(CPUS, None, 1, t[0]),
+    ]
+    for op in ops:
+        given = inputs[:1] if op is ops[3] else inputs
+        assert gradcheck(op, given)
+        assert gradgradcheck(op, given)
+    assert Broadcast.apply(CPUS, *inputs)[3].requires_grad
+    followed = [torch.ones(1, requires_grad=r) for r in (True, False, True)]
+    assert [t.requires_grad for t in Broadcast.apply(CPUS, *followed)] == [True, False, True] * 2
+    with torch.no_grad():
+        assert not Broadcast.apply(CPUS, torch.ones(1, requires_grad=True))[1].requires_grad
+    scalars = [torch.tensor(1.0), torch.tensor(2.0)]
+    assert Gather.apply(-1, 0, *scalars).tolist() == [1.0, 2.0]
+
+
+@pytest.mark.usefixtures("installed")
+def test_the_parts_of_data_parallel() -> None:
+    from torch.nn.parallel import scatter_gather
+
+    parallel = torch.nn.parallel
+    x = torch.randn(4, 3)
+    assert isinstance(parallel.scatter(x, CPUS), tuple)
+    assert isinstance(parallel.scatter([x], CPUS), list)
+    assert scatter_gather.scatter_kwargs((), None, CPUS) == ((), ())
+    inputs, kwargs = scatter_gather.scatter_kwargs((x,), {"a": 1}, CPUS)
+    assert (len(inputs), kwargs) == (2, ({"a": 1}, {"a": 1}))
+    net = torch.nn.Linear(3, 2)
+    assert parallel.replicate(net, []) == []
+    outputs = parallel.parallel_apply(parallel.replicate(net, CPUS), inputs)
+    torch.testing.assert_close(parallel.gather(outputs, "cpu"), net(x))
+    torch.testing.assert_close(parallel.data_parallel(net, x, CPUS), net(x))
+    with pytest.raises(ValueError, match="same keys and lengths"):
+        parallel.gather([{"a": x}, {"a": x, "b": x}], "cpu")
+
+
+@pytest.mark.usefixtures("installed")
+def test_data_parallel_module() -> None:
+    net, x = torch.nn.Linear(3, 2), torch.randn(4, 3)
+    module = torch.nn.DataParallel(net, device_ids=["cpu"] * 3, output_device="cpu", dim=0)
+    torch.testing.assert_close(module(x), net(x))
+    assert module.device_ids == [torch.device("cpu")] * 3
+    net.weight.data.add_(1)  # no cache is in the way
+    torch.testing.assert_close(module(x), net(x))
