@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -162,6 +163,7 @@ def _exit_with_parent() -> None:
 @contextmanager
 def _interrupts_held() -> Iterator[None]:
     """Keep Ctrl-C for later; processes started meanwhile never see it: stopping is our task."""
+    resource_tracker.ensure_running()  # or the first start would, and let interrupts through again
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

@@ -53,8 +53,8 @@ class Place:
         missing = [name for name in _TORCHRUN if name not in environment]
         if missing:
             raise ArgumentError(
-                f"RANK={environment['RANK']} is set, as in a process that torchrun started, but "
-                f"{', '.join(missing)} is not: start with torchrun, or unset RANK"
+                f"RANK={environment['RANK']} is set, as in a process that torchrun started, "
+                f"without {', '.join(missing)}: start with torchrun, or unset RANK"
             )
         try:
             return cls(*(int(environment[name]) for name in _TORCHRUN[:4]))

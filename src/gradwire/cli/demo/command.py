@@ -32,29 +32,29 @@ _INTERRUPTED = 130  # what a shell reports after Ctrl-C
 
 
 @click.command()
-@click.option("--nproc", type=int, help="Processes that train.  [default: 2; torchrun's number]")
-@click.option("--backend", default="gloo", show_default=True, help="What carries their messages.")
+@click.option("--nproc", type=int, help="Processes.  [default: 2, or torchrun's]")
+@click.option("--backend", default="gloo", show_default=True, help="What carries messages.")
 @click.option("--epochs", type=int, default=12, show_default=True, help="Times each image is seen.")
 @click.option(
     "--hook",
     type=click.Choice(list(HOOKS)),
     default="none",
     show_default=True,
-    help="What is done with the gradients instead of plain averaging.",
+    help="How gradients travel.",
 )
 @click.option(
     "--seed",
-    type=click.IntRange(0, 2**32),
+    type=click.IntRange(0, 2**32 - 1),
     default=0,
     show_default=True,
-    help="Of the first parameters and the images' order.",
+    help="Of parameters and order.",
 )
 @click.option(
     "--batch-size",
     type=int,
     default=64,
     show_default=True,
-    help="Images per step, over all processes.",
+    help="Images per step, in all.",
 )
 def demo(
     nproc: int | None, backend: str, epochs: int, hook: str, seed: int, batch_size: int
@@ -121,7 +121,7 @@ def _run_here(options: DemoOptions, place: Place, send: Send) -> None:
 
 def _show(options: DemoOptions, run: Callable[[Send], None]) -> int:
     """Show all that `run` sends; returns the exit code: 1 if the result is wrong."""
-    console = Console()
+    console = Console(highlight=False)
     results: list[Result] = []
 
     def receive(news: Any) -> None:

@@ -37,10 +37,10 @@ def show_result(console: Console, result: Result, options: DemoOptions) -> None:
         (_step_times(result), _explained_times(result, options)),
     ):
         console.print()
-        console.print(table, highlight=False)
-        console.print(explanation, style="dim", highlight=False)
+        console.print(table)
+        console.print(explanation, style="dim")
     for failure in failures(result, options):
-        console.print(f"\n[bold red]FAILED[/]: {failure}", highlight=False)
+        console.print(f"\n[bold red]FAILED[/]: {failure}")
 
 
 def _training(result: Result, options: DemoOptions) -> Table:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 
 from gradwire.cli.demo.data import TEST_IMAGES, TRAIN_IMAGES
 from gradwire.cli.demo.model import build_model, parameter_count
@@ -40,14 +40,14 @@ class View:
         self._every = math.ceil(options.epochs / _LINES)
         self._bar = Progress(
             SpinnerColumn(),
-            TextColumn("{task.description}"),
             BarColumn(),
-            MofNCompleteColumn(),
+            TextColumn("{task.description}"),
+            refresh_per_second=5,
             console=console,
             transient=True,
             disable=not console.is_terminal,
         )
-        self._task = self._bar.add_task("starting", total=None)
+        self._task = self._bar.add_task(f"starting {_processes(options.nproc)}", total=None)
 
     def __enter__(self) -> View:
         self._introduce()
@@ -78,8 +78,8 @@ class View:
         self._console.print(
             f"[bold]gradwire demo[/]: one network in {_processes(options.nproc)}, "
             f"gradients averaged over {options.backend}{hook}\n"
-            f"[dim]  data     {TRAIN_IMAGES} handwritten digits of 8 x 8 pixels to learn from, "
-            f"{TEST_IMAGES} for the test\n"
+            f"[dim]  data     {TRAIN_IMAGES} handwritten digits, 8 x 8 pixels, to learn from; "
+            f"{TEST_IMAGES} to test\n"
             f"  network  2 convolutions and 2 linear layers, {numbers:,} parameters\n"
             f"  twin     the same training in one process, to compare with[/]\n\n"
             "[bold]   epoch     loss   test accuracy   largest difference to the twin[/]"
@@ -92,5 +92,4 @@ class View:
             self._console.print(
                 f"{f'{epoch.number}/{total}':>8}   {epoch.loss:6.4f}   "
                 f"{epoch.correct / TEST_IMAGES:>13.1%}   {epoch.difference.absolute:>30.1e}",
-                highlight=False,
             )

@@ -1,0 +1,93 @@
+"""Commands in sessions of their own, so that whatever they leave behind can be found."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+LIMIT = 60.0
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class Command:
+    """A Python command that runs in a session of its own, read line by line."""
+
+    def __init__(self, arguments: list[str], environment: Mapping[str, str]) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, *arguments],
+            env=environment,
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def read_until(self, text: str) -> None:
+        """Return once a line with `text` is out."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if text in line:
+                return
+        pytest.fail(f"no {text!r}; stderr: {self.process.communicate()[1]}")
+
+    def end(self) -> tuple[int, str, str]:
+        """Wait for the end; returns the exit code and the rest of stdout and stderr."""
+        out, err = self.process.communicate(timeout=LIMIT)
+        return self.process.returncode, out, err
+
+    def alive(self) -> dict[int, str]:
+        """The command lines of the session's living processes, by process number."""
+        found = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                status = (folder / "stat").read_text().rpartition(")")[2].split()
+                line = (folder / "cmdline").read_text().replace("\0", " ")
+            except (FileNotFoundError, ProcessLookupError):
+                continue  # it ended while we looked
+            state, session = status[0], int(status[3])
+            if session == self.process.pid and state != "Z":
+                found[int(folder.name)] = line
+        return found
+
+    def ranks(self) -> list[int]:
+        """The process numbers of the ranks, in the order in which they were started."""
+        return sorted(pid for pid, line in self.alive().items() if "spawn_main" in line)
+
+    def survivors(self) -> dict[int, str]:
+        """What is still there of the session, when what is ending has had time to end."""
+        deadline = time.monotonic() + LIMIT
+        while (left := self.alive()) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return left
+
+
+@pytest.fixture
+def command() -> Iterator[Callable[..., Command]]:
+    """Start `python ARGUMENTS...`; whatever is left of it at the test's end is killed."""
+    started = []
+    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
+
+    def start(*arguments: str) -> Command:
+        started.append(Command(list(arguments), environment))
+        return started[-1]
+
+    yield start
+    for one in started:
+        for pid in one.alive():
+            os.kill(pid, signal.SIGKILL)
+        one.process.communicate()
+
+
+@pytest.fixture
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No environment as torchrun makes it."""
+    for name in LAUNCHER:
+        monkeypatch.delenv(name, raising=False)

@@ -1,0 +1,95 @@
+"""Options and what is said about bad ones; nothing is started here."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+import gradwire.cli
+from gradwire._version import __version__
+from gradwire.cli.app import app
+from gradwire.cli.places import Place
+
+TORCHRUN = {
+    "RANK": "0",
+    "WORLD_SIZE": "2",
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "1",
+}
+
+
+def refusal(*arguments: str) -> str:
+    result = CliRunner().invoke(app, ["demo", *arguments])
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    return result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--nproc 0", "--nproc is 0; at least 1"),
+        ("--nproc many", "'many' is not a valid integer"),
+        ("--epochs 0", "--epochs is 0; at least 1"),
+        ("--epochs -3", "--epochs is -3; at least 1"),
+        ("--hook none_such", "'none_such' is not one of 'none', 'allreduce', 'fp16', 'bf16'"),
+        ("--backend none_such", "--backend is 'none_such', which torch.distributed does not know"),
+        ("--backend undefined", "--backend is 'undefined', which torch.distributed does not know"),
+        ("--batch-size 1", "--batch-size is 1; it must be at least --nproc (2)"),
+        ("--batch-size 1438", "--batch-size is 1438; it must be at least --nproc (2)"),
+        ("--batch-size 4 --nproc 5", "--batch-size is 4; it must be at least --nproc (5)"),
+        ("--seed -1", "-1 is not in the range"),
+    ],
+)
+@pytest.mark.usefixtures("no_launcher")
+def test_a_bad_option_is_named_with_its_value(arguments, said):
+    assert said in refusal(*arguments.split())
+
+
+@pytest.mark.usefixtures("no_launcher")
+def test_unusable_backends_come_with_the_usable_ones():
+    assert "it can use here: gloo" in refusal("--backend", "none_such")
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 1, reason="this machine has GPUs for nccl")
+@pytest.mark.usefixtures("no_launcher")
+def test_nccl_needs_gpus():
+    found = torch.cuda.device_count()
+    said = f"needs a GPU for each process on a machine: 2 processes, {found} GPUs"
+    assert said in refusal("--backend", "nccl")
+
+
+def test_another_nproc_than_torchruns_is_refused_once(monkeypatch):
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    assert "--nproc is 3, but 2 processes were started from outside" in refusal("--nproc", "3")
+    monkeypatch.setenv("RANK", "1")
+    assert refusal("--nproc", "3") == ""
+
+
+def test_a_place_comes_whole_or_not_at_all(monkeypatch):
+    assert Place.from_environment({"WORLD_SIZE": "8"}) is None
+    assert Place.from_environment(TORCHRUN) == Place(0, 2, 0, 2)
+    for name in TORCHRUN:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RANK", "0")
+    assert "RANK=0 is set, as in a process that torchrun started, without WORLD_SIZE" in refusal()
+    for name, value in (TORCHRUN | {"WORLD_SIZE": "two"}).items():
+        monkeypatch.setenv(name, value)
+    assert "must be whole numbers (invalid literal for int() with base 10: 'two')" in refusal()
+
+
+def test_version():
+    assert CliRunner().invoke(app, ["--version"]).stdout == f"gradwire {__version__}\n"
+
+
+def test_without_the_extra_it_says_how_to_get_it(monkeypatch):
+    here = {"click": object(), "numpy": object()}
+    monkeypatch.setattr(gradwire.cli, "find_spec", here.get)
+    with pytest.raises(SystemExit) as exit_:
+        gradwire.cli.main()
+    assert "needs rich, sklearn, not installed here" in str(exit_.value)
+    assert 'pip install "gradwire[demo]"' in str(exit_.value)

@@ -1,0 +1,97 @@
+"""The demo as its users start it: by hand and by torchrun, to the end and interrupted."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+
+FOREVER = ("-m", "gradwire", "demo", "--epochs", "100000")
+FIRST_EPOCH = "1/100000 "
+
+
+def cells(line: str) -> list[str]:
+    return re.split(r"\s{2,}", line.strip())
+
+
+def check_output(out: str) -> None:
+    """One epoch's output is complete, and printed once."""
+    rows = [cells(line) for line in out.splitlines()]
+    (epoch,) = [row for row in rows if row[0] == "1/1"]
+    (difference,) = [row for row in rows if row[0] == "largest difference to the twin"]
+    assert epoch[3] == difference[1]
+    assert difference[2] == "rounding"
+    assert 0 < float(difference[1]) < 1e-5  # two ranks and one process do round differently
+    assert ["parameters in all processes", "equal", "to the last bit"] in rows
+    (accuracy,) = [row for row in rows if row[0] == "test accuracy"]
+    assert accuracy[1] == epoch[2]
+    assert float(accuracy[1].rstrip("%")) > 80
+    for name in ("gradwire", "torch's DDP"):
+        (times,) = [row for row in rows if row[0] == name]
+        step, compute, exposed = (float(cell.removesuffix(" ms")) for cell in times[1:])
+        assert compute > 0
+        assert abs(step - compute - exposed) < 0.02
+
+
+def ignores_ctrl_c(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/status").read_text()
+    (blocked,) = re.findall(r"^SigBlk:\s*([0-9a-f]+)$", status, re.MULTILINE)
+    return bool(int(blocked, 16) >> (signal.SIGINT - 1) & 1)
+
+
+def test_two_processes_train_as_one(command):
+    run = command("-m", "gradwire", "demo", "--epochs", "1")
+    code, out, err = run.end()
+    assert (code, err) == (0, "")
+    check_output(out)
+    assert not run.survivors()
+
+
+def test_the_same_under_torchrun(command):
+    run = command(
+        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+        *("-m", "gradwire", "demo", "--epochs", "1"),
+    )
+    code, out, err = run.end()
+    assert code == 0, err
+    check_output(out)
+    assert not run.survivors()
+
+
+def test_a_lossy_hook_is_no_failure(command):
+    code, out, err = command("-m", "gradwire", "demo", "--epochs", "1", "--hook", "bf16").end()
+    assert (code, err) == (0, "")
+    assert "not rounding: bf16 is lossy" in out
+    assert "torch's DDP is left out" in re.sub(r"\s+", " ", out)
+
+
+def test_ctrl_c_leaves_nothing(command):
+    run = command(*FOREVER)
+    run.read_until(FIRST_EPOCH)
+    assert len(run.ranks()) == 2
+    assert all(ignores_ctrl_c(pid) for pid in run.ranks())  # stopping them is the parent's task
+    os.killpg(run.process.pid, signal.SIGINT)  # as a terminal does
+    code, _, err = run.end()
+    assert code == 130
+    assert err == "Interrupted; every process of the demo has been stopped.\n"
+    assert not run.survivors()
+
+
+def test_the_ranks_do_not_outlive_a_killed_parent(command):
+    run = command(*FOREVER)
+    run.read_until(FIRST_EPOCH)
+    assert len(run.ranks()) == 2
+    run.process.kill()
+    assert not run.survivors()
+
+
+def test_a_rank_that_dies_ends_the_demo(command):
+    run = command(*FOREVER)
+    run.read_until(FIRST_EPOCH)
+    _, last = run.ranks()
+    os.kill(last, signal.SIGKILL)
+    code, _, err = run.end()
+    assert code == 1
+    assert err == "gradwire demo: rank 1 was ended by SIGKILL\n"
+    assert not run.survivors()

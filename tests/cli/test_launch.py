@@ -1,0 +1,78 @@
+"""The launcher: what ranks send arrives, and one bad end ends all."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+
+import pytest
+
+from gradwire.cli.launch import RankFailure, launch
+from gradwire.cli.places import Place
+
+JOBS = """
+import os, threading
+from datetime import timedelta
+
+import torch
+
+from gradwire.cli.places import join_group
+
+
+def tell(place, send):
+    join_group(place, "gloo", timedelta(seconds=30))
+    total = torch.full((), place.rank + 1.0)
+    torch.distributed.all_reduce(total)
+    send((place, total.item()))
+
+
+def one_raises(place, send):
+    if place.rank == 1:
+        raise ValueError("two\\nlines")
+    threading.Event().wait()
+
+
+def one_exits(place, send):
+    if place.rank == 1:
+        os._exit(3)
+    threading.Event().wait()
+"""
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory):
+    """A module of jobs that new processes can import."""
+    folder = tmp_path_factory.mktemp("jobs")
+    (folder / "gradwire_test_jobs.py").write_text(textwrap.dedent(JOBS))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder))
+        yield __import__("gradwire_test_jobs")
+        del sys.modules["gradwire_test_jobs"]
+
+
+def test_ranks_meet_and_what_they_send_arrives(jobs):
+    received = []
+    launch(jobs.tell, 2, received.append)
+    places = sorted((place for place, _ in received), key=lambda place: place.rank)
+    port = places[0].store_port
+    assert places == [Place(0, 2, 0, 2, port), Place(1, 2, 1, 2, port)]
+    assert [total for _, total in received] == [3.0, 3.0]
+
+
+def test_a_rank_that_raises_ends_the_others(jobs):
+    with pytest.raises(RankFailure, match=r"^rank 1 failed: ValueError: two\nlines$") as caught:
+        launch(jobs.one_raises, 2, lambda news: None)
+    assert "in one_raises" in caught.value.details
+
+
+def test_a_rank_that_exits_early_ends_the_others(jobs):
+    with pytest.raises(RankFailure, match=r"^rank 1 ended with exit code 3 before its work"):
+        launch(jobs.one_exits, 2, lambda news: None)
+
+
+def test_an_error_of_the_receiver_ends_the_ranks(jobs):
+    def receive(news):
+        raise LookupError("enough")
+
+    with pytest.raises(LookupError, match="enough"):
+        launch(jobs.tell, 2, receive)
