@@ -10,14 +10,15 @@ import click
 import torch.distributed as dist
 from rich.console import Console
 
-from benchmarks import broadcast, ddp
+from benchmarks import broadcast, ddp, devices
 from benchmarks.benchmark import Benchmark
 from benchmarks.options import Options
 from benchmarks.pages import PAGES, RESULTS, rewritten
 from benchmarks.report import conditions, figures, terminal
 
 BENCHMARKS: dict[str, Benchmark[Any]] = {
-    benchmark.name: benchmark for benchmark in (broadcast.BENCHMARK, ddp.BENCHMARK)
+    benchmark.name: benchmark
+    for benchmark in (broadcast.BENCHMARK, ddp.BENCHMARK, devices.BENCHMARK)
 }
 
 

@@ -67,18 +67,19 @@ def one_device(tensors: Sequence[Tensor], name: str) -> torch.device:
 
 def check_alike(tensors: Sequence[Tensor], name: str, *, layout: bool = True) -> None:
     """Refuse shapes, dtypes or layouts that differ from the first tensor's."""
-    first = tensors[0]
+
+    def key(tensor: Tensor) -> tuple[object, ...]:
+        return (tuple(tensor.shape), tensor.dtype, tensor.layout if layout else None)
+
+    expected = key(tensors[0])
     for i, tensor in enumerate(tensors):
-        pairs: list[tuple[str, object, object]] = [
-            ("shape", tuple(tensor.shape), tuple(first.shape)),
-            ("dtype", tensor.dtype, first.dtype),
-        ]
-        if layout:
-            pairs.append(("layout", tensor.layout, first.layout))
-        for field, got, expected in pairs:
-            if got != expected:
+        found = key(tensor)
+        if found == expected:
+            continue
+        for field, got, wanted in zip(("shape", "dtype", "layout"), found, expected, strict=True):
+            if got != wanted:
                 raise ArgumentError(
-                    f"{name}[{i}] has {field} {got}, expected {expected} as {name}[0] has: tensors "
+                    f"{name}[{i}] has {field} {got}, expected {wanted} as {name}[0] has: tensors "
                     "that are added must match"
                 )
 

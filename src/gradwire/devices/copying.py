@@ -70,12 +70,13 @@ def copies(tensor: Tensor, devices: Sequence[torch.device]) -> list[Tensor]:
     return targets
 
 
-def packed(tensors: Sequence[Tensor]) -> Tensor:
-    """One flat tensor of the values of several of one dtype, each in its own memory's order."""
+def packed(tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """One flat tensor of the values of several of one dtype, and each one's view in it."""
     size = sum(t.numel() for t in tensors)
     flat = _memory.empty((size,), tensors[0], tensors[0].device)
-    torch._foreach_copy_(views(flat, tensors, keep_strides=True), list(tensors))
-    return flat
+    inside = views(flat, tensors, keep_strides=True)
+    torch._foreach_copy_(inside, list(tensors))
+    return flat, inside
 
 
 def copies_coalesced(
@@ -122,10 +123,11 @@ def _bucket_copies(members: list[Tensor], devices: Sequence[torch.device]) -> li
     """The copies of one bucket's tensors for each place."""
     if len(members) == 1:
         return [[copy] for copy in copies(members[0], devices)]
-    flat = packed(members)
+    flat, inside = packed(members)
     first = own_place(flat.device, devices)
     flats = copies(flat, [d for i, d in enumerate(devices) if i != first])
+    replicas = [views(f, members, keep_strides=True) for f in flats]
     if first is not None:
-        flats.insert(first, flat)
+        replicas.insert(first, inside)
     # `.data` gives each view a version counter of its own.
-    return [[v.data for v in views(f, members, keep_strides=True)] for f in flats]
+    return [[view.data for view in replica] for replica in replicas]

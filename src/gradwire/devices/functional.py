@@ -30,6 +30,8 @@ Streams: TypeAlias = "Sequence[torch.Stream | None] | None"
 def _tracked(tensors: Sequence[Tensor]) -> list[bool]:
     """For each tensor, whether autograd follows it, backward or forward."""
     grad = torch.is_grad_enabled()
+    if forward_ad._current_level < 0:  # asking every tensor for its tangent would take longer
+        return [grad and t.requires_grad for t in tensors]
     tangent = cast("Callable[[Tensor], Any]", forward_ad.unpack_dual)
     return [(grad and t.requires_grad) or tangent(t).tangent is not None for t in tensors]
 

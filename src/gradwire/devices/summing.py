@@ -130,7 +130,8 @@ def _arrived(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
     """The tensors on a device: themselves, or their copies after one transfer."""
     if tensors[0].device == device:
         return tensors
-    return views(copy_to(packed(tensors), device), tensors, keep_strides=True)
+    flat, _ = packed(tensors)
+    return views(copy_to(flat, device), tensors, keep_strides=True)
 
 
 def _groups(tensors: Sequence[Tensor]) -> Iterator[list[int]]:

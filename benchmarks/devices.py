@@ -1,0 +1,207 @@
+"""The ops between logical replicas of the CPU: ours, and torch's algorithms written out.
+
+PyTorch's own functions refuse the CPU. What they do between two places is restated here with torch
+ops: replicas are flattened bucket by bucket, moved as one copy, added in place.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
+
+from benchmarks import shapes
+from benchmarks.benchmark import Benchmark
+from benchmarks.contest import OURS, alternate
+from benchmarks.launch import launch
+from benchmarks.options import Options
+from benchmarks.progress import say
+from benchmarks.results import CaseResult, Measure
+from benchmarks.stats import ratio, spread
+from gradwire.devices import DataParallel, broadcast_coalesced, reduce_add, reduce_add_coalesced
+
+__all__ = ["BENCHMARK", "Case", "measure"]
+
+BUFFER_SIZE = 10 << 20
+Steps = Mapping[str, Callable[[], object]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """An op on k replicas: what makes its contenders, and what is expected by counting passes."""
+
+    name: str
+    steps: Callable[..., Steps]
+    expected: str
+    given: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _torch_reduce_add(inputs: Sequence[Tensor]) -> Tensor:
+    """Every input but the first is copied to the destination, then added."""
+    total = inputs[0] + inputs[1].clone()
+    for other in inputs[2:]:
+        total.add_(other.clone())
+    return total
+
+
+def _torch_adds(inputs: Sequence[Tensor]) -> Tensor:
+    """The same for inputs that need no copy."""
+    total = inputs[0] + inputs[1]
+    for other in inputs[2:]:
+        total.add_(other)
+    return total
+
+
+def _torch_reduce_add_coalesced(replicas: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    results: list[Tensor] = []
+    for buckets in zip(*(_take_tensors(r, BUFFER_SIZE) for r in replicas), strict=True):
+        total = _torch_reduce_add([_flatten_dense_tensors(bucket) for bucket in buckets])
+        results += [t.data for t in _unflatten_dense_tensors(total, buckets[0])]
+    return results
+
+
+def _torch_broadcast_coalesced(tensors: Sequence[Tensor], k: int) -> list[list[Tensor]]:
+    replicas: list[list[Tensor]] = [list(tensors), *([] for _ in range(k - 1))]
+    for bucket in _take_tensors(tensors, BUFFER_SIZE):
+        flat = _flatten_dense_tensors(bucket)
+        for replica in replicas[1:]:
+            replica += [t.data for t in _unflatten_dense_tensors(flat.clone(), bucket)]
+    return replicas
+
+
+def _adding(k: int, mebibytes: int) -> Steps:
+    inputs = [torch.randn(mebibytes << 18) for _ in range(k)]
+    steps = {
+        OURS: partial(reduce_add, inputs),
+        "torch": partial(_torch_reduce_add, inputs),
+        "torch, no copies": partial(_torch_adds, inputs),
+    }
+    expected = _torch_adds(inputs)
+    for name, step in steps.items():
+        _check(name, [step()], [expected])
+    return steps
+
+
+def _adding_many(k: int, specs: Callable[[], list[Tensor]]) -> Steps:
+    replicas = [_values(specs()) for _ in range(k)]
+    steps: Steps = {
+        OURS: partial(reduce_add_coalesced, replicas),
+        "torch": partial(_torch_reduce_add_coalesced, replicas),
+    }
+    expected = [_torch_adds(column) for column in zip(*replicas, strict=True)]
+    for name, step in steps.items():
+        _check(name, step(), expected)
+    return steps
+
+
+def _broadcasting(k: int, specs: Callable[[], list[Tensor]]) -> Steps:
+    tensors = _values(specs())
+    steps: dict[str, Callable[[], Any]] = {
+        OURS: partial(broadcast_coalesced, tensors, ["cpu"] * k, BUFFER_SIZE),
+        "torch": partial(_torch_broadcast_coalesced, tensors, k),
+    }
+    for name, step in steps.items():
+        for replica in step():
+            _check(name, replica, tensors)
+    return steps
+
+
+def _forward(k: int) -> Steps:
+    module = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8)))
+    x = torch.randn(2 * k, 1024)
+
+    def step(cached: bool) -> Callable[[], object]:
+        model = DataParallel(module, ["cpu"] * k, cache_replicas=cached)
+
+        def run() -> object:
+            with torch.no_grad():
+                return model(x)
+
+        return run
+
+    return {OURS: step(True), "no cache": step(False)}
+
+
+def _values(specs: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors of these shapes, of the dtype that is added: the models' few counters are too."""
+    return [torch.randn(spec.shape) for spec in specs]
+
+
+def _check(name: str, results: Any, expected: Sequence[Tensor]) -> None:
+    for i, (result, right) in enumerate(zip(results, expected, strict=True)):
+        if not torch.equal(result, right):
+            raise AssertionError(f"{name}'s result {i} of shape {tuple(right.shape)} is wrong")
+
+
+def _cases() -> list[Case]:
+    cases = [
+        Case(
+            f"reduce_add, {k} x {size} MiB",
+            _adding,
+            f"Passes over {size} MiB: gradwire {k + 1}, torch {5 * (k - 1)}, without copies "
+            f"{3 * (k - 1)}. Expected ratio to torch: at most 1/3.",
+            {"k": k, "mebibytes": size},
+        )
+        for k, size in ((4, 64), (8, 32))
+    ]
+    models = (("ResNet-50", shapes.resnet50), ("GPT-2 small", shapes.gpt2_small))
+    for model, specs in models:
+        for k in (4, 8):
+            passes = f"Passes: gradwire {k + 1}, torch {2 * k + 5 * (k - 1)}"
+            cases.append(
+                Case(
+                    f"reduce_add_coalesced, {k} x {model}",
+                    _adding_many,
+                    f"{passes}. Expected ratio: at most 1/4.",
+                    {"k": k, "specs": specs},
+                )
+            )
+        for k in (1, 2, 4):
+            passes = f"Passes: gradwire {2 * (k - 1)}, torch {2 * k}"
+            cases.append(
+                Case(
+                    f"broadcast_coalesced, {k} x {model}",
+                    _broadcasting,
+                    f"{passes}, 2 less for a tensor that fills a buffer. Expected ratio: 1/2.",
+                    {"k": k, "specs": specs},
+                )
+            )
+    expected = "34 MB of parameters for each of 3 replicas are copied, or not."
+    return [*cases, Case("DataParallel forward, 4 replicas", _forward, expected, {"k": 4})]
+
+
+CASES = _cases()
+
+
+def measure(cases: Sequence[Case], options: Options) -> list[CaseResult]:
+    """Each case's times, taken in one process that uses all cores."""
+    names = [case.name for case in cases]
+    return launch(_measure, names, options.rounds, world_size=1, backend="gloo")
+
+
+def _measure(names: Sequence[str], rounds: int) -> list[CaseResult]:
+    torch.set_num_threads(os.cpu_count() or 1)
+    return [_measure_case(case, rounds) for case in CASES if case.name in names]
+
+
+def _measure_case(case: Case, rounds: int) -> CaseResult:
+    say(case.name)
+    seconds = alternate(case.steps(**case.given), rounds)
+    time = Measure(
+        "time",
+        "ms",
+        {name: spread([s * 1e3 for s in samples]) for name, samples in seconds.items()},
+        {peer: ratio(seconds[OURS], seconds[peer]) for peer in seconds if peer != OURS},
+    )
+    return CaseResult(case.name, case.expected, rounds, [time])
+
+
+BENCHMARK = Benchmark(
+    "devices", "copies and sums between 4 to 8 replicas on one CPU", CASES, measure, rounds=15
+)
