@@ -32,7 +32,8 @@ def _madvise() -> Callable[[int, int, int], int] | None:
 
 def _advised(tensor: Tensor) -> Tensor:
     size = tensor.numel() * tensor.element_size()
-    if tensor.device.type == "cpu" and size >= _LARGE and (madvise := _madvise()):
+    plain = tensor.device.type == "cpu" and not tensor.is_pinned()
+    if size >= _LARGE and plain and (madvise := _madvise()):
         start = -(-tensor.data_ptr() // _PAGE) * _PAGE
         end = (tensor.data_ptr() + size) // _PAGE * _PAGE
         # A kernel without huge pages refuses the advice: the memory is as good as before.

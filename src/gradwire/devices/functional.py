@@ -117,7 +117,7 @@ class _ReduceAdd(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.home, ctx.buffer_size, k, *tensors = inputs
+        ctx.home, _, k, *tensors = inputs
         ctx.set_materialize_grads(False)
         ctx.like = [(t.shape, t.dtype, t.device) for t in tensors]
         ctx.devices = tuple(replica[0].device for replica in _split(tensors, len(tensors) // k))
