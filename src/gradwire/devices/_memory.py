@@ -32,8 +32,7 @@ def _madvise() -> Callable[[int, int, int], int] | None:
 
 def _advised(tensor: Tensor) -> Tensor:
     size = tensor.numel() * tensor.element_size()
-    plain = tensor.device.type == "cpu" and not tensor.is_pinned()
-    if size >= _LARGE and plain and (madvise := _madvise()):
+    if tensor.device.type == "cpu" and size >= _LARGE and (madvise := _madvise()):
         start = -(-tensor.data_ptr() // _PAGE) * _PAGE
         end = (tensor.data_ptr() + size) // _PAGE * _PAGE
         # A kernel without huge pages refuses the advice: the memory is as good as before.
@@ -50,13 +49,13 @@ def empty(
     pinned: bool = False,
 ) -> Tensor:
     """Uninitialised memory of the dtype of `like`."""
-    return _advised(
-        torch.empty(
-            shape, dtype=like.dtype, device=device, memory_format=memory_format, pin_memory=pinned
-        )
+    result = torch.empty(
+        shape, dtype=like.dtype, device=device, memory_format=memory_format, pin_memory=pinned
     )
+    return result if pinned else _advised(result)
 
 
 def empty_like(tensor: Tensor, device: torch.device, *, pinned: bool = False) -> Tensor:
     """Uninitialised memory of a tensor's shape, dtype and, where it has no gaps, strides."""
-    return _advised(torch.empty_like(tensor, device=device, pin_memory=pinned))
+    result = torch.empty_like(tensor, device=device, pin_memory=pinned)
+    return result if pinned else _advised(result)
