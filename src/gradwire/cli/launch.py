@@ -36,9 +36,9 @@ class RankFailure(Exception):
     """A rank raised or died, and the others were stopped.
 
     Args:
-        rank: the rank that failed first.
-        reason: what happened to it, in a few words.
-        details: its traceback, or "" where it left none.
+        rank: The rank that failed first.
+        reason: What happened to it, in a few words.
+        details: Its traceback, or "" where it left none.
     """
 
     def __init__(self, rank: int, reason: str, details: str) -> None:
@@ -78,7 +78,7 @@ class _Rank:
         while not self.inbox.closed and self.inbox.poll():
             try:
                 message = self.inbox.recv()
-            except EOFError:
+            except (EOFError, OSError):  # OSError: it died in the middle of a message
                 self.inbox.close()
             else:
                 if isinstance(message, _Raised):
@@ -96,12 +96,12 @@ def launch(job: Job, nproc: int, receive: Send) -> None:
     """Run `job(place, send)` in `nproc` new processes and wait until all have ended.
 
     Args:
-        job: what each process runs; it is pickled, and so must be importable by its name.
-        nproc: how many processes.
-        receive: is called here with each object that a rank gives to its `send`.
+        job: What each process runs; it is pickled, and so must be importable by its name.
+        nproc: How many processes.
+        receive: Is called here with each object that a rank gives to its `send`.
 
     Raises:
-        RankFailure: a rank raised or died. Whatever is raised, no process is left.
+        RankFailure: A rank raised or died. Whatever is raised, no process is left.
     """
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]

@@ -27,11 +27,11 @@ class Place:
     """One process of a job.
 
     Args:
-        rank: its number among all processes.
-        world_size: how many processes there are.
-        local_rank: its number on this host.
-        local_size: how many processes this host has.
-        store_port: the port of the launcher's store on this host, or None where torchrun's
+        rank: Its number among all processes.
+        world_size: How many processes there are.
+        local_rank: Its number on this host.
+        local_size: How many processes this host has.
+        store_port: The port of the launcher's store on this host, or None where torchrun's
             environment says how to meet.
     """
 

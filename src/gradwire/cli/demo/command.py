@@ -32,7 +32,7 @@ _INTERRUPTED = 130  # what a shell reports after Ctrl-C
 
 
 @click.command()
-@click.option("--nproc", type=int, help="Processes.  [default: 2, or torchrun's]")
+@click.option("--nproc", type=int, help="Processes that train.  [default: 2, or torchrun's]")
 @click.option("--backend", default="gloo", show_default=True, help="What carries messages.")
 @click.option("--epochs", type=int, default=12, show_default=True, help="Times each image is seen.")
 @click.option(
@@ -47,7 +47,7 @@ _INTERRUPTED = 130  # what a shell reports after Ctrl-C
     type=click.IntRange(0, 2**32 - 1),
     default=0,
     show_default=True,
-    help="Of parameters and order.",
+    help="Of first parameters and order.",
 )
 @click.option(
     "--batch-size",

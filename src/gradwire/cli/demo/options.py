@@ -20,15 +20,15 @@ class DemoOptions:
     """The demo's settings.
 
     Args:
-        nproc: how many processes train.
-        backend: what carries their messages: a backend of torch.distributed.
-        epochs: how often each training image is seen.
-        hook: the communication hook, by its name in `gradwire.cli.demo.wrap`.
-        seed: of the first parameters and of the order of the images.
-        batch_size: images per step, over all processes together.
+        nproc: How many processes train.
+        backend: What carries their messages: a backend of torch.distributed.
+        epochs: How often each training image is seen.
+        hook: The communication hook, by its name in `gradwire.cli.demo.wrap`.
+        seed: Of the first parameters and of the order of the images.
+        batch_size: Images per step, over all processes together.
 
     Raises:
-        ArgumentError: a value cannot be used.
+        ArgumentError: A value cannot be used.
     """
 
     nproc: int = 2
@@ -59,7 +59,7 @@ def check_backend(backend: str, local_size: int) -> None:
     """Raise unless `local_size` processes of this host can use `backend`.
 
     Raises:
-        ArgumentError: torch does not know it, comes without it, or finds too few GPUs for it.
+        ArgumentError: Torch does not know it, comes without it, or finds too few GPUs for it.
     """
     if backend in _NO_TRANSPORT or backend not in dist.Backend.backend_list:
         raise ArgumentError(

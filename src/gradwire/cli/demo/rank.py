@@ -32,9 +32,9 @@ class Result:
     """What the demo found.
 
     Args:
-        last: the last epoch.
-        same_bits: whether all ranks ended with the same parameters, to the last bit.
-        times: of a step.
+        last: The last epoch.
+        same_bits: Whether all ranks ended with the same parameters, to the last bit.
+        times: Of a step.
     """
 
     last: Epoch
@@ -46,7 +46,7 @@ def run_rank(options: DemoOptions, place: Place, send: Send) -> None:
     """Train, compare and time on one rank; on rank 0, `send` every Epoch and Round and the Result.
 
     Raises:
-        DistributedError: ranks could not work together.
+        DistributedError: Ranks could not work together.
     """
     torch.set_num_threads(1)  # more threads only get into each other's way in so small a network
     group = join_group(place, options.backend, _SILENCE)

@@ -65,7 +65,7 @@ def _training(result: Result, options: DemoOptions) -> Table:
     else:
         verdict = "[red]more than rounding[/]"
     table.add_row("largest difference to the twin", f"{difference.absolute:.1e}", verdict)
-    table.add_row("  over its parameter's length", f"{difference.relative:.1e}")
+    table.add_row("largest relative difference", f"{difference.relative:.1e}")
     return table
 
 
@@ -76,9 +76,9 @@ def _explained_difference(options: DemoOptions) -> str:
             "The twin loses nothing, and so ends elsewhere."
         )
     return (
-        "A sum in another order is rounded differently, in float32 at the 7th digit. Over its "
-        f"parameter's length, a difference up to {TOLERANCE:.0e} counts as rounding; a gradient "
-        "lost in a single step would make 1e-04 or more."
+        "A sum in another order is rounded differently, in float32 at the 7th digit. A relative "
+        f"difference (its length over the parameter's) up to {TOLERANCE:.0e} counts as rounding; a "
+        "gradient lost in a single step would make 1e-04 or more."
     )
 
 

@@ -34,9 +34,9 @@ class StepTimes:
     """Median seconds per step.
 
     Args:
-        compute: of the model alone.
-        ours: of the model in gradwire's class.
-        torch: of the model in torch's class, or None where it cannot run the hook.
+        compute: Of the model alone.
+        ours: Of the model in gradwire's class.
+        torch: Of the model in torch's class, or None where it cannot run the hook.
     """
 
     compute: float
@@ -62,8 +62,8 @@ def time_steps(
         on_round(number)
     slowest = torch.tensor(rounds[_WARM_UP_ROUNDS:], device=digits.train_images.device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
-    medians = slowest.median(dim=0).values.tolist()
-    return StepTimes(medians[0], medians[1], medians[2] if len(medians) > 2 else None)
+    compute, ours, *torchs = slowest.median(dim=0).values.tolist()
+    return StepTimes(compute, ours, torchs[0] if torchs else None)
 
 
 def _contestants(

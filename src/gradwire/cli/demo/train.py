@@ -30,8 +30,8 @@ class Difference:
     """How far the parameters are from the twin's.
 
     Args:
-        absolute: the largest difference of two numbers.
-        relative: the largest length of a parameter's difference over the parameter's length.
+        absolute: The largest difference of two numbers.
+        relative: The largest length of a parameter's difference over the parameter's length.
     """
 
     absolute: float
@@ -48,10 +48,10 @@ class Epoch:
     """What rank 0, which has the twin, knows after an epoch.
 
     Args:
-        number: of the epoch, from 1.
-        loss: the mean over the epoch's images and all ranks.
-        correct: how many test images were recognized.
-        difference: to the twin.
+        number: Of the epoch, from 1.
+        loss: The mean over the epoch's images and all ranks.
+        correct: How many test images were recognized.
+        difference: To the twin.
     """
 
     number: int

@@ -30,8 +30,8 @@ class View:
     """Shows what rank 0 sends, as it comes.
 
     Args:
-        console: where to.
-        options: of the demo.
+        console: Where to.
+        options: Of the demo.
     """
 
     def __init__(self, console: Console, options: DemoOptions) -> None:

@@ -26,10 +26,10 @@ class Hook:
     """A communication hook of the demo, in gradwire's make and in torch's.
 
     Args:
-        ours: makes the state and the hook for gradwire's class, or is None for no hook.
-        torch: likewise for torch's class.
-        lossy: whether it sends less than the whole gradient.
-        torch_trouble: what torch's class does with it on CPU tensors, if it cannot be timed.
+        ours: Makes the state and the hook for gradwire's class, or is None for no hook.
+        torch: Likewise for torch's class.
+        lossy: Whether it sends less than the whole gradient.
+        torch_trouble: What torch's class does with it on CPU tensors, if it cannot be timed.
     """
 
     ours: Callable[[dist.ProcessGroup], _StateAndHook] | None
