@@ -53,8 +53,8 @@ def convolution():
 
 
 def large():
-    """Two gradients that travel in place (≥ 1 MiB), with small ones around them."""
-    return nn.Sequential(nn.Linear(6, 600), nn.Linear(600, 600), nn.Tanh(), nn.Linear(600, 450))
+    """Two gradients that travel in place (≥ 4 MiB), with smaller ones around them."""
+    return nn.Sequential(nn.Linear(6, 1024), nn.Linear(1024, 1024), nn.Tanh(), nn.Linear(1024, 1030))
 
 
 MODELS = {
@@ -161,8 +161,7 @@ def test_gradients_kept_by_zero_grad(view):
                 torch.testing.assert_close(a, b)
         return len({p.grad.untyped_storage().data_ptr() for p in net.parameters()})
 
-    storages = run_ranks(main, 2)
-    assert storages == ([1, 1] if view else [6, 6])  # one bucket, or one each
+    assert run_ranks(main, 2) == ([1, 1] if view else [6, 6])  # one bucket, or one each
 
 
 def test_in_place_gradients_are_not_copied():
@@ -178,12 +177,49 @@ def test_in_place_gradients_are_not_copied():
         assert ["3.weight"] in buckets
 
 
+@pytest.mark.parametrize("view", [False, True])
+def test_a_gradient_that_is_kept_keeps_its_values(view):
+    """Gradients may share their bucket's memory; what somebody holds is not written again."""
+
+    def main():
+        net = DistributedDataParallel(nn.Linear(200, 200, bias=False), gradient_as_bucket_view=view)
+        held, storages = [], set()
+        for step in range(1, 5):
+            net.zero_grad()
+            net(torch.full((1, 200), float(step))).sum().backward()
+            gradient = net.module.weight.grad
+            if step == 2 and not view:
+                held.append(gradient)
+            if step == 3:
+                held.append(gradient[:1] if not view else gradient.clone())
+            storages.add(gradient.untyped_storage().data_ptr())
+            gradient.detach_() if not view else None
+            del gradient
+        return [h.unique().tolist() for h in held], net.module.weight.grad.unique().tolist()
+
+    kept = [[3.0]] if view else [[2.0], [3.0]]
+    assert run_ranks(main, 2) == [(kept, [4.0])] * 2
+
+
+def test_a_buffer_that_nobody_holds_is_used_again():
+    def main():
+        net = DistributedDataParallel(nn.Linear(200, 200, bias=False))
+        places = []
+        for step in range(4):
+            net.zero_grad(set_to_none=step % 2 == 0)
+            loss_of(net, torch.ones(1, 200)).backward()
+            places.append(net.module.weight.grad.data_ptr())
+        return len(set(places[1:]))  # the buckets are made anew after the first backward
+
+    assert run_ranks(main, 2) == [1, 1]
+
+
 def test_a_gradient_with_other_strides_than_its_parameter():
     def main():
-        net = DistributedDataParallel(nn.Linear(600, 500, bias=False))
-        transposed = torch.full((600, 500), float(dist.get_rank())).t()
+        net = DistributedDataParallel(nn.Linear(1100, 1000, bias=False))
+        transposed = torch.full((1100, 1000), float(dist.get_rank())).t()
         net.module.weight.grad = transposed if dist.get_rank() else transposed.contiguous()
-        x = torch.zeros(1, 600)
+        x = torch.zeros(1, 1100)
         net(x).sum().backward()  # adds zeros
         return net.module.weight.grad.unique().tolist()
 

@@ -1,13 +1,16 @@
 """The reducer's buckets: gather gradients into something flat, put the reduced values back.
 
 A `PackedBucket` copies its gradients into a buffer of its own. An `InPlaceBucket` holds one large
-gradient and is that gradient's own memory: nothing is copied.
+gradient and is that gradient's own memory: nothing is copied. Gradients of some size are taken
+the moment they are ready, while they are still in the processor's cache, scaled on the way, and
+from then on live in the buffer: what autograd made is freed at once and nothing is copied back.
+The small ones wait for one multi-tensor copy each way.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -19,17 +22,22 @@ from gradwire.gradients import GradBucket
 
 __all__ = ["Bucket", "InPlaceBucket", "PackedBucket"]
 
+EARLY_BYTES = 32 << 10
+"""From here on a Python step costs less than reading the gradient a second time."""
+
 
 class Bucket(ABC):
     """Parameters whose gradients travel together.
 
     Attributes:
         members: The parameters' indices in the reducer, in the order they lie in the bucket.
-        arrived: The indices of those whose gradient is ready in this backward, as they came.
+        early: Those of them that want `gather_early` when their gradient is ready.
+        arrived: Those whose gradient is ready in this backward, as they came.
         flat: The 1-d tensor that travels; valid from `gather` to `scatter`.
     """
 
     flat: Tensor
+    early: Collection[int]
 
     def __init__(self, members: Sequence[int], parameters: Sequence[Parameter]) -> None:
         self.members = tuple(members)
@@ -37,58 +45,56 @@ class Bucket(ABC):
         self.parameters = list(parameters)
         self.arrived: list[int] = []
 
+    def reset(self) -> None:
+        """Ready for the next backward."""
+        self.arrived.clear()
+
     @property
     def full(self) -> bool:
         """Whether all gradients of this backward are there."""
         return len(self.arrived) >= self.size
 
     @abstractmethod
+    def gather_early(self, member: int) -> None:
+        """Take one gradient that has just become ready."""
+
+    @abstractmethod
     def gather(self) -> None:
-        """Make `flat` hold the gradients."""
+        """Make `flat` hold all gradients, scaled."""
 
     @abstractmethod
     def scatter(self, reduced: Tensor | None = None) -> None:
         """Make the gradients hold the reduced values: those in `flat`, or in a tensor like it."""
 
-    def gradients(self) -> list[Tensor]:
-        """The parameters' gradients, each present and dense."""
-        grads = [p.grad for p in self.parameters]
-        for p, g in zip(self.parameters, grads, strict=True):
-            if g is None:
-                raise ReductionError(
-                    f"the gradient of a parameter of shape {tuple(p.shape)} was taken away (.grad "
-                    "is None) before it was communicated: free gradients after backward"
-                )
-            if g.layout != torch.strided:
-                raise NotSupportedError(
-                    f"the gradient of a parameter of shape {tuple(p.shape)} has layout {g.layout}: "
-                    "use dense gradients (for an embedding, sparse=False)"
-                )
-        return grads  # type: ignore[return-value]
-
 
 class InPlaceBucket(Bucket):
     """One large dense gradient, communicated in its own memory."""
 
-    def __init__(self, member: int, parameter: Parameter) -> None:
+    def __init__(self, member: int, parameter: Parameter, scale: float) -> None:
         super().__init__([member], [parameter])
+        self.early = self.members
+        self._scale = scale
         self._strides = memory_strides(parameter)
         self._copy: Tensor | None = None
 
-    def gather(self) -> None:
-        (gradient,) = self.gradients()
+    def gather_early(self, member: int) -> None:
+        gradient = _gradient(self.parameters[0])
         count = gradient.numel()
         if gradient.stride() == self._strides:
             self.flat = gradient.as_strided((count,), (1,))
-            return
-        # autograd gives a gradient its parameter's strides; this one was put there otherwise
-        self.flat = torch.empty(count, dtype=gradient.dtype, device=gradient.device)
-        self._copy = views(self.flat, self.parameters, keep_strides=True)[0].copy_(gradient)
+        else:  # autograd gives a gradient its parameter's strides; this one was put there
+            self.flat = torch.empty(count, dtype=gradient.dtype, device=gradient.device)
+            self._copy = views(self.flat, self.parameters, keep_strides=True)[0].copy_(gradient)
+        if self._scale != 1.0:
+            self.flat.mul_(self._scale)
+
+    def gather(self) -> None:
+        pass  # the one gradient came early
 
     def scatter(self, reduced: Tensor | None = None) -> None:
         assert reduced is None, "hooks get packed buckets"
         if self._copy is not None:
-            self.gradients()[0].copy_(self._copy)
+            _gradient(self.parameters[0]).copy_(self._copy)
             self._copy = None
         del self.flat
 
@@ -98,37 +104,97 @@ class PackedBucket(Bucket):
 
     Args:
         members: The parameters' indices.
-        parameters: The parameters, of one dtype and device.
+        parameters: The parameters, of one dtype and device. Where there is a scale, those that
+            come early lie first, so that the others can be scaled in one piece.
+        scale: What gradients are multiplied by on their way into the buffer.
         keep: Whether gradients become views of the buffer (gradient_as_bucket_view).
     """
 
     def __init__(
-        self, members: Sequence[int], parameters: Sequence[Parameter], *, keep: bool
+        self,
+        members: Sequence[int],
+        parameters: Sequence[Parameter],
+        *,
+        scale: float = 1.0,
+        keep: bool = False,
     ) -> None:
-        super().__init__(members, parameters)
+        pairs = list(zip(members, parameters, strict=True))
+        if scale != 1.0:
+            pairs.sort(key=lambda pair: pair[1].nbytes < EARLY_BYTES)
+        super().__init__([m for m, _ in pairs], [p for _, p in pairs])
+        self._scale, self._keep = scale, keep
+        self._place = {m: i for i, (m, p) in enumerate(pairs) if p.nbytes >= EARLY_BYTES}
+        self.early = self._place.keys()
+        self._late = [i for i, m in enumerate(self.members) if m not in self.early]
+        self._allocate()
+
+    def _allocate(self) -> None:
         first = self.parameters[0]
         count = sum(p.numel() for p in self.parameters)
         self.flat = torch.empty(count, dtype=first.dtype, device=first.device)
         self._views = views(self.flat, self.parameters, keep_strides=True)
-        self._keep = keep
+        early = sum(self.parameters[i].numel() for i in self._place.values())
+        self._late_flat = self.flat[early:]
+        self._own_uses = _uses(self.flat)
+        self._claimed = self._keep
+
+    def _claim(self) -> None:
+        """Before the first write of a backward: leave the buffer to whoever else still uses it.
+
+        Gradients of the last backward lie in it. As long as they are their parameters' .grad they
+        are ours to accumulate into; one that somebody kept when .grad was cleared is not.
+        """
+        others = _uses(self.flat) - self._own_uses
+        if others:
+            grads = (self.parameters[i].grad for i in self._place.values())
+            start = self.flat.untyped_storage().data_ptr()
+            at_home = sum(g is not None and g.untyped_storage().data_ptr() == start for g in grads)
+            if others != at_home:
+                self._allocate()
+        self._claimed = True
+
+    def reset(self) -> None:
+        super().reset()
+        self._claimed = self._keep
+
+    def gather_early(self, member: int) -> None:
+        if not self._claimed:
+            self._claim()
+        place = self._place[member]
+        parameter, view = self.parameters[place], self._views[place]
+        gradient = _gradient(parameter)
+        if gradient.data_ptr() == view.data_ptr():
+            if self._scale != 1.0:
+                view.mul_(self._scale)
+            return
+        torch.mul(gradient, self._scale, out=view)
+        if self._keep:
+            parameter.grad = view
+        else:
+            gradient.set_(view)
 
     def gather(self) -> None:
-        grads, places = self.gradients(), self._views
-        if self._keep:
-            outside = [i for i, g in enumerate(grads) if g is not places[i]]
-            grads, places = [grads[i] for i in outside], [places[i] for i in outside]
-            for i in outside:
-                self.parameters[i].grad = self._views[i]
-        if grads:
-            torch._foreach_copy_(places, grads)
+        outside, places = [], []
+        for i in self._late:
+            gradient, view = _gradient(self.parameters[i]), self._views[i]
+            if gradient is not view:
+                outside.append(gradient)
+                places.append(view)
+                if self._keep:
+                    self.parameters[i].grad = view
+        if outside:
+            torch._foreach_copy_(places, outside)
+        if self._scale != 1.0:
+            self._late_flat.mul_(self._scale)
 
     def scatter(self, reduced: Tensor | None = None) -> None:
-        source = self._views
+        source, outside = self._views, self._late if not self._keep else []
         if reduced is not None and not _same_memory(reduced, self.flat):
             source = views(reduced.reshape(-1), self.parameters, keep_strides=True)
-        elif self._keep:
-            return
-        torch._foreach_copy_(self.gradients(), source)
+            outside = list(range(self.size))
+        if outside:
+            gradients = [_gradient(self.parameters[i]) for i in outside]
+            torch._foreach_copy_(gradients, [source[i] for i in outside])
 
     def as_grad_bucket(self, index: int, *, is_last: bool) -> GradBucket:
         """The bucket as hooks see it."""
@@ -137,3 +203,25 @@ class PackedBucket(Bucket):
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:
     return a.data_ptr() == b.data_ptr() and a.is_contiguous()
+
+
+def _uses(tensor: Tensor) -> int:
+    """How many tensors share this one's storage, itself included."""
+    uses: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # type: ignore[attr-defined]
+    return uses
+
+
+def _gradient(parameter: Parameter) -> Tensor:
+    """The parameter's gradient, present and dense."""
+    gradient = parameter.grad
+    if gradient is None:
+        raise ReductionError(
+            f"the gradient of a parameter of shape {tuple(parameter.shape)} was taken away (.grad "
+            "is None) before it was communicated: free gradients after backward"
+        )
+    if gradient.layout != torch.strided:
+        raise NotSupportedError(
+            f"the gradient of a parameter of shape {tuple(parameter.shape)} has layout "
+            f"{gradient.layout}: use dense gradients (for an embedding, sparse=False)"
+        )
+    return gradient

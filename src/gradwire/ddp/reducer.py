@@ -9,7 +9,7 @@ or overlap.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
@@ -42,7 +42,7 @@ __all__ = ["FIRST_BUCKET_BYTES", "Reducer"]
 
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
-IN_PLACE_BYTES = 1 << 20
+IN_PLACE_BYTES = 4 << 20
 """On the CPU, a gradient of this size travels alone and in place: a message more costs less than
 copying it into a bucket and back. On accelerators copies are cheap and messages are not."""
 
@@ -109,7 +109,6 @@ class Reducer:
         self._parameters = [p for _, p in parameters]
         self._caps = list(caps)
         self._keep = gradient_as_bucket_view
-        self._scale = 1.0 / group.size()
         self._options = AllreduceOptions()
         self._hook: CommHook | None = None
         self._hook_state: Any = None
@@ -184,12 +183,13 @@ class Reducer:
         self._bucket_of: list[Bucket] = []  # the old buckets' memory is free from here on
         for members in plan.buckets:
             packed = [i for i in members if not self._travels_alone(self._parameters[i])]
+            scale = 1.0 if self._hook is not None else 1.0 / self._group.size()
             for i in members:
                 if i not in packed:
-                    self._buckets.append(InPlaceBucket(i, self._parameters[i]))
+                    self._buckets.append(InPlaceBucket(i, self._parameters[i], scale))
             if packed:
                 own = [self._parameters[i] for i in packed]
-                self._buckets.append(PackedBucket(packed, own, keep=self._keep))
+                self._buckets.append(PackedBucket(packed, own, scale=scale, keep=self._keep))
         self._bucket_of = [self._buckets[0]] * len(self._parameters)
         for bucket in self._buckets:
             for i in bucket.members:
@@ -256,23 +256,24 @@ class Reducer:
             self._launch(bucket)
 
     def _launch(self, bucket: Bucket) -> None:
-        try:
-            bucket.gather()
-        except (ReductionError, NotSupportedError) as error:
-            self._fail(error)
+        self._or_fail(bucket.gather)
         if self._hook is not None:
             self._launch_hook(bucket)
             return
         flat = bucket.flat
         wire = torch.view_as_real(flat) if flat.is_complex() else flat
-        if self._scale != 1.0:
-            wire.mul_(self._scale)
         try:
             work = self._group.allreduce([wire], self._options)
         except RuntimeError as error:
             self._give_up(translate(error, self._what(bucket)), error)
         self._launched.append(_Launched(bucket, work=work))
         self._ledger.append(all_reduce_entry(wire))
+
+    def _or_fail(self, gather: Callable[..., None], *args: int) -> None:
+        try:
+            gather(*args)
+        except (ReductionError, NotSupportedError) as error:
+            self._fail(error)
 
     def _launch_hook(self, bucket: Bucket) -> None:
         assert isinstance(bucket, PackedBucket)
@@ -294,11 +295,15 @@ class Reducer:
         if len(self._launched) < len(self._buckets):
             self._ended_short = True  # another backward may bring the rest
             return
-        results = [self._result(launched) for launched in self._launched]
-        if self._hook is not None:
-            self._alarm.vote(self._look)
-        for launched, reduced in zip(self._launched, results, strict=True):
-            launched.bucket.scatter(reduced)
+        if self._hook is None:
+            for launched in self._launched:
+                self._result(launched)
+                launched.bucket.scatter()
+        else:
+            results = [self._result(launched) for launched in self._launched]
+            self._alarm.vote(self._look)  # gradients change on all ranks or on none
+            for launched, reduced in zip(self._launched, results, strict=True):
+                launched.bucket.scatter(reduced)
         self._reset()
 
     def _result(self, launched: _Launched) -> Tensor | None:
@@ -387,7 +392,7 @@ class Reducer:
         if self._order is not None and len(self._order) != len(self._parameters):
             self._order.clear()
         for bucket in self._buckets:
-            bucket.arrived.clear()
+            bucket.reset()
 
     def _what(self, bucket: Bucket) -> str:
         names = [self._names[i] for i in bucket.members]
@@ -409,6 +414,8 @@ def _on_gradient(reference: weakref.ref[Reducer], index: int, parameter: Tensor)
         reducer._order.append(index)
     bucket = reducer._bucket_of[index]
     bucket.arrived.append(index)
+    if index in bucket.early:
+        reducer._or_fail(bucket.gather_early, index)
     if len(bucket.arrived) >= bucket.size:
         reducer._on_full(bucket)
 
