@@ -2,7 +2,8 @@
 
 from gradwire._version import __version__
 from gradwire.ddp import DistributedDataParallel
+from gradwire.devices import DataParallel
 from gradwire.errors import GradwireError
 from gradwire.gradients import GradBucket
 
-__all__ = ["DistributedDataParallel", "GradBucket", "GradwireError", "__version__"]
+__all__ = ["DataParallel", "DistributedDataParallel", "GradBucket", "GradwireError", "__version__"]

@@ -54,7 +54,9 @@ def convolution():
 
 def large():
     """Two gradients that travel in place (≥ 4 MiB), with smaller ones around them."""
-    return nn.Sequential(nn.Linear(6, 1024), nn.Linear(1024, 1024), nn.Tanh(), nn.Linear(1024, 1030))
+    return nn.Sequential(
+        nn.Linear(6, 1024), nn.Linear(1024, 1024), nn.Tanh(), nn.Linear(1024, 1030)
+    )
 
 
 MODELS = {

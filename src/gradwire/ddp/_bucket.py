@@ -1,10 +1,13 @@
 """The reducer's buckets: gather gradients into something flat, put the reduced values back.
 
 A `PackedBucket` copies its gradients into a buffer of its own. An `InPlaceBucket` holds one large
-gradient and is that gradient's own memory: nothing is copied. Gradients of some size are taken
-the moment they are ready, while they are still in the processor's cache, scaled on the way, and
-from then on live in the buffer: what autograd made is freed at once and nothing is copied back.
-The small ones wait for one multi-tensor copy each way.
+gradient and is that gradient's own memory: nothing is copied.
+
+Packing knows three sizes. A gradient of some size is taken the moment it is ready, while it is
+still in the processor's cache, scaled on the way, and from then on lives in the buffer: what
+autograd made is freed at once and nothing is copied back. Smaller ones do so in batches that fit
+the cache, with one multi-tensor copy a batch. Tiny ones, for which a Python step each would cost
+more than their bytes, are copied in with one call when the bucket is full, and out with another.
 """
 
 from __future__ import annotations
@@ -22,8 +25,12 @@ from gradwire.gradients import GradBucket
 
 __all__ = ["Bucket", "InPlaceBucket", "PackedBucket"]
 
-EARLY_BYTES = 32 << 10
-"""From here on a Python step costs less than reading the gradient a second time."""
+AT_ONCE_BYTES = 32 << 10
+"""From here on three Python steps cost less than reading the gradient a second time."""
+ADOPT_BYTES = 4 << 10
+"""From here on one Python step costs less than copying the gradient back."""
+BATCH_BYTES = 256 << 10
+"""What is gathered at a time: well below a core's second-level cache."""
 
 
 class Bucket(ABC):
@@ -120,12 +127,15 @@ class PackedBucket(Bucket):
     ) -> None:
         pairs = list(zip(members, parameters, strict=True))
         if scale != 1.0:
-            pairs.sort(key=lambda pair: pair[1].nbytes < EARLY_BYTES)
+            pairs.sort(key=lambda pair: pair[1].nbytes < AT_ONCE_BYTES)
         super().__init__([m for m, _ in pairs], [p for _, p in pairs])
         self._scale, self._keep = scale, keep
-        self._place = {m: i for i, (m, p) in enumerate(pairs) if p.nbytes >= EARLY_BYTES}
+        self._place = {m: i for i, (m, p) in enumerate(pairs) if p.nbytes >= ADOPT_BYTES}
         self.early = self._place.keys()
-        self._late = [i for i, m in enumerate(self.members) if m not in self.early]
+        self._tiny = [i for i, p in enumerate(self.parameters) if p.nbytes < ADOPT_BYTES]
+        self._at_once = sum(p.numel() for p in self.parameters if p.nbytes >= AT_ONCE_BYTES)
+        self._batch: list[int] = []
+        self._batch_bytes = 0
         self._allocate()
 
     def _allocate(self) -> None:
@@ -133,8 +143,7 @@ class PackedBucket(Bucket):
         count = sum(p.numel() for p in self.parameters)
         self.flat = torch.empty(count, dtype=first.dtype, device=first.device)
         self._views = views(self.flat, self.parameters, keep_strides=True)
-        early = sum(self.parameters[i].numel() for i in self._place.values())
-        self._late_flat = self.flat[early:]
+        self._to_scale = self.flat[self._at_once :]  # where there is a scale, they lie last
         self._own_uses = _uses(self.flat)
         self._claimed = self._keep
 
@@ -156,45 +165,70 @@ class PackedBucket(Bucket):
     def reset(self) -> None:
         super().reset()
         self._claimed = self._keep
+        self._batch, self._batch_bytes = [], 0
 
     def gather_early(self, member: int) -> None:
         if not self._claimed:
             self._claim()
         place = self._place[member]
-        parameter, view = self.parameters[place], self._views[place]
-        gradient = _gradient(parameter)
-        if gradient.data_ptr() == view.data_ptr():
-            if self._scale != 1.0:
-                view.mul_(self._scale)
+        parameter = self.parameters[place]
+        size = parameter.nbytes
+        if size < AT_ONCE_BYTES:
+            self._batch.append(place)
+            self._batch_bytes += size
+            if self._batch_bytes >= BATCH_BYTES:
+                self._gather_batch()
             return
-        torch.mul(gradient, self._scale, out=view)
+        gradient, view = _gradient(parameter), self._views[place]
+        if gradient.data_ptr() != view.data_ptr():
+            torch.mul(gradient, self._scale, out=view)
+            self._adopt(parameter, gradient, view)
+        elif self._scale != 1.0:
+            view.mul_(self._scale)
+
+    def _gather_batch(self) -> None:
+        """Copies what has come since the last time; it is scaled when the bucket is full."""
+        outside = self._outside(self._batch)
+        self._batch, self._batch_bytes = [], 0
+        if outside:
+            torch._foreach_copy_([v for _, _, v in outside], [g for _, g, _ in outside])
+            for parameter, gradient, view in outside:
+                self._adopt(parameter, gradient, view)
+
+    def _outside(self, places: Sequence[int]) -> list[tuple[Parameter, Tensor, Tensor]]:
+        """Parameter, gradient and view of those whose gradient does not lie in the buffer."""
+        found = [
+            (self.parameters[i], _gradient(self.parameters[i]), self._views[i]) for i in places
+        ]
+        return [entry for entry in found if entry[1].data_ptr() != entry[2].data_ptr()]
+
+    def _adopt(self, parameter: Parameter, gradient: Tensor, view: Tensor) -> None:
+        """The gradient lives in the buffer from now on."""
         if self._keep:
             parameter.grad = view
         else:
-            gradient.set_(view)
+            gradient.set_(view)  # type: ignore[call-overload]  # torch's stub lacks this form
 
     def gather(self) -> None:
-        outside, places = [], []
-        for i in self._late:
-            gradient, view = _gradient(self.parameters[i]), self._views[i]
-            if gradient is not view:
-                outside.append(gradient)
-                places.append(view)
-                if self._keep:
-                    self.parameters[i].grad = view
-        if outside:
-            torch._foreach_copy_(places, outside)
+        self._gather_batch()
+        if outside := self._outside(self._tiny):
+            torch._foreach_copy_([v for _, _, v in outside], [g for _, g, _ in outside])
+            if self._keep:
+                for parameter, gradient, view in outside:
+                    self._adopt(parameter, gradient, view)
         if self._scale != 1.0:
-            self._late_flat.mul_(self._scale)
+            self._to_scale.mul_(self._scale)
 
     def scatter(self, reduced: Tensor | None = None) -> None:
-        source, outside = self._views, self._late if not self._keep else []
-        if reduced is not None and not _same_memory(reduced, self.flat):
+        source = self._views
+        places: Sequence[int] = range(self.size)
+        if reduced is None or _same_memory(reduced, self.flat):
+            places = self._tiny if not self._keep else []
+        else:
             source = views(reduced.reshape(-1), self.parameters, keep_strides=True)
-            outside = list(range(self.size))
-        if outside:
-            gradients = [_gradient(self.parameters[i]) for i in outside]
-            torch._foreach_copy_(gradients, [source[i] for i in outside])
+        if places:
+            gradients = [_gradient(self.parameters[i]) for i in places]
+            torch._foreach_copy_(gradients, [source[i] for i in places])
 
     def as_grad_bucket(self, index: int, *, is_last: bool) -> GradBucket:
         """The bucket as hooks see it."""
@@ -207,7 +241,7 @@ def _same_memory(a: Tensor, b: Tensor) -> bool:
 
 def _uses(tensor: Tensor) -> int:
     """How many tensors share this one's storage, itself included."""
-    uses: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # type: ignore[attr-defined]
+    uses: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
     return uses
 
 
