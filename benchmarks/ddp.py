@@ -18,6 +18,7 @@ from benchmarks.progress import say
 from benchmarks.results import CaseResult, Measure
 from benchmarks.stats import difference_ratio, ratio, spread
 from benchmarks.training import BARE, PEERS, WRAPPERS, Case, Training
+from gradwire.ddp._bucket import ADOPT_BYTES, AT_ONCE_BYTES
 from gradwire.ddp.reducer import IN_PLACE_BYTES
 
 __all__ = ["BENCHMARK", "measure"]
@@ -139,13 +140,17 @@ def _check_bits(name: str, gradients: Sequence[Tensor]) -> None:
 def _prediction(case: Case) -> str:
     """Passes over the gradients' bytes beside the collective's own, and steps in Python."""
     sizes = [parameter.nbytes for parameter in case.model().parameters()]
-    in_place = sum(size for size in sizes if size >= IN_PLACE_BYTES)
-    packed = sum(sizes) - in_place
+    limits = (IN_PLACE_BYTES, AT_ONCE_BYTES, ADOPT_BYTES, 0)
+    classes = [0, 0, 0, 0]
+    for size in sizes:
+        classes[next(i for i, limit in enumerate(limits) if size >= limit)] += size
+    in_place, at_once, batched, tiny = (f"{size / 1e6:.3g} MB" for size in classes)
     return (
         f"{len(sizes)} gradients of {sum(sizes) / 1e6:.3g} MB. torch: 2 passes over them, a copy "
-        f"for each into its bucket and one back. gradwire: 1 pass over {in_place / 1e6:.3g} MB "
-        f"that travel in place, 3 over {packed / 1e6:.3g} MB in buckets, three calls a bucket, and "
-        f"{len(sizes)} Python steps. Expected ratios: {case.expected}."
+        f"for each into its bucket and one back. gradwire: 1 pass over {in_place} that travel in "
+        f"place and over {at_once} that move into their bucket at once, 2 over {batched} that do "
+        f"so in batches, 3 over {tiny} of tiny ones; 1 to 4 Python steps a gradient. "
+        f"Expected ratios: {case.expected}."
     )
 
 

@@ -2,8 +2,8 @@
 
 Each parameter reports once per backward that its gradient is ready. A bucket whose parameters all
 have is launched, in the same order on every rank; when backward ends, the buckets are waited for
-in that order and their values put back. `NaiveReducer` in tests/ddp is the same without buckets
-or overlap.
+in that order and their values put back. `average_gradients` in `_naive.py` is the same without
+buckets or overlap.
 """
 
 from __future__ import annotations
