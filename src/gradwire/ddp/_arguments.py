@@ -10,7 +10,6 @@ from torch import nn
 from torch.nn import Parameter
 from torch.nn.parameter import UninitializedParameter
 
-from gradwire.ddp.reducer import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from gradwire.errors import ArgumentError, ArgumentTypeError, NotSupportedError
 
 __all__ = ["check_module", "refuse_unsupported", "resolve_caps", "resolve_device"]
@@ -66,15 +65,15 @@ def check_module(module: object, ignored: set[str]) -> list[tuple[str, Parameter
     return named
 
 
-def resolve_caps(cap_mb: float | None, cap_mb_list: Sequence[float] | None) -> list[int]:
-    """Bucket limits in bytes.
+def resolve_caps(cap_mb: float | None, cap_mb_list: Sequence[float] | None) -> list[int] | None:
+    """Bucket limits in bytes; None, the reducer's own, if none are given.
 
     Raises:
         ArgumentError: Both are given, or one is not positive.
 
     Example:
-        >>> resolve_caps(None, None) == [1 << 20, 25 << 20], resolve_caps(2, None) == [2 << 20]
-        (True, True)
+        >>> resolve_caps(2, None) == [2 << 20], resolve_caps(None, None)
+        (True, None)
     """
     if cap_mb is not None and cap_mb_list is not None:
         raise ArgumentError(
@@ -82,7 +81,7 @@ def resolve_caps(cap_mb: float | None, cap_mb_list: Sequence[float] | None) -> l
             "give one"
         )
     if cap_mb is None and cap_mb_list is None:
-        return [FIRST_BUCKET_BYTES, BUCKET_BYTES]
+        return None
     given = [cap_mb] if cap_mb is not None else list(cap_mb_list or ())
     if not given or any(mb <= 0 for mb in given):
         name = "bucket_cap_mb" if cap_mb is not None else "bucket_cap_mb_list"

@@ -130,7 +130,9 @@ class PackedBucket(Bucket):
             pairs.sort(key=lambda pair: pair[1].nbytes < AT_ONCE_BYTES)
         super().__init__([m for m, _ in pairs], [p for _, p in pairs])
         self._scale, self._keep = scale, keep
-        self._place = {m: i for i, (m, p) in enumerate(pairs) if p.nbytes >= ADOPT_BYTES}
+        self._place = {
+            m: (i, p.nbytes) for i, (m, p) in enumerate(pairs) if p.nbytes >= ADOPT_BYTES
+        }
         self.early = self._place.keys()
         self._tiny = [i for i, p in enumerate(self.parameters) if p.nbytes < ADOPT_BYTES]
         self._at_once = sum(p.numel() for p in self.parameters if p.nbytes >= AT_ONCE_BYTES)
@@ -155,7 +157,7 @@ class PackedBucket(Bucket):
         """
         others = _uses(self.flat) - self._own_uses
         if others:
-            grads = (self.parameters[i].grad for i in self._place.values())
+            grads = (self.parameters[i].grad for i, _ in self._place.values())
             start = self.flat.untyped_storage().data_ptr()
             at_home = sum(g is not None and g.untyped_storage().data_ptr() == start for g in grads)
             if others != at_home:
@@ -170,16 +172,15 @@ class PackedBucket(Bucket):
     def gather_early(self, member: int) -> None:
         if not self._claimed:
             self._claim()
-        place = self._place[member]
-        parameter = self.parameters[place]
-        size = parameter.nbytes
+        place, size = self._place[member]
         if size < AT_ONCE_BYTES:
             self._batch.append(place)
             self._batch_bytes += size
             if self._batch_bytes >= BATCH_BYTES:
                 self._gather_batch()
             return
-        gradient, view = _gradient(parameter), self._views[place]
+        parameter, view = self.parameters[place], self._views[place]
+        gradient = _gradient(parameter)
         if gradient.data_ptr() != view.data_ptr():
             torch.mul(gradient, self._scale, out=view)
             self._adopt(parameter, gradient, view)

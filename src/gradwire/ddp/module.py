@@ -44,7 +44,8 @@ class DistributedDataParallel(nn.Module):
             forward.
         init_sync: Hold models against each other and broadcast rank 0's at construction.
         process_group: The ranks; None means the default group.
-        bucket_cap_mb: MiB in a bucket; None means 1 for the first, 25 for the others.
+        bucket_cap_mb: MiB in a bucket; None means 25, after a first bucket of 1 on accelerators
+            and with a communication hook.
         find_unused_parameters: Not supported yet.
         check_reduction: Of no effect.
         gradient_as_bucket_view: Let gradients be views of their buckets: one copy less, and less

@@ -9,7 +9,7 @@ buckets or overlap.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
@@ -74,6 +74,9 @@ class Reducer:
         parameters: Names and parameters, dense, with `requires_grad`; the same on every rank.
         group: The process group.
         caps: Bytes: the size limits of the first bucket, the second, …; the last one repeats.
+            None means 25 MiB, after a first bucket of 1 MiB that starts communication early; on
+            the CPU, where one message more costs more than an early start gains, that one is left
+            out unless a hook is registered.
         gradient_as_bucket_view: Let gradients be views of their bucket: less memory, one copy
             less. `detach_()` on them is then an error.
 
@@ -99,7 +102,7 @@ class Reducer:
         parameters: Sequence[tuple[str, Parameter]],
         group: ProcessGroup,
         *,
-        caps: Sequence[int] = (FIRST_BUCKET_BYTES, BUCKET_BYTES),
+        caps: Sequence[int] | None = None,
         gradient_as_bucket_view: bool = False,
     ) -> None:
         self._group = check_group(group)
@@ -107,7 +110,7 @@ class Reducer:
             raise ArgumentError("parameters is empty: there is nothing to reduce")
         self._names = [name for name, _ in parameters]
         self._parameters = [p for _, p in parameters]
-        self._caps = list(caps)
+        self._given_caps = None if caps is None else list(caps)
         self._keep = gradient_as_bucket_view
         self._options = AllreduceOptions()
         self._hook: CommHook | None = None
@@ -175,7 +178,7 @@ class Reducer:
             [p.nbytes for p in params],
             [p.dtype for p in params],
             [p.device for p in params],
-            self._caps,
+            self._caps(),
             indices=list(order),
         )
         kept = {i: self._parameters[i].grad for i in order} if self._keep else {}
@@ -197,6 +200,14 @@ class Reducer:
         for i, gradient in kept.items():  # views of buckets that are no more
             if gradient is not None:
                 self._parameters[i].grad = gradient.clone()
+
+    def _caps(self) -> list[int]:
+        if self._given_caps is not None:
+            return self._given_caps
+        on_cpu = all(p.device.type == "cpu" for p in self._parameters)
+        if self._hook is None and on_cpu:
+            return [BUCKET_BYTES]
+        return [FIRST_BUCKET_BYTES, BUCKET_BYTES]
 
     def _travels_alone(self, parameter: Parameter) -> bool:
         on_cpu = parameter.device.type == "cpu"
@@ -256,7 +267,10 @@ class Reducer:
             self._launch(bucket)
 
     def _launch(self, bucket: Bucket) -> None:
-        self._or_fail(bucket.gather)
+        try:
+            bucket.gather()
+        except (ReductionError, NotSupportedError) as error:
+            self._fail(error)
         if self._hook is not None:
             self._launch_hook(bucket)
             return
@@ -268,12 +282,6 @@ class Reducer:
             self._give_up(translate(error, self._what(bucket)), error)
         self._launched.append(_Launched(bucket, work=work))
         self._ledger.append(all_reduce_entry(wire))
-
-    def _or_fail(self, gather: Callable[..., None], *args: int) -> None:
-        try:
-            gather(*args)
-        except (ReductionError, NotSupportedError) as error:
-            self._fail(error)
 
     def _launch_hook(self, bucket: Bucket) -> None:
         assert isinstance(bucket, PackedBucket)
@@ -415,7 +423,10 @@ def _on_gradient(reference: weakref.ref[Reducer], index: int, parameter: Tensor)
     bucket = reducer._bucket_of[index]
     bucket.arrived.append(index)
     if index in bucket.early:
-        reducer._or_fail(bucket.gather_early, index)
+        try:
+            bucket.gather_early(index)
+        except (ReductionError, NotSupportedError) as error:
+            reducer._fail(error)
     if len(bucket.arrived) >= bucket.size:
         reducer._on_full(bucket)
 
