@@ -211,7 +211,7 @@ def test_a_buffer_that_nobody_holds_is_used_again():
             net.zero_grad(set_to_none=step % 2 == 0)
             loss_of(net, torch.ones(1, 200)).backward()
             places.append(net.module.weight.grad.data_ptr())
-        return len(set(places[1:]))  # the buckets are made anew after the first backward
+        return len(set(places[2:]))  # the buckets are made anew after the first backward
 
     assert run_ranks(main, 2) == [1, 1]
 
@@ -322,3 +322,68 @@ def test_the_wrapper_can_be_dropped():
         return dist.group.WORLD._get_sequence_number_for_group() - sent, max(hooks)
 
     assert run_ranks(main, 2) == [(0, 0)] * 2
+
+
+@pytest.mark.parametrize("width", [16, 128, 1100])
+def test_hooks_of_the_parameters_run_before_reduction(width):
+    def main():
+        net = DistributedDataParallel(nn.Linear(width, width))
+        for p in net.parameters():
+            p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", p.grad.clamp(-1, 1)))
+        net(torch.full((1, width), dist.get_rank() * 4.0)).sum().backward()
+        return net.module.weight.grad.unique().tolist()
+
+    assert run_ranks(main, 2) == [[0.5], [0.5]]  # clamped to 0 and 1, then averaged
+
+
+@pytest.mark.parametrize("width", [16, 64, 128, 1100])
+def test_gradients_in_memory_of_the_users(width):
+    """Views of one flat tensor as .grad, and what else looks at a gradient's memory, stay so."""
+
+    def main():
+        net = DistributedDataParallel(nn.Linear(width, width))
+        count = sum(p.numel() for p in net.parameters())
+        flat, start = torch.zeros(count), 0
+        for p in net.parameters():
+            p.grad = flat[start : start + p.numel()].view_as(p)
+            start += p.numel()
+        array = net.module.weight.grad.numpy()
+        for _ in range(3):
+            flat.zero_()
+            net(torch.full((1, width), dist.get_rank() * 4.0)).sum().backward()
+            assert flat.unique().tolist() == [1.0, 2.0]  # the bias's and the weight's
+            assert (array == 2).all()
+
+    run_ranks(main, 2)
+
+
+def test_an_interrupted_backward_leaves_nothing_for_the_next():
+    def main():
+        net = DistributedDataParallel(nn.Sequential(nn.Linear(4, 1100), nn.Linear(1100, 1100)))
+        weight = net.module[1].weight
+        weight.grad = torch.full((1100, 1100), 5.0).t().contiguous().t()
+        trap = net.module[0].weight.register_hook(lambda g: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            net(torch.ones(1, 4)).sum().backward()
+        trap.remove()
+        net.zero_grad()
+        net(torch.zeros(1, 4)).sum().backward()
+        reduced = weight.grad.clone()
+        twin = copy.deepcopy(net.module)
+        twin.zero_grad()
+        twin(torch.zeros(1, 4)).sum().backward()
+        torch.testing.assert_close(reduced, twin[1].weight.grad)
+
+    run_ranks(main, 2)
+
+
+def test_evaluation_between_forward_and_backward():
+    def main():
+        net = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+        loss = net(torch.randn(3, 4)).square().sum()
+        net.eval()
+        with torch.no_grad():
+            net(torch.randn(3, 4))
+        loss.backward()
+
+    run_ranks(main, 2)

@@ -19,9 +19,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, Store, Work
 
-from gradwire.ddp._ledger import Entry, catch_up, missing
+from gradwire.ddp._ledger import Ledger, catch_up, missing
 from gradwire.ddp._wait import translate
-from gradwire.errors import BrokenGroupError, CollectiveTimeoutError, PeerLostError
+from gradwire.errors import (
+    BrokenGroupError,
+    CollectiveTimeoutError,
+    NotSupportedError,
+    PeerLostError,
+)
 
 __all__ = ["Alarm", "Pending", "pending_future", "pending_work"]
 
@@ -115,23 +120,26 @@ class Alarm:
         votes = self._call(lambda: self._store.add(counter, 1))
         pause = 0.0
         while votes < target:
-            look()
             time.sleep(pause)
             pause = min(2 * pause + 2e-5, 5e-3)
             votes = self._call(lambda: self._store.add(counter, 0))
+            if votes < target:
+                look()
 
     def meet(
-        self, error: str | None, ledger: Sequence[Entry], pending: Sequence[Pending]
-    ) -> dict[int, str]:
+        self, error: str | None, step: int, ledger: Ledger, pending: Sequence[Pending]
+    ) -> tuple[dict[int, str], bool]:
         """Ring, meet all ranks, bring everyone level.
 
         Args:
             error: What went wrong on this rank, or None if it came because another rang.
+            step: The number of this rank's backward.
             ledger: What this rank sent in this backward.
             pending: What of it has not ended.
 
         Returns:
-            By rank, what went wrong there.
+            By rank, what went wrong there; and whether it went wrong in later steps only: then
+            all ranks have taken part in this one.
 
         Raises:
             BrokenGroupError: The ranks cannot be brought level; the group is of no more use.
@@ -139,15 +147,14 @@ class Alarm:
             CollectiveTimeoutError: A rank did not come.
         """
         self._call(lambda: self._store.compare_set(self._key("alarm"), "", MEET))
-        other = self._sequence_number() - len(ledger)
-        told = self._exchange("told", [error, list(ledger), other], pending)
+        position = ledger.position()
+        told = self._exchange("told", [error, position, ledger.entries, step], pending)
         verdict = None
         try:
-            if len({entry[2] for entry in told}) > 1:
-                raise BrokenGroupError("collectives besides the reducer's were under way")
-            level = catch_up(self._group, missing(ledger, [entry[1] for entry in told]))
-            goal = other + max(len(entry[1]) for entry in told)
-            self._drain([*pending, *map(pending_work, level)], goal)
+            positions = [(entry[1], entry[2]) for entry in told]
+            level = catch_up(self._group, missing(position, positions))
+            goal = max(number for number, _ in positions)
+            self._drain([*pending, *map(pending_work, level)], ledger, goal)
         except BrokenGroupError as broken:
             verdict = str(broken)
         verdicts = self._exchange("level", verdict, [])
@@ -160,13 +167,14 @@ class Alarm:
                 f"after an error ({causes}) the group's ranks cannot be brought back in step "
                 f"({reason}): make a new process group, or restart"
             )
-        return {rank: entry[0] for rank, entry in enumerate(told) if entry[0]}
+        failures = {rank: entry[0] for rank, entry in enumerate(told) if entry[0]}
+        return failures, all(entry[3] > step for entry in told if entry[0])
 
-    def _drain(self, pending: Sequence[Pending], goal: int) -> None:
+    def _drain(self, pending: Sequence[Pending], ledger: Ledger, goal: int) -> None:
         """Waits until all that is pending has ended, and nothing has been sent besides."""
         deadline = time.monotonic() + MEET_SECONDS
         while not all(p.done() for p in pending):
-            if self._sequence_number() > goal or time.monotonic() > deadline:
+            if ledger.position() > goal or time.monotonic() > deadline:
                 raise BrokenGroupError("a hook went on to further collectives after the error")
             time.sleep(1e-3)
         _raise_lost(pending)
@@ -187,12 +195,6 @@ class Alarm:
             time.sleep(2e-3)
         return [json.loads(value) for value in self._call(lambda: self._store.multi_get(keys))]
 
-    def _sequence_number(self) -> int:
-        try:
-            return int(self._group._get_sequence_number_for_group())  # type: ignore[attr-defined]
-        except RuntimeError:  # a backend that does not count
-            return 0
-
     def _key(self, name: str) -> str:
         return f"{self._met}/{name}"
 
@@ -206,5 +208,13 @@ class Alarm:
 
 
 def _store_of(group: ProcessGroup) -> Store:
-    store: Store = dist.distributed_c10d._get_process_group_store(group)
+    try:
+        store: Store | None = dist.distributed_c10d._get_process_group_store(group)
+    except KeyError:  # made by hand, unknown to torch.distributed
+        store = None
+    if store is None:
+        raise NotSupportedError(
+            "the group has no store, through which ranks tell each other of errors: use a group "
+            "that torch.distributed made with one (init_process_group or new_group; not MPI)"
+        )
     return store

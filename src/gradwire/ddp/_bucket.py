@@ -12,6 +12,7 @@ more than their bytes, are copied in with one call when the bucket is full, and 
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 
@@ -29,6 +30,8 @@ AT_ONCE_BYTES = 32 << 10
 """From here on three Python steps cost less than reading the gradient a second time."""
 ADOPT_BYTES = 4 << 10
 """From here on one Python step costs less than copying the gradient back."""
+REFERENCES = 3
+"""To a gradient that only its parameter holds: the parameter's, ours, and that of the count."""
 BATCH_BYTES = 256 << 10
 """What is gathered at a time: well below a core's second-level cache."""
 
@@ -62,8 +65,8 @@ class Bucket(ABC):
         return len(self.arrived) >= self.size
 
     @abstractmethod
-    def gather_early(self, member: int) -> None:
-        """Take one gradient that has just become ready."""
+    def gather_early(self, member: int, incoming: Tensor) -> None:
+        """Take one gradient that has just become ready; `incoming` is what backward gave it."""
 
     @abstractmethod
     def gather(self) -> None:
@@ -84,7 +87,11 @@ class InPlaceBucket(Bucket):
         self._strides = memory_strides(parameter)
         self._copy: Tensor | None = None
 
-    def gather_early(self, member: int) -> None:
+    def reset(self) -> None:
+        super().reset()
+        self._copy = None
+
+    def gather_early(self, member: int, incoming: Tensor) -> None:
         gradient = _gradient(self.parameters[0])
         count = gradient.numel()
         if gradient.stride() == self._strides:
@@ -157,9 +164,11 @@ class PackedBucket(Bucket):
         """
         others = _uses(self.flat) - self._own_uses
         if others:
-            grads = (self.parameters[i].grad for i, _ in self._place.values())
-            start = self.flat.untyped_storage().data_ptr()
-            at_home = sum(g is not None and g.untyped_storage().data_ptr() == start for g in grads)
+            at_home = 0
+            for place, _ in self._place.values():
+                gradient = self.parameters[place].grad
+                if gradient is not None:
+                    at_home += gradient.data_ptr() == self._views[place].data_ptr()
             if others != at_home:
                 self._allocate()
         self._claimed = True
@@ -169,7 +178,7 @@ class PackedBucket(Bucket):
         self._claimed = self._keep
         self._batch, self._batch_bytes = [], 0
 
-    def gather_early(self, member: int) -> None:
+    def gather_early(self, member: int, incoming: Tensor) -> None:
         if not self._claimed:
             self._claim()
         place, size = self._place[member]
@@ -183,7 +192,12 @@ class PackedBucket(Bucket):
         gradient = _gradient(parameter)
         if gradient.data_ptr() != view.data_ptr():
             torch.mul(gradient, self._scale, out=view)
-            self._adopt(parameter, gradient, view)
+            # autograd may have made `incoming` the gradient: then both use its memory for now
+            taken_over = incoming.data_ptr() == gradient.data_ptr()
+            if self._keep:
+                parameter.grad = view
+            elif _uses(gradient) <= 2 + taken_over and sys.getrefcount(gradient) <= REFERENCES:
+                gradient.set_(view)  # type: ignore[call-overload]  # torch's stub lacks this form
         elif self._scale != 1.0:
             view.mul_(self._scale)
 
@@ -194,7 +208,10 @@ class PackedBucket(Bucket):
         if outside:
             torch._foreach_copy_([v for _, _, v in outside], [g for _, g, _ in outside])
             for parameter, gradient, view in outside:
-                self._adopt(parameter, gradient, view)
+                if self._keep:
+                    parameter.grad = view
+                elif _uses(gradient) <= 2 and sys.getrefcount(gradient) <= REFERENCES + 1:
+                    gradient.set_(view)  # type: ignore[call-overload]
 
     def _outside(self, places: Sequence[int]) -> list[tuple[Parameter, Tensor, Tensor]]:
         """Parameter, gradient and view of those whose gradient does not lie in the buffer."""
@@ -203,33 +220,24 @@ class PackedBucket(Bucket):
         ]
         return [entry for entry in found if entry[1].data_ptr() != entry[2].data_ptr()]
 
-    def _adopt(self, parameter: Parameter, gradient: Tensor, view: Tensor) -> None:
-        """The gradient lives in the buffer from now on."""
-        if self._keep:
-            parameter.grad = view
-        else:
-            gradient.set_(view)  # type: ignore[call-overload]  # torch's stub lacks this form
-
     def gather(self) -> None:
         self._gather_batch()
         if outside := self._outside(self._tiny):
             torch._foreach_copy_([v for _, _, v in outside], [g for _, g, _ in outside])
             if self._keep:
-                for parameter, gradient, view in outside:
-                    self._adopt(parameter, gradient, view)
+                for parameter, _, view in outside:
+                    parameter.grad = view
         if self._scale != 1.0:
             self._to_scale.mul_(self._scale)
 
     def scatter(self, reduced: Tensor | None = None) -> None:
         source = self._views
-        places: Sequence[int] = range(self.size)
-        if reduced is None or _same_memory(reduced, self.flat):
-            places = self._tiny if not self._keep else []
-        else:
+        if reduced is not None and not _same_memory(reduced, self.flat):
             source = views(reduced.reshape(-1), self.parameters, keep_strides=True)
-        if places:
-            gradients = [_gradient(self.parameters[i]) for i in places]
-            torch._foreach_copy_(gradients, [source[i] for i in places])
+        gradients = [_gradient(p) for p in self.parameters]
+        away = [i for i, g in enumerate(gradients) if g.data_ptr() != source[i].data_ptr()]
+        if away:
+            torch._foreach_copy_([gradients[i] for i in away], [source[i] for i in away])
 
     def as_grad_bucket(self, index: int, *, is_last: bool) -> GradBucket:
         """The bucket as hooks see it."""

@@ -19,7 +19,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradwire.errors import BrokenGroupError
 
-__all__ = ["Entry", "LedgerMode", "all_reduce_entry", "broadcast_entry", "catch_up", "missing"]
+__all__ = [
+    "Entry",
+    "Ledger",
+    "LedgerMode",
+    "all_reduce_entry",
+    "broadcast_entry",
+    "catch_up",
+    "missing",
+]
 
 Entry = list[Any]
 """JSON: [op, root, tensors' groups]; a tensors' group is a list of [dtype, device type, shape]."""
@@ -38,10 +46,40 @@ def broadcast_entry(tensor: Tensor, root: int) -> Entry:
     return ["broadcast_", root, [[_describe(tensor)]]]
 
 
+class Ledger:
+    """The collectives that a rank has lately sent on a group, each with its number.
+
+    The number is the engine's count of collectives on the group, so that ranks mean the same by
+    it, even where one is a step ahead of another, and so that collectives which are not in the
+    ledger leave a gap.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+        self._sent = 0
+        self.entries: list[tuple[int, Entry]] = []
+
+    def add(self, entry: Entry) -> None:
+        """Write down the collective that has just been sent."""
+        self._sent += 1
+        self.entries.append((self.position(), entry))
+
+    def position(self) -> int:
+        """The number of the last collective that was sent on the group."""
+        try:
+            return int(self._group._get_sequence_number_for_group())  # type: ignore[attr-defined]
+        except RuntimeError:  # an engine that does not count: then only ours count
+            return self._sent
+
+    def clear(self) -> None:
+        """Begin a new page: what was sent has been completed."""
+        self.entries.clear()
+
+
 class LedgerMode(TorchDispatchMode):
     """Writes down the collectives that are issued on one group while it is active."""
 
-    def __init__(self, group: ProcessGroup, ledger: list[Entry]) -> None:
+    def __init__(self, group: ProcessGroup, ledger: Ledger) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._group_name = group.group_name
         self._ledger = ledger
@@ -49,9 +87,10 @@ class LedgerMode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        result = func(*args, **(kwargs or {}))
         if func.namespace == "c10d":
-            self._ledger.append(self._entry(func, args))
-        return func(*args, **(kwargs or {}))
+            self._ledger.add(self._entry(func, args))
+        return result
 
     def _entry(self, func: Any, args: tuple[Any, ...]) -> Entry:
         op = func._schema.name.removeprefix("c10d::")
@@ -64,23 +103,35 @@ class LedgerMode(TorchDispatchMode):
         return [op, root, [[_describe(t) for t in g] for g in flat]]
 
 
-def missing(own: Sequence[Entry], ledgers: Sequence[Sequence[Entry]]) -> Sequence[Entry]:
+def missing(position: int, told: Sequence[tuple[int, Sequence[tuple[int, Entry]]]]) -> list[Entry]:
     """The entries that this rank has yet to join to be level with the furthest rank.
 
+    Args:
+        position: The number of the last collective that this rank sent.
+        told: For each rank, its position and its ledger's entries.
+
     Raises:
-        BrokenGroupError: The ledgers tell of different collectives, so no rank can catch up.
+        BrokenGroupError: The ledgers tell of different collectives, or not of all.
 
     Example:
-        >>> missing([["a"]], [[["a"]], [["a"], ["b"]]])
+        >>> missing(1, [(1, [(1, ["a"])]), (2, [(1, ["a"]), (2, ["b"])])])
         [['b']]
     """
-    furthest = max(ledgers, key=len)
-    for ledger in ledgers:
-        if list(ledger) != list(furthest[: len(ledger)]):
-            raise BrokenGroupError(
-                f"ranks sent different collectives before the error: {ledger} and {furthest}"
-            )
-    return furthest[len(own) :]
+    furthest, entries = max(told, key=lambda rank: rank[0])
+    known = {number: list(entry) for number, entry in entries}
+    for _, others in told:
+        for number, entry in others:
+            if known.get(number, list(entry)) != list(entry):
+                raise BrokenGroupError(
+                    f"ranks sent different collectives before the error: {entry} and "
+                    f"{known[number]} as number {number}"
+                )
+    needed = range(position + 1, furthest + 1)
+    if unknown := [number for number in needed if number not in known]:
+        raise BrokenGroupError(
+            f"collectives besides the reducer's were under way (numbers {unknown})"
+        )
+    return [known[number] for number in needed]
 
 
 def catch_up(group: ProcessGroup, entries: Sequence[Entry]) -> list[Work]:

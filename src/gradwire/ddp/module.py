@@ -154,7 +154,9 @@ class DistributedDataParallel(nn.Module):
             self.reducer.prepare()
         if self.broadcast_buffers and self._buffers_may_differ and self._buffers_synced:
             buffers = [self.module.get_buffer(name) for name, _ in self._buffers_synced]
-            broadcast_coalesced(self.process_group, buffers)
+            # a graph that awaits its backward may have saved them: the module updates them too
+            with torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):
+                broadcast_coalesced(self.process_group, buffers)
         self._buffers_may_differ = syncing
         if self.device is not None:
             inputs, kwargs = _move(inputs, self.device), _move(kwargs, self.device)

@@ -23,7 +23,7 @@ from gradwire.buckets import plan_buckets
 from gradwire.ddp._alarm import Alarm, Pending, pending_future, pending_work
 from gradwire.ddp._bucket import Bucket, InPlaceBucket, PackedBucket
 from gradwire.ddp._group import check_group, message_device
-from gradwire.ddp._ledger import Entry, LedgerMode, all_reduce_entry, broadcast_entry
+from gradwire.ddp._ledger import Ledger, LedgerMode, all_reduce_entry, broadcast_entry
 from gradwire.ddp._wait import translate, wait_future, wait_work
 from gradwire.errors import (
     ArgumentError,
@@ -118,16 +118,20 @@ class Reducer:
         self._alarm = Alarm(group)
         self._broken: str | None = None
 
+        self._step = 0
         self._armed = False
         self._callback_queued = False
         self._ended_short = False
         self._launched: list[_Launched] = []
-        self._ledger: list[Entry] = []
+        self._ledger = Ledger(group)
+        self._deferred: PeerFailedError | None = None
         self._order: list[int] | None = []
-        self._make_buckets(range(len(parameters))[::-1])
+        self._make_buckets(self._first_order())
+        # the nodes that accumulate gradients: their hooks run after all hooks of the parameters
+        self._nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in self._parameters]
         handles = [
-            p.register_post_accumulate_grad_hook(partial(_on_gradient, weakref.ref(self), i))
-            for i, p in enumerate(self._parameters)
+            node.register_hook(partial(_on_gradient, weakref.ref(self), i))
+            for i, node in enumerate(self._nodes)
         ]
         weakref.finalize(self, _remove, handles).atexit = False
 
@@ -163,10 +167,13 @@ class Reducer:
         """
         if self._broken is not None:
             raise BrokenGroupError(self._broken)
+        if self._deferred is not None:
+            self._raise_deferred(self._deferred)
         if self._armed and (self._launched or any(b.arrived for b in self._buckets)):
             self._end_unfinished()
         if self._order is not None and len(self._order) == len(self._parameters):
             self._rebuild(self._order)
+        self._step += 1
         self._armed = True
 
     # -- buckets ---------------------------------------------------------------------------
@@ -201,6 +208,10 @@ class Reducer:
             if gradient is not None:
                 self._parameters[i].grad = gradient.clone()
 
+    def _first_order(self) -> range:
+        """Last registered first: its gradient tends to be ready first."""
+        return range(len(self._parameters))[::-1]
+
     def _caps(self) -> list[int]:
         if self._given_caps is not None:
             return self._given_caps
@@ -219,8 +230,8 @@ class Reducer:
         agreed = torch.tensor(order, dtype=torch.int64, device=device)
         options = BroadcastOptions()
         options.rootRank = 0
-        self._ledger.append(broadcast_entry(agreed, root=0))
         work = self._group.broadcast([agreed], options)
+        self._ledger.add(broadcast_entry(agreed, root=0))
         self._launched.append(_Launched(self._buckets[0], work=work))
         self._result(self._launched[0])
         self._reset()
@@ -281,7 +292,7 @@ class Reducer:
         except RuntimeError as error:
             self._give_up(translate(error, self._what(bucket)), error)
         self._launched.append(_Launched(bucket, work=work))
-        self._ledger.append(all_reduce_entry(wire))
+        self._ledger.add(all_reduce_entry(wire))
 
     def _launch_hook(self, bucket: Bucket) -> None:
         assert isinstance(bucket, PackedBucket)
@@ -292,7 +303,7 @@ class Reducer:
             with LedgerMode(self._group, self._ledger):
                 future = as_future(self._hook(self._hook_state, seen), self._hook)
         except Exception as error:
-            self._fail(_hook_error(error, self._what(bucket)), error)
+            self._hook_failed(error, self._what(bucket))
         self._launched.append(_Launched(bucket, future=future, seen=seen))
 
     def _on_backward_end(self) -> None:
@@ -309,7 +320,8 @@ class Reducer:
                 launched.bucket.scatter()
         else:
             results = [self._result(launched) for launched in self._launched]
-            self._alarm.vote(self._look)  # gradients change on all ranks or on none
+            if self._deferred is None:
+                self._alarm.vote(self._look)  # gradients change on all ranks or on none
             for launched, reduced in zip(self._launched, results, strict=True):
                 launched.bucket.scatter(reduced)
         self._reset()
@@ -329,10 +341,7 @@ class Reducer:
         try:
             return parse_hook_result(launched.future.wait(), launched.seen, self._hook)
         except Exception as error:
-            engine = translate(error, what)
-            if isinstance(engine, PeerLostError | CollectiveTimeoutError):
-                self._give_up(engine, error)
-            self._fail(_hook_error(error, what), error)
+            self._hook_failed(error, what)
 
     # -- errors ----------------------------------------------------------------------------
 
@@ -343,29 +352,59 @@ class Reducer:
         except PeerLostError as error:
             self._give_up(error, error.__cause__)
         if rung:
-            self._fail(None)
+            self._on_alarm()
 
-    def _fail(self, error: Exception | None, cause: BaseException | None = None) -> NoReturn:
+    def _fail(self, error: Exception, cause: BaseException | None = None) -> NoReturn:
         """Ends this backward on every rank, and raises."""
-        failures = self._meet(None if error is None else f"{type(error).__name__}: {error}")
-        if error is not None:
-            raise error from cause
-        told = "; ".join(f"rank {rank}: {text}" for rank, text in failures.items())
-        raise PeerFailedError(f"gradients were not reduced, because of an error elsewhere. {told}")
+        self._meet(f"{type(error).__name__}: {error}")
+        self._start_over()
+        raise error from cause
 
-    def _meet(self, error: str | None) -> dict[int, str]:
+    def _on_alarm(self) -> None:
+        """Another rank failed: raise, unless this rank's backward is one that it took part in."""
+        failures, later = self._meet(None)
+        told = "; ".join(f"rank {rank}: {text}" for rank, text in failures.items())
+        error = PeerFailedError(
+            f"gradients were not reduced, because of an error elsewhere. {told}"
+        )
+        if later:
+            self._deferred = error  # all ranks took part in this backward: finish it first
+            return
+        self._start_over()
+        raise error
+
+    def _raise_deferred(self, error: PeerFailedError) -> NoReturn:
+        self._deferred = None
+        self._step += 1
+        self._start_over()
+        raise error
+
+    def _start_over(self) -> None:
+        """As after construction: ranks may have been at different bucket plans."""
+        self._reset()
+        self._order = []
+        self._make_buckets(self._first_order())
+
+    def _hook_failed(self, error: Exception, what: str) -> NoReturn:
+        """Tells an engine's failure, which a hook passes on, from the hook's own."""
+        engine = translate(error, what)
+        if isinstance(engine, PeerLostError | CollectiveTimeoutError):
+            self._give_up(engine, error)
+        if isinstance(error, DistributedError):
+            self._fail(error)
+        text = f"{what}: the communication hook raised {type(error).__name__}: {error}"
+        self._fail(HookError(text), error)
+
+    def _meet(self, error: str | None) -> tuple[dict[int, str], bool]:
         pending = [launched.pending() for launched in self._launched]
         try:
-            return self._alarm.meet(error, self._ledger, pending)
+            return self._alarm.meet(error, self._step, self._ledger, pending)
         except PeerLostError as lost:
             self._give_up(lost, lost.__cause__)
         except DistributedError as broken:
             self._broken = str(broken)
-            raise
-        finally:
             self._reset()
-            if self._order is not None:
-                self._order.clear()  # ranks rebuild together or not at all
+            raise
 
     def _give_up(self, error: DistributedError, cause: BaseException | None) -> NoReturn:
         """The group itself failed: nothing can be brought level."""
@@ -381,6 +420,7 @@ class Reducer:
             return
         if not self._ended_short:
             self._meet("backward was interrupted by an exception")
+            self._start_over()
             return
         arrived = {i for b in self._buckets for i in b.arrived}
         lacking = [n for i, n in enumerate(self._names) if i not in arrived]
@@ -408,13 +448,15 @@ class Reducer:
         return f"bucket {self._buckets.index(bucket)} ({shown})"
 
 
-def _on_gradient(reference: weakref.ref[Reducer], index: int, parameter: Tensor) -> None:
+def _on_gradient(
+    reference: weakref.ref[Reducer], index: int, _: object, incoming: tuple[Tensor | None, ...]
+) -> None:
     """A parameter's gradient is ready: the one step that is taken for each of them.
 
     Holds no reference that would keep the reducer alive.
     """
     reducer = reference()
-    if reducer is None or not reducer._armed:
+    if reducer is None or not reducer._armed or incoming[0] is None:
         return
     if not reducer._callback_queued:
         reducer._begin()
@@ -424,7 +466,7 @@ def _on_gradient(reference: weakref.ref[Reducer], index: int, parameter: Tensor)
     bucket.arrived.append(index)
     if index in bucket.early:
         try:
-            bucket.gather_early(index)
+            bucket.gather_early(index, incoming[0])
         except (ReductionError, NotSupportedError) as error:
             reducer._fail(error)
     if len(bucket.arrived) >= bucket.size:
@@ -434,9 +476,3 @@ def _on_gradient(reference: weakref.ref[Reducer], index: int, parameter: Tensor)
 def _remove(handles: Sequence[Any]) -> None:
     for handle in handles:
         handle.remove()
-
-
-def _hook_error(error: Exception, what: str) -> HookError | DistributedError:
-    if isinstance(error, DistributedError):
-        return error
-    return HookError(f"{what}: the communication hook raised {type(error).__name__}: {error}")
