@@ -192,11 +192,14 @@ class PackedBucket(Bucket):
         gradient = _gradient(parameter)
         if gradient.data_ptr() != view.data_ptr():
             torch.mul(gradient, self._scale, out=view)
-            # autograd may have made `incoming` the gradient: then both use its memory for now
-            taken_over = incoming.data_ptr() == gradient.data_ptr()
+            # autograd may have made `incoming` the gradient: then it, and the tensor that it is a
+            # view of, use that memory until this backward step ends
+            passing = 0
+            if incoming.data_ptr() == gradient.data_ptr():
+                passing = 1 + incoming._is_view()
             if self._keep:
                 parameter.grad = view
-            elif _uses(gradient) <= 2 + taken_over and sys.getrefcount(gradient) <= REFERENCES:
+            elif _uses(gradient) <= 2 + passing and sys.getrefcount(gradient) <= REFERENCES:
                 gradient.set_(view)  # type: ignore[call-overload]  # torch's stub lacks this form
         elif self._scale != 1.0:
             view.mul_(self._scale)
