@@ -31,7 +31,7 @@ class DistributedDataParallel(nn.Module):
 
     Adjoint convention: the objective is Σ_r L_r / W, the mean of the ranks' losses.
 
-    Gradients of 4 KiB and more lie in their bucket's memory, also without
+    Gradients of 4 KiB and more may lie in their bucket's memory, also without
     `gradient_as_bucket_view`: one that is kept after `zero_grad` keeps its values, and the whole
     bucket's memory with them; `clone()` what is to be kept for long.
 
