@@ -47,9 +47,20 @@ def wait_work(work: Work, look: Callable[[], None], *, on_cpu: bool) -> BaseExce
                 work.wait()
             return None
         except RuntimeError as error:
-            if not on_cpu or work.is_completed():
+            if not on_cpu:
                 return error
+            if work.is_completed():  # failed, or ended just after the time was over
+                return _error_of(work)
         look()
+
+
+def _error_of(work: Work) -> BaseException | None:
+    """What a work handle that has ended failed with, if it did."""
+    try:
+        work.wait()
+    except RuntimeError as error:
+        return error
+    return None
 
 
 def wait_future(future: torch._C.Future[Any], look: Callable[[], None]) -> None:
