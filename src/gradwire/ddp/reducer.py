@@ -173,6 +173,8 @@ class Reducer:
             self._end_unfinished()
         if self._order is not None and len(self._order) == len(self._parameters):
             self._rebuild(self._order)
+            if self._deferred is not None:  # told while waiting for the order
+                self._raise_deferred(self._deferred)
         self._step += 1
         self._armed = True
 
