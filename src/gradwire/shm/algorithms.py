@@ -1,0 +1,254 @@
+"""The collectives over shared memory; they know nothing of torch.distributed's process groups.
+
+There are two ideas. *Exchange*: every rank has a block for each other rank, or one for all, which
+the others fetch. *Reduction*: every rank owns a share of the elements, reduces it in the order of
+the ranks, and the others fetch or are given the result. Each comes in three sizes: short data
+travels with the header (one wait), data in regions is used where it lies, and all else passes in
+pieces through the staging slots, so that copying in, reducing and copying out overlap between
+ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gradwire.shm.arithmetic import reduce_into
+from gradwire.shm.header import INLINE, NOWHERE, Call, Place
+from gradwire.shm.sync import Deadline
+from gradwire.shm.team import INLINE_BYTES, SLOT_BYTES, SLOTS, Team
+
+__all__ = ["barrier", "exchange", "reduce", "reduce_scatter"]
+
+_PIECE_BYTES = 256 << 10  # of one rank's tensor that is reduced where it lies
+_LINE = 64  # elements; shares end between cache lines
+
+
+def barrier(team: Team, deadline: Deadline) -> None:
+    """Wait until every rank has called."""
+    team.announce(Call("barrier"), Place(INLINE), deadline)
+
+
+def reduce(team: Team, call: Call, flat: Tensor, deadline: Deadline) -> None:
+    """Reduce `flat` over all ranks, in place: on all of them, or on the call's root only.
+
+    Args:
+        team: The group.
+        call: all_reduce, or reduce with its root.
+        flat: 1-d and contiguous; other ranks than the root keep their values.
+        deadline: When to give up.
+    """
+    gets_result = call.root in (-1, team.rank)
+    if flat.nbytes <= INLINE_BYTES:
+        team.announce(call, Place(INLINE), deadline, [flat])
+        if gets_result:
+            pieces = [team.inline(r, flat.dtype, 0, flat.numel()) for r in range(team.size)]
+            reduce_into(flat, pieces, call.op)
+        return
+    places = team.announce(call, _place(team, flat), deadline)
+    if all(p.region >= 0 for p in places):
+        _reduce_where_it_lies(team, call, places, flat)
+    else:
+        _reduce_through_slots(team, call, flat, gets_result=gets_result)
+
+
+def exchange(
+    team: Team,
+    call: Call,
+    outgoing: Sequence[Tensor],
+    incoming: Sequence[Tensor | None],
+    deadline: Deadline,
+    *,
+    base: Tensor | None = None,
+    shared: bool = False,
+) -> None:
+    """Every rank fetches from every other rank the block that is meant for it.
+
+    Args:
+        team: The group.
+        call: With tables of block sizes, or with the one size that all blocks have.
+        outgoing: This rank's block for each rank; or one for all, if `shared`; or nothing.
+        incoming: Where each rank's block goes, 1-d and contiguous; None where there is none.
+        deadline: When to give up.
+        base: A contiguous tensor that holds the outgoing blocks in order, where there is one.
+        shared: Whether a rank's one block goes to all ranks.
+    """
+    nbytes = sum(block.nbytes for block in outgoing)
+    place = Place(INLINE)
+    if nbytes > INLINE_BYTES:
+        place = _place(team, base)
+    inline = outgoing if nbytes <= INLINE_BYTES else ()
+    places = team.announce(call, place, deadline, inline)
+    calls = team.calls() if call.sends else [call] * team.size
+    own = outgoing[0 if shared else team.rank] if outgoing else None
+    if own is not None:
+        _copy(incoming[team.rank], own)
+    staged = []
+    for rank, (its_place, its_call) in enumerate(zip(places, calls, strict=True)):
+        target = incoming[rank]
+        if its_place.region == NOWHERE:
+            staged.append(rank)
+        elif rank != team.rank and target is not None:
+            start = 0 if shared else _start(its_call, team.rank)
+            count = target.numel()
+            if its_place.region == INLINE:
+                target.copy_(team.inline(rank, call.dtype, start, count))
+            else:
+                target.copy_(team.at(rank, its_place, call.dtype, start, count))
+    if staged:
+        _exchange_through_slots(team, call, calls, staged, outgoing, incoming, shared=shared)
+    if any(p.region >= 0 for p in places):
+        team.sync()  # until then others read this rank's tensors
+
+
+def _place(team: Team, base: Tensor | None) -> Place:
+    """Where this rank's data lies; if in no region, there is a place for it to pass through."""
+    place = Place(NOWHERE) if base is None else team.locate(base)
+    if place.region == NOWHERE:
+        team.stage()
+    return place
+
+
+def _copy(target: Tensor | None, source: Tensor) -> None:
+    if target is not None and target.data_ptr() != source.data_ptr():
+        target.copy_(source)
+
+
+def _start(call: Call, rank: int) -> int:
+    """The first element of the block for `rank` among a rank's blocks."""
+    return sum(call.sends[:rank]) if call.sends else rank * call.numel
+
+
+def _exchange_through_slots(
+    team: Team,
+    call: Call,
+    calls: Sequence[Call],
+    staged: Sequence[int],
+    outgoing: Sequence[Tensor],
+    incoming: Sequence[Tensor | None],
+    *,
+    shared: bool,
+) -> None:
+    blocks = 1 if shared else team.size
+    step = SLOT_BYTES // call.dtype.itemsize // blocks
+    longest = max(max(calls[rank].sends, default=call.numel) for rank in staged)
+    slots = {rank: team.slots(rank, call.dtype) for rank in staged}
+    column = 0 if shared else team.rank
+    for turn, lo in enumerate(range(0, longest, step)):
+        if team.rank in staged:
+            slot = slots[team.rank][turn % 2]
+            for i, block in enumerate(outgoing):
+                piece = block[lo : lo + step]
+                if piece.numel() and (shared or i != team.rank):
+                    slot[i * step :][: piece.numel()].copy_(piece)
+        team.sync()
+        for rank in staged:
+            target = incoming[rank]
+            if rank != team.rank and target is not None and target.numel() > lo:
+                piece = target[lo : lo + step]
+                piece.copy_(slots[rank][turn % 2][column * step :][: piece.numel()])
+
+
+def reduce_scatter(
+    team: Team,
+    call: Call,
+    blocks: Sequence[Tensor],
+    out: Tensor,
+    deadline: Deadline,
+    *,
+    base: Tensor | None = None,
+) -> None:
+    """Set `out` to the reduction of the blocks that all ranks have for this one.
+
+    Args:
+        team: The group.
+        call: With tables of block sizes, or with the one size that all blocks have.
+        blocks: One for each rank, 1-d and contiguous.
+        out: Like `blocks[rank]`, which it may be.
+        deadline: When to give up.
+        base: A contiguous tensor that holds the blocks in order, where there is one.
+    """
+    start, count, ranks = _start(call, team.rank), out.numel(), range(team.size)
+    if sum(block.nbytes for block in blocks) <= INLINE_BYTES:
+        team.announce(call, Place(INLINE), deadline, blocks)
+        reduce_into(out, [team.inline(r, call.dtype, start, count) for r in ranks], call.op)
+        return
+    places = team.announce(call, _place(team, base), deadline)
+    if all(p.region >= 0 for p in places):
+        pieces = [
+            blocks[r] if r == team.rank else team.at(r, places[r], call.dtype, start, count)
+            for r in ranks
+        ]
+        step = _PIECE_BYTES // call.dtype.itemsize
+        for lo in range(0, count, step):
+            reduce_into(out[lo : lo + step], [p[lo : lo + step] for p in pieces], call.op)
+        team.sync()
+        return
+    slots = [team.slots(r, call.dtype) for r in ranks]
+    step = SLOT_BYTES // call.dtype.itemsize // team.size
+    longest = max(call.sends, default=call.numel)
+    for turn, lo in enumerate(range(0, longest, step)):
+        slot = slots[team.rank][turn % 2]
+        for i, block in enumerate(blocks):
+            piece = block[lo : lo + step]
+            if piece.numel():
+                slot[i * step :][: piece.numel()].copy_(piece)
+        team.sync()
+        target = out[lo : lo + step]
+        if target.numel():
+            first, last = team.rank * step, team.rank * step + target.numel()
+            reduce_into(target, [slots[r][turn % 2][first:last] for r in ranks], call.op)
+
+
+def _share(count: int, rank: int, size: int) -> tuple[int, int]:
+    """The elements that a rank reduces: all shares together are 0 to `count`."""
+    each = math.ceil(count / size / _LINE) * _LINE
+    return min(rank * each, count), min((rank + 1) * each, count)
+
+
+def _reduce_where_it_lies(team: Team, call: Call, places: Sequence[Place], flat: Tensor) -> None:
+    count, dtype = flat.numel(), flat.dtype
+    tensors = [
+        flat if r == team.rank else team.at(r, places[r], dtype, 0, count) for r in range(team.size)
+    ]
+    start, stop = _share(count, team.rank, team.size)
+    step = _PIECE_BYTES // dtype.itemsize
+    for lo in range(start, stop, step):
+        pieces = [t[lo : min(lo + step, stop)] for t in tensors]
+        if call.root < 0:
+            reduce_into(pieces[0], pieces, call.op)
+            for piece in pieces[1:]:
+                piece.copy_(pieces[0])
+        else:
+            reduce_into(pieces[call.root], pieces, call.op)
+    team.sync()
+
+
+def _reduce_through_slots(team: Team, call: Call, flat: Tensor, *, gets_result: bool) -> None:
+    """Three steps of a pipeline in each turn: copy a piece in, reduce the last, copy one out."""
+    size, dtype = team.size, flat.dtype
+    slots = [team.slots(r, dtype) for r in range(size)]
+    step = SLOT_BYTES // dtype.itemsize
+    pieces = flat.split(step)
+    spare = None if gets_result else torch.empty(step, dtype=dtype)
+    for turn in range(len(pieces) + 2):
+        if turn < len(pieces):
+            slots[team.rank][turn % SLOTS][: len(pieces[turn])].copy_(pieces[turn])
+        if 0 <= turn - 1 < len(pieces):
+            at = (turn - 1) % SLOTS
+            start, stop = _share(len(pieces[turn - 1]), team.rank, size)
+            if start < stop:
+                result = (pieces[turn - 1] if spare is None else spare)[start:stop]
+                reduce_into(result, [slots[r][at][start:stop] for r in range(size)], call.op)
+                slots[team.rank][at][start:stop].copy_(result)
+        if turn >= 2 and gets_result:
+            at, piece = (turn - 2) % SLOTS, pieces[turn - 2]
+            for r in range(size):
+                start, stop = _share(len(piece), r, size)
+                if r != team.rank and start < stop:
+                    piece[start:stop].copy_(slots[r][at][start:stop])
+        if turn <= len(pieces):
+            team.sync()

@@ -1,0 +1,98 @@
+"""Reduction of several pieces of memory into one, always in the order of the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from gradwire.errors import ArgumentError
+
+__all__ = ["OPS", "check_reduction", "number_of", "reduce_into"]
+
+
+def number_of(op: object) -> int:
+    """The number that torch.distributed has for a reduce op."""
+    number: int = op.value  # type: ignore[attr-defined]
+    return number
+
+
+OPS: dict[int, Callable[..., Tensor]] = {
+    number_of(ReduceOp.SUM): torch.add,
+    number_of(ReduceOp.AVG): torch.add,
+    number_of(ReduceOp.PRODUCT): torch.mul,
+    number_of(ReduceOp.MIN): torch.minimum,
+    number_of(ReduceOp.MAX): torch.maximum,
+    number_of(ReduceOp.BAND): torch.bitwise_and,
+    number_of(ReduceOp.BOR): torch.bitwise_or,
+    number_of(ReduceOp.BXOR): torch.bitwise_xor,
+}
+"""How two pieces become one, by the number that torch.distributed has for a reduce op."""
+
+_AVG = number_of(ReduceOp.AVG)
+_ROUNDING = {number_of(ReduceOp.SUM), _AVG, number_of(ReduceOp.PRODUCT)}
+_BITWISE = {number_of(ReduceOp.BAND), number_of(ReduceOp.BOR), number_of(ReduceOp.BXOR)}
+_ORDERED = {number_of(ReduceOp.MIN), number_of(ReduceOp.MAX)}
+_HALF = {torch.float16, torch.bfloat16}
+
+
+def check_reduction(op: int, dtype: torch.dtype) -> None:
+    """Raise unless tensors of `dtype` can be reduced by `op`.
+
+    Raises:
+        ArgumentError: They cannot.
+    """
+    name = ReduceOp.RedOpType(op).name
+    fractional = dtype.is_floating_point or dtype.is_complex
+    if op not in OPS:
+        known = ", ".join(ReduceOp.RedOpType(o).name for o in OPS)
+        raise ArgumentError(f"reduce op is {name}: the shm backend has {known}")
+    if dtype.itemsize == 1 and dtype.is_floating_point:
+        raise ArgumentError(f"tensors of {dtype} cannot be reduced: convert them to bfloat16")
+    if op in _BITWISE and fractional:
+        raise ArgumentError(f"reduce op {name} works on integers, but the tensor is {dtype}")
+    if op == _AVG and not fractional:
+        raise ArgumentError(
+            f"reduce op AVG needs floating point, but the tensor is {dtype}: use SUM and divide"
+        )
+    if op in _ORDERED and dtype.is_complex:
+        raise ArgumentError(f"reduce op {name} has no meaning for {dtype}: use SUM or PRODUCT")
+
+
+def reduce_into(out: Tensor, pieces: Sequence[Tensor], op: int) -> None:
+    """Set `out` to the pieces' reduction: ((piece 0 ∘ piece 1) ∘ piece 2) ….
+
+    float16 and bfloat16 are accumulated in float32 and rounded once.
+
+    Args:
+        out: Of the pieces' shape; it may be one of them.
+        pieces: One or more tensors of one shape and dtype.
+        op: The reduce op's number.
+    """
+    function = OPS[op]
+    if out.numel() == 0:
+        return
+    if len(pieces) == 1:
+        if out.data_ptr() != pieces[0].data_ptr():
+            out.copy_(pieces[0])
+        return
+    if out.dtype in _HALF and op in _ROUNDING and (len(pieces) > 2 or op == _AVG):
+        total = function(pieces[0].float(), pieces[1])
+        for piece in pieces[2:]:
+            function(total, piece, out=total)
+        if op == _AVG:
+            total.div_(len(pieces))
+        out.copy_(total)
+        return
+    if any(piece.data_ptr() == out.data_ptr() for piece in pieces[2:]):
+        total = torch.empty_like(out)  # out is read after the first step
+        reduce_into(total, pieces, op)
+        out.copy_(total)
+        return
+    function(pieces[0], pieces[1], out=out)
+    for piece in pieces[2:]:
+        function(out, piece, out=out)
+    if op == _AVG:
+        out.div_(len(pieces))

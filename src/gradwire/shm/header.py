@@ -1,0 +1,180 @@
+"""What a rank says of a collective before it takes part: all ranks compare, and see the same.
+
+A header is some numbers in shared memory. The first part must be equal on all ranks; the tables
+of block sizes must fit each other; the rest says where the rank's data lies.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed import ReduceOp
+
+from gradwire.errors import MismatchError
+
+__all__ = [
+    "DTYPES",
+    "INLINE",
+    "NOWHERE",
+    "NUMBERS",
+    "Call",
+    "Place",
+    "check_agreement",
+    "header_bytes",
+    "place_of",
+    "read",
+    "write",
+]
+
+_FIXED = struct.Struct("<9q")
+_AGREED = 5 * 8
+
+DTYPES: tuple[torch.dtype, ...] = tuple(
+    getattr(torch, name)
+    for name in (
+        *("float32", "float64", "float16", "bfloat16", "complex64", "complex128", "complex32"),
+        *("uint8", "int8", "int16", "int32", "int64", "bool", "uint16", "uint32", "uint64"),
+        *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"),
+    )
+)
+"""The dtypes that travel; a header has the index."""
+NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
+
+KINDS = (
+    *("all_reduce", "reduce", "broadcast", "all_gather", "all_gather_single", "gather"),
+    *("scatter", "reduce_scatter", "reduce_scatter_single", "all_to_all", "barrier"),
+)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A collective, as one rank calls it.
+
+    Args:
+        kind: Its name, one of `KINDS`.
+        dtype: Of the tensors.
+        numel: Elements of one block, where all ranks must have the same; else 0.
+        op: The reduce op's number; -1 where nothing is reduced.
+        root: The root's rank in the group; -1 where there is none.
+        sends: Elements for each rank, where they may differ; else empty.
+        receives: Elements expected from each rank; as long as `sends`.
+    """
+
+    kind: str
+    dtype: torch.dtype = torch.uint8
+    numel: int = 0
+    op: int = -1
+    root: int = -1
+    sends: tuple[int, ...] = ()
+    receives: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank's data for a collective lies.
+
+    Args:
+        region: The number of one of the rank's regions; `INLINE` with the header, `NOWHERE` in
+            memory that it does not share.
+        offset: Bytes from the region's start.
+    """
+
+    region: int
+    offset: int = 0
+
+
+INLINE, NOWHERE = -1, -2
+
+
+def header_bytes(size: int) -> int:
+    """Bytes of a header in a group of `size` ranks, whole cache lines."""
+    return (_FIXED.size + 16 * size + 63) // 64 * 64
+
+
+def write(buffer: memoryview, call: Call, place: Place) -> None:
+    """Put a header into its place in shared memory."""
+    _FIXED.pack_into(
+        buffer,
+        0,
+        KINDS.index(call.kind),
+        NUMBERS[call.dtype],
+        call.op,
+        call.root,
+        call.numel,
+        len(call.sends),
+        place.region,
+        place.offset,
+        0,
+    )
+    if call.sends:
+        struct.pack_into(
+            f"<{2 * len(call.sends)}q", buffer, _FIXED.size, *call.sends, *call.receives
+        )
+
+
+def read(buffer: memoryview) -> tuple[Call, Place]:
+    """A header as it was written."""
+    kind, dtype, op, root, numel, count, region, offset, _ = _FIXED.unpack_from(buffer)
+    table = struct.unpack_from(f"<{2 * count}q", buffer, _FIXED.size) if count else ()
+    call = Call(KINDS[kind], DTYPES[dtype], numel, op, root, table[:count], table[count:])
+    return call, Place(region, offset)
+
+
+def place_of(buffer: memoryview) -> Place:
+    """The place alone, quicker than `read`."""
+    return Place(*struct.unpack_from("<2q", buffer, 6 * 8))
+
+
+def check_agreement(headers: Sequence[memoryview], rank: int) -> None:
+    """Raise unless all ranks call the same collective with arguments that fit.
+
+    Raises:
+        MismatchError: They do not; every rank that looks at these headers raises the same.
+    """
+    own = headers[rank][:_AGREED]
+    if any(header[:_AGREED] != own for header in headers):
+        raise _disagreement([read(header)[0] for header in headers])
+    (tables,) = struct.unpack_from("<q", headers[rank], _AGREED)
+    if tables:
+        _check_tables([read(header)[0] for header in headers])
+
+
+def _disagreement(calls: Sequence[Call]) -> MismatchError:
+    kinds = [call.kind for call in calls]
+    if len(set(kinds)) > 1:
+        return MismatchError(f"ranks call different collectives: {_by_rank(kinds)}")
+    fields: dict[str, list[object]] = {
+        "dtype": [call.dtype for call in calls],
+        "reduce op": [_op_name(call.op) for call in calls],
+        "root": [call.root for call in calls],
+        "number of elements": [call.numel for call in calls],
+    }
+    for field, values in fields.items():
+        if len(set(values)) > 1:
+            return MismatchError(f"ranks disagree on {kinds[0]}'s {field}: {_by_rank(values)}")
+    raise AssertionError("headers differ, but in no field")
+
+
+def _check_tables(calls: Sequence[Call]) -> None:
+    expected_of = zip(*(call.receives for call in calls), strict=True)
+    if all(call.sends == got for call, got in zip(calls, expected_of, strict=True)):
+        return
+    for source, call in enumerate(calls):
+        for target, count in enumerate(call.sends):
+            expected = calls[target].receives[source]
+            if count != expected:
+                raise MismatchError(
+                    f"ranks disagree on {call.kind}'s number of elements: rank {source} has "
+                    f"{count} for rank {target}, which expects {expected}"
+                )
+
+
+def _op_name(op: int) -> str:
+    return "none" if op < 0 else str(ReduceOp.RedOpType(op).name)
+
+
+def _by_rank(values: Sequence[object]) -> str:
+    return ", ".join(f"rank {rank} has {value}" for rank, value in enumerate(values))

@@ -1,0 +1,202 @@
+"""A rank's connections to the others: news, memory to share, and the end of a peer.
+
+Only what is not a collective goes here. A thread sleeps on all connections at once; what it hears
+it files where waiting threads look, and wakes them.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import select
+import socket
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+
+from gradwire.errors import (
+    CollectiveTimeoutError,
+    DistributedError,
+    PeerFailedError,
+    PeerLostError,
+)
+from gradwire.shm.sync import Deadline
+
+__all__ = ["Kind", "Links", "Message"]
+
+_HEAD = struct.Struct("<Biqq")  # kind, tag, and two numbers that mean what the kind says
+_FD_BYTES = array.array("i").itemsize
+_MAX_BYTES = 1 << 17
+
+
+class Kind(IntEnum):
+    """What a message is."""
+
+    REGION = 0  # a: the region's number; comes with a descriptor
+    RELEASE = 1  # a: the region's number
+    DATA = 2  # a point-to-point message; a: dtype, b: elements; inline or in a descriptor
+    FAILED = 3  # the sender gave the group up; the text says why; a: whether a peer was lost
+    GOODBYE = 4  # the sender left in order
+
+
+class Message:
+    """One message.
+
+    Attributes:
+        kind, tag, a, b: As `Kind` says.
+        text: Bytes that came with it.
+        fd: A descriptor that came with it, or -1; the receiver closes it.
+    """
+
+    def __init__(self, kind: Kind, tag: int, a: int, b: int, text: bytes, fd: int) -> None:
+        self.kind, self.tag, self.a, self.b, self.text, self.fd = kind, tag, a, b, text, fd
+
+
+class Links:
+    """The connections of one rank.
+
+    Args:
+        peers: A connected socket for each other rank.
+        receive: Called in the reading thread, under `changed`, with a peer and its message.
+        on_lost: Called likewise with a peer that is lost and why.
+
+    Attributes:
+        changed: Held and notified whenever something was received or a peer was lost.
+        lost: Why each peer that is lost can take part no more.
+    """
+
+    def __init__(
+        self,
+        peers: dict[int, socket.socket],
+        receive: Callable[[int, Message], None],
+        on_lost: Callable[[int, DistributedError], None],
+    ) -> None:
+        self.changed = threading.Condition()
+        self.lost: dict[int, DistributedError] = {}
+        self._peers = peers
+        self._receive = receive
+        self._on_lost = on_lost
+        self._wake, self._woken = os.pipe()
+        for peer in peers.values():
+            peer.setblocking(False)
+        self._thread = threading.Thread(target=self._read, name="gradwire-shm-links", daemon=True)
+        self._thread.start()
+
+    def send(
+        self,
+        peer: int,
+        kind: Kind,
+        deadline: Deadline,
+        *,
+        tag: int = 0,
+        a: int = 0,
+        b: int = 0,
+        data: bytes | memoryview = b"",
+        fd: int | None = None,
+    ) -> None:
+        """Send one message; waits only while the peer has not read a great many before it.
+
+        Raises:
+            PeerLostError: The peer is gone.
+            CollectiveTimeoutError: It did not read within the time.
+        """
+        connection = self._peers[peer]
+        parts = [_HEAD.pack(kind, tag, a, b), data]
+        extra = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))] if fd else []
+        while True:
+            try:
+                connection.sendmsg(parts, extra)
+                return
+            except BlockingIOError:
+                if not select.select([], [connection], [], deadline.left())[1]:
+                    raise CollectiveTimeoutError(
+                        f"rank {peer} did not read its messages within {deadline.seconds:g} s"
+                    ) from None
+            except OSError as error:
+                raise self.lost.get(peer) or PeerLostError(
+                    f"rank {peer} is gone ({error.strerror})"
+                ) from error
+
+    def tell(self, kind: Kind, deadline: Deadline, *, a: int = 0, fd: int | None = None) -> None:
+        """Send one message to every peer that is still there."""
+        for peer in self._peers:
+            with contextlib.suppress(PeerLostError):
+                self.send(peer, kind, deadline, a=a, fd=fd)
+
+    def give_up(self, reason: BaseException) -> None:
+        """Tell the peers that this rank takes part no more, so that none waits for it."""
+        text = f"{type(reason).__name__}: {reason}".encode()[:_MAX_BYTES]
+        for connection in self._peers.values():
+            # a peer that is gone, or does not even read, has no use for the news
+            with contextlib.suppress(OSError):
+                a = int(isinstance(reason, PeerLostError))
+                connection.sendmsg([_HEAD.pack(Kind.FAILED, 0, a, 0), text])
+
+    def check(self, peers: Sequence[int]) -> None:
+        """Raise what is known of the first of `peers` that is lost."""
+        for peer in peers:
+            if peer in self.lost:
+                error = self.lost[peer]
+                raise type(error)(*error.args)
+
+    def all_lost(self) -> bool:
+        """Whether no peer is left."""
+        return len(self.lost) == len(self._peers)
+
+    def close(self) -> None:
+        """Say goodbye and end the thread; peers see that this rank left in order."""
+        for connection in self._peers.values():
+            with contextlib.suppress(OSError):
+                connection.send(_HEAD.pack(Kind.GOODBYE, 0, 0, 0))
+        os.close(self._woken)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _read(self) -> None:
+        poll = select.poll()
+        ranks = {connection.fileno(): rank for rank, connection in self._peers.items()}
+        for fd in (self._wake, *ranks):
+            poll.register(fd, select.POLLIN)
+        while True:
+            ready = [fd for fd, _ in poll.poll()]
+            if self._wake in ready:
+                break
+            with self.changed:
+                for fd in ready:
+                    if not self._read_one(ranks[fd]):
+                        poll.unregister(fd)
+                self.changed.notify_all()
+        for connection in self._peers.values():
+            connection.close()
+        os.close(self._wake)
+
+    def _read_one(self, peer: int) -> bool:
+        """Take in one message; whether more can come."""
+        space = socket.CMSG_LEN(_FD_BYTES)
+        try:
+            data, extra, _, _ = self._peers[peer].recvmsg(_MAX_BYTES + _HEAD.size, space)
+        except OSError:  # a connection that was reset
+            data, extra = b"", []
+        if not data:
+            self._lose(peer, PeerLostError(f"rank {peer} died or left without a word"))
+            return False
+        fds = array.array("i", extra[0][2][:_FD_BYTES]) if extra else [-1]
+        kind, tag, a, b = _HEAD.unpack_from(data)
+        text = data[_HEAD.size :]
+        if kind == Kind.GOODBYE:
+            self._lose(peer, PeerLostError(f"rank {peer} left the group before this operation"))
+        elif kind == Kind.FAILED:
+            error = PeerLostError if a else PeerFailedError
+            self._lose(
+                peer, error(f"rank {peer} gave the group up: {text.decode(errors='replace')}")
+            )
+        else:
+            self._receive(peer, Message(Kind(kind), tag, a, b, text, fds[0]))
+        return True
+
+    def _lose(self, peer: int, error: DistributedError) -> None:
+        if peer not in self.lost:
+            self.lost[peer] = error
+            self._on_lost(peer, error)

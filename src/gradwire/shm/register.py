@@ -1,0 +1,107 @@
+"""The backend's entry in torch.distributed, and the way out where memory cannot be shared."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import Backend, ProcessGroup, Store
+
+from gradwire.errors import ArgumentTypeError
+from gradwire.shm.process_group import ShmProcessGroup
+from gradwire.shm.rendezvous import connect_all
+from gradwire.shm.sync import has_semaphores
+
+__all__ = ["empty", "is_available", "register"]
+
+
+def is_available() -> bool:
+    """Whether this host can have shm groups: 64-bit Linux with glibc 2.30 or newer.
+
+    Example:
+        >>> import gradwire.shm
+        >>> gradwire.shm.is_available()
+        True
+    """
+    return sys.platform == "linux" and sys.maxsize > 2**32 and has_semaphores()
+
+
+def register() -> None:
+    """Make torch.distributed know the backend "shm"; importing gradwire does this.
+
+    Example:
+        >>> import gradwire.shm
+        >>> gradwire.shm.register()
+        >>> torch.distributed.Backend.backend_capability["shm"]
+        ['cpu']
+    """
+    if dist.is_available() and "shm" not in Backend.backend_list:
+        Backend.register_backend("shm", _create, devices=["cpu"])
+
+
+def empty(
+    shape: int | Sequence[int],
+    *,
+    dtype: torch.dtype | None = None,
+    group: ProcessGroup | None = None,
+) -> Tensor:
+    """A tensor in memory that the group's ranks share: collectives on it copy as little as can be.
+
+    Only this rank calls; the others see the memory when they take part in a collective with it.
+    Making one takes the system some time: make it once and use it often. Where the group is not
+    on shm, or fell back to Gloo, it is a tensor like any other, and programs need not care.
+
+    Args:
+        shape: Its shape.
+        dtype: Its dtype; torch's default if None.
+        group: The group whose collectives are to find it; the default group if None.
+
+    Returns:
+        A contiguous CPU tensor; its values are undefined.
+
+    Raises:
+        ArgumentTypeError: `group` is no process group.
+        DistributedError: There is no room for it.
+
+    Example:
+        >>> import torch, torch.distributed as dist, gradwire.shm
+        >>> from gradwire.testing import run_ranks
+        >>> def main():
+        ...     x = gradwire.shm.empty(3).fill_(dist.get_rank() + 1.0)  # [1, 1, 1] and [2, 2, 2]
+        ...     dist.all_reduce(x)
+        ...     return x.tolist()
+        >>> run_ranks(main, world_size=2, backend="shm")
+        [[3.0, 3.0, 3.0], [3.0, 3.0, 3.0]]
+    """
+    group = group or dist.group.WORLD
+    if not isinstance(group, ProcessGroup):
+        raise ArgumentTypeError(
+            f"group is {group!r}: pass a ProcessGroup that this rank is a member of, or call "
+            "init_process_group first"
+        )
+    dtype = dtype or torch.get_default_dtype()
+    size = torch.Size([shape] if isinstance(shape, int) else shape)
+    if not isinstance(group, ShmProcessGroup):
+        return torch.empty(size, dtype=dtype)
+    return group.allocate(size.numel() * dtype.itemsize).view(dtype).view(size)
+
+
+def _create(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
+    """What torch.distributed calls for a group: on shm, or on Gloo where that cannot be."""
+    store.set(f"available/{rank}", "yes" if is_available() else "no")
+    if all(store.get(f"available/{other}") == b"yes" for other in range(size)):
+        peers = connect_all(store, rank, size, timeout)
+        if peers is not None:
+            return ShmProcessGroup(rank, size, peers, timeout)
+        reason = "its ranks are on several hosts, or in containers that cannot reach each other"
+    else:
+        reason = "a rank's system lacks what it needs (Linux with glibc 2.30)"
+    if rank == 0:
+        warnings.warn(f"this group runs on Gloo, not on shm: {reason}", stacklevel=2)
+    return dist.ProcessGroupGloo(store, rank, size, timeout)

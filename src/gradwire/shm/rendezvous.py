@@ -1,0 +1,92 @@
+"""How the ranks of a group find out that they share a host: each one reaches every other.
+
+Unix sockets do not leave a host, so whoever answers there can share memory. The names are random,
+live in no file system and are gone with their sockets; only processes of the same user are let
+in. If any rank cannot reach any other, all of them learn it and none uses shared memory.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import struct
+from datetime import timedelta
+
+from torch.distributed import Store
+
+from gradwire.errors import CollectiveTimeoutError
+
+__all__ = ["connect_all"]
+
+_RANK = struct.Struct("<i")
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid of the process at the other end
+
+
+def connect_all(
+    store: Store, rank: int, size: int, timeout: timedelta
+) -> dict[int, socket.socket] | None:
+    """A connection to every other rank, or None on all ranks if they are not on one host.
+
+    Raises:
+        CollectiveTimeoutError: A rank that was reached did not answer.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        name = f"\0gradwire-{secrets.token_hex(16)}"
+        listener.bind(name)
+        listener.listen(size)
+        store.set(f"address/{rank}", name[1:])
+        peers: dict[int, socket.socket] = {}
+        for lower in range(rank):
+            connection = _connect(store.get(f"address/{lower}"), rank)
+            if connection is None:
+                break
+            peers[lower] = connection
+        store.set(f"reached/{rank}", "yes" if len(peers) == rank else "no")
+        reached = [store.get(f"reached/{other}") == b"yes" for other in range(size)]
+        if not all(reached):
+            for connection in peers.values():
+                connection.close()
+            return None
+        listener.settimeout(timeout.total_seconds())
+        try:
+            _accept(listener, peers, size - 1)
+        except TimeoutError as error:
+            missing = sorted(set(range(size)) - set(peers) - {rank})
+            raise CollectiveTimeoutError(
+                f"ranks {missing} did not answer within {timeout.total_seconds():g} s while the "
+                "group was formed"
+            ) from error
+        return peers
+
+
+def _connect(name: bytes, rank: int) -> socket.socket | None:
+    """A connection to the lower rank that listens there, if it is here and of this user."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        connection.connect(b"\0" + name)
+        if _is_ours(connection):
+            connection.send(_RANK.pack(rank))
+            return connection
+    except OSError:
+        pass  # nobody of that name here: the rank is on another host
+    connection.close()
+    return None
+
+
+def _accept(listener: socket.socket, peers: dict[int, socket.socket], count: int) -> None:
+    while len(peers) < count:
+        connection, _ = listener.accept()
+        if not _is_ours(connection):
+            connection.close()
+            continue
+        connection.settimeout(listener.gettimeout())
+        (higher,) = _RANK.unpack(connection.recv(_RANK.size))
+        peers[higher] = connection
+
+
+def _is_ours(connection: socket.socket) -> bool:
+    """Whether a process of the same user is at the other end."""
+    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    uid: int = _CREDENTIALS.unpack(data)[1]
+    return uid == os.getuid()

@@ -1,0 +1,126 @@
+"""Waiting for each other: one POSIX semaphore for each ordered pair of ranks.
+
+A post orders all memory written before it, on every CPU. A rank that waits tries some 200 times,
+which is where short operations end, and then sleeps in the kernel, without the GIL. Each 50 ms it
+looks around: is the other rank still there, is the time over?
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+__all__ = ["SEMAPHORE_BYTES", "Deadline", "Semaphores", "has_semaphores"]
+
+SEMAPHORE_BYTES = 64
+"""More than a sem_t takes anywhere: a cache line for each."""
+
+_SPINS = 200  # some 30 µs; more keeps other threads from the GIL
+_GLANCE_S = 0.05
+_CLOCK_MONOTONIC = time.CLOCK_MONOTONIC if sys.platform == "linux" else 1
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+def has_semaphores() -> bool:
+    """Whether the C library has what is needed here (glibc from 2.30 on)."""
+    return hasattr(ctypes.CDLL(None), "sem_clockwait")
+
+
+class Deadline:
+    """A point in time by which an operation must be done.
+
+    Args:
+        seconds: From now on; None for no limit.
+    """
+
+    def __init__(self, seconds: float | None) -> None:
+        self.seconds = seconds
+        self._end = None if seconds is None else time.monotonic() + seconds
+
+    def over(self) -> bool:
+        """Whether it has passed."""
+        return self._end is not None and time.monotonic() >= self._end
+
+    def left(self) -> float | None:
+        """Seconds until then, ≥ 0; None for no limit."""
+        return None if self._end is None else max(0.0, self._end - time.monotonic())
+
+
+class Semaphores:
+    """The semaphores of a group, as one rank uses them.
+
+    Args:
+        address: Where the `size` × `size` semaphores lie in this process.
+        rank: This rank.
+        size: How many ranks.
+    """
+
+    def __init__(self, address: int, rank: int, size: int) -> None:
+        # PyDLL keeps the GIL (calls that return at once), CDLL gives it up (calls that wait)
+        quick, slow = ctypes.PyDLL(None), ctypes.CDLL(None, use_errno=True)
+        self._init, self._post, self._try = quick.sem_init, quick.sem_post, quick.sem_trywait
+        self._value, self._wait = quick.sem_getvalue, slow.sem_clockwait
+        self._address, self._size = address, size
+        self._to = [self._at(rank, peer) for peer in range(size)]
+        self._from = [self._at(peer, rank) for peer in range(size)]
+        # with fewer cores than ranks a spinning rank keeps the one it waits for from running
+        self._spins = _SPINS if size <= len(os.sched_getaffinity(0)) else 1
+
+    def _at(self, source: int, target: int) -> ctypes.c_void_p:
+        place = source * self._size + target
+        return ctypes.c_void_p(self._address + SEMAPHORE_BYTES * place)
+
+    def create(self) -> None:
+        """Initialise all of them; one rank does, before any other uses them."""
+        for source in range(self._size):
+            for target in range(self._size):
+                if self._init(self._at(source, target), 1, 0) != 0:
+                    raise OSError("sem_init failed: this system has no process-shared semaphores")
+
+    def post(self, peers: Sequence[int]) -> None:
+        """Tell peers that what they wait for is there."""
+        post, to = self._post, self._to
+        for peer in peers:
+            post(to[peer])
+
+    def posted(self, peer: int) -> bool:
+        """Whether a post of `peer` is there to be taken."""
+        value = ctypes.c_int()
+        self._value(self._from[peer], ctypes.byref(value))
+        return value.value > 0
+
+    def wait(self, peers: Sequence[int], look: Callable[[Sequence[int]], None]) -> None:
+        """Take one post of each peer.
+
+        Args:
+            peers: Whose.
+            look: Called from time to time with the peers that are still missing; it raises when
+                they will not come.
+        """
+        attempt, sources = self._try, self._from
+        for i, peer in enumerate(peers):
+            source = sources[peer]
+            for _ in range(self._spins):
+                if attempt(source) == 0:
+                    break
+            else:
+                self._sleep(source, peers[i:], look)
+
+    def _sleep(
+        self,
+        source: ctypes.c_void_p,
+        missing: Sequence[int],
+        look: Callable[[Sequence[int]], None],
+    ) -> None:
+        while True:
+            until = time.monotonic() + _GLANCE_S
+            spec = _Timespec(int(until), int(until % 1 * 1e9))
+            if self._wait(source, _CLOCK_MONOTONIC, ctypes.byref(spec)) == 0:
+                return
+            look(missing)

@@ -1,0 +1,221 @@
+"""What the collectives stand on: headers that all ranks see, places for data, and waiting.
+
+The group's segment, made by rank 0, holds the semaphores and, twice over, a header and a short
+piece of data ("inline") for each rank. Twice, because a quick rank may begin the next collective
+while a slow one still reads the last; it cannot begin the one after that. Long data lies in
+regions: the caller's tensor, if it was allocated in one, or else the rank's staging region, three
+slots through which it passes piece by piece.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from gradwire.errors import CollectiveTimeoutError, DistributedError, PeerLostError
+from gradwire.shm import segment
+from gradwire.shm.header import Call, Place, check_agreement, header_bytes, place_of, read, write
+from gradwire.shm.links import Kind, Links, Message
+from gradwire.shm.regions import STAGING, Regions
+from gradwire.shm.sync import SEMAPHORE_BYTES, Deadline, Semaphores
+
+__all__ = ["INLINE_BYTES", "SLOTS", "SLOT_BYTES", "Team"]
+
+INLINE_BYTES = 32 << 10
+"""Up to here data travels with the header: one wait instead of two or more."""
+SLOTS = 3
+SLOT_BYTES = 1 << 20
+"""A piece stays in a core's cache from the copy in to the reduction."""
+
+
+class Team:
+    """One rank's part of a group.
+
+    Args:
+        rank: This rank.
+        size: How many there are.
+        peers: A connection to each other rank.
+        other: Called in the links' thread with messages that concern neither regions nor failure.
+        on_lost: Called there when a peer is lost.
+        deadline: For the group to form.
+
+    Attributes:
+        links: The connections.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        peers: dict[int, socket.socket],
+        other: Callable[[int, Message], None],
+        on_lost: Callable[[int, DistributedError], None],
+        deadline: Deadline,
+    ) -> None:
+        self.rank, self.size = rank, size
+        self._others = [peer for peer in range(size) if peer != rank]
+        self._other = other
+        self._regions = Regions()
+        fd = _share_segment(rank, peers, _Layout(size).size, deadline)
+        memory, flat = segment.map_bytes(fd)
+        os.close(fd)
+        layout = _Layout(size)
+        view = memoryview(memory)
+        self._semaphores = Semaphores(flat.data_ptr(), rank, size)
+        self._headers = [
+            [view[layout.header(parity, r) :][: layout.header_bytes] for r in range(size)]
+            for parity in (0, 1)
+        ]
+        self._inline = [
+            [flat[layout.inline(parity, r) :][:INLINE_BYTES] for r in range(size)]
+            for parity in (0, 1)
+        ]
+        self._parity = 0
+        self._typed: dict[tuple[int, int, torch.dtype], Tensor] = {}
+        self._kind, self._deadline = "forming the group", deadline
+        if rank == 0:
+            self._semaphores.create()
+            for peer in peers.values():
+                peer.send(b"ready")
+        elif not peers[0].recv(8):
+            raise PeerLostError("rank 0 died while the group was formed")
+        self.links = Links(peers, self._receive, on_lost)
+        self._staging: Tensor | None = None
+
+    def announce(
+        self, call: Call, place: Place, deadline: Deadline, inline: Sequence[Tensor] = ()
+    ) -> list[Place]:
+        """Begin a collective: every rank tells what it calls and where its data lies.
+
+        Args:
+            call: What this rank calls.
+            place: Where its data lies.
+            deadline: For all waits of this collective.
+            inline: Tensors of the call's dtype to put one after the other with the header.
+
+        Returns:
+            Where each rank's data lies; no rank is told before all have called.
+
+        Raises:
+            MismatchError: On all ranks, if the calls do not fit each other.
+            PeerLostError, PeerFailedError, CollectiveTimeoutError: A rank does not take part.
+        """
+        self._kind, self._deadline = call.kind, deadline
+        self._parity ^= 1
+        self._regions.release_ended(self.links, deadline)
+        start = 0
+        for block in inline:
+            self.inline(self.rank, call.dtype, start, block.numel()).copy_(block)
+            start += block.numel()
+        headers = self._headers[self._parity]
+        write(headers[self.rank], call, place)
+        self.sync()
+        check_agreement(headers, self.rank)
+        return [place_of(header) for header in headers]
+
+    def calls(self) -> list[Call]:
+        """What each rank called, as announced."""
+        return [read(header)[0] for header in self._headers[self._parity]]
+
+    def sync(self) -> None:
+        """Wait until every rank has come this far; all they wrote can then be read."""
+        self._semaphores.post(self._others)
+        self._semaphores.wait(self._others, self._look)
+
+    def inline(self, rank: int, dtype: torch.dtype, start: int, count: int) -> Tensor:
+        """Elements of what a rank put with its header."""
+        key = (self._parity, rank, dtype)
+        typed = self._typed.get(key)
+        if typed is None:
+            typed = self._typed[key] = self._inline[self._parity][rank].view(dtype)
+        return typed[start : start + count]
+
+    def locate(self, tensor: Tensor) -> Place:
+        """Where a tensor of this rank lies."""
+        return self._regions.locate(tensor)
+
+    def at(self, rank: int, place: Place, dtype: torch.dtype, start: int, count: int) -> Tensor:
+        """Elements of a rank's tensor that lies in a region, counted from its place."""
+        region = self._regions.of_peer(rank, place.region, self.links, self._deadline)
+        first = place.offset + start * dtype.itemsize
+        return region[first : first + count * dtype.itemsize].view(dtype)
+
+    def stage(self) -> None:
+        """Have a staging region; before `announce`, by a rank whose data lies in no region."""
+        if self._staging is None:
+            deadline = Deadline(self._deadline.seconds)
+            size = SLOTS * SLOT_BYTES
+            self._staging = self._regions.allocate(size, self.links, deadline, STAGING)
+
+    def slots(self, rank: int, dtype: torch.dtype) -> list[Tensor]:
+        """The slots of a rank's staging region."""
+        if rank == self.rank:
+            self.stage()
+            assert self._staging is not None
+            region = self._staging
+        else:
+            region = self._regions.of_peer(rank, STAGING, self.links, self._deadline)
+        return list(region.view(dtype).chunk(SLOTS))
+
+    def allocate(self, size: int) -> Tensor:
+        """Bytes in a new region of this rank."""
+        return self._regions.allocate(size, self.links, Deadline(self._deadline.seconds))
+
+    def close(self) -> None:
+        """Leave the group."""
+        self.links.close()
+        self._regions.close()
+
+    def _look(self, missing: Sequence[int]) -> None:
+        # first who is lost, then who has posted: a peer may post its last and then go
+        lost = [peer for peer in missing if peer in self.links.lost]
+        absent = [peer for peer in missing if not self._semaphores.posted(peer)]
+        self.links.check([peer for peer in lost if peer in absent])
+        if absent and self._deadline.over():
+            raise CollectiveTimeoutError(
+                f"{self._kind}: rank {self.rank} waited {self._deadline.seconds:g} s in vain for "
+                f"ranks {absent}: see what they do, or give the group a longer timeout"
+            )
+
+    def _receive(self, peer: int, message: Message) -> None:
+        if message.kind in (Kind.REGION, Kind.RELEASE):
+            self._regions.receive(peer, message)
+        else:
+            self._other(peer, message)
+
+
+class _Layout:
+    """Where things lie in the group's segment."""
+
+    def __init__(self, size: int) -> None:
+        self._ranks = size
+        self.header_bytes = header_bytes(size)
+        self._headers = SEMAPHORE_BYTES * size * size
+        self._inlines = (self._headers + 2 * size * self.header_bytes + 4095) // 4096 * 4096
+        self.size = self._inlines + 2 * size * INLINE_BYTES
+
+    def header(self, parity: int, rank: int) -> int:
+        return self._headers + (parity * self._ranks + rank) * self.header_bytes
+
+    def inline(self, parity: int, rank: int) -> int:
+        return self._inlines + (parity * self._ranks + rank) * INLINE_BYTES
+
+
+def _share_segment(
+    rank: int, peers: dict[int, socket.socket], size: int, deadline: Deadline
+) -> int:
+    """A descriptor of the group's segment: made by rank 0, received by the others."""
+    if rank == 0:
+        fd = segment.create(size)
+        for peer in peers.values():
+            socket.send_fds(peer, [b"segment"], [fd])
+        return fd
+    peers[0].settimeout(deadline.left())
+    _, fds, _, _ = socket.recv_fds(peers[0], 16, 1)
+    if not fds:
+        raise PeerLostError("rank 0 died while the group was formed")
+    return fds[0]

@@ -1,0 +1,94 @@
+"""Callers' tensors as algorithms want them: 1-d, contiguous, of this host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from gradwire.errors import ArgumentError, ArgumentTypeError, NotSupportedError
+from gradwire.shm.header import NUMBERS
+
+__all__ = ["check_tensors", "flat_of", "one", "put_back", "row_counts", "start_of"]
+
+T = TypeVar("T")
+
+
+def check_tensors(tensors: Sequence[Tensor], *, same_dtype: bool = False) -> None:
+    """Raise unless all are tensors that shm carries.
+
+    Raises:
+        ArgumentTypeError: One is no tensor, or dtypes differ that must not.
+        ArgumentError: A dtype or layout that cannot be carried.
+        NotSupportedError: A tensor is on another device than the CPU.
+    """
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor):
+            raise ArgumentTypeError(f"got a {type(tensor).__name__}: pass tensors")
+        if tensor.device.type != "cpu":
+            raise NotSupportedError(
+                f"shm carries CPU tensors, but one is on {tensor.device}: use a group with that "
+                "device's backend"
+            )
+        if tensor.layout != torch.strided:
+            raise ArgumentError(f"a tensor has layout {tensor.layout}: pass dense tensors")
+        if tensor.dtype not in NUMBERS:
+            raise ArgumentError(f"a tensor is of {tensor.dtype}: shm does not carry that")
+        if same_dtype and tensor.dtype != tensors[0].dtype:
+            raise ArgumentTypeError(
+                f"tensors of one operation must be of one dtype, but are of {tensors[0].dtype} "
+                f"and {tensor.dtype}"
+            )
+
+
+def flat_of(tensor: Tensor) -> Tensor:
+    """The elements in order: the tensor's own memory if it is contiguous, else a copy."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+
+
+def put_back(tensor: Tensor, flat: Tensor) -> None:
+    """Let the tensor have the elements of what `flat_of` gave for it."""
+    if flat.data_ptr() != tensor.data_ptr() and flat.numel():
+        tensor.detach().copy_(flat.view(tensor.shape))
+
+
+def start_of(blocks: Sequence[Tensor]) -> Tensor | None:
+    """The first of 1-d tensors that lie one after the other in one storage; None if they do not."""
+    for before, after in pairwise(blocks):
+        together = after.untyped_storage().data_ptr() == before.untyped_storage().data_ptr()
+        if not together or after.data_ptr() != before.data_ptr() + before.nbytes:
+            return None
+    return blocks[0]
+
+
+def one(items: Sequence[T]) -> T:
+    """The only item: torch's interface has lists for several devices, of which there is one.
+
+    Raises:
+        ArgumentError: There are more, or none.
+    """
+    if len(items) != 1:
+        raise ArgumentError(f"got {len(items)} tensors (or lists) for this rank: pass one")
+    return items[0]
+
+
+def row_counts(tensor: Tensor, rows: Sequence[int], size: int, name: str) -> list[int]:
+    """Elements in each rank's part of a tensor, from the rows of each, or equal parts for none.
+
+    Raises:
+        ArgumentError: The rows are not the tensor's.
+    """
+    total = tensor.shape[0] if tensor.dim() else 1
+    if not rows:
+        if total % size:
+            raise ArgumentError(f"a tensor of {total} rows has no {size} equal parts: give {name}")
+        return [tensor.numel() // size] * size
+    if len(rows) != size or sum(rows) != total or min(rows) < 0:
+        raise ArgumentError(
+            f"{name} is {list(rows)}: give {size} numbers of rows that add up to {total}"
+        )
+    each = tensor.numel() // total if total else 0
+    return [count * each for count in rows]

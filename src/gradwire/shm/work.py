@@ -1,0 +1,188 @@
+"""What a collective returns, and the thread that runs those the caller does not wait for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from queue import SimpleQueue
+
+import torch
+from torch import Tensor
+from torch.distributed import Work
+
+from gradwire.errors import CollectiveTimeoutError
+
+__all__ = ["Queue", "ShmWork"]
+
+
+class ShmWork(Work):
+    """The handle of one operation.
+
+    Args:
+        tensors: What its future gives.
+        patience: Seconds that `wait` waits by default; None for no limit of its own.
+        on_timeout: Called when `wait` gives up.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        patience: float | None = None,
+        on_timeout: Callable[[], None] | None = None,
+    ) -> None:
+        super().__init__()
+        self._tensors = list(tensors)
+        self._patience, self._on_timeout = patience, on_timeout
+        self._changed = threading.Condition()
+        self._done = False
+        self._error: BaseException | None = None
+        self._future: torch.futures.Future[list[Tensor]] | None = None
+        self._source = -1
+
+    def finish(self, error: BaseException | None = None, source: int = -1) -> None:
+        """Mark it as done; `source` is the rank that a received tensor came from."""
+        with self._changed:
+            self._error, self._source, self._done = error, source, True
+            self._changed.notify_all()
+            future = self._future
+        if future is not None:
+            future.set_result(self._tensors)
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait until it is done; zero and less are the operation's own limit.
+
+        Raises:
+            CollectiveTimeoutError: It is not done in time.
+            DistributedError: The operation failed.
+        """
+        given = timeout.total_seconds()
+        seconds = given if given > 0 else self._patience
+        with self._changed:
+            done = self._changed.wait_for(lambda: self._done, seconds)
+        if not done:
+            if self._on_timeout is not None:
+                self._on_timeout()
+            raise CollectiveTimeoutError(f"the operation is not done after {seconds:g} s")
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def synchronize(self) -> None:
+        """As `wait`."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Whether it is done, well or not."""
+        return self._done
+
+    def is_success(self) -> bool:
+        """Whether it is done, and well."""
+        return self._done and self._error is None
+
+    def exception(self) -> BaseException | None:
+        """Why it failed, if it did."""
+        return self._error
+
+    def result(self) -> list[Tensor]:
+        """The tensors it was to fill."""
+        return self._tensors
+
+    def _source_rank(self) -> int:
+        return self._source
+
+    def source_rank(self) -> int:
+        """The rank that a received tensor came from."""
+        return self._source
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        """A future of the tensors."""
+        with self._changed:
+            if self._future is None:
+                # set_exception on it would crash torch's C++ callers; raising in `then` does not
+                self._future = torch.futures.Future()
+                self._chained = self._future.then(self._outcome)
+                done = self._done
+            else:
+                done = False
+        if done:
+            self._future.set_result(self._tensors)
+        return self._chained
+
+    def _outcome(self, future: torch.futures.Future[list[Tensor]]) -> list[Tensor]:
+        if self._error is not None:
+            raise self._error
+        return future.value()
+
+
+Job = Callable[[], None]
+
+
+class Queue:
+    """Runs operations one at a time, in the order of the calls.
+
+    An operation whose caller waits runs in the caller's thread if nothing is before it, which
+    saves two changes of thread; all others run in a thread that is started for the first of them.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._running = threading.Lock()  # held by whoever runs an operation
+        self._order = threading.Lock()
+        self._pending = 0
+        self._jobs: SimpleQueue[tuple[Job, ShmWork] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, job: Job, work: ShmWork, *, wait: bool) -> ShmWork:
+        """Run a job now, if the caller is to `wait` and nothing is before it, or in its turn.
+
+        Raises:
+            Exception: What the job raises, if it ran here.
+        """
+        with self._order:
+            inline = wait and self._pending == 0
+            self._pending += 1
+            if inline:
+                self._running.acquire()
+            else:
+                self._start()
+                self._jobs.put((job, work))
+        if inline:
+            try:
+                job()
+            finally:
+                with self._order:
+                    self._pending -= 1
+                self._running.release()
+            work.finish()
+        return work
+
+    def close(self) -> None:
+        """Let what was submitted run, then end the thread."""
+        if self._thread is not None:
+            self._jobs.put(None)
+            if threading.current_thread() is not self._thread:
+                self._thread.join()
+            self._thread = None
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            item = self._jobs.get()
+            if item is None:
+                return
+            job, work = item
+            error: BaseException | None = None
+            with self._running:
+                try:
+                    job()
+                except BaseException as raised:
+                    error = raised
+                with self._order:
+                    self._pending -= 1
+            work.finish(error)
+            del item, job, work, error  # nothing is kept alive while waiting for the next

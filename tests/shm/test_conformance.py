@@ -1,0 +1,313 @@
+"""Every operation gives the same on shm as on Gloo, and what a single process computes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import gradwire.shm
+from gradwire.testing import run_ranks
+
+SIZES = [0, 1, 17, 9_000, 300_001]  # with the header, and through the slots in several pieces
+FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+INTEGERS = [torch.uint8, torch.int8, torch.int32, torch.int64]
+SUM, MIN, MAX = dist.ReduceOp.SUM, dist.ReduceOp.MIN, dist.ReduceOp.MAX
+
+
+@pytest.fixture(params=["gloo", "shm"])
+def backend(request):
+    return request.param
+
+
+@pytest.fixture(params=[1, 2, 3, 4])
+def world(request):
+    return request.param
+
+
+def value(rank, count, dtype, salt=0):
+    """Small whole numbers that differ between ranks, places and blocks; sums are exact."""
+    numbers = torch.arange(count) * 7 + rank * 3 + salt
+    return (numbers % 5).to(dtype)
+
+
+def equal(got, expected):
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+def reduced(values, op):
+    stacked = torch.stack(values).double()
+    result = {SUM: stacked.sum(0), MIN: stacked.amin(0), MAX: stacked.amax(0)}[op]
+    return result.to(values[0].dtype)
+
+
+def new(count, dtype, inside):
+    return gradwire.shm.empty(count, dtype=dtype) if inside else torch.empty(count, dtype=dtype)
+
+
+def reductions(inside):
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for dtype in FLOATS + INTEGERS:
+        for count in SIZES:
+            values = [value(r, count, dtype) for r in range(world)]
+            for op in (SUM, MIN, MAX):
+                expected = reduced(values, op)
+                x = new(count, dtype, inside).copy_(values[rank])
+                dist.all_reduce(x, op)
+                equal(x, expected)
+                x.copy_(values[rank])
+                root = world - 1
+                dist.reduce(x, root, op)
+                if rank == root:
+                    equal(x, expected)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_all_reduce_and_reduce(backend, world, inside):
+    run_ranks(reductions, world, backend=backend, timeout=20.0, args=(inside,))
+
+
+def scattered():
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for dtype in (torch.float32, torch.bfloat16, torch.int64):
+        for count in SIZES[1:]:
+            inputs = [[value(r, count, dtype, s) for s in range(world)] for r in range(world)]
+            expected = reduced([inputs[r][rank] for r in range(world)], SUM)
+            for inside in (False, True):
+                whole = new(count * world, dtype, inside)
+                out = new(count, dtype, inside)
+                dist.reduce_scatter_tensor(out, whole.copy_(torch.cat(inputs[rank])))
+                equal(out, expected)
+                out.zero_()
+                dist.reduce_scatter(out, list(whole.chunk(world)))
+                equal(out, expected)
+
+
+def test_reduce_scatter(backend, world):
+    run_ranks(scattered, world, backend=backend, timeout=20.0)
+
+
+def moved():
+    rank, world = dist.get_rank(), dist.get_world_size()
+    more = [torch.bool, torch.complex64] if dist.get_backend() == "shm" else []
+    for dtype in [*FLOATS, *INTEGERS, *more]:
+        for count in SIZES[1:]:
+            values = [value(r, count, dtype) for r in range(world)]
+            for inside in (False, True):
+                own = new(count, dtype, inside).copy_(values[rank])
+                whole = new(count * world, dtype, inside).zero_()
+                dist.all_gather_into_tensor(whole, own)
+                equal(whole, torch.cat(values))
+                into = [torch.zeros(count, dtype=dtype) for _ in range(world)]
+                dist.all_gather(into, own)
+                equal(torch.stack(into), torch.stack(values))
+                for root in {0, world - 1}:
+                    x = own.clone() if not inside else own.copy_(values[rank])
+                    dist.broadcast(x, root)
+                    equal(x, values[root])
+                    own.copy_(values[rank])
+                    gathered = [torch.zeros(count, dtype=dtype) for _ in range(world)]
+                    dist.gather(own, gathered if rank == root else None, root)
+                    if rank == root:
+                        equal(torch.stack(gathered), torch.stack(values))
+                    x = torch.zeros(count, dtype=dtype)
+                    dist.scatter(x, values if rank == root else None, root)
+                    equal(x, values[rank])
+
+
+def test_movement(backend, world):
+    run_ranks(moved, world, backend=backend, timeout=20.0)
+
+
+def exchanged():
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for count in SIZES[1:]:
+        blocks = [[value(r, count, torch.float32, s) for s in range(world)] for r in range(world)]
+        for inside in (False, True):
+            source = new(count * world, torch.float32, inside).copy_(torch.cat(blocks[rank]))
+            out = new(count * world, torch.float32, inside).zero_()
+            dist.all_to_all_single(out, source)
+            equal(out, torch.cat([blocks[r][rank] for r in range(world)]))
+        rows = [r % 3 + s for s in range(world) for r in [rank]]
+        cols = [s % 3 + rank for s in range(world)]
+        source = torch.full((sum(rows), count), float(rank))
+        out = torch.zeros(sum(cols), count)
+        dist.all_to_all_single(out, source, cols, rows)
+        equal(out, torch.cat([torch.full((n, count), float(s)) for s, n in enumerate(cols)]))
+
+
+def test_all_to_all(backend, world):
+    run_ranks(exchanged, world, backend=backend, timeout=20.0)
+
+
+def listed():
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for count in (3, 40_000):
+        outs = [torch.zeros(count + s) for s in range(world)]
+        ins = [torch.full((count + rank,), float(10 * rank + s)) for s in range(world)]
+        dist.all_to_all(outs, ins)
+        for s, out in enumerate(outs):
+            equal(out, torch.full((count + s,), float(10 * s + rank)))
+        own = torch.full((count * (rank + 1),), float(rank))
+        into = [torch.zeros(count * (s + 1)) for s in range(world)]
+        dist.all_gather(into, own)
+        for s, got in enumerate(into):
+            equal(got, torch.full((count * (s + 1),), float(s)))
+        blocks = [torch.full((count * (s + 1),), float(rank)) for s in range(world)]
+        out = torch.zeros(count * (rank + 1))
+        dist.reduce_scatter(out, blocks)
+        equal(out, torch.full((count * (rank + 1),), float(sum(range(world)))))
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_blocks_of_different_sizes(world):
+    run_ranks(listed, world, backend="shm", timeout=20.0)
+
+
+def strided():
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for count in (4, 300):
+        x = torch.full((count, count), float(rank)).t()
+        x[0, 1] = 10.0 + rank
+        wide = torch.zeros(count, 2 * count)
+        part = wide[:, ::2].copy_(x)
+        dist.all_reduce(part)
+        expected = torch.full((count, count), float(sum(range(world))))
+        expected[0, 1] += 10.0 * world
+        equal(part, expected)
+        equal(wide[:, 1::2], torch.zeros(count, count))
+        leaf = torch.ones(count, requires_grad=True)
+        before = leaf._version
+        with torch.no_grad():
+            dist.all_reduce(leaf)
+        assert leaf._version > before
+
+
+def test_any_strides(world):
+    run_ranks(strided, world, backend="shm", timeout=20.0)
+
+
+def averaged():
+    world = dist.get_world_size()
+    for dtype in (*FLOATS, torch.complex64):
+        for count in (5, 100_000):
+            x = torch.full((count,), float(dist.get_rank()), dtype=dtype)
+            dist.all_reduce(x, dist.ReduceOp.AVG)
+            equal(x, torch.full((count,), sum(range(world)) / world, dtype=dtype))
+    for op, expected in (("PRODUCT", 2**world), ("BAND", 2), ("BOR", 2), ("BXOR", 2 * (world % 2))):
+        x = torch.full((9,), 2)
+        dist.all_reduce(x, getattr(dist.ReduceOp, op))
+        equal(x, torch.full((9,), expected))
+
+
+def test_average_product_and_bits(world):
+    run_ranks(averaged, world, backend="shm", timeout=20.0)
+
+
+def half():
+    """Sums of many halves are rounded once: rounding each time would lose the small ones."""
+    small = 1.0 if dist.get_rank() == 0 else 2.0**-9
+    results = []
+    for count in (4, 50_000):
+        x = torch.full((count,), small, dtype=torch.bfloat16)
+        dist.all_reduce(x)
+        inside = gradwire.shm.empty(count, dtype=torch.bfloat16).fill_(small)
+        dist.all_reduce(inside)
+        equal(inside, x)
+        results.append(x.unique().item())
+    return results
+
+
+def test_halves_are_accumulated_in_float32():
+    expected = torch.tensor(1 + 3 * 2.0**-9).bfloat16().item()
+    assert expected > 1.0
+    assert run_ranks(half, 4, backend="shm") == [[expected, expected]] * 4
+
+
+def messages():
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for count in SIZES[1:]:
+        to, source = (rank + 1) % world, (rank - 1) % world
+        first, second = torch.zeros(count), torch.zeros(count)
+        sends = [dist.isend(value(rank, count, torch.float32, t), to, tag=t) for t in (1, 2)]
+        receives = [dist.irecv(second, source, tag=2), dist.irecv(first, source, tag=1)]
+        for work in (*sends, *receives):
+            work.wait()
+        equal(first, value(source, count, torch.float32, 1))
+        equal(second, value(source, count, torch.float32, 2))
+    if rank == 0:
+        found = {dist.recv(torch.zeros(3), tag=9) for _ in range(world - 1)}
+        assert found == set(range(1, world))
+    else:
+        dist.send(torch.ones(3), 0, tag=9)
+    x = torch.zeros(4, 4)
+    ops = [dist.P2POp(dist.isend, torch.full((4, 4), float(rank)), (rank + 1) % world)]
+    ops.append(dist.P2POp(dist.irecv, x, (rank - 1) % world))
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+    equal(x, torch.full((4, 4), float((rank - 1) % world)))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_point_to_point(backend, world):
+    run_ranks(messages, world, backend=backend, timeout=20.0)
+
+
+def in_flight():
+    rank, world = dist.get_rank(), dist.get_world_size()
+    xs = [torch.full((1 + 5_000 * i,), float(rank)) for i in range(8)]
+    works = [dist.all_reduce(x, async_op=True) for x in xs]
+    futures = [work.get_future() for work in works]
+    dist.barrier()  # runs after all of them
+    assert all(work.is_completed() for work in works)
+    for x, work, future in zip(xs, works, futures, strict=True):
+        work.wait()
+        equal(x, torch.full_like(x, float(sum(range(world)))))
+        assert future.wait()[0].data_ptr() == x.data_ptr()
+        assert work.get_future().value()[0].data_ptr() == x.data_ptr()
+
+
+def test_several_operations_in_flight(world):
+    run_ranks(in_flight, world, backend="shm", timeout=20.0)
+
+
+def grouped():
+    rank, world = dist.get_rank(), dist.get_world_size()
+    pairs = [[0, 1], [2, 3]]
+    mine = [dist.new_group(ranks) for ranks in pairs][rank // 2]
+    cross = dist.new_group([1, 3], backend="shm")
+    for count in (3, 90_000):
+        x, y = torch.full((count,), float(rank)), torch.full((count,), float(rank))
+        first = dist.all_reduce(x, group=mine, async_op=True)
+        dist.all_reduce(y)
+        first.wait()
+        equal(x, torch.full((count,), float(sum(pairs[rank // 2]))))
+        equal(y, torch.full((count,), float(sum(range(world)))))
+        if rank % 2:
+            dist.broadcast(x, 3, group=cross)
+            equal(x, torch.full((count,), 5.0))
+    dist.destroy_process_group(mine)
+    dist.barrier()
+
+
+def test_groups_and_subgroups():
+    run_ranks(grouped, 4, backend="shm", timeout=20.0)
+
+
+def objects():
+    rank, world = dist.get_rank(), dist.get_world_size()
+    gathered = [None] * world
+    dist.all_gather_object(gathered, {"rank": rank, "pad": "x" * 100 * rank})
+    assert [g["rank"] for g in gathered] == list(range(world))
+    box = [rank]
+    dist.broadcast_object_list(box, src=world - 1)
+    assert box == [world - 1]
+    dist.scatter_object_list(box, list(range(world)) if rank == 0 else None, src=0)
+    assert box == [rank]
+    into = [None] * world if rank == 0 else None
+    dist.gather_object(rank, into, dst=0)
+    assert into is None or into == list(range(world))
+
+
+def test_objects(backend, world):
+    run_ranks(objects, world, backend=backend, timeout=20.0)
