@@ -23,7 +23,7 @@ from gradwire.shm.team import INLINE_BYTES, SLOT_BYTES, SLOTS, Team
 
 __all__ = ["barrier", "exchange", "reduce", "reduce_scatter"]
 
-_PIECE_BYTES = 256 << 10  # of one rank's tensor that is reduced where it lies
+_PIECE_BYTES = 256 << 10  # shorter pieces cost more in waits than they gain in cache
 _LINE = 64  # elements; shares end between cache lines
 
 
@@ -48,7 +48,8 @@ def reduce(team: Team, call: Call, flat: Tensor, deadline: Deadline) -> None:
             pieces = [team.inline(r, flat.dtype, 0, flat.numel()) for r in range(team.size)]
             reduce_into(flat, pieces, call.op)
         return
-    places = team.announce(call, _place(team, flat), deadline)
+    team.announce(call, _place(team, flat), deadline)
+    places = team.places()
     if all(p.region >= 0 for p in places):
         _reduce_where_it_lies(team, call, places, flat)
     else:
@@ -81,7 +82,8 @@ def exchange(
     if nbytes > INLINE_BYTES:
         place = _place(team, base)
     inline = outgoing if nbytes <= INLINE_BYTES else ()
-    places = team.announce(call, place, deadline, inline)
+    team.announce(call, place, deadline, inline)
+    places = team.places()
     calls = team.calls() if call.sends else [call] * team.size
     own = outgoing[0 if shared else team.rank] if outgoing else None
     if own is not None:
@@ -133,23 +135,32 @@ def _exchange_through_slots(
     shared: bool,
 ) -> None:
     blocks = 1 if shared else team.size
-    step = SLOT_BYTES // call.dtype.itemsize // blocks
     longest = max(max(calls[rank].sends, default=call.numel) for rank in staged)
+    # short messages in two pieces at least, so that copies in and out overlap
+    half = longest * blocks * call.dtype.itemsize // 2
+    step = min(SLOT_BYTES, max(_PIECE_BYTES, half)) // call.dtype.itemsize // blocks
     slots = {rank: team.slots(rank, call.dtype) for rank in staged}
-    column = 0 if shared else team.rank
-    for turn, lo in enumerate(range(0, longest, step)):
+    column, delay = 0 if shared else team.rank, team.lag(2) + 1
+    for turn in team.turns(math.ceil(longest / step), stages=2):
+        lo = turn * step
         if team.rank in staged:
-            slot = slots[team.rank][turn % 2]
-            for i, block in enumerate(outgoing):
-                piece = block[lo : lo + step]
-                if piece.numel() and (shared or i != team.rank):
-                    slot[i * step :][: piece.numel()].copy_(piece)
-        team.sync()
+            own = [block[lo : lo + step] for block in outgoing]
+            if not shared:
+                own[team.rank] = own[team.rank][:0]  # nobody fetches what is for this rank
+            _fill(slots[team.rank][turn % SLOTS], own, step)
+        lo -= delay * step
         for rank in staged:
             target = incoming[rank]
-            if rank != team.rank and target is not None and target.numel() > lo:
-                piece = target[lo : lo + step]
-                piece.copy_(slots[rank][turn % 2][column * step :][: piece.numel()])
+            if rank != team.rank and target is not None and 0 <= lo < target.numel():
+                piece, slot = target[lo : lo + step], slots[rank][(turn - delay) % SLOTS]
+                piece.copy_(slot[column * step :][: piece.numel()])
+
+
+def _fill(slot: Tensor, pieces: Sequence[Tensor], step: int) -> None:
+    """Put each piece into its column of a slot."""
+    for i, piece in enumerate(pieces):
+        if piece.numel():
+            slot[i * step :][: piece.numel()].copy_(piece)
 
 
 def reduce_scatter(
@@ -176,7 +187,8 @@ def reduce_scatter(
         team.announce(call, Place(INLINE), deadline, blocks)
         reduce_into(out, [team.inline(r, call.dtype, start, count) for r in ranks], call.op)
         return
-    places = team.announce(call, _place(team, base), deadline)
+    team.announce(call, _place(team, base), deadline)
+    places = team.places()
     if all(p.region >= 0 for p in places):
         pieces = [
             blocks[r] if r == team.rank else team.at(r, places[r], call.dtype, start, count)
@@ -189,18 +201,17 @@ def reduce_scatter(
         return
     slots = [team.slots(r, call.dtype) for r in ranks]
     step = SLOT_BYTES // call.dtype.itemsize // team.size
-    longest = max(call.sends, default=call.numel)
-    for turn, lo in enumerate(range(0, longest, step)):
-        slot = slots[team.rank][turn % 2]
-        for i, block in enumerate(blocks):
-            piece = block[lo : lo + step]
-            if piece.numel():
-                slot[i * step :][: piece.numel()].copy_(piece)
-        team.sync()
-        target = out[lo : lo + step]
-        if target.numel():
-            first, last = team.rank * step, team.rank * step + target.numel()
-            reduce_into(target, [slots[r][turn % 2][first:last] for r in ranks], call.op)
+    longest, delay = max(call.sends, default=call.numel), team.lag(2) + 1
+    first = team.rank * step
+    for turn in team.turns(math.ceil(longest / step), stages=2):
+        lo = turn * step
+        _fill(slots[team.rank][turn % SLOTS], [block[lo : lo + step] for block in blocks], step)
+        lo -= delay * step
+        if 0 <= lo < count:
+            target = out[lo : lo + step]
+            slot = (turn - delay) % SLOTS
+            last = first + target.numel()
+            reduce_into(target, [slots[r][slot][first:last] for r in ranks], call.op)
 
 
 def _share(count: int, rank: int, size: int) -> tuple[int, int]:
@@ -234,21 +245,21 @@ def _reduce_through_slots(team: Team, call: Call, flat: Tensor, *, gets_result: 
     step = SLOT_BYTES // dtype.itemsize
     pieces = flat.split(step)
     spare = None if gets_result else torch.empty(step, dtype=dtype)
-    for turn in range(len(pieces) + 2):
+    delay = team.lag(3) + 1
+    for turn in team.turns(len(pieces), stages=3):
         if turn < len(pieces):
             slots[team.rank][turn % SLOTS][: len(pieces[turn])].copy_(pieces[turn])
-        if 0 <= turn - 1 < len(pieces):
-            at = (turn - 1) % SLOTS
-            start, stop = _share(len(pieces[turn - 1]), team.rank, size)
+        now = turn - delay
+        if 0 <= now < len(pieces):
+            start, stop = _share(len(pieces[now]), team.rank, size)
             if start < stop:
-                result = (pieces[turn - 1] if spare is None else spare)[start:stop]
-                reduce_into(result, [slots[r][at][start:stop] for r in range(size)], call.op)
-                slots[team.rank][at][start:stop].copy_(result)
-        if turn >= 2 and gets_result:
-            at, piece = (turn - 2) % SLOTS, pieces[turn - 2]
+                result = (pieces[now] if spare is None else spare)[start:stop]
+                sources = [slots[r][now % SLOTS][start:stop] for r in range(size)]
+                reduce_into(result, sources, call.op)
+                sources[team.rank].copy_(result)
+        now -= delay
+        if now >= 0 and gets_result:
             for r in range(size):
-                start, stop = _share(len(piece), r, size)
+                start, stop = _share(len(pieces[now]), r, size)
                 if r != team.rank and start < stop:
-                    piece[start:stop].copy_(slots[r][at][start:stop])
-        if turn <= len(pieces):
-            team.sync()
+                    pieces[now][start:stop].copy_(slots[r][now % SLOTS][start:stop])

@@ -40,7 +40,7 @@ def send(links: Links, peer: int, tag: int, flat: Tensor, deadline: Deadline) ->
         return
     fd = segment.create(flat.nbytes)
     try:
-        segment.map_bytes(fd)[1].view(flat.dtype).copy_(flat)
+        segment.map_tensor(fd).view(flat.dtype).copy_(flat)
         links.send(peer, Kind.DATA, deadline, tag=tag, a=number, b=count, fd=fd)
     finally:
         os.close(fd)
@@ -106,7 +106,7 @@ class Mailbox:
 def _content(message: Message) -> Tensor:
     dtype = DTYPES[message.a]
     if message.fd >= 0:
-        _, data = segment.map_bytes(message.fd)
+        data = segment.map_tensor(message.fd)
         os.close(message.fd)
         return data.view(dtype)
     if not message.text:

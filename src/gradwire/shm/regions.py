@@ -49,19 +49,18 @@ class Regions:
         self.release_ended(links, deadline)
         fd = segment.create(max(1, size))
         try:
-            memory, flat = segment.map_bytes(fd)
             if number is None:
                 number, self._next = self._next, self._next + 1
-            known: int = number
-            address, numbers, ended = flat.data_ptr(), self._numbers, self._ended
-            numbers[address] = known
+            known, numbers, ended = number, self._numbers, self._ended
 
             def forget() -> None:
                 # may run amid anything, in any thread: only what is atomic
-                numbers.pop(address, None)
+                del numbers[address]
                 ended.append(known)
 
-            memory.ended = forget
+            flat = segment.map_tensor(fd, forget)
+            address = flat.data_ptr()
+            numbers[address] = known
             links.tell(Kind.REGION, deadline, a=known, fd=fd)
         finally:
             os.close(fd)
@@ -81,7 +80,7 @@ class Regions:
     def receive(self, peer: int, message: Message) -> None:
         """Take in news of a peer's regions, under the links' lock."""
         if message.kind == Kind.REGION:
-            _, self._theirs[peer, message.a] = segment.map_bytes(message.fd)
+            self._theirs[peer, message.a] = segment.map_tensor(message.fd)
             os.close(message.fd)
         else:
             self._theirs.pop((peer, message.a), None)

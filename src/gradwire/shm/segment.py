@@ -6,17 +6,19 @@ at first touch, and given back by the kernel when the last process that maps it 
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import mmap
 import os
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradwire.errors import DistributedError
 
-__all__ = ["Mapping", "create", "map_bytes"]
+__all__ = ["Mapping", "create", "map_tensor"]
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -40,21 +42,57 @@ def create(size: int) -> int:
     return fd
 
 
-class Mapping(mmap.mmap):
-    """Mapped memory that says when nothing uses it any more.
+class Mapping:
+    """What a process knows of a descriptor's memory that it maps.
 
     Attributes:
-        ended: Called just before the memory is unmapped, in whatever thread that is.
+        bytes: The memory.
+        flat: A uint8 tensor over it; the memory is unmapped with the last tensor of its storage.
     """
 
-    ended: Callable[[], None] | None = None
+    def __init__(self, fd: int, ended: Callable[[], None] | None = None) -> None:
+        size = os.fstat(fd).st_size
+        memory = _array_type(size).from_address(_map(fd, size))
+        memory.ended = ended
+        self.bytes = memoryview(memory).cast("B")
+        self.flat = torch.frombuffer(memory, dtype=torch.uint8)
 
-    def __del__(self) -> None:
+
+def map_tensor(fd: int, ended: Callable[[], None] | None = None) -> Tensor:
+    """A descriptor's memory as a uint8 tensor.
+
+    Args:
+        fd: The descriptor; it can be closed afterwards.
+        ended: Called just before the memory is unmapped, in whatever thread that is.
+    """
+    return Mapping(fd, ended).flat
+
+
+# Python's own mmap keeps a descriptor open for as long as the memory is mapped
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.mmap.restype = ctypes.c_void_p
+_LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_FAILED = ctypes.c_void_p(-1).value
+
+
+def _map(fd: int, size: int) -> int:
+    address: int = _LIBC.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
+    if address == _FAILED:
+        reason = os.strerror(ctypes.get_errno())
+        raise DistributedError(
+            f"{size} bytes of shared memory cannot be mapped ({reason}): free memory, or use the "
+            "gloo backend"
+        )
+    return address
+
+
+def _array_type(size: int) -> Any:
+    """An array over memory that someone else mapped, which unmaps it at its end."""
+
+    def end(self: Any) -> None:
         if self.ended is not None:
             self.ended()
+        _LIBC.munmap(ctypes.addressof(self), size)
 
-
-def map_bytes(fd: int) -> tuple[Mapping, Tensor]:
-    """The descriptor's memory, and a uint8 tensor over it; the tensor keeps the mapping alive."""
-    memory = Mapping(fd, os.fstat(fd).st_size, flags=mmap.MAP_SHARED)
-    return memory, torch.frombuffer(memory, dtype=torch.uint8)
+    return type("SharedBytes", (ctypes.c_ubyte * size,), {"__del__": end})

@@ -3,7 +3,7 @@
 The group's segment, made by rank 0, holds the semaphores and, twice over, a header and a short
 piece of data ("inline") for each rank. Twice, because a quick rank may begin the next collective
 while a slow one still reads the last; it cannot begin the one after that. Long data lies in
-regions: the caller's tensor, if it was allocated in one, or else the rank's staging region, three
+regions: the caller's tensor, if it was allocated in one, or else the rank's staging region, some
 slots through which it passes piece by piece.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ __all__ = ["INLINE_BYTES", "SLOTS", "SLOT_BYTES", "Team"]
 
 INLINE_BYTES = 32 << 10
 """Up to here data travels with the header: one wait instead of two or more."""
-SLOTS = 3
+SLOTS = 6
 SLOT_BYTES = 1 << 20
 """A piece stays in a core's cache from the copy in to the reduction."""
 
@@ -61,10 +61,9 @@ class Team:
         self._other = other
         self._regions = Regions()
         fd = _share_segment(rank, peers, _Layout(size).size, deadline)
-        memory, flat = segment.map_bytes(fd)
+        memory = segment.Mapping(fd)
         os.close(fd)
-        layout = _Layout(size)
-        view = memoryview(memory)
+        layout, view, flat = _Layout(size), memory.bytes, memory.flat
         self._semaphores = Semaphores(flat.data_ptr(), rank, size)
         self._headers = [
             [view[layout.header(parity, r) :][: layout.header_bytes] for r in range(size)]
@@ -88,7 +87,7 @@ class Team:
 
     def announce(
         self, call: Call, place: Place, deadline: Deadline, inline: Sequence[Tensor] = ()
-    ) -> list[Place]:
+    ) -> None:
         """Begin a collective: every rank tells what it calls and where its data lies.
 
         Args:
@@ -96,9 +95,6 @@ class Team:
             place: Where its data lies.
             deadline: For all waits of this collective.
             inline: Tensors of the call's dtype to put one after the other with the header.
-
-        Returns:
-            Where each rank's data lies; no rank is told before all have called.
 
         Raises:
             MismatchError: On all ranks, if the calls do not fit each other.
@@ -115,7 +111,10 @@ class Team:
         write(headers[self.rank], call, place)
         self.sync()
         check_agreement(headers, self.rank)
-        return [place_of(header) for header in headers]
+
+    def places(self) -> list[Place]:
+        """Where each rank's data lies, as announced."""
+        return [place_of(header) for header in self._headers[self._parity]]
 
     def calls(self) -> list[Call]:
         """What each rank called, as announced."""
@@ -123,8 +122,39 @@ class Team:
 
     def sync(self) -> None:
         """Wait until every rank has come this far; all they wrote can then be read."""
+        self.post()
+        self.take()
+
+    def post(self) -> None:
+        """Tell all others that this rank has come this far."""
         self._semaphores.post(self._others)
+
+    def take(self) -> None:
+        """Wait for the first post of every other rank that was not yet taken."""
         self._semaphores.wait(self._others, self._look)
+
+    def turns(self, pieces: int, *, stages: int) -> Iterator[int]:
+        """The turns of a pipeline in which a piece passes through `stages`, with posts between.
+
+        In turn t a rank does the first stage for piece t and the later ones for pieces before it.
+        It posts after each turn, but takes only what others posted `lag(stages)` turns ago, and
+        so waits for none that is behind by less. A stage may use what others did in the stage
+        before if it comes `lag + 1` turns later, and a slot may be used again as far as the slots
+        allow: (lag + 1) times the stages.
+        """
+        lag = self.lag(stages)
+        posts = pieces + (stages - 2) * (lag + 1)
+        for turn in range(pieces + (stages - 1) * (lag + 1)):
+            yield turn
+            if turn < posts:
+                self.post()
+            if 0 <= turn - lag < posts:
+                self.take()
+
+    @staticmethod
+    def lag(stages: int) -> int:
+        """How many turns ranks may be apart in a pipeline of so many stages."""
+        return SLOTS // stages - 1
 
     def inline(self, rank: int, dtype: torch.dtype, start: int, count: int) -> Tensor:
         """Elements of what a rank put with its header."""
@@ -169,6 +199,9 @@ class Team:
         """Leave the group."""
         self.links.close()
         self._regions.close()
+        self._staging = None
+        for kept in (self._headers, self._inline, self._typed):
+            kept.clear()
 
     def _look(self, missing: Sequence[int]) -> None:
         # first who is lost, then who has posted: a peer may post its last and then go

@@ -46,7 +46,10 @@ def check_tensors(tensors: Sequence[Tensor], *, same_dtype: bool = False) -> Non
 
 def flat_of(tensor: Tensor) -> Tensor:
     """The elements in order: the tensor's own memory if it is contiguous, else a copy."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    flat = tensor.detach()
+    if not flat.is_contiguous() or flat.is_conj() or flat.is_neg():
+        flat = flat.resolve_conj().resolve_neg().contiguous()
+    return flat if flat.dim() == 1 else flat.view(-1)
 
 
 def put_back(tensor: Tensor, flat: Tensor) -> None:

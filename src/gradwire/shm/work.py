@@ -15,6 +15,9 @@ from gradwire.errors import CollectiveTimeoutError
 
 __all__ = ["Queue", "ShmWork"]
 
+_CHANGED = threading.Condition()
+"""Notified when any operation is done; one for all, as making one takes longer than a small one."""
+
 
 class ShmWork(Work):
     """The handle of one operation.
@@ -34,7 +37,6 @@ class ShmWork(Work):
         super().__init__()
         self._tensors = list(tensors)
         self._patience, self._on_timeout = patience, on_timeout
-        self._changed = threading.Condition()
         self._done = False
         self._error: BaseException | None = None
         self._future: torch.futures.Future[list[Tensor]] | None = None
@@ -42,12 +44,16 @@ class ShmWork(Work):
 
     def finish(self, error: BaseException | None = None, source: int = -1) -> None:
         """Mark it as done; `source` is the rank that a received tensor came from."""
-        with self._changed:
+        with _CHANGED:
             self._error, self._source, self._done = error, source, True
-            self._changed.notify_all()
+            _CHANGED.notify_all()
             future = self._future
         if future is not None:
             future.set_result(self._tensors)
+
+    def done_at_once(self) -> None:
+        """Mark it as done, before anyone else has the handle."""
+        self._done = True
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait until it is done; zero and less are the operation's own limit.
@@ -56,14 +62,15 @@ class ShmWork(Work):
             CollectiveTimeoutError: It is not done in time.
             DistributedError: The operation failed.
         """
-        given = timeout.total_seconds()
-        seconds = given if given > 0 else self._patience
-        with self._changed:
-            done = self._changed.wait_for(lambda: self._done, seconds)
-        if not done:
-            if self._on_timeout is not None:
-                self._on_timeout()
-            raise CollectiveTimeoutError(f"the operation is not done after {seconds:g} s")
+        if not self._done:
+            given = timeout.total_seconds()
+            seconds = given if given > 0 else self._patience
+            with _CHANGED:
+                done = _CHANGED.wait_for(lambda: self._done, seconds)
+            if not done:
+                if self._on_timeout is not None:
+                    self._on_timeout()
+                raise CollectiveTimeoutError(f"the operation is not done after {seconds:g} s")
         if self._error is not None:
             raise self._error
         return True
@@ -97,7 +104,7 @@ class ShmWork(Work):
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
         """A future of the tensors."""
-        with self._changed:
+        with _CHANGED:
             if self._future is None:
                 # set_exception on it would crash torch's C++ callers; raising in `then` does not
                 self._future = torch.futures.Future()
@@ -154,11 +161,13 @@ class Queue:
                 with self._order:
                     self._pending -= 1
                 self._running.release()
-            work.finish()
+            work.done_at_once()
         return work
 
     def close(self) -> None:
         """Let what was submitted run, then end the thread."""
+        with self._running:
+            pass  # an operation that runs in a caller's thread
         if self._thread is not None:
             self._jobs.put(None)
             if threading.current_thread() is not self._thread:

@@ -1,0 +1,259 @@
+"""Ranks that disagree, die, stall or leave: every other rank gets an error, and soon."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import gradwire.shm
+from gradwire.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    BrokenGroupError,
+    CollectiveTimeoutError,
+    DistributedError,
+    MismatchError,
+    PeerLostError,
+)
+from gradwire.testing import run_ranks
+
+SOON_S = 1.0
+
+
+def collectives(count):
+    """One call of each kind, for the present group."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    x, whole = torch.ones(count), torch.ones(count * world)
+    inside = gradwire.shm.empty(count)
+    parts = list(torch.ones(count * world).chunk(world))
+    return {
+        "all_reduce": lambda: dist.all_reduce(x),
+        "all_reduce inside": lambda: dist.all_reduce(inside),
+        "reduce": lambda: dist.reduce(x, 0),
+        "broadcast": lambda: dist.broadcast(x, 0),
+        "all_gather": lambda: dist.all_gather(parts, x),
+        "gather": lambda: dist.gather(x, parts if rank == 0 else None, 0),
+        "scatter": lambda: dist.scatter(x, parts if rank == 0 else None, 0),
+        "reduce_scatter": lambda: dist.reduce_scatter(x, parts),
+        "all_to_all": lambda: dist.all_to_all_single(whole.clone(), whole),
+        "barrier": dist.barrier,
+    }
+
+
+def disagreeing():
+    """Both ranks' message, and that the group goes on."""
+    rank = dist.get_rank()
+    messages = []
+    for mine, theirs in (
+        (lambda: dist.all_reduce(torch.ones(3)), dist.barrier),
+        (
+            lambda: dist.all_reduce(torch.ones(70_000)),
+            lambda: dist.all_reduce(torch.ones(70_001)),
+        ),
+        (
+            lambda: dist.all_reduce(torch.ones(3)),
+            lambda: dist.all_reduce(torch.ones(3, dtype=torch.float64)),
+        ),
+        (
+            lambda: dist.all_reduce(torch.ones(3), dist.ReduceOp.MAX),
+            lambda: dist.all_reduce(torch.ones(3)),
+        ),
+        (lambda: dist.broadcast(torch.ones(3), 0), lambda: dist.broadcast(torch.ones(3), 1)),
+        (
+            lambda: dist.all_gather([torch.ones(3), torch.ones(3)], torch.ones(3)),
+            lambda: dist.all_gather([torch.ones(3), torch.ones(4)], torch.ones(4)),
+        ),
+    ):
+        with pytest.raises(MismatchError) as caught:
+            (theirs if rank else mine)()
+        messages.append(str(caught.value))
+        x = torch.ones(2)
+        dist.all_reduce(x)
+        assert x.tolist() == [2, 2]
+    return messages
+
+
+def test_a_mismatch_is_the_same_error_everywhere_and_the_group_goes_on():
+    first, second = run_ranks(disagreeing, 2, backend="shm", timeout=20)
+    assert first == second
+    assert first == [
+        "ranks call different collectives: rank 0 has all_reduce, rank 1 has barrier",
+        "ranks disagree on all_reduce's number of elements: rank 0 has 70000, rank 1 has 70001",
+        "ranks disagree on all_reduce's dtype: rank 0 has torch.float32, rank 1 has torch.float64",
+        "ranks disagree on all_reduce's reduce op: rank 0 has MAX, rank 1 has SUM",
+        "ranks disagree on broadcast's root: rank 0 has 0, rank 1 has 1",
+        "ranks disagree on all_gather's number of elements: rank 1 has 4 for rank 0, which "
+        "expects 3",
+    ]
+
+
+def refused():
+    with pytest.raises(ArgumentError, match="AVG needs floating point"):
+        dist.all_reduce(torch.ones(3, dtype=torch.int64), dist.ReduceOp.AVG)
+    with pytest.raises(ArgumentError, match="works on integers"):
+        dist.all_reduce(torch.ones(3), dist.ReduceOp.BOR)
+    with pytest.raises(ArgumentError, match="layout"):
+        dist.all_reduce(torch.eye(3).to_sparse())
+    with pytest.raises(ArgumentTypeError, match="one dtype"):
+        dist.group.WORLD.alltoall([torch.ones(1)] * 2, [torch.ones(1, dtype=torch.int8)] * 2)
+    x = torch.ones(3)
+    dist.all_reduce(x)
+    return x.tolist()
+
+
+def test_arguments_are_refused_before_anything_is_sent():
+    assert run_ranks(refused, 2, backend="shm", timeout=20) == [[2.0] * 3] * 2
+
+
+def bereaved(kind, count, after, how):
+    """How long a survivor waited, and what it got; rank 1 ends itself."""
+    call = collectives(count)[kind]
+    for _ in range(after):
+        call()
+    started = time.monotonic()
+    if dist.get_rank() == 1:
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        os._exit(0)
+    try:
+        while True:
+            call()
+    except PeerLostError as error:
+        taken = time.monotonic() - started
+        with pytest.raises(BrokenGroupError, match="make a new one"):
+            call()
+        return taken, str(error)
+
+
+@pytest.mark.parametrize("count", [4, 300_000])
+@pytest.mark.parametrize("how", ["killed", "left"])
+def test_a_death_reaches_all_survivors(how, count):
+    # every kind of operation is the one that finds out, in some run
+    kinds = ["all_reduce", "all_gather", "barrier"] if how == "left" else KINDS
+    for after, kind in enumerate(kinds):
+        results = run_ranks(
+            bereaved, 3, backend="shm", timeout=20, may_die=[1], args=(kind, count, after, how)
+        )
+        assert results[1] is None
+        for taken, message in (results[0], results[2]):
+            assert taken < SOON_S, (kind, taken)
+            assert "rank 1" in message
+
+
+KINDS = [
+    *("all_reduce", "all_reduce inside", "reduce", "broadcast", "all_gather", "gather"),
+    *("scatter", "reduce_scatter", "all_to_all", "barrier"),
+]
+
+
+def bereaved_of_a_message():
+    rank = dist.get_rank()
+    if rank == 1:
+        time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(PeerLostError, match="rank 1"):
+        dist.recv(torch.ones(3), 1)
+    handle = dist.all_reduce(torch.ones(3), async_op=True)
+    with pytest.raises(DistributedError, match="rank 1"):
+        handle.wait()
+    with pytest.raises(RuntimeError, match="rank 1"):  # torch wraps what a future raises
+        handle.get_future().wait()
+    return True
+
+
+def test_a_death_reaches_receivers_and_handles():
+    results = run_ranks(bereaved_of_a_message, 3, backend="shm", timeout=20, may_die=[1])
+    assert results == [True, None, True]
+
+
+def silent():
+    """Rank 1 is not there in time: the others say who is missing."""
+    group = dist.new_group(backend="shm", timeout=timedelta(seconds=0.3))
+    if dist.get_rank() == 1:
+        dist.barrier()
+        return None
+    with pytest.raises(DistributedError) as caught:
+        dist.all_reduce(torch.ones(3), group=group)
+    dist.barrier()
+    return type(caught.value).__name__, str(caught.value)
+
+
+def test_a_silent_rank_is_named():
+    results = run_ranks(silent, 3, backend="shm", timeout=20)
+    assert any(r[0] == CollectiveTimeoutError.__name__ and "[1" in r[1] for r in results[::2])
+
+
+def departed():
+    """What rank 1 did before it left counts; what it did not do is an error."""
+    group = dist.new_group(backend="shm")
+    x = torch.ones(200_000)
+    dist.all_reduce(x, group=group)
+    if dist.get_rank() == 1:
+        dist.destroy_process_group(group)
+    else:
+        with pytest.raises(PeerLostError, match="rank 1 left"):
+            dist.all_reduce(x, group=group)
+    dist.barrier()
+    return x[0].item()
+
+
+def test_a_rank_that_leaves_early():
+    results = run_ranks(departed, 2, backend="shm", timeout=20)
+    assert results[1] == 2.0
+
+
+def descriptors_and_threads():
+    import threading
+
+    dist.barrier()
+    return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+
+def churn():
+    before = descriptors_and_threads()
+    for _ in range(5):
+        group = dist.new_group(backend="shm")
+        x = gradwire.shm.empty(100_000, group=group).fill_(1.0)
+        dist.all_reduce(x, group=group, async_op=True).wait()
+        for _ in range(20):
+            y = gradwire.shm.empty(50_000, group=group).fill_(1.0)
+            dist.all_reduce(y, group=group)
+            del y
+        dist.destroy_process_group(group)
+        del group, x
+    after = descriptors_and_threads()
+    maps = Path("/proc/self/maps").read_text().count("memfd:gradwire")
+    return before, after, maps
+
+
+def test_groups_give_everything_back():
+    for before, after, maps in run_ranks(churn, 2, backend="shm", timeout=30):
+        assert before == after
+        assert maps <= 8, "regions of groups that are gone are still mapped"
+
+
+def no_room():
+    import resource
+
+    soft = resource.getrlimit(resource.RLIMIT_FSIZE)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, soft[1]))
+    try:
+        with pytest.raises(DistributedError, match="no room for 8388608 bytes"):
+            gradwire.shm.empty(1 << 21)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, soft)
+    x = gradwire.shm.empty(1000).fill_(1.0)
+    dist.all_reduce(x)
+    return x.sum().item()
+
+
+def test_a_full_limit_is_an_error_and_no_crash():
+    assert run_ranks(no_room, 2, backend="shm", timeout=20) == [2000.0, 2000.0]
