@@ -18,11 +18,13 @@ from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from gradwire.buckets import memory_strides, views
 from gradwire.errors import NotSupportedError, ReductionError
 from gradwire.gradients import GradBucket
+from gradwire.shm import empty
 
 __all__ = ["Bucket", "InPlaceBucket", "PackedBucket"]
 
@@ -122,6 +124,7 @@ class PackedBucket(Bucket):
             come early lie first, so that the others can be scaled in one piece.
         scale: What gradients are multiplied by on their way into the buffer.
         keep: Whether gradients become views of the buffer (gradient_as_bucket_view).
+        group: The group that reduces; on shm the buffer lies in memory that its ranks share.
     """
 
     def __init__(
@@ -131,12 +134,13 @@ class PackedBucket(Bucket):
         *,
         scale: float = 1.0,
         keep: bool = False,
+        group: ProcessGroup | None = None,
     ) -> None:
         pairs = list(zip(members, parameters, strict=True))
         if scale != 1.0:
             pairs.sort(key=lambda pair: pair[1].nbytes < AT_ONCE_BYTES)
         super().__init__([m for m, _ in pairs], [p for _, p in pairs])
-        self._scale, self._keep = scale, keep
+        self._scale, self._keep, self._group = scale, keep, group
         self._place = {
             m: (i, p.nbytes) for i, (m, p) in enumerate(pairs) if p.nbytes >= ADOPT_BYTES
         }
@@ -150,7 +154,10 @@ class PackedBucket(Bucket):
     def _allocate(self) -> None:
         first = self.parameters[0]
         count = sum(p.numel() for p in self.parameters)
-        self.flat = torch.empty(count, dtype=first.dtype, device=first.device)
+        if self._group is not None and first.device.type == "cpu":
+            self.flat = empty(count, dtype=first.dtype, group=self._group)
+        else:
+            self.flat = torch.empty(count, dtype=first.dtype, device=first.device)
         self._views = views(self.flat, self.parameters, keep_strides=True)
         self._to_scale = self.flat[self._at_once :]  # where there is a scale, they lie last
         self._own_uses = _uses(self.flat)

@@ -37,6 +37,7 @@ from gradwire.errors import (
     ReductionError,
 )
 from gradwire.gradients import CommHook, GradBucket, as_future, check_hook, parse_hook_result
+from gradwire.shm import shares_memory
 
 __all__ = ["FIRST_BUCKET_BYTES", "Reducer"]
 
@@ -201,7 +202,9 @@ class Reducer:
                     self._buckets.append(InPlaceBucket(i, self._parameters[i], scale))
             if packed:
                 own = [self._parameters[i] for i in packed]
-                self._buckets.append(PackedBucket(packed, own, scale=scale, keep=self._keep))
+                self._buckets.append(
+                    PackedBucket(packed, own, scale=scale, keep=self._keep, group=self._group)
+                )
         self._bucket_of = [self._buckets[0]] * len(self._parameters)
         for bucket in self._buckets:
             for i in bucket.members:
@@ -223,8 +226,9 @@ class Reducer:
         return [FIRST_BUCKET_BYTES, BUCKET_BYTES]
 
     def _travels_alone(self, parameter: Parameter) -> bool:
-        on_cpu = parameter.device.type == "cpu"
-        return self._hook is None and on_cpu and parameter.nbytes >= IN_PLACE_BYTES
+        if self._hook is not None or shares_memory(self._group):
+            return False  # packed, it lies where the group's ranks reduce it without a copy
+        return parameter.device.type == "cpu" and parameter.nbytes >= IN_PLACE_BYTES
 
     def _rebuild(self, order: list[int]) -> None:
         """Makes the buckets anew in the order in which rank 0's gradients became ready."""

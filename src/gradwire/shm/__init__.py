@@ -1,7 +1,7 @@
 """A process-group backend for the ranks of one host, in shared memory."""
 
-from gradwire.shm.register import empty, is_available, register
+from gradwire.shm.register import empty, is_available, register, shares_memory
 
-__all__ = ["empty", "is_available", "register"]
+__all__ = ["empty", "is_available", "register", "shares_memory"]
 
 register()

@@ -18,7 +18,7 @@ from gradwire.shm.process_group import ShmProcessGroup
 from gradwire.shm.rendezvous import connect_all
 from gradwire.shm.sync import has_semaphores
 
-__all__ = ["empty", "is_available", "register"]
+__all__ = ["empty", "is_available", "register", "shares_memory"]
 
 
 def is_available() -> bool:
@@ -43,6 +43,11 @@ def register() -> None:
     """
     if dist.is_available() and "shm" not in Backend.backend_list:
         Backend.register_backend("shm", _create, devices=["cpu"])
+
+
+def shares_memory(group: ProcessGroup) -> bool:
+    """Whether the group's ranks share memory, so that `empty` gives tensors in it."""
+    return isinstance(group, ShmProcessGroup)
 
 
 def empty(
