@@ -23,7 +23,7 @@ def run_ranks(
     fn: Callable[..., Any],
     world_size: int = 2,
     *,
-    backend: str = "gloo",
+    backend: str = "shm",
     timeout: float = 60.0,
     args: Sequence[Any] = (),
     may_die: Collection[int] = (),
@@ -41,7 +41,7 @@ def run_ranks(
     Args:
         fn: Any callable, lambdas and local functions included.
         world_size: The number of ranks, ≥ 1.
-        backend: Any backend that torch.distributed knows, "cpu:gloo,cuda:nccl" included.
+        backend: Any backend that torch.distributed knows, "gloo" and "cpu:gloo,cuda:nccl" included.
         timeout: Seconds that the call may take, > 0; the group's own timeout is longer. Starting
             processes, in the first call, is not counted.
         args: Positional arguments of `fn`.

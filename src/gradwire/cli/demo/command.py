@@ -33,7 +33,7 @@ _INTERRUPTED = 130  # what a shell reports after Ctrl-C
 
 @click.command()
 @click.option("--nproc", type=int, help="Processes that train.  [default: 2, or torchrun's]")
-@click.option("--backend", default="gloo", show_default=True, help="What carries messages.")
+@click.option("--backend", default="shm", show_default=True, help="What carries messages.")
 @click.option("--epochs", type=int, default=12, show_default=True, help="Times each image is seen.")
 @click.option(
     "--hook",

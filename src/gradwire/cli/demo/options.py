@@ -32,7 +32,7 @@ class DemoOptions:
     """
 
     nproc: int = 2
-    backend: str = "gloo"
+    backend: str = "shm"
     epochs: int = 12
     hook: str = "none"
     seed: int = 0

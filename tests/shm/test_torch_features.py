@@ -1,0 +1,132 @@
+"""What stands on process groups in torch runs on shm as it does on Gloo."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gradwire.testing import run_ranks
+
+
+def network():
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(8, 300), nn.Tanh(), nn.Linear(300, 300), nn.Linear(300, 2))
+
+
+def own_batch():
+    torch.manual_seed(100 + dist.get_rank())
+    return torch.randn(4, 8)
+
+
+def gradients(net):
+    return [p.grad.clone() for p in net.parameters()]
+
+
+def averaged(net):
+    """What every rank's gradients become, one all_reduce each."""
+    net(own_batch()).square().mean().backward()
+    for p in net.parameters():
+        dist.all_reduce(p.grad, dist.ReduceOp.AVG)
+    return gradients(net)
+
+
+def torch_ddp():
+    net = network()
+    expected = averaged(copy.deepcopy(net))
+    model = nn.parallel.DistributedDataParallel(net, bucket_cap_mb=0.2)
+    for _ in range(3):
+        model.zero_grad()
+        model(own_batch()).square().mean().backward()
+        torch.testing.assert_close(gradients(net), expected)
+    del model
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_torch_s_ddp(world):
+    run_ranks(torch_ddp, world, backend="shm", timeout=30)
+
+
+def fsdp():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    net = network()
+    expected = averaged(copy.deepcopy(net))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in net:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(net, mesh=mesh)
+    net(own_batch()).square().mean().backward()
+    got = [p.grad.full_tensor() for p in net.parameters()]
+    torch.testing.assert_close(got, expected)
+
+
+def test_fsdp2():
+    run_ranks(fsdp, 2, backend="shm", timeout=30)
+
+
+def functional():
+    from torch.distributed import _functional_collectives as ops
+
+    rank, world, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    x = torch.full((4, 3), float(rank))
+    total = float(sum(range(world)))
+    assert ops.all_reduce(x, "sum", group).eq(total).all()
+    assert ops.all_gather_tensor(x, 0, group)[:, 0].tolist() == [
+        float(r) for r in range(world) for _ in range(4)
+    ]
+    wide = torch.full((4 * world, 3), float(rank))
+    assert ops.reduce_scatter_tensor(wide, "sum", 0, group).eq(total).all()
+    first, second = ops.all_reduce_coalesced([x, wide], "sum", group)
+    assert first.eq(total).all()
+    assert second.eq(total).all()
+    assert ops.broadcast(x, world - 1, group).eq(world - 1).all()
+    moved = ops.all_to_all_single(wide, [4] * world, [4] * world, group)
+    assert moved[:, 0].tolist() == [float(r) for r in range(world) for _ in range(4)]
+
+
+def test_functional_collectives():
+    run_ranks(functional, 2, backend="shm", timeout=30)
+
+
+def dtensor():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    torch.manual_seed(3)
+    x, y = torch.randn(8, 12), torch.randn(12, 6)
+    left = distribute_tensor(x, mesh, [Shard(0), Shard(1)])
+    right = distribute_tensor(y, mesh, [Replicate(), Shard(0)])
+    torch.testing.assert_close((left @ right).full_tensor(), x @ y)
+    moved = left.redistribute(mesh, [Shard(1), Replicate()])
+    torch.testing.assert_close(moved.full_tensor(), x)
+
+
+def test_dtensor_on_a_mesh():
+    run_ranks(dtensor, 4, backend="shm", timeout=30)
+
+
+def checkpoint(path):
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    x = torch.arange(12.0).view(6, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, of its storages
+        dcp.save({"x": distribute_tensor(x, mesh, [Shard(0)])}, checkpoint_id=path)
+        state = {"x": distribute_tensor(torch.zeros(6, 2), mesh, [Shard(1)])}
+        dcp.load(state, checkpoint_id=path)
+    torch.testing.assert_close(state["x"].full_tensor(), x)
+
+
+def test_checkpoints(tmp_path):
+    run_ranks(checkpoint, 2, backend="shm", timeout=30, args=(str(tmp_path),))
