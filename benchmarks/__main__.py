@@ -10,7 +10,7 @@ import click
 import torch.distributed as dist
 from rich.console import Console
 
-from benchmarks import broadcast, ddp, devices
+from benchmarks import broadcast, collectives, ddp, devices
 from benchmarks.benchmark import Benchmark
 from benchmarks.options import Options
 from benchmarks.pages import PAGES, RESULTS, rewritten
@@ -18,7 +18,12 @@ from benchmarks.report import conditions, figures, terminal
 
 BENCHMARKS: dict[str, Benchmark[Any]] = {
     benchmark.name: benchmark
-    for benchmark in (broadcast.BENCHMARK, ddp.BENCHMARK, devices.BENCHMARK)
+    for benchmark in (
+        broadcast.BENCHMARK,
+        collectives.BENCHMARK,
+        ddp.BENCHMARK,
+        devices.BENCHMARK,
+    )
 }
 
 

@@ -1,0 +1,166 @@
+"""Collectives of one size each: on shm with ordinary tensors, on shm in the segment, on Gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from benchmarks.benchmark import Benchmark
+from benchmarks.contest import OURS, alternate
+from benchmarks.launch import launch
+from benchmarks.options import Options
+from benchmarks.progress import say
+from benchmarks.results import CaseResult, Measure
+from benchmarks.stats import ratio, spread
+from gradwire import shm
+
+__all__ = ["BENCHMARK", "Case", "measure"]
+
+GLOO = "Gloo"
+INSIDE = "gradwire in the segment"
+SAMPLE_BYTES = 4 << 20
+"""Short operations are repeated in a sample until they have moved about this much …"""
+MOST_REPEATS = 50
+"""… but not more often than this."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """An operation and the bytes of its larger tensor."""
+
+    op: str
+    nbytes: int
+
+    @property
+    def name(self) -> str:
+        """As tables have it."""
+        return f"{self.op}, {_size(self.nbytes)}"
+
+
+SMALL = [4, 4 << 10]
+LARGE = [1 << 20, 25 << 20]
+CASES = [
+    *(Case("all_reduce", n) for n in (*SMALL, 64 << 10, *LARGE, 100 << 20)),
+    *(Case(op, n) for op in ("all_gather", "reduce_scatter", "broadcast") for n in LARGE),
+    *(Case("all_to_all", n) for n in LARGE),
+]
+
+
+def measure(cases: Sequence[Case], options: Options) -> list[CaseResult]:
+    """Each case's times, taken in one launch."""
+    return launch(_measure, cases, options.rounds, world_size=options.world_size, backend="gloo")
+
+
+def _measure(cases: Sequence[Case], rounds: int) -> list[CaseResult]:
+    ours = dist.new_group(backend="shm")
+    theirs = dist.new_group(backend="gloo")
+    return [_measure_case(case, rounds, ours, theirs) for case in cases]
+
+
+def _measure_case(case: Case, rounds: int, ours: ProcessGroup, theirs: ProcessGroup) -> CaseResult:
+    say(case.name)
+    world_size = ours.size()
+    count = max(1, case.nbytes // 4 // world_size) * world_size if case.nbytes > 4 else 1
+    repeats = max(1, min(MOST_REPEATS, SAMPLE_BYTES // case.nbytes))
+    steps, results = {}, {}
+    for name, group in ((OURS, ours), (INSIDE, ours), (GLOO, theirs)):
+        whole, part, other = (
+            shm.empty(n, dtype=torch.float32, group=group) if name is INSIDE else torch.empty(n)
+            for n in (count, max(1, count // world_size), count)
+        )
+        call = partial(OPERATIONS[case.op], group, whole, part, other)
+        results[name] = _checked(call, whole, part, other)
+        steps[name] = partial(_repeat, call, repeats)
+    for name, result in results.items():
+        if not torch.equal(result, results[GLOO]):
+            raise AssertionError(f"{case.op} on {name} and on Gloo gave different values")
+    seconds = alternate(steps, rounds)
+    micro = {name: [s * 1e6 / repeats for s in samples] for name, samples in seconds.items()}
+    ordinary = Measure(
+        "ordinary tensors",
+        "µs",
+        {name: spread(micro[name]) for name in (OURS, GLOO)},
+        {GLOO: ratio(micro[OURS], micro[GLOO])},
+    )
+    inside = Measure(
+        "in the segment",
+        "µs",
+        {OURS: spread(micro[INSIDE]), GLOO: spread(micro[GLOO])},
+        {GLOO: ratio(micro[INSIDE], micro[GLOO])},
+    )
+    return CaseResult(case.name, _prediction(case), rounds, [ordinary, inside])
+
+
+def _checked(call: Callable[[], object], whole: Tensor, part: Tensor, other: Tensor) -> Tensor:
+    """All that one call leaves in its tensors, from values that differ between ranks."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for tensor in (whole, part, other):
+        tensor.random_(0, 100, generator=generator)
+    call()
+    result = torch.cat([whole, part, other])
+    for tensor in (whole, part, other):
+        tensor.zero_()  # repeated sums must not run out of range, where adding is slow
+    return result
+
+
+def _repeat(call: Callable[[], object], repeats: int) -> None:
+    for _ in range(repeats):
+        call()
+
+
+def _all_reduce(group: ProcessGroup, whole: Tensor, part: Tensor, other: Tensor) -> None:
+    dist.all_reduce(whole, group=group)
+
+
+def _all_gather(group: ProcessGroup, whole: Tensor, part: Tensor, other: Tensor) -> None:
+    dist.all_gather(list(whole.chunk(group.size())), part, group=group)
+
+
+def _reduce_scatter(group: ProcessGroup, whole: Tensor, part: Tensor, other: Tensor) -> None:
+    dist.reduce_scatter(part, list(whole.chunk(group.size())), group=group)
+
+
+def _broadcast(group: ProcessGroup, whole: Tensor, part: Tensor, other: Tensor) -> None:
+    dist.broadcast(whole, 0, group=group)
+
+
+def _all_to_all(group: ProcessGroup, whole: Tensor, part: Tensor, other: Tensor) -> None:
+    dist.all_to_all_single(other, whole, group=group)
+
+
+Operation = Callable[[ProcessGroup, Tensor, Tensor, Tensor], None]
+OPERATIONS: dict[str, Operation] = {
+    "all_reduce": _all_reduce,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "broadcast": _broadcast,
+    "all_to_all": _all_to_all,
+}
+
+
+def _prediction(case: Case) -> str:
+    if case.nbytes <= 32 << 10:
+        return "One wait and some thirty steps in Python, against Gloo's messages over TCP."
+    return (
+        "Ordinary tensors are copied into the segment and out of it, through the cache; in the "
+        "segment nothing is copied that the operation itself does not move. Gloo copies through "
+        "the kernel, twice."
+    )
+
+
+def _size(nbytes: int) -> str:
+    for unit, size in (("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= size:
+            return f"{nbytes // size} {unit}"
+    return f"{nbytes} B"
+
+
+BENCHMARK = Benchmark(
+    "collectives", "Collectives on shm and on Gloo, ranks of one host", CASES, measure, rounds=15
+)
