@@ -174,7 +174,7 @@ def test_in_place_gradients_are_not_copied():
             loss_of(net, torch.randn(4, 6)).backward()
         return net.reducer.buckets
 
-    for buckets in run_ranks(main, 2):
+    for buckets in run_ranks(main, 2, backend="gloo"):  # on shm they are packed
         assert ["1.weight"] in buckets
         assert ["3.weight"] in buckets
 

@@ -18,6 +18,7 @@ from torch.distributed import BroadcastOptions, ProcessGroup, Work
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradwire.errors import BrokenGroupError
+from gradwire.shm.process_group import ShmProcessGroup
 
 __all__ = [
     "Entry",
@@ -81,8 +82,23 @@ class LedgerMode(TorchDispatchMode):
 
     def __init__(self, group: ProcessGroup, ledger: Ledger) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._group = group
         self._group_name = group.group_name
         self._ledger = ledger
+
+    def __enter__(self) -> LedgerMode:
+        if isinstance(self._group, ShmProcessGroup):  # its calls do not pass the dispatcher
+            self._group.observer = self._observe
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        if isinstance(self._group, ShmProcessGroup):
+            self._group.observer = None
+
+    def _observe(self, op: str, root: int, groups: Sequence[Sequence[Tensor]]) -> None:
+        self._ledger.append([op, root, [[_describe(t) for t in g] for g in groups]])
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -18,6 +18,9 @@ from gradwire.errors import CollectiveTimeoutError, DistributedError, PeerLostEr
 
 __all__ = ["LOOK_SECONDS", "translate", "wait_future", "wait_work"]
 
+_LOST = ("onnection", "Broken pipe", "peer", "PeerLostError", "Socket", "socket")
+"""What engines say when another rank is gone."""
+
 LOOK_SECONDS = 0.2
 """How often a wait looks up. A wait that ends sooner never does."""
 
@@ -26,9 +29,11 @@ def translate(error: BaseException, what: str) -> DistributedError:
     """The engine's error as one of ours, by what it says."""
     text = str(error)
     kind: type[DistributedError] = DistributedError
-    if "timed out" in text.lower() or "timeout" in text.lower():
+    if isinstance(error, DistributedError):  # an engine of our own
+        kind = type(error)
+    elif "timed out" in text.lower() or "timeout" in text.lower():
         kind = CollectiveTimeoutError
-    elif any(sign in text for sign in ("onnection", "Broken pipe", "peer", "Socket", "socket")):
+    elif any(sign in text for sign in _LOST):
         kind = PeerLostError
     return kind(f"{what}: {text}")
 

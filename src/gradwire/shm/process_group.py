@@ -50,6 +50,9 @@ from gradwire.shm.work import Queue, ShmWork
 __all__ = ["ShmProcessGroup"]
 
 Job = Callable[[Deadline], None]
+Observer = Callable[[str, int, Sequence[Sequence[Tensor]]], None]
+"""Told of each collective as it is submitted: its name among torch's operators, its root, and the
+tensors; what torch's dispatcher does for groups that are written in C++."""
 
 
 class ShmProcessGroup(ProcessGroup):
@@ -60,6 +63,9 @@ class ShmProcessGroup(ProcessGroup):
         size: How many ranks.
         peers: A connection to each other rank.
         timeout: For each operation that has none of its own.
+
+    Attributes:
+        observer: Told of each collective as it is submitted, if there is one.
     """
 
     def __init__(self, rank: int, size: int, peers: dict[int, Any], timeout: timedelta) -> None:
@@ -74,6 +80,8 @@ class ShmProcessGroup(ProcessGroup):
             rank, size, peers, self._deliver, self._on_lost, Deadline(timeout.total_seconds())
         )
         self._queue = Queue(f"gradwire-shm-{rank}")
+        self.observer: Observer | None = None
+        self._submitted = 0
 
     # --- what it is ---
 
@@ -159,7 +167,8 @@ class ShmProcessGroup(ProcessGroup):
                 if root in (-1, self._rank):
                     put_back(tensor, flat)
 
-        return self._submit(job, tensors, opts)
+        seen = ("allreduce_" if root < 0 else "reduce_", max(root, 0), [tensors])
+        return self._submit(job, tensors, opts, seen)
 
     def reduce_scatter(
         self,
@@ -238,7 +247,7 @@ class ShmProcessGroup(ProcessGroup):
                 if not outgoing:
                     put_back(tensor, flat)
 
-        return self._submit(job, tensors, opts)
+        return self._submit(job, tensors, opts, ("broadcast_", root, [tensors]))
 
     def allgather(
         self,
@@ -274,7 +283,8 @@ class ShmProcessGroup(ProcessGroup):
                 _put_all_back(outputs, into)
 
         everything = [output for outputs in output_lists for output in outputs]
-        return self._submit(job, everything, opts or AllgatherOptions())
+        seen = ("allgather_", 0, [everything, inputs])
+        return self._submit(job, everything, opts or AllgatherOptions(), seen)
 
     def all_gather_single(
         self, output: Tensor, input: Tensor, opts: AllgatherOptions | None = None
@@ -492,10 +502,23 @@ class ShmProcessGroup(ProcessGroup):
     def _has_hooks(self) -> bool:
         return False
 
+    def _get_sequence_number_for_group(self) -> int:
+        """How many collectives were submitted: equal on ranks that are in step."""
+        return self._submitted
+
     # --- how operations run ---
 
-    def _submit(self, job: Job, tensors: Sequence[Tensor], opts: Any) -> Work:
+    def _submit(
+        self,
+        job: Job,
+        tensors: Sequence[Tensor],
+        opts: Any,
+        seen: tuple[str, int, Sequence[Sequence[Tensor]]] = ("a collective", 0, ()),
+    ) -> Work:
         self._check_usable()
+        self._submitted += 1
+        if self.observer is not None:
+            self.observer(*seen)
         own = opts.timeout.total_seconds()
         seconds = own if own > 0 else self._timeout.total_seconds()
 
