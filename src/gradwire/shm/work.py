@@ -147,13 +147,15 @@ class Queue:
             Exception: What the job raises, if it ran here.
         """
         with self._order:
-            inline = wait and self._pending == 0
+            inline = wait and self._pending == 0 and threading.current_thread() is not self._thread
             self._pending += 1
             if inline:
                 self._running.acquire()
             else:
                 self._start()
                 self._jobs.put((job, work))
+        if threading.current_thread() is self._thread:
+            self._run(until=work)  # a callback, which may wait for it, and nobody else runs it
         if inline:
             try:
                 job()
@@ -179,10 +181,12 @@ class Queue:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
 
-    def _run(self) -> None:
-        while True:
+    def _run(self, until: ShmWork | None = None) -> None:
+        """Run what is submitted, up to and with an operation; without one, until the end."""
+        while until is None or not until.is_completed():
             item = self._jobs.get()
             if item is None:
+                self._jobs.put(None)  # for whoever else runs operations further out
                 return
             job, work = item
             error: BaseException | None = None
