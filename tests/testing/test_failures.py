@@ -189,7 +189,7 @@ def test_a_death_is_seen_though_a_child_keeps_the_socket_open(tmp_path: Path) ->
 
 def test_sizes_that_differ_between_ranks_are_a_death_on_gloo() -> None:
     with pytest.raises(RankError, match="SIGABRT") as caught:
-        run_ranks(lambda: dist.all_reduce(torch.zeros(2 + 100 * dist.get_rank())))
+        run_ranks(lambda: dist.all_reduce(torch.zeros(2 + 100 * dist.get_rank())), backend="gloo")
     assert "Received data size doesn't match" in str(caught.value)
 
 

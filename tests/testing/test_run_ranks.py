@@ -52,7 +52,7 @@ def test_every_rank_is_in_one_group_and_results_come_by_rank(world_size: int) ->
 
     results = run_ranks(member, world_size)
     expected = torch.tensor([world_size * (world_size + 1) / 2])
-    assert [r[:3] for r in results] == [(r, world_size, "gloo") for r in range(world_size)]
+    assert [r[:3] for r in results] == [(r, world_size, "shm") for r in range(world_size)]
     assert all(torch.equal(r[3], expected) for r in results)
 
 
