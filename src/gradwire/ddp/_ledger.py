@@ -98,7 +98,7 @@ class LedgerMode(TorchDispatchMode):
             self._group.observer = None
 
     def _observe(self, op: str, root: int, groups: Sequence[Sequence[Tensor]]) -> None:
-        self._ledger.append([op, root, [[_describe(t) for t in g] for g in groups]])
+        self._ledger.add([op, root, [[_describe(t) for t in g] for g in groups]])
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
