@@ -13,6 +13,8 @@ from gradwire.ddp import _naive, broadcast_coalesced
 from gradwire.errors import ArgumentError, ArgumentTypeError
 from gradwire.testing import run_ranks
 
+pytestmark = pytest.mark.usefixtures("each_backend")
+
 DTYPES = [
     torch.float32,
     torch.float64,

@@ -12,6 +12,8 @@ from torch import nn
 from gradwire.ddp import DistributedDataParallel, _naive
 from gradwire.testing import run_ranks
 
+pytestmark = pytest.mark.usefixtures("each_backend")
+
 
 class Shared(nn.Module):
     """One parameter used in two places, and one of another dtype."""

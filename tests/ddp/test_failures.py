@@ -25,6 +25,8 @@ from gradwire.errors import (
 )
 from gradwire.testing import run_ranks
 
+pytestmark = pytest.mark.usefixtures("each_backend")
+
 
 def mlp():
     torch.manual_seed(0)

@@ -21,6 +21,8 @@ from gradwire.ddp import DistributedDataParallel, _naive
 from gradwire.errors import ArgumentError, ArgumentTypeError, HookError
 from gradwire.testing import FakeBucket, run_ranks
 
+pytestmark = pytest.mark.usefixtures("each_backend")
+
 
 def mlp():
     torch.manual_seed(0)

@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 import warnings
 from collections.abc import Mapping
@@ -127,13 +128,19 @@ def _set_environment(wanted: Mapping[str, str]) -> None:
 def _join(task: Task, store: int) -> None:
     # Longer than the call may take: a hang is then shown where it is, not where it gives up.
     timeout = timedelta(seconds=task.timeout + 30)
+    shared = dist.FileStore(f"/proc/self/fd/{store}")
     dist.init_process_group(
         task.backend,
-        store=dist.FileStore(f"/proc/self/fd/{store}"),
+        store=shared,
         rank=task.rank,
         world_size=task.world_size,
         timeout=timeout,
     )
+    # A rank that failed at once would else break the connections that another still makes.
+    if shared.add("joined", 1) == task.world_size:
+        shared.set("all joined", "")
+    while not shared.check(["all joined"]):
+        time.sleep(0.001)
 
 
 def _pickled_result(result: object) -> bytes:
