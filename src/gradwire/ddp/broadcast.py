@@ -19,6 +19,7 @@ from torch.distributed import BroadcastOptions, ProcessGroup, Work
 from gradwire.buckets import plan_buckets
 from gradwire.ddp._group import check_group, resolve_root
 from gradwire.errors import ArgumentError, ArgumentTypeError
+from gradwire.shm import shares_memory
 
 __all__ = ["broadcast_coalesced"]
 
@@ -73,6 +74,9 @@ def broadcast_coalesced(
     check_group(group)
     root = resolve_root(group, src, group_src)
     _check(tensors, buffer_size)
+    if shares_memory(group) and all(t.is_cpu for t in tensors):
+        _send_as_stream(group, root, tensors)
+        return
     wire = _Wire(group, root)
     with torch.no_grad():
         for indices in _messages(tensors, buffer_size):
@@ -81,6 +85,15 @@ def broadcast_coalesced(
             else:
                 wire.send_packed([tensors[i] for i in indices])
         wire.drain()
+
+
+def _send_as_stream(group: ProcessGroup, root: int, tensors: Sequence[Tensor]) -> None:
+    """One operation for all: shared memory needs neither messages nor staging of ours."""
+    options = BroadcastOptions()
+    options.rootRank = root
+    options.asyncOp = False
+    if filled := [t for t in tensors if t.numel()]:
+        group.broadcast(filled, options).wait()
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -134,25 +134,24 @@ def _exchange_through_slots(
     *,
     shared: bool,
 ) -> None:
-    blocks = 1 if shared else team.size
+    columns = 1 if shared else max(1, team.size - 1)  # none for the rank itself
     longest = max(max(calls[rank].sends, default=call.numel) for rank in staged)
     # short messages in two pieces at least, so that copies in and out overlap
-    half = longest * blocks * call.dtype.itemsize // 2
-    step = min(SLOT_BYTES, max(_PIECE_BYTES, half)) // call.dtype.itemsize // blocks
+    half = longest * columns * call.dtype.itemsize // 2
+    step = min(SLOT_BYTES, max(_PIECE_BYTES, half)) // call.dtype.itemsize // columns
     slots = {rank: team.slots(rank, call.dtype) for rank in staged}
-    column, delay = 0 if shared else team.rank, team.lag(2) + 1
+    others = outgoing if shared else [*outgoing[: team.rank], *outgoing[team.rank + 1 :]]
+    delay = team.lag(2) + 1
     for turn in team.turns(math.ceil(longest / step), stages=2):
         lo = turn * step
         if team.rank in staged:
-            own = [block[lo : lo + step] for block in outgoing]
-            if not shared:
-                own[team.rank] = own[team.rank][:0]  # nobody fetches what is for this rank
-            _fill(slots[team.rank][turn % SLOTS], own, step)
+            _fill(slots[team.rank][turn % SLOTS], [b[lo : lo + step] for b in others], step)
         lo -= delay * step
         for rank in staged:
             target = incoming[rank]
             if rank != team.rank and target is not None and 0 <= lo < target.numel():
                 piece, slot = target[lo : lo + step], slots[rank][(turn - delay) % SLOTS]
+                column = 0 if shared else team.rank - (rank < team.rank)
                 piece.copy_(slot[column * step :][: piece.numel()])
 
 

@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 _FIXED = struct.Struct("<9q")
-_AGREED = 5 * 8
+_AGREED = 6 * 8
 
 DTYPES: tuple[torch.dtype, ...] = tuple(
     getattr(torch, name)
@@ -46,6 +46,7 @@ NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
 KINDS = (
     *("all_reduce", "reduce", "broadcast", "all_gather", "all_gather_single", "gather"),
     *("scatter", "reduce_scatter", "reduce_scatter_single", "all_to_all", "barrier"),
+    "broadcast_coalesced",
 )
 
 
@@ -61,6 +62,7 @@ class Call:
         root: The root's rank in the group; -1 where there is none.
         sends: Elements for each rank, where they may differ; else empty.
         receives: Elements expected from each rank; as long as `sends`.
+        layout: A checksum of what a list holds; 0 for what is no list.
     """
 
     kind: str
@@ -70,6 +72,7 @@ class Call:
     root: int = -1
     sends: tuple[int, ...] = ()
     receives: tuple[int, ...] = ()
+    layout: int = 0
 
 
 @dataclass(frozen=True)
@@ -104,10 +107,10 @@ def write(buffer: memoryview, call: Call, place: Place) -> None:
         call.op,
         call.root,
         call.numel,
+        call.layout,
         len(call.sends),
         place.region,
         place.offset,
-        0,
     )
     if call.sends:
         struct.pack_into(
@@ -117,15 +120,15 @@ def write(buffer: memoryview, call: Call, place: Place) -> None:
 
 def read(buffer: memoryview) -> tuple[Call, Place]:
     """A header as it was written."""
-    kind, dtype, op, root, numel, count, region, offset, _ = _FIXED.unpack_from(buffer)
+    kind, dtype, op, root, numel, layout, count, region, offset = _FIXED.unpack_from(buffer)
     table = struct.unpack_from(f"<{2 * count}q", buffer, _FIXED.size) if count else ()
-    call = Call(KINDS[kind], DTYPES[dtype], numel, op, root, table[:count], table[count:])
+    call = Call(KINDS[kind], DTYPES[dtype], numel, op, root, table[:count], table[count:], layout)
     return call, Place(region, offset)
 
 
 def place_of(buffer: memoryview) -> Place:
     """The place alone, quicker than `read`."""
-    return Place(*struct.unpack_from("<2q", buffer, 6 * 8))
+    return Place(*struct.unpack_from("<2q", buffer, _AGREED + 8))
 
 
 def check_agreement(headers: Sequence[memoryview], rank: int) -> None:
@@ -151,6 +154,7 @@ def _disagreement(calls: Sequence[Call]) -> MismatchError:
         "reduce op": [_op_name(call.op) for call in calls],
         "root": [call.root for call in calls],
         "number of elements": [call.numel for call in calls],
+        "tensors' dtypes and sizes (by checksum)": [call.layout for call in calls],
     }
     for field, values in fields.items():
         if len(set(values)) > 1:

@@ -12,7 +12,16 @@ from torch import Tensor
 from gradwire.errors import ArgumentError, ArgumentTypeError, NotSupportedError
 from gradwire.shm.header import NUMBERS
 
-__all__ = ["check_tensors", "flat_of", "one", "put_back", "row_counts", "start_of"]
+__all__ = [
+    "check_tensors",
+    "equal_parts",
+    "flat_of",
+    "one",
+    "put_all_back",
+    "put_back",
+    "row_counts",
+    "start_of",
+]
 
 T = TypeVar("T")
 
@@ -26,6 +35,14 @@ def check_tensors(tensors: Sequence[Tensor], *, same_dtype: bool = False) -> Non
         NotSupportedError: A tensor is on another device than the CPU.
     """
     for tensor in tensors:
+        if (  # the one step that most tensors take: lists may be long
+            isinstance(tensor, Tensor)
+            and tensor.is_cpu
+            and tensor.layout is torch.strided
+            and tensor.dtype in NUMBERS
+            and not same_dtype
+        ):
+            continue
         if not isinstance(tensor, Tensor):
             raise ArgumentTypeError(f"got a {type(tensor).__name__}: pass tensors")
         if tensor.device.type != "cpu":
@@ -46,7 +63,7 @@ def check_tensors(tensors: Sequence[Tensor], *, same_dtype: bool = False) -> Non
 
 def flat_of(tensor: Tensor) -> Tensor:
     """The elements in order: the tensor's own memory if it is contiguous, else a copy."""
-    flat = tensor.detach()
+    flat = tensor.detach() if tensor.requires_grad else tensor
     if not flat.is_contiguous() or flat.is_conj() or flat.is_neg():
         flat = flat.resolve_conj().resolve_neg().contiguous()
     return flat if flat.dim() == 1 else flat.view(-1)
@@ -54,8 +71,19 @@ def flat_of(tensor: Tensor) -> Tensor:
 
 def put_back(tensor: Tensor, flat: Tensor) -> None:
     """Let the tensor have the elements of what `flat_of` gave for it."""
-    if flat.data_ptr() != tensor.data_ptr() and flat.numel():
+    if flat is not tensor and flat.data_ptr() != tensor.data_ptr() and flat.numel():
         tensor.detach().copy_(flat.view(tensor.shape))
+
+
+def put_all_back(tensors: Sequence[Tensor], flats: Sequence[Tensor]) -> None:
+    """`put_back` for several."""
+    for tensor, flat in zip(tensors, flats, strict=True):
+        put_back(tensor, flat)
+
+
+def equal_parts(flat: Tensor, size: int) -> list[Tensor]:
+    """As many equal parts of a 1-d tensor."""
+    return list(flat.view(size, -1).unbind(0))
 
 
 def start_of(blocks: Sequence[Tensor]) -> Tensor | None:

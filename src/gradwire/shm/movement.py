@@ -1,0 +1,240 @@
+"""A group's operations that move values: from one to all, all to one, all to all."""
+
+# torch's stubs give overloads and names that its own callers do not use on a backend
+# mypy: disable-error-code="override,assignment"
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+from torch.distributed import Work
+from torch.distributed.distributed_c10d import (
+    AllgatherOptions,
+    AllToAllOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    GatherOptions,
+    ScatterOptions,
+)
+
+from gradwire.shm import algorithms, stream
+from gradwire.shm.header import Call
+from gradwire.shm.member import Member
+from gradwire.shm.sync import Deadline
+from gradwire.shm.tensors import (
+    check_tensors,
+    equal_parts,
+    flat_of,
+    one,
+    put_all_back,
+    put_back,
+    row_counts,
+    start_of,
+)
+
+__all__ = ["Movement"]
+
+
+class Movement(Member):
+    """The part of a group that moves values."""
+
+    def broadcast(self, tensors: list[Tensor], opts: BroadcastOptions | None = None) -> Work:
+        """Every rank's tensors become the root's, all of them in one operation."""
+        opts = opts or BroadcastOptions()
+        root = self._root(opts)
+        check_tensors(tensors)
+
+        def job(deadline: Deadline) -> None:
+            flats = [flat_of(tensor) for tensor in tensors]
+            if len(flats) == 1:
+                self._broadcast_one(flats[0], root, deadline)
+            else:
+                stream.broadcast(self._team, flats, root, deadline)
+            if root != self._rank:
+                put_all_back(tensors, flats)
+
+        return self._submit(job, tensors, opts, ("broadcast_", root, [tensors]))
+
+    def _broadcast_one(self, flat: Tensor, root: int, deadline: Deadline) -> None:
+        call = Call("broadcast", flat.dtype, flat.numel(), -1, root)
+        incoming: list[Tensor | None] = [None] * self._size
+        outgoing = [flat] if root == self._rank else []
+        if not outgoing:
+            incoming[root] = flat
+        algorithms.exchange(self._team, call, outgoing, incoming, deadline, base=flat, shared=True)
+
+    def allgather(
+        self,
+        outputs: list[list[Tensor]],
+        inputs: list[Tensor],
+        opts: AllgatherOptions | None = None,
+    ) -> Work:
+        """Every rank's list becomes all ranks' tensors; these may differ in size."""
+        return self.allgather_coalesced(outputs, inputs, opts)
+
+    def allgather_coalesced(
+        self,
+        output_lists: list[list[Tensor]],
+        inputs: list[Tensor],
+        opts: AllgatherOptions | None = None,
+    ) -> Work:
+        """`allgather` of several tensors, as one operation."""
+        for outputs, source in zip(output_lists, inputs, strict=True):
+            check_tensors([source, *self._one_each(outputs, "tensor_list")], same_dtype=True)
+
+        def job(deadline: Deadline) -> None:
+            for outputs, source in zip(output_lists, inputs, strict=True):
+                flat, into = flat_of(source), [flat_of(output) for output in outputs]
+                call = Call(
+                    "all_gather",
+                    flat.dtype,
+                    sends=(flat.numel(),) * self._size,
+                    receives=tuple(f.numel() for f in into),
+                )
+                algorithms.exchange(
+                    self._team, call, [flat], into, deadline, base=flat, shared=True
+                )
+                put_all_back(outputs, into)
+
+        everything = [output for outputs in output_lists for output in outputs]
+        seen = ("allgather_", 0, [everything, inputs])
+        return self._submit(job, everything, opts or AllgatherOptions(), seen)
+
+    def all_gather_single(
+        self, output: Tensor, input: Tensor, opts: AllgatherOptions | None = None
+    ) -> Work:
+        """`allgather` into the equal parts of one tensor."""
+        return self.all_gather_single_coalesced([output], [input], opts)
+
+    def all_gather_single_coalesced(
+        self,
+        outputs: list[Tensor],
+        inputs: list[Tensor],
+        opts: AllgatherOptions | None = None,
+    ) -> Work:
+        """`all_gather_single` of several tensors, as one operation."""
+        for output, source in zip(outputs, inputs, strict=True):
+            check_tensors([source, output], same_dtype=True)
+            self._check_parts(whole=output, part=source)
+
+        def job(deadline: Deadline) -> None:
+            for output, source in zip(outputs, inputs, strict=True):
+                flat, into = flat_of(source), flat_of(output)
+                call = Call("all_gather_single", flat.dtype, flat.numel())
+                parts = equal_parts(into, self._size)
+                algorithms.exchange(
+                    self._team, call, [flat], parts, deadline, base=flat, shared=True
+                )
+                put_back(output, into)
+
+        return self._submit(job, outputs, opts or AllgatherOptions())
+
+    def gather(
+        self,
+        outputs: list[list[Tensor]],
+        inputs: list[Tensor],
+        opts: GatherOptions | None = None,
+    ) -> Work:
+        """The root's list becomes all ranks' tensors; these may differ in size."""
+        opts = opts or GatherOptions()
+        root, source = self._root(opts), one(inputs)
+        into = self._one_each(one(outputs), "gather_list") if root == self._rank else []
+        check_tensors([source, *into], same_dtype=True)
+
+        def job(deadline: Deadline) -> None:
+            flat, flats = flat_of(source), [flat_of(output) for output in into]
+            outgoing = [flat[:0]] * self._size
+            outgoing[root] = flat
+            incoming = flats or [flat[:0]] * self._size
+            self._exchange("gather", outgoing, incoming, deadline, root=root, base=flat)
+            put_all_back(into, flats)
+
+        return self._submit(job, into, opts)
+
+    def scatter(
+        self,
+        outputs: list[Tensor],
+        inputs: list[list[Tensor]],
+        opts: ScatterOptions | None = None,
+    ) -> Work:
+        """Every rank's tensor becomes its entry of the root's list; these may differ in size."""
+        opts = opts or ScatterOptions()
+        root, output = self._root(opts), one(outputs)
+        blocks = self._one_each(one(inputs), "scatter_list") if root == self._rank else []
+        check_tensors([output, *blocks], same_dtype=True)
+
+        def job(deadline: Deadline) -> None:
+            out = flat_of(output)
+            outgoing = [flat_of(b) for b in blocks] or [out[:0]] * self._size
+            incoming = [out[:0]] * self._size
+            incoming[root] = out
+            self._exchange("scatter", outgoing, incoming, deadline, root=root)
+            put_back(output, out)
+
+        return self._submit(job, outputs, opts)
+
+    def alltoall(
+        self,
+        outputs: list[Tensor],
+        inputs: list[Tensor],
+        opts: AllToAllOptions | None = None,
+    ) -> Work:
+        """Entry i of a rank's outputs becomes what rank i has for it; sizes may differ."""
+        self._one_each(outputs, "output_tensor_list")
+        self._one_each(inputs, "input_tensor_list")
+        check_tensors([*outputs, *inputs], same_dtype=True)
+
+        def job(deadline: Deadline) -> None:
+            into = [flat_of(output) for output in outputs]
+            self._exchange("all_to_all", [flat_of(i) for i in inputs], into, deadline)
+            put_all_back(outputs, into)
+
+        return self._submit(job, outputs, opts or AllToAllOptions())
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_split_sizes: list[int],
+        input_split_sizes: list[int],
+        opts: AllToAllOptions | None = None,
+    ) -> Work:
+        """`alltoall` between the parts of two tensors, equal or of the given numbers of rows."""
+        check_tensors([output, input], same_dtype=True)
+        receives = row_counts(output, output_split_sizes, self._size, "output_split_sizes")
+        sends = row_counts(input, input_split_sizes, self._size, "input_split_sizes")
+
+        def job(deadline: Deadline) -> None:
+            out, flat = flat_of(output), flat_of(input)
+            blocks, into = list(flat.split(sends)), list(out.split(receives))
+            self._exchange("all_to_all", blocks, into, deadline, base=flat)
+            put_back(output, out)
+
+        return self._submit(job, [output], opts or AllToAllOptions())
+
+    def _exchange(
+        self,
+        kind: str,
+        outgoing: Sequence[Tensor],
+        incoming: Sequence[Tensor],
+        deadline: Deadline,
+        *,
+        root: int = -1,
+        base: Tensor | None = None,
+    ) -> None:
+        call = Call(
+            kind,
+            incoming[0].dtype,
+            root=root,
+            sends=tuple(block.numel() for block in outgoing),
+            receives=tuple(block.numel() for block in incoming),
+        )
+        base = start_of(outgoing) if base is None else base
+        algorithms.exchange(self._team, call, outgoing, incoming, deadline, base=base)
+
+    def barrier(self, opts: BarrierOptions | None = None) -> Work:
+        """Done when every rank has called it."""
+        return self._submit(
+            lambda deadline: algorithms.barrier(self._team, deadline), [], opts or BarrierOptions()
+        )

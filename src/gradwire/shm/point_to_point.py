@@ -1,0 +1,59 @@
+"""A group's point-to-point operations."""
+
+# torch's stubs give overloads and names that its own callers do not use on a backend
+# mypy: disable-error-code="override,assignment"
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.distributed import Work
+
+from gradwire.shm.mailbox import send
+from gradwire.shm.member import Member
+from gradwire.shm.sync import Deadline
+from gradwire.shm.tensors import check_tensors, flat_of, one
+from gradwire.shm.work import ShmWork
+
+__all__ = ["PointToPoint"]
+
+
+class PointToPoint(Member):
+    """The part of a group that sends and receives."""
+
+    def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> Work:
+        """Send a tensor; it can be changed at once."""
+        self._check_usable()
+        self._check_peer(dst, "dst")
+        check_tensors(tensors)
+        deadline = Deadline(self._timeout.total_seconds())
+        send(self._team.links, dst, tag, flat_of(one(tensors)), deadline)
+        work = ShmWork(tensors)
+        work.finish()
+        return work
+
+    def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> Work:
+        """Fill a tensor with the next that rank `src` sends with this tag."""
+        self._check_peer(src, "src")
+        return self._receive(tensors, src, tag)
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Work:
+        """Fill a tensor with the next that any rank sends with this tag."""
+        return self._receive(tensors, None, tag)
+
+    def _receive(self, tensors: list[Tensor], src: int | None, tag: int) -> Work:
+        self._check_usable()
+        check_tensors(tensors)
+        links, mailbox = self._team.links, self._mailbox
+
+        def forget() -> None:
+            with links.changed:
+                mailbox.forget(work)
+
+        work = ShmWork(tensors, self._timeout.total_seconds(), forget)
+        with links.changed:
+            if not mailbox.want(src, tag, one(tensors).detach(), work):
+                if src is not None and src in links.lost:
+                    mailbox.fail(src, links.lost[src], others_left=True)
+                elif links.lost and links.all_lost():
+                    mailbox.fail(-1, next(iter(links.lost.values())), others_left=False)
+        return work

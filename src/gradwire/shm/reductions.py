@@ -1,0 +1,117 @@
+"""A group's operations that reduce: all_reduce, reduce and reduce_scatter, in all their forms."""
+
+# torch's stubs give overloads and names that its own callers do not use on a backend
+# mypy: disable-error-code="override,assignment"
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.distributed import Work
+from torch.distributed.distributed_c10d import (
+    AllreduceCoalescedOptions,
+    AllreduceOptions,
+    ReduceOptions,
+    ReduceScatterOptions,
+)
+
+from gradwire.shm import algorithms
+from gradwire.shm.arithmetic import check_reduction, number_of
+from gradwire.shm.header import Call
+from gradwire.shm.member import Member
+from gradwire.shm.sync import Deadline
+from gradwire.shm.tensors import check_tensors, equal_parts, flat_of, one, put_back, start_of
+
+__all__ = ["Reductions"]
+
+
+class Reductions(Member):
+    """The part of a group that reduces."""
+
+    def allreduce(self, tensors: list[Tensor], opts: AllreduceOptions | None = None) -> Work:
+        """Every rank's tensor becomes the reduction over all ranks."""
+        return self._reduce("all_reduce", tensors, opts or AllreduceOptions())
+
+    def allreduce_coalesced(
+        self, tensors: list[Tensor], opts: AllreduceCoalescedOptions | None = None
+    ) -> Work:
+        """`allreduce` of several tensors, as one operation."""
+        return self._reduce("all_reduce", tensors, opts or AllreduceCoalescedOptions())
+
+    def reduce(self, tensors: list[Tensor], opts: ReduceOptions | None = None) -> Work:
+        """The root's tensor becomes the reduction; the others' stay as they are."""
+        opts = opts or ReduceOptions()
+        return self._reduce("reduce", tensors, opts, self._root(opts))
+
+    def _reduce(self, kind: str, tensors: list[Tensor], opts: Any, root: int = -1) -> Work:
+        op = number_of(opts.reduceOp.op)
+        check_tensors(tensors)
+        for tensor in tensors:
+            check_reduction(op, tensor.dtype)
+
+        def job(deadline: Deadline) -> None:
+            for tensor in tensors:
+                flat = flat_of(tensor)
+                call = Call(kind, flat.dtype, flat.numel(), op, root)
+                algorithms.reduce(self._team, call, flat, deadline)
+                if root in (-1, self._rank):
+                    put_back(tensor, flat)
+
+        seen = ("allreduce_" if root < 0 else "reduce_", max(root, 0), [tensors])
+        return self._submit(job, tensors, opts, seen)
+
+    def reduce_scatter(
+        self,
+        outputs: list[Tensor],
+        inputs: list[list[Tensor]],
+        opts: ReduceScatterOptions | None = None,
+    ) -> Work:
+        """A rank's output becomes the reduction of what all ranks have for it in their list."""
+        opts = opts or ReduceScatterOptions()
+        output, blocks = one(outputs), self._one_each(one(inputs), "input_list")
+        op = self._check_reduce_scatter(output, blocks, opts)
+        sends = tuple(block.numel() for block in blocks)
+
+        def job(deadline: Deadline) -> None:
+            out, flats = flat_of(output), [flat_of(block) for block in blocks]
+            call = Call("reduce_scatter", out.dtype, 0, op, -1, sends, (out.numel(),) * self._size)
+            base = start_of(flats)
+            algorithms.reduce_scatter(self._team, call, flats, out, deadline, base=base)
+            put_back(output, out)
+
+        return self._submit(job, outputs, opts)
+
+    def reduce_scatter_single(
+        self, output: Tensor, input: Tensor, opts: ReduceScatterOptions | None = None
+    ) -> Work:
+        """`reduce_scatter` of a tensor whose equal parts are the blocks."""
+        return self.reduce_scatter_single_coalesced([output], [input], opts)
+
+    def reduce_scatter_single_coalesced(
+        self,
+        outputs: list[Tensor],
+        inputs: list[Tensor],
+        opts: ReduceScatterOptions | None = None,
+    ) -> Work:
+        """`reduce_scatter_single` of several tensors, as one operation."""
+        opts = opts or ReduceScatterOptions()
+        for output, source in zip(outputs, inputs, strict=True):
+            op = self._check_reduce_scatter(output, [source], opts)
+            self._check_parts(whole=source, part=output)
+
+        def job(deadline: Deadline) -> None:
+            for output, source in zip(outputs, inputs, strict=True):
+                out, flat = flat_of(output), flat_of(source)
+                call = Call("reduce_scatter_single", out.dtype, out.numel(), op)
+                blocks = equal_parts(flat, self._size)
+                algorithms.reduce_scatter(self._team, call, blocks, out, deadline, base=flat)
+                put_back(output, out)
+
+        return self._submit(job, outputs, opts)
+
+    def _check_reduce_scatter(self, output: Tensor, blocks: list[Tensor], opts: Any) -> int:
+        op = number_of(opts.reduceOp.op)
+        check_tensors([output, *blocks], same_dtype=True)
+        check_reduction(op, output.dtype)
+        return op

@@ -1,0 +1,106 @@
+"""A list of tensors from one rank to all others, as one stream of pieces through its slots.
+
+Where one tensor ends and the next begins matters to neither side's waiting: a piece fills a slot,
+whether it is part of a large tensor or a hundred small ones.
+"""
+
+from __future__ import annotations
+
+import zlib
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from gradwire.shm.header import INLINE, NUMBERS, Call, Place
+from gradwire.shm.sync import Deadline
+from gradwire.shm.team import SLOT_BYTES, SLOTS, Team
+
+__all__ = ["broadcast"]
+
+_PIECES = 4
+"""At least so many, so that copies in and out overlap, …"""
+_PIECE_BYTES = 128 << 10
+"""… but none shorter than this, which would cost more in waits than it gains."""
+
+
+def broadcast(team: Team, flats: Sequence[Tensor], root: int, deadline: Deadline) -> None:
+    """Give the root's values to all ranks' tensors.
+
+    Args:
+        team: The group.
+        flats: 1-d and contiguous, of any dtypes; the same sizes and dtypes on all ranks.
+        root: The root's rank in the group.
+        deadline: When to give up.
+    """
+    if team.rank == root:
+        team.stage()
+    runs = _runs(flats)
+    total = sum(sum(run.sizes) * run.dtype.itemsize for run in runs)
+    call = Call("broadcast_coalesced", numel=total, root=root, layout=_checksum(flats, runs))
+    team.announce(call, Place(INLINE), deadline)
+    if team.size == 1:
+        return
+    limit = min(SLOT_BYTES, max(_PIECE_BYTES, total // _PIECES))
+    pieces = [piece for run in runs for piece in _pieces(run, limit // run.dtype.itemsize)]
+    slots: dict[torch.dtype, list[Tensor]] = {}
+    delay = team.lag(2) + 1
+    for turn in team.turns(len(pieces), stages=2):
+        now = turn if team.rank == root else turn - delay
+        if not 0 <= now < len(pieces):
+            continue
+        own, sizes = pieces[now]
+        dtype = own[0].dtype
+        if dtype not in slots:
+            slots[dtype] = team.slots(root, dtype)
+        shared = slots[dtype][now % SLOTS][: sum(sizes)].split(sizes)
+        if team.rank == root:
+            torch._foreach_copy_(shared, own)
+        else:
+            torch._foreach_copy_(own, shared)
+
+
+@dataclass
+class _Run:
+    """The tensors of one dtype, in order, and their numbers of elements."""
+
+    dtype: torch.dtype
+    flats: list[Tensor]
+    sizes: list[int]
+
+
+def _runs(flats: Sequence[Tensor]) -> list[_Run]:
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for flat in flats:
+        by_dtype.setdefault(flat.dtype, []).append(flat)
+    return [
+        _Run(dtype, alike, [flat.numel() for flat in alike]) for dtype, alike in by_dtype.items()
+    ]
+
+
+def _pieces(run: _Run, full: int) -> Iterator[tuple[list[Tensor], list[int]]]:
+    """What travels in each slot of `full` elements: tensors, the first and last perhaps cut."""
+    ends = list(accumulate(run.sizes))
+    for lo in range(0, ends[-1], full):
+        hi = min(lo + full, ends[-1])
+        first, last = bisect_right(ends, lo), bisect_left(ends, hi)
+        tensors, sizes = run.flats[first : last + 1], run.sizes[first : last + 1]
+        if (over := ends[last] - hi) > 0:
+            sizes[-1] -= over
+            tensors[-1] = tensors[-1][: sizes[-1]]
+        if (before := lo - (ends[first] - run.sizes[first])) > 0:
+            sizes[0] -= before
+            tensors[0] = tensors[0][before:]
+        yield tensors, sizes
+
+
+def _checksum(flats: Sequence[Tensor], runs: Sequence[_Run]) -> int:
+    """Of all sizes and dtypes; within a dtype, sizes come in the tensors' order."""
+    numbers = [n for run in runs for n in (NUMBERS[run.dtype], len(run.sizes), *run.sizes)]
+    if len(runs) > 1:
+        numbers += [NUMBERS[flat.dtype] for flat in flats]
+    return zlib.crc32(array("q", numbers))
