@@ -19,12 +19,13 @@ from benchmarks.options import Options
 from benchmarks.progress import say
 from benchmarks.results import CaseResult, Measure
 from benchmarks.stats import ratio, spread
+from benchmarks.training import GLOO, TORCH
 from gradwire.ddp import broadcast_coalesced
 from gradwire.ddp.broadcast import IN_PLACE_BYTES
 
-__all__ = ["BENCHMARK", "CONTENDERS", "Case", "measure"]
+__all__ = ["BENCHMARK", "Case", "contenders", "measure"]
 
-Broadcast = Callable[[ProcessGroup, Sequence[Tensor]], None]
+Broadcast = Callable[[Sequence[Tensor]], None]
 
 BUFFER_SIZE = 250 << 20
 """What torch's DistributedDataParallel gives for parameters and buffers."""
@@ -60,29 +61,36 @@ def _torch(group: ProcessGroup, tensors: Sequence[Tensor]) -> None:
     dist._broadcast_coalesced(group, list(tensors), BUFFER_SIZE, 0)
 
 
-CONTENDERS: Mapping[str, Broadcast] = {OURS: _ours, "torch": _torch}
+def contenders(backend: str) -> dict[str, Broadcast]:
+    """Ours and torch's on a default group of this backend; on shm, torch's on Gloo too."""
+    world = dist.group.WORLD
+    assert world is not None
+    calls: dict[str, Broadcast] = {OURS: partial(_ours, world), TORCH: partial(_torch, world)}
+    if backend == "shm":
+        calls[GLOO] = partial(_torch, dist.new_group(backend="gloo"))
+    return calls
 
 
 def measure(cases: Sequence[Case], options: Options) -> list[CaseResult]:
     """Each case's times, taken in one launch."""
+    backend = options.backend
     return launch(
-        _measure, cases, options.rounds, world_size=options.world_size, backend=options.backend
+        _measure, cases, options.rounds, backend, world_size=options.world_size, backend=backend
     )
 
 
-def _measure(cases: Sequence[Case], rounds: int) -> list[CaseResult]:
-    return [_measure_case(case, rounds) for case in cases]
+def _measure(cases: Sequence[Case], rounds: int, backend: str) -> list[CaseResult]:
+    calls = contenders(backend)
+    return [_measure_case(case, rounds, calls) for case in cases]
 
 
-def _measure_case(case: Case, rounds: int) -> CaseResult:
+def _measure_case(case: Case, rounds: int, calls: Mapping[str, Broadcast]) -> CaseResult:
     say(case.name)
-    group = dist.group.WORLD
-    assert group is not None
     specs = case.tensors()
-    for name, broadcast in CONTENDERS.items():
-        _check(name, broadcast, group, specs)
+    for name, broadcast in calls.items():
+        _check(name, broadcast, specs)
     tensors = list(_values(specs, seed=0))
-    steps = {name: partial(call, group, tensors) for name, call in CONTENDERS.items()}
+    steps = {name: partial(call, tensors) for name, call in calls.items()}
     rounds *= case.times
     seconds = alternate(steps, rounds)
     time = Measure(
@@ -94,15 +102,15 @@ def _measure_case(case: Case, rounds: int) -> CaseResult:
     return CaseResult(case.name, _prediction(case, specs), rounds, [time])
 
 
-def _check(name: str, broadcast: Broadcast, group: ProcessGroup, specs: Sequence[Tensor]) -> None:
+def _check(name: str, broadcast: Broadcast, specs: Sequence[Tensor]) -> None:
     """Fails unless the root's values arrive where others were."""
-    tensors = list(_values(specs, seed=group.rank()))
-    broadcast(group, tensors)
+    tensors = list(_values(specs, seed=dist.get_rank()))
+    broadcast(tensors)
     for i, (tensor, sent) in enumerate(zip(tensors, _values(specs, seed=0), strict=True)):
         if not torch.equal(tensor, sent):
             raise AssertionError(
                 f"{name}'s broadcast left tensors[{i}] of shape {tuple(tensor.shape)} on rank "
-                f"{group.rank()} with values that are not rank 0's"
+                f"{dist.get_rank()} with values that are not rank 0's"
             )
 
 

@@ -17,7 +17,7 @@ from benchmarks.options import Options
 from benchmarks.progress import say
 from benchmarks.results import CaseResult, Measure
 from benchmarks.stats import difference_ratio, ratio, spread
-from benchmarks.training import BARE, PEERS, WRAPPERS, Case, Training
+from benchmarks.training import BARE, GLOO, TORCH, Case, Training, Wrapper, peers, wrappers
 from gradwire.ddp._bucket import ADOPT_BYTES, AT_ONCE_BYTES
 from gradwire.ddp.reducer import IN_PLACE_BYTES
 
@@ -47,8 +47,9 @@ CASES = [
 
 def measure(cases: Sequence[Case], options: Options) -> list[CaseResult]:
     """Each case's steps, taken in one launch, and its peak memory, in one for each contender."""
+    backend = options.backend
     timed = launch(
-        _time, cases, options.rounds, world_size=options.world_size, backend=options.backend
+        _time, cases, options.rounds, backend, world_size=options.world_size, backend=backend
     )
     return [
         CaseResult(
@@ -61,39 +62,46 @@ def measure(cases: Sequence[Case], options: Options) -> list[CaseResult]:
     ]
 
 
-def _time(cases: Sequence[Case], rounds: int) -> list[list[Measure]]:
-    return [_time_case(case, rounds * case.times) for case in cases]
+def _time(cases: Sequence[Case], rounds: int, backend: str) -> list[list[Measure]]:
+    contenders = wrappers(backend)
+    return [_time_case(case, rounds * case.times, contenders) for case in cases]
 
 
-def _time_case(case: Case, rounds: int) -> list[Measure]:
+def _time_case(case: Case, rounds: int, contenders: Mapping[str, Wrapper]) -> list[Measure]:
     say(f"{case.name}, time")
-    trainings = {name: Training(case).wrap(name) for name in WRAPPERS}
-    _check(trainings)
+    trainings = {name: Training(case).wrap(wrapper) for name, wrapper in contenders.items()}
+    others = [name for name in contenders if name not in (OURS, BARE)]
+    _check(trainings, others)
     seconds = alternate({name: t.step for name, t in trainings.items()}, rounds)
     ms = {name: [s * 1e3 for s in samples] for name, samples in seconds.items()}
     exposed = {
         name: [step - bare for step, bare in zip(ms[name], ms[BARE], strict=True)]
-        for name in (OURS, *PEERS)
+        for name in (OURS, *others)
     }
-    return [
+    measures = [
         Measure(
             "step",
             "ms",
             {name: spread(samples) for name, samples in ms.items()},
-            {peer: ratio(ms[OURS], ms[peer]) for peer in PEERS},
+            {peer: ratio(ms[OURS], ms[peer]) for peer in others},
         ),
         Measure(
             "exposed",
             "ms",
             {name: spread(samples) for name, samples in exposed.items()},
-            {peer: difference_ratio(ms[OURS], ms[peer], ms[BARE]) for peer in PEERS},
+            {peer: difference_ratio(ms[OURS], ms[peer], ms[BARE]) for peer in others},
         ),
     ]
+    if GLOO in contenders:  # what the backend does for torch's own wrapper
+        both = {name: spread(ms[name]) for name in (TORCH, GLOO)}
+        measures.append(Measure("torch's step", "ms", both, {GLOO: ratio(ms[TORCH], ms[GLOO])}))
+    return measures
 
 
 def _memory(case: Case, options: Options) -> Measure:
     say(f"{case.name}, memory")
-    names = [OURS, *PEERS]
+    others = peers(options.backend)
+    names = [OURS, *others]
     peaks: dict[str, list[float]] = {name: [] for name in names}
     for number in range(MEMORY_LAUNCHES):
         for name in order(names, number):
@@ -102,11 +110,11 @@ def _memory(case: Case, options: Options) -> Measure:
         "peak memory",
         "MB",
         {name: spread(samples) for name, samples in peaks.items()},
-        {peer: ratio(peaks[OURS], peaks[peer]) for peer in PEERS},
+        {peer: ratio(peaks[OURS], peaks[peer]) for peer in others},
     )
 
 
-def _check(trainings: Mapping[str, Training]) -> None:
+def _check(trainings: Mapping[str, Training], others: Sequence[str]) -> None:
     """Fails unless gradients are the peers' to rounding, with the same bits on all ranks.
 
     Three steps: both contenders rebuild their buckets after the first.
@@ -115,7 +123,7 @@ def _check(trainings: Mapping[str, Training]) -> None:
         for training in trainings.values():
             training.step()
         ours = trainings[OURS].gradients()
-        for name in (OURS, *PEERS):
+        for name in (OURS, *others):
             theirs = trainings[name].gradients()
             for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
                 difference, scale = (a - b).abs().max().item(), b.abs().max().item()

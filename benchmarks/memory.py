@@ -18,7 +18,7 @@ import torch.distributed as dist
 from benchmarks.launch import launch
 from benchmarks.models import mlp
 from benchmarks.options import Options
-from benchmarks.training import BARE, Case, Training
+from benchmarks.training import BARE, Case, Training, wrappers
 
 __all__ = ["peak"]
 
@@ -31,17 +31,19 @@ RESET_PEAK = "5"
 
 def peak(case: Case, name: str, options: Options) -> float:
     """Megabytes above the start, of the rank with most."""
-    return launch(_peak, case, name, world_size=options.world_size, backend=options.backend)
+    backend = options.backend
+    return launch(_peak, case, name, backend, world_size=options.world_size, backend=backend)
 
 
-def _peak(case: Case, name: str) -> float:
-    Training(TINY).wrap(name).step()
-    Training(case).wrap(BARE).step()
+def _peak(case: Case, name: str, backend: str) -> float:
+    contenders = wrappers(backend)
+    Training(TINY).wrap(contenders[name]).step()
+    Training(case).wrap(contenders[BARE]).step()
     training = Training(case)
     _give_back()
     Path("/proc/self/clear_refs").write_text(RESET_PEAK, encoding="ascii")
     start = _status("VmRSS")
-    training.wrap(name)
+    training.wrap(contenders[name])
     for _ in range(STEPS):
         training.step()
     above = torch.tensor((_status("VmHWM") - start) / 1e3, dtype=torch.float64)

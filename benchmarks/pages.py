@@ -2,7 +2,8 @@
 
 A page says where: between `<!-- benchmarks:NAME -->` and `<!-- /benchmarks -->`, each on a line of
 its own, stands the table of `results/NAME.json`; for `NAME predictions` it is the one of what was
-expected. What stood there before is replaced.
+expected. What stood there before is replaced. What was run with `--backend shm` is kept under
+`NAME_shm`.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def rewritten(page: str, results: Path, benchmarks: Mapping[str, object]) -> str
 
     def block(match: re.Match[str]) -> str:
         name, view = match["name"], match["view"] or ""
-        if name not in benchmarks or view not in VIEWS:
+        if name.removesuffix("_shm") not in benchmarks or view not in VIEWS:
             raise ValueError(
                 f"the page has a block benchmarks:{name}{view}: the benchmarks are "
                 f"{', '.join(benchmarks)}, each alone or followed by 'predictions'"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -13,17 +14,33 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 from benchmarks.contest import OURS
 from gradwire.ddp import DistributedDataParallel
 
-__all__ = ["BARE", "PEERS", "WRAPPERS", "Case", "Training"]
+__all__ = ["BARE", "GLOO", "TORCH", "Case", "Training", "Wrapper", "peers", "wrappers"]
 
 BARE = "no communication"
 """The same step of the same module without a wrapper, on all ranks at once."""
 
-WRAPPERS: Mapping[str, Callable[[nn.Module], nn.Module]] = {
-    OURS: DistributedDataParallel,
-    "torch": TorchDistributedDataParallel,
-    BARE: lambda module: module,
-}
-PEERS = [name for name in WRAPPERS if name not in (OURS, BARE)]
+TORCH = "torch"
+GLOO = "torch on Gloo"
+"""What a peer without our backend would have: torch's wrapper on a Gloo group."""
+
+Wrapper = Callable[[nn.Module], nn.Module]
+
+
+def wrappers(backend: str) -> dict[str, Wrapper]:
+    """The contenders on a default group of this backend; each rank calls, it may make a group."""
+    contenders: dict[str, Wrapper] = {
+        OURS: DistributedDataParallel,
+        TORCH: TorchDistributedDataParallel,
+    }
+    if backend == "shm":
+        gloo = dist.new_group(backend="gloo")
+        contenders[GLOO] = partial(TorchDistributedDataParallel, process_group=gloo)
+    return {**contenders, BARE: lambda module: module}
+
+
+def peers(backend: str) -> list[str]:
+    """The contenders that ours is measured against."""
+    return [TORCH, GLOO] if backend == "shm" else [TORCH]
 
 
 @dataclass(frozen=True)
@@ -49,9 +66,9 @@ class Training:
         torch.manual_seed(1 + dist.get_rank())
         self._batch = torch.randn(*case.batch)
 
-    def wrap(self, name: str) -> Training:
-        """Puts the module under one of the wrappers, and makes an optimizer; returns self."""
-        self.module = WRAPPERS[name](self.module)
+    def wrap(self, wrapper: Wrapper) -> Training:
+        """Puts the module under a wrapper, and makes an optimizer; returns self."""
+        self.module = wrapper(self.module)
         # So small a rate leaves the values, and with them the time of a step, as they are.
         self._optimizer = torch.optim.SGD(self.module.parameters(), lr=1e-6, foreach=True)
         return self

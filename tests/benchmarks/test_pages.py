@@ -104,7 +104,7 @@ def test_without_results_a_page_stays_as_it_is(results: Path) -> None:
 
 @pytest.mark.parametrize("name", ["nothing", "ddp guesses"])
 def test_an_unknown_block_is_an_error(results: Path, name: str) -> None:
-    with pytest.raises(ValueError, match=rf"benchmarks:{name}.*broadcast, ddp"):
+    with pytest.raises(ValueError, match=rf"benchmarks:{name}.*broadcast, collectives, ddp"):
         rewritten(PAGE.replace("NAME", name, 1), results, BENCHMARKS)
 
 

@@ -19,7 +19,7 @@ from benchmarks.__main__ import main
 from benchmarks.launch import launch
 from benchmarks.options import Options
 from benchmarks.results import CaseResult, Result
-from benchmarks.training import WRAPPERS, Case, Training
+from benchmarks.training import Case, Training, wrappers
 from click.testing import CliRunner
 from torch.multiprocessing import ProcessRaisedException
 
@@ -27,6 +27,8 @@ from gradwire.testing import run_ranks
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = Options(rounds=2)
+ON_SHM = Options(rounds=2, backend="shm")
+TINY = Case("tiny", partial(models.linear_layers, layers=3, width=4), (2, 4), "any")
 
 
 def check_figures(case: CaseResult) -> None:
@@ -53,15 +55,30 @@ def test_broadcast_from_end_to_end(tmp_path: Path) -> None:
     Result.of("broadcast", OPTIONS, cases).write(tmp_path / "broadcast.json")
 
 
+def test_broadcast_on_shm_has_gloo_as_a_peer() -> None:
+    tiny = broadcast.Case("small", partial(shapes._norm, 8), "any")
+    (case,) = broadcast.measure([tiny], ON_SHM)
+    check_figures(case)
+    assert list(case.measures[0].ratios) == ["torch", "torch on Gloo"]
+
+
 def test_ddp_from_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ddp, "MEMORY_LAUNCHES", 1)
-    tiny = Case("tiny", partial(models.linear_layers, layers=3, width=4), (2, 4), "any")
-    (case,) = ddp.measure([tiny], OPTIONS)
+    (case,) = ddp.measure([TINY], OPTIONS)
     check_figures(case)
     step, exposed, memory = case.measures
-    assert list(step.contenders) == list(WRAPPERS)
+    assert list(step.contenders) == ["gradwire", "torch", "no communication"]
     assert list(exposed.contenders) == list(memory.contenders) == ["gradwire", "torch"]
     assert case.prediction.startswith("6 gradients")
+
+
+def test_ddp_on_shm_has_gloo_as_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ddp, "MEMORY_LAUNCHES", 1)
+    (case,) = ddp.measure([TINY], ON_SHM)
+    check_figures(case)
+    step, _, torchs, _ = case.measures
+    assert list(step.ratios) == ["torch", "torch on Gloo"]
+    assert list(torchs.contenders) == ["torch", "torch on Gloo"]
 
 
 @pytest.mark.parametrize(
@@ -73,8 +90,9 @@ def test_ddp_from_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_the_other_models_train_under_each_wrapper(model: object, shape: tuple[int, ...]) -> None:
     def train() -> int:
-        trainings = {name: Training(Case("", model, shape, "")).wrap(name) for name in WRAPPERS}
-        ddp._check(trainings)
+        case = Case("", model, shape, "")
+        trainings = {name: Training(case).wrap(w) for name, w in wrappers("gloo").items()}
+        ddp._check(trainings, ["torch"])
         return len(trainings)
 
     assert run_ranks(train) == [3, 3]
@@ -83,7 +101,7 @@ def test_the_other_models_train_under_each_wrapper(model: object, shape: tuple[i
 def test_a_broadcast_that_does_nothing_is_found_out() -> None:
     def check() -> str:
         try:
-            broadcast._check("lazy", lambda group, tensors: None, dist.group.WORLD, [torch.ones(9)])
+            broadcast._check("lazy", lambda tensors: None, [torch.ones(9)])
         except AssertionError as error:
             return str(error)
         return "passed"
@@ -122,7 +140,7 @@ def test_wrong_gradients_are_found_out(
         rank = dist.get_rank()
         trainings = {"gradwire": Fixed(ours[rank]), "torch": Fixed(torchs[rank])}
         try:
-            ddp._check(trainings)
+            ddp._check(trainings, ["torch"])
         except AssertionError as error:
             return str(error)
         return None
