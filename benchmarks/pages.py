@@ -2,8 +2,8 @@
 
 A page says where: between `<!-- benchmarks:NAME -->` and `<!-- /benchmarks -->`, each on a line of
 its own, stands the table of `results/NAME.json`; for `NAME predictions` it is the one of what was
-expected. What stood there before is replaced. What was run with `--backend shm` is kept under
-`NAME_shm`.
+expected. What stood there before is replaced. What was run with `--backend shm` or `--world-size 4`
+is kept under `NAME_shm` or `NAME_4`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ BLOCK = re.compile(
     r"^<!-- benchmarks:(?P<name>\w+)(?P<view> \w+)? -->\n.*?^<!-- /benchmarks -->$",
     re.MULTILINE | re.DOTALL,
 )
+VARIANT = re.compile(r"_(shm|\d+)$")
 
 
 def rewritten(page: str, results: Path, benchmarks: Mapping[str, object]) -> str:
@@ -38,7 +39,7 @@ def rewritten(page: str, results: Path, benchmarks: Mapping[str, object]) -> str
 
     def block(match: re.Match[str]) -> str:
         name, view = match["name"], match["view"] or ""
-        if name.removesuffix("_shm") not in benchmarks or view not in VIEWS:
+        if VARIANT.sub("", name) not in benchmarks or view not in VIEWS:
             raise ValueError(
                 f"the page has a block benchmarks:{name}{view}: the benchmarks are "
                 f"{', '.join(benchmarks)}, each alone or followed by 'predictions'"

@@ -1,0 +1,136 @@
+"""all_reduce on shm and under MPIs, which cannot share a process with torch: launches take turns.
+
+The environment variable MPI_ENVIRONMENTS names virtual environments with mpi4py and an MPI:
+"Open MPI=PATH:Intel MPI=PATH".
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.benchmark import Benchmark
+from benchmarks.contest import OURS, order
+from benchmarks.launch import launch
+from benchmarks.options import Options
+from benchmarks.progress import say
+from benchmarks.results import CaseResult, Measure
+from benchmarks.stats import ratio, spread
+from gradwire import shm
+
+__all__ = ["BENCHMARK", "Case", "measure"]
+
+LAUNCHES = 4
+WARMUP = 3
+SECONDS = 120
+SETTINGS = {
+    # what a test machine needs: root, fewer cores than ranks, no network
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "I_MPI_FABRICS": "shm",
+}
+PREDICTION = (
+    "The MPIs copy into shared memory and out of it, and read from one array and write to another. "
+    "gradwire reduces where the tensor lies, from 1 MB on with as few passes as there can be; for "
+    "short messages, Python's steps cost more than the rest."
+)
+
+Samples = dict[int, list[float]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """An all_reduce of so many bytes of float32."""
+
+    name: str
+    nbytes: int
+
+
+CASES = [
+    Case("all_reduce, 4 KiB", 4 << 10),
+    Case("all_reduce, 1 MiB", 1 << 20),
+    Case("all_reduce, 25 MiB", 25 << 20),
+    Case("all_reduce, 100 MiB", 100 << 20),
+]
+
+
+def measure(cases: Sequence[Case], options: Options) -> list[CaseResult]:
+    """Each case's times; each contender is launched several times, by turns."""
+    sizes = [case.nbytes for case in cases]
+    contenders: dict[str, Callable[[], Samples]] = {OURS: partial(_ours, sizes, options)}
+    for entry in filter(None, os.environ.get("MPI_ENVIRONMENTS", "").split(":")):
+        name, _, path = entry.partition("=")
+        contenders[name] = partial(_mpi, Path(path), sizes, options)
+    taken: dict[str, Samples] = {name: {size: [] for size in sizes} for name in contenders}
+    for number in range(LAUNCHES):
+        for name in order(list(contenders), number):
+            say(f"{name}, launch {number + 1} of {LAUNCHES}")
+            for size, seconds in contenders[name]().items():
+                taken[name][size] += seconds
+    return [_result(case, taken, options) for case in cases]
+
+
+def _result(case: Case, taken: dict[str, Samples], options: Options) -> CaseResult:
+    micro = {name: [s * 1e6 for s in samples[case.nbytes]] for name, samples in taken.items()}
+    time = Measure(
+        "time",
+        "µs",
+        {name: spread(samples) for name, samples in micro.items()},
+        {name: ratio(micro[OURS], micro[name]) for name in micro if name != OURS},
+    )
+    return CaseResult(case.name, PREDICTION, LAUNCHES * options.rounds, [time])
+
+
+def _ours(sizes: Sequence[int], options: Options) -> Samples:
+    return launch(_time, sizes, options.rounds, world_size=options.world_size, backend="shm")
+
+
+def _time(sizes: Sequence[int], rounds: int) -> Samples:
+    taken = {}
+    for size in sizes:
+        tensor = shm.empty(size // 4, dtype=torch.float32).zero_()
+        seconds = []
+        for number in range(-WARMUP, rounds):
+            dist.barrier()
+            start = perf_counter()
+            dist.all_reduce(tensor)
+            elapsed = perf_counter() - start
+            if number >= 0:
+                seconds.append(elapsed)
+        slowest = torch.tensor(seconds, dtype=torch.float64)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        taken[size] = slowest.tolist()
+    return taken
+
+
+def _mpi(environment: Path, sizes: Sequence[int], options: Options) -> Samples:
+    script = Path(__file__).with_name("mpi_rank.py")
+    done = subprocess.run(
+        [
+            *(environment / "bin" / "mpiexec", "-n", str(options.world_size)),
+            *(environment / "bin" / "python", script, str(options.rounds)),
+            *(str(size) for size in sizes),
+        ],
+        env={**os.environ, **SETTINGS, "I_MPI_ROOT": str(environment)},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=True,
+    )
+    found: dict[str, list[float]] = json.loads(done.stdout.splitlines()[-1])
+    return {int(size): seconds for size, seconds in found.items()}
+
+
+BENCHMARK = Benchmark(
+    "mpi", "all_reduce on shm, in the segment, and under MPIs of this host", CASES, measure, 25
+)
