@@ -119,6 +119,32 @@ def test_movement(backend, world):
     run_ranks(moved, world, backend=backend, timeout=20.0)
 
 
+def streamed():
+    rank, world = dist.get_rank(), dist.get_world_size()
+    shapes = [(), (0,), (7,), (300, 5), (2, 3, 4), (600_001,), (1, 9)] * 3
+    for root in {0, world - 1}:
+        lists = []
+        for r in range(world):
+            torch.manual_seed(r)
+            every = [torch.randn(shape) for shape in shapes]
+            every[3] = torch.randn(5, 300).t()
+            every[6] = torch.randn(1, 9, dtype=torch.complex64).conj()
+            every += [t.to(torch.bfloat16) for t in every[4:6]]
+            every += [torch.randint(9, (40,)), torch.ones(3, requires_grad=True)]
+            lists.append(every)
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        versions = [t._version for t in lists[rank]]
+        dist.group.WORLD.broadcast(lists[rank], options).wait()
+        for got, expected, before in zip(lists[rank], lists[root], versions, strict=True):
+            equal(got.detach(), expected.detach())
+            assert not got.numel() or (got._version > before) == (rank != root)
+
+
+def test_broadcast_of_a_list(world):
+    run_ranks(streamed, world, backend="shm", timeout=20.0)
+
+
 def exchanged():
     rank, world = dist.get_rank(), dist.get_world_size()
     for count in SIZES[1:]:

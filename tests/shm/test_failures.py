@@ -22,6 +22,7 @@ from gradwire.errors import (
     MismatchError,
     PeerLostError,
 )
+from gradwire.shm import segment
 from gradwire.testing import run_ranks
 
 SOON_S = 1.0
@@ -70,6 +71,10 @@ def disagreeing():
             lambda: dist.all_gather([torch.ones(3), torch.ones(3)], torch.ones(3)),
             lambda: dist.all_gather([torch.ones(3), torch.ones(4)], torch.ones(4)),
         ),
+        (
+            lambda: dist.group.WORLD.broadcast([torch.ones(3), torch.ones(4)]).wait(),
+            lambda: dist.group.WORLD.broadcast([torch.ones(4), torch.ones(3)]).wait(),
+        ),
     ):
         with pytest.raises(MismatchError) as caught:
             (theirs if rank else mine)()
@@ -83,6 +88,7 @@ def disagreeing():
 def test_a_mismatch_is_the_same_error_everywhere_and_the_group_goes_on():
     first, second = run_ranks(disagreeing, 2, backend="shm", timeout=20)
     assert first == second
+    assert first.pop().startswith("ranks disagree on broadcast_coalesced's tensors' dtypes and ")
     assert first == [
         "ranks call different collectives: rank 0 has all_reduce, rank 1 has barrier",
         "ranks disagree on all_reduce's number of elements: rank 0 has 70000, rank 1 has 70001",
@@ -92,6 +98,19 @@ def test_a_mismatch_is_the_same_error_everywhere_and_the_group_goes_on():
         "ranks disagree on all_gather's number of elements: rank 1 has 4 for rank 0, which "
         "expects 3",
     ]
+
+
+def test_a_peer_s_memory_must_not_be_able_to_shrink():
+    fd = os.memfd_create("unsealed")
+    try:
+        os.ftruncate(fd, 4096)
+        with pytest.raises(DistributedError, match="could shrink"):
+            segment.check_sealed(fd)
+    finally:
+        os.close(fd)
+    sealed = segment.create(4096)
+    segment.check_sealed(sealed)
+    os.close(sealed)
 
 
 def refused():

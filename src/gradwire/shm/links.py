@@ -22,6 +22,7 @@ from gradwire.errors import (
     PeerFailedError,
     PeerLostError,
 )
+from gradwire.shm.segment import check_sealed
 from gradwire.shm.sync import Deadline
 
 __all__ = ["Kind", "Links", "Message"]
@@ -104,7 +105,11 @@ class Links:
         """
         connection = self._peers[peer]
         parts = [_HEAD.pack(kind, tag, a, b), data]
-        extra = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))] if fd else []
+        extra = (
+            [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
+            if fd is not None
+            else []
+        )
         while True:
             try:
                 connection.sendmsg(parts, extra)
@@ -176,13 +181,22 @@ class Links:
         """Take in one message; whether more can come."""
         space = socket.CMSG_LEN(_FD_BYTES)
         try:
-            data, extra, _, _ = self._peers[peer].recvmsg(_MAX_BYTES + _HEAD.size, space)
+            data, extra, _, _ = self._peers[peer].recvmsg(
+                _MAX_BYTES + _HEAD.size, space, socket.MSG_CMSG_CLOEXEC
+            )
         except OSError:  # a connection that was reset
             data, extra = b"", []
         if not data:
             self._lose(peer, PeerLostError(f"rank {peer} died or left without a word"))
             return False
-        fds = array.array("i", extra[0][2][:_FD_BYTES]) if extra else [-1]
+        fd = array.array("i", extra[0][2][:_FD_BYTES])[0] if extra else -1
+        if fd >= 0:
+            try:
+                check_sealed(fd)
+            except DistributedError as unsealed:
+                os.close(fd)
+                self._lose(peer, unsealed)
+                return False
         kind, tag, a, b = _HEAD.unpack_from(data)
         text = data[_HEAD.size :]
         if kind == Kind.GOODBYE:
@@ -193,7 +207,7 @@ class Links:
                 peer, error(f"rank {peer} gave the group up: {text.decode(errors='replace')}")
             )
         else:
-            self._receive(peer, Message(Kind(kind), tag, a, b, text, fds[0]))
+            self._receive(peer, Message(Kind(kind), tag, a, b, text, fd))
         return True
 
     def _lose(self, peer: int, error: DistributedError) -> None:

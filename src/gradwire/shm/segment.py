@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gradwire.errors import DistributedError
 
-__all__ = ["Mapping", "create", "map_tensor"]
+__all__ = ["Mapping", "check_sealed", "create", "map_tensor"]
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -40,6 +40,16 @@ def create(size: int) -> int:
             "process's or container's limit, or use the gloo backend"
         ) from error
     return fd
+
+
+def check_sealed(fd: int) -> None:
+    """Raise if memory that came from a peer could shrink, which would crash whoever touches it.
+
+    Raises:
+        DistributedError: It could.
+    """
+    if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+        raise DistributedError("a peer sent memory that could shrink: is it gradwire that sent it?")
 
 
 class Mapping:

@@ -248,7 +248,8 @@ def _share_segment(
             socket.send_fds(peer, [b"segment"], [fd])
         return fd
     peers[0].settimeout(deadline.left())
-    _, fds, _, _ = socket.recv_fds(peers[0], 16, 1)
+    _, fds, _, _ = socket.recv_fds(peers[0], 16, 1, socket.MSG_CMSG_CLOEXEC)
     if not fds:
         raise PeerLostError("rank 0 died while the group was formed")
+    segment.check_sealed(fds[0])
     return fds[0]
