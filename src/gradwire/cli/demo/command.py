@@ -14,11 +14,18 @@ from functools import partial
 from typing import Any
 
 import click
+from click.core import ParameterSource
 from rich.console import Console
 
-from gradwire.cli.demo.options import DemoOptions, check_backend
+from gradwire.cli.demo.devices import DevicesResult, run_devices
+from gradwire.cli.demo.options import DemoOptions, DevicesOptions, check_backend
 from gradwire.cli.demo.rank import Result, run_rank
-from gradwire.cli.demo.report import failures, show_result
+from gradwire.cli.demo.report import (
+    devices_failures,
+    failures,
+    show_devices_result,
+    show_result,
+)
 from gradwire.cli.demo.view import View
 from gradwire.cli.demo.wrap import HOOKS
 from gradwire.cli.launch import RankFailure, Send, launch
@@ -32,6 +39,13 @@ _INTERRUPTED = 130  # what a shell reports after Ctrl-C
 
 
 @click.command()
+@click.option(
+    "--mode",
+    type=click.Choice(["processes", "devices"]),
+    default="processes",
+    show_default=True,
+    help="DistributedDataParallel over processes, or DataParallel on 4 replicas in one.",
+)
 @click.option("--nproc", type=int, help="Processes that train.  [default: 2, or torchrun's]")
 @click.option("--backend", default="shm", show_default=True, help="What carries messages.")
 @click.option("--epochs", type=int, default=12, show_default=True, help="Times each image is seen.")
@@ -56,30 +70,72 @@ _INTERRUPTED = 130  # what a shell reports after Ctrl-C
     show_default=True,
     help="Images per step, in all.",
 )
+@click.pass_context
 def demo(
-    nproc: int | None, backend: str, epochs: int, hook: str, seed: int, batch_size: int
+    context: click.Context,
+    mode: str,
+    nproc: int | None,
+    backend: str,
+    epochs: int,
+    hook: str,
+    seed: int,
+    batch_size: int,
 ) -> None:
-    """Train a small network on real data, with several processes.
+    """Train a small network on real data, with several processes or several replicas.
 
     Shows that the result is that of one process, and what the communication costs, beside torch's
     DistributedDataParallel. Also runs under torchrun:
 
         torchrun --nproc-per-node 2 -m gradwire demo
+
+    With --mode devices, one process trains with DataParallel on 4 replicas on the CPU.
     """
     place = None
     try:
         place = Place.from_environment(os.environ)
-        options = DemoOptions(_process_count(nproc, place), backend, epochs, hook, seed, batch_size)
-        check_backend(backend, options.nproc if place is None else place.local_size)
+        if mode == "devices":
+            _refuse_processes(context, place)
+            devices_options = DevicesOptions(epochs, seed, batch_size)
+        else:
+            count = _process_count(nproc, place)
+            options = DemoOptions(count, backend, epochs, hook, seed, batch_size)
+            check_backend(backend, options.nproc if place is None else place.local_size)
     except ArgumentError as error:
         if place is not None and place.rank != 0:
             sys.exit(_USAGE)  # rank 0 says it for all
         raise click.UsageError(str(error)) from error
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    exitcode = _run(options, place)
+    exitcode = _run_devices(devices_options) if mode == "devices" else _run(options, place)
     if place is not None:
         leave(exitcode)
     sys.exit(exitcode)
+
+
+def _refuse_processes(context: click.Context, place: Place | None) -> None:
+    """Refuse what is about processes where there is only one."""
+    for name in ("nproc", "backend", "hook"):
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            raise ArgumentError(
+                f"--{name} is {context.params[name]}, but --mode devices runs in one process, "
+                f"without communication between processes: leave out --{name}"
+            )
+    if place is not None:
+        raise ArgumentError(
+            f"{place.world_size} processes were started from outside (WORLD_SIZE), but --mode "
+            "devices runs in one: start it without torchrun"
+        )
+
+
+def _run_devices(options: DevicesOptions) -> int:
+    """Run and show the mode "devices"; returns the exit code."""
+    console = Console(highlight=False)
+    try:
+        result = _received(View(console, options), partial(run_devices, options))
+    except KeyboardInterrupt:
+        click.echo("Interrupted.", err=True)
+        return _INTERRUPTED
+    show_devices_result(console, result)
+    return 1 if devices_failures(result) else 0
 
 
 def _run(options: DemoOptions, place: Place | None) -> int:
@@ -122,16 +178,22 @@ def _run_here(options: DemoOptions, place: Place, send: Send) -> None:
 def _show(options: DemoOptions, run: Callable[[Send], None]) -> int:
     """Show all that `run` sends; returns the exit code: 1 if the result is wrong."""
     console = Console(highlight=False)
-    results: list[Result] = []
+    result = _received(View(console, options), run)
+    show_result(console, result, options)
+    return 1 if failures(result, options) else 0
+
+
+def _received(view: View, run: Callable[[Send], None]) -> Any:
+    """Show what `run` sends while it runs; returns the result that it sends at the end."""
+    results: list[Any] = []
 
     def receive(news: Any) -> None:
-        if isinstance(news, Result):
+        if isinstance(news, Result | DevicesResult):
             results.append(news)
         else:
             view.show(news)
 
-    with View(console, options) as view:
+    with view:
         run(receive)
     (result,) = results
-    show_result(console, result, options)
-    return 1 if failures(result, options) else 0
+    return result

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from gradwire.cli.demo.data import TRAIN_IMAGES
 from gradwire.errors import ArgumentError
 
-__all__ = ["DemoOptions", "check_backend"]
+__all__ = ["DemoOptions", "DevicesOptions", "check_backend"]
 
 _NO_TRANSPORT = {"undefined", "fake"}  # names torch lists that carry nothing from rank to rank
 
@@ -41,13 +41,42 @@ class DemoOptions:
     def __post_init__(self) -> None:
         if self.nproc < 1:
             raise ArgumentError(f"--nproc is {self.nproc}; at least 1 process has to train")
-        if self.epochs < 1:
-            raise ArgumentError(f"--epochs is {self.epochs}; at least 1 is needed to train at all")
-        if not self.nproc <= self.batch_size <= TRAIN_IMAGES:
-            raise ArgumentError(
-                f"--batch-size is {self.batch_size}; it must be at least --nproc ({self.nproc}), "
-                f"so that each process has an image, and at most {TRAIN_IMAGES}, all there are"
-            )
+        _check_training(self.epochs, self.batch_size, self.nproc, "--nproc", "process")
+
+
+@dataclass(frozen=True)
+class DevicesOptions:
+    """The settings of the demo's mode "devices": one process, several replicas on its CPU.
+
+    Args:
+        epochs: How often each training image is seen.
+        seed: Of the first parameters and of the order of the images.
+        batch_size: Images per step, over all replicas together.
+        replicas: How many there are.
+
+    Raises:
+        ArgumentError: A value cannot be used.
+    """
+
+    epochs: int = 12
+    seed: int = 0
+    batch_size: int = 64
+    replicas: int = 4
+
+    def __post_init__(self) -> None:
+        _check_training(
+            self.epochs, self.batch_size, self.replicas, "the number of replicas", "replica"
+        )
+
+
+def _check_training(epochs: int, batch_size: int, shares: int, name: str, taker: str) -> None:
+    if epochs < 1:
+        raise ArgumentError(f"--epochs is {epochs}; at least 1 is needed to train at all")
+    if not shares <= batch_size <= TRAIN_IMAGES:
+        raise ArgumentError(
+            f"--batch-size is {batch_size}; it must be at least {name} ({shares}), so that each "
+            f"{taker} has an image, and at most {TRAIN_IMAGES}, all there are"
+        )
 
 
 def _usable_backends() -> str:

@@ -7,7 +7,7 @@ a step lasts as long as its slowest rank's.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,7 +20,7 @@ from gradwire.cli.demo.options import DemoOptions
 from gradwire.cli.demo.wrap import HOOKS, wrap_ours, wrap_torch
 from gradwire.cli.places import Place
 
-__all__ = ["ROUNDS", "TIMED_ROUNDS", "StepTimes", "time_steps"]
+__all__ = ["ROUNDS", "TIMED_ROUNDS", "Step", "StepTimes", "take_turns", "time_steps"]
 
 _WARM_UP_ROUNDS = 15  # first steps allocate, and the classes rearrange their buckets
 TIMED_ROUNDS = 100
@@ -53,17 +53,32 @@ def time_steps(
 ) -> StepTimes:
     """Take the medians of `ROUNDS` rounds; calls `on_round` with the number of each, once done."""
     steps = _contestants(options, place, group, digits)
+    device = digits.train_images.device
+    rounds = take_turns(steps, lambda step: _timed(step, group, device), on_round)
+    slowest = torch.tensor(rounds, device=device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
+    compute, ours, *torchs = slowest.median(dim=0).values.tolist()
+    return StepTimes(compute, ours, torchs[0] if torchs else None)
+
+
+def take_turns(
+    steps: Sequence[Step], timed: Callable[[Step], float], on_round: Callable[[int], None]
+) -> list[list[float]]:
+    """Each step's seconds in each round after the warm-up.
+
+    Args:
+        steps: What is timed.
+        timed: Does a step and gives its seconds.
+        on_round: Called with the number of each of `ROUNDS` rounds, once done.
+    """
     rounds: list[list[float]] = []
     for number in range(1, ROUNDS + 1):
         first = number % len(steps)  # nobody always comes after the same other
         turn = [*range(first, len(steps)), *range(first)]
-        taken = {which: _timed(steps[which], group, digits.train_images.device) for which in turn}
+        taken = {which: timed(steps[which]) for which in turn}
         rounds.append([taken[which] for which in range(len(steps))])
         on_round(number)
-    slowest = torch.tensor(rounds[_WARM_UP_ROUNDS:], device=digits.train_images.device)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
-    compute, ours, *torchs = slowest.median(dim=0).values.tolist()
-    return StepTimes(compute, ours, torchs[0] if torchs else None)
+    return rounds[_WARM_UP_ROUNDS:]
 
 
 def _contestants(

@@ -20,7 +20,16 @@ from gradwire.cli.demo.options import DemoOptions
 from gradwire.cli.demo.wrap import HOOKS, wrap_ours
 from gradwire.cli.places import Place
 
-__all__ = ["TOLERANCE", "Difference", "Epoch", "largest_difference", "same_bits", "train"]
+__all__ = [
+    "TOLERANCE",
+    "Difference",
+    "Epoch",
+    "correct",
+    "largest_difference",
+    "same_bits",
+    "train",
+    "train_twin",
+]
 
 TOLERANCE = 1e-5
 
@@ -91,17 +100,30 @@ def train(
         loss = torch.stack(losses).mean() / place.world_size
         dist.all_reduce(loss, group=group)
         if place.rank == 0:
-            for batch in batches(options.seed, number, options.batch_size):
-                images, labels = digits.train_images[batch], digits.train_labels[batch]
-                train_step(twin, twin_optimizer, images, labels, 1 / options.batch_size)
+            train_twin(twin, twin_optimizer, digits, options.seed, number, options.batch_size)
             difference = largest_difference(model, twin)
-            epoch = Epoch(number, loss.item(), _correct(model, digits), difference)
+            epoch = Epoch(number, loss.item(), correct(model, digits), difference)
             on_epoch(epoch)
     return model, epoch
 
 
+def train_twin(
+    twin: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    digits: Digits,
+    seed: int,
+    epoch: int,
+    batch_size: int,
+) -> None:
+    """One epoch of the training in one process, which takes each batch whole."""
+    for batch in batches(seed, epoch, batch_size):
+        images, labels = digits.train_images[batch], digits.train_labels[batch]
+        train_step(twin, optimizer, images, labels, 1 / batch_size)
+
+
 @torch.no_grad()
-def _correct(model: nn.Module, digits: Digits) -> int:
+def correct(model: nn.Module, digits: Digits) -> int:
+    """How many of the test images the model recognizes."""
     guesses = model(digits.test_images).argmax(dim=1)
     return int((guesses == digits.test_labels).sum())
 

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 
 from gradwire.cli.demo.data import TEST_IMAGES, TRAIN_IMAGES
 from gradwire.cli.demo.model import build_model, parameter_count
-from gradwire.cli.demo.options import DemoOptions
+from gradwire.cli.demo.options import DemoOptions, DevicesOptions
 from gradwire.cli.demo.rank import Round
 from gradwire.cli.demo.timing import ROUNDS
 from gradwire.cli.demo.train import Epoch
@@ -22,19 +22,33 @@ __all__ = ["View"]
 _LINES = 12  # about how many epochs get a line
 
 
-def _processes(count: int) -> str:
-    return "1 process" if count == 1 else f"{count} processes"
+def _workers(options: DemoOptions | DevicesOptions) -> str:
+    if isinstance(options, DevicesOptions):
+        return f"{options.replicas} replicas"
+    return "1 process" if options.nproc == 1 else f"{options.nproc} processes"
+
+
+def _headline(options: DemoOptions | DevicesOptions) -> str:
+    if isinstance(options, DevicesOptions):
+        return f"one network in {_workers(options)} on one CPU, by DataParallel"
+    hook = "" if options.hook == "none" else f", hook {options.hook}"
+    return f"one network in {_workers(options)}, gradients averaged over {options.backend}{hook}"
+
+
+def _twin(options: DemoOptions | DevicesOptions) -> str:
+    where = "without replicas" if isinstance(options, DevicesOptions) else "in one process"
+    return f"the same training {where}, to compare with"
 
 
 class View:
-    """Shows what rank 0 sends, as it comes.
+    """Shows what a demo sends, as it comes.
 
     Args:
         console: Where to.
         options: Of the demo.
     """
 
-    def __init__(self, console: Console, options: DemoOptions) -> None:
+    def __init__(self, console: Console, options: DemoOptions | DevicesOptions) -> None:
         self._console = console
         self._options = options
         self._every = math.ceil(options.epochs / _LINES)
@@ -47,7 +61,7 @@ class View:
             transient=True,
             disable=not console.is_terminal,
         )
-        self._task = self._bar.add_task(f"starting {_processes(options.nproc)}", total=None)
+        self._task = self._bar.add_task(f"starting {_workers(options)}", total=None)
 
     def __enter__(self) -> View:
         self._introduce()
@@ -73,15 +87,13 @@ class View:
 
     def _introduce(self) -> None:
         options = self._options
-        hook = "" if options.hook == "none" else f", hook {options.hook}"
         numbers = parameter_count(build_model(options.seed, torch.device("cpu")))
         self._console.print(
-            f"[bold]gradwire demo[/]: one network in {_processes(options.nproc)}, "
-            f"gradients averaged over {options.backend}{hook}\n"
+            f"[bold]gradwire demo[/]: {_headline(options)}\n"
             f"[dim]  data     {TRAIN_IMAGES} handwritten digits, 8 x 8 pixels, to learn from; "
             f"{TEST_IMAGES} to test\n"
             f"  network  2 convolutions and 2 linear layers, {numbers:,} parameters\n"
-            f"  twin     the same training in one process, to compare with[/]\n\n"
+            f"  twin     {_twin(options)}[/]\n\n"
             "[bold]   epoch     loss   test accuracy   largest difference to the twin[/]"
         )
 

@@ -1,0 +1,106 @@
+"""The demo's mode "devices": replicas in one process, beside the network without them."""
+
+from __future__ import annotations
+
+import re
+import signal
+from unittest import mock
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from gradwire.cli.app import app
+from gradwire.cli.demo import devices
+from gradwire.cli.demo.data import load_digits
+from gradwire.cli.demo.devices import DevicesResult
+from gradwire.cli.demo.options import DevicesOptions
+from gradwire.cli.demo.report import devices_failures
+from gradwire.cli.demo.train import TOLERANCE, Difference, Epoch
+
+
+def refusal(*arguments: str) -> str:
+    result = CliRunner().invoke(app, ["demo", "--mode", "devices", *arguments])
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    return result.stderr
+
+
+def test_four_replicas_train_as_one(command):
+    run = command("-m", "gradwire", "demo", "--mode", "devices", "--epochs", "1")
+    code, out, err = run.end()
+    assert (code, err) == (0, "")
+    rows = [re.split(r"\s{2,}", line.strip()) for line in out.splitlines()]
+    assert rows[0] == ["gradwire demo: one network in 4 replicas on one CPU, by DataParallel"]
+    (epoch,) = [row for row in rows if row[0] == "1/1"]
+    (difference,) = [row for row in rows if row[0] == "largest difference to the twin"]
+    assert epoch[3] == difference[1]
+    assert difference[2] == "rounding"
+    assert 0 < float(difference[1]) < 1e-5
+    (accuracy,) = [row for row in rows if row[0] == "test accuracy"]
+    assert accuracy[1] == epoch[2]
+    assert float(accuracy[1].rstrip("%")) > 80
+    (times,) = [row for row in rows if row[0] == "gradwire"]
+    step, compute, replicas = (float(cell.removesuffix(" ms")) for cell in times[1:])
+    assert compute > 0
+    assert abs(step - compute - replicas) < 0.02
+    assert not run.survivors()
+
+
+def test_ctrl_c_ends_it(command):
+    run = command("-m", "gradwire", "demo", "--mode", "devices", "--epochs", "100000")
+    run.read_until("1/100000 ")
+    run.process.send_signal(signal.SIGINT)
+    code, _, err = run.end()
+    assert (code, err) == (130, "Interrupted.\n")
+
+
+@pytest.mark.usefixtures("no_launcher")
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--nproc 2", "--nproc is 2, but --mode devices runs in one process"),
+        ("--backend gloo", "--backend is gloo, but --mode devices runs in one process"),
+        ("--hook none", "--hook is none, but --mode devices runs in one process"),
+        ("--batch-size 3", "--batch-size is 3; it must be at least the number of replicas (4)"),
+        ("--epochs 0", "--epochs is 0; at least 1"),
+    ],
+)
+def test_what_has_no_meaning_there_is_refused(arguments, said):
+    assert said in refusal(*arguments.split())
+
+
+def test_torchrun_is_refused_once(monkeypatch):
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+    for name, value in zip(names, "00221", strict=True):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    assert "2 processes were started from outside (WORLD_SIZE)" in refusal()
+    monkeypatch.setenv("RANK", "1")
+    assert refusal() == ""
+
+
+def test_a_replica_lost_in_one_step_is_no_rounding():
+    options = DevicesOptions(epochs=1)
+    steps = 0
+
+    class Losing(devices.DataParallel):
+        """Its last replica's gradients are lost in the third step."""
+
+        def gather(self, outputs, output_device):
+            nonlocal steps
+            steps += 1
+            if steps == 3:
+                outputs = [*outputs[:-1], outputs[-1].detach()]
+            return super().gather(outputs, output_device)
+
+    with mock.patch.object(devices, "DataParallel", Losing):
+        last = devices._train(options, load_digits(0, torch.device("cpu")), lambda news: None)
+    assert last.difference.relative > 10 * TOLERANCE
+    (said,) = devices_failures(DevicesResult(last, 0.1, 0.1))
+    assert "more than rounding" in said
+
+
+def test_rounding_is_no_failure():
+    last = Epoch(1, 0.5, 300, Difference(1e-7, TOLERANCE))
+    assert devices_failures(DevicesResult(last, 0.1, 0.1)) == []
