@@ -50,8 +50,6 @@ def tables(check: bool) -> None:
 def _command(benchmark: Benchmark[Any]) -> click.Command:
     names = [case.name for case in benchmark.cases]
 
-    @click.option("--backend", default="gloo", callback=_cpu_backend, help="Of torch.distributed.")
-    @click.option("--world-size", default=2, type=click.IntRange(min=2), help="Processes.")
     @click.option("--rounds", default=benchmark.rounds, type=click.IntRange(min=1))
     @click.option("--only", multiple=True, type=click.Choice(names), help="Repeat for several.")
     @click.option(
@@ -61,12 +59,22 @@ def _command(benchmark: Benchmark[Any]) -> click.Command:
         help="Write the results to this file too.",
     )
     def command(json: Path | None, **options: Any) -> None:
+        if benchmark.one_process:
+            options["world_size"] = 1
         result = benchmark.run(Options(**options))
         if json:
             result.write(json)
         width = None if sys.stdout.isatty() else 160
         Console(width=width).print(terminal(figures(result), benchmark.about, conditions(result)))
 
+    if not benchmark.one_process:
+        for option in (
+            click.option("--world-size", default=2, type=click.IntRange(min=2), help="Processes."),
+            click.option(
+                "--backend", default="gloo", callback=_cpu_backend, help="Of torch.distributed."
+            ),
+        ):
+            command = option(command)
     return click.command(
         benchmark.name, help=benchmark.about, context_settings={"show_default": True}
     )(command)

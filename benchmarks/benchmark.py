@@ -33,6 +33,7 @@ class Benchmark(Generic[C]):
         cases: In the table's order.
         measure: Launches the ranks and measures these cases.
         rounds: How many, unless the user says otherwise.
+        one_process: Whether it runs in a single process that uses all cores.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Benchmark(Generic[C]):
     cases: Sequence[C]
     measure: Callable[[Sequence[C], Options], list[CaseResult]]
     rounds: int
+    one_process: bool = False
 
     def run(self, options: Options) -> Result:
         """Measures the cases that the options name, or all."""

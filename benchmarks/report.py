@@ -48,8 +48,9 @@ def predictions(result: Result) -> Rows:
 def conditions(result: Result) -> str:
     """When, where and how the figures were taken, in one sentence."""
     host, options = result.host, result.options
+    ranks = f"{options.world_size} ranks on {options.backend}"
     return (
-        f"{options.world_size} ranks on {options.backend}, {options.rounds} rounds, "
+        f"{'one process' if options.world_size == 1 else ranks}, {options.rounds} rounds, "
         f"{result.date[:10]}; {host.cpu}, {host.cores} cores, {host.memory_gib} GiB, "
         f"{host.system}; Python {host.python}, torch {host.torch}, gradwire {host.gradwire}."
     )

@@ -1,11 +1,11 @@
-"""Replicas, their cache, and DataParallel against the plain module."""
+"""DataParallel against the plain module."""
 
 from __future__ import annotations
 
 import copy
 import gc
-import io
 import pickle
+import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,9 +15,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import gradcheck, gradgradcheck
 
-from gradwire.devices import DataParallel, data_parallel, replicate
-from gradwire.errors import ArgumentError, NotSupportedError
+from gradwire.devices import DataParallel, data_parallel
+from gradwire.errors import ArgumentError
 
 CPUS = ["cpu"] * 4
 
@@ -359,162 +360,136 @@ def test_copies_and_pickles() -> None:
     assert list(parallel.state_dict()) == ["module.weight", "module.bias"]
 
 
-# Replicas and their cache.
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+def test_every_floating_point_dtype(dtype: torch.dtype) -> None:
+    linear, x = nn.Linear(10, 5).to(dtype), torch.randn(20, 10).to(dtype)
+    out = DataParallel(linear, CPUS)(x)
+    assert out.dtype == dtype
+    torch.testing.assert_close(out, linear(x))
+    torch.testing.assert_close(DataParallel(linear, CPUS)(input=x), out)
 
 
-def copied(cache_replicas: bool = True) -> tuple[Any, Callable[[], list[int]]]:
-    """A DataParallel, and what storages its second replica's weights have after a forward."""
-    seen: dict[int, int] = {}
+@pytest.mark.parametrize(
+    "formats",
+    [
+        (torch.contiguous_format, torch.contiguous_format),
+        (torch.channels_last, torch.contiguous_format),
+        (torch.channels_last, torch.channels_last),
+    ],
+)
+@pytest.mark.parametrize(
+    "dtypes", [(torch.float32, torch.float32), (torch.float32, torch.bfloat16)]
+)
+def test_mixed_formats_and_dtypes_over_two_steps(
+    formats: tuple[torch.memory_format, ...], dtypes: tuple[torch.dtype, ...]
+) -> None:
+    """Gradients have their parameters' formats, also where the second step finds them zeroed."""
 
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+            self.first = nn.Conv2d(8, 16, 2).to(dtypes[0], memory_format=formats[0])
+            self.second = nn.Conv2d(16, 8, 2).to(dtypes[1], memory_format=formats[1])
 
         def forward(self, x: Tensor) -> Tensor:
-            if x[0, 0] == 1:
-                seen.update({i: m.weight.data_ptr() for i, m in enumerate((self.a, self.b))})
-            return self.b(self.a(x))
+            return self.second(self.first(x).to(dtypes[1])).float()
 
-    parallel = DataParallel(Net(), ["cpu"] * 2, cache_replicas=cache_replicas)
-    x = torch.zeros(2, 3)
-    x[1] = 1
-
-    def run() -> list[int]:
-        out = parallel(x)
-        torch.testing.assert_close(out, parallel.module(x))
-        if out.requires_grad:
-            out.sum().backward()
-        return [seen[0], seen[1]]
-
-    return parallel, run
-
-
-def test_a_second_forward_copies_nothing_and_a_step_makes_it_copy() -> None:
-    parallel, run = copied()
-    first = run()
-    assert run() == first
-    with torch.no_grad():
-        assert run() == first
-    with torch.inference_mode():
-        assert run() == first
-    torch.optim.SGD(parallel.parameters(), 0.1).step()
-    second = run()
-    assert set(second).isdisjoint(first)
-    assert run() == second
+    plain = Net()
+    parallel = DataParallel(copy.deepcopy(plain), ["cpu"] * 2)
+    x = torch.randn(8, 8, 5, 5)
+    tolerance = 1e-4 if dtypes[1] == torch.float32 else 2e-2
+    for _ in range(2):
+        for module in (plain, parallel):
+            module.zero_grad(set_to_none=False)
+            module(x).square().mean().backward()
+        for theirs, ours in zip(plain.parameters(), parallel.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad, atol=tolerance, rtol=tolerance)
+        inner = parallel.module
+        for conv, memory_format in zip((inner.first, inner.second), formats, strict=True):
+            assert conv.weight.grad.is_contiguous(memory_format=memory_format)
 
 
-def test_only_what_was_written_is_copied() -> None:
-    parallel, run = copied()
-    first = run()
-    with torch.no_grad():
-        parallel.module.b.weight.add_(1)
-    second = run()
-    assert second[0] == first[0]
-    assert second[1] != first[1]
-
-
-def test_a_new_parameter_or_new_data_is_copied() -> None:
-    parallel, run = copied()
-    run()
-    parallel.module.a.weight = nn.Parameter(torch.randn(3, 3))
-    run()
-    parallel.module.b.weight.data = torch.randn(3, 3)
-    run()
-
-
-def test_writes_through_data_need_clear_cache() -> None:
-    parallel, run = copied()
-    run()
-    parallel.module.a.weight.data.add_(1)
-    with pytest.raises(AssertionError):
-        run()
-    parallel.clear_cache()
-    run()
-
-
-def test_without_a_cache_every_forward_copies() -> None:
-    parallel, run = copied(cache_replicas=False)
-    run()
-    parallel.module.a.weight.data.add_(1)
-    run()
-
-
-def test_a_replica_that_writes_its_parameters_gets_new_ones() -> None:
+def test_autocast_inside_the_module() -> None:
     class Net(nn.Linear):
+        @torch.autocast("cpu", torch.bfloat16)
         def forward(self, x: Tensor) -> Tensor:
-            out = super().forward(x)
-            with torch.no_grad():
-                if x[0, 0] == 1:
-                    self.weight.zero_()
-            return out
+            return super().forward(x)
 
-    x = torch.zeros(2, 3)
-    x[1] = 1
-    parallel = DataParallel(Net(3, 3), ["cpu"] * 2)
+    assert DataParallel(Net(8, 8), CPUS)(torch.randn(8, 8)).dtype == torch.bfloat16
+
+
+def test_replicas_see_the_callers_grad_mode() -> None:
+    seen = []
+
+    class Net(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(torch.is_grad_enabled())
+            return x
+
     with torch.no_grad():
-        first = parallel(x)
-        assert torch.equal(parallel(x), first)
+        DataParallel(Net(), CPUS)(torch.ones(4))
+    DataParallel(Net(), CPUS)(torch.ones(4))
+    assert seen == [False] * 4 + [True] * 4
 
 
-def test_a_smaller_last_batch_uses_the_same_copies() -> None:
+def test_a_first_forward_without_gradients() -> None:
+    """Copies that are made there serve a forward with gradients."""
+    plain = Rnn()
+    parallel = DataParallel(copy.deepcopy(plain), CPUS)
+    x = torch.randn(4, 4, 6)
+    with torch.no_grad():
+        parallel(x)
+    for module in (plain, parallel):
+        module(x).square().mean().backward()
+    for theirs, ours in zip(plain.parameters(), parallel.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_gradients_of_inputs_and_buffers_are_right_twice() -> None:
+    class Net(nn.Module):
+        def __init__(self, scale: Tensor) -> None:
+            super().__init__()
+            self.register_buffer("scale", scale)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x.sin() * self.scale
+
+    x = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
+    scale = torch.randn(2, dtype=torch.float64, requires_grad=True)
+
+    def run(x: Tensor, scale: Tensor) -> Tensor:
+        return data_parallel(Net(scale), x, ["cpu"] * 2)
+
+    assert gradcheck(run, (x, scale))
+    assert gradgradcheck(run, (x, scale))
+
+
+def test_the_output_device() -> None:
+    linear, x = nn.Linear(3, 2), torch.randn(4, 3)
+    for destination in ("cpu", torch.device("cpu"), -1):
+        torch.testing.assert_close(data_parallel(linear, x, CPUS, destination), linear(x))
+        torch.testing.assert_close(DataParallel(linear, CPUS, destination)(x), linear(x))
+    assert DataParallel(linear, ["cpu"], "meta")(x).device.type == "meta"
+
+
+def test_no_devices_are_every_device() -> None:
+    expected = torch.accelerator.device_count() or 1
+    assert len(DataParallel(nn.Linear(1, 1)).devices) == expected
+
+
+def test_two_threads_share_one_data_parallel() -> None:
     parallel = DataParallel(nn.Linear(3, 3), CPUS)
-    for rows in (8, 2, 8, 3, 8):
-        x = torch.randn(rows, 3)
-        torch.testing.assert_close(parallel(x), parallel.module(x))
-        torch.optim.SGD(parallel.parameters(), 0.1).step()
+    given = [torch.randn(8, 3) for _ in range(8)]
+    found: dict[int, Tensor] = {}
 
+    def run(first: int) -> None:
+        for i in range(first, len(given), 2):
+            found[i] = parallel(given[i])
 
-def test_several_forwards_of_one_set_of_copies() -> None:
-    """Their graphs are apart: each can be run backward by itself, or both at once."""
-    linear = nn.Linear(3, 1, bias=False)
-    parallel = DataParallel(linear, ["cpu"] * 2)
-    x, y = torch.randn(4, 3), torch.randn(4, 3)
-    first, second = parallel(x), parallel(y)
-    first.sum().backward()
-    second.sum().backward()
-    torch.testing.assert_close(linear.weight.grad, (x + y).sum(0, keepdim=True))
-    linear.weight.grad = None
-    (parallel(x) + parallel(y)).sum().backward()
-    torch.testing.assert_close(linear.weight.grad, (x + y).sum(0, keepdim=True))
-
-
-@pytest.mark.parametrize("detach", [False, True])
-def test_replicas_can_be_saved(detach: bool) -> None:
-    replicas = replicate(nn.Linear(8, 8), ["cpu"] * 2, detach)
-    file = io.BytesIO()
-    torch.save(replicas, file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=False)
-    assert torch.equal(loaded[1].weight, replicas[1].weight)
-
-
-def test_replicas_are_modules_of_the_same_types() -> None:
-    inner = nn.Sequential(nn.BatchNorm1d(3))
-    net = nn.Sequential(nn.Linear(3, 3), inner, nn.ParameterList([torch.ones(2)]))
-    net[0].register_parameter("missing", None)
-    net[1].register_module("nothing", None)
-    for replica in replicate(net, CPUS):
-        assert [type(m) for m in replica.modules()] == [type(m) for m in net.modules()]
-        assert list(replica.parameters()) == []
-        assert torch.equal(replica[0].weight, net[0].weight)
-        assert torch.equal(replica[2][0], torch.ones(2))
-        assert replica[0].missing is None
-        assert replica[1].nothing is None
-        assert replica[0].weight.requires_grad
-    first, second, *_ = replicate(net, CPUS, detach=True)
-    assert first[1][0].running_mean is net[1][0].running_mean
-    assert second[1][0].running_mean is not net[1][0].running_mean
-    assert not first[0].weight.requires_grad
-    assert first[0].weight.data_ptr() == net[0].weight.data_ptr()
-
-
-def test_replicas_of_modules_without_tensors() -> None:
-    assert len(replicate(nn.ReLU(), CPUS)) == 4
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_script_modules_are_refused() -> None:
-    script = torch.jit.script(nn.Linear(2, 2))
-    with pytest.raises(NotSupportedError, match="TorchScript module at '0'"):
-        replicate(nn.Sequential(script), CPUS)
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i, x in enumerate(given):
+        torch.testing.assert_close(found[i], parallel.module(x))

@@ -90,9 +90,28 @@ def test_scatter(places: list[str], dtype: torch.dtype, dim: int, conjugated: bo
     check(lambda t: scatter(t.conj() if conjugated else t, places, dim=dim), x)
 
 
-def test_scatter_with_given_sizes() -> None:
-    check(lambda t: scatter(t, ["cpu"] * 3, (1, 0, 3)), leaf(4, 2))
-    check(lambda t: scatter(t, ["cpu"] * 3), leaf(0, 2))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [0, -1])
+@pytest.mark.parametrize("sizes", [(1, 0, 3), (0, 4, 0), (0, 0, 4)])
+def test_scatter_in_uneven_and_empty_chunks(
+    dtype: torch.dtype, dim: int, sizes: tuple[int, ...]
+) -> None:
+    x = leaf(4, 2, dtype=dtype) if dim == 0 else leaf(2, 4, dtype=dtype)
+    check(lambda t: scatter(t, ["cpu"] * 3, sizes, dim), x)
+
+
+@pytest.mark.parametrize("shape", [(0, 2), (3, 0)])
+def test_scatter_of_nothing(shape: tuple[int, int]) -> None:
+    check(lambda t: scatter(t, ["cpu"] * 3), leaf(*shape))
+
+
+def test_a_chunk_alone_has_a_gradient() -> None:
+    """The other chunks, which nobody used, add zeros."""
+    x = leaf(4, 4)
+    first, _ = scatter(x, ["cpu"] * 2)
+    first.backward(torch.full((2, 4), 2.0, dtype=x.dtype))
+    assert torch.equal(x.grad[:2], torch.full((2, 4), 2.0, dtype=x.dtype))
+    assert not x.grad[2:].any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -113,6 +132,30 @@ def test_gather(places: list[str], dtype: torch.dtype, dim: int, frozen: int | N
 def test_gather_of_scalars_and_empty_chunks() -> None:
     check(lambda *tensors: gather(tensors), leaf(), leaf())
     check(lambda *tensors: gather(tensors), leaf(0, 2), leaf(3, 2), leaf(0, 2))
+    check(lambda *tensors: gather(tensors, -1), leaf(2, 0), leaf(2, 3, grad=False), leaf(2, 1))
+
+
+@pytest.mark.parametrize("dim", [0, -1])
+def test_conjugated_inputs(dim: int) -> None:
+    x, y = leaf(2, 2, dtype=torch.complex128), leaf(2, 2, dtype=torch.complex128)
+    check(lambda a, b: gather([a.conj(), b], dim), x, y)
+    check(lambda a, b: reduce_add([a.conj(), b, b.conj()]), x, y)
+    check(lambda a: broadcast(a.conj(), ["cpu"] * 2), x)
+    check(
+        lambda a, b: tuple(t for r in broadcast_coalesced([a.conj(), b], ["cpu"] * 2) for t in r),
+        x,
+        y,
+    )
+
+
+def test_channels_last_sums_and_copies() -> None:
+    x, y = (
+        leaf(1, 2, 2, 2).detach().to(memory_format=torch.channels_last).requires_grad_()
+        for _ in range(2)
+    )
+    check(lambda a, b: reduce_add([a, b, a]), x, y)
+    check(lambda a: broadcast(a, ["cpu"] * 3), x)
+    check(lambda a, b: tuple(reduce_add_coalesced([[a, b], [b, a]])), x, y)
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])
@@ -193,6 +236,38 @@ def test_tangents_reach_every_place() -> None:
         assert torch.equal(fwd.unpack_dual(total).tangent, tangent + tangent)
         lists = broadcast_coalesced([dual, x], ["cpu"] * 2)
         assert fwd.unpack_dual(lists[1][1]).tangent is None
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_a_tensor_without_a_tangent_beside_one_with(requires_grad: bool) -> None:
+    x, y = torch.randn(3, requires_grad=requires_grad), torch.randn(3)
+    tangent = torch.randn(3)
+    with fwd.dual_level():
+        dual = fwd.make_dual(y, tangent)
+        for replica in broadcast_coalesced([x, dual], ["cpu"] * 3):
+            found = [fwd.unpack_dual(t).tangent for t in replica]
+            assert found[0] is None or not found[0].any()
+            assert torch.equal(found[1], tangent)
+        assert fwd.unpack_dual(x).tangent is None
+        whole = torch.arange(3)
+        totals = reduce_add_coalesced([[x, dual, whole], [x, y, whole]])
+        assert not fwd.unpack_dual(totals[0]).tangent.any()
+        assert torch.equal(fwd.unpack_dual(totals[1]).tangent, tangent)
+        with torch.no_grad():
+            totals[1].mul_(2)
+        assert torch.equal(fwd.unpack_dual(dual).tangent, tangent)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_a_tensor_that_is_given_more_than_once(k: int) -> None:
+    x, y = leaf(3), leaf(3)
+    check(lambda a, b: tuple(reduce_add_coalesced([[a, b], [b, a], [a, a]][:k])), x, y)
+    check(
+        lambda a, b: tuple(t for r in broadcast_coalesced([a, b, a], ["cpu"] * k) for t in r),
+        x,
+        y,
+    )
+    check(lambda a, b: gather([a, b, a]), x, y)
 
 
 def test_places_have_gradients_of_their_own() -> None:

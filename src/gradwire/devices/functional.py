@@ -7,7 +7,7 @@ call whose tensors have no gradients costs no autograd: it hands out the tensors
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -23,8 +23,14 @@ __all__ = ["BUFFER_SIZE", "broadcast_lists", "gather_chunks", "reduce_lists", "s
 BUFFER_SIZE = 10 << 20
 """Bytes after which a buffer of coalesced tensors is closed, if not said otherwise."""
 
+T = TypeVar("T")
 Copier: TypeAlias = Callable[[Sequence[Tensor]], list[list[Tensor]]]
 Streams: TypeAlias = "Sequence[torch.Stream | None] | None"
+
+
+def _tangent(tensor: Tensor) -> Tensor | None:
+    tangent: Tensor | None = cast("Any", forward_ad).unpack_dual(tensor).tangent
+    return tangent
 
 
 def _tracked(tensors: Sequence[Tensor]) -> list[bool]:
@@ -32,11 +38,28 @@ def _tracked(tensors: Sequence[Tensor]) -> list[bool]:
     grad = torch.is_grad_enabled()
     if forward_ad._current_level < 0:  # asking every tensor for its tangent would take longer
         return [grad and t.requires_grad for t in tensors]
-    tangent = cast("Callable[[Tensor], Any]", forward_ad.unpack_dual)
-    return [(grad and t.requires_grad) or tangent(t).tangent is not None for t in tensors]
+    return [(grad and t.requires_grad) or _tangent(t) is not None for t in tensors]
 
 
-def _split(tensors: Sequence[Tensor], n: int) -> list[list[Tensor]]:
+def _all_with_tangents(tensors: Sequence[Tensor], tracked: Sequence[bool]) -> Sequence[Tensor]:
+    """The tensors; where one has a tangent, every tracked one has, of zeros if need be.
+
+    Where a function returns a view of an input without a tangent, and its jvp has one for it,
+    autograd drops the tangents of all results that follow.
+    """
+    if forward_ad._current_level < 0:
+        return tensors
+    tangents = [_tangent(t) for t in tensors]
+    if all(t is None for t in tangents):
+        return tensors
+    dual = cast("Callable[[Tensor, Tensor], Tensor]", forward_ad.make_dual)
+    return [
+        dual(t, torch.zeros_like(t)) if follow and tangent is None else t
+        for t, tangent, follow in zip(tensors, tangents, tracked, strict=True)
+    ]
+
+
+def _split(tensors: Sequence[T], n: int) -> list[list[T]]:
     return [list(tensors[i : i + n]) for i in range(0, len(tensors), n)]
 
 
@@ -54,43 +77,28 @@ class _Broadcast(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        _, ctx.devices, ctx.tracked, *tensors = inputs
+        _, ctx.devices, tracked, *tensors = inputs
         ctx.set_materialize_grads(False)
         ctx.home = tensors[0].device
         ctx.n = n = len(tensors)
-        ctx.like = [(t.shape, t.dtype, t.device) for t in tensors]
-        untracked = [i for i, follow in enumerate(ctx.tracked) if not follow]
+        untracked = [i for i, follow in enumerate(tracked) if not follow]
         ctx.mark_non_differentiable(*(r[i] for r in _split(output, n) for i in untracked))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         n = ctx.n
-        replicas = [grads[i : i + n] for i in range(0, len(grads), n)]
-        return None, None, None, *_sums(replicas, ctx.home)
+        return None, None, None, *_sums(_split(grads, n), ctx.home)
 
     @staticmethod
     def jvp(ctx: Any, _copier: None, _devices: None, _tracked: None, *tangents: Any) -> Any:
-        given = _materialised(tangents, ctx.like)
-        replicas = broadcast_lists(given, ctx.devices)
+        given = {i: tangent for i, tangent in enumerate(tangents) if tangent is not None}
+        replicas = broadcast_lists(list(given.values()), ctx.devices)
         own = own_place(ctx.home, ctx.devices)
         if own is not None:
             # What is a view of the input must have a tangent that is a view of its tangent.
-            replicas[own] = [t.view_as(t) for t in given]
-        return tuple(
-            t if follow else None
-            for replica in replicas
-            for t, follow in zip(replica, ctx.tracked, strict=True)
-        )
-
-
-def _materialised(
-    tangents: Sequence[Tensor | None], like: Sequence[tuple[torch.Size, torch.dtype, torch.device]]
-) -> list[Tensor]:
-    """The tangents, with zeros for those that are not given."""
-    return [
-        torch.zeros(shape, dtype=dtype, device=device) if t is None else t
-        for t, (shape, dtype, device) in zip(tangents, like, strict=True)
-    ]
+            replicas[own] = [t.view_as(t) for t in given.values()]
+        found = [dict(zip(given, replica, strict=True)) for replica in replicas]
+        return tuple(replica.get(i) for replica in found for i in range(ctx.n))
 
 
 def _sums(replicas: Sequence[Sequence[Tensor | None]], home: torch.device) -> list[Tensor | None]:
@@ -119,8 +127,9 @@ class _ReduceAdd(Function):
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.home, _, k, *tensors = inputs
         ctx.set_materialize_grads(False)
-        ctx.like = [(t.shape, t.dtype, t.device) for t in tensors]
-        ctx.devices = tuple(replica[0].device for replica in _split(tensors, len(tensors) // k))
+        replicas = _split(tensors, len(tensors) // k)
+        ctx.like = [(t.shape, t.dtype) for t in replicas[0]]
+        ctx.devices = tuple(replica[0].device for replica in replicas)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
@@ -136,8 +145,17 @@ class _ReduceAdd(Function):
 
     @staticmethod
     def jvp(ctx: Any, _home: None, _size: None, _k: None, *tangents: Any) -> Any:
-        given = _materialised(tangents, ctx.like)
-        return tuple(reduce_lists(_split(given, len(given) // len(ctx.devices)), ctx.home))
+        n = len(tangents) // len(ctx.devices)
+        sums = _sums(_split(tangents, n), ctx.home)
+        # A position's only tangent is its sum; in-place ops on one must not reach the other.
+        given = {id(tangent) for tangent in tangents}
+        sums = [s.clone() if s is not None and id(s) in given else s for s in sums]
+        return tuple(
+            torch.zeros(shape, dtype=dtype, device=ctx.home)
+            if s is None and (dtype.is_floating_point or dtype.is_complex)
+            else s
+            for s, (shape, dtype) in zip(sums, ctx.like, strict=True)
+        )
 
 
 class _Scatter(Function):
@@ -212,6 +230,7 @@ def broadcast_lists(
     tracked = _tracked(tensors)
     if not any(tracked):
         return (copier or fresh)(tensors)
+    tensors = _all_with_tangents(tensors, tracked)
     flat = _Broadcast.apply(  # type: ignore[no-untyped-call]
         copier or fresh, places, tuple(tracked), *tensors
     )
