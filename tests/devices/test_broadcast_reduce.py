@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
-from gradwire.devices import broadcast, broadcast_coalesced, reduce_add, reduce_add_coalesced
+from gradwire.devices import (
+    broadcast,
+    broadcast_coalesced,
+    reduce_add,
+    reduce_add_coalesced,
+    summing,
+)
 from gradwire.errors import ArgumentError, ArgumentTypeError
 
 
@@ -215,6 +222,33 @@ def test_reduce_add_adds_in_index_order_whatever_the_destination(places: list[st
     for destination in {None, -1, *places}:
         result = reduce_add(inputs, destination)
         assert torch.equal(result.cpu(), expected)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 20])
+def test_sums_in_any_number_of_threads(threads: int) -> None:
+    sizes = [5 << 20, 7, 40_000, 3 << 20, 32768, 31744, 1]
+    lists = [[torch.randn(n) for n in sizes] for _ in range(3)]
+    expected = [a + b + c for a, b, c in zip(*lists, strict=True)]
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for mode in (torch.enable_grad(), torch.inference_mode()):
+            with mode:
+                sums = reduce_add_coalesced(lists, buffer_size=64 << 20)
+                assert all(torch.equal(s, e) for s, e in zip(sums, expected, strict=True))
+                column = [tensors[0] for tensors in lists]
+                assert torch.equal(reduce_add(column), expected[0])
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_an_error_in_a_thread_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(result: Tensor, inputs: list[Tensor]) -> None:
+        raise MemoryError(threading.current_thread().name)
+
+    monkeypatch.setattr(summing, "_add", fail)
+    with pytest.raises(MemoryError):
+        reduce_add([torch.ones(8 << 20)] * 2)
 
 
 def test_reduce_add_of_one_input_is_that_input() -> None:

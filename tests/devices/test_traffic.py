@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -16,6 +16,15 @@ from gradwire.devices import broadcast_coalesced, reduce_add, reduce_add_coalesc
 
 LINE = 4 << 10
 CACHE = 8 << 20
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """A dispatch mode sees its own thread only."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 class Bus(TorchDispatchMode):
