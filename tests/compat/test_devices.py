@@ -100,6 +100,12 @@ def test_comm_on_logical_replicas() -> None:
 
 
 @pytest.mark.usefixtures("installed")
+def test_arguments_that_are_ours_alone_are_not_taken() -> None:
+    with pytest.raises(TypeError, match="unexpected argument 'strict'"):
+        torch.nn.parallel.comm.scatter(torch.ones(4), CPUS, strict=True)
+
+
+@pytest.mark.usefixtures("installed")
 @pytest.mark.filterwarnings("ignore:gather was given scalars:UserWarning")
 def test_autograd_functions_on_logical_replicas() -> None:
     from torch.nn.parallel._functions import Broadcast, Gather, ReduceAddCoalesced, Scatter

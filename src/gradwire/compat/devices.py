@@ -2,71 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 from torch.nn import Module
 
 from gradwire import devices as ours
 from gradwire.compat._registry import Replacement
-from gradwire.devices.functional import BUFFER_SIZE
 from gradwire.devices.placement import Device
 
 __all__ = ["TABLE"]
 
-
-def broadcast(
-    tensor: Tensor, devices: Iterable[Device] | None = None, *, out: Iterable[Tensor] | None = None
-) -> tuple[Tensor, ...]:
-    """See gradwire.devices.broadcast."""
-    return ours.broadcast(tensor, devices, out=out)
+T = TypeVar("T")
 
 
-def broadcast_coalesced(
-    tensors: Iterable[Tensor], devices: Iterable[Device], buffer_size: int = BUFFER_SIZE
-) -> list[list[Tensor]]:
-    """See gradwire.devices.broadcast_coalesced."""
-    return ours.broadcast_coalesced(tensors, devices, buffer_size)
+def _narrowed(function: Callable[..., T], *without: str) -> Callable[..., T]:
+    """The function with the signature that PyTorch's has, without arguments that are ours alone."""
 
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> T:
+        for name in without:
+            if name in kwargs:
+                raise TypeError(f"{function.__name__}() got an unexpected argument {name!r}")
+        return function(*args, **kwargs)
 
-def reduce_add(inputs: Iterable[Tensor], destination: Device | None = None) -> Tensor:
-    """See gradwire.devices.reduce_add."""
-    return ours.reduce_add(inputs, destination)
-
-
-def reduce_add_coalesced(
-    inputs: Iterable[Iterable[Tensor]],
-    destination: Device | None = None,
-    buffer_size: int = BUFFER_SIZE,
-) -> tuple[Tensor, ...]:
-    """See gradwire.devices.reduce_add_coalesced."""
-    return ours.reduce_add_coalesced(inputs, destination, buffer_size)
-
-
-def scatter_tensor(
-    tensor: Tensor,
-    devices: Iterable[Device] | None = None,
-    chunk_sizes: Sequence[int] | None = None,
-    dim: int = 0,
-    streams: Sequence[torch.Stream | None] | None = None,
-    *,
-    out: Iterable[Tensor] | None = None,
-) -> tuple[Tensor, ...]:
-    """See gradwire.devices.scatter."""
-    return ours.scatter(tensor, devices, chunk_sizes, dim, streams, out=out)
-
-
-def gather_tensors(
-    tensors: Iterable[Tensor],
-    dim: int = 0,
-    destination: Device | None = None,
-    *,
-    out: Tensor | None = None,
-) -> Tensor:
-    """See gradwire.devices.gather."""
-    return ours.gather(tensors, dim, destination, out=out)
+    signature = inspect.signature(function)
+    kept = [p for p in signature.parameters.values() if p.name not in without]
+    call.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]
+    return call
 
 
 class Broadcast:
@@ -186,12 +152,16 @@ _DDP = "torch.nn.parallel.distributed"
 _PACKAGE = "torch.nn.parallel"
 
 TABLE = (
-    Replacement(broadcast, "broadcast", _COMM),
-    Replacement(broadcast_coalesced, "broadcast_coalesced", _COMM),
-    Replacement(reduce_add, "reduce_add", _COMM),
-    Replacement(reduce_add_coalesced, "reduce_add_coalesced", _COMM),
-    Replacement(scatter_tensor, "scatter", _COMM),
-    Replacement(gather_tensors, "gather", _COMM),
+    Replacement(ours.broadcast, "broadcast", _COMM),
+    Replacement(
+        _narrowed(ours.broadcast_coalesced, "detach_buffers"), "broadcast_coalesced", _COMM
+    ),
+    Replacement(_narrowed(ours.reduce_add, "out"), "reduce_add", _COMM),
+    Replacement(
+        _narrowed(ours.reduce_add_coalesced, "detach_buffers"), "reduce_add_coalesced", _COMM
+    ),
+    Replacement(_narrowed(ours.scatter, "strict"), "scatter", _COMM),
+    Replacement(ours.gather, "gather", _COMM),
     Replacement(Broadcast, "Broadcast", (_FUNCTIONS,)),
     Replacement(ReduceAddCoalesced, "ReduceAddCoalesced", (_FUNCTIONS,)),
     Replacement(Scatter, "Scatter", (_FUNCTIONS, _NESTED)),

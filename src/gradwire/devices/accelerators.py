@@ -55,10 +55,16 @@ def wait_for(devices: set[torch.device]) -> None:
 
 
 def nccl_takes(tensors: Sequence[Tensor]) -> bool:
-    """Whether NCCL can serve these: CUDA devices that differ, dense and contiguous."""
-    return all(t.is_cuda for t in tensors) and bool(torch.cuda.nccl.is_available(tensors))
+    """Whether NCCL can serve these: CUDA devices that differ, dense, contiguous and not lazy."""
+    return all(
+        t.is_cuda and t.numel() and not t.is_conj() and not t.is_neg() for t in tensors
+    ) and bool(torch.cuda.nccl.is_available(tensors))
 
 
 def nccl_broadcast(source: Tensor, targets: Sequence[Tensor]) -> None:
-    """Copy one GPU's tensor into those of other GPUs through NCCL, on their current streams."""
-    torch.cuda.nccl.broadcast([source, *targets], root=0)
+    """Copy one GPU's tensor into those of other GPUs through NCCL, on their current streams.
+
+    It travels as bytes: NCCL knows neither complex numbers nor all integers.
+    """
+    flat = [t.view(-1).view(torch.uint8) for t in (source, *targets)]
+    torch.cuda.nccl.broadcast(flat, root=0)

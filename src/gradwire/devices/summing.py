@@ -39,6 +39,8 @@ def _piece_length(result: Tensor, inputs: Sequence[Tensor]) -> int:
         # Launches cost more on a GPU, and its cache is larger.
         cache = torch.cuda.get_device_properties(result.device).L2_cache_size // 4
         return max(2 * _CACHE, cache) // result.element_size()
+    if result.device.type != "cpu":
+        return max(result.numel(), 1)
     if any(t.device != result.device for t in inputs):
         return 2 * _CACHE // result.element_size()
     return _SERIAL
