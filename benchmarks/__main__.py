@@ -10,7 +10,7 @@ import click
 import torch.distributed as dist
 from rich.console import Console
 
-from benchmarks import broadcast, collectives, ddp, devices, mpi
+from benchmarks import broadcast, collectives, ddp, devices, devices_gpu, mpi
 from benchmarks.benchmark import Benchmark
 from benchmarks.options import Options
 from benchmarks.pages import PAGES, RESULTS, rewritten
@@ -23,6 +23,7 @@ BENCHMARKS: dict[str, Benchmark[Any]] = {
         collectives.BENCHMARK,
         ddp.BENCHMARK,
         devices.BENCHMARK,
+        devices_gpu.BENCHMARK,
         mpi.BENCHMARK,
     )
 }

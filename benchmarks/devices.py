@@ -85,13 +85,12 @@ def _copying(targets: Sequence[Sequence[Tensor]], sources: Sequence[Sequence[Ten
 
 
 def _bytes_of_a_sum(replicas: Sequence[Sequence[Tensor]]) -> Callable[[], object]:
-    """As many bytes copied as a sum of k replicas must move: k read, one written."""
-    targets = [[torch.zeros_like(t) for t in replica] for replica in replicas[::2]]
-    if len(replicas) % 2 == 0:  # (k+1)/2 copies; half of the last one for an even k
-        half = sum(t.numel() for t in replicas[0]) // 2
-        last = [torch.zeros(half)]
-        return partial(_copying, [*targets, last], [*replicas[::2], [torch.ones(half)]])
-    return partial(_copying, targets, replicas[::2])
+    """As many bytes copied as a sum of k replicas must move: k read, one written.
+
+    That is (k+1)/2 copies, for an even k: each replica into the next, and half of one once more.
+    """
+    half = [[t.view(-1)[: t.numel() // 2] for t in replica] for replica in replicas[:2]]
+    return partial(_copying, [*replicas[1::2], half[1]], [*replicas[::2], half[0]])
 
 
 def _adding(k: int, mebibytes: int) -> Steps:

@@ -103,6 +103,22 @@ def test_outputs_and_gradients_are_the_plain_modules(
     same_as_plain(make(), torch.randn(shape, dtype=torch.float64))
 
 
+def test_every_kind_of_place(places: list[str]) -> None:
+    plain = Cnn().eval().to(places[0], torch.float64)
+    parallel = DataParallel(copy.deepcopy(plain), places)
+    x = torch.randn(9, 3, 6, 6, dtype=torch.float64, device=places[0])
+    for given in (x, x.cpu()):
+        results = []
+        for module, y in ((plain, x), (parallel, given)):
+            module.zero_grad()
+            out = module(y)
+            assert out.device == torch.device(places[0])
+            out.square().sum().backward()
+            results.append([out, *(p.grad for p in module.parameters())])
+        for theirs, ours in zip(*results, strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
 def test_nested_inputs_and_outputs() -> None:
     a, b, x = torch.randn(3, 9, 4, dtype=torch.float64)
     same_as_plain(Nested(), (a, (b, 3)), extra={"x": x})
