@@ -32,6 +32,13 @@ def test_an_index_without_an_accelerator_is_refused() -> None:
         as_device(0, "destination")
 
 
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator here")
+@pytest.mark.parametrize("value", ["cuda", "cuda:0", "xpu:1", "mps"])
+def test_an_accelerator_that_is_not_there_is_refused(value: str) -> None:
+    with pytest.raises(ArgumentError, match=f"devices\\[1\\] is '{value}', this machine has 0"):
+        as_devices(["cpu", value])
+
+
 @pytest.mark.parametrize("value", [True, 1.5, None])
 def test_what_is_no_device_is_refused(value: object) -> None:
     with pytest.raises(ArgumentTypeError, match=r"devices\[0\]"):

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_post_hooks
 
-from gradwire.devices import DataParallel, replicate
+from gradwire.devices import DataParallel, ReplicaCache, replicate
 from gradwire.errors import NotSupportedError
 
 CPUS = ["cpu"] * 4
@@ -56,6 +57,44 @@ def test_a_second_forward_copies_nothing_and_a_step_makes_it_copy() -> None:
     second = run()
     assert set(second).isdisjoint(first)
     assert run() == second
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options"),
+    [
+        (torch.optim.Adam, {"fused": True}),
+        (torch.optim.SGD, {"fused": True, "lr": 0.1}),
+        (torch.optim.Adagrad, {"fused": True}),
+        (torch.optim.Adam, {"foreach": True}),
+        (torch.optim.RMSprop, {}),
+    ],
+)
+def test_every_optimizers_step_is_seen(optimizer: Any, options: dict[str, Any]) -> None:
+    """Fused ones write their parameters without a trace in the version counters."""
+    parallel, run = copied()
+    step = optimizer(parallel.parameters(), **options).step
+    for _ in range(3):
+        run()
+        step()
+    run()
+
+
+def test_a_step_of_another_models_optimizer_changes_nothing() -> None:
+    _, run = copied()
+    first = run()
+    other = nn.Linear(1, 1)
+    other(torch.ones(1)).backward()
+    torch.optim.SGD(other.parameters(), 0.1, fused=True).step()
+    assert run() == first
+
+
+def test_a_cache_that_is_gone_watches_no_optimizer() -> None:
+    hooks = _global_optimizer_post_hooks
+    before = len(hooks)
+    cache = ReplicaCache()
+    assert len(hooks) == before + 1
+    del cache
+    assert len(hooks) == before
 
 
 def test_only_what_was_written_is_copied() -> None:
@@ -172,6 +211,19 @@ def test_script_modules_are_refused() -> None:
     script = torch.jit.script(nn.Linear(2, 2))
     with pytest.raises(NotSupportedError, match="TorchScript module at '0'"):
         replicate(nn.Sequential(script), CPUS)
+
+
+def test_compiled_modules() -> None:
+    net, x = nn.Linear(3, 3), torch.randn(4, 3)
+    expected = net(x)
+    with pytest.raises(NotSupportedError, match=r"torch\.compile made at '0'"):
+        replicate(nn.Sequential(torch.compile(net, backend="eager")), CPUS)
+    assert torch.equal(net(x), expected)  # as it was
+    net.compile(backend="eager")
+    first, second = replicate(net, ["cpu"] * 2, detach=True)
+    second.weight.zero_()
+    assert torch.equal(second(x), net.bias.expand(4, 3))
+    assert torch.equal(first(x), expected)
 
 
 def test_replicas_of_parameter_lists_and_dicts() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -16,24 +18,40 @@ __all__ = [
     "check_untracked_out",
     "chunk_sizes_of",
     "exactly_one",
+    "listed",
     "one_device",
+    "one_tensor",
     "positive_dim",
     "refuse_destination",
     "tensor_list",
 ]
 
+T = TypeVar("T")
+
 
 def tensor_list(tensors: Iterable[Tensor], name: str) -> list[Tensor]:
     """The tensors of a list, at least one."""
-    if isinstance(tensors, Tensor):
-        raise ArgumentTypeError(f"{name} is a tensor: give a list of tensors, one for each place")
-    found = list(tensors)
+    found = listed(tensors, name)
     if not found:
         raise ArgumentError(f"{name} is empty: give at least one tensor")
     for i, tensor in enumerate(found):
-        if not isinstance(tensor, Tensor):
-            raise ArgumentTypeError(f"{name}[{i}] is a {type(tensor).__name__}: give a tensor")
+        one_tensor(tensor, f"{name}[{i}]")
     return found
+
+
+def listed(tensors: Iterable[T], name: str) -> list[T]:
+    """The entries of a list, which a tensor is not, although its rows could be listed."""
+    if isinstance(tensors, Tensor):
+        raise ArgumentTypeError(f"{name} is a tensor: give a list of tensors")
+    if not isinstance(tensors, Iterable):
+        raise ArgumentTypeError(f"{name} is a {type(tensors).__name__}: give a list of tensors")
+    return list(tensors)
+
+
+def one_tensor(tensor: object, name: str) -> None:
+    """Refuse what is no tensor."""
+    if not isinstance(tensor, Tensor):
+        raise ArgumentTypeError(f"{name} is a {type(tensor).__name__}: give a tensor")
 
 
 def exactly_one(devices: object, out: object) -> None:
@@ -86,6 +104,7 @@ def check_alike(tensors: Sequence[Tensor], name: str, *, layout: bool = True) ->
 
 def check_out(out: Tensor, like: Tensor, shape: Sequence[int], name: str) -> None:
     """Refuse a result tensor of another shape, dtype or layout than the result has."""
+    one_tensor(out, name)
     if tuple(out.shape) != tuple(shape):
         raise ArgumentError(
             f"{name} has shape {tuple(out.shape)}, the result has {tuple(shape)}: give a tensor of "
@@ -100,6 +119,8 @@ def check_out(out: Tensor, like: Tensor, shape: Sequence[int], name: str) -> Non
 
 def positive_dim(dim: int, rank: int) -> int:
     """The dim, counted from the front."""
+    if not isinstance(dim, int):
+        raise ArgumentTypeError(f"dim is {dim!r}, a {type(dim).__name__}: give an int")
     if not -rank <= dim < rank:
         allowed = f"from {-rank} to {rank - 1}" if rank else "none: give it a dimension first"
         raise ArgumentError(
@@ -148,7 +169,12 @@ def chunk_sizes_of(
                 "last devices without a chunk"
             )
         return sizes
-    sizes = list(chunk_sizes)
+    if not isinstance(chunk_sizes, Iterable):
+        raise ArgumentTypeError(f"chunk_sizes is {chunk_sizes!r}: give a list of ints")
+    try:
+        sizes = [operator.index(size) for size in chunk_sizes]
+    except TypeError as error:
+        raise ArgumentTypeError(f"chunk_sizes is {chunk_sizes!r}: give a list of ints") from error
     if len(sizes) != places:
         raise ArgumentError(
             f"chunk_sizes has {len(sizes)} entries, devices has {places}: give one for each device"

@@ -12,7 +12,7 @@ from gradwire.devices.copying import copy_into
 from gradwire.devices.functional import BUFFER_SIZE, broadcast_lists, reduce_lists
 from gradwire.devices.placement import Device, as_destination, as_devices
 from gradwire.devices.summing import sum_into
-from gradwire.errors import ArgumentError
+from gradwire.errors import ArgumentError, ArgumentTypeError
 
 __all__ = ["broadcast", "broadcast_coalesced", "reduce_add", "reduce_add_coalesced"]
 
@@ -49,11 +49,12 @@ def broadcast(
         >>> x.grad
         tensor([4., 4.])
     """
+    _checks.one_tensor(tensor, "tensor")
     _checks.exactly_one(devices, out)
     if devices is not None:
         replicas = broadcast_lists([tensor], as_devices(devices))
         return tuple(replica[0] for replica in replicas)
-    targets = _checks.tensor_list(out or (), "out")
+    targets = _checks.tensor_list(() if out is None else out, "out")
     _checks.check_untracked_out(targets, [tensor])
     for i, target in enumerate(targets):
         _checks.check_out(target, tensor, tensor.shape, f"out[{i}]")
@@ -93,7 +94,7 @@ def broadcast_coalesced(
         [tensor([1., 1.]), tensor([0, 1, 2])]
     """
     places = as_devices(devices)
-    found = list(tensors)
+    found = _checks.listed(tensors, "tensors")
     if not found:
         return [[] for _ in places]
     _checks.tensor_list(found, "tensors")
@@ -138,8 +139,8 @@ def reduce_add(
         home = as_destination(destination, found[0].device)
         return reduce_lists([[t] for t in found], home)[0]
     _checks.refuse_destination(destination)
-    _checks.check_untracked_out([out], found)
     _checks.check_out(out, found[0], found[0].shape, "out")
+    _checks.check_untracked_out([out], found)
     for i, tensor in enumerate(found):
         if _share_memory(out, tensor) and not (i == 0 and _same_place(out, tensor)):
             raise ArgumentError(
@@ -186,7 +187,10 @@ def reduce_add_coalesced(
         >>> reduce_add_coalesced([one, two])
         (tensor([2., 2.]), tensor(6))
     """
-    replicas = [list(tensors) for tensors in inputs]
+    replicas = [
+        _checks.listed(tensors, f"inputs[{i}]")
+        for i, tensors in enumerate(_checks.listed(inputs, "inputs"))
+    ]
     if not replicas:
         raise ArgumentError("inputs is empty: give one list of tensors for each place")
     for i, tensors in enumerate(replicas):
@@ -207,6 +211,8 @@ def reduce_add_coalesced(
 
 
 def _buffer_bytes(buffer_size: int, detach_buffers: bool) -> int:
+    if not isinstance(buffer_size, int):
+        raise ArgumentTypeError(f"buffer_size is {buffer_size!r}: give an int, of bytes")
     if buffer_size <= 0:
         raise ArgumentError(f"buffer_size is {buffer_size}: give bytes, above 0")
     # A buffer that closes after one byte holds one tensor.

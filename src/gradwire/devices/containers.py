@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeAlias, TypeVar, cast
 
@@ -83,6 +84,8 @@ def open_container(value: Any) -> Opened | None:
         return _open_dict(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return Opened(value._fields, list(value), cast("Any", type(value))._make)
+    if isinstance(value, list) and type(value) is not list:
+        return Opened(tuple(range(len(value))), list(value), functools.partial(_refilled, value))
     if isinstance(value, tuple | list):
         return Opened(tuple(range(len(value))), list(value), type(value))
     if dataclasses.is_dataclass(value):
@@ -90,6 +93,13 @@ def open_container(value: Any) -> Opened | None:
     if type(value) in pytree.SUPPORTED_NODES:
         return _open_pytree(value)
     return None
+
+
+def _refilled(model: list[Any], new: Sequence[Any]) -> list[Any]:
+    """A copy of a list's subclass with other entries, and with all that it carries besides."""
+    result = copy.copy(model)
+    result[:] = new
+    return result
 
 
 def _open_registered(value: Any) -> Opened:

@@ -13,6 +13,7 @@ from gradwire.devices.nested import gather_nested, scatter_kwargs
 from gradwire.devices.parallel_apply import parallel_apply
 from gradwire.devices.placement import Device, as_destination, as_devices, default_devices
 from gradwire.devices.replicate import ReplicaCache, check_home, replicate
+from gradwire.errors import ArgumentTypeError
 
 __all__ = ["DataParallel", "data_parallel"]
 
@@ -58,6 +59,10 @@ class DataParallel(Module, Generic[M]):
     ) -> None:
         super().__init__()
         check_policy(buffers)
+        if not isinstance(module, Module):
+            raise ArgumentTypeError(f"module is a {type(module).__name__}: give a torch.nn.Module")
+        if not isinstance(dim, int):
+            raise ArgumentTypeError(f"dim is {dim!r}, a {type(dim).__name__}: give an int")
         self.module = module
         self.devices = default_devices() if devices is None else as_devices(devices)
         self.output_device = as_destination(output_device, self.devices[0], "output_device")

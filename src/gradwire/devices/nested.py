@@ -98,8 +98,9 @@ def _batch_sizes(inputs: Any, dim: int, places: int) -> list[int]:
     found = ""
     size = places
     for name, tensor in _tensors(inputs, "inputs"):
-        if tensor.layout != torch.strided:
-            raise ArgumentError(f"{name} has layout {tensor.layout}: only dense tensors are cut")
+        if tensor.is_nested or tensor.layout != torch.strided:
+            kind = "is a nested tensor" if tensor.is_nested else f"has layout {tensor.layout}"
+            raise ArgumentError(f"{name} {kind}: only dense tensors are cut")
         if not -tensor.dim() <= dim < tensor.dim():
             raise ArgumentError(
                 f"{name} has shape {tuple(tensor.shape)}, without a dim {dim} to cut: give it that "

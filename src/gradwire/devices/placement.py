@@ -16,6 +16,9 @@ from gradwire.errors import ArgumentError, ArgumentTypeError
 
 __all__ = ["Device", "as_destination", "as_device", "as_devices", "default_devices", "own_place"]
 
+_COUNTED = ("cuda", "xpu", "mps")
+"""Types of devices of which torch can tell how many there are."""
+
 Device: TypeAlias = torch.device | str | int
 """A device: as torch writes it, or the index of an accelerator."""
 
@@ -49,11 +52,16 @@ def as_device(device: Device, name: str) -> torch.device:
         raise ArgumentError(f"{name} is {device!r}: {error}") from error
     if found.type in ("cpu", "meta"):
         return torch.device(found.type)
+    current = torch.accelerator.current_accelerator()
+    same = current is not None and current.type == found.type
+    if found.type in _COUNTED and (found.index or 0) >= (torch.accelerator.device_count() * same):
+        raise ArgumentError(
+            f"{name} is {str(found)!r}, this machine has "
+            f"{torch.accelerator.device_count() * same} devices of that type: give one that is "
+            'there, or "cpu"'
+        )
     if found.index is None:
-        current = torch.accelerator.current_accelerator()
-        same = current is not None and current.type == found.type
-        index = torch.accelerator.current_device_index() if same else 0
-        return torch.device(found.type, index)
+        return torch.device(found.type, torch.accelerator.current_device_index() if same else 0)
     return found
 
 

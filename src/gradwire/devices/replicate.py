@@ -5,7 +5,9 @@ A replica's parameters are no leaves: gradients flow through them into the modul
 
 from __future__ import annotations
 
+import functools
 import itertools
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar, cast
 
@@ -13,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gradwire.devices.copying import copies_coalesced
 from gradwire.devices.functional import BUFFER_SIZE, broadcast_lists
@@ -28,8 +32,9 @@ class ReplicaCache:
     """The copies of a module's parameters from its last replication, for as long as they hold.
 
     A copy holds while its source is the same tensor at the same address, neither has been written
-    since (their version counters tell), and the devices are the same. Writing through `.data`
-    leaves the version counter as it is: call `clear` after that. Buffers are never kept, because
+    since (their version counters tell), no optimizer that has the source has made a step, and the
+    devices are the same. Optimizers are watched because fused ones leave version counters as they
+    are. So does writing through `.data`: call `clear` after that. Buffers are never kept, because
     batch norm writes them in just this way.
 
     Copying or pickling a cache gives an empty one.
@@ -37,6 +42,15 @@ class ReplicaCache:
 
     def __init__(self) -> None:
         self.clear()
+        handle = register_optimizer_step_post_hook(
+            functools.partial(_after_step, weakref.ref(self))
+        )
+        weakref.finalize(self, handle.remove)
+
+    def forget(self, tensors: Iterable[Tensor]) -> None:
+        """Forget the copies of these."""
+        for tensor in tensors:
+            self._entries.pop(id(tensor), None)
 
     def clear(self) -> None:
         """Forget all copies."""
@@ -71,6 +85,15 @@ class ReplicaCache:
     def _holds(self, tensor: Tensor) -> bool:
         entry = self._entries.get(id(tensor))
         return entry is not None and entry.holds()
+
+
+def _after_step(
+    cache: weakref.ref[ReplicaCache], optimizer: Optimizer, _args: object, _kwargs: object
+) -> None:
+    """What every optimizer calls after a step: its parameters' copies hold no more."""
+    found = cache()
+    if found is not None:
+        found.forget(p for group in optimizer.param_groups for p in group["params"])
 
 
 class _Entry:
@@ -113,7 +136,7 @@ def replicate(
 
     Raises:
         ArgumentError: A parameter or buffer on another device, or not yet initialised.
-        NotSupportedError: A TorchScript module.
+        NotSupportedError: A TorchScript module, or one that torch.compile made.
 
     Example:
         >>> first, second = replicate(torch.nn.Linear(2, 1), ["cpu", "cpu"])
@@ -125,6 +148,11 @@ def replicate(
         if isinstance(child, torch.jit.ScriptModule):
             raise NotSupportedError(
                 f"module has a TorchScript module at {name!r}: replicate the eager one"
+            )
+        if "_orig_mod" in child._modules:
+            raise NotSupportedError(
+                f"module has one that torch.compile made at {name!r}: its replicas would write "
+                "into it. Give the module that was compiled"
             )
     check_home(module, places[0])
     parameters, buffers = list(module.parameters()), list(module.buffers())
@@ -162,6 +190,8 @@ def _assembled(module: M, tensors: dict[int, Tensor]) -> M:
         replicas[original] = cast("Any", original)._replicate_for_data_parallel()
         # Modules that ask for their parameters while they run find them here.
         replicas[original]._former_parameters = {}
+        # What Module.compile made calls the original, with its parameters.
+        replicas[original]._compiled_call_impl = None
     for original, replica in replicas.items():
         for name, child in original._modules.items():
             if child is not None:

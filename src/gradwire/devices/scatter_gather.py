@@ -60,7 +60,10 @@ def scatter(
         >>> scatter(torch.arange(5), ["cpu"] * 2, chunk_sizes=[1, 4])
         (tensor([0]), tensor([1, 2, 3, 4]))
     """
+    _checks.one_tensor(tensor, "tensor")
     _checks.exactly_one(devices, out)
+    if tensor.is_nested:
+        raise ArgumentError("tensor is a nested tensor: scatter cuts dense tensors")
     dim = _checks.positive_dim(dim, tensor.dim())
     if tensor.layout != torch.strided:
         raise ArgumentError(f"tensor has layout {tensor.layout}: scatter cuts dense tensors")
@@ -71,7 +74,7 @@ def scatter(
         return scatter_chunks(tensor, places[: len(sizes)], sizes, dim, streams)
     if chunk_sizes is not None:
         raise ArgumentError("chunk_sizes and out are given: the sizes of out are the chunk sizes")
-    targets = _checks.tensor_list(out or (), "out")
+    targets = _checks.tensor_list(() if out is None else out, "out")
     _scatter_into(targets, tensor, dim, streams)
     return tuple(targets)
 
@@ -118,10 +121,10 @@ def gather(
     if out is None:
         return gather_chunks(found, dim, as_destination(destination, found[0].device))
     _checks.refuse_destination(destination)
-    _checks.check_untracked_out([out], found)
     shape = list(found[0].shape)
     shape[dim] = sum(t.shape[dim] for t in found)
     _checks.check_out(out, found[0], shape, "out")
+    _checks.check_untracked_out([out], found)
     with torch.no_grad():
         join_into(out, found, dim)
     return out
