@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from gradwire.devices import DataParallel, ReplicaCache, replicate
+from gradwire.devices.replicate import _after_step, _caches
 from gradwire.errors import NotSupportedError
 
 CPUS = ["cpu"] * 4
@@ -88,13 +90,14 @@ def test_a_step_of_another_models_optimizer_changes_nothing() -> None:
     assert run() == first
 
 
-def test_a_cache_that_is_gone_watches_no_optimizer() -> None:
-    hooks = _global_optimizer_post_hooks
-    before = len(hooks)
-    cache = ReplicaCache()
-    assert len(hooks) == before + 1
-    del cache
-    assert len(hooks) == before
+def test_caches_are_not_kept_alive_and_share_one_hook() -> None:
+    first, second = ReplicaCache(), ReplicaCache()
+    hooks = list(_global_optimizer_post_hooks.values())
+    assert hooks.count(_after_step) == 1
+    gone = weakref.ref(first)
+    del first
+    assert gone() is None
+    assert second in _caches
 
 
 def test_only_what_was_written_is_copied() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar, cast
@@ -42,10 +43,9 @@ class ReplicaCache:
 
     def __init__(self) -> None:
         self.clear()
-        handle = register_optimizer_step_post_hook(
-            functools.partial(_after_step, weakref.ref(self))
-        )
-        weakref.finalize(self, handle.remove)
+        _watch_optimizers()
+        with _caches_lock:
+            _caches.add(self)
 
     def forget(self, tensors: Iterable[Tensor]) -> None:
         """Forget the copies of these."""
@@ -87,13 +87,26 @@ class ReplicaCache:
         return entry is not None and entry.holds()
 
 
-def _after_step(
-    cache: weakref.ref[ReplicaCache], optimizer: Optimizer, _args: object, _kwargs: object
-) -> None:
+_caches: weakref.WeakSet[ReplicaCache] = weakref.WeakSet()
+_caches_lock = threading.Lock()
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    """Have every optimizer tell its steps, once and for good.
+
+    A hook for each cache would have to be removed with it, which may be in the middle of a step:
+    then the step fails, because hooks must not go while they are called.
+    """
+    register_optimizer_step_post_hook(_after_step)
+
+
+def _after_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
     """What every optimizer calls after a step: its parameters' copies hold no more."""
-    found = cache()
-    if found is not None:
-        found.forget(p for group in optimizer.param_groups for p in group["params"])
+    with _caches_lock:
+        caches = list(_caches)
+    for cache in caches:
+        cache.forget(p for group in optimizer.param_groups for p in group["params"])
 
 
 class _Entry:
