@@ -243,7 +243,7 @@ def _reduce_through_slots(team: Team, call: Call, flat: Tensor, *, gets_result: 
     slots = [team.slots(r, dtype) for r in range(size)]
     step = SLOT_BYTES // dtype.itemsize
     pieces = flat.split(step)
-    spare = None if gets_result else torch.empty(step, dtype=dtype)
+    spare = None if gets_result else torch.empty(step, dtype=dtype, device="cpu")
     delay = team.lag(3) + 1
     for turn in team.turns(len(pieces), stages=3):
         if turn < len(pieces):

@@ -35,6 +35,8 @@ _AVG = number_of(ReduceOp.AVG)
 _ROUNDING = {number_of(ReduceOp.SUM), _AVG, number_of(ReduceOp.PRODUCT)}
 _BITWISE = {number_of(ReduceOp.BAND), number_of(ReduceOp.BOR), number_of(ReduceOp.BXOR)}
 _ORDERED = {number_of(ReduceOp.MIN), number_of(ReduceOp.MAX)}
+_PRODUCT = number_of(ReduceOp.PRODUCT)
+_WIDE_UNSIGNED = {torch.uint16, torch.uint32, torch.uint64}  # torch hardly computes with them
 _HALF = {torch.float16, torch.bfloat16}
 
 
@@ -51,6 +53,10 @@ def check_reduction(op: int, dtype: torch.dtype) -> None:
         raise ArgumentError(f"reduce op is {name}: the shm backend has {known}")
     if dtype.itemsize == 1 and dtype.is_floating_point:
         raise ArgumentError(f"tensors of {dtype} cannot be reduced: convert them to bfloat16")
+    if dtype in _WIDE_UNSIGNED and op not in _BITWISE and op != _PRODUCT:
+        raise ArgumentError(f"tensors of {dtype} cannot be reduced by {name}: convert them")
+    if op == _AVG and dtype == torch.complex32:
+        raise ArgumentError(f"tensors of {dtype} cannot be averaged: convert them to complex64")
     if op in _BITWISE and fractional:
         raise ArgumentError(f"reduce op {name} works on integers, but the tensor is {dtype}")
     if op == _AVG and not fractional:

@@ -48,7 +48,7 @@ class Message:
     Attributes:
         kind, tag, a, b: As `Kind` says.
         text: Bytes that came with it.
-        fd: A descriptor that came with it, or -1; the receiver closes it.
+        fd: A descriptor that came with it, or -1; closed when it was received.
     """
 
     def __init__(self, kind: Kind, tag: int, a: int, b: int, text: bytes, fd: int) -> None:
@@ -66,6 +66,7 @@ class Links:
     Attributes:
         changed: Held and notified whenever something was received or a peer was lost.
         lost: Why each peer that is lost can take part no more.
+        aborted: Why this rank itself does, if so: whatever it waits for fails.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Links:
     ) -> None:
         self.changed = threading.Condition()
         self.lost: dict[int, DistributedError] = {}
+        self.aborted: DistributedError | None = None
         self._peers = peers
         self._receive = receive
         self._on_lost = on_lost
@@ -115,7 +117,7 @@ class Links:
                 connection.sendmsg(parts, extra)
                 return
             except BlockingIOError:
-                if not select.select([], [connection], [], deadline.left())[1]:
+                if not _has_room(connection, deadline):
                     raise CollectiveTimeoutError(
                         f"rank {peer} did not read its messages within {deadline.seconds:g} s"
                     ) from None
@@ -127,23 +129,24 @@ class Links:
     def tell(self, kind: Kind, deadline: Deadline, *, a: int = 0, fd: int | None = None) -> None:
         """Send one message to every peer that is still there."""
         for peer in self._peers:
-            with contextlib.suppress(PeerLostError):
+            with contextlib.suppress(PeerLostError, PeerFailedError):
                 self.send(peer, kind, deadline, a=a, fd=fd)
 
     def give_up(self, reason: BaseException) -> None:
         """Tell the peers that this rank takes part no more, so that none waits for it."""
         text = f"{type(reason).__name__}: {reason}".encode()[:_MAX_BYTES]
+        head = _HEAD.pack(Kind.FAILED, 0, int(isinstance(reason, PeerLostError)), 0)
         for connection in self._peers.values():
-            # a peer that is gone, or does not even read, has no use for the news
-            with contextlib.suppress(OSError):
-                a = int(isinstance(reason, PeerLostError))
-                connection.sendmsg([_HEAD.pack(Kind.FAILED, 0, a, 0), text])
+            with contextlib.suppress(OSError):  # a peer that is gone has no use for the news
+                try:
+                    connection.sendmsg([head, text])
+                except BlockingIOError:  # no room: it reads of the end after all that is there
+                    connection.shutdown(socket.SHUT_WR)
 
     def check(self, peers: Sequence[int]) -> None:
-        """Raise what is known of the first of `peers` that is lost."""
-        for peer in peers:
-            if peer in self.lost:
-                error = self.lost[peer]
+        """Raise why this rank aborted, or what is known of the first of `peers` that is lost."""
+        for error in (self.aborted, *(self.lost.get(peer) for peer in peers)):
+            if error is not None:
                 raise type(error)(*error.args)
 
     def all_lost(self) -> bool:
@@ -158,6 +161,13 @@ class Links:
         os.close(self._woken)
         if threading.current_thread() is not self._thread:
             self._thread.join()
+
+    def close_in_child(self) -> None:
+        """Let go of what a forked process inherited, or peers would not see this one's end."""
+        for connection in self._peers.values():
+            connection.close()
+        os.close(self._woken)
+        os.close(self._wake)
 
     def _read(self) -> None:
         poll = select.poll()
@@ -181,22 +191,33 @@ class Links:
         """Take in one message; whether more can come."""
         space = socket.CMSG_LEN(_FD_BYTES)
         try:
-            data, extra, _, _ = self._peers[peer].recvmsg(
+            data, extra, flags, _ = self._peers[peer].recvmsg(
                 _MAX_BYTES + _HEAD.size, space, socket.MSG_CMSG_CLOEXEC
             )
-        except OSError:  # a connection that was reset
-            data, extra = b"", []
+        except ConnectionResetError:
+            return True  # it left without reading all; what it sent before can still be read
         if not data:
             self._lose(peer, PeerLostError(f"rank {peer} died or left without a word"))
             return False
         fd = array.array("i", extra[0][2][:_FD_BYTES])[0] if extra else -1
-        if fd >= 0:
-            try:
+        try:
+            if flags & socket.MSG_CTRUNC:
+                raise DistributedError(
+                    f"memory that rank {peer} shares cannot be taken: this process may open no "
+                    "more files (see ulimit -n)"
+                )
+            if fd >= 0:
                 check_sealed(fd)
-            except DistributedError as unsealed:
+            self._take_in(peer, data, fd)
+        except Exception as error:  # whatever it is must not end the thread
+            self._lose(peer, _as_ours(peer, error))
+            return False
+        finally:
+            if fd >= 0:
                 os.close(fd)
-                self._lose(peer, unsealed)
-                return False
+        return True
+
+    def _take_in(self, peer: int, data: bytes, fd: int) -> None:
         kind, tag, a, b = _HEAD.unpack_from(data)
         text = data[_HEAD.size :]
         if kind == Kind.GOODBYE:
@@ -208,9 +229,24 @@ class Links:
             )
         else:
             self._receive(peer, Message(Kind(kind), tag, a, b, text, fd))
-        return True
 
     def _lose(self, peer: int, error: DistributedError) -> None:
         if peer not in self.lost:
             self.lost[peer] = error
             self._on_lost(peer, error)
+
+
+def _has_room(connection: socket.socket, deadline: Deadline) -> bool:
+    """Wait until a connection takes another message; whether it does before the deadline."""
+    poll = select.poll()  # select.select has no descriptors from 1024 on
+    poll.register(connection, select.POLLOUT)
+    left = deadline.left()
+    return bool(poll.poll(None if left is None else left * 1000))
+
+
+def _as_ours(peer: int, error: Exception) -> DistributedError:
+    if isinstance(error, DistributedError):
+        return error
+    return DistributedError(
+        f"a message of rank {peer} could not be taken in ({type(error).__name__}: {error})"
+    )

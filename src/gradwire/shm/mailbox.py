@@ -98,6 +98,11 @@ class Mailbox:
             self._wanted.remove(wanted)
             wanted.work.finish(error)
 
+    def fail_all(self, error: DistributedError) -> None:
+        """Let all that wait know that nothing more will come."""
+        while self._wanted:
+            self._wanted.popleft().work.finish(error)
+
     def forget(self, work: ShmWork) -> None:
         """Wait no more for the message of a receive."""
         self._wanted = deque(w for w in self._wanted if w.work is not work)
@@ -106,11 +111,9 @@ class Mailbox:
 def _content(message: Message) -> Tensor:
     dtype = DTYPES[message.a]
     if message.fd >= 0:
-        data = segment.map_tensor(message.fd)
-        os.close(message.fd)
-        return data.view(dtype)
+        return segment.map_tensor(message.fd).view(dtype)
     if not message.text:
-        return torch.empty(0, dtype=dtype)
+        return torch.empty(0, dtype=dtype, device="cpu")
     return torch.frombuffer(bytearray(message.text), dtype=dtype)
 
 
@@ -121,7 +124,8 @@ def _fits(wanted: _Wanted, letter: _Letter) -> bool:
 def _hand_over(wanted: _Wanted, letter: _Letter) -> None:
     tensor, data = wanted.tensor, letter.data
     if (tensor.numel(), tensor.dtype) == (data.numel(), data.dtype):
-        tensor.copy_(data.view(tensor.shape))
+        with torch.inference_mode(tensor.is_inference()):
+            tensor.copy_(data.view(tensor.shape))
         wanted.work.finish(source=letter.source)
         return
     wanted.work.finish(

@@ -5,9 +5,12 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -27,6 +30,9 @@ from gradwire.shm.team import Team
 from gradwire.shm.work import Queue, ShmWork
 
 __all__ = ["Member"]
+
+_MEMBERS: WeakSet[Member] = WeakSet()
+"""For the two events that a process can tell nobody about but all at once: its fork and its end."""
 
 Job = Callable[[Deadline], None]
 Observer = Callable[[str, int, Sequence[Sequence[Tensor]]], None]
@@ -53,7 +59,7 @@ class Member(ProcessGroup):
         self._names = {"name": "", "desc": ""}
         self._timeout = timeout
         self._broken: BaseException | None = None
-        self._closed = False
+        self._closed = ""  # why, once it is
         self._mailbox = Mailbox()
         self._team = Team(
             rank, size, peers, self._deliver, self._on_lost, Deadline(timeout.total_seconds())
@@ -61,6 +67,7 @@ class Member(ProcessGroup):
         self._queue = Queue(f"gradwire-shm-{rank}")
         self.observer: Observer | None = None
         self._submitted = 0
+        _MEMBERS.add(self)
 
     # --- what it is ---
 
@@ -120,13 +127,32 @@ class Member(ProcessGroup):
     def shutdown(self) -> None:
         """Leave the group; peers that still wait for this rank get an error."""
         if not self._closed:
-            self._closed = True
+            self._closed = "the group was destroyed on this rank: make a new one"
             self._queue.close()
             self._team.close()
+            self._mailbox.fail_all(BrokenGroupError(self._closed))
 
     def abort(self) -> None:
         """Leave the group without waiting for operations in flight; they fail."""
-        self._break(BrokenGroupError("the group was aborted on this rank"))
+        self._abort(BrokenGroupError("the group was aborted on this rank"))
+
+    def _abort(self, error: DistributedError) -> None:
+        if not self._closed:
+            self._break(error)
+            links = self._team.links
+            links.aborted = links.aborted or error
+            with links.changed:
+                self._mailbox.fail_all(error)
+
+    def _leave_at_exit(self) -> None:
+        # what is under way with the others may end; what they take no part in must not hold up
+        self._team.links.aborted = BrokenGroupError("the process of this rank ends")
+        self.shutdown()
+
+    def _leave_in_child(self) -> None:
+        if not self._closed:
+            self._closed = "this process was forked from a rank: only the rank can use its groups"
+            self._team.links.close_in_child()
 
     def splitGroup(self, *args: object) -> ProcessGroup:
         """Not there.
@@ -164,13 +190,18 @@ class Member(ProcessGroup):
         self._submitted += 1
         if self.observer is not None:
             self.observer(*seen)
+        inference = any(tensor.is_inference() for tensor in tensors)
         own = opts.timeout.total_seconds()
         seconds = own if own > 0 else self._timeout.total_seconds()
 
         def guarded() -> None:
             self._check_usable()
             try:
-                job(Deadline(seconds))
+                if inference:  # such tensors can only be written there, in whatever thread
+                    with torch.inference_mode():
+                        job(Deadline(seconds))
+                else:
+                    job(Deadline(seconds))
             except MismatchError:
                 raise  # on all ranks, before any data moved: they are still in step
             except BaseException as error:
@@ -186,7 +217,7 @@ class Member(ProcessGroup):
 
     def _check_usable(self) -> None:
         if self._closed:
-            raise BrokenGroupError("the group was destroyed on this rank: make a new one")
+            raise BrokenGroupError(self._closed)
         if self._broken is not None:
             raise BrokenGroupError(
                 "the group cannot be used since an operation failed with "
@@ -220,10 +251,24 @@ class Member(ProcessGroup):
                 f"{self._size} times {part.numel()} of the smaller"
             )
 
-    # the names of torch before 2.13
-
     def _deliver(self, peer: int, message: Message) -> None:
         self._mailbox.deliver(peer, message)
 
     def _on_lost(self, peer: int, error: DistributedError) -> None:
         self._mailbox.fail(peer, error, others_left=not self._team.links.all_lost())
+
+
+def _at_exit() -> None:
+    """End the groups' threads: Python does not let them, and one amid a kernel would crash."""
+    for member in list(_MEMBERS):
+        member._leave_at_exit()
+
+
+def _in_child() -> None:
+    for member in list(_MEMBERS):
+        member._leave_in_child()
+
+
+atexit.register(_at_exit)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_child)

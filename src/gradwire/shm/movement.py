@@ -23,10 +23,12 @@ from gradwire.shm.header import Call
 from gradwire.shm.member import Member
 from gradwire.shm.sync import Deadline
 from gradwire.shm.tensors import (
+    check_results,
     check_tensors,
     equal_parts,
     flat_of,
     one,
+    paired,
     put_all_back,
     put_back,
     row_counts,
@@ -43,7 +45,7 @@ class Movement(Member):
         """Every rank's tensors become the root's, all of them in one operation."""
         opts = opts or BroadcastOptions()
         root = self._root(opts)
-        check_tensors(tensors)
+        check_results(tensors)  # on the root too: a mistake that all make is then an error on all
 
         def job(deadline: Deadline) -> None:
             flats = [flat_of(tensor) for tensor in tensors]
@@ -80,8 +82,9 @@ class Movement(Member):
         opts: AllgatherOptions | None = None,
     ) -> Work:
         """`allgather` of several tensors, as one operation."""
-        for outputs, source in zip(output_lists, inputs, strict=True):
+        for outputs, source in paired(output_lists, inputs):
             check_tensors([source, *self._one_each(outputs, "tensor_list")], same_dtype=True)
+            check_results(outputs)
 
         def job(deadline: Deadline) -> None:
             for outputs, source in zip(output_lists, inputs, strict=True):
@@ -114,8 +117,9 @@ class Movement(Member):
         opts: AllgatherOptions | None = None,
     ) -> Work:
         """`all_gather_single` of several tensors, as one operation."""
-        for output, source in zip(outputs, inputs, strict=True):
+        for output, source in paired(outputs, inputs):
             check_tensors([source, output], same_dtype=True)
+            check_results([output])
             self._check_parts(whole=output, part=source)
 
         def job(deadline: Deadline) -> None:
@@ -141,6 +145,7 @@ class Movement(Member):
         root, source = self._root(opts), one(inputs)
         into = self._one_each(one(outputs), "gather_list") if root == self._rank else []
         check_tensors([source, *into], same_dtype=True)
+        check_results(into)
 
         def job(deadline: Deadline) -> None:
             flat, flats = flat_of(source), [flat_of(output) for output in into]
@@ -163,6 +168,7 @@ class Movement(Member):
         root, output = self._root(opts), one(outputs)
         blocks = self._one_each(one(inputs), "scatter_list") if root == self._rank else []
         check_tensors([output, *blocks], same_dtype=True)
+        check_results([output])
 
         def job(deadline: Deadline) -> None:
             out = flat_of(output)
@@ -184,6 +190,7 @@ class Movement(Member):
         self._one_each(outputs, "output_tensor_list")
         self._one_each(inputs, "input_tensor_list")
         check_tensors([*outputs, *inputs], same_dtype=True)
+        check_results(outputs)
 
         def job(deadline: Deadline) -> None:
             into = [flat_of(output) for output in outputs]
@@ -202,6 +209,7 @@ class Movement(Member):
     ) -> Work:
         """`alltoall` between the parts of two tensors, equal or of the given numbers of rows."""
         check_tensors([output, input], same_dtype=True)
+        check_results([output])
         receives = row_counts(output, output_split_sizes, self._size, "output_split_sizes")
         sends = row_counts(input, input_split_sizes, self._size, "input_split_sizes")
 

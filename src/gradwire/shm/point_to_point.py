@@ -11,7 +11,7 @@ from torch.distributed import Work
 from gradwire.shm.mailbox import send
 from gradwire.shm.member import Member
 from gradwire.shm.sync import Deadline
-from gradwire.shm.tensors import check_tensors, flat_of, one
+from gradwire.shm.tensors import check_results, check_tensors, flat_of, one
 from gradwire.shm.work import ShmWork
 
 __all__ = ["PointToPoint"]
@@ -42,7 +42,7 @@ class PointToPoint(Member):
 
     def _receive(self, tensors: list[Tensor], src: int | None, tag: int) -> Work:
         self._check_usable()
-        check_tensors(tensors)
+        check_results(tensors)
         links, mailbox = self._team.links, self._mailbox
 
         def forget() -> None:

@@ -21,7 +21,16 @@ from gradwire.shm.arithmetic import check_reduction, number_of
 from gradwire.shm.header import Call
 from gradwire.shm.member import Member
 from gradwire.shm.sync import Deadline
-from gradwire.shm.tensors import check_tensors, equal_parts, flat_of, one, put_back, start_of
+from gradwire.shm.tensors import (
+    check_results,
+    check_tensors,
+    equal_parts,
+    flat_of,
+    one,
+    paired,
+    put_back,
+    start_of,
+)
 
 __all__ = ["Reductions"]
 
@@ -46,7 +55,7 @@ class Reductions(Member):
 
     def _reduce(self, kind: str, tensors: list[Tensor], opts: Any, root: int = -1) -> Work:
         op = number_of(opts.reduceOp.op)
-        check_tensors(tensors)
+        check_results(tensors)
         for tensor in tensors:
             check_reduction(op, tensor.dtype)
 
@@ -96,7 +105,7 @@ class Reductions(Member):
     ) -> Work:
         """`reduce_scatter_single` of several tensors, as one operation."""
         opts = opts or ReduceScatterOptions()
-        for output, source in zip(outputs, inputs, strict=True):
+        for output, source in paired(outputs, inputs):
             op = self._check_reduce_scatter(output, [source], opts)
             self._check_parts(whole=source, part=output)
 
@@ -113,5 +122,6 @@ class Reductions(Member):
     def _check_reduce_scatter(self, output: Tensor, blocks: list[Tensor], opts: Any) -> int:
         op = number_of(opts.reduceOp.op)
         check_tensors([output, *blocks], same_dtype=True)
+        check_results([output])
         check_reduction(op, output.dtype)
         return op

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
+from itertools import count
 
 from torch import Tensor
 
@@ -28,7 +29,7 @@ class Regions:
 
     def __init__(self) -> None:
         self._numbers: dict[int, int] = {}
-        self._next = STAGING + 1
+        self._next = count(STAGING + 1)  # threads may allocate at once: each step is atomic
         self._ended: deque[int] = deque()
         self._theirs: dict[tuple[int, int], Tensor] = {}
 
@@ -50,7 +51,7 @@ class Regions:
         fd = segment.create(max(1, size))
         try:
             if number is None:
-                number, self._next = self._next, self._next + 1
+                number = next(self._next)
             known, numbers, ended = number, self._numbers, self._ended
 
             def forget() -> None:
@@ -68,8 +69,12 @@ class Regions:
 
     def release_ended(self, links: Links, deadline: Deadline) -> None:
         """Let peers unmap regions that are no longer in use."""
-        while self._ended:
-            links.tell(Kind.RELEASE, deadline, a=self._ended.popleft())
+        while True:
+            try:  # not asked for before: another thread may do the same
+                number = self._ended.popleft()
+            except IndexError:
+                return
+            links.tell(Kind.RELEASE, deadline, a=number)
 
     def locate(self, tensor: Tensor) -> Place:
         """Where a tensor of this rank lies; `NOWHERE` if in no region."""
@@ -81,7 +86,6 @@ class Regions:
         """Take in news of a peer's regions, under the links' lock."""
         if message.kind == Kind.REGION:
             self._theirs[peer, message.a] = segment.map_tensor(message.fd)
-            os.close(message.fd)
         else:
             self._theirs.pop((peer, message.a), None)
 

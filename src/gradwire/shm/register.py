@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import Backend, ProcessGroup, Store
+from torch.distributed import Backend, PrefixStore, ProcessGroup, Store
 
-from gradwire.errors import ArgumentTypeError
+from gradwire.errors import ArgumentError, ArgumentTypeError
 from gradwire.shm.process_group import ShmProcessGroup
 from gradwire.shm.rendezvous import connect_all
 from gradwire.shm.sync import has_semaphores
@@ -72,6 +72,7 @@ def empty(
 
     Raises:
         ArgumentTypeError: `group` is no process group.
+        ArgumentError: A negative length.
         DistributedError: There is no room for it.
 
     Example:
@@ -92,13 +93,17 @@ def empty(
         )
     dtype = dtype or torch.get_default_dtype()
     size = torch.Size([shape] if isinstance(shape, int) else shape)
+    if any(length < 0 for length in size):
+        raise ArgumentError(f"shape is {tuple(size)}: give lengths of 0 and more")
     if not isinstance(group, ShmProcessGroup):
-        return torch.empty(size, dtype=dtype)
+        return torch.empty(size, dtype=dtype, device="cpu")
     return group.allocate(size.numel() * dtype.itemsize).view(dtype).view(size)
 
 
 def _create(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     """What torch.distributed calls for a group: on shm, or on Gloo where that cannot be."""
+    # a store may outlive a group: torchrun's has what a destroyed one of the same name left there
+    store = PrefixStore(f"time {store.add(f'times/{rank}', 1)}", store)
     store.set(f"available/{rank}", "yes" if is_available() else "no")
     if all(store.get(f"available/{other}") == b"yes" for other in range(size)):
         peers = connect_all(store, rank, size, timeout)

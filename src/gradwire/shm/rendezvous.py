@@ -50,8 +50,10 @@ def connect_all(
             return None
         listener.settimeout(timeout.total_seconds())
         try:
-            _accept(listener, peers, size - 1)
+            _accept(listener, peers, range(rank + 1, size))
         except TimeoutError as error:
+            for connection in peers.values():
+                connection.close()
             missing = sorted(set(range(size)) - set(peers) - {rank})
             raise CollectiveTimeoutError(
                 f"ranks {missing} did not answer within {timeout.total_seconds():g} s while the "
@@ -74,19 +76,28 @@ def _connect(name: bytes, rank: int) -> socket.socket | None:
     return None
 
 
-def _accept(listener: socket.socket, peers: dict[int, socket.socket], count: int) -> None:
-    while len(peers) < count:
+def _accept(listener: socket.socket, peers: dict[int, socket.socket], higher: range) -> None:
+    while not peers.keys() >= set(higher):
         connection, _ = listener.accept()
-        if not _is_ours(connection):
-            connection.close()
-            continue
         connection.settimeout(listener.gettimeout())
-        (higher,) = _RANK.unpack(connection.recv(_RANK.size))
-        peers[higher] = connection
+        rank = _greeting(connection) if _is_ours(connection) else -1
+        if rank in higher and rank not in peers:
+            peers[rank] = connection
+        else:
+            connection.close()
+
+
+def _greeting(connection: socket.socket) -> int:
+    """The rank that a connection says it is; -1 for none."""
+    try:
+        data = connection.recv(_RANK.size + 1)
+    except ConnectionResetError:
+        return -1
+    return _RANK.unpack(data)[0] if len(data) == _RANK.size else -1
 
 
 def _is_ours(connection: socket.socket) -> bool:
     """Whether a process of the same user is at the other end."""
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     uid: int = _CREDENTIALS.unpack(data)[1]
-    return uid == os.getuid()
+    return uid == os.geteuid()

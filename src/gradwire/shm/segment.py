@@ -7,10 +7,10 @@ at first touch, and given back by the kernel when the last process that maps it 
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import mmap
 import os
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,8 +20,6 @@ from gradwire.errors import DistributedError
 
 __all__ = ["Mapping", "check_sealed", "create", "map_tensor"]
 
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-
 
 def create(size: int) -> int:
     """A descriptor of `size` bytes of new memory, zeros; the caller closes it.
@@ -29,10 +27,13 @@ def create(size: int) -> int:
     Raises:
         DistributedError: The host has not that much memory for this process.
     """
+    import fcntl  # not there, or without seals, where there is no Linux
+
+    seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
     fd = os.memfd_create("gradwire", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.posix_fallocate(fd, 0, size)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
     except OSError as error:
         os.close(fd)
         raise DistributedError(
@@ -42,14 +43,21 @@ def create(size: int) -> int:
     return fd
 
 
-def check_sealed(fd: int) -> None:
-    """Raise if memory that came from a peer could shrink, which would crash whoever touches it.
+def check_sealed(fd: int, size: int = 0) -> None:
+    """Raise if memory from a peer is too small or could become so: touching it would crash.
 
     Raises:
         DistributedError: It could.
     """
+    import fcntl
+
     if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
         raise DistributedError("a peer sent memory that could shrink: is it gradwire that sent it?")
+    if os.fstat(fd).st_size < size:
+        raise DistributedError(
+            f"a peer sent {os.fstat(fd).st_size} bytes of memory, but {size} are needed: have all "
+            "ranks the same version of gradwire, and the same world size?"
+        )
 
 
 class Mapping:
@@ -65,7 +73,8 @@ class Mapping:
         memory = _array_type(size).from_address(_map(fd, size))
         memory.ended = ended
         self.bytes = memoryview(memory).cast("B")
-        self.flat = torch.frombuffer(memory, dtype=torch.uint8)
+        with torch.inference_mode(False):  # it may be used outside, whoever made it
+            self.flat = torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def map_tensor(fd: int, ended: Callable[[], None] | None = None) -> Tensor:
@@ -78,17 +87,20 @@ def map_tensor(fd: int, ended: Callable[[], None] | None = None) -> Tensor:
     return Mapping(fd, ended).flat
 
 
-# Python's own mmap keeps a descriptor open for as long as the memory is mapped
-_LIBC = ctypes.CDLL(None, use_errno=True)
-_LIBC.mmap.restype = ctypes.c_void_p
-_LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-_LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_FAILED = ctypes.c_void_p(-1).value
+@cache
+def _libc() -> Any:
+    """Python's own mmap would keep a descriptor open for as long as the memory is mapped."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    return libc
 
 
 def _map(fd: int, size: int) -> int:
-    address: int = _LIBC.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
-    if address == _FAILED:
+    protection = mmap.PROT_READ | mmap.PROT_WRITE
+    address: int = _libc().mmap(None, size, protection, mmap.MAP_SHARED, fd, 0)
+    if address == ctypes.c_void_p(-1).value:
         reason = os.strerror(ctypes.get_errno())
         raise DistributedError(
             f"{size} bytes of shared memory cannot be mapped ({reason}): free memory, or use the "
@@ -100,9 +112,11 @@ def _map(fd: int, size: int) -> int:
 def _array_type(size: int) -> Any:
     """An array over memory that someone else mapped, which unmaps it at its end."""
 
+    unmap, address_of = _libc().munmap, ctypes.addressof  # this module may be gone before them
+
     def end(self: Any) -> None:
         if self.ended is not None:
             self.ended()
-        _LIBC.munmap(ctypes.addressof(self), size)
+        unmap(address_of(self), size)
 
     return type("SharedBytes", (ctypes.c_ubyte * size,), {"__del__": end})

@@ -60,11 +60,14 @@ class Team:
         self._others = [peer for peer in range(size) if peer != rank]
         self._other = other
         self._regions = Regions()
-        fd = _share_segment(rank, peers, _Layout(size).size, deadline)
-        memory = segment.Mapping(fd)
-        os.close(fd)
-        layout, view, flat = _Layout(size), memory.bytes, memory.flat
-        self._semaphores = Semaphores(flat.data_ptr(), rank, size)
+        layout = _Layout(size)
+        try:
+            memory, self._semaphores = _form(rank, peers, layout.size, deadline)
+        except BaseException:
+            for peer in peers.values():
+                peer.close()  # the others wait for this rank
+            raise
+        view, flat = memory.bytes, memory.flat
         self._headers = [
             [view[layout.header(parity, r) :][: layout.header_bytes] for r in range(size)]
             for parity in (0, 1)
@@ -76,12 +79,6 @@ class Team:
         self._parity = 0
         self._typed: dict[tuple[int, int, torch.dtype], Tensor] = {}
         self._kind, self._deadline = "forming the group", deadline
-        if rank == 0:
-            self._semaphores.create()
-            for peer in peers.values():
-                peer.send(b"ready")
-        elif not peers[0].recv(8):
-            raise PeerLostError("rank 0 died while the group was formed")
         self.links = Links(peers, self._receive, on_lost)
         self._staging: Tensor | None = None
 
@@ -161,7 +158,8 @@ class Team:
         key = (self._parity, rank, dtype)
         typed = self._typed.get(key)
         if typed is None:
-            typed = self._typed[key] = self._inline[self._parity][rank].view(dtype)
+            with torch.inference_mode(False):  # it is kept for operations outside
+                typed = self._typed[key] = self._inline[self._parity][rank].view(dtype)
         return typed[start : start + count]
 
     def locate(self, tensor: Tensor) -> Place:
@@ -207,7 +205,8 @@ class Team:
         # first who is lost, then who has posted: a peer may post its last and then go
         lost = [peer for peer in missing if peer in self.links.lost]
         absent = [peer for peer in missing if not self._semaphores.posted(peer)]
-        self.links.check([peer for peer in lost if peer in absent])
+        if absent:
+            self.links.check([peer for peer in lost if peer in absent])
         if absent and self._deadline.over():
             raise CollectiveTimeoutError(
                 f"{self._kind}: rank {self.rank} waited {self._deadline.seconds:g} s in vain for "
@@ -238,18 +237,43 @@ class _Layout:
         return self._inlines + (parity * self._ranks + rank) * INLINE_BYTES
 
 
-def _share_segment(
+def _form(
     rank: int, peers: dict[int, socket.socket], size: int, deadline: Deadline
-) -> int:
-    """A descriptor of the group's segment: made by rank 0, received by the others."""
-    if rank == 0:
-        fd = segment.create(size)
-        for peer in peers.values():
-            socket.send_fds(peer, [b"segment"], [fd])
-        return fd
-    peers[0].settimeout(deadline.left())
-    _, fds, _, _ = socket.recv_fds(peers[0], 16, 1, socket.MSG_CMSG_CLOEXEC)
+) -> tuple[segment.Mapping, Semaphores]:
+    """The group's segment and its semaphores: made by rank 0, received by the others.
+
+    Raises:
+        PeerLostError, CollectiveTimeoutError: Rank 0 did not send it; or a rank is gone.
+        DistributedError: There is no room for it.
+    """
+    try:
+        fd = segment.create(size) if rank == 0 else _receive_segment(peers[0], size, deadline)
+        try:
+            memory = segment.Mapping(fd)
+            semaphores = Semaphores(memory.flat.data_ptr(), rank, len(peers) + 1)
+            if rank == 0:
+                semaphores.create()
+                for peer in peers.values():
+                    socket.send_fds(peer, [b"segment"], [fd])
+        finally:
+            os.close(fd)
+        return memory, semaphores
+    except TimeoutError as error:
+        raise CollectiveTimeoutError(
+            f"rank 0 did not form the group within {deadline.seconds:g} s"
+        ) from error
+    except ConnectionError as error:
+        raise PeerLostError("a rank died while the group was formed") from error
+
+
+def _receive_segment(rank_0: socket.socket, size: int, deadline: Deadline) -> int:
+    rank_0.settimeout(deadline.left())
+    _, fds, _, _ = socket.recv_fds(rank_0, 16, 1, socket.MSG_CMSG_CLOEXEC)
     if not fds:
         raise PeerLostError("rank 0 died while the group was formed")
-    segment.check_sealed(fds[0])
+    try:
+        segment.check_sealed(fds[0], size)
+    except DistributedError:
+        os.close(fds[0])
+        raise
     return fds[0]

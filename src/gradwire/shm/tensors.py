@@ -13,10 +13,12 @@ from gradwire.errors import ArgumentError, ArgumentTypeError, NotSupportedError
 from gradwire.shm.header import NUMBERS
 
 __all__ = [
+    "check_results",
     "check_tensors",
     "equal_parts",
     "flat_of",
     "one",
+    "paired",
     "put_all_back",
     "put_back",
     "row_counts",
@@ -24,6 +26,21 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+
+
+def check_results(tensors: Sequence[Tensor], *, same_dtype: bool = False) -> None:
+    """`check_tensors` of tensors that are written.
+
+    Raises:
+        ArgumentError: Besides: elements of one share their memory.
+    """
+    check_tensors(tensors, same_dtype=same_dtype)
+    for tensor in tensors:
+        if not tensor.is_contiguous() and torch._debug_has_internal_overlap(tensor) == 1:
+            raise ArgumentError(
+                f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} has "
+                "elements that share memory and cannot be written: pass its clone()"
+            )
 
 
 def check_tensors(tensors: Sequence[Tensor], *, same_dtype: bool = False) -> None:
@@ -39,6 +56,8 @@ def check_tensors(tensors: Sequence[Tensor], *, same_dtype: bool = False) -> Non
             isinstance(tensor, Tensor)
             and tensor.is_cpu
             and tensor.layout is torch.strided
+            and not tensor.is_nested
+            and not hasattr(tensor, "to_local")
             and tensor.dtype in NUMBERS
             and not same_dtype
         ):
@@ -50,6 +69,10 @@ def check_tensors(tensors: Sequence[Tensor], *, same_dtype: bool = False) -> Non
                 f"shm carries CPU tensors, but one is on {tensor.device}: use a group with that "
                 "device's backend"
             )
+        if hasattr(tensor, "to_local"):
+            raise ArgumentTypeError("got a DTensor: pass its to_local()")
+        if tensor.is_nested:
+            raise ArgumentError("a tensor is nested: pass its parts")
         if tensor.layout != torch.strided:
             raise ArgumentError(f"a tensor has layout {tensor.layout}: pass dense tensors")
         if tensor.dtype not in NUMBERS:
@@ -104,6 +127,17 @@ def one(items: Sequence[T]) -> T:
     if len(items) != 1:
         raise ArgumentError(f"got {len(items)} tensors (or lists) for this rank: pass one")
     return items[0]
+
+
+def paired(outputs: Sequence[T], inputs: Sequence[Tensor]) -> list[tuple[T, Tensor]]:
+    """Each output with its input.
+
+    Raises:
+        ArgumentError: There are more of one than of the other.
+    """
+    if len(outputs) != len(inputs):
+        raise ArgumentError(f"got {len(outputs)} outputs for {len(inputs)} inputs: pass as many")
+    return list(zip(outputs, inputs, strict=True))
 
 
 def row_counts(tensor: Tensor, rows: Sequence[int], size: int, name: str) -> list[int]:

@@ -70,7 +70,8 @@ class ShmWork(Work):
             if not done:
                 if self._on_timeout is not None:
                     self._on_timeout()
-                raise CollectiveTimeoutError(f"the operation is not done after {seconds:g} s")
+                if not self._done:  # it may have come at the last moment
+                    raise CollectiveTimeoutError(f"the operation is not done after {seconds:g} s")
         if self._error is not None:
             raise self._error
         return True

@@ -1,0 +1,290 @@
+"""Ranks that end without a word, are forked, abort, or run out of something; groups made anew."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import gradwire.shm
+from gradwire.errors import (
+    BrokenGroupError,
+    CollectiveTimeoutError,
+    DistributedError,
+    PeerFailedError,
+    PeerLostError,
+)
+from gradwire.shm import links as links_module
+from gradwire.shm.links import Kind, Links
+from gradwire.shm.regions import Regions
+from gradwire.shm.register import _create
+from gradwire.shm.sync import Deadline
+from gradwire.testing import run_ranks
+
+SOON_S = 1.0
+
+UNWAITED = """
+import sys, torch, torch.distributed as dist, gradwire.shm
+rank, store = int(sys.argv[1]), dist.FileStore(sys.argv[2])
+dist.init_process_group("shm", store=store, rank=rank, world_size=2)
+xs = [torch.ones(2_000_000) if i % 2 else gradwire.shm.empty(1_000_000) for i in range(8)]
+for x in xs:
+    dist.all_reduce(x, async_op=True)
+"""
+
+
+def test_a_process_that_ends_amid_operations_does_not_crash(tmp_path: Path) -> None:
+    for attempt in range(2):
+        command = [sys.executable, "-c", UNWAITED]
+        ranks = [
+            subprocess.Popen(
+                [*command, str(rank), str(tmp_path / f"store{attempt}")],
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        for rank in ranks:
+            stderr = rank.communicate(timeout=60)[1]
+            # the one that is behind may find that the other is gone: an exception, no crash
+            assert rank.returncode in (0, 1), stderr
+            assert "terminate called" not in stderr
+
+
+def forked():
+    """Rank 1 is killed while a child of its still has all that it inherited."""
+    x = torch.ones(3)
+    dist.all_reduce(x)
+    if dist.get_rank() == 1:
+        reading, writing = os.pipe()
+        if os.fork() == 0:
+            try:
+                dist.all_reduce(x)
+            except BrokenGroupError as error:
+                os.write(writing, str(error).encode())
+            dist.destroy_process_group()
+            time.sleep(2 * SOON_S)
+            os._exit(0)
+        assert b"forked" in os.read(reading, 1000)
+    dist.all_reduce(x)  # the child's goodbye was not this rank's
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    started = time.monotonic()
+    with pytest.raises(PeerLostError):
+        dist.all_reduce(x)
+    return time.monotonic() - started
+
+
+def test_a_child_does_not_hide_its_parent_s_death():
+    waited = run_ranks(forked, 2, backend="shm", timeout=20, may_die=[1])[0]
+    assert waited < SOON_S
+
+
+def aborted():
+    """Rank 1 takes no part; rank 0 aborts what it waits for."""
+    group = dist.new_group(backend="shm")
+    if dist.get_rank() == 0:
+        works = [dist.all_reduce(torch.ones(3), group=group, async_op=True)]
+        works.append(dist.irecv(torch.ones(3), 1, group))
+        group.abort()
+        started = time.monotonic()
+        for work in works:
+            with pytest.raises(BrokenGroupError, match="aborted"):
+                work.wait()
+        dist.destroy_process_group(group)
+        assert time.monotonic() - started < SOON_S
+    else:
+        with pytest.raises(PeerFailedError, match="aborted"):
+            dist.recv(torch.ones(3), 0, group)
+    dist.barrier()
+
+
+def test_abort_ends_what_is_in_flight():
+    run_ranks(aborted, 2, backend="shm", timeout=20)
+
+
+def unreceived():
+    group = dist.new_group(backend="shm")
+    work = dist.irecv(torch.ones(3), 1 - dist.get_rank(), group)
+    dist.barrier()
+    dist.destroy_process_group(group)
+    with pytest.raises(DistributedError, match=r"destroyed|left"):
+        work.wait()
+
+
+def test_a_receive_ends_with_its_group():
+    run_ranks(unreceived, 2, backend="shm", timeout=20)
+
+
+def short_of(what):
+    """Rank 1 cannot map, or not even take, the memory that rank 0 shares."""
+    group = dist.new_group(backend="shm")
+    dist.barrier()
+    limits = resource.getrlimit(what)
+    if dist.get_rank() == 1:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        few = {
+            resource.RLIMIT_NOFILE: 3,
+            resource.RLIMIT_AS: pages * resource.getpagesize() + (4 << 20),
+        }
+        resource.setrlimit(what, (few[what], limits[1]))
+    dist.barrier()
+    x = gradwire.shm.empty(4_000_000, group=group) if dist.get_rank() == 0 else None
+    dist.barrier()
+    deadline = time.monotonic() + 5
+    while dist.get_rank() == 1 and not group._team.links.lost and time.monotonic() < deadline:
+        time.sleep(0.01)
+    resource.setrlimit(what, limits)
+    dist.barrier()
+    x = torch.ones(4_000_000) if x is None else x
+    with pytest.raises(DistributedError) as caught:
+        dist.all_reduce(x, group=group)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [(resource.RLIMIT_AS, "cannot be mapped"), (resource.RLIMIT_NOFILE, "ulimit -n")],
+)
+def test_memory_that_cannot_be_taken_is_an_error_on_all(what, message):
+    for told in run_ranks(short_of, 2, backend="shm", timeout=20, args=(what,)):
+        assert message in told
+
+
+def anew(path):
+    """Two groups of one name on one store, as torchrun's agent has it; rank 0 is late."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    store = dist.FileStore(path)
+    for _ in range(3):
+        group = _create(store, rank, world, timedelta(seconds=10))
+        assert gradwire.shm.shares_memory(group)
+        x = torch.ones(3)
+        group.allreduce([x]).wait()
+        group.shutdown()
+        if rank == 0:
+            time.sleep(0.2)
+    return x.tolist()
+
+
+def test_groups_can_be_made_anew_on_the_same_store(tmp_path):
+    store = str(tmp_path / "store")
+    assert run_ranks(anew, 2, backend="shm", timeout=20, args=(store,)) == [[2.0] * 3] * 2
+
+
+class Listening:
+    """Links to one peer, and what comes from it."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.received: list[object] = []
+        self.lost = threading.Event()
+        self.links = Links(
+            {1: connection},
+            lambda peer, message: self.received.append(message.text),
+            lambda peer, error: self.lost.set(),
+        )
+
+
+def pair() -> tuple[socket.socket, socket.socket]:
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def message(text: bytes) -> bytes:
+    return links_module._HEAD.pack(Kind.DATA, 0, 0, 0) + text
+
+
+def test_what_a_peer_sent_before_it_left_arrives() -> None:
+    here, there = pair()
+    here.send(message(b"never read"))
+    there.send(message(b"first"))
+    there.send(message(b"second"))
+    there.close()
+    listening = Listening(here)
+    assert listening.lost.wait(5)
+    listening.links.close()
+    assert listening.received == [b"first", b"second"]
+
+
+def test_an_error_of_the_receiver_loses_the_peer_and_not_the_thread() -> None:
+    here, there = pair()
+    listening = Listening(here)
+    there.send(links_module._HEAD.pack(99, 0, 0, 0))
+    assert listening.lost.wait(5)
+    with pytest.raises(DistributedError, match="could not be taken in"):
+        listening.links.check([1])
+    listening.links.close()
+    there.close()
+
+
+def fill(links: Links) -> None:
+    while True:
+        links.send(1, Kind.DATA, Deadline(0.05), data=b"x" * 1000)
+
+
+def test_a_peer_that_reads_nothing_hears_of_the_end_all_the_same() -> None:
+    here, there = pair()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4096)), hard))
+    far = socket.socket(fileno=fcntl.fcntl(here.fileno(), fcntl.F_DUPFD_CLOEXEC, 1100))
+    here.close()
+    listening = Listening(far)
+    with pytest.raises(CollectiveTimeoutError):
+        fill(listening.links)
+    listening.links.give_up(ValueError("over"))
+    while there.recv(2000):
+        pass  # to the end, which it would not see without the news
+    listening.links.close()
+    there.close()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_threads_that_allocate_at_once_get_regions_of_their_own() -> None:
+    links, regions, kept = Links({}, lambda *_: None, lambda *_: None), Regions(), []
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [
+            threading.Thread(
+                target=lambda: kept.extend(
+                    regions.allocate(1, links, Deadline(5)) for _ in range(200)
+                )
+            )
+            for _ in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+        links.close()
+    numbers = [regions.locate(tensor).region for tensor in kept]
+    assert len(set(numbers)) == 800
+
+
+def crowded():
+    x, y = torch.ones(10), torch.ones(200_000)
+    for _ in range(20):
+        dist.all_reduce(x, dist.ReduceOp.MAX)
+        dist.all_reduce(y, dist.ReduceOp.MAX, async_op=True).wait()
+    return x.sum().item() + y.sum().item()
+
+
+def test_four_ranks_beside_a_busy_process() -> None:
+    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        assert run_ranks(crowded, 4, backend="shm", timeout=60) == [200_010.0] * 4
+    finally:
+        busy.kill()
+        busy.wait()

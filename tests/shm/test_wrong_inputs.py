@@ -1,0 +1,127 @@
+"""What a caller can get wrong is refused before anything is sent, and the group goes on."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import gradwire.shm
+from gradwire.errors import ArgumentError, ArgumentTypeError, NotSupportedError
+from gradwire.testing import run_ranks
+
+
+def mistakes():
+    """Calls that all ranks get wrong alike, and what they are told."""
+    world, group = dist.get_world_size(), dist.group.WORLD
+    x, overlapping = torch.ones(4), torch.ones(1).expand(4)
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    short = torch.ones(4, dtype=torch.uint16)
+    average = dist.AllreduceOptions()
+    average.reduceOp = dist.ReduceOp.AVG
+    return [
+        (lambda: group.allreduce([None]), ArgumentTypeError, "NoneType"),
+        (lambda: dist.all_reduce(torch.ones(3, device="meta")), NotSupportedError, "meta"),
+        (lambda: group.allreduce([nested]), ArgumentError, "nested|layout"),
+        (lambda: dist.all_reduce(overlapping), ArgumentError, "share memory.*clone"),
+        (lambda: dist.broadcast(overlapping, 0), ArgumentError, "share memory"),
+        (lambda: dist.all_gather([overlapping] * world, x), ArgumentError, "share memory"),
+        (lambda: group.recv([overlapping], 1 - dist.get_rank()), ArgumentError, "share memory"),
+        (
+            lambda: group.all_to_all_single(overlapping, x, [], []),
+            ArgumentError,
+            "share memory",
+        ),
+        (
+            lambda: group.reduce_scatter_single(torch.ones(1).expand(2), x),
+            ArgumentError,
+            "share memory",
+        ),
+        (
+            lambda: group.all_gather_single_coalesced([torch.ones(8)], [x, x]),
+            ArgumentError,
+            "1 outputs for 2 inputs",
+        ),
+        (lambda: group.allgather_coalesced([[x, x]], [x, x]), ArgumentError, "1 outputs"),
+        (lambda: dist.all_reduce(short), ArgumentError, "uint16 cannot be reduced by SUM"),
+        (
+            lambda: group.allreduce([torch.ones(3, dtype=torch.complex32)], average),
+            ArgumentError,
+            "complex64",
+        ),
+        (lambda: gradwire.shm.empty((2, -3)), ArgumentError, r"\(2, -3\)"),
+        (lambda: gradwire.shm.empty(-1), ArgumentError, r"\(-1,\)"),
+    ]
+
+
+def refused_and_go_on():
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, of its prototypes
+        calls = mistakes()
+    for number, (call, error, message) in enumerate(calls):
+        with pytest.raises(error, match=message):
+            call()
+        x = torch.ones(2)
+        dist.all_reduce(x)
+        assert x.tolist() == [2, 2], number
+
+
+def test_mistakes_are_refused_and_the_group_goes_on():
+    run_ranks(refused_and_go_on, 2, backend="shm", timeout=20)
+
+
+def dtensors():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    sharded = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
+    with pytest.raises(ArgumentTypeError, match="to_local"):
+        dist.all_reduce(sharded)
+    dist.all_reduce(sharded.to_local())
+    return sharded.full_tensor().tolist()
+
+
+def test_a_dtensor_is_refused():
+    assert run_ranks(dtensors, 2, backend="shm", timeout=20) == [[2.0, 4.0, 2.0, 4.0]] * 2
+
+
+def inference():
+    """Tensors of inference mode, inside and outside of it, and what comes after."""
+    peer = 1 - dist.get_rank()
+    with torch.inference_mode():
+        short, long = torch.ones(3, dtype=torch.int8), torch.ones(100_000)
+        dist.all_reduce(short)
+        dist.all_reduce(long)  # the staging memory is made here, and used outside
+        inside = gradwire.shm.empty(4).fill_(1.0)
+    for x in (short, long):
+        dist.all_reduce(x)
+        dist.all_reduce(x, async_op=True).wait()
+    receive = dist.irecv(long, peer)
+    dist.send(torch.full((100_000,), 5.0), peer)
+    receive.wait()
+    for x in (torch.ones(3, dtype=torch.int8), torch.ones(100_000), inside):
+        dist.all_reduce(x)
+        assert x.unique().tolist() == [2]
+    return short.tolist(), long.unique().tolist()
+
+
+def test_tensors_of_inference_mode():
+    assert run_ranks(inference, 2, backend="shm", timeout=20) == [([8] * 3, [5.0])] * 2
+
+
+def test_gradwire_can_be_imported_where_there_is_no_linux():
+    script = """
+import fcntl, os, socket
+for module, names in ((fcntl, ("F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_SEAL", "F_ADD_SEALS")),
+                      (os, ("memfd_create", "MFD_CLOEXEC")), (socket, ("SO_PEERCRED",))):
+    for name in names:
+        delattr(module, name)
+import gradwire
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
