@@ -137,7 +137,7 @@ def short_of(what):
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         few = {
             resource.RLIMIT_NOFILE: 3,
-            resource.RLIMIT_AS: pages * resource.getpagesize() + (4 << 20),
+            resource.RLIMIT_AS: pages * resource.getpagesize() + (8 << 20),
         }
         resource.setrlimit(what, (few[what], limits[1]))
     dist.barrier()
@@ -181,6 +181,28 @@ def anew(path):
 def test_groups_can_be_made_anew_on_the_same_store(tmp_path):
     store = str(tmp_path / "store")
     assert run_ranks(anew, 2, backend="shm", timeout=20, args=(store,)) == [[2.0] * 3] * 2
+
+
+def called_back():
+    """A receive's callback receives more, and takes part in a collective that needs the links."""
+    peer, seen = 1 - dist.get_rank(), []
+
+    def then(future):
+        x, y = torch.ones(60_000), torch.zeros(2)
+        dist.all_reduce(x)
+        dist.recv(y, peer, tag=2)
+        seen.extend((x[0].item(), y[0].item()))
+
+    future = dist.irecv(torch.zeros(3), peer, tag=1).get_future().then(then)
+    dist.barrier()
+    dist.send(torch.ones(3), peer, tag=1)
+    dist.send(torch.ones(2), peer, tag=2)
+    future.wait()
+    return seen
+
+
+def test_a_receive_s_callback_may_wait():
+    assert run_ranks(called_back, 2, backend="shm", timeout=20) == [[2.0, 1.0]] * 2
 
 
 class Listening:

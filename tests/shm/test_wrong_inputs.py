@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import gradwire.shm
-from gradwire.errors import ArgumentError, ArgumentTypeError, NotSupportedError
+from gradwire.errors import ArgumentError, ArgumentTypeError, DistributedError, NotSupportedError
 from gradwire.testing import run_ranks
 
 
@@ -54,6 +54,11 @@ def mistakes():
         ),
         (lambda: gradwire.shm.empty((2, -3)), ArgumentError, r"\(2, -3\)"),
         (lambda: gradwire.shm.empty(-1), ArgumentError, r"\(-1,\)"),
+        (lambda: gradwire.shm.empty(2.5), ArgumentTypeError, r"2\.5"),
+        (lambda: gradwire.shm.empty("a"), ArgumentTypeError, "'a'"),
+        (lambda: gradwire.shm.empty(2, dtype="f"), ArgumentTypeError, "torch.dtype"),
+        (lambda: gradwire.shm.empty(1 << 61), DistributedError, "no room"),
+        (lambda: group.send([x], 1 - dist.get_rank(), 2**40), ArgumentError, "32 bits"),
     ]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.distributed import Work
 
+from gradwire.errors import ArgumentError
 from gradwire.shm.mailbox import send
 from gradwire.shm.member import Member
 from gradwire.shm.sync import Deadline
@@ -24,6 +25,7 @@ class PointToPoint(Member):
         """Send a tensor; it can be changed at once."""
         self._check_usable()
         self._check_peer(dst, "dst")
+        _check_tag(tag)
         check_tensors(tensors)
         deadline = Deadline(self._timeout.total_seconds())
         send(self._team.links, dst, tag, flat_of(one(tensors)), deadline)
@@ -42,6 +44,7 @@ class PointToPoint(Member):
 
     def _receive(self, tensors: list[Tensor], src: int | None, tag: int) -> Work:
         self._check_usable()
+        _check_tag(tag)
         check_results(tensors)
         links, mailbox = self._team.links, self._mailbox
 
@@ -49,7 +52,7 @@ class PointToPoint(Member):
             with links.changed:
                 mailbox.forget(work)
 
-        work = ShmWork(tensors, self._timeout.total_seconds(), forget)
+        work = ShmWork(tensors, self._timeout.total_seconds(), forget, apart=True)
         with links.changed:
             if not mailbox.want(src, tag, one(tensors).detach(), work):
                 if src is not None and src in links.lost:
@@ -57,3 +60,8 @@ class PointToPoint(Member):
                 elif links.lost and links.all_lost():
                     mailbox.fail(-1, next(iter(links.lost.values())), others_left=False)
         return work
+
+
+def _check_tag(tag: int) -> None:
+    if not isinstance(tag, int) or not -(2**31) <= tag < 2**31:
+        raise ArgumentError(f"tag is {tag!r}: give an int of 32 bits")

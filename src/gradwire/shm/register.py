@@ -6,6 +6,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from datetime import timedelta
+from operator import index
 from typing import Any
 
 import torch
@@ -71,7 +72,7 @@ def empty(
         A contiguous CPU tensor; its values are undefined.
 
     Raises:
-        ArgumentTypeError: `group` is no process group.
+        ArgumentTypeError: `group` is no process group, `shape` no int or ints, `dtype` no dtype.
         ArgumentError: A negative length.
         DistributedError: There is no room for it.
 
@@ -92,7 +93,12 @@ def empty(
             "init_process_group first"
         )
     dtype = dtype or torch.get_default_dtype()
-    size = torch.Size([shape] if isinstance(shape, int) else shape)
+    if not isinstance(dtype, torch.dtype):
+        raise ArgumentTypeError(f"dtype is {dtype!r}: pass a torch.dtype")
+    try:
+        size = torch.Size(map(index, shape if isinstance(shape, Sequence) else [shape]))
+    except TypeError as error:
+        raise ArgumentTypeError(f"shape is {shape!r}: pass an int, or several") from error
     if any(length < 0 for length in size):
         raise ArgumentError(f"shape is {tuple(size)}: give lengths of 0 and more")
     if not isinstance(group, ShmProcessGroup):

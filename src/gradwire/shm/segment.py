@@ -34,7 +34,7 @@ def create(size: int) -> int:
     try:
         os.posix_fallocate(fd, 0, size)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
-    except OSError as error:
+    except (OSError, OverflowError) as error:
         os.close(fd)
         raise DistributedError(
             f"no room for {size} bytes of shared memory ({error}): free memory, raise the "

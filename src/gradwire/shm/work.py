@@ -26,6 +26,8 @@ class ShmWork(Work):
         tensors: What its future gives.
         patience: Seconds that `wait` waits by default; None for no limit of its own.
         on_timeout: Called when `wait` gives up.
+        apart: Whether its future's callbacks run in a thread of their own, and not in the one that
+            calls `finish`: that of the links would wait for itself in a callback that waits.
     """
 
     def __init__(
@@ -33,10 +35,12 @@ class ShmWork(Work):
         tensors: Sequence[Tensor],
         patience: float | None = None,
         on_timeout: Callable[[], None] | None = None,
+        *,
+        apart: bool = False,
     ) -> None:
         super().__init__()
         self._tensors = list(tensors)
-        self._patience, self._on_timeout = patience, on_timeout
+        self._patience, self._on_timeout, self._apart = patience, on_timeout, apart
         self._done = False
         self._error: BaseException | None = None
         self._future: torch.futures.Future[list[Tensor]] | None = None
@@ -48,7 +52,9 @@ class ShmWork(Work):
             self._error, self._source, self._done = error, source, True
             _CHANGED.notify_all()
             future = self._future
-        if future is not None:
+        if future is not None and self._apart:
+            threading.Thread(target=future.set_result, args=(self._tensors,), daemon=True).start()
+        elif future is not None:
             future.set_result(self._tensors)
 
     def done_at_once(self) -> None:
