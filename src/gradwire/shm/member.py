@@ -134,18 +134,16 @@ class Member(ProcessGroup):
 
     def abort(self) -> None:
         """Leave the group without waiting for operations in flight; they fail."""
-        self._abort(BrokenGroupError("the group was aborted on this rank"))
-
-    def _abort(self, error: DistributedError) -> None:
         if not self._closed:
+            error = BrokenGroupError("the group was aborted on this rank")
             self._break(error)
             links = self._team.links
-            links.aborted = links.aborted or error
+            links.aborted = error
             with links.changed:
                 self._mailbox.fail_all(error)
 
     def _leave_at_exit(self) -> None:
-        # what is under way with the others may end; what they take no part in must not hold up
+        # what the others take part in may end; what they do not must not hold up the process
         self._team.links.aborted = BrokenGroupError("the process of this rank ends")
         self.shutdown()
 
