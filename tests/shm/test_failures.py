@@ -100,6 +100,26 @@ def test_a_mismatch_is_the_same_error_everywhere_and_the_group_goes_on():
     ]
 
 
+def disagreeing_lists():
+    """Lists that differ at their end, or in length, are refused before their first tensor moves."""
+    rank, group = dist.get_rank(), dist.group.WORLD
+    for more in ([3, 4 + rank], [3] * (2 + rank)):
+        xs, wide = [torch.ones(n) for n in more], [torch.ones(2 * n) for n in more]
+        for call in (
+            lambda xs=xs: group.allreduce_coalesced(xs),
+            lambda xs=xs, wide=wide: group.all_gather_single_coalesced(wide, xs),
+            lambda xs=xs, wide=wide: group.reduce_scatter_single_coalesced(xs, wide),
+        ):
+            with pytest.raises(MismatchError, match="by checksum"):
+                call().wait()
+        assert all(x.eq(1).all() for x in (*xs, *wide))
+    dist.barrier()
+
+
+def test_lists_that_disagree_are_refused_whole():
+    run_ranks(disagreeing_lists, 2, backend="shm", timeout=20)
+
+
 def test_a_peer_s_memory_must_not_be_able_to_shrink():
     fd = os.memfd_create("unsealed")
     try:

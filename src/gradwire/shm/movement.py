@@ -27,6 +27,7 @@ from gradwire.shm.tensors import (
     check_tensors,
     equal_parts,
     flat_of,
+    layout_of,
     one,
     paired,
     put_all_back,
@@ -121,11 +122,12 @@ class Movement(Member):
             check_tensors([source, output], same_dtype=True)
             check_results([output])
             self._check_parts(whole=output, part=source)
+        layout = layout_of(inputs)
 
         def job(deadline: Deadline) -> None:
             for output, source in zip(outputs, inputs, strict=True):
                 flat, into = flat_of(source), flat_of(output)
-                call = Call("all_gather_single", flat.dtype, flat.numel())
+                call = Call("all_gather_single", flat.dtype, flat.numel(), layout=layout)
                 parts = equal_parts(into, self._size)
                 algorithms.exchange(
                     self._team, call, [flat], parts, deadline, base=flat, shared=True

@@ -26,6 +26,7 @@ from gradwire.shm.tensors import (
     check_tensors,
     equal_parts,
     flat_of,
+    layout_of,
     one,
     paired,
     put_back,
@@ -58,11 +59,12 @@ class Reductions(Member):
         check_results(tensors)
         for tensor in tensors:
             check_reduction(op, tensor.dtype)
+        layout = layout_of(tensors)
 
         def job(deadline: Deadline) -> None:
             for tensor in tensors:
                 flat = flat_of(tensor)
-                call = Call(kind, flat.dtype, flat.numel(), op, root)
+                call = Call(kind, flat.dtype, flat.numel(), op, root, layout=layout)
                 algorithms.reduce(self._team, call, flat, deadline)
                 if root in (-1, self._rank):
                     put_back(tensor, flat)
@@ -108,11 +110,13 @@ class Reductions(Member):
         for output, source in paired(outputs, inputs):
             op = self._check_reduce_scatter(output, [source], opts)
             self._check_parts(whole=source, part=output)
+        layout = layout_of(outputs)
 
         def job(deadline: Deadline) -> None:
             for output, source in zip(outputs, inputs, strict=True):
                 out, flat = flat_of(output), flat_of(source)
-                call = Call("reduce_scatter_single", out.dtype, out.numel(), op)
+                kind, count = "reduce_scatter_single", out.numel()
+                call = Call(kind, out.dtype, count, op, layout=layout)
                 blocks = equal_parts(flat, self._size)
                 algorithms.reduce_scatter(self._team, call, blocks, out, deadline, base=flat)
                 put_back(output, out)

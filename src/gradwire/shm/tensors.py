@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zlib
+from array import array
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import TypeVar
@@ -17,6 +19,7 @@ __all__ = [
     "check_tensors",
     "equal_parts",
     "flat_of",
+    "layout_of",
     "one",
     "paired",
     "put_all_back",
@@ -127,6 +130,14 @@ def one(items: Sequence[T]) -> T:
     if len(items) != 1:
         raise ArgumentError(f"got {len(items)} tensors (or lists) for this rank: pass one")
     return items[0]
+
+
+def layout_of(tensors: Sequence[Tensor]) -> int:
+    """A checksum of a list's dtypes and sizes, for its header; 0 for a single tensor."""
+    if len(tensors) < 2:
+        return 0
+    numbers = [n for tensor in tensors for n in (NUMBERS[tensor.dtype], tensor.numel())]
+    return zlib.crc32(array("q", numbers))
 
 
 def paired(outputs: Sequence[T], inputs: Sequence[Tensor]) -> list[tuple[T, Tensor]]:
