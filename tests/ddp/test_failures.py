@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gradwire.ddp import DistributedDataParallel, Reducer
+from gradwire.ddp import DistributedDataParallel, Reducer, _launch
+from gradwire.ddp._wait import wait_work
 from gradwire.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -366,13 +367,42 @@ def test_a_backward_in_two_parts():
     run_ranks(main, 2)
 
 
+def test_a_failure_one_step_ahead_is_told_a_step_later():
+    """Rank 1 is held in the wait that ends step 3 until rank 0 has failed in step 4."""
+
+    def main():
+        net = DistributedDataParallel(Sprung())
+        assert_good_step(net)
+        assert_good_step(net)
+        if dist.get_rank() == 0:
+            assert_good_step(net)
+            net.module.sprung = True
+            with pytest.raises(ArithmeticError, match="trap"):
+                step(net)
+            net.module.sprung = False
+            assert_good_step(net)  # rings, and meets rank 1 in its step 3
+        else:
+            alarm = net.reducer._recovery._alarm
+
+            def held(work, look, *, on_cpu):
+                while not alarm.rung():
+                    pass
+                look()
+                return wait_work(work, look, on_cpu=on_cpu)
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(_launch, "wait_work", held)
+                assert_good_step(net)  # all took part in it
+            with pytest.raises(PeerFailedError, match=r"rank 0: backward was interrupted"):
+                step(net)
+            assert_good_step(net)
+        assert_good_step(net)
+
+    run_ranks(main, 2)
+
+
 def test_what_backward_cannot_do_yet_is_said():
     def main():
-        net = DistributedDataParallel(mlp())
-        with pytest.raises(NotSupportedError, match="create_graph"):
-            net(torch.ones(1, 4)).sum().backward(create_graph=True)
-        net.zero_grad()
-        assert_good_step(net)
         with pytest.raises(NotSupportedError, match="sparse=False"):
             DistributedDataParallel(nn.Embedding(3, 3, sparse=True))
 
