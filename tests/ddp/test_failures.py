@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gradwire.ddp import DistributedDataParallel, Reducer, _launch
+from gradwire.ddp import DistributedDataParallel, MixedPrecision, Reducer, _launch
 from gradwire.ddp._wait import wait_work
 from gradwire.errors import (
     ArgumentError,
@@ -19,7 +19,6 @@ from gradwire.errors import (
     DistributedError,
     HookError,
     MismatchError,
-    NotSupportedError,
     PeerFailedError,
     PeerLostError,
     ReductionError,
@@ -401,14 +400,6 @@ def test_a_failure_one_step_ahead_is_told_a_step_later():
     run_ranks(main, 2)
 
 
-def test_what_backward_cannot_do_yet_is_said():
-    def main():
-        with pytest.raises(NotSupportedError, match="sparse=False"):
-            DistributedDataParallel(nn.Embedding(3, 3, sparse=True))
-
-    run_ranks(main, 1)
-
-
 # -- ranks that die ------------------------------------------------------------------------
 
 
@@ -437,10 +428,15 @@ def test_a_rank_that_dies_in_backward(with_hook):
 @pytest.mark.parametrize(
     ("options", "kind", "message"),
     [
-        ({"find_unused_parameters": True}, NotSupportedError, "find_unused_parameters=True"),
-        ({"static_graph": True}, NotSupportedError, "static_graph=True"),
-        ({"mixed_precision": object()}, NotSupportedError, "autocast"),
-        ({"skip_all_reduce_unused_params": True}, NotSupportedError, "requires_grad=False"),
+        ({"mixed_precision": object()}, ArgumentTypeError, "MixedPrecision"),
+        (
+            {"mixed_precision": MixedPrecision(torch.int8)},
+            ArgumentError,
+            "param_dtype is torch.int8",
+        ),
+        ({"param_to_hook_all_reduce": nn.Parameter()}, ArgumentError, "belong together"),
+        ({"bucket_layout": lambda named: [["0.weight"]]}, ArgumentError, r"no bucket for.*0\.bias"),
+        ({"bucket_layout": lambda named: [["nothing"]]}, ArgumentError, "no parameters"),
         ({"bucket_cap_mb": 0}, ArgumentError, "bucket_cap_mb is"),
         ({"bucket_cap_mb": 1, "bucket_cap_mb_list": [1]}, ArgumentError, "both given"),
         ({"bucket_cap_mb_list": []}, ArgumentError, "bucket_cap_mb_list is"),
@@ -463,14 +459,6 @@ def test_bad_arguments(options, kind, message):
 def test_a_group_is_needed():
     with pytest.raises(ArgumentError, match="init_process_group first"):
         DistributedDataParallel(mlp())
-
-
-def test_join_is_refused():
-    def main():
-        with pytest.raises(NotSupportedError, match="same number of batches"):
-            DistributedDataParallel(mlp()).join()
-
-    run_ranks(main, 1)
 
 
 def test_a_reducer_without_parameters():

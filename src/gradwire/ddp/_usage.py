@@ -30,6 +30,7 @@ class Usage:
         static: Ask in the first one and rely on it.
 
     Attributes:
+        group: The group; may be replaced.
         touched: Parameters that got a gradient since the last reduction, in `no_sync` too.
         counts: In a static graph, from its first backward on: how often each gradient arrives.
         unused: Parameters that no rank used, as far as is known.
@@ -44,7 +45,7 @@ class Usage:
         find_unused: bool,
         static: bool,
     ) -> None:
-        self._count, self._nodes, self._group = count, nodes, group
+        self._count, self._nodes, self.group = count, nodes, group
         self.find_unused, self.static = find_unused and not static, static
         self.touched: set[int] = set()
         self.counts: dict[int, int] = {}
@@ -87,8 +88,8 @@ class Usage:
         mine = torch.zeros(self._count, dtype=torch.int32)
         if indices := list({*used, *self.touched}):
             mine[indices] = 1
-        self._sums = mine.to(message_device(self._group))
-        return self._sums, self._group.allreduce([self._sums], AllreduceOptions())
+        self._sums = mine.to(message_device(self.group))
+        return self._sums, self.group.allreduce([self._sums], AllreduceOptions())
 
     def receive(self) -> None:
         """Takes what `send` has added up, once that has ended."""

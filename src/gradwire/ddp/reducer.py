@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
+from time import perf_counter_ns
 from typing import Any
 
 import torch
@@ -22,14 +23,17 @@ from torch.nn import Parameter
 from gradwire.ddp._bucket import Bucket, Member
 from gradwire.ddp._flight import Flight, Launched
 from gradwire.ddp._group import check_group, message_device
+from gradwire.ddp._hook_state import Part, rekey, replace_group
 from gradwire.ddp._launch import Launcher
 from gradwire.ddp._ledger import all_reduce_entry, broadcast_entry
+from gradwire.ddp._log import Clock, LoggingData
 from gradwire.ddp._planning import BucketLayout, Planner, check_layout
 from gradwire.ddp._recovery import Recovery
 from gradwire.ddp._sparse import SparseBucket
 from gradwire.ddp._usage import Usage
+from gradwire.ddp._wait import wait_future
 from gradwire.errors import ArgumentError, NotSupportedError, ReductionError
-from gradwire.gradients import CommHook, check_hook
+from gradwire.gradients import CommHook, check_hook, name_of
 
 __all__ = ["Reducer"]
 
@@ -114,13 +118,14 @@ class Reducer:
             find_unused=find_unused_parameters,
             static=static_graph,
         )
-        self._flight = Flight(group)
-        self._recovery = Recovery(group, self._flight, self._reset, self._start_over)
-        self._launcher = Launcher(group, self._flight, self._recovery)
+        self._connect()
         self._buckets: list[Bucket] = []
         self._bucket_of: list[Bucket] = []
         self._armed = self._repeated = self._callback_queued = False
-        self._ended_short = self._reduced_once = False
+        self._ended_short = self._reduced_once = self._may_repeat = False
+        self._clock = Clock()
+        self._futures: list[torch._C.Future[Any]] = []
+        self._unused_here: tuple[str, ...] = ()
         self._order: list[int] | None = []
         self._make_buckets(self._planner.first_order())
         handles = [
@@ -151,8 +156,11 @@ class Reducer:
         """The names of the parameters in each bucket, in the order of launch."""
         return [list(bucket.names) for bucket in self._buckets]
 
-    def prepare(self) -> None:
+    def prepare(self, *, ranks: int | None = None) -> None:
         """Expect a backward: to be called before each one that is to be reduced.
+
+        Args:
+            ranks: How many ranks the sum is divided by; None: those of the group.
 
         Raises:
             ReductionError: The backward before left parameters without a gradient.
@@ -166,22 +174,129 @@ class Reducer:
             self._rebuild(self._order)
             self._recovery.raise_waiting()  # told while waiting for the order
         self._flight.step += 1
+        self._clock.start()
         self._arm()
+        self._divide_by(ranks or self._group.size())
 
     def _arm(self) -> None:
-        self._armed = True
+        self._armed = self._may_repeat = True
         if self._usage.recording:
             for bucket in self._buckets:
                 bucket.defer()
                 bucket.expected = math.inf  # who knows what will come
 
+    def _divide_by(self, ranks: int) -> None:
+        ratio = self._group.size() / ranks
+        self._launcher.correction = ratio
+        if ratio != 1.0 and self._launcher.hook is None:
+            for bucket in self._buckets:
+                bucket.scale *= ratio
+
+    def expect(self, outputs: Iterable[Tensor]) -> None:
+        """The backward begins at these outputs of a forward, each time it is run.
+
+        Without this it begins at the first gradient of a parameter; and where that comes from a
+        reentrant checkpoint, what is unused cannot be told.
+        """
+        for tensor in outputs:
+            if tensor.requires_grad and tensor.grad_fn is not None:
+                tensor.register_hook(partial(_on_output, weakref.ref(self)))
+
+    def wait_for(self, futures: Iterable[torch._C.Future[Any]]) -> None:
+        """Let the next backward that is reduced end only when these have completed."""
+        self._futures += futures
+
+    def shadow(self) -> None:
+        """Take part in the other ranks' backward with zeros, after `prepare`."""
+        with torch.no_grad():
+            for number, bucket in enumerate(self._buckets, 1):
+                if self._flight.launched and self._launcher.one_at_a_time:
+                    self._launcher.result(self._flight.launched[-1])
+                bucket.blank()
+                self._launcher.launch(bucket, is_last=number == len(self._buckets))
+            if self._usage.tolerant:
+                self._exchange_usage(())
+            for launched in self._flight.launched:
+                self._launcher.result(launched)
+            if self._launcher.hook is not None:
+                self._recovery.vote()
+        self._reduced_once = True
+        if self._usage.recording:
+            self._usage.record(range(len(self._parameters)))
+        self._reset()
+
+    def replace_group(self, group: ProcessGroup) -> None:
+        """Reduce over another group from now on: every rank of it calls.
+
+        A hook's state that is the old group, or has it as its `process_group`, gets the new one.
+        """
+        old, self._group = self._group, check_group(group)
+        hook, state = self._launcher.hook, replace_group(self._launcher.state, old, group)
+        self._planner.group = group
+        self._usage.group = group
+        self._connect()
+        self._launcher.hook, self._launcher.state = hook, state
+        self._start_over()
+
+    def _connect(self) -> None:
+        """What depends on the group."""
+        self._flight = Flight(self._group)
+        self._recovery = Recovery(self._group, self._flight, self._reset, self._start_over)
+        self._launcher = Launcher(self._group, self._flight, self._recovery)
+
+    @property
+    def has_hook(self) -> bool:
+        """Whether a hook communicates."""
+        return self._launcher.hook is not None
+
+    @property
+    def hook_state(self) -> Any:
+        """The hook's state."""
+        return self._launcher.state
+
+    def logging_data(self) -> LoggingData:
+        """Buckets, unused parameters and times, as of the last step that reduced gradients."""
+        hook, asked = self._launcher.hook, self._usage.find_unused or self._usage.static
+        return LoggingData(
+            steps=self._flight.step,
+            buckets=self._clock.buckets(self._buckets),
+            rebuilt=self._order is None,
+            unused=tuple(self._names[i] for i in sorted(self._usage.unused)) if asked else None,
+            unused_here=self._unused_here,
+            hook=None if hook is None else name_of(hook),
+            **self._clock.seconds(),
+        )
+
+    @property
+    def layout(self) -> list[list[Part]]:
+        """The buckets' parameters, with their sizes."""
+        return [
+            [Part(n, p.numel()) for n, p in zip(b.names, b.parameters, strict=True)]
+            for b in self._buckets
+        ]
+
+    def set_layout(self, names: Sequence[Sequence[str]]) -> None:
+        """Make the buckets so, from the next `prepare` on, and let them stay.
+
+        Raises:
+            ArgumentError: The names are not those of the parameters.
+        """
+        named = list(zip(self._names, self._parameters, strict=True))
+        self._planner.layout = check_layout(lambda _: names, named)
+        self._order = None
+        self._armed = False
+        self._make_buckets(self._planner.first_order())
+
     # -- buckets ---------------------------------------------------------------------------
 
     def _make_buckets(self, order: Sequence[int]) -> None:
         """Plans and makes the buckets for parameters that become ready in this order."""
+        before = self.layout if self._launcher.state is not None else []
         self._bucket_of = self._buckets = []  # the old buckets' memory is free from here on
         self._planner.counts = self._usage.counts
         self._buckets = self._planner.make(order, with_hook=self._launcher.hook is not None)
+        if before:
+            rekey(self._launcher.state, before, self.layout)
         # what a static graph does not use is in no bucket: an arrival there is surplus
         self._bucket_of = [
             SparseBucket(Member(i, self._names[i], p, count=0), 1.0)
@@ -214,6 +329,7 @@ class Reducer:
         engine = torch.autograd.Variable._execution_engine
         engine.queue_callback(self._on_backward_end)
         self._callback_queued = True
+        self._clock.backward = self._clock.backward or perf_counter_ns()
         if torch.is_grad_enabled():
             for bucket in self._buckets:
                 bucket.defer(with_graph=True)
@@ -228,7 +344,8 @@ class Reducer:
                     f"parameters {surplus} got a gradient twice in one backward, or one that was "
                     "not expected: they are used in several reentrant checkpoints (use "
                     "use_reentrant=False, or static_graph=True), or with static_graph=True the "
-                    "graph is another than in the first backward"
+                    "graph is another than in the first backward",
+                    surplus,
                 )
             )
         with torch.no_grad():
@@ -249,6 +366,7 @@ class Reducer:
                 launched.append(Launched(bucket))
                 continue
             self._launcher.gather(bucket)
+            self._clock.launch = self._clock.launch or perf_counter_ns()
             self._launcher.launch(bucket, is_last=len(launched) + 1 == len(self._buckets))
 
     def _on_backward_end(self) -> None:
@@ -262,6 +380,7 @@ class Reducer:
             else:
                 self._arm()
             return
+        self._clock.computed = perf_counter_ns()
         with torch.no_grad():
             self._leave_out_missing()
             self._launch_in_order(wait=True)
@@ -291,12 +410,21 @@ class Reducer:
         if self._usage.tolerant:
             self._exchange_usage({i for b in self._buckets for i in b.arrived})
             untouched |= self._usage.unused
-        results = [self._launcher.result(launched) for launched in self._flight.launched]
+        results = []
+        for launched in self._flight.launched:
+            since = perf_counter_ns()
+            results.append(self._launcher.result(launched))
+            self._clock.waits.append(perf_counter_ns() - since)
+        for future in self._futures:
+            wait_future(future, self._recovery.look)
+        self._futures.clear()
         if self._launcher.hook is not None:
             self._recovery.vote()  # gradients change on all ranks or on none
         for launched, reduced in zip(self._flight.launched, results, strict=True):
             launched.bucket.scatter(reduced, untouched)
         self._reduced_once = True
+        self._unused_here = tuple(self._names[i] for i in sorted(absent))
+        self._clock.finished = perf_counter_ns()
         if self._usage.recording:
             self._usage.record([i for b in self._buckets for i in b.arrived])
         self._reset()
@@ -323,7 +451,8 @@ class Reducer:
             ReductionError(
                 f"parameters {lacking} got no gradient in the backward before, so that nothing "
                 "was reduced: make every output of the module take part in the loss, set "
-                "find_unused_parameters=True, or requires_grad=False on those parameters"
+                "find_unused_parameters=True, or requires_grad=False on those parameters",
+                lacking,
             )
         )
 
@@ -345,6 +474,21 @@ class Reducer:
         self._order, self._reduced_once = [], False
         self._usage.forget()
         self._make_buckets(self._planner.first_order())
+
+
+def _on_output(reference: weakref.ref[Reducer], _: Tensor) -> None:
+    """A backward begins at an output: the first after its forward, or another one."""
+    reducer = reference()
+    if reducer is None or reducer._callback_queued:
+        return
+    if not reducer._armed:
+        static_is_new = reducer._usage.static and reducer._order is not None
+        if not reducer._may_repeat or static_is_new or not reducer._recovery.clear:
+            return
+        reducer._flight.step += 1
+        reducer._repeated = True
+        reducer._arm()
+    reducer._begin()
 
 
 def _on_gradient(
