@@ -161,7 +161,9 @@ def moving_nowhere(to: Callable[..., Any]) -> Callable[..., Any]:
     def move(self: Any, *args: Any, **kwargs: Any) -> Any:
         if is_device(kwargs.get("device")):
             del kwargs["device"]
-        return to(self, *(a for a in args if not is_device(a)), **kwargs) if args or kwargs else self
+        return (
+            to(self, *(a for a in args if not is_device(a)), **kwargs) if args or kwargs else self
+        )
 
     return move
 

@@ -37,6 +37,7 @@ def logging_dict(net: DistributedDataParallel) -> dict[str, str | int]:
         "num_parameter_tensors": len(named),
         "total_parameter_size_bytes": sum(p.nbytes for _, p in named),
         "bucket_sizes": sizes,
+        "num_buckets_reduced": told.buckets_sent,
         "has_rebuilt_buckets": int(told.rebuilt),
         "has_sync_bn": int(any(isinstance(m, torch.nn.SyncBatchNorm) for m in net.modules())),
         "forward_compute_time": int(told.forward_seconds * 1e9),

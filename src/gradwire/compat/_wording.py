@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from gradwire.errors import ArgumentError, ReductionError
 
-__all__ = ["ConstructionError", "unfinished"]
+__all__ = ["ConstructionError", "refused", "unfinished"]
 
 UNFINISHED = "Expected to have finished reduction in the prior iteration"
 REMEDIES = (
@@ -28,6 +28,16 @@ class ConstructionError(ArgumentError, RuntimeError):
     """An argument cannot be used; a RuntimeError too, as which PyTorch raises it."""
 
 
+def refused(error: ArgumentError, group: object, mesh: object) -> ConstructionError:
+    """The error of a constructor that cannot use its arguments."""
+    words = ""
+    if mesh is not None:
+        words = "Only 1D device mesh is supported, but got another"
+        if group is not None:
+            words = "Cannot specify both process_group and device_mesh arguments."
+    return ConstructionError(f"{error} (PyTorch's words: {words})" if words else str(error))
+
+
 def unfinished(error: ReductionError, rank: int, names: Sequence[str]) -> ReductionError:
     """The error of a backward that left parameters out, with what PyTorch says of it.
 
@@ -36,6 +46,8 @@ def unfinished(error: ReductionError, rank: int, names: Sequence[str]) -> Reduct
         rank: In the group.
         names: All parameters, in the order in which PyTorch counts them.
     """
+    if not error.parameters:
+        return error
     indices = " ".join(str(names.index(name)) for name in error.parameters)
     told = f"{NAMES} {rank}: {', '.join(error.parameters)}"
     if dist.get_debug_level() == dist.DebugLevel.OFF:

@@ -31,8 +31,8 @@ def _broadcast_coalesced(
 def _compute_bucket_assignment_by_size(
     tensors: Sequence[Tensor],
     bucket_size: Sequence[int],
-    expect_sparse_gradient: Sequence[bool] = [],  # noqa: B006
-    tensor_indices: Sequence[int] = [],  # noqa: B006
+    expect_sparse_gradient: Sequence[bool] = [],
+    tensor_indices: Sequence[int] = [],
     logger: object = None,
 ) -> tuple[list[list[int]], list[int]]:
     """See gradwire.buckets.plan_buckets: the buckets, and the limit that was in force for each."""

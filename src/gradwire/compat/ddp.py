@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -20,8 +20,9 @@ from gradwire import ddp as ours
 from gradwire import hooks
 from gradwire.compat._figures import logging_dict
 from gradwire.compat._registry import Replacement
-from gradwire.compat._wording import ConstructionError, unfinished
+from gradwire.compat._wording import refused, unfinished
 from gradwire.compat.buckets import BUCKET_TABLE, _broadcast_coalesced
+from gradwire.ddp._join import ShadowHook, agree_on_rank
 from gradwire.errors import ArgumentError, ArgumentTypeError, ReductionError
 
 __all__ = ["TABLE", "DistributedDataParallel"]
@@ -32,6 +33,8 @@ BROADCAST_BYTES = 250 << 20
 
 class DistributedDataParallel(ours.DistributedDataParallel):
     """gradwire.ddp.DistributedDataParallel with the other names of PyTorch's class."""
+
+    _active_ddp_module: ClassVar[Any] = None
 
     def __init__(
         self,
@@ -86,7 +89,7 @@ class DistributedDataParallel(ours.DistributedDataParallel):
                 forward_sync_buffers,
             )
         except ArgumentError as error:
-            raise ConstructionError(str(error)) from error
+            raise refused(error, process_group, device_mesh) from error
         first = next(module.parameters()).device
         self.device_ids = None if self.device is None else [first]
         self.output_device = None if self.device is None else first
@@ -96,6 +99,9 @@ class DistributedDataParallel(ours.DistributedDataParallel):
         self.bucket_bytes_cap = int((bucket_cap_mb or BUCKET_MB) * (1 << 20))
         self.bucket_bytes_cap_list = [int(mb * (1 << 20)) for mb in bucket_cap_mb_list or ()]
         self.broadcast_bucket_size = BROADCAST_BYTES
+        self._builtin_hook: dist.BuiltinCommHookType | None = None
+        self._uneven_inputs = False
+        self._authoritative_rank = -1
         self._error = ""
 
     # -- parameters and buffers ------------------------------------------------------------
@@ -159,13 +165,14 @@ class DistributedDataParallel(ours.DistributedDataParallel):
 
     # -- hooks, groups and graphs ----------------------------------------------------------
 
-    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+    def register_comm_hook(self, state: object, hook: Any) -> None:
         """See gradwire.ddp.DistributedDataParallel.register_comm_hook."""
         try:
             super().register_comm_hook(state, hook)
         except ArgumentTypeError as error:
             self._error = f"{error} (PyTorch's words: Communication hook must be callable.)"
             raise ArgumentTypeError(self._error) from error
+        self._builtin_hook = None
 
     def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
         builtin = {
@@ -173,7 +180,7 @@ class DistributedDataParallel(ours.DistributedDataParallel):
             dist.BuiltinCommHookType.FP16_COMPRESS: hooks.fp16,
         }
         self.register_comm_hook(self.process_group, builtin[comm_hook_type])
-        self._builtin_hook = str(comm_hook_type)
+        self._builtin_hook = comm_hook_type
 
     def _register_buffer_comm_hook(
         self,
@@ -197,7 +204,7 @@ class DistributedDataParallel(ours.DistributedDataParallel):
         """Step parameters as soon as their bucket is reduced, with an optimizer of this class."""
         from torch.distributed.algorithms._optimizer_overlap import _as_overlapped_optim
 
-        _as_overlapped_optim(optim, optim_params, *args, **kwargs).register_ddp(self)  # type: ignore[arg-type]
+        _as_overlapped_optim(optim, optim_params, *args, **kwargs).register_ddp(self)
 
     def _update_process_group(self, new_process_group: ProcessGroup) -> None:
         self.process_group = new_process_group
@@ -214,12 +221,23 @@ class DistributedDataParallel(ours.DistributedDataParallel):
         self._reducer_options["static_graph"] = True
         self._make_reducer()
 
+    def _remove_autograd_hooks(self) -> None:
+        """Reduce nothing from now on."""
+        self.reducer.close()
+
+    def join_hook(self, **kwargs: Any) -> ShadowHook:
+        """See gradwire.ddp.DistributedDataParallel.join_hook."""
+        self._uneven_inputs = True
+        super().join_hook(**kwargs)
+        return _JoinHook(self)
+
     def _set_ddp_sink_clone(self, val: bool) -> None:
         """Of no effect: outputs are handed on as they are."""
 
     @classmethod
-    def _get_active_ddp_module(cls) -> None:
-        """None: a compiler need not cut its graph where buckets end."""
+    def _get_active_ddp_module(cls) -> Any:
+        """The module of PyTorch's class, wrapped before installing, whose forward runs."""
+        return cls._active_ddp_module
 
     # -- errors and figures ----------------------------------------------------------------
 
@@ -227,7 +245,7 @@ class DistributedDataParallel(ours.DistributedDataParallel):
         try:
             super()._before(syncing)
         except ReductionError as error:
-            told = unfinished(error, self.process_group.rank(), self._reduced()) if error.parameters else error
+            told = unfinished(error, self.process_group.rank(), self._reduced())
             self._error = str(told)
             raise told from error
 
@@ -243,7 +261,23 @@ class DistributedDataParallel(ours.DistributedDataParallel):
 
     def _get_ddp_logging_data(self) -> dict[str, str | int]:
         """What gradwire's logging_data has, under PyTorch's names; times in ns."""
-        return logging_dict(self) | ({"has_error": 1, "error": self._error} if self._error else {})
+        figures = logging_dict(self) | {"join_uneven_inputs": int(self._uneven_inputs)}
+        if self._builtin_hook is not None:
+            figures["comm_hook"] = str(self._builtin_hook)
+        return figures | ({"has_error": 1, "error": self._error} if self._error else {})
+
+
+class _JoinHook(ShadowHook):
+    """Ours; the module then says whose parameters all ranks took."""
+
+    def __init__(self, net: DistributedDataParallel) -> None:
+        super().__init__(net)
+        self._wrapped = net
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        super().post_hook(is_last_joiner)
+        group = self._wrapped.process_group
+        self._wrapped._authoritative_rank = agree_on_rank(group, candidate=is_last_joiner)
 
 
 TABLE = (
