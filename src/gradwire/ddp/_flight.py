@@ -45,6 +45,11 @@ class Flight:
         self.extra: list[Work] = []
         self.ledger = Ledger(group)
 
+    @property
+    def sent(self) -> int:
+        """How many buckets had anything to send."""
+        return sum(1 for b in self.launched if b.works or b.future is not None)
+
     def pending(self) -> list[Pending]:
         """All that may still be under way."""
         works = [w for launched in self.launched for w in launched.works]

@@ -41,7 +41,7 @@ def save_state(state: Any, layout: Layout) -> dict[str, Any]:
     plain: dict[str, Any] = {}
     by_parameter: dict[str, Any] = {}
     by_bucket: dict[str, Any] = {}
-    for name, value in vars(state).items() if hasattr(state, "__dict__") else ():
+    for name, value in _attributes(state).items():
         if _is_by_bucket(value):
             split = _split(value, layout)
             (by_bucket if split is None else by_parameter)[name] = split or dict(value)
@@ -77,9 +77,9 @@ def load_state(state: Any, saved: Mapping[str, Any], layout: Layout) -> None:
 
 def rekey(state: Any, old: Layout, new: Layout) -> None:
     """Takes what a state keeps by bucket over to other buckets."""
-    if old == new or state is None or not hasattr(state, "__dict__"):
+    if old == new:
         return
-    for value in vars(state).values():
+    for value in _attributes(state).values():
         if _is_by_bucket(value):
             parts = _split(value, old)
             value.clear()
@@ -94,6 +94,12 @@ def replace_group(state: Any, old: ProcessGroup, new: ProcessGroup) -> Any:
     if getattr(state, "process_group", None) is old:
         state.process_group = new
     return state
+
+
+def _attributes(state: Any) -> dict[str, Any]:
+    slots = [s for kind in type(state).__mro__ for s in getattr(kind, "__slots__", ())]
+    found = {name: getattr(state, name) for name in slots if hasattr(state, name)}
+    return {**found, **getattr(state, "__dict__", {})}
 
 
 def _is_by_bucket(value: Any) -> bool:

@@ -53,7 +53,8 @@ class Launcher:
                 total = SparseSum(bucket.flat, self._group)
             self._wait([total.counting], bucket)
             with LedgerMode(self._group, self._flight.ledger):
-                works = total.exchange()
+                work = total.exchange()
+            works = () if work is None else (work,)
             self._flight.launched.append(Launched(bucket, sparse=total, works=works))
         else:
             self._launch_mean(bucket)

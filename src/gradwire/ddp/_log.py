@@ -34,6 +34,7 @@ class LoggingData:
     Attributes:
         steps: How many forwards have been followed by a reduction, or are about to be.
         buckets: In the order of launch.
+        buckets_sent: How many of them had anything to send in the last step.
         rebuilt: Whether the buckets follow the order in which gradients become ready.
         unused: Parameters that no rank used in the last step; None where that is not asked
             (find_unused_parameters, static_graph).
@@ -47,6 +48,7 @@ class LoggingData:
 
     steps: int
     buckets: tuple[BucketLog, ...]
+    buckets_sent: int
     rebuilt: bool
     unused: tuple[str, ...] | None
     unused_here: tuple[str, ...]
@@ -66,6 +68,7 @@ class Clock:
     launch: int = 0
     computed: int = 0
     finished: int = 0
+    sent: int = 0
     waits: list[int] = field(default_factory=list)
 
     def start(self) -> None:

@@ -7,10 +7,11 @@ during backward is cast again. Reduction in a smaller dtype is a wrapper around 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -78,8 +79,8 @@ class Precision:
             self._cast_buffers(config.buffer_dtype, ignored)
         if config.param_dtype is not None:
             for child in module.modules():
-                child.register_forward_pre_hook(self._before_recomputation)
-                child.register_forward_hook(self._after_recomputation, always_call=True)
+                child.register_forward_pre_hook(_Hook(self._before_recomputation))
+                child.register_forward_hook(_Hook(self._after_recomputation), always_call=True)
         self._recomputing: list[tuple[nn.Module, ExitStack]] = []
 
     def _cast_buffers(self, dtype: torch.dtype, ignored: Collection[str]) -> None:
@@ -132,13 +133,35 @@ class Precision:
             for own, name, tensor in undo:
                 own[name] = tensor
 
-    def _before_recomputation(self, module: nn.Module, _: Any) -> None:
+    def _before_recomputation(self, module: nn.Module) -> None:
         in_backward = torch._C._current_graph_task_id() != -1
         if in_backward and not self._active and not self._recomputing:
             stack = ExitStack()
             stack.enter_context(self._swapped(module))
             self._recomputing.append((module, stack))
 
-    def _after_recomputation(self, module: nn.Module, _: Any, output: Any) -> None:
+    def _after_recomputation(self, module: nn.Module) -> None:
         if self._recomputing and self._recomputing[-1][0] is module:
             self._recomputing.pop()[1].close()
+
+
+class _Hook:
+    """A forward hook that is its module's alone: a copy or a pickle of the module has none."""
+
+    def __init__(self, method: Callable[[nn.Module], None]) -> None:
+        self._method = WeakMethod(method)
+
+    def __call__(self, module: nn.Module, *_: Any) -> None:
+        if method := self._method():
+            method(module)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _no_hook, ()
+
+
+def _no_hook() -> Callable[..., None]:
+    return _do_nothing
+
+
+def _do_nothing(*_: Any) -> None:
+    pass

@@ -65,10 +65,13 @@ class Usage:
     def absent(self) -> list[int]:
         """Parameters that the running backward's graph leaves out.
 
-        None if it leaves out all: then it is not a backward of parameters.
+        Nothing if it leaves out all: then it is not a backward of parameters.
         """
         will = torch._C._will_engine_execute_node
-        absent = [i for i, node in enumerate(self._nodes) if not will(node)]
+        try:
+            absent = [i for i, node in enumerate(self._nodes) if not will(node)]
+        except RuntimeError:  # torch.autograd.grad of parameters, whose .grad stays as it is
+            return []
         return absent if len(absent) < self._count else []
 
     def record(self, arrived: Iterable[int]) -> None:

@@ -149,9 +149,6 @@ class DistributedDataParallel(nn.Module, Joinable):
             verify_same(self._group, describe(named, "parameter") + describe(start, "buffer"))
             broadcast_coalesced(self._group, [t for _, t in [*named, *start]])
         self.mixed_precision = resolve_precision(mixed_precision)
-        self._precision: Precision | None = None
-        if self.mixed_precision is not None:
-            self._precision = Precision(module, self.mixed_precision, self.parameters_to_ignore)
         self._hook: CommHook | None = None
         self._hook_state: Any = None
         self._reducer_options: dict[str, Any] = {
@@ -167,7 +164,14 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def _make_reducer(self) -> None:
         """A reducer for the parameters as they are now, with the hook that is registered."""
+        self._precision: Precision | None = None
+        if self.mixed_precision is not None:
+            ignored = self.parameters_to_ignore
+            self._precision = Precision(self.module, self.mixed_precision, ignored)
         named = check_module(self.module, self.parameters_to_ignore)
+        if self._reducer_options["bucket_layout"] is not None:
+            buckets = self._reducer_options["bucket_layout"](named)
+            verify_same(self._group, [("bucket_layout", str([list(names) for names in buckets]))])
         self._watch = Watch(self.module, named, self.parameters_to_ignore)
         self.reducer = Reducer(
             [(n, p) for n, p in named if p.requires_grad],
@@ -432,7 +436,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        for name in ("reducer", "_watch"):
+        for name in ("reducer", "_watch", "_precision"):
             del state[name]
         state["_group"] = self._group.group_name
         if isinstance(self._hook_state, ProcessGroup):

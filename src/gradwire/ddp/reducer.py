@@ -24,6 +24,7 @@ from gradwire.ddp._bucket import Bucket, Member
 from gradwire.ddp._flight import Flight, Launched
 from gradwire.ddp._group import check_group, message_device
 from gradwire.ddp._hook_state import Part, rekey, replace_group
+from gradwire.ddp._in_backward import step_and_clear, take_over
 from gradwire.ddp._launch import Launcher
 from gradwire.ddp._ledger import all_reduce_entry, broadcast_entry
 from gradwire.ddp._log import Clock, LoggingData
@@ -126,13 +127,15 @@ class Reducer:
         self._clock = Clock()
         self._futures: list[torch._C.Future[Any]] = []
         self._unused_here: tuple[str, ...] = ()
+        self._optimized: list[Parameter] = []
         self._order: list[int] | None = []
         self._make_buckets(self._planner.first_order())
         handles = [
             node.register_hook(partial(_on_gradient, weakref.ref(self), i))
             for i, node in enumerate(self._nodes)
         ]
-        weakref.finalize(self, _remove, handles).atexit = False
+        self._hooks = weakref.finalize(self, _remove, handles)
+        self._hooks.atexit = False
 
     def register_comm_hook(self, state: Any, hook: CommHook | None) -> None:
         """Let `hook(state, bucket)` communicate from the next `prepare` on; None: the mean.
@@ -170,6 +173,8 @@ class Reducer:
         self._recovery.raise_waiting()
         if self._armed and (self._flight.launched or any(b.arrived for b in self._buckets)):
             self._end_unfinished()
+        if not self._flight.step:
+            self._optimized = take_over(self._parameters)
         if self._order is not None and self._reduced_once:
             self._rebuild(self._order)
             self._recovery.raise_waiting()  # told while waiting for the order
@@ -244,6 +249,10 @@ class Reducer:
         self._recovery = Recovery(self._group, self._flight, self._reset, self._start_over)
         self._launcher = Launcher(self._group, self._flight, self._recovery)
 
+    def close(self) -> None:
+        """Reduce nothing from now on: the parameters are free for another reducer."""
+        self._hooks()
+
     @property
     def has_hook(self) -> bool:
         """Whether a hook communicates."""
@@ -260,6 +269,7 @@ class Reducer:
         return LoggingData(
             steps=self._flight.step,
             buckets=self._clock.buckets(self._buckets),
+            buckets_sent=self._clock.sent,
             rebuilt=self._order is None,
             unused=tuple(self._names[i] for i in sorted(self._usage.unused)) if asked else None,
             unused_here=self._unused_here,
@@ -422,7 +432,9 @@ class Reducer:
             self._recovery.vote()  # gradients change on all ranks or on none
         for launched, reduced in zip(self._flight.launched, results, strict=True):
             launched.bucket.scatter(reduced, untouched)
+        step_and_clear(self._optimized)
         self._reduced_once = True
+        self._clock.sent = self._flight.sent
         self._unused_here = tuple(self._names[i] for i in sorted(absent))
         self._clock.finished = perf_counter_ns()
         if self._usage.recording:

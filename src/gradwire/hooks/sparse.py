@@ -29,8 +29,7 @@ class SparseSum:
         ...     own = torch.sparse_coo_tensor([[rank]], [1.0], (3,))
         ...     total = SparseSum(own, dist.group.WORLD)
         ...     total.counting.wait()
-        ...     for work in total.exchange():
-        ...         work.wait()
+        ...     total.exchange().wait()
         ...     return total.result().to_dense().tolist()
         >>> run_ranks(main, world_size=2)
         [[1.0, 1.0, 0.0], [1.0, 1.0, 0.0]]
@@ -42,47 +41,43 @@ class SparseSum:
         device = tensor.device
         count = torch.tensor([self._own._nnz()], dtype=torch.int64, device=device)
         self._counts = [torch.empty_like(count) for _ in range(group.size())]
+        self._received: list[Tensor] = []
         self.counting = _all_gather(self._counts, count, group)
 
-    def exchange(self) -> list[Work]:
+    def exchange(self) -> Work | None:
         """Send indices and values; to be called when `counting` has ended."""
         self._lengths = [int(c) for c in self._counts]
-        longest = max(self._lengths)
-        self._indices = self._gathered(self._own.indices().t(), longest)
-        self._values = self._gathered(self._own.values(), longest)
-        if not longest:
-            return []
-        return [
-            _all_gather(received, received[self._group.rank()].clone(), self._group)
-            for received in (self._indices, self._values)
-        ]
+        size = max(self._lengths) * self._entry_bytes()
+        if not size:
+            return None
+        wire = torch.zeros(size, dtype=torch.uint8, device=self._own.device)
+        at = 0
+        for part in (self._own.indices().t().contiguous(), self._own.values().contiguous()):
+            wire[at : at + part.nbytes] = part.view(-1).view(torch.uint8)
+            at += part.nbytes
+        self._received = [torch.empty_like(wire) for _ in range(self._group.size())]
+        return _all_gather(self._received, wire, self._group)
 
-    def _gathered(self, own: Tensor, longest: int) -> list[Tensor]:
-        """Space for every rank's entries, as bytes; this rank's own are in their place."""
-        padded = own.new_zeros((longest, *own.shape[1:]))
-        padded[: len(own)] = own
-        wire = padded.reshape(-1).view(torch.uint8)
-        return [
-            wire if rank == self._group.rank() else torch.empty_like(wire)
-            for rank in range(self._group.size())
-        ]
+    def _entry_bytes(self) -> int:
+        values = self._own.values()
+        return 8 * self._own.sparse_dim() + values.element_size() * values[:1].shape[1:].numel()
 
     def result(self) -> Tensor:
         """The sum, coalesced; to be called when what `exchange` returned has ended."""
-        indices = self._joined(self._indices, self._own.indices().t())
-        values = self._joined(self._values, self._own.values())
+        own, indices, values = self._own, [], []
+        for wire, length in zip(self._received, self._lengths, strict=False):
+            cut = 8 * own.sparse_dim() * length
+            end = self._entry_bytes() * length
+            indices.append(wire[:cut].view(torch.int64).view(length, own.sparse_dim()))
+            values.append(
+                wire[cut:end].clone().view(own.dtype).view(length, *own.values().shape[1:])
+            )
+        if not indices:
+            return own
         total = torch.sparse_coo_tensor(
-            indices.t(), values, self._own.shape, check_invariants=False
+            torch.cat(indices).t(), torch.cat(values), own.shape, check_invariants=False
         )
         return total.coalesce()
-
-    def _joined(self, received: list[Tensor], like: Tensor) -> Tensor:
-        rest = like.shape[1:]
-        parts = [
-            wire.view(like.dtype).view(-1, *rest)[:length] if length else like.new_empty((0, *rest))
-            for wire, length in zip(received, self._lengths, strict=True)
-        ]
-        return torch.cat(parts)
 
 
 def _all_gather(received: list[Tensor], own: Tensor, group: ProcessGroup) -> Work:
