@@ -87,7 +87,8 @@ class Bucket(ABC):
 
     def missing(self) -> list[int]:
         """Members whose gradient is neither there nor known to be absent."""
-        return [m for m in self.members if m not in self.arrived and m not in self.absent]
+        known = self.absent.union(self.arrived)
+        return [m for m in self.members if m not in known]
 
     def surplus(self) -> list[str]:
         """Names of parameters whose gradient arrived more often than expected."""

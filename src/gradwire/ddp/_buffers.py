@@ -15,7 +15,7 @@ from gradwire.errors import ArgumentTypeError
 __all__ = ["BufferHook", "Buffers"]
 
 BufferHook = Callable[[dict[str, Tensor], ProcessGroup], Any]
-"""Changes buffers, by name, in place; may return futures, which the end of backward waits for."""
+"""Changes buffers, by name, in place; may return a future or several, which are waited for."""
 
 
 class Buffers:
@@ -55,13 +55,16 @@ class Buffers:
             raise ArgumentTypeError(f"hook is {hook!r}: pass a callable hook(buffers, group)")
         self.hook, self.after_forward = hook, after_forward
 
-    def sync(self, group: ProcessGroup, *, root: int = 0) -> Any:
-        """Makes the buffers alike on all ranks; what the hook returned."""
+    def sync(self, group: ProcessGroup, *, root: int = 0) -> None:
+        """Makes the buffers alike on all ranks."""
         named = self.named()
         buffers = tuple(named.values())
         # a graph that awaits its backward may have saved them: the module updates them too
         with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(buffers):
-            if self.hook is not None:
-                return self.hook(named, group)
-            broadcast_coalesced(group, buffers, group_src=root)
-            return None
+            if self.hook is None:
+                broadcast_coalesced(group, buffers, group_src=root)
+                return
+            returned = self.hook(named, group)
+            for future in returned if isinstance(returned, list | tuple) else (returned,):
+                if isinstance(future, torch._C.Future):
+                    future.wait()

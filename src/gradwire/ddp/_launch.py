@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import AllreduceOptions, ProcessGroup, Work
+from torch.distributed import AllreduceOptions, BroadcastOptions, ProcessGroup, Work
 
 from gradwire.ddp._bucket import Bucket
 from gradwire.ddp._flight import Flight, Launched
-from gradwire.ddp._ledger import LedgerMode, all_reduce_entry
+from gradwire.ddp._group import cpu_capable, message_device
+from gradwire.ddp._ledger import Entry, LedgerMode, all_reduce_entry, broadcast_entry
 from gradwire.ddp._recovery import Recovery
 from gradwire.ddp._sparse import SparseBucket
 from gradwire.ddp._wait import translate, wait_future, wait_work
@@ -95,7 +96,28 @@ class Launcher:
             self._recovery.hook_failed(error, launched.bucket.what)
         return reduced if self.correction == 1.0 else reduced * self.correction
 
-    def wait(self, work: Work, what: str, *, on_cpu: bool) -> None:
+    def agree(self, numbers: Sequence[int]) -> list[int]:
+        """Rank 0's numbers."""
+        device = message_device(self._group)
+        agreed = torch.tensor(numbers, dtype=torch.int64, device=device)
+        options = BroadcastOptions()
+        options.rootRank = 0
+        self._send_small(self._group.broadcast([agreed], options), broadcast_entry(agreed, root=0))
+        return agreed.tolist()
+
+    def add_up(self, flags: Tensor) -> Tensor:
+        """The sum over ranks of a small tensor."""
+        flags = flags.to(message_device(self._group))
+        work = self._group.allreduce([flags], AllreduceOptions())
+        self._send_small(work, all_reduce_entry(flags))
+        return flags
+
+    def _send_small(self, work: Work, entry: Entry) -> None:
+        self._flight.extra.append(work)
+        self._flight.ledger.add(entry)
+        self._wait_work(work, "what ranks agree on", on_cpu=cpu_capable(self._group))
+
+    def _wait_work(self, work: Work, what: str, *, on_cpu: bool) -> None:
         """Waits for a work handle; an engine's failure ends the group's use."""
         if error := wait_work(work, self._recovery.look, on_cpu=on_cpu):
             self._recovery.give_up(translate(error, what), error)
@@ -103,7 +125,7 @@ class Launcher:
     def _wait(self, works: Sequence[Work], bucket: Bucket) -> None:
         on_cpu = bucket.parameters[0].device.type == "cpu"
         for work in works:
-            self.wait(work, bucket.what, on_cpu=on_cpu)
+            self._wait_work(work, bucket.what, on_cpu=on_cpu)
 
     def gather(self, bucket: Bucket) -> None:
         """Makes a full bucket ready to be sent."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from itertools import chain, repeat
 from time import perf_counter_ns
 
 from gradwire.ddp._bucket import Bucket
@@ -87,9 +87,9 @@ class Clock:
         }
         return {name: max(0, end - start) / 1e9 for name, (start, end) in spans.items()}
 
-    def buckets(self, buckets: Sequence[Bucket]) -> tuple[BucketLog, ...]:
+    def buckets(self, buckets: Iterable[Bucket]) -> tuple[BucketLog, ...]:
         """The buckets with the time that the last step waited for each."""
         return tuple(
-            BucketLog(tuple(b.names), sum(p.nbytes for p in b.parameters), (wait or 0) / 1e9)
-            for b, wait in zip_longest(buckets, self.waits[: len(buckets)])
+            BucketLog(tuple(b.names), sum(p.nbytes for p in b.parameters), wait / 1e9)
+            for b, wait in zip(buckets, chain(self.waits, repeat(0)), strict=False)
         )

@@ -12,9 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import AllreduceOptions, ProcessGroup, Work
-
-from gradwire.ddp._group import message_device
 
 __all__ = ["Usage"]
 
@@ -23,14 +20,11 @@ class Usage:
     """What one rank uses, and what all do.
 
     Args:
-        count: How many parameters there are.
-        nodes: The node of each that accumulates its gradient.
-        group: The group.
+        nodes: For each parameter, the node that accumulates its gradient.
         find_unused: Ask in each backward.
         static: Ask in the first one and rely on it.
 
     Attributes:
-        group: The group; may be replaced.
         touched: Parameters that got a gradient since the last reduction, in `no_sync` too.
         counts: In a static graph, from its first backward on: how often each gradient arrives.
         unused: Parameters that no rank used, as far as is known.
@@ -38,19 +32,16 @@ class Usage:
 
     def __init__(
         self,
-        count: int,
         nodes: Sequence[Any],
-        group: ProcessGroup,
         *,
         find_unused: bool,
         static: bool,
     ) -> None:
-        self._count, self._nodes, self.group = count, nodes, group
+        self._count, self._nodes = len(nodes), nodes
         self.find_unused, self.static = find_unused and not static, static
         self.touched: set[int] = set()
         self.counts: dict[int, int] = {}
         self.unused: frozenset[int] = frozenset()
-        self._sums: Tensor | None = None
 
     @property
     def recording(self) -> bool:
@@ -84,19 +75,15 @@ class Usage:
         self.counts = {}
         self.unused = frozenset()
         self.touched.clear()
-        self._sums = None
 
-    def send(self, used: Iterable[int]) -> tuple[Tensor, Work]:
-        """Begins to add up what the ranks used."""
+    def flags(self, used: Iterable[int]) -> Tensor:
+        """One for each parameter that this rank used since the last reduction."""
         mine = torch.zeros(self._count, dtype=torch.int32)
         if indices := list({*used, *self.touched}):
             mine[indices] = 1
-        self._sums = mine.to(message_device(self.group))
-        return self._sums, self.group.allreduce([self._sums], AllreduceOptions())
+        return mine
 
-    def receive(self) -> None:
-        """Takes what `send` has added up, once that has ended."""
-        assert self._sums is not None
-        self.unused = frozenset((self._sums == 0).nonzero().flatten().tolist())
-        self._sums = None
+    def receive(self, sums: Tensor) -> None:
+        """Takes the sum over ranks of their flags."""
+        self.unused = frozenset((sums == 0).nonzero().flatten().tolist())
         self.touched.clear()

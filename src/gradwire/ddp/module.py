@@ -226,13 +226,13 @@ class DistributedDataParallel(nn.Module, Joinable):
         buffers = self._buffers_synced
         if self._syncs_buffers() and not buffers.after_forward:
             root = 0 if plans is None else agree_on_rank(self._group, candidate=True)
-            self._sync_buffers(root)
+            self._buffers_synced.sync(self._group, root=root)
         buffers.stale = self.require_forward_param_sync = syncing
 
     def _after(self, output: Any, syncing: bool) -> None:
         """What ranks do together after a forward."""
         if self._buffers_synced.after_forward and syncing and self._syncs_buffers():
-            self._sync_buffers()
+            self._buffers_synced.sync(self._group)
         if syncing:
             self.reducer.expect(tensors_in(output))
 
@@ -242,11 +242,6 @@ class DistributedDataParallel(nn.Module, Joinable):
     def _syncs_buffers(self) -> bool:
         wanted = self.broadcast_buffers and self.require_forward_param_sync
         return wanted and self._buffers_synced.stale and bool(self._buffers_synced)
-
-    def _sync_buffers(self, root: int = 0) -> None:
-        returned = self._buffers_synced.sync(self._group, root=root)
-        futures = returned if isinstance(returned, list | tuple) else [returned]
-        self.reducer.wait_for(f for f in futures if isinstance(f, torch._C.Future))
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -296,8 +291,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         """Let `hook(buffers, group)` make buffers alike, instead of a broadcast from rank 0.
 
         Args:
-            hook: Gets the buffers by name and changes them in place. Futures that it returns are
-                waited for at the end of the next backward.
+            hook: Gets the buffers by name and changes them in place. A future that it returns, or
+                a list of them, is waited for.
             after_forward: Call it after each training forward, instead of before each forward.
 
         Raises:

@@ -8,7 +8,6 @@ buckets or overlap.
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Collection, Iterable, Sequence
 from functools import partial
@@ -17,22 +16,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import BroadcastOptions, ProcessGroup
+from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from gradwire.ddp._bucket import Bucket, Member
+from gradwire.ddp._bucket import Bucket
+from gradwire.ddp._bucket_set import BucketSet
 from gradwire.ddp._flight import Flight, Launched
-from gradwire.ddp._group import check_group, message_device
-from gradwire.ddp._hook_state import Part, rekey, replace_group
+from gradwire.ddp._group import check_group
+from gradwire.ddp._hook_state import Part, replace_group
 from gradwire.ddp._in_backward import step_and_clear, take_over
 from gradwire.ddp._launch import Launcher
-from gradwire.ddp._ledger import all_reduce_entry, broadcast_entry
 from gradwire.ddp._log import Clock, LoggingData
 from gradwire.ddp._planning import BucketLayout, Planner, check_layout
 from gradwire.ddp._recovery import Recovery
-from gradwire.ddp._sparse import SparseBucket
 from gradwire.ddp._usage import Usage
-from gradwire.ddp._wait import wait_future
 from gradwire.errors import ArgumentError, NotSupportedError, ReductionError
 from gradwire.gradients import CommHook, check_hook, name_of
 
@@ -112,20 +109,12 @@ class Reducer:
         )
         # the nodes that accumulate gradients: their hooks run after all hooks of the parameters
         self._nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in self._parameters]
-        self._usage = Usage(
-            len(parameters),
-            self._nodes,
-            group,
-            find_unused=find_unused_parameters,
-            static=static_graph,
-        )
+        self._usage = Usage(self._nodes, find_unused=find_unused_parameters, static=static_graph)
         self._connect()
-        self._buckets: list[Bucket] = []
-        self._bucket_of: list[Bucket] = []
+        self._buckets = BucketSet(self._planner)
         self._armed = self._repeated = self._callback_queued = False
         self._ended_short = self._reduced_once = self._may_repeat = False
         self._clock = Clock()
-        self._futures: list[torch._C.Future[Any]] = []
         self._unused_here: tuple[str, ...] = ()
         self._optimized: list[Parameter] = []
         self._order: list[int] | None = []
@@ -150,9 +139,7 @@ class Reducer:
         """
         self._launcher.hook = None if hook is None else check_hook(hook)
         self._launcher.state = state
-        self._order = [] if self._order is None else self._order
-        self._armed = False
-        self._make_buckets([i for b in self._buckets for i in b.members])
+        self._plan_anew([i for b in self._buckets for i in b.members])
 
     @property
     def buckets(self) -> list[list[str]]:
@@ -171,7 +158,7 @@ class Reducer:
             BrokenGroupError: The group cannot be used again after an earlier error.
         """
         self._recovery.raise_waiting()
-        if self._armed and (self._flight.launched or any(b.arrived for b in self._buckets)):
+        if self._armed and (self._flight.launched or not self._buckets.untouched):
             self._end_unfinished()
         if not self._flight.step:
             self._optimized = take_over(self._parameters)
@@ -186,9 +173,7 @@ class Reducer:
     def _arm(self) -> None:
         self._armed = self._may_repeat = True
         if self._usage.recording:
-            for bucket in self._buckets:
-                bucket.defer()
-                bucket.expected = math.inf  # who knows what will come
+            self._buckets.defer(until_the_end=True)
 
     def _divide_by(self, ranks: int) -> None:
         ratio = self._group.size() / ranks
@@ -206,10 +191,6 @@ class Reducer:
         for tensor in outputs:
             if tensor.requires_grad and tensor.grad_fn is not None:
                 tensor.register_hook(partial(_on_output, weakref.ref(self)))
-
-    def wait_for(self, futures: Iterable[torch._C.Future[Any]]) -> None:
-        """Let the next backward that is reduced end only when these have completed."""
-        self._futures += futures
 
     def shadow(self) -> None:
         """Take part in the other ranks' backward with zeros, after `prepare`."""
@@ -238,7 +219,6 @@ class Reducer:
         old, self._group = self._group, check_group(group)
         hook, state = self._launcher.hook, replace_group(self._launcher.state, old, group)
         self._planner.group = group
-        self._usage.group = group
         self._connect()
         self._launcher.hook, self._launcher.state = hook, state
         self._start_over()
@@ -280,10 +260,7 @@ class Reducer:
     @property
     def layout(self) -> list[list[Part]]:
         """The buckets' parameters, with their sizes."""
-        return [
-            [Part(n, p.numel()) for n, p in zip(b.names, b.parameters, strict=True)]
-            for b in self._buckets
-        ]
+        return self._buckets.layout
 
     def set_layout(self, names: Sequence[Sequence[str]]) -> None:
         """Make the buckets so, from the next `prepare` on, and let them stay.
@@ -293,44 +270,27 @@ class Reducer:
         """
         named = list(zip(self._names, self._parameters, strict=True))
         self._planner.layout = check_layout(lambda _: names, named)
-        self._order = None
-        self._armed = False
-        self._make_buckets(self._planner.first_order())
+        self._plan_anew(self._planner.first_order())
 
     # -- buckets ---------------------------------------------------------------------------
 
+    def _plan_anew(self, order: Sequence[int]) -> None:
+        """Buckets for parameters that become ready in this order, until it is known better."""
+        self._order, self._reduced_once, self._armed = [], False, False
+        self._make_buckets(order)
+
     def _make_buckets(self, order: Sequence[int]) -> None:
-        """Plans and makes the buckets for parameters that become ready in this order."""
-        before = self.layout if self._launcher.state is not None else []
-        self._bucket_of = self._buckets = []  # the old buckets' memory is free from here on
         self._planner.counts = self._usage.counts
-        self._buckets = self._planner.make(order, with_hook=self._launcher.hook is not None)
-        if before:
-            rekey(self._launcher.state, before, self.layout)
-        # what a static graph does not use is in no bucket: an arrival there is surplus
-        self._bucket_of = [
-            SparseBucket(Member(i, self._names[i], p, count=0), 1.0)
-            for i, p in enumerate(self._parameters)
-        ]
-        for bucket in self._buckets:
-            for i in bucket.members:
-                self._bucket_of[i] = bucket
+        launcher = self._launcher
+        self._buckets.make(order, with_hook=launcher.hook is not None, state=launcher.state)
 
     def _rebuild(self, order: Sequence[int]) -> None:
         """Makes the buckets anew in the order in which rank 0's gradients became ready."""
-        full = list(dict.fromkeys([*order, *self._planner.first_order()]))
-        device = message_device(self._group)
-        agreed = torch.tensor(full, dtype=torch.int64, device=device)
-        options = BroadcastOptions()
-        options.rootRank = 0
-        work = self._group.broadcast([agreed], options)
-        self._flight.extra.append(work)
-        self._flight.ledger.add(broadcast_entry(agreed, root=0))
-        self._launcher.wait(work, "the order of the buckets", on_cpu=device.type == "cpu")
+        agreed = self._launcher.agree([*dict.fromkeys([*order, *self._planner.first_order()])])
         self._reset()
         self._order = None
         never = self._usage.unused if self._usage.static else frozenset()
-        self._make_buckets([i for i in agreed.tolist() if i not in never])
+        self._make_buckets([i for i in agreed if i not in never])
 
     # -- backward --------------------------------------------------------------------------
 
@@ -341,11 +301,9 @@ class Reducer:
         self._callback_queued = True
         self._clock.backward = self._clock.backward or perf_counter_ns()
         if torch.is_grad_enabled():
-            for bucket in self._buckets:
-                bucket.defer(with_graph=True)
-        if self._usage.find_unused and (absent := self._usage.absent()):
-            for bucket in self._buckets:
-                bucket.leave_out(m for m in absent if self._bucket_of[m] is bucket)
+            self._buckets.defer(with_graph=True)
+        if self._usage.find_unused:
+            self._buckets.leave_out(self._usage.absent())
 
     def _on_full(self, bucket: Bucket) -> None:
         if surplus := bucket.surplus():
@@ -383,8 +341,8 @@ class Reducer:
         self._callback_queued = False
         if not self._armed:
             return
-        if not any(b.arrived for b in self._buckets):  # gradients of other things than parameters
-            self._reset_buckets()
+        if self._buckets.untouched:  # gradients of other things than parameters
+            self._buckets.reset()
             if self._repeated:
                 self._armed = False
             else:
@@ -401,33 +359,25 @@ class Reducer:
 
     def _leave_out_missing(self) -> None:
         """What did not come, and was free not to, is absent."""
-        missing = [i for bucket in self._buckets for i in bucket.missing() if not bucket.full]
         if self._usage.recording:
-            missing = [i for bucket in self._buckets for i in bucket.missing()]
-        elif not self._usage.find_unused and any(
-            self._parameters[i].requires_grad for i in missing
-        ):
-            return
-        for bucket in self._buckets:
-            bucket.leave_out(i for i in missing if self._bucket_of[i] is bucket)
-            if self._usage.recording:
-                bucket.expected = 0
+            self._buckets.complete()
+        elif missing := self._buckets.missing():
+            needed = (i for i in missing if self._parameters[i].requires_grad)
+            if self._usage.find_unused or not any(True for _ in needed):
+                self._buckets.leave_out(missing)
 
     def _finish(self) -> None:
         """Waits for the buckets and hands the gradients what came back."""
-        absent = {i for bucket in self._buckets for i in bucket.absent}
+        absent = self._buckets.absent()
         untouched = {i for i in absent if not self._parameters[i].requires_grad}
         if self._usage.tolerant:
-            self._exchange_usage({i for b in self._buckets for i in b.arrived})
+            self._exchange_usage(self._buckets.arrived())
             untouched |= self._usage.unused
         results = []
         for launched in self._flight.launched:
             since = perf_counter_ns()
             results.append(self._launcher.result(launched))
             self._clock.waits.append(perf_counter_ns() - since)
-        for future in self._futures:
-            wait_future(future, self._recovery.look)
-        self._futures.clear()
         if self._launcher.hook is not None:
             self._recovery.vote()  # gradients change on all ranks or on none
         for launched, reduced in zip(self._flight.launched, results, strict=True):
@@ -438,15 +388,11 @@ class Reducer:
         self._unused_here = tuple(self._names[i] for i in sorted(absent))
         self._clock.finished = perf_counter_ns()
         if self._usage.recording:
-            self._usage.record([i for b in self._buckets for i in b.arrived])
+            self._usage.record(self._buckets.arrived())
         self._reset()
 
-    def _exchange_usage(self, used: Collection[int]) -> None:
-        sums, work = self._usage.send(used)
-        self._flight.extra.append(work)
-        self._flight.ledger.add(all_reduce_entry(sums))
-        self._launcher.wait(work, "the use of parameters", on_cpu=sums.device.type == "cpu")
-        self._usage.receive()
+    def _exchange_usage(self, used: Iterable[int]) -> None:
+        self._usage.receive(self._launcher.add_up(self._usage.flags(used)))
 
     # -- the state between backwards -------------------------------------------------------
 
@@ -458,7 +404,7 @@ class Reducer:
         if not self._ended_short:
             self._recovery.interrupted()
             return
-        lacking = [self._names[i] for i in sorted(i for b in self._buckets for i in b.missing())]
+        lacking = [self._names[i] for i in sorted(self._buckets.missing())]
         self._recovery.fail(
             ReductionError(
                 f"parameters {lacking} got no gradient in the backward before, so that nothing "
@@ -474,18 +420,13 @@ class Reducer:
         self._flight.clear()
         if self._order is not None and not self._reduced_once:
             self._order.clear()
-        self._reset_buckets()
-
-    def _reset_buckets(self) -> None:
-        for bucket in self._buckets:
-            bucket.reset()
+        self._buckets.reset()
 
     def _start_over(self) -> None:
         """As after construction: ranks may have been at different bucket plans."""
         self._reset()
-        self._order, self._reduced_once = [], False
         self._usage.forget()
-        self._make_buckets(self._planner.first_order())
+        self._plan_anew(self._planner.first_order())
 
 
 def _on_output(reference: weakref.ref[Reducer], _: Tensor) -> None:
@@ -520,7 +461,7 @@ def _on_gradient(
         reducer._begin()
     if reducer._order is not None:
         reducer._order.append(index)
-    bucket = reducer._bucket_of[index]
+    bucket = reducer._buckets.of[index]
     bucket.arrived.append(index)
     if index in bucket.early:
         try:

@@ -1,0 +1,169 @@
+"""Random models, trained for five steps, get the gradients of one process on the whole batch."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from gradwire.ddp import DistributedDataParallel
+from gradwire.testing import run_ranks
+
+STEPS, WIDTH, BATCH = 5, 6, 3
+
+
+@dataclass(frozen=True)
+class Block:
+    """A piece of a model.
+
+    Attributes:
+        kind: What it computes.
+        width: Of its hidden layer.
+        dtype: In which it computes.
+        share: Use the first block's layer of the same kind.
+        skip: Steps in which a forward leaves it out, on the ranks below `ranks`.
+        ranks: See there.
+        recompute: Whether it is checkpointed.
+        inner: A block inside this one.
+    """
+
+    kind: str
+    width: int
+    dtype: str
+    share: bool
+    skip: frozenset[int]
+    ranks: int
+    recompute: bool
+    inner: Block | None
+
+
+def blocks(depth=2):
+    return st.builds(
+        Block,
+        kind=st.sampled_from(["linear", "norm", "conv", "embedding", "scale"]),
+        width=st.sampled_from([1, 5, 40, 300]),
+        dtype=st.sampled_from(["float32", "float64"]),
+        share=st.booleans(),
+        skip=st.frozensets(st.integers(0, STEPS - 1), max_size=2),
+        ranks=st.integers(1, 3),
+        recompute=st.booleans(),
+        inner=st.none() | blocks(depth - 1) if depth else st.none(),
+    )
+
+
+class Layer(nn.Module):
+    """One block, and what it holds inside."""
+
+    def __init__(self, block, shared):
+        super().__init__()
+        self.block = block
+        dtype = getattr(torch, block.dtype)
+        key = (block.kind, block.width, block.dtype)
+        self.core = shared[key] if block.share and key in shared else core(block, dtype)
+        shared.setdefault(key, self.core)
+        self.spare = nn.Parameter(torch.zeros(3, dtype=dtype))  # never used
+        self.inner = None if block.inner is None else Layer(block.inner, shared)
+
+    def forward(self, x, step, rank):
+        if step in self.block.skip and rank < self.block.ranks:
+            return x
+        if self.block.recompute:
+            x = checkpoint(self.compute, x, use_reentrant=False)
+        else:
+            x = self.compute(x)
+        return x if self.inner is None else self.inner(x, step, rank)
+
+    def compute(self, x):
+        y = x.to(getattr(torch, self.block.dtype))
+        if self.block.kind == "embedding":
+            return x + self.core((x.detach() * 7).long().clamp(0, 9).sum(1) % 10).to(x.dtype)
+        if self.block.kind == "conv":
+            return x + self.core(y[:, None]).mean(1).to(x.dtype)
+        if self.block.kind == "scale":
+            return x * (1 + self.core["s"]).to(x.dtype)
+        return x + self.core(y).tanh().to(x.dtype)
+
+
+def core(block, dtype):
+    if block.kind == "linear":
+        return nn.Sequential(
+            nn.Linear(WIDTH, block.width, dtype=dtype), nn.Linear(block.width, WIDTH, dtype=dtype)
+        )
+    if block.kind == "norm":
+        return nn.LayerNorm(WIDTH, dtype=dtype)
+    if block.kind == "conv":
+        return nn.Conv1d(1, block.width, 3, padding=1, dtype=dtype)
+    if block.kind == "embedding":
+        return nn.Embedding(10, WIDTH, dtype=dtype, sparse=block.width == 1)
+    return nn.ParameterDict({"s": nn.Parameter(torch.tensor(0.1, dtype=dtype))})
+
+
+class Model(nn.Module):
+    def __init__(self, plan):
+        super().__init__()
+        torch.manual_seed(0)
+        shared = {}
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(Layer(block, shared) for block in plan)
+
+    def forward(self, x, step, rank):
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x, step, rank)
+        return x
+
+
+def train(plan, options):
+    """Five steps of ours, held against one process that computes every rank's part."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    net = DistributedDataParallel(Model(plan), find_unused_parameters=True, **options)
+    alone = copy.deepcopy(net.module)
+    generator = torch.Generator().manual_seed(1)
+    for step in range(STEPS):
+        batch = torch.randn(size, BATCH, WIDTH, generator=generator)
+        for model in (net, alone):
+            model.zero_grad()
+        net(batch[rank], step, rank).square().mean().backward()
+        losses = [alone(batch[r], step, r).square().mean() for r in range(size)]
+        (sum(losses) / size).backward()
+        with torch.no_grad():
+            for (n, p), q in zip(net.module.named_parameters(), alone.parameters(), strict=True):
+                assert (p.grad is None) == (q.grad is None), (step, n)
+                if p.grad is None:
+                    continue
+                got, want = p.grad.to_dense(), q.grad.to_dense()
+                scale = max(1e-6, want.abs().max().item())
+                torch.testing.assert_close(got / scale, want / scale, rtol=1e-4, atol=1e-4, msg=n)
+                for w in (p, q):
+                    w -= 0.1 * want / max(1.0, scale)
+    return True
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(("world_size", "backend"), [(2, "gloo"), (3, "gloo"), (2, "shm")])
+def test_random_models(world_size, backend):
+    @settings(
+        max_examples=30,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(
+        plan=st.lists(blocks(), min_size=1, max_size=5),
+        view=st.booleans(),
+        cap=st.sampled_from([None, 1e-4, 1e-2]),
+    )
+    def run(plan, view, cap):
+        options = {"gradient_as_bucket_view": view, "bucket_cap_mb": cap}
+        assert all(run_ranks(train, world_size, args=(plan, options), backend=backend))
+
+    run()
