@@ -309,6 +309,33 @@ def test_an_exception_in_backward_on_one_rank(cap):
     run_ranks(main, 3)
 
 
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}])
+def test_an_exception_before_any_gradient(options):
+    """The other ranks have sent theirs: they must not be taken for those of the next step."""
+
+    class Top(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers, self.sprung = mlp(), False
+
+        def forward(self, x):
+            x = self.layers(x)
+            return Trap.apply(x) if self.sprung else x
+
+    def main():
+        net = DistributedDataParallel(Top(), **options)
+        for _ in range(2):
+            assert_good_step(net)
+            net.module.sprung = dist.get_rank() == 1
+            kind = ArithmeticError if net.module.sprung else PeerFailedError
+            with pytest.raises(kind):
+                step(net)
+            net.module.sprung = False
+            assert_good_step(net)
+
+    run_ranks(main, 2)
+
+
 class Branch(nn.Module):
     """Leaves its second layer out on request."""
 

@@ -66,30 +66,35 @@ class DistributedDataParallel(nn.Module, Joinable):
         process_group: The ranks; None means the default group.
         bucket_cap_mb: MiB in a bucket; None means 25, after a first bucket of 1 on accelerators
             and with a communication hook.
-        find_unused_parameters: Not supported yet.
+        find_unused_parameters: Parameters may be left out of a forward, on some ranks or on all.
+            What no rank uses keeps its `.grad`; one small message more a step.
         check_reduction: Of no effect.
         gradient_as_bucket_view: Let gradients be views of their buckets: one copy less, and less
             memory; `detach_()` on them is then an error.
-        static_graph: Not supported yet.
-        delay_all_reduce_named_params: Not supported yet.
-        param_to_hook_all_reduce: Not supported yet.
-        mixed_precision: Not supported yet; autocast works.
+        static_graph: Every forward uses the same parameters, equally often, as the first one:
+            for reentrant checkpoints of shared layers, and for unused parameters at no cost.
+        delay_all_reduce_named_params: Names and parameters that are reduced together, after all
+            others.
+        param_to_hook_all_reduce: Given with `delay_all_reduce_named_params`, as torch asks for it;
+            of no effect.
+        mixed_precision: A `gradwire.ddp.MixedPrecision`, or torch's of the same fields.
         device_mesh: A one-dimensional mesh, instead of `process_group`.
-        skip_all_reduce_unused_params: Not supported yet.
+        skip_all_reduce_unused_params: With `find_unused_parameters`: send nothing for a bucket
+            that is unused; the same ones must be unused on every rank.
         bucket_cap_mb_list: MiB in the first bucket, in the second, …; the last repeats.
         batched_grad_copy: Of no effect: gradients are always copied with one call a bucket.
         forward_sync_buffers: As `broadcast_buffers`, but buffers start as rank 0's in any case.
+        bucket_layout: A function from names and parameters to the names in each bucket, in the
+            order of launch; the same on every rank. Caps are then of no effect.
 
     Attributes:
         module: The wrapped module.
-        process_group: The group.
         reducer: What communicates the gradients.
 
     Raises:
         ArgumentError: An argument cannot be used, or nothing requires a gradient.
         ArgumentTypeError: `module` is no module, or `process_group` no group.
         MismatchError: The ranks' models differ: raised on every rank, naming the parameter.
-        NotSupportedError: An argument asks for what is not there yet.
 
     Example:
         Each rank has its own input; the gradients are the mean on both.

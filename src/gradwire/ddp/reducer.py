@@ -158,7 +158,7 @@ class Reducer:
             BrokenGroupError: The group cannot be used again after an earlier error.
         """
         self._recovery.raise_waiting()
-        if self._armed and (self._flight.launched or not self._buckets.untouched):
+        if self._armed and (self._callback_queued or not self._buckets.untouched):
             self._end_unfinished()
         if not self._flight.step:
             self._optimized = take_over(self._parameters)

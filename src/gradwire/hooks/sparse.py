@@ -52,8 +52,9 @@ class SparseSum:
             return None
         wire = torch.zeros(size, dtype=torch.uint8, device=self._own.device)
         at = 0
-        for part in (self._own.indices().t().contiguous(), self._own.values().contiguous()):
-            wire[at : at + part.nbytes] = part.view(-1).view(torch.uint8)
+        for part in (self._own.indices().t(), self._own.values()):
+            flat = part.reshape(-1).clone(memory_format=torch.contiguous_format)
+            wire[at : at + part.nbytes] = flat.view(torch.uint8)
             at += part.nbytes
         self._received = [torch.empty_like(wire) for _ in range(self._group.size())]
         return _all_gather(self._received, wire, self._group)
