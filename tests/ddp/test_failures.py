@@ -408,7 +408,7 @@ def test_a_failure_one_step_ahead_is_told_a_step_later():
             net.module.sprung = False
             assert_good_step(net)  # rings, and meets rank 1 in its step 3
         else:
-            alarm = net.reducer._recovery._alarm
+            alarm = net.reducer._backward.recovery._alarm
 
             def held(work, look, *, on_cpu):
                 while not alarm.rung():

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.algorithms.join import Join, Joinable
+from torch.distributed.algorithms.join import Joinable
 from torch.nn import Parameter
 
 from gradwire.ddp._arguments import (
@@ -24,12 +23,12 @@ from gradwire.ddp._arguments import (
 )
 from gradwire.ddp._buffers import BufferHook, Buffers
 from gradwire.ddp._group import check_group
-from gradwire.ddp._hook_state import load_state, save_state
-from gradwire.ddp._join import Plans, ShadowHook, agree_on_rank, exchange_plans
+from gradwire.ddp._join import Plans, Uneven, agree_on_rank
 from gradwire.ddp._log import LoggingData
 from gradwire.ddp._outputs import map_tensors, tensors_in
 from gradwire.ddp._planning import BucketLayout
 from gradwire.ddp._precision import Precision, resolve_precision
+from gradwire.ddp._saving import Saving
 from gradwire.ddp._verify import describe, verify_same
 from gradwire.ddp._watch import Watch
 from gradwire.ddp.broadcast import broadcast_coalesced
@@ -39,10 +38,8 @@ from gradwire.hooks import by_name
 
 __all__ = ["DistributedDataParallel"]
 
-HOOK_STATE = "_comm_hook_state"
 
-
-class DistributedDataParallel(nn.Module, Joinable):
+class DistributedDataParallel(Uneven, Saving):
     """Wraps a module so that each backward averages its gradients over ranks.
 
     Every rank holds a replica and its own batch. Parameters and buffers start as rank 0's. After
@@ -348,117 +345,6 @@ class DistributedDataParallel(nn.Module, Joinable):
     def logging_data(self) -> LoggingData:
         """Buckets, unused parameters and times, as of the last step that reduced gradients."""
         return self.reducer.logging_data()
-
-    # -- uneven inputs ---------------------------------------------------------------------
-
-    def join(
-        self,
-        divide_by_initial_world_size: bool = True,
-        enable: bool = True,
-        throw_on_early_termination: bool = False,
-    ) -> Join:
-        """A context in which ranks may have different numbers of batches.
-
-        A rank that has run out takes part in the others' steps with zeros, and ends with the
-        parameters of a rank that took part in all.
-
-        Args:
-            divide_by_initial_world_size: Divide sums by W; if not, by the number of ranks that
-                still have input, also where a hook divides by W itself.
-            enable: Whether the context does anything.
-            throw_on_early_termination: Raise RuntimeError on all ranks when one has run out.
-
-        Example:
-            >>> from gradwire.testing import run_ranks
-            >>> def main():
-            ...     net = DistributedDataParallel(nn.Linear(1, 1, bias=False))
-            ...     gradients = []
-            ...     with net.join(divide_by_initial_world_size=False):
-            ...         for _ in range(1 + dist.get_rank()):
-            ...             net.zero_grad()
-            ...             net(torch.tensor([[1.0 + dist.get_rank()]])).sum().backward()
-            ...             gradients.append(net.module.weight.grad.item())
-            ...     return gradients
-            >>> run_ranks(main, world_size=2)
-            [[1.5], [1.5, 2.0]]
-        """
-        return Join(
-            [self],
-            enable,
-            throw_on_early_termination,
-            divide_by_initial_world_size=divide_by_initial_world_size,
-        )
-
-    def join_hook(self, **kwargs: Any) -> ShadowHook:
-        """What `Join` runs on a rank that has run out."""
-        self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
-        return ShadowHook(self)
-
-    @property
-    def join_device(self) -> torch.device:
-        """Where `Join` puts its messages."""
-        return next(self.module.parameters()).device
-
-    @property
-    def join_process_group(self) -> ProcessGroup:
-        """The group that `Join` meets in."""
-        return self._group
-
-    def _tell_joined(self, syncing: bool) -> Plans:
-        Join.notify_join_context(self)
-        sync_buffers = self._syncs_buffers() and not self._buffers_synced.after_forward
-        return exchange_plans(self._group, active=True, reduce=syncing, sync_buffers=sync_buffers)
-
-    def _state_tensors(self) -> list[Tensor]:
-        """What is the same on all ranks: parameters, and buffers that are kept alike."""
-        named = self.module.named_parameters()
-        parameters = [p.detach() for n, p in named if n not in self.parameters_to_ignore]
-        buffers = self._buffers_synced.named().values() if self.broadcast_buffers else ()
-        return [*parameters, *buffers]
-
-    # -- saving and copying ----------------------------------------------------------------
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if saved := save_state(self._hook_state, self.reducer.layout):
-            destination[prefix + HOOK_STATE] = saved
-
-    def _load_from_state_dict(
-        self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any
-    ) -> None:
-        saved = state_dict.get(prefix + HOOK_STATE)
-        own = {k: v for k, v in state_dict.items() if k != prefix + HOOK_STATE}
-        super()._load_from_state_dict(own, prefix, *args, **kwargs)
-        if saved is not None:
-            if "layout" in saved:
-                self.reducer.set_layout(saved["layout"])
-            load_state(self._hook_state, saved, self.reducer.layout)
-
-    def __getstate__(self) -> dict[str, Any]:
-        state = self.__dict__.copy()
-        for name in ("reducer", "_watch", "_precision"):
-            del state[name]
-        state["_group"] = self._group.group_name
-        if isinstance(self._hook_state, ProcessGroup):
-            state["_hook_state"] = _GroupName(self._hook_state.group_name)
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._group = _group_named(state["_group"])
-        if isinstance(self._hook_state, _GroupName):
-            named = self._hook_state
-            self._hook_state = _group_named(named)
-        self._make_reducer()
-
-
-def _group_named(name: str) -> ProcessGroup:
-    group: ProcessGroup = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
-    return group
-
-
-class _GroupName(str):
-    """Stands for a process group in a pickle: its name, by which every rank knows it."""
 
 
 _before_uncompiled = torch._disable_dynamo(DistributedDataParallel._before)
