@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["NOT_HERE", "PRIVATE"]
+__all__ = ["PRIVATE"]
 
 PRIVATE = {
     "test_ddp_native_mixed_precision_ignored_params": "reads `_mp_param`, a private attribute that "
@@ -13,7 +13,7 @@ PRIVATE = {
     "test_ddp_control_flow_same_across_ranks": "reads `reducer._get_local_used_map()`",
     "test_ddp_control_flow_different_across_ranks": "reads `reducer._get_local_used_map()`",
     "test_different_graph_across_ranks": "asserts that buckets are not rebuilt with "
-    "find_unused_parameters; here they are, and the results are the same",
+    "find_unused_parameters; here they are, and the gradients are right",
     "test_ddp_build_debug_param_to_name_mapping": "calls `_build_params_for_reducer` and "
     "`_build_debug_param_to_name_mapping`, private helpers",
     "test_ddp_build_debug_param_to_name_mapping_requires_grad": "calls the same private helpers",
@@ -22,10 +22,3 @@ PRIVATE = {
     "raised, with the parameters' names",
 }
 """They pass with PyTorch's class and not with ours, because they look into its insides."""
-
-_MP = "PyTorch's mixed precision needs an accelerator's events; reads `_mp_param`"
-
-NOT_HERE = {
-    "test_ddp_apply_optim_in_backward": "PyTorch's optimizer in backward needs an accelerator",
-}
-"""They pass with neither class here."""

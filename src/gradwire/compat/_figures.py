@@ -18,7 +18,10 @@ C10_NAMES = {torch.float32: "float", torch.float64: "double"}
 def logging_dict(net: DistributedDataParallel) -> dict[str, str | int]:
     """Figures of a wrapped module and its last step; times in ns."""
     told = net.logging_data()
-    named = [(n, p) for n, p in net.module.named_parameters() if p.requires_grad]
+    ignored = net.parameters_to_ignore
+    named = [
+        (n, p) for n, p in net.module.named_parameters() if p.requires_grad and n not in ignored
+    ]
     numbers = {n: i for i, (n, _) in enumerate(named)}
     sizes = ", ".join(str(b.bytes) for b in told.buckets)
     dtypes = {C10_NAMES.get(p.dtype, str(p.dtype).removeprefix("torch.")) for _, p in named}
