@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -41,6 +42,20 @@ CASES = [
         models.transformer,
         (2, 64, 256),
         "step 0.95 to 1, exposed 0.8 to 1, memory 0.8",
+    ),
+    *(
+        Case(
+            f"1000 x linear 8, {name}",
+            partial(models.linear_layers, layers=1000, width=8),
+            (16, 8),
+            "step at most 1",
+            options=options,
+        )
+        for name, options in (
+            ("plain", {}),
+            ("find_unused_parameters", {"find_unused_parameters": True}),
+            ("static_graph", {"static_graph": True}),
+        )
     ),
 ]
 
