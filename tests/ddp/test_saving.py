@@ -105,32 +105,34 @@ def test_power_sgd_resumes_with_the_same_gradients(view):
     run_ranks(main, 2)
 
 
-def test_a_state_follows_its_parameters_into_other_buckets():
-    """After an error, or with a layout of the user's: PowerSGD's errors go along."""
+@pytest.mark.parametrize("change", ["layout", "refit", "copy", "pickle"])
+def test_a_state_follows_its_parameters_into_other_buckets(change):
+    """PowerSGD's errors go along, cut into the parameters' parts."""
+
+    def by_name(net):
+        parts = {}
+        for k, errors in net._hook_state.error_dict.items():
+            bucket = net.reducer.layout[k]
+            pieces = errors.split([part.numel for part in bucket])
+            parts.update({p.name: x.clone() for p, x in zip(bucket, pieces, strict=True)})
+        return parts
 
     def main():
         net = DistributedDataParallel(mlp(), bucket_cap_mb=1e-4)
-        state = power_sgd()
-        net.register_comm_hook(state, powerSGD_hook)
+        net.register_comm_hook(power_sgd(), powerSGD_hook)
         for number in range(5):
             step(net, None, number)
-
-        def by_name():
-            return {
-                part.name: piece.clone()
-                for k, errors in state.error_dict.items()
-                for part, piece in zip(
-                    net.reducer.layout[k],
-                    errors.split([p.numel for p in net.reducer.layout[k]]),
-                    strict=True,
-                )
-            }
-
-        before, names = by_name(), [n for n, _ in net.module.named_parameters()]
+        before, names = by_name(net), [n for n, _ in net.module.named_parameters()]
         net.reducer.set_layout([names[:1], names[1:5], names[5:]])
-        after = by_name()
+        if change == "refit":
+            net.refit()
+        elif change == "copy":
+            net = copy.deepcopy(net)
+        elif change == "pickle":
+            net = pickle.loads(pickle.dumps(net))
+        after = by_name(net)
+        assert len(before) == 6
         assert before.keys() == after.keys()
-        assert len(before) >= 6
         for name in before:
             assert torch.equal(before[name], after[name])
         for number in range(3):  # and it goes on

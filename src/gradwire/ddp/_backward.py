@@ -56,7 +56,7 @@ class Backward:
         self.optimized: Sequence[Parameter] = ()
         self.order: list[int] | None = []
         self.connect(planner.group)
-        self.make_buckets(planner.first_order())
+        self._make_buckets(planner.first_order())
 
     def connect(self, group: ProcessGroup) -> None:
         """Communicates over a group from now on, without a hook."""
@@ -208,16 +208,15 @@ class Backward:
             self.usage.record(range(len(self._parameters)))
         self._reset()
 
-    def plan_anew(self, order: Sequence[int]) -> None:
+    def plan_anew(self, order: Sequence[int], *, keep_state: bool = True) -> None:
         """Buckets for parameters that become ready in this order, until it is known better."""
         self.order, self.reduced_once, self.armed = [], False, False
-        self.make_buckets(order)
+        self._make_buckets(order, keep_state=keep_state)
 
-    def make_buckets(self, order: Sequence[int]) -> None:
-        """Buckets for parameters that become ready in this order."""
+    def _make_buckets(self, order: Sequence[int], *, keep_state: bool = True) -> None:
         self.planner.counts = self.usage.counts
-        launcher = self.launcher
-        self.buckets.make(order, with_hook=launcher.hook is not None, state=launcher.state)
+        state = self.launcher.state if keep_state else None
+        self.buckets.make(order, with_hook=self.launcher.hook is not None, state=state)
 
     def rebuild(self, order: Sequence[int]) -> None:
         """Makes the buckets anew in the order in which rank 0's gradients became ready."""
@@ -225,7 +224,7 @@ class Backward:
         self._reset()
         self.order = None
         never = self.usage.unused if self.usage.static else frozenset()
-        self.make_buckets([i for i in agreed if i not in never])
+        self._make_buckets([i for i in agreed if i not in never])
 
     def end_unfinished(self) -> None:
         """The backward before did not end: say why, or bring the other ranks out of it."""

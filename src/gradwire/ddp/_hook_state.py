@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 
 from gradwire.errors import ArgumentError
 
-__all__ = ["Part", "load_state", "rekey", "replace_group", "save_state"]
+__all__ = ["Layout", "Part", "load_state", "rekey", "replace_group", "save_state"]
 
 Layout = Sequence[Sequence["Part"]]
 """For each bucket, the parameters in it."""

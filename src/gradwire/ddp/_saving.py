@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from gradwire.ddp._hook_state import load_state, save_state
+from gradwire.ddp._hook_state import Layout, load_state, save_state
 from gradwire.ddp.reducer import Reducer
 
 __all__ = ["Saving"]
@@ -29,7 +29,7 @@ class Saving(nn.Module):
     _group: ProcessGroup
     _hook_state: Any
 
-    def _make_reducer(self) -> None:
+    def _make_reducer(self, before: Layout = ()) -> None:
         raise NotImplementedError
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -53,17 +53,19 @@ class Saving(nn.Module):
         for name in MADE_ANEW:
             del state[name]
         state["_group"] = self._group.group_name
+        state["_layout"] = self.reducer.layout
         if isinstance(self._hook_state, ProcessGroup):
             state["_hook_state"] = _GroupName(self._hook_state.group_name)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        before = state.pop("_layout")
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._group = _group_named(state["_group"])
         if isinstance(self._hook_state, _GroupName):
             named = self._hook_state
             self._hook_state = _group_named(named)
-        self._make_reducer()
+        self._make_reducer(before)
 
 
 class _GroupName(str):

@@ -23,6 +23,7 @@ from gradwire.ddp._arguments import (
 )
 from gradwire.ddp._buffers import BufferHook, Buffers
 from gradwire.ddp._group import check_group
+from gradwire.ddp._hook_state import Layout, rekey
 from gradwire.ddp._join import Plans, Uneven, agree_on_rank
 from gradwire.ddp._log import LoggingData
 from gradwire.ddp._outputs import map_tensors, tensors_in
@@ -164,8 +165,11 @@ class DistributedDataParallel(Uneven, Saving):
         }
         self._make_reducer()
 
-    def _make_reducer(self) -> None:
-        """A reducer for the parameters as they are now, with the hook that is registered."""
+    def _make_reducer(self, before: Layout = ()) -> None:
+        """A reducer for the parameters as they are now, with the hook that is registered.
+
+        The hook's state is taken over from the buckets before.
+        """
         self._precision: Precision | None = None
         if self.mixed_precision is not None:
             ignored = self.parameters_to_ignore
@@ -182,6 +186,8 @@ class DistributedDataParallel(Uneven, Saving):
             **self._reducer_options,
         )
         self._apply_hook()
+        if before:
+            rekey(self._hook_state, before, self.reducer.layout)
 
     def _apply_hook(self) -> None:
         hook = self._hook if self._precision is None else self._precision.hook(self._hook)
@@ -340,7 +346,7 @@ class DistributedDataParallel(Uneven, Saving):
         named = check_module(self.module, self.parameters_to_ignore)
         verify_same(self._group, describe(named, "parameter"))
         broadcast_coalesced(self._group, [p for _, p in named])
-        self._make_reducer()
+        self._make_reducer(self.reducer.layout)
 
     def logging_data(self) -> LoggingData:
         """Buckets, unused parameters and times, as of the last step that reduced gradients."""

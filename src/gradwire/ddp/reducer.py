@@ -126,7 +126,8 @@ class Reducer:
         backward = self._backward
         backward.launcher.hook = None if hook is None else check_hook(hook)
         backward.launcher.state = state
-        backward.plan_anew([i for b in backward.buckets for i in b.members])
+        order = [i for bucket in backward.buckets for i in bucket.members]
+        backward.plan_anew(order, keep_state=False)
 
     @property
     def has_hook(self) -> bool:
