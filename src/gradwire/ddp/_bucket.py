@@ -60,6 +60,7 @@ class Bucket(ABC):
         self.arrived: list[int] = []
         self._counts = {m.index: m.count for m in members}
         self._never = {m.index for m in members if m.count == 0}
+        self._count = sum(m.count for m in members)
         self._early = early
         self._deferred = self._with_graph = False
         self.reset()
@@ -68,7 +69,7 @@ class Bucket(ABC):
         """Ready for the next backward."""
         self.arrived.clear()
         self.absent = set(self._never)
-        self.expected: float = sum(self._counts.values())
+        self.expected: float = self._count
         self.early = self._early
         self.scale = self._scale
         self._deferred = self._with_graph = False
