@@ -20,8 +20,6 @@ Wrong arguments raise before anything is sent.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from collections.abc import Iterable
 
 __all__ = [
