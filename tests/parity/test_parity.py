@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 HERE = Path(__file__).parent
-QUICK_SECONDS = 0.8
+QUICK_SECONDS = 0.6
 
 
 def results() -> list[dict[str, Any]]:
