@@ -282,6 +282,35 @@ def test_errors_have_pytorchs_classes_and_words() -> None:
     run_ranks(main, 2)
 
 
+def test_replicate_and_what_reads_its_state() -> None:
+    """PyTorch's function API over the class, and state dicts without the wrapper's prefix."""
+
+    def train() -> tuple[list[float], list[str]]:
+        from torch.distributed._composable.replicate import replicate
+        from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+        torch.manual_seed(0)
+        net = nn.Linear(4, 2)
+        keys = sorted(get_model_state_dict(nn.parallel.DistributedDataParallel(nn.Linear(1, 1))))
+        replicate(net, bucket_cap_mb=1)
+        for step in range(3):
+            net.zero_grad()
+            net.set_requires_gradient_sync(step != 1)
+            torch.manual_seed(10 * step + dist.get_rank())
+            net(torch.randn(3, 4)).square().sum().backward()
+        assert net.weight.grad is not None
+        return net.weight.grad.flatten().tolist(), keys
+
+    def main() -> list[tuple[list[float], list[str]]]:
+        theirs = train()
+        with compat.installed():
+            return [theirs, train()]
+
+    for (theirs, _), (ours, keys) in run_ranks(main, 2, backend="gloo"):
+        torch.testing.assert_close(ours, theirs)
+        assert keys == ["bias", "weight"]
+
+
 def test_a_training_script_written_for_pytorch() -> None:
     """One class or the other: the same losses."""
 

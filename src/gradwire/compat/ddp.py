@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -23,7 +24,13 @@ from gradwire.compat._registry import Replacement
 from gradwire.compat._wording import refused, unfinished
 from gradwire.compat.buckets import BUCKET_TABLE, _broadcast_coalesced
 from gradwire.ddp._join import ShadowHook, agree_on_rank
-from gradwire.errors import ArgumentError, ArgumentTypeError, ReductionError
+from gradwire.ddp._outputs import map_tensors
+from gradwire.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    NotSupportedError,
+    ReductionError,
+)
 
 __all__ = ["TABLE", "DistributedDataParallel"]
 
@@ -238,6 +245,25 @@ class DistributedDataParallel(ours.DistributedDataParallel):
     def _get_active_ddp_module(cls) -> Any:
         """The module of PyTorch's class, wrapped before installing, whose forward runs."""
         return cls._active_ddp_module
+
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """What comes before the forward, for `replicate`, which runs the module itself."""
+        if self._precision is not None:
+            raise NotSupportedError(
+                "mixed_precision with torch.distributed._composable.replicate: wrap the module in "
+                "DistributedDataParallel"
+            )
+        self._before(self._syncing())
+        if self.device is None:
+            return inputs, kwargs
+        return map_tensors(self._to_device, inputs), map_tensors(self._to_device, kwargs)
+
+    def _post_forward(self, output: Any) -> Any:
+        self._after(output, self._syncing())
+        return output
+
+    def _syncing(self) -> bool:
+        return torch.is_grad_enabled() and self.require_backward_grad_sync
 
     # -- errors and figures ----------------------------------------------------------------
 
