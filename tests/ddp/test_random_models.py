@@ -61,21 +61,22 @@ def blocks(depth=2):
 class Layer(nn.Module):
     """One block, and what it holds inside."""
 
-    def __init__(self, block, shared):
+    def __init__(self, block, shared, static):
         super().__init__()
-        self.block = block
+        self.block, self.static = block, static
         dtype = getattr(torch, block.dtype)
         key = (block.kind, block.width, block.dtype)
         self.core = shared[key] if block.share and key in shared else core(block, dtype)
         shared.setdefault(key, self.core)
         self.spare = nn.Parameter(torch.zeros(3, dtype=dtype))  # never used
-        self.inner = None if block.inner is None else Layer(block.inner, shared)
+        self.inner = None if block.inner is None else Layer(block.inner, shared, static)
 
     def forward(self, x, step, rank):
+        step = STEPS - 1 if self.static else step  # the same graph at each step
         if step in self.block.skip and rank < self.block.ranks:
             return x
         if self.block.recompute:
-            x = checkpoint(self.compute, x, use_reentrant=False)
+            x = checkpoint(self.compute, x, use_reentrant=self.static)
         else:
             x = self.compute(x)
         return x if self.inner is None else self.inner(x, step, rank)
@@ -106,12 +107,12 @@ def core(block, dtype):
 
 
 class Model(nn.Module):
-    def __init__(self, plan):
+    def __init__(self, plan, static):
         super().__init__()
         torch.manual_seed(0)
         shared = {}
         self.first = nn.Linear(WIDTH, WIDTH)
-        self.layers = nn.ModuleList(Layer(block, shared) for block in plan)
+        self.layers = nn.ModuleList(Layer(block, shared, static) for block in plan)
 
     def forward(self, x, step, rank):
         x = self.first(x)
@@ -120,18 +121,23 @@ class Model(nn.Module):
         return x
 
 
-def train(plan, options):
+def train(plan, options, hook, accumulate):
     """Five steps of ours, held against one process that computes every rank's part."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    net = DistributedDataParallel(Model(plan), find_unused_parameters=True, **options)
+    net = DistributedDataParallel(Model(plan, options["static_graph"]), **options)
+    net.register_comm_hook(None, hook)
     alone = copy.deepcopy(net.module)
     generator = torch.Generator().manual_seed(1)
     for step in range(STEPS):
         batch = torch.randn(size, BATCH, WIDTH, generator=generator)
         for model in (net, alone):
             model.zero_grad()
+        if accumulate:
+            with net.no_sync():
+                net(batch[rank] / 2, step, rank).square().mean().backward()
         net(batch[rank], step, rank).square().mean().backward()
-        losses = [alone(batch[r], step, r).square().mean() for r in range(size)]
+        parts = [1, 2] if accumulate else [1]
+        losses = [alone(batch[r] / d, step, r).square().mean() for r in range(size) for d in parts]
         (sum(losses) / size).backward()
         with torch.no_grad():
             for (n, p), q in zip(net.module.named_parameters(), alone.parameters(), strict=True):
@@ -159,11 +165,21 @@ def test_random_models(world_size, backend):
     )
     @given(
         plan=st.lists(blocks(), min_size=1, max_size=5),
+        static=st.booleans(),
         view=st.booleans(),
         cap=st.sampled_from([None, 1e-4, 1e-2]),
+        hook=st.sampled_from([None, "allreduce"]),
+        accumulate=st.booleans(),
     )
-    def run(plan, view, cap):
-        options = {"gradient_as_bucket_view": view, "bucket_cap_mb": cap}
-        assert all(run_ranks(train, world_size, args=(plan, options), backend=backend))
+    def run(plan, static, view, cap, hook, accumulate):
+        options = {
+            "find_unused_parameters": not static,
+            "static_graph": static,
+            "gradient_as_bucket_view": view,
+            "bucket_cap_mb": cap,
+        }
+        assert all(
+            run_ranks(train, world_size, args=(plan, options, hook, accumulate), backend=backend)
+        )
 
     run()
