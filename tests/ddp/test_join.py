@@ -75,7 +75,14 @@ def test_training_with_uneven_inputs(world_size, hook, initial):
 
 
 @pytest.mark.parametrize(
-    "options", [{"find_unused_parameters": True}, {"static_graph": True}, {"broadcast_buffers": 0}]
+    "options",
+    [
+        {"find_unused_parameters": True},
+        {"find_unused_parameters": True, "skip_all_reduce_unused_params": True},
+        {"static_graph": True},
+        {"static_graph": True, "gradient_as_bucket_view": True},
+        {"broadcast_buffers": False},
+    ],
 )
 def test_uneven_inputs_with_other_options(options):
     class Wide(nn.Module):
@@ -88,7 +95,7 @@ def test_uneven_inputs_with_other_options(options):
 
     def main():
         options.setdefault("find_unused_parameters", True)
-        net = DistributedDataParallel(Wide(), **options)
+        net = DistributedDataParallel(Wide(), bucket_cap_mb=1e-6, **options)
         got = train(net)
         for p in got:
             root = p.clone()

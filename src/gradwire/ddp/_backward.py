@@ -34,20 +34,20 @@ class Backward:
     Args:
         planner: Makes the buckets.
         usage: Which parameters a backward uses.
-        skip_unused: Whether buckets are skipped that are unused.
 
     Attributes:
         armed: Whether gradients that arrive are to be reduced.
         callback_queued: Whether the engine will call when the running backward has ended.
         may_repeat: Whether another backward through the last forward's outputs is reduced too.
         order: The order of arrival, until buckets have been rebuilt.
+        skip_unused: Whether buckets are skipped that are unused.
         reduced_once: Whether a backward has been reduced since the buckets were planned anew.
         unused_here: Names of what was absent on this rank in the last one.
         optimized: Parameters whose optimizers step during backward.
     """
 
-    def __init__(self, planner: Planner, usage: Usage, *, skip_unused: bool) -> None:
-        self.planner, self.usage, self._skip_unused = planner, usage, skip_unused
+    def __init__(self, planner: Planner, usage: Usage) -> None:
+        self.planner, self.usage, self.skip_unused = planner, usage, False
         self._names, self._parameters = planner.names, planner.parameters
         self.buckets, self.clock = BucketSet(planner), Clock()
         self.armed = self.callback_queued = self.may_repeat = self.reduced_once = False
@@ -125,7 +125,7 @@ class Backward:
                 if not (wait or future.done()):
                     return
                 self.launcher.result(launched[-1])
-            if self._skip_unused and len(bucket.absent) == len(bucket.members):
+            if self.skip_unused and len(bucket.absent) == len(bucket.members):
                 launched.append(Launched(bucket))
                 continue
             self.launcher.gather(bucket)

@@ -229,8 +229,11 @@ class DistributedDataParallel(Uneven, Saving):
             plans = self._tell_joined(syncing)
         if syncing:
             self._watch.check()
-            by_ranks = plans is not None and not self._divide_by_initial_world_size
-            self.reducer.prepare(ranks=plans.ranks if plans is not None and by_ranks else None)
+            if plans is None:
+                self.reducer.prepare()
+            else:
+                initial = self._divide_by_initial_world_size
+                self.reducer.prepare(ranks=None if initial else plans.ranks, uneven=True)
         buffers = self._buffers_synced
         if self._syncs_buffers() and not buffers.after_forward:
             root = 0 if plans is None else agree_on_rank(self._group, candidate=True)

@@ -104,7 +104,8 @@ class Reducer:
         # the nodes that accumulate gradients: their hooks run after all hooks of the parameters
         nodes = [torch.autograd.graph.get_gradient_edge(p).node for _, p in parameters]
         usage = Usage(nodes, find_unused=find_unused_parameters, static=static_graph)
-        self._backward = Backward(planner, usage, skip_unused=skip_unused)
+        self._skip_unused = skip_unused
+        self._backward = Backward(planner, usage)
         reference = weakref.ref(self._backward)
         handles = [
             node.register_hook(partial(on_gradient, reference, i)) for i, node in enumerate(nodes)
@@ -159,11 +160,12 @@ class Reducer:
         planner.layout = check_layout(lambda _: names, self._named)
         self._backward.plan_anew(planner.first_order())
 
-    def prepare(self, *, ranks: int | None = None) -> None:
+    def prepare(self, *, ranks: int | None = None, uneven: bool = False) -> None:
         """Expect a backward: to be called before each one that is to be reduced.
 
         Args:
             ranks: How many ranks the sum is divided by; None: those of the group.
+            uneven: Ranks may take part by `shadow`, which cannot tell what others skip.
 
         Raises:
             ReductionError: The backward before left parameters without a gradient.
@@ -181,6 +183,7 @@ class Reducer:
             backward.recovery.raise_waiting()  # told while waiting for the order
         backward.flight.step += 1
         backward.clock.start()
+        backward.skip_unused = self._skip_unused and not uneven
         backward.arm(ranks or backward.planner.group.size())
 
     def expect(self, outputs: Iterable[Tensor]) -> None:
