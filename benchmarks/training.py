@@ -49,7 +49,7 @@ class Case:
     """A network, the shape of each rank's batch, and the ratios to torch that are expected.
 
     A case that takes little time is given more rounds: `times` as many as were asked for.
-    `options` are the wrappers' arguments.
+    `options` are the wrappers' arguments; `memory` says whether peak memory is measured too.
     """
 
     name: str
@@ -58,6 +58,7 @@ class Case:
     expected: str
     times: int = 1
     options: Mapping[str, Any] = field(default_factory=dict)
+    memory: bool = True
 
 
 class Training:
