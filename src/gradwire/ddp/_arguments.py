@@ -54,6 +54,7 @@ def resolve_caps(cap_mb: float | None, cap_mb_list: Sequence[float] | None) -> l
 
     Raises:
         ArgumentError: Both are given, or one is not positive.
+        ArgumentTypeError: Not numbers.
 
     Example:
         >>> resolve_caps(2, None) == [2 << 20], resolve_caps(None, None)
@@ -66,9 +67,13 @@ def resolve_caps(cap_mb: float | None, cap_mb_list: Sequence[float] | None) -> l
         )
     if cap_mb is None and cap_mb_list is None:
         return None
-    given = [cap_mb] if cap_mb is not None else list(cap_mb_list or ())
-    if not given or any(mb <= 0 for mb in given):
-        name = "bucket_cap_mb" if cap_mb is not None else "bucket_cap_mb_list"
+    name, given = ("bucket_cap_mb", [cap_mb]) if cap_mb is not None else (
+        "bucket_cap_mb_list",
+        cap_mb_list,
+    )
+    if not isinstance(given, list | tuple) or any(not isinstance(mb, int | float) for mb in given):
+        raise ArgumentTypeError(f"{name} is {given!r}: give numbers of MiB")
+    if not given or not all(0 < mb < math.inf for mb in given):
         raise ArgumentError(f"{name} is {given}: give MiB above 0")
     return [max(1, int(mb * (1 << 20))) for mb in given]
 
@@ -82,7 +87,10 @@ def resolve_device(
 
     Raises:
         ArgumentError: `device_ids` and `output_device` do not name the module's one accelerator.
+        ArgumentTypeError: `device_ids` is no list.
     """
+    if isinstance(device_ids, int | str | torch.device):
+        raise ArgumentTypeError(f"device_ids is {device_ids!r}: give a list of one device, or None")
     given = [*(device_ids or ()), *([] if output_device is None else [output_device])]
     if not given:
         return None
@@ -112,6 +120,10 @@ def resolve_group(group: ProcessGroup | None, mesh: Any) -> ProcessGroup:
     if mesh is not None:
         if group is not None:
             raise ArgumentError("process_group and device_mesh are both given: give one")
+        if not isinstance(mesh, DeviceMesh):
+            raise ArgumentTypeError(
+                f"device_mesh is a {type(mesh).__name__}: pass a torch.distributed.DeviceMesh"
+            )
         if mesh.ndim != 1:
             raise ArgumentError(
                 f"device_mesh has {mesh.ndim} dimensions: pass one of them, for instance "

@@ -28,7 +28,6 @@ class Buffers:
     Attributes:
         hook: Merges the buffers; None: rank 0's are taken.
         after_forward: Whether the hook runs after each training forward, and not before.
-        stale: Whether they may differ between ranks.
     """
 
     def __init__(self, module: nn.Module, names: Sequence[str]) -> None:
@@ -36,7 +35,6 @@ class Buffers:
         self._names = list(names)
         self.hook: BufferHook | None = None
         self.after_forward = False
-        self.stale = True
 
     def __bool__(self) -> bool:
         return bool(self._names)

@@ -7,11 +7,11 @@ during backward is cast again. Reduction in a smaller dtype is a wrapper around 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -78,9 +78,12 @@ class Precision:
         if config.buffer_dtype is not None:
             self._cast_buffers(config.buffer_dtype, ignored)
         if config.param_dtype is not None:
+            handles = []
+            before, after = _Hook(self._before_recomputation), _Hook(self._after_recomputation)
             for child in module.modules():
-                child.register_forward_pre_hook(_Hook(self._before_recomputation))
-                child.register_forward_hook(_Hook(self._after_recomputation), always_call=True)
+                handles.append(child.register_forward_pre_hook(before))
+                handles.append(child.register_forward_hook(after, always_call=True))
+            weakref.finalize(self, _remove, handles).atexit = False
         self._recomputing: list[tuple[nn.Module, ExitStack]] = []
 
     def _cast_buffers(self, dtype: torch.dtype, ignored: Collection[str]) -> None:
@@ -149,7 +152,7 @@ class _Hook:
     """A forward hook that is its module's alone: a copy or a pickle of the module has none."""
 
     def __init__(self, method: Callable[[nn.Module], None]) -> None:
-        self._method = WeakMethod(method)
+        self._method = weakref.WeakMethod(method)
 
     def __call__(self, module: nn.Module, *_: Any) -> None:
         if method := self._method():
@@ -165,3 +168,8 @@ def _no_hook() -> Callable[..., None]:
 
 def _do_nothing(*_: Any) -> None:
     pass
+
+
+def _remove(handles: Sequence[Any]) -> None:
+    for handle in handles:
+        handle.remove()

@@ -34,7 +34,7 @@ from gradwire.ddp._verify import describe, verify_same
 from gradwire.ddp._watch import Watch
 from gradwire.ddp.broadcast import broadcast_coalesced
 from gradwire.ddp.reducer import Reducer
-from gradwire.gradients import CommHook
+from gradwire.gradients import CommHook, check_hook
 from gradwire.hooks import by_name
 
 __all__ = ["DistributedDataParallel"]
@@ -237,8 +237,8 @@ class DistributedDataParallel(Uneven, Saving):
         buffers = self._buffers_synced
         if self._syncs_buffers() and not buffers.after_forward:
             root = 0 if plans is None else agree_on_rank(self._group, candidate=True)
-            self._buffers_synced.sync(self._group, root=root)
-        buffers.stale = self.require_forward_param_sync = syncing
+            buffers.sync(self._group, root=root)
+        self.require_forward_param_sync = syncing
 
     def _after(self, output: Any, syncing: bool) -> None:
         """What ranks do together after a forward."""
@@ -252,7 +252,7 @@ class DistributedDataParallel(Uneven, Saving):
 
     def _syncs_buffers(self) -> bool:
         wanted = self.broadcast_buffers and self.require_forward_param_sync
-        return wanted and self._buffers_synced.stale and bool(self._buffers_synced)
+        return wanted and bool(self._buffers_synced)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -294,7 +294,8 @@ class DistributedDataParallel(Uneven, Saving):
             ArgumentTypeError: Not a hook.
             ArgumentError: No hook of that name.
         """
-        self._hook = by_name(hook) if isinstance(hook, str) else hook
+        chosen = by_name(hook) if isinstance(hook, str) else hook
+        self._hook = None if chosen is None else check_hook(chosen)
         self._hook_state = state
         self._apply_hook()
 
