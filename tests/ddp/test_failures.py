@@ -467,6 +467,12 @@ def test_a_rank_that_dies_in_backward(with_hook):
         ({"bucket_cap_mb": 0}, ArgumentError, "bucket_cap_mb is"),
         ({"bucket_cap_mb": 1, "bucket_cap_mb_list": [1]}, ArgumentError, "both given"),
         ({"bucket_cap_mb_list": []}, ArgumentError, "bucket_cap_mb_list is"),
+        ({"bucket_cap_mb_list": 5}, ArgumentTypeError, "bucket_cap_mb_list is 5: give numbers"),
+        ({"bucket_cap_mb": "25"}, ArgumentTypeError, "give numbers of MiB"),
+        ({"bucket_cap_mb": float("nan")}, ArgumentError, r"bucket_cap_mb is \[nan\]"),
+        ({"device_ids": 0}, ArgumentTypeError, "device_ids is 0: give a list"),
+        ({"device_mesh": "dp"}, ArgumentTypeError, "device_mesh is a str"),
+        ({"bucket_layout": lambda named: 3}, ArgumentTypeError, "returned 3: pass a function"),
         ({"device_ids": [0]}, ArgumentError, r"device_ids=\[0\]"),
         ({"output_device": 0}, ArgumentError, "output_device=0"),
         ({"process_group": "world"}, ArgumentTypeError, "group is 'world'"),
@@ -479,6 +485,15 @@ def test_bad_arguments(options, kind, message):
     def main():
         with pytest.raises(kind, match=message):
             DistributedDataParallel(**{"module": mlp(), **options})
+
+    run_ranks(main, 1)
+
+
+def test_state_and_hook_in_the_wrong_order():
+    def main():
+        net = DistributedDataParallel(mlp())
+        with pytest.raises(ArgumentTypeError, match="pass the state first"):
+            net.register_comm_hook(lambda state, bucket: bucket.buffer(), None)
 
     run_ranks(main, 1)
 

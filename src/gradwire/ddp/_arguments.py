@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 from torch.nn.parameter import UninitializedParameter
 
 from gradwire.ddp._group import check_group
+from gradwire.ddp.broadcast import shares_elements
 from gradwire.errors import ArgumentError, ArgumentTypeError
 
 __all__ = [
@@ -31,7 +35,7 @@ def check_module(module: object, ignored: set[str]) -> list[tuple[str, Parameter
 
     Raises:
         ArgumentTypeError: Not a module.
-        ArgumentError: No parameter requires a gradient, or one has no shape yet.
+        ArgumentError: No parameter requires a gradient, or one has no shape yet or is expanded.
     """
     if not isinstance(module, nn.Module):
         raise ArgumentTypeError(f"module is a {type(module).__name__}: pass a torch.nn.Module")
@@ -45,6 +49,11 @@ def check_module(module: object, ignored: set[str]) -> list[tuple[str, Parameter
         if isinstance(p, UninitializedParameter):
             raise ArgumentError(
                 f"parameter {name} has no shape yet: run a forward of the lazy module first"
+            )
+        if shares_elements(p):
+            raise ArgumentError(
+                f"parameter {name}, of shape {tuple(p.shape)}, is expanded: several of its "
+                "elements are one in memory, and cannot be written; clone() it"
             )
     return named
 
@@ -67,11 +76,9 @@ def resolve_caps(cap_mb: float | None, cap_mb_list: Sequence[float] | None) -> l
         )
     if cap_mb is None and cap_mb_list is None:
         return None
-    name, given = ("bucket_cap_mb", [cap_mb]) if cap_mb is not None else (
-        "bucket_cap_mb_list",
-        cap_mb_list,
-    )
-    if not isinstance(given, list | tuple) or any(not isinstance(mb, int | float) for mb in given):
+    name = "bucket_cap_mb_list" if cap_mb is None else "bucket_cap_mb"
+    given: Any = cap_mb_list if cap_mb is None else [cap_mb]
+    if not isinstance(given, Sequence) or not all(isinstance(mb, Real) for mb in given):
         raise ArgumentTypeError(f"{name} is {given!r}: give numbers of MiB")
     if not given or not all(0 < mb < math.inf for mb in given):
         raise ArgumentError(f"{name} is {given}: give MiB above 0")

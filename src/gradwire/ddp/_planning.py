@@ -13,7 +13,7 @@ from gradwire.ddp._bucket import Bucket, Member
 from gradwire.ddp._in_place import InPlaceBucket
 from gradwire.ddp._packed import PackedBucket
 from gradwire.ddp._sparse import SparseBucket
-from gradwire.errors import ArgumentError
+from gradwire.errors import ArgumentError, ArgumentTypeError
 from gradwire.shm import shares_memory
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "BucketLayout",
     "Planner",
     "check_layout",
+    "names_by_bucket",
 ]
 
 FIRST_BUCKET_BYTES = 1 << 20
@@ -125,19 +126,37 @@ class Planner:
         return fit and parameter.device.type == "cpu" and parameter.nbytes >= IN_PLACE_BYTES
 
 
+def names_by_bucket(
+    layout: BucketLayout, named: Sequence[tuple[str, Parameter]]
+) -> list[list[str]]:
+    """What the user's function returns.
+
+    Raises:
+        ArgumentTypeError: It is no function, or returns something else than lists of names.
+    """
+    returned = layout(named) if callable(layout) else None
+    if not isinstance(returned, Sequence) or isinstance(returned, str):
+        raise ArgumentTypeError(
+            f"bucket_layout is {layout!r}, and returned {returned!r}: pass a function that takes "
+            "a list of names and parameters and returns a list of lists of names"
+        )
+    return [list(names) for names in returned]
+
+
 def check_layout(
     layout: BucketLayout | None, named: Sequence[tuple[str, Parameter]]
 ) -> list[list[int]] | None:
     """The user's layout as indices.
 
     Raises:
+        ArgumentTypeError: No function, or one that does not return lists of names.
         ArgumentError: A parameter is in no bucket, in two, or unknown; a bucket is empty or mixes
             dtypes or devices.
     """
     if layout is None:
         return None
     number = {name: i for i, (name, _) in enumerate(named)}
-    buckets = [list(names) for names in layout(named)]
+    buckets = names_by_bucket(layout, named)
     flat = [name for names in buckets for name in names]
     for problem, names in (
         ("names that are no parameters", [n for n in flat if n not in number]),

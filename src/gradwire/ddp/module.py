@@ -27,13 +27,14 @@ from gradwire.ddp._hook_state import Layout, rekey
 from gradwire.ddp._join import Plans, Uneven, agree_on_rank
 from gradwire.ddp._log import LoggingData
 from gradwire.ddp._outputs import map_tensors, tensors_in
-from gradwire.ddp._planning import BucketLayout
+from gradwire.ddp._planning import BucketLayout, names_by_bucket
 from gradwire.ddp._precision import Precision, resolve_precision
 from gradwire.ddp._saving import Saving
 from gradwire.ddp._verify import describe, verify_same
 from gradwire.ddp._watch import Watch
 from gradwire.ddp.broadcast import broadcast_coalesced
 from gradwire.ddp.reducer import Reducer
+from gradwire.errors import ArgumentTypeError
 from gradwire.gradients import CommHook, check_hook
 from gradwire.hooks import by_name
 
@@ -176,8 +177,8 @@ class DistributedDataParallel(Uneven, Saving):
             self._precision = Precision(self.module, self.mixed_precision, ignored)
         named = check_module(self.module, self.parameters_to_ignore)
         if self._reducer_options["bucket_layout"] is not None:
-            buckets = self._reducer_options["bucket_layout"](named)
-            verify_same(self._group, [("bucket_layout", str([list(names) for names in buckets]))])
+            buckets = names_by_bucket(self._reducer_options["bucket_layout"], named)
+            verify_same(self._group, [("bucket_layout", str(buckets))])
         self._watch = Watch(self.module, named, self.parameters_to_ignore)
         self.reducer = Reducer(
             [(n, p) for n, p in named if p.requires_grad],
@@ -294,6 +295,11 @@ class DistributedDataParallel(Uneven, Saving):
             ArgumentTypeError: Not a hook.
             ArgumentError: No hook of that name.
         """
+        if hook is None and state is not None:
+            raise ArgumentTypeError(
+                f"hook is None, and state is {state!r}: pass the state first, then the hook; "
+                "register_comm_hook(None, None) brings back the mean"
+            )
         chosen = by_name(hook) if isinstance(hook, str) else hook
         self._hook = None if chosen is None else check_hook(chosen)
         self._hook_state = state
