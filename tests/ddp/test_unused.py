@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 
 import pytest
 import torch
@@ -87,6 +88,30 @@ def test_what_no_rank_uses_keeps_its_gradient():
 
     for view in (False, True):
         assert run_ranks(main, 3, args=(view,)) == [[True, True]] * 3
+
+
+def test_what_is_unused_is_logged_by_name():
+    class Keep(logging.Handler):
+        def __init__(self):
+            super().__init__()
+            self.texts = []
+
+        def emit(self, record):
+            self.texts.append(record.getMessage())
+
+    def main():
+        logger, keep = logging.getLogger("gradwire.ddp"), Keep()
+        logger.setLevel(logging.DEBUG)
+        logger.addHandler(keep)
+        net = DistributedDataParallel(Branches(), find_unused_parameters=True)
+        net(torch.ones(1, 4), [0, 1] if dist.get_rank() else [0, 2]).sum().backward()
+        logger.removeHandler(keep)
+        logger.setLevel(logging.NOTSET)
+        return keep.texts
+
+    assert run_ranks(main, 2) == [
+        [f"step 1: unused here: ('branches.{i}.weight', 'branches.{i}.bias')"] for i in (1, 2)
+    ]
 
 
 def test_use_within_no_sync_counts():

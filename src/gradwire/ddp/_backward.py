@@ -5,6 +5,7 @@ The reducer's engine. Its hot path is `on_gradient`, which autograd calls for ea
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Iterable, Sequence
 from time import perf_counter_ns
@@ -26,6 +27,8 @@ from gradwire.ddp._usage import Usage
 from gradwire.errors import NotSupportedError, ReductionError
 
 __all__ = ["Backward", "on_gradient", "on_output"]
+
+logger = logging.getLogger(__name__)
 
 
 class Backward:
@@ -181,6 +184,8 @@ class Backward:
         self.reduced_once = True
         self.clock.sent = self.flight.sent
         self.unused_here = tuple(self._names[i] for i in sorted(absent))
+        if absent:
+            logger.debug("step %d: unused here: %s", self.flight.step, self.unused_here)
         self.clock.finished = perf_counter_ns()
         if self.usage.recording:
             self.usage.record(self.buckets.arrived())
