@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -18,8 +19,8 @@ from benchmarks.progress import say
 from benchmarks.results import CaseResult, Measure
 from benchmarks.stats import difference_ratio, ratio, spread
 from benchmarks.training import BARE, GLOO, TORCH, Case, Training, Wrapper, peers, wrappers
-from gradwire.ddp._bucket import ADOPT_BYTES, AT_ONCE_BYTES
-from gradwire.ddp.reducer import IN_PLACE_BYTES
+from gradwire.ddp._packed import ADOPT_BYTES, AT_ONCE_BYTES
+from gradwire.ddp._planning import IN_PLACE_BYTES
 
 __all__ = ["BENCHMARK", "measure"]
 
@@ -42,6 +43,21 @@ CASES = [
         (2, 64, 256),
         "step 0.95 to 1, exposed 0.8 to 1, memory 0.8",
     ),
+    *(
+        Case(
+            f"1000 x linear 8, {name}",
+            partial(models.linear_layers, layers=1000, width=8),
+            (16, 8),
+            "step at most 1",
+            options=options,
+            memory=False,
+        )
+        for name, options in (
+            ("plain", {}),
+            ("find_unused_parameters", {"find_unused_parameters": True}),
+            ("static_graph", {"static_graph": True}),
+        )
+    ),
 ]
 
 
@@ -56,7 +72,7 @@ def measure(cases: Sequence[Case], options: Options) -> list[CaseResult]:
             case.name,
             _prediction(case),
             options.rounds * case.times,
-            [*measures, _memory(case, options)],
+            [*measures, *([_memory(case, options)] if case.memory else [])],
         )
         for case, measures in zip(cases, timed, strict=True)
     ]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ TORCH = "torch"
 GLOO = "torch on Gloo"
 """What a peer without our backend would have: torch's wrapper on a Gloo group."""
 
-Wrapper = Callable[[nn.Module], nn.Module]
+Wrapper = Callable[..., nn.Module]
 
 
 def wrappers(backend: str) -> dict[str, Wrapper]:
@@ -35,7 +36,7 @@ def wrappers(backend: str) -> dict[str, Wrapper]:
     if backend == "shm":
         gloo = dist.new_group(backend="gloo")
         contenders[GLOO] = partial(TorchDistributedDataParallel, process_group=gloo)
-    return {**contenders, BARE: lambda module: module}
+    return {**contenders, BARE: lambda module, **_: module}
 
 
 def peers(backend: str) -> list[str]:
@@ -48,6 +49,7 @@ class Case:
     """A network, the shape of each rank's batch, and the ratios to torch that are expected.
 
     A case that takes little time is given more rounds: `times` as many as were asked for.
+    `options` are the wrappers' arguments; `memory` says whether peak memory is measured too.
     """
 
     name: str
@@ -55,6 +57,8 @@ class Case:
     batch: Sequence[int]
     expected: str
     times: int = 1
+    options: Mapping[str, Any] = field(default_factory=dict)
+    memory: bool = True
 
 
 class Training:
@@ -63,12 +67,13 @@ class Training:
     def __init__(self, case: Case) -> None:
         torch.manual_seed(0)
         self.module = case.model()
+        self._options = case.options
         torch.manual_seed(1 + dist.get_rank())
         self._batch = torch.randn(*case.batch)
 
     def wrap(self, wrapper: Wrapper) -> Training:
         """Puts the module under a wrapper, and makes an optimizer; returns self."""
-        self.module = wrapper(self.module)
+        self.module = wrapper(self.module, **self._options)
         # So small a rate leaves the values, and with them the time of a step, as they are.
         self._optimizer = torch.optim.SGD(self.module.parameters(), lr=1e-6, foreach=True)
         return self

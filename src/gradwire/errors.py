@@ -20,6 +20,8 @@ Wrong arguments raise before anything is sent.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 __all__ = [
     "ArgumentError",
     "ArgumentTypeError",
@@ -77,7 +79,15 @@ class HookError(DistributedError):
 
 
 class ReductionError(DistributedError):
-    """A backward pass left parameters without a gradient, or gave one of them two."""
+    """A backward pass left parameters without a gradient, or gave one of them two.
+
+    Attributes:
+        parameters: The names of those that got none, where that is the error.
+    """
+
+    def __init__(self, message: str, parameters: Iterable[str] = ()) -> None:
+        super().__init__(message)
+        self.parameters = tuple(parameters)
 
 
 class BrokenGroupError(DistributedError):

@@ -138,6 +138,7 @@ def test_parameters_and_version_counters():
         ({"group": None}, ArgumentTypeError, "group is None"),
         ({"tensors": [3]}, ArgumentTypeError, r"tensors\[0\] is a int"),
         ({"tensors": [torch.eye(2).to_sparse()]}, ArgumentError, "sparse_coo"),
+        ({"tensors": [torch.ones(1).expand(4)]}, ArgumentError, r"shape \(4,\), is expanded"),
     ],
 )
 def test_bad_arguments(arguments, kind, message):

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gradwire.ddp import DistributedDataParallel, Reducer
+from gradwire.ddp import DistributedDataParallel, MixedPrecision, Reducer, _launch
+from gradwire.ddp._wait import wait_work
 from gradwire.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -18,7 +19,6 @@ from gradwire.errors import (
     DistributedError,
     HookError,
     MismatchError,
-    NotSupportedError,
     PeerFailedError,
     PeerLostError,
     ReductionError,
@@ -309,6 +309,33 @@ def test_an_exception_in_backward_on_one_rank(cap):
     run_ranks(main, 3)
 
 
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}])
+def test_an_exception_before_any_gradient(options):
+    """The other ranks have sent theirs: they must not be taken for those of the next step."""
+
+    class Top(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers, self.sprung = mlp(), False
+
+        def forward(self, x):
+            x = self.layers(x)
+            return Trap.apply(x) if self.sprung else x
+
+    def main():
+        net = DistributedDataParallel(Top(), **options)
+        for _ in range(2):
+            assert_good_step(net)
+            net.module.sprung = dist.get_rank() == 1
+            kind = ArithmeticError if net.module.sprung else PeerFailedError
+            with pytest.raises(kind):
+                step(net)
+            net.module.sprung = False
+            assert_good_step(net)
+
+    run_ranks(main, 2)
+
+
 class Branch(nn.Module):
     """Leaves its second layer out on request."""
 
@@ -366,17 +393,38 @@ def test_a_backward_in_two_parts():
     run_ranks(main, 2)
 
 
-def test_what_backward_cannot_do_yet_is_said():
-    def main():
-        net = DistributedDataParallel(mlp())
-        with pytest.raises(NotSupportedError, match="create_graph"):
-            net(torch.ones(1, 4)).sum().backward(create_graph=True)
-        net.zero_grad()
-        assert_good_step(net)
-        with pytest.raises(NotSupportedError, match="sparse=False"):
-            DistributedDataParallel(nn.Embedding(3, 3, sparse=True))
+def test_a_failure_one_step_ahead_is_told_a_step_later():
+    """Rank 1 is held in the wait that ends step 3 until rank 0 has failed in step 4."""
 
-    run_ranks(main, 1)
+    def main():
+        net = DistributedDataParallel(Sprung())
+        assert_good_step(net)
+        assert_good_step(net)
+        if dist.get_rank() == 0:
+            assert_good_step(net)
+            net.module.sprung = True
+            with pytest.raises(ArithmeticError, match="trap"):
+                step(net)
+            net.module.sprung = False
+            assert_good_step(net)  # rings, and meets rank 1 in its step 3
+        else:
+            alarm = net.reducer._backward.recovery._alarm
+
+            def held(work, look, *, on_cpu):
+                while not alarm.rung():
+                    pass
+                look()
+                return wait_work(work, look, on_cpu=on_cpu)
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(_launch, "wait_work", held)
+                assert_good_step(net)  # all took part in it
+            with pytest.raises(PeerFailedError, match=r"rank 0: backward was interrupted"):
+                step(net)
+            assert_good_step(net)
+        assert_good_step(net)
+
+    run_ranks(main, 2)
 
 
 # -- ranks that die ------------------------------------------------------------------------
@@ -407,13 +455,24 @@ def test_a_rank_that_dies_in_backward(with_hook):
 @pytest.mark.parametrize(
     ("options", "kind", "message"),
     [
-        ({"find_unused_parameters": True}, NotSupportedError, "find_unused_parameters=True"),
-        ({"static_graph": True}, NotSupportedError, "static_graph=True"),
-        ({"mixed_precision": object()}, NotSupportedError, "autocast"),
-        ({"skip_all_reduce_unused_params": True}, NotSupportedError, "requires_grad=False"),
+        ({"mixed_precision": object()}, ArgumentTypeError, "MixedPrecision"),
+        (
+            {"mixed_precision": MixedPrecision(torch.int8)},
+            ArgumentError,
+            "param_dtype is torch.int8",
+        ),
+        ({"param_to_hook_all_reduce": nn.Parameter()}, ArgumentError, "belong together"),
+        ({"bucket_layout": lambda named: [["0.weight"]]}, ArgumentError, r"no bucket for.*0\.bias"),
+        ({"bucket_layout": lambda named: [["nothing"]]}, ArgumentError, "no parameters"),
         ({"bucket_cap_mb": 0}, ArgumentError, "bucket_cap_mb is"),
         ({"bucket_cap_mb": 1, "bucket_cap_mb_list": [1]}, ArgumentError, "both given"),
         ({"bucket_cap_mb_list": []}, ArgumentError, "bucket_cap_mb_list is"),
+        ({"bucket_cap_mb_list": 5}, ArgumentTypeError, "bucket_cap_mb_list is 5: give numbers"),
+        ({"bucket_cap_mb": "25"}, ArgumentTypeError, "give numbers of MiB"),
+        ({"bucket_cap_mb": float("nan")}, ArgumentError, r"bucket_cap_mb is \[nan\]"),
+        ({"device_ids": 0}, ArgumentTypeError, "device_ids is 0: give a list"),
+        ({"device_mesh": "dp"}, ArgumentTypeError, "device_mesh is a str"),
+        ({"bucket_layout": lambda named: 3}, ArgumentTypeError, "returned 3: pass a function"),
         ({"device_ids": [0]}, ArgumentError, r"device_ids=\[0\]"),
         ({"output_device": 0}, ArgumentError, "output_device=0"),
         ({"process_group": "world"}, ArgumentTypeError, "group is 'world'"),
@@ -430,17 +489,18 @@ def test_bad_arguments(options, kind, message):
     run_ranks(main, 1)
 
 
+def test_state_and_hook_in_the_wrong_order():
+    def main():
+        net = DistributedDataParallel(mlp())
+        with pytest.raises(ArgumentTypeError, match="pass the state first"):
+            net.register_comm_hook(lambda state, bucket: bucket.buffer(), None)
+
+    run_ranks(main, 1)
+
+
 def test_a_group_is_needed():
     with pytest.raises(ArgumentError, match="init_process_group first"):
         DistributedDataParallel(mlp())
-
-
-def test_join_is_refused():
-    def main():
-        with pytest.raises(NotSupportedError, match="same number of batches"):
-            DistributedDataParallel(mlp()).join()
-
-    run_ranks(main, 1)
 
 
 def test_a_reducer_without_parameters():

@@ -10,11 +10,12 @@ import contextlib
 from collections.abc import Iterator
 
 from gradwire.compat import _registry
+from gradwire.compat.ddp import TABLE as _DDP
 from gradwire.compat.devices import TABLE as _DEVICES
 
 __all__ = ["install", "installed", "uninstall"]
 
-_TABLES = (_DEVICES,)
+_TABLES = (_DEVICES, _DDP)
 
 
 def install() -> None:

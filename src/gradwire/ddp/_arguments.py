@@ -2,38 +2,32 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 from torch.nn.parameter import UninitializedParameter
 
-from gradwire.errors import ArgumentError, ArgumentTypeError, NotSupportedError
+from gradwire.ddp._group import check_group
+from gradwire.ddp.broadcast import shares_elements
+from gradwire.errors import ArgumentError, ArgumentTypeError
 
-__all__ = ["check_module", "refuse_unsupported", "resolve_caps", "resolve_device"]
-
-INSTEAD = {
-    "find_unused_parameters": "make every parameter take part in the loss (for instance "
-    "loss + 0 * sum of the others)",
-    "static_graph": "leave it out where every parameter gets a gradient once a step",
-    "delay_all_reduce_named_params": "let the parameters be reduced in their buckets",
-    "param_to_hook_all_reduce": "let the parameters be reduced in their buckets",
-    "mixed_precision": "use torch.autocast, or register_comm_hook(None, gradwire.hooks.bf16)",
-    "skip_all_reduce_unused_params": "set requires_grad=False on unused parameters",
-}
-
-
-def refuse_unsupported(**asked: Any) -> None:
-    """Raise for the first argument that asks for a feature there is not.
-
-    Raises:
-        NotSupportedError: Names the argument and what to do instead.
-    """
-    for name, value in asked.items():
-        if value:
-            raise NotSupportedError(f"{name}={value!r} is not supported yet: {INSTEAD[name]}")
+__all__ = [
+    "check_module",
+    "resolve_buffers",
+    "resolve_caps",
+    "resolve_delayed",
+    "resolve_device",
+    "resolve_group",
+    "sparse_names",
+]
 
 
 def check_module(module: object, ignored: set[str]) -> list[tuple[str, Parameter]]:
@@ -41,8 +35,7 @@ def check_module(module: object, ignored: set[str]) -> list[tuple[str, Parameter
 
     Raises:
         ArgumentTypeError: Not a module.
-        ArgumentError: No parameter requires a gradient, or one has no shape yet.
-        NotSupportedError: An embedding makes sparse gradients.
+        ArgumentError: No parameter requires a gradient, or one has no shape yet or is expanded.
     """
     if not isinstance(module, nn.Module):
         raise ArgumentTypeError(f"module is a {type(module).__name__}: pass a torch.nn.Module")
@@ -57,10 +50,10 @@ def check_module(module: object, ignored: set[str]) -> list[tuple[str, Parameter
             raise ArgumentError(
                 f"parameter {name} has no shape yet: run a forward of the lazy module first"
             )
-    for name, child in module.named_modules():
-        if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse:
-            raise NotSupportedError(
-                f"{name} makes sparse gradients, which are not supported yet: use sparse=False"
+        if shares_elements(p):
+            raise ArgumentError(
+                f"parameter {name}, of shape {tuple(p.shape)}, is expanded: several of its "
+                "elements are one in memory, and cannot be written; clone() it"
             )
     return named
 
@@ -70,6 +63,7 @@ def resolve_caps(cap_mb: float | None, cap_mb_list: Sequence[float] | None) -> l
 
     Raises:
         ArgumentError: Both are given, or one is not positive.
+        ArgumentTypeError: Not numbers.
 
     Example:
         >>> resolve_caps(2, None) == [2 << 20], resolve_caps(None, None)
@@ -82,9 +76,11 @@ def resolve_caps(cap_mb: float | None, cap_mb_list: Sequence[float] | None) -> l
         )
     if cap_mb is None and cap_mb_list is None:
         return None
-    given = [cap_mb] if cap_mb is not None else list(cap_mb_list or ())
-    if not given or any(mb <= 0 for mb in given):
-        name = "bucket_cap_mb" if cap_mb is not None else "bucket_cap_mb_list"
+    name = "bucket_cap_mb_list" if cap_mb is None else "bucket_cap_mb"
+    given: Any = cap_mb_list if cap_mb is None else [cap_mb]
+    if not isinstance(given, Sequence) or not all(isinstance(mb, Real) for mb in given):
+        raise ArgumentTypeError(f"{name} is {given!r}: give numbers of MiB")
+    if not given or not all(0 < mb < math.inf for mb in given):
         raise ArgumentError(f"{name} is {given}: give MiB above 0")
     return [max(1, int(mb * (1 << 20))) for mb in given]
 
@@ -98,7 +94,10 @@ def resolve_device(
 
     Raises:
         ArgumentError: `device_ids` and `output_device` do not name the module's one accelerator.
+        ArgumentTypeError: `device_ids` is no list.
     """
+    if isinstance(device_ids, int | str | torch.device):
+        raise ArgumentTypeError(f"device_ids is {device_ids!r}: give a list of one device, or None")
     given = [*(device_ids or ()), *([] if output_device is None else [output_device])]
     if not given:
         return None
@@ -116,3 +115,82 @@ def resolve_device(
             "name that device"
         )
     return one
+
+
+def resolve_group(group: ProcessGroup | None, mesh: Any) -> ProcessGroup:
+    """The group, from itself, a mesh or the default.
+
+    Raises:
+        ArgumentError: Both are given, the mesh has several dimensions, or there is no group.
+        ArgumentTypeError: Not a process group.
+    """
+    if mesh is not None:
+        if group is not None:
+            raise ArgumentError("process_group and device_mesh are both given: give one")
+        if not isinstance(mesh, DeviceMesh):
+            raise ArgumentTypeError(
+                f"device_mesh is a {type(mesh).__name__}: pass a torch.distributed.DeviceMesh"
+            )
+        if mesh.ndim != 1:
+            raise ArgumentError(
+                f"device_mesh has {mesh.ndim} dimensions: pass one of them, for instance "
+                "device_mesh['dp']"
+            )
+        group = mesh.get_group(mesh_dim=0)
+    elif group is None:
+        if not dist.is_initialized():
+            raise ArgumentError(
+                "process_group is None and there is no default group: call "
+                "torch.distributed.init_process_group first"
+            )
+        group = dist.group.WORLD
+    return check_group(group)
+
+
+def resolve_buffers(broadcast: bool | None, forward_sync: bool | None) -> tuple[bool, bool]:
+    """Whether buffers are kept alike at each forward, and whether they start alike.
+
+    Example:
+        >>> resolve_buffers(None, None), resolve_buffers(False, None), resolve_buffers(None, False)
+        ((True, True), (False, False), (False, True))
+    """
+    if forward_sync is not None:
+        return forward_sync, True
+    wanted = broadcast is not False
+    return wanted, wanted
+
+
+def resolve_delayed(
+    named: Sequence[tuple[str, Parameter]],
+    delayed: Sequence[tuple[str, Parameter]] | None,
+    trigger: Parameter | None,
+) -> list[str]:
+    """Names of the parameters that travel after all others, in a bucket of their own.
+
+    Raises:
+        ArgumentError: One of the two arguments is missing, or a parameter is not the module's.
+    """
+    if (delayed is None) != (trigger is None):
+        raise ArgumentError(
+            "delay_all_reduce_named_params and param_to_hook_all_reduce belong together: give "
+            "both, or none"
+        )
+    names = {id(p): n for n, p in named}
+    unknown = [n for n, p in delayed or () if id(p) not in names]
+    if unknown or (trigger is not None and id(trigger) not in names):
+        raise ArgumentError(
+            f"delay_all_reduce_named_params has {unknown}, which are no parameters of the module"
+            if unknown
+            else "param_to_hook_all_reduce is no parameter of the module"
+        )
+    return [names[id(p)] for _, p in delayed or ()]
+
+
+def sparse_names(module: nn.Module) -> set[str]:
+    """Names of the parameters whose gradients embeddings make sparse."""
+    ids = {
+        id(child.weight)
+        for child in module.modules()
+        if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse
+    }
+    return {name for name, p in module.named_parameters() if id(p) in ids}

@@ -213,3 +213,19 @@ def _check(tensors: Sequence[Tensor], buffer_size: int) -> None:
             raise ArgumentError(
                 f"tensors[{i}] has layout {t.layout}: broadcast its dense parts instead"
             )
+        if shares_elements(t):
+            raise ArgumentError(
+                f"tensors[{i}], of shape {tuple(t.shape)}, is expanded: several of its elements "
+                "are one in memory, and cannot be written; clone() it"
+            )
+
+
+def shares_elements(tensor: Tensor) -> bool:
+    """Whether a tensor is expanded, so that its elements cannot be written one by one.
+
+    Example:
+        >>> shares_elements(torch.ones(1).expand(4)), shares_elements(torch.ones(4))
+        (True, False)
+    """
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    return tensor.layout == torch.strided and any(n > 1 and s == 0 for n, s in sizes)

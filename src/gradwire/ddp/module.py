@@ -4,25 +4,44 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.algorithms.join import Joinable
+from torch.nn import Parameter
 
-from gradwire.ddp._arguments import check_module, refuse_unsupported, resolve_caps, resolve_device
+from gradwire.ddp._arguments import (
+    check_module,
+    resolve_buffers,
+    resolve_caps,
+    resolve_delayed,
+    resolve_device,
+    resolve_group,
+    sparse_names,
+)
+from gradwire.ddp._buffers import BufferHook, Buffers
 from gradwire.ddp._group import check_group
+from gradwire.ddp._hook_state import Layout, rekey
+from gradwire.ddp._join import Plans, Uneven, agree_on_rank
+from gradwire.ddp._log import LoggingData
+from gradwire.ddp._outputs import map_tensors, tensors_in
+from gradwire.ddp._planning import BucketLayout, names_by_bucket
+from gradwire.ddp._precision import Precision, resolve_precision
+from gradwire.ddp._saving import Saving
 from gradwire.ddp._verify import describe, verify_same
+from gradwire.ddp._watch import Watch
 from gradwire.ddp.broadcast import broadcast_coalesced
 from gradwire.ddp.reducer import Reducer
-from gradwire.errors import ArgumentError, NotSupportedError
-from gradwire.gradients import CommHook
+from gradwire.errors import ArgumentTypeError
+from gradwire.gradients import CommHook, check_hook
+from gradwire.hooks import by_name
 
 __all__ = ["DistributedDataParallel"]
 
 
-class DistributedDataParallel(nn.Module):
+class DistributedDataParallel(Uneven, Saving):
     """Wraps a module so that each backward averages its gradients over ranks.
 
     Every rank holds a replica and its own batch. Parameters and buffers start as rank 0's. After
@@ -46,30 +65,35 @@ class DistributedDataParallel(nn.Module):
         process_group: The ranks; None means the default group.
         bucket_cap_mb: MiB in a bucket; None means 25, after a first bucket of 1 on accelerators
             and with a communication hook.
-        find_unused_parameters: Not supported yet.
+        find_unused_parameters: Parameters may be left out of a forward, on some ranks or on all.
+            What no rank uses keeps its `.grad`; one small message more a step.
         check_reduction: Of no effect.
         gradient_as_bucket_view: Let gradients be views of their buckets: one copy less, and less
             memory; `detach_()` on them is then an error.
-        static_graph: Not supported yet.
-        delay_all_reduce_named_params: Not supported yet.
-        param_to_hook_all_reduce: Not supported yet.
-        mixed_precision: Not supported yet; autocast works.
+        static_graph: Every forward uses the same parameters, equally often, as the first one:
+            for reentrant checkpoints of shared layers, and for unused parameters at no cost.
+        delay_all_reduce_named_params: Names and parameters that are reduced together, after all
+            others.
+        param_to_hook_all_reduce: Given with `delay_all_reduce_named_params`, as torch asks for it;
+            of no effect.
+        mixed_precision: A `gradwire.ddp.MixedPrecision`, or torch's of the same fields.
         device_mesh: A one-dimensional mesh, instead of `process_group`.
-        skip_all_reduce_unused_params: Not supported yet.
+        skip_all_reduce_unused_params: With `find_unused_parameters`: send nothing for a bucket
+            that is unused; the same ones must be unused on every rank.
         bucket_cap_mb_list: MiB in the first bucket, in the second, …; the last repeats.
         batched_grad_copy: Of no effect: gradients are always copied with one call a bucket.
         forward_sync_buffers: As `broadcast_buffers`, but buffers start as rank 0's in any case.
+        bucket_layout: A function from names and parameters to the names in each bucket, in the
+            order of launch; the same on every rank. Caps are then of no effect.
 
     Attributes:
         module: The wrapped module.
-        process_group: The group.
         reducer: What communicates the gradients.
 
     Raises:
         ArgumentError: An argument cannot be used, or nothing requires a gradient.
         ArgumentTypeError: `module` is no module, or `process_group` no group.
         MismatchError: The ranks' models differ: raised on every rank, naming the parameter.
-        NotSupportedError: An argument asks for what is not there yet.
 
     Example:
         Each rank has its own input; the gradients are the mean on both.
@@ -98,69 +122,138 @@ class DistributedDataParallel(nn.Module):
         check_reduction: bool = False,
         gradient_as_bucket_view: bool = False,
         static_graph: bool = False,
-        delay_all_reduce_named_params: Any = None,
-        param_to_hook_all_reduce: Any = None,
+        delay_all_reduce_named_params: Sequence[tuple[str, Parameter]] | None = None,
+        param_to_hook_all_reduce: Parameter | None = None,
         mixed_precision: Any = None,
         device_mesh: Any = None,
         skip_all_reduce_unused_params: bool = False,
         bucket_cap_mb_list: Sequence[float] | None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
+        *,
+        bucket_layout: BucketLayout | None = None,
     ) -> None:
-        super().__init__()
-        refuse_unsupported(
-            find_unused_parameters=find_unused_parameters,
-            static_graph=static_graph,
-            delay_all_reduce_named_params=delay_all_reduce_named_params,
-            param_to_hook_all_reduce=param_to_hook_all_reduce,
-            mixed_precision=mixed_precision,
-            skip_all_reduce_unused_params=skip_all_reduce_unused_params,
-        )
-        self.process_group = _group_of(process_group, device_mesh)
-        ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        named = check_module(module, ignored)
+        nn.Module.__init__(self)
+        Joinable.__init__(self)
+        self._group = resolve_group(process_group, device_mesh)
+        self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        named = check_module(module, self.parameters_to_ignore)
         self.module = module
+        self.dim = dim
         self.device = resolve_device(named, device_ids, output_device)
-        self._buffers_synced = [(n, b) for n, b in module.named_buffers() if n not in ignored]
-        wanted = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
-        self.broadcast_buffers = wanted is not False
-        self.require_backward_grad_sync = True
-        self._buffers_may_differ = True
+        self.find_unused_parameters = find_unused_parameters
+        self.static_graph = static_graph
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.require_backward_grad_sync = self.require_forward_param_sync = True
+        synced = [n for n, _ in module.named_buffers() if n not in self.parameters_to_ignore]
+        self._buffers_synced = Buffers(module, synced)
+        self.broadcast_buffers, at_start = resolve_buffers(broadcast_buffers, forward_sync_buffers)
         if init_sync:
-            start = self._buffers_synced
-            if broadcast_buffers is False and forward_sync_buffers is None:
-                start = []
-            verify_same(
-                self.process_group, describe(named, "parameter") + describe(start, "buffer")
-            )
-            broadcast_coalesced(self.process_group, [t for _, t in [*named, *start]])
+            start = list(self._buffers_synced.named().items()) if at_start else []
+            verify_same(self._group, describe(named, "parameter") + describe(start, "buffer"))
+            broadcast_coalesced(self._group, [t for _, t in [*named, *start]])
+        self.mixed_precision = resolve_precision(mixed_precision)
+        self._hook: CommHook | None = None
+        self._hook_state: Any = None
+        self._reducer_options: dict[str, Any] = {
+            "caps": resolve_caps(bucket_cap_mb, bucket_cap_mb_list),
+            "gradient_as_bucket_view": gradient_as_bucket_view,
+            "find_unused_parameters": find_unused_parameters,
+            "static_graph": static_graph,
+            "skip_unused": skip_all_reduce_unused_params,
+            "last": resolve_delayed(named, delay_all_reduce_named_params, param_to_hook_all_reduce),
+            "bucket_layout": bucket_layout,
+        }
+        self._make_reducer()
+
+    def _make_reducer(self, before: Layout = ()) -> None:
+        """A reducer for the parameters as they are now, with the hook that is registered.
+
+        The hook's state is taken over from the buckets before.
+        """
+        self._precision: Precision | None = None
+        if self.mixed_precision is not None:
+            ignored = self.parameters_to_ignore
+            self._precision = Precision(self.module, self.mixed_precision, ignored)
+        named = check_module(self.module, self.parameters_to_ignore)
+        if self._reducer_options["bucket_layout"] is not None:
+            buckets = names_by_bucket(self._reducer_options["bucket_layout"], named)
+            verify_same(self._group, [("bucket_layout", str(buckets))])
+        self._watch = Watch(self.module, named, self.parameters_to_ignore)
         self.reducer = Reducer(
             [(n, p) for n, p in named if p.requires_grad],
-            self.process_group,
-            caps=resolve_caps(bucket_cap_mb, bucket_cap_mb_list),
-            gradient_as_bucket_view=gradient_as_bucket_view,
+            self._group,
+            sparse=sparse_names(self.module),
+            **self._reducer_options,
         )
+        self._apply_hook()
+        if before:
+            rekey(self._hook_state, before, self.reducer.layout)
+
+    def _apply_hook(self) -> None:
+        hook = self._hook if self._precision is None else self._precision.hook(self._hook)
+        if hook is not None or self.reducer.has_hook:
+            self.reducer.register_comm_hook(self._hook_state, hook)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the module; with gradients enabled, expect a backward to be reduced.
 
         Raises:
+            ArgumentError: Parameters were added, replaced or thawed since wrapping.
             ReductionError: The backward before left parameters without a gradient.
             PeerFailedError: Another rank reported an error.
             BrokenGroupError: The group cannot be used again after an earlier error.
         """
         syncing = torch.is_grad_enabled() and self.require_backward_grad_sync
-        if syncing:
-            self.reducer.prepare()
-        if self.broadcast_buffers and self._buffers_may_differ and self._buffers_synced:
-            buffers = [self.module.get_buffer(name) for name, _ in self._buffers_synced]
-            # a graph that awaits its backward may have saved them: the module updates them too
-            with torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):
-                broadcast_coalesced(self.process_group, buffers)
-        self._buffers_may_differ = syncing
+        if torch.compiler.is_compiling():
+            _before_uncompiled(self, syncing)
+        else:
+            self._before(syncing)
         if self.device is not None:
-            inputs, kwargs = _move(inputs, self.device), _move(kwargs, self.device)
-        return self.module(*inputs, **kwargs)
+            inputs, kwargs = map_tensors(self._to_device, (inputs, kwargs))
+        if self._precision is not None:
+            inputs, kwargs = self._precision.inputs((inputs, kwargs))
+            with self._precision.forward():
+                output = self.module(*inputs, **kwargs)
+        else:
+            output = self.module(*inputs, **kwargs)
+        if torch.compiler.is_compiling():
+            _after_uncompiled(self, output, syncing)
+        else:
+            self._after(output, syncing)
+        return output
+
+    def _before(self, syncing: bool) -> None:
+        """What ranks do together before a forward."""
+        plans: Plans | None = None
+        if self._join_config.enable:
+            plans = self._tell_joined(syncing)
+        if syncing:
+            self._watch.check()
+            if plans is None:
+                self.reducer.prepare()
+            else:
+                initial = self._divide_by_initial_world_size
+                self.reducer.prepare(ranks=None if initial else plans.ranks, uneven=True)
+        buffers = self._buffers_synced
+        if self._syncs_buffers() and not buffers.after_forward:
+            root = 0 if plans is None else agree_on_rank(self._group, candidate=True)
+            buffers.sync(self._group, root=root)
+        self.require_forward_param_sync = syncing
+
+    def _after(self, output: Any, syncing: bool) -> None:
+        """What ranks do together after a forward."""
+        if self._buffers_synced.after_forward and syncing and self._syncs_buffers():
+            self._buffers_synced.sync(self._group)
+        if syncing:
+            self.reducer.expect(tensors_in(output))
+
+    def _to_device(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.device, non_blocking=True)
+
+    def _syncs_buffers(self) -> bool:
+        wanted = self.broadcast_buffers and self.require_forward_param_sync
+        return wanted and bool(self._buffers_synced)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -187,61 +280,88 @@ class DistributedDataParallel(nn.Module):
         finally:
             self.require_backward_grad_sync = before
 
-    def register_comm_hook(self, state: Any, hook: CommHook | None) -> None:
+    def register_comm_hook(self, state: Any, hook: CommHook | str | None) -> None:
         """Let `hook(state, bucket)` communicate gradients, from the next forward on.
 
         May be called again to replace the hook; None brings back the mean.
 
         Args:
-            state: Handed to the hook; for the stock hooks the process group, or None.
-            hook: As `gradwire.gradients.CommHook` has it; PyTorch's own hooks run unchanged. The
-                same on every rank.
+            state: Handed to the hook; for the stock hooks the process group, or None. What it
+                holds becomes part of `state_dict`; it differs between ranks where the state does.
+            hook: As `gradwire.gradients.CommHook` has it, or the name of one of `gradwire.hooks`;
+                PyTorch's own hooks run unchanged. The same on every rank.
 
         Raises:
             ArgumentTypeError: Not a hook.
+            ArgumentError: No hook of that name.
         """
-        self.reducer.register_comm_hook(state, hook)
+        if hook is None and state is not None:
+            raise ArgumentTypeError(
+                f"hook is None, and state is {state!r}: pass the state first, then the hook; "
+                "register_comm_hook(None, None) brings back the mean"
+            )
+        chosen = by_name(hook) if isinstance(hook, str) else hook
+        self._hook = None if chosen is None else check_hook(chosen)
+        self._hook_state = state
+        self._apply_hook()
 
-    def join(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Not supported yet.
+    def register_buffer_hook(self, hook: BufferHook, *, after_forward: bool = False) -> None:
+        """Let `hook(buffers, group)` make buffers alike, instead of a broadcast from rank 0.
+
+        Args:
+            hook: Gets the buffers by name and changes them in place. A future that it returns, or
+                a list of them, is waited for.
+            after_forward: Call it after each training forward, instead of before each forward.
 
         Raises:
-            NotSupportedError: Always.
+            ArgumentTypeError: It cannot be called.
+
+        Example:
+            Running statistics are averaged over ranks.
+
+            >>> from gradwire.testing import run_ranks
+            >>> def average(buffers, group):
+            ...     for buffer in buffers.values():
+            ...         if buffer.is_floating_point():
+            ...             dist.all_reduce(buffer.div_(group.size()), group=group)
+            >>> def main():
+            ...     net = DistributedDataParallel(nn.BatchNorm1d(1))
+            ...     net.register_buffer_hook(average, after_forward=True)
+            ...     _ = net(torch.tensor([[0.0], [10.0]]) * dist.get_rank())
+            ...     return round(net.module.running_mean.item(), 3)
+            >>> run_ranks(main, world_size=2)  # 0.1 × the mean of 0 and 5
+            [0.25, 0.25]
         """
-        raise NotSupportedError(
-            "join() is not supported yet: give every rank the same number of batches "
-            "(DistributedSampler with drop_last=True)"
-        )
+        self._buffers_synced.set_hook(hook, after_forward=after_forward)
+
+    @property
+    def process_group(self) -> ProcessGroup:
+        """The group. Set another one, on each of its ranks, and gradients are reduced over it."""
+        return self._group
+
+    @process_group.setter
+    def process_group(self, group: ProcessGroup) -> None:
+        self._group = check_group(group)
+        self.reducer.replace_group(group)
+        self._hook_state = self.reducer.hook_state
+
+    def refit(self) -> None:
+        """Take in parameters that were added, replaced, frozen or thawed: every rank calls.
+
+        New parameters start as rank 0's. Give them to the optimizer, too.
+
+        Raises:
+            MismatchError: The ranks' models differ: raised on every rank, naming the parameter.
+        """
+        named = check_module(self.module, self.parameters_to_ignore)
+        verify_same(self._group, describe(named, "parameter"))
+        broadcast_coalesced(self._group, [p for _, p in named])
+        self._make_reducer(self.reducer.layout)
+
+    def logging_data(self) -> LoggingData:
+        """Buckets, unused parameters and times, as of the last step that reduced gradients."""
+        return self.reducer.logging_data()
 
 
-def _group_of(group: ProcessGroup | None, mesh: Any) -> ProcessGroup:
-    if mesh is not None:
-        if group is not None:
-            raise ArgumentError("process_group and device_mesh are both given: give one")
-        if mesh.ndim != 1:
-            raise ArgumentError(
-                f"device_mesh has {mesh.ndim} dimensions: pass one of them, for instance "
-                "device_mesh['dp']"
-            )
-        group = mesh.get_group(mesh_dim=0)
-    elif group is None:
-        if not dist.is_initialized():
-            raise ArgumentError(
-                "process_group is None and there is no default group: call "
-                "torch.distributed.init_process_group first"
-            )
-        group = dist.group.WORLD
-    return check_group(group)
-
-
-def _move(value: Any, device: torch.device) -> Any:
-    """The value with the tensors in its tuples, lists and dicts on a device."""
-    if isinstance(value, Tensor):
-        return value.to(device, non_blocking=True)
-    if isinstance(value, dict):
-        return type(value)((k, _move(v, device)) for k, v in value.items())
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_move(v, device) for v in value))
-    if isinstance(value, list | tuple):
-        return type(value)(_move(v, device) for v in value)
-    return value
+_before_uncompiled = torch._disable_dynamo(DistributedDataParallel._before)
+_after_uncompiled = torch._disable_dynamo(DistributedDataParallel._after)

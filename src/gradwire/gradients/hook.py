@@ -18,7 +18,7 @@ from torch.futures import Future
 from gradwire.errors import ArgumentTypeError, HookError
 from gradwire.gradients.bucket import GradBucket
 
-__all__ = ["CommHook", "HookReturn", "as_future", "check_hook", "parse_hook_result"]
+__all__ = ["CommHook", "HookReturn", "as_future", "check_hook", "name_of", "parse_hook_result"]
 
 HookReturn: TypeAlias = "Future[Any] | Tensor | list[Tensor] | Work"
 """What a hook may return: of a future or a work handle, the result is a tensor or a list of one."""

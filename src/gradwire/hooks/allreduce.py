@@ -7,7 +7,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from gradwire.gradients import GradBucket
+from gradwire.gradients import GradBucket, as_future
+from gradwire.hooks.sparse import SparseSum
 
 __all__ = ["allreduce"]
 
@@ -36,10 +37,22 @@ def allreduce(group: ProcessGroup | None, bucket: GradBucket) -> torch.futures.F
     group = group or dist.group.WORLD
     assert group is not None
     buffer = bucket.buffer()
+    if buffer.layout != torch.strided:
+        return _allreduce_sparse(group, buffer)
     buffer.div_(group.size())
     wire = torch.view_as_real(buffer) if buffer.is_complex() else buffer
     future = dist.all_reduce(wire, group=group, async_op=True).get_future()
     reduced: torch.futures.Future[Tensor] = future.then(lambda _: buffer)
+    return reduced
+
+
+def _allreduce_sparse(group: ProcessGroup, gradient: Tensor) -> torch.futures.Future[Tensor]:
+    total = SparseSum(gradient / group.size(), group)
+    total.counting.wait()
+    work = total.exchange()
+    if work is None:
+        return as_future(total.result(), allreduce)  # type: ignore[return-value]
+    reduced: torch.futures.Future[Tensor] = work.get_future().then(lambda _: total.result())
     return reduced
 
 

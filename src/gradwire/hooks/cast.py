@@ -52,9 +52,17 @@ def compressed(hook: CommHook, dtype: torch.dtype) -> Callable[[Any, GradBucket]
 
     def compressed_hook(state: Any, bucket: GradBucket) -> torch._C.Future[Tensor]:
         buffer = bucket.buffer()
-        real = torch.view_as_real(buffer).view(-1) if buffer.is_complex() else buffer
+        dense = buffer.layout == torch.strided
+        real = torch.view_as_real(buffer).view(-1) if dense and buffer.is_complex() else buffer
         if not real.is_floating_point():
             return as_future(hook(state, bucket), hook)
+        if buffer.layout != torch.strided:
+            sparse = GradBucket(
+                bucket.index(), buffer.to(dtype), bucket.parameters(), is_last=bucket.is_last()
+            )
+            return as_future(hook(state, sparse), hook).then(
+                lambda f: parse_hook_result(f.value(), sparse, hook).to(buffer.dtype)
+            )
         params = bucket.parameters()
         if buffer.is_complex():
             params = [torch.view_as_real(p.detach()) for p in params]

@@ -1,0 +1,115 @@
+"""The functions and hooks of torch.distributed that are about gradients, over ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from gradwire import ddp as ours
+from gradwire import hooks
+from gradwire.buckets import plan_buckets
+from gradwire.compat._registry import Replacement
+from gradwire.errors import NotSupportedError
+
+__all__ = ["BUCKET_TABLE"]
+
+Hook = Callable[[Any, Any], Any]
+
+
+def _broadcast_coalesced(
+    process_group: ProcessGroup, tensors: Sequence[Tensor], buffer_size: int, src: int = 0
+) -> None:
+    """See gradwire.ddp.broadcast_coalesced; `src` is a rank of the group."""
+    ours.broadcast_coalesced(process_group, tensors, buffer_size, group_src=src)
+
+
+def _compute_bucket_assignment_by_size(
+    tensors: Sequence[Tensor],
+    bucket_size: Sequence[int],
+    expect_sparse_gradient: Sequence[bool] = [],
+    tensor_indices: Sequence[int] = [],
+    logger: object = None,
+) -> tuple[list[list[int]], list[int]]:
+    """See gradwire.buckets.plan_buckets: the buckets, and the limit that was in force for each."""
+    for i, tensor in enumerate(tensors):
+        if tensor.layout != torch.strided:
+            raise _SparseError(f"tensor {i} is {tensor.layout}. No support for sparse tensors.")
+    plan = plan_buckets(
+        [t.nbytes for t in tensors],
+        [t.dtype for t in tensors],
+        [t.device for t in tensors],
+        list(bucket_size),
+        alone=expect_sparse_gradient,
+        indices=tensor_indices,
+    )
+    return [list(bucket) for bucket in plan.buckets], list(plan.limits)
+
+
+class _SparseError(NotSupportedError, RuntimeError):
+    """A RuntimeError too, as which PyTorch raises it."""
+
+
+def allreduce_hook(process_group: ProcessGroup | None, bucket: Any) -> Any:
+    """See gradwire.hooks.allreduce."""
+    return hooks.allreduce(process_group, bucket)
+
+
+def fp16_compress_hook(process_group: ProcessGroup | None, bucket: Any) -> Any:
+    """See gradwire.hooks.fp16."""
+    return hooks.fp16(process_group, bucket)
+
+
+def bf16_compress_hook(process_group: ProcessGroup | None, bucket: Any) -> Any:
+    """See gradwire.hooks.bf16."""
+    return hooks.bf16(process_group, bucket)
+
+
+def fp16_compress_wrapper(hook: Hook) -> Hook:
+    """See gradwire.hooks.compressed."""
+    return _wrapper(hook, torch.float16, "fp16_compress_wrapper_hook")
+
+
+def bf16_compress_wrapper(hook: Hook) -> Hook:
+    """See gradwire.hooks.compressed."""
+    return _wrapper(hook, torch.bfloat16, "bf16_compress_wrapper_hook")
+
+
+def _wrapper(hook: Hook, dtype: torch.dtype, name: str) -> Hook:
+    inner = hooks.compressed(hook, dtype)
+
+    def wrapped(hook_state: Any, bucket: Any) -> Any:
+        return inner(hook_state, bucket)
+
+    wrapped.__name__ = wrapped.__qualname__ = name
+    _annotate(wrapped)
+    wrapped.single_collective = getattr(hook, "single_collective", False)  # type: ignore[attr-defined]
+    return wrapped
+
+
+def _annotate(hook: Hook) -> Hook:
+    """The hook with the annotations that PyTorch's own `register_comm_hook` looks for."""
+    hook.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]}
+    return hook
+
+
+_HOOKS = (allreduce_hook, fp16_compress_hook, bf16_compress_hook)
+for _hook in _HOOKS:
+    _annotate(_hook).single_collective = True  # type: ignore[attr-defined]
+
+_DEFAULT_HOOKS = ("torch.distributed.algorithms.ddp_comm_hooks.default_hooks",)
+_C10D = ("torch.distributed", "torch._C._distributed_c10d")
+
+BUCKET_TABLE = (
+    Replacement(_broadcast_coalesced, "_broadcast_coalesced", _C10D),
+    Replacement(_compute_bucket_assignment_by_size, "_compute_bucket_assignment_by_size", _C10D),
+    *(
+        Replacement(hook, hook.__name__, _DEFAULT_HOOKS, wherever_loaded=True)
+        for hook in (*_HOOKS, fp16_compress_wrapper, bf16_compress_wrapper)
+    ),
+)
+"""What goes where."""

@@ -1,0 +1,318 @@
+"""PyTorch's DistributedDataParallel over ours: the further names of its class.
+
+Frameworks and training scripts use them, with and without an underscore. What they look up in
+PyTorch's own reducer and logger is not here: ours has another shape.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn import Parameter
+from torch.nn.parallel.distributed import _BufferCommHookLocation
+
+from gradwire import ddp as ours
+from gradwire import hooks
+from gradwire.compat._figures import logging_dict
+from gradwire.compat._registry import Replacement
+from gradwire.compat._wording import refused, unfinished
+from gradwire.compat.buckets import BUCKET_TABLE, _broadcast_coalesced
+from gradwire.ddp._join import ShadowHook, agree_on_rank
+from gradwire.ddp._outputs import map_tensors
+from gradwire.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    NotSupportedError,
+    ReductionError,
+)
+
+__all__ = ["TABLE", "DistributedDataParallel"]
+
+BUCKET_MB = 25
+BROADCAST_BYTES = 250 << 20
+
+
+class DistributedDataParallel(ours.DistributedDataParallel):
+    """gradwire.ddp.DistributedDataParallel with the other names of PyTorch's class."""
+
+    _active_ddp_module: ClassVar[Any] = None
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Any = None,
+        output_device: Any = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: ProcessGroup | None = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Any = None,
+        param_to_hook_all_reduce: Any = None,
+        mixed_precision: Any = None,
+        device_mesh: Any = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: Sequence[float] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+    ) -> None:
+        if broadcast_buffers is not None:
+            warnings.warn(
+                "broadcast_buffers is deprecated in PyTorch: pass forward_sync_buffers",
+                FutureWarning,
+                stacklevel=2,
+            )
+        try:
+            super().__init__(
+                module,
+                device_ids,
+                output_device,
+                dim,
+                broadcast_buffers,
+                init_sync,
+                process_group,
+                bucket_cap_mb,
+                find_unused_parameters,
+                check_reduction,
+                gradient_as_bucket_view,
+                static_graph,
+                delay_all_reduce_named_params,
+                param_to_hook_all_reduce,
+                mixed_precision,
+                device_mesh,
+                skip_all_reduce_unused_params,
+                bucket_cap_mb_list,
+                batched_grad_copy,
+                forward_sync_buffers,
+            )
+        except ArgumentError as error:
+            raise refused(error, process_group, device_mesh) from error
+        first = next(module.parameters()).device
+        self.device_ids = None if self.device is None else [first]
+        self.output_device = None if self.device is None else first
+        self.device_type = first.type
+        self.device_mesh = device_mesh
+        self.is_multi_device_module = len({p.device for p in module.parameters()}) > 1
+        self.bucket_bytes_cap = int((bucket_cap_mb or BUCKET_MB) * (1 << 20))
+        self.bucket_bytes_cap_list = [int(mb * (1 << 20)) for mb in bucket_cap_mb_list or ()]
+        self.broadcast_bucket_size = BROADCAST_BYTES
+        self._builtin_hook: dist.BuiltinCommHookType | None = None
+        self._uneven_inputs = False
+        self._authoritative_rank = -1
+        self._error = ""
+
+    # -- parameters and buffers ------------------------------------------------------------
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(
+        module: nn.Module, params_and_buffers_to_ignore: Sequence[str]
+    ) -> None:
+        """Leave out the parameters and buffers of these names, in a module yet to be wrapped."""
+        module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore  # type: ignore[assignment]
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+            if name in params_and_buffers_to_ignore:
+                tensor._ddp_ignored = True  # type: ignore[attr-defined]
+
+    @staticmethod
+    def _get_data_parallel_params(
+        module: nn.Module, named_params: bool = False
+    ) -> Iterator[Parameter | tuple[str, Parameter]]:
+        """The parameters that are not left out, or names and parameters."""
+        for name, parameter in module.named_parameters():
+            if not hasattr(parameter, "_ddp_ignored"):
+                yield (name, parameter) if named_params else parameter
+
+    @property
+    def forward_sync_buffers(self) -> bool:
+        """Whether buffers are made alike at each training forward."""
+        return self.broadcast_buffers
+
+    @property
+    def named_module_buffers(self) -> dict[str, Tensor]:
+        """The buffers that are made alike, by name."""
+        return self._buffers_synced.named()
+
+    @property
+    def modules_buffers(self) -> list[Tensor]:
+        """The buffers that are made alike."""
+        return list(self.named_module_buffers.values())
+
+    def will_sync_module_buffers(self) -> bool:
+        """Whether the next training forward makes buffers alike."""
+        wanted = self.require_forward_param_sync and self.broadcast_buffers
+        return wanted and bool(self.named_module_buffers)
+
+    def _distributed_broadcast_coalesced(
+        self, tensors: Sequence[Tensor], buffer_size: int, authoritative_rank: int = 0
+    ) -> None:
+        _broadcast_coalesced(self.process_group, tensors, buffer_size, authoritative_rank)
+
+    def _default_broadcast_coalesced(
+        self,
+        bufs: Sequence[Tensor] | None = None,
+        bucket_size: int | None = None,
+        authoritative_rank: int = 0,
+    ) -> None:
+        """Give buffers, all that are made alike if none are named, a rank's values."""
+        self._distributed_broadcast_coalesced(
+            self.modules_buffers if bufs is None else bufs,
+            bucket_size or self.broadcast_bucket_size,
+            authoritative_rank,
+        )
+
+    # -- hooks, groups and graphs ----------------------------------------------------------
+
+    def register_comm_hook(self, state: object, hook: Any) -> None:
+        """See gradwire.ddp.DistributedDataParallel.register_comm_hook."""
+        try:
+            super().register_comm_hook(state, hook)
+        except ArgumentTypeError as error:
+            self._error = f"{error} (PyTorch's words: Communication hook must be callable.)"
+            raise ArgumentTypeError(self._error) from error
+        self._builtin_hook = None
+
+    def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
+        builtin = {
+            dist.BuiltinCommHookType.ALLREDUCE: hooks.allreduce,
+            dist.BuiltinCommHookType.FP16_COMPRESS: hooks.fp16,
+        }
+        self.register_comm_hook(self.process_group, builtin[comm_hook_type])
+        self._builtin_hook = comm_hook_type
+
+    def _register_buffer_comm_hook(
+        self,
+        state: Any,
+        hook: Callable[[Any, dict[str, Tensor]], Any],
+        comm_hook_location: _BufferCommHookLocation = _BufferCommHookLocation.POST_FORWARD,
+    ) -> None:
+        """See gradwire.ddp.DistributedDataParallel.register_buffer_hook."""
+        self.register_buffer_hook(
+            lambda buffers, group: hook(state, buffers),
+            after_forward=comm_hook_location == _BufferCommHookLocation.POST_FORWARD,
+        )
+
+    def _register_fused_optim(
+        self,
+        optim: type,
+        *args: Any,
+        optim_params: Iterable[Tensor] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Step parameters as soon as their bucket is reduced, with an optimizer of this class."""
+        from torch.distributed.algorithms._optimizer_overlap import _as_overlapped_optim
+
+        _as_overlapped_optim(optim, optim_params, *args, **kwargs).register_ddp(self)
+
+    def _update_process_group(self, new_process_group: ProcessGroup) -> None:
+        self.process_group = new_process_group
+
+    def _set_static_graph(self) -> None:
+        """As static_graph=True of the constructor; before training."""
+        if self.static_graph:
+            warnings.warn("static_graph is set already", stacklevel=2)
+            return
+        if self.logging_data().steps:
+            self._error = "_set_static_graph() should be called before training loop starts"
+            raise ReductionError(self._error)
+        self.static_graph = True
+        self._reducer_options["static_graph"] = True
+        self._make_reducer()
+
+    def _remove_autograd_hooks(self) -> None:
+        """Reduce nothing from now on."""
+        self.reducer.close()
+
+    def join_hook(self, **kwargs: Any) -> ShadowHook:
+        """See gradwire.ddp.DistributedDataParallel.join_hook."""
+        self._uneven_inputs = True
+        super().join_hook(**kwargs)
+        return _JoinHook(self)
+
+    def _set_ddp_sink_clone(self, val: bool) -> None:
+        """Of no effect: outputs are handed on as they are."""
+
+    @classmethod
+    def _get_active_ddp_module(cls) -> Any:
+        """The module of PyTorch's class, wrapped before installing, whose forward runs."""
+        return cls._active_ddp_module
+
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """What comes before the forward, for `replicate`, which runs the module itself."""
+        if self._precision is not None:
+            raise NotSupportedError(
+                "mixed_precision with torch.distributed._composable.replicate: wrap the module in "
+                "DistributedDataParallel"
+            )
+        self._before(self._syncing())
+        if self.device is None:
+            return inputs, kwargs
+        return map_tensors(self._to_device, inputs), map_tensors(self._to_device, kwargs)
+
+    def _post_forward(self, output: Any) -> Any:
+        self._after(output, self._syncing())
+        return output
+
+    def _syncing(self) -> bool:
+        return torch.is_grad_enabled() and self.require_backward_grad_sync
+
+    # -- errors and figures ----------------------------------------------------------------
+
+    def _before(self, syncing: bool) -> None:
+        try:
+            super()._before(syncing)
+        except ReductionError as error:
+            told = unfinished(error, self.process_group.rank(), self._reduced())
+            self._error = str(told)
+            raise told from error
+
+    def _reduced(self) -> list[str]:
+        """The names of the parameters that are reduced, as PyTorch counts them."""
+        named = self.module.named_parameters()
+        return [n for n, p in named if p.requires_grad and n not in self.parameters_to_ignore]
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        """Of no effect: times are taken in every step."""
+        if sample_rate < 1:
+            raise ArgumentError(f"sample_rate is {sample_rate}: give 1 or more")
+
+    def _get_ddp_logging_data(self) -> dict[str, str | int]:
+        """What gradwire's logging_data has, under PyTorch's names; times in ns."""
+        figures = logging_dict(self) | {"join_uneven_inputs": int(self._uneven_inputs)}
+        if self._builtin_hook is not None:
+            figures["comm_hook"] = str(self._builtin_hook)
+        return figures | ({"has_error": 1, "error": self._error} if self._error else {})
+
+
+class _JoinHook(ShadowHook):
+    """Ours; the module then says whose parameters all ranks took."""
+
+    def __init__(self, net: DistributedDataParallel) -> None:
+        super().__init__(net)
+        self._wrapped = net
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        super().post_hook(is_last_joiner)
+        group = self._wrapped.process_group
+        self._wrapped._authoritative_rank = agree_on_rank(group, candidate=is_last_joiner)
+
+
+TABLE = (
+    Replacement(
+        DistributedDataParallel,
+        "DistributedDataParallel",
+        ("torch.nn.parallel.distributed", "torch.nn.parallel"),
+        wherever_loaded=True,
+    ),
+    *BUCKET_TABLE,
+)
+"""What goes where."""

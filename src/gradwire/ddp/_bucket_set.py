@@ -1,0 +1,110 @@
+"""The buckets of a reducer, in the order of launch, and which of them each parameter is in."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from gradwire.ddp._bucket import Bucket, Member
+from gradwire.ddp._hook_state import Part, rekey
+from gradwire.ddp._planning import Planner
+from gradwire.ddp._sparse import SparseBucket
+
+__all__ = ["BucketSet"]
+
+
+class BucketSet:
+    """Buckets.
+
+    Args:
+        planner: Makes them.
+
+    Attributes:
+        of: For each parameter, its bucket.
+    """
+
+    def __init__(self, planner: Planner) -> None:
+        self._planner = planner
+        self._buckets: list[Bucket] = []
+        self.of: list[Bucket] = []
+
+    def __len__(self) -> int:
+        return len(self._buckets)
+
+    def __iter__(self) -> Iterator[Bucket]:
+        return iter(self._buckets)
+
+    def __getitem__(self, index: int) -> Bucket:
+        return self._buckets[index]
+
+    def make(self, order: Sequence[int], *, with_hook: bool, state: Any = None) -> None:
+        """Makes them anew, for parameters that become ready in this order.
+
+        A hook's state goes along. What is not in the order is in no bucket: its arrival is
+        surplus.
+        """
+        before = self.layout
+        self.of = self._buckets = []  # the old buckets' memory is free from here on
+        self._buckets = self._planner.make(order, with_hook=with_hook)
+        if before and state is not None:
+            rekey(state, before, self.layout)
+        named = zip(self._planner.names, self._planner.parameters, strict=True)
+        self.of = [
+            SparseBucket(Member(i, name, p, count=0), 1.0) for i, (name, p) in enumerate(named)
+        ]
+        for bucket in self._buckets:
+            for i in bucket.members:
+                self.of[i] = bucket
+
+    @property
+    def layout(self) -> list[list[Part]]:
+        """The parameters in each, with their sizes."""
+        return [
+            [Part(n, p.numel()) for n, p in zip(b.names, b.parameters, strict=True)]
+            for b in self._buckets
+        ]
+
+    def reset(self) -> None:
+        """Ready for the next backward."""
+        for bucket in self._buckets:
+            bucket.reset()
+
+    def defer(self, *, with_graph: bool = False, until_the_end: bool = False) -> None:
+        """Take nothing early in this backward, or only when it has ended."""
+        for bucket in self._buckets:
+            bucket.defer(with_graph=with_graph)
+            if until_the_end:
+                bucket.expected = math.inf  # who knows what will come
+
+    def leave_out(self, indices: Iterable[int]) -> None:
+        """These parameters get no gradient in this backward."""
+        found: dict[int, list[int]] = defaultdict(list)
+        for i in indices:
+            found[id(self.of[i])].append(i)
+        for bucket in self._buckets:
+            bucket.leave_out(found.get(id(bucket), ()))
+
+    def complete(self) -> None:
+        """Nothing more is expected."""
+        self.leave_out(self.missing())
+        for bucket in self._buckets:
+            bucket.expected = 0
+
+    def missing(self) -> list[int]:
+        """Parameters whose gradient is neither there nor known to be absent."""
+        return [i for bucket in self._buckets if not bucket.full for i in bucket.missing()]
+
+    def absent(self) -> set[int]:
+        """Parameters that get no gradient in this backward."""
+        return {i for bucket in self._buckets for i in bucket.absent}
+
+    def arrived(self) -> list[int]:
+        """Parameters whose gradient is there, as often as it came."""
+        return [i for bucket in self._buckets for i in bucket.arrived]
+
+    @property
+    def untouched(self) -> bool:
+        """Whether no gradient has arrived yet."""
+        return not any(bucket.arrived for bucket in self._buckets)

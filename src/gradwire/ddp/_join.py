@@ -1,0 +1,162 @@
+"""Uneven inputs: a rank that has run out takes part in the others' steps with zeros.
+
+The ranks meet in `torch.distributed.algorithms.join.Join`. In its context each forward begins with
+one message, by which ranks that have joined learn what the others do next, and all how many are
+left.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+
+from gradwire.ddp._buffers import Buffers
+from gradwire.ddp._group import message_device
+from gradwire.ddp.broadcast import broadcast_coalesced
+from gradwire.ddp.reducer import Reducer
+
+__all__ = ["Plans", "ShadowHook", "Uneven", "agree_on_rank", "exchange_plans"]
+
+
+@dataclass(frozen=True)
+class Plans:
+    """What the ranks that still have input do next.
+
+    Attributes:
+        ranks: How many they are.
+        reduce: Whether they reduce gradients.
+        sync_buffers: Whether they make buffers alike.
+    """
+
+    ranks: int
+    reduce: bool
+    sync_buffers: bool
+
+
+def exchange_plans(
+    group: ProcessGroup, *, active: bool, reduce: bool = False, sync_buffers: bool = False
+) -> Plans:
+    """Tell what this rank does next, if it is active, and learn what the others do."""
+    device = message_device(group)
+    told = torch.tensor([active, reduce, sync_buffers], dtype=torch.int64, device=device)
+    dist.all_reduce(told, group=group)
+    ranks, reducing, syncing = told.tolist()
+    return Plans(ranks, reducing > 0, syncing > 0)
+
+
+def agree_on_rank(group: ProcessGroup, *, candidate: bool) -> int:
+    """The highest rank in the group that is a candidate; at least one is."""
+    rank = torch.tensor([group.rank() if candidate else -1], device=message_device(group))
+    dist.all_reduce(rank, op=dist.ReduceOp.MAX, group=group)
+    return int(rank)
+
+
+class Uneven(nn.Module, Joinable):
+    """The part of DistributedDataParallel that takes uneven inputs."""
+
+    module: nn.Module
+    reducer: Reducer
+    broadcast_buffers: bool
+    parameters_to_ignore: set[str]
+    _group: ProcessGroup
+    _buffers_synced: Buffers
+    _divide_by_initial_world_size = True
+
+    def _syncs_buffers(self) -> bool:
+        raise NotImplementedError
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """A context in which ranks may have different numbers of batches.
+
+        A rank that has run out takes part in the others' steps with zeros, and ends with the
+        parameters of a rank that took part in all.
+
+        Args:
+            divide_by_initial_world_size: Divide sums by W; if not, by the number of ranks that
+                still have input, also where a hook divides by W itself.
+            enable: Whether the context does anything.
+            throw_on_early_termination: Raise RuntimeError on all ranks when one has run out.
+
+        Example:
+            >>> from gradwire.ddp import DistributedDataParallel
+            >>> from gradwire.testing import run_ranks
+            >>> def main():
+            ...     net = DistributedDataParallel(nn.Linear(1, 1, bias=False))
+            ...     gradients = []
+            ...     with net.join(divide_by_initial_world_size=False):
+            ...         for _ in range(1 + dist.get_rank()):
+            ...             net.zero_grad()
+            ...             net(torch.tensor([[1.0 + dist.get_rank()]])).sum().backward()
+            ...             gradients.append(net.module.weight.grad.item())
+            ...     return gradients
+            >>> run_ranks(main, world_size=2)
+            [[1.5], [1.5, 2.0]]
+        """
+        return Join(
+            [self],
+            enable,
+            throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+        )
+
+    def join_hook(self, **kwargs: Any) -> ShadowHook:
+        """What `Join` runs on a rank that has run out."""
+        self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
+        return ShadowHook(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where `Join` puts its messages."""
+        return next(self.module.parameters()).device
+
+    @property
+    def join_process_group(self) -> ProcessGroup:
+        """The group that `Join` meets in."""
+        return self._group
+
+    def _tell_joined(self, syncing: bool) -> Plans:
+        Join.notify_join_context(self)
+        sync_buffers = self._syncs_buffers() and not self._buffers_synced.after_forward
+        return exchange_plans(self._group, active=True, reduce=syncing, sync_buffers=sync_buffers)
+
+    def _state_tensors(self) -> list[Tensor]:
+        """What is the same on all ranks: parameters, and buffers that are kept alike."""
+        named = self.module.named_parameters()
+        parameters = [p.detach() for n, p in named if n not in self.parameters_to_ignore]
+        buffers = self._buffers_synced.named().values() if self.broadcast_buffers else ()
+        return [*parameters, *buffers]
+
+
+class ShadowHook(JoinHook):
+    """What a rank does that has joined."""
+
+    def __init__(self, net: Uneven) -> None:
+        self._net = net
+
+    def main_hook(self) -> None:
+        """Take part in one step of the ranks that have input left."""
+        net = self._net
+        plans = exchange_plans(net._group, active=False)
+        if plans.reduce:
+            net.reducer.prepare()
+        if plans.sync_buffers:
+            root = agree_on_rank(net._group, candidate=False)
+            net._buffers_synced.sync(net._group, root=root)
+        if plans.reduce:
+            net.reducer.shadow()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Take the parameters of a rank that took part in every step."""
+        root = agree_on_rank(self._net._group, candidate=is_last_joiner)
+        broadcast_coalesced(self._net._group, self._net._state_tensors(), group_src=root)

@@ -1,0 +1,231 @@
+"""A bucket of gradients that share a buffer.
+
+Packing knows three sizes. A gradient of some size is taken the moment it is ready, while it is
+still in the processor's cache, scaled on the way, and from then on lives in the buffer: what
+autograd made is freed at once and nothing is copied back. Smaller ones do so in batches that fit
+the cache, with one multi-tensor copy a batch. Tiny ones, for which a Python step each would cost
+more than their bytes, are copied in with one call when the bucket is full, and out with another.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn import Parameter
+
+from gradwire.buckets import views
+from gradwire.ddp._bucket import Bucket, Member, dense_gradient
+from gradwire.gradients import GradBucket
+from gradwire.shm import empty
+
+__all__ = ["ADOPT_BYTES", "AT_ONCE_BYTES", "PackedBucket"]
+
+AT_ONCE_BYTES = 32 << 10
+"""From here on three Python steps cost less than reading the gradient a second time."""
+ADOPT_BYTES = 4 << 10
+"""From here on one Python step costs less than copying the gradient back."""
+REFERENCES = 3
+"""To a gradient that only its parameter holds: the parameter's, ours, and that of the count."""
+BATCH_BYTES = 256 << 10
+"""What is gathered at a time: well below a core's second-level cache."""
+
+
+class PackedBucket(Bucket):
+    """Gradients that share a buffer.
+
+    Args:
+        members: Parameters of one dtype and device. Where there is a scale, those that come early
+            lie first, so that the others can be scaled in one piece.
+        scale: What gradients are multiplied by on their way into the buffer.
+        keep: Whether gradients become views of the buffer (gradient_as_bucket_view).
+        group: The group that reduces; on shm the buffer lies in memory that its ranks share.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        *,
+        scale: float = 1.0,
+        keep: bool = False,
+        group: ProcessGroup | None = None,
+    ) -> None:
+        sizes = {m.index: m.parameter.nbytes if m.count == 1 else 0 for m in members}
+        if scale != 1.0:
+            members = sorted(members, key=lambda m: sizes[m.index] < AT_ONCE_BYTES)
+        self._keep, self._group = keep, group
+        self._place = {
+            m.index: (i, sizes[m.index])
+            for i, m in enumerate(members)
+            if sizes[m.index] >= ADOPT_BYTES
+        }
+        self._late = [i for i, m in enumerate(members) if m.index not in self._place]
+        first = [m for m in members if sizes[m.index] >= AT_ONCE_BYTES]
+        self._at_once, self._at_once_numel = len(first), sum(m.parameter.numel() for m in first)
+        super().__init__(members, scale=scale, early=self._place.keys())
+        self._allocate()
+
+    def _allocate(self) -> None:
+        first = self.parameters[0]
+        count = sum(p.numel() for p in self.parameters)
+        if self._group is not None and first.device.type == "cpu":
+            self.flat = empty(count, dtype=first.dtype, group=self._group)
+        else:
+            self.flat = torch.empty(count, dtype=first.dtype, device=first.device)
+        self._views = views(self.flat, self.parameters, keep_strides=True)
+        # where there is a scale, those that are not scaled at once lie last
+        self._to_scale = self.flat[self._at_once_numel :]
+        self._own_uses = _uses(self.flat)
+        self._claimed = self._keep
+
+    def _claim(self) -> None:
+        """Before the first write of a backward: leave the buffer to whoever else still uses it.
+
+        Gradients of the last backward lie in it. As long as they are their parameters' .grad they
+        are ours to accumulate into; one that somebody kept when .grad was cleared is not.
+        """
+        others = _uses(self.flat) - self._own_uses
+        if others:
+            at_home = 0
+            for place, _ in self._place.values():
+                gradient = self.parameters[place].grad
+                if gradient is not None:
+                    at_home += gradient.data_ptr() == self._views[place].data_ptr()
+            if others != at_home:
+                self._allocate()
+        self._claimed = True
+
+    def reset(self) -> None:
+        super().reset()
+        self._claimed = self._keep
+        self._batch: list[int] = []
+        self._batch_bytes = 0
+        self._saved: dict[int, Tensor] = {}
+
+    def gather_early(self, member: int, incoming: Tensor) -> None:
+        if not self._claimed:
+            self._claim()
+        place, size = self._place[member]
+        if size < AT_ONCE_BYTES:
+            self._batch.append(place)
+            self._batch_bytes += size
+            if self._batch_bytes >= BATCH_BYTES:
+                self._gather_batch()
+            return
+        parameter, view = self.parameters[place], self._views[place]
+        gradient = dense_gradient(parameter)
+        if gradient.data_ptr() != view.data_ptr():
+            torch.mul(gradient, self.scale, out=view)
+            # autograd may have made `incoming` the gradient: then it, and the tensor that it is a
+            # view of, use that memory until this backward step ends
+            passing = 0
+            if incoming.data_ptr() == gradient.data_ptr():
+                passing = 1 + incoming._is_view()
+            if self._keep:
+                parameter.grad = view
+            elif _uses(gradient) <= 2 + passing and sys.getrefcount(gradient) <= REFERENCES:
+                gradient.set_(view)  # type: ignore[call-overload]  # torch's stub lacks this form
+        elif self.scale != 1.0:
+            view.mul_(self.scale)
+
+    def _gather_batch(self) -> None:
+        """Copies what has come since the last time; it is scaled when the bucket is full."""
+        outside = self._outside(self._batch)
+        self._batch, self._batch_bytes = [], 0
+        if outside:
+            torch._foreach_copy_([v for _, _, v in outside], [g for _, g, _ in outside])
+            for parameter, gradient, view in outside:
+                if self._keep:
+                    parameter.grad = view
+                elif _uses(gradient) <= 2 and sys.getrefcount(gradient) <= REFERENCES + 1:
+                    gradient.set_(view)  # type: ignore[call-overload]
+
+    def _outside(self, places: Sequence[int]) -> list[tuple[Parameter, Tensor, Tensor]]:
+        """Parameter, gradient and view of those whose gradient does not lie in the buffer."""
+        found = [
+            (self.parameters[i], dense_gradient(self.parameters[i]), self._views[i]) for i in places
+        ]
+        return [entry for entry in found if entry[1].data_ptr() != entry[2].data_ptr()]
+
+    def gather(self) -> None:
+        places: Sequence[int] = range(len(self.members)) if self._deferred else self._late
+        if self._deferred and not self._claimed:
+            self._claim()
+        if self.absent:
+            places = [i for i in places if self.members[i] not in self.absent]
+        self._gather_batch()
+        if outside := self._outside(places):
+            torch._foreach_copy_([v for _, _, v in outside], [g for _, g, _ in outside])
+            if self._keep and not self._with_graph:
+                for parameter, _, view in outside:
+                    parameter.grad = view
+        for i in self._absent_places():
+            self._gather_absent(i)
+        if self.scale != 1.0:
+            (self.flat if self._deferred else self._to_scale).mul_(self.scale)
+
+    def _absent_places(self) -> list[int]:
+        return [i for i, m in enumerate(self.members) if m in self.absent] if self.absent else []
+
+    def _gather_absent(self, place: int) -> None:
+        """What accumulated earlier takes part, and is saved in case that no rank has more."""
+        gradient, view = self.parameters[place].grad, self._views[place]
+        if gradient is None:
+            view.zero_()
+            return
+        self._saved[place] = gradient.detach().clone()
+        if gradient.data_ptr() != view.data_ptr():
+            view.copy_(self._saved[place])
+        if place < self._at_once and not self._deferred:
+            view.mul_(self.scale)
+
+    def blank(self) -> None:
+        if _uses(self.flat) > self._own_uses:
+            self._allocate()
+        self.flat.zero_()
+
+    def scatter(self, reduced: Tensor | None, untouched: Collection[int]) -> None:
+        source = self._views
+        if reduced is not None and not _same_memory(reduced, self.flat):
+            source = views(reduced.reshape(-1), self.parameters, keep_strides=True)
+        places: Sequence[int] = range(len(self.members))
+        if self.absent:
+            places = [i for i in places if self.members[i] not in self.absent]
+        gradients = [(dense_gradient(self.parameters[i]), source[i]) for i in places]
+        away = [pair for pair in gradients if pair[0].data_ptr() != pair[1].data_ptr()]
+        if away and self._with_graph:
+            for i in places:
+                old = dense_gradient(self.parameters[i])
+                with torch.enable_grad():  # the reduced value, the history of the local one
+                    self.parameters[i].grad = old + (source[i] - old).detach()
+        elif away:
+            torch._foreach_copy_([g for g, _ in away], [s for _, s in away])
+        for i in self._absent_places():
+            self._scatter_absent(i, source[i], touched=self.members[i] not in untouched)
+
+    def _scatter_absent(self, place: int, reduced: Tensor, *, touched: bool) -> None:
+        parameter, view = self.parameters[place], self._views[place]
+        gradient = parameter.grad
+        if not touched:
+            if gradient is not None and gradient.data_ptr() == view.data_ptr():
+                view.copy_(self._saved[place])
+        elif gradient is None:
+            parameter.grad = view.copy_(reduced) if self._keep else reduced.clone()
+        elif gradient.data_ptr() != reduced.data_ptr():
+            gradient.copy_(reduced)
+
+    def as_grad_bucket(self, index: int, *, is_last: bool) -> GradBucket:
+        return GradBucket(index, self.flat, self.parameters, is_last=is_last)
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    return a.data_ptr() == b.data_ptr() and a.is_contiguous()
+
+
+def _uses(tensor: Tensor) -> int:
+    """How many tensors share this one's storage, itself included."""
+    uses: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return uses

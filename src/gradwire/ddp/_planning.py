@@ -1,0 +1,175 @@
+"""Which bucket each parameter is in: makes the reducer's buckets for an order of readiness."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch.distributed import ProcessGroup
+from torch.nn import Parameter
+
+from gradwire.buckets import plan_buckets
+from gradwire.ddp._bucket import Bucket, Member
+from gradwire.ddp._in_place import InPlaceBucket
+from gradwire.ddp._packed import PackedBucket
+from gradwire.ddp._sparse import SparseBucket
+from gradwire.errors import ArgumentError, ArgumentTypeError
+from gradwire.shm import shares_memory
+
+__all__ = [
+    "FIRST_BUCKET_BYTES",
+    "IN_PLACE_BYTES",
+    "BucketLayout",
+    "Planner",
+    "check_layout",
+    "names_by_bucket",
+]
+
+FIRST_BUCKET_BYTES = 1 << 20
+BUCKET_BYTES = 25 << 20
+IN_PLACE_BYTES = 4 << 20
+"""On the CPU, a gradient of this size travels alone and in place: a message more costs less than
+copying it into a bucket and back. On accelerators copies are cheap and messages are not."""
+
+BucketLayout = Callable[[Sequence[tuple[str, Parameter]]], Sequence[Sequence[str]]]
+"""From the parameters, by name, to the names in each bucket, in the order of launch."""
+
+
+@dataclass
+class Planner:
+    """Makes buckets.
+
+    Attributes:
+        caps: Bytes: the size limits of the first bucket, the second, …; None: our own.
+        keep: Whether gradients are views of their bucket.
+        sparse: Indices of parameters with sparse gradients.
+        last: Indices of parameters that travel together after all others.
+        layout: Indices in each bucket, if they are given; no other order is then followed.
+    """
+
+    names: Sequence[str]
+    parameters: Sequence[Parameter]
+    group: ProcessGroup
+    caps: Sequence[int] | None = None
+    keep: bool = False
+    sparse: Collection[int] = ()
+    last: Collection[int] = ()
+    layout: Sequence[Sequence[int]] | None = None
+    counts: Mapping[int, int] = field(default_factory=dict)
+
+    def first_order(self) -> list[int]:
+        """Last registered first: its gradient tends to be ready first."""
+        return list(range(len(self.parameters)))[::-1]
+
+    def make(self, order: Sequence[int], *, with_hook: bool) -> list[Bucket]:
+        """Buckets for parameters that become ready in this order; those not in it have none."""
+        kept = {i: self.parameters[i].grad for i in order} if self.keep else {}
+        buckets: list[Bucket] = []
+        for members in self._groups(order, with_hook=with_hook):
+            packed = []
+            for i in members:
+                if i in self.sparse:
+                    buckets.append(SparseBucket(self._member(i), self._scale(with_hook)))
+                elif self._travels_alone(i, with_hook=with_hook):
+                    buckets.append(InPlaceBucket(self._member(i), self._scale(with_hook)))
+                else:
+                    packed.append(self._member(i))
+            if packed:
+                scale = self._scale(with_hook)
+                buckets.append(PackedBucket(packed, scale=scale, keep=self.keep, group=self.group))
+        for i, gradient in kept.items():  # views of buckets that are no more
+            if gradient is not None:
+                self.parameters[i].grad = gradient.clone()
+        return buckets
+
+    def _groups(self, order: Sequence[int], *, with_hook: bool) -> list[Sequence[int]]:
+        if self.layout is not None:
+            wanted = set(order)
+            given = [[i for i in members if i in wanted] for members in self.layout]
+            return [members for members in given if members]
+        caps = self._caps(with_hook=with_hook)
+        soon = [i for i in order if i not in self.last]
+        late = [i for i in order if i in self.last]
+        return [*self._plan(soon, caps), *self._plan(late, [1 << 62])]
+
+    def _plan(self, order: Sequence[int], caps: Sequence[int]) -> Sequence[Sequence[int]]:
+        params = [self.parameters[i] for i in order]
+        alone = [i in self.sparse for i in range(len(self.parameters))] if self.sparse else ()
+        return plan_buckets(
+            [p.nbytes for p in params],
+            [p.dtype for p in params],
+            [p.device for p in params],
+            caps,
+            alone=alone,
+            indices=list(order),
+        ).buckets
+
+    def _member(self, index: int) -> Member:
+        return Member(index, self.names[index], self.parameters[index], self.counts.get(index, 1))
+
+    def _scale(self, with_hook: bool) -> float:
+        return 1.0 if with_hook else 1.0 / self.group.size()
+
+    def _caps(self, *, with_hook: bool) -> Sequence[int]:
+        if self.caps is not None:
+            return self.caps
+        on_cpu = all(p.device.type == "cpu" for p in self.parameters)
+        if on_cpu and not with_hook:
+            return [BUCKET_BYTES]
+        return [FIRST_BUCKET_BYTES, BUCKET_BYTES]
+
+    def _travels_alone(self, index: int, *, with_hook: bool) -> bool:
+        if with_hook or self.layout is not None or shares_memory(self.group):
+            return False  # on shm, packed, it lies where the ranks reduce it without a copy
+        parameter = self.parameters[index]
+        fit = self.counts.get(index, 1) == 1 and index not in self.last
+        return fit and parameter.device.type == "cpu" and parameter.nbytes >= IN_PLACE_BYTES
+
+
+def names_by_bucket(
+    layout: BucketLayout, named: Sequence[tuple[str, Parameter]]
+) -> list[list[str]]:
+    """What the user's function returns.
+
+    Raises:
+        ArgumentTypeError: It is no function, or returns something else than lists of names.
+    """
+    returned = layout(named) if callable(layout) else None
+    if not isinstance(returned, Sequence) or isinstance(returned, str):
+        raise ArgumentTypeError(
+            f"bucket_layout is {layout!r}, and returned {returned!r}: pass a function that takes "
+            "a list of names and parameters and returns a list of lists of names"
+        )
+    return [list(names) for names in returned]
+
+
+def check_layout(
+    layout: BucketLayout | None, named: Sequence[tuple[str, Parameter]]
+) -> list[list[int]] | None:
+    """The user's layout as indices.
+
+    Raises:
+        ArgumentTypeError: No function, or one that does not return lists of names.
+        ArgumentError: A parameter is in no bucket, in two, or unknown; a bucket is empty or mixes
+            dtypes or devices.
+    """
+    if layout is None:
+        return None
+    number = {name: i for i, (name, _) in enumerate(named)}
+    buckets = names_by_bucket(layout, named)
+    flat = [name for names in buckets for name in names]
+    for problem, names in (
+        ("names that are no parameters", [n for n in flat if n not in number]),
+        ("parameters that are in two buckets", sorted({n for n in flat if flat.count(n) > 1})),
+        ("no bucket for", [n for n in number if n not in flat]),
+    ):
+        if names:
+            raise ArgumentError(f"bucket_layout gives {problem}: {names}")
+    for k, names in enumerate(buckets):
+        kinds = {(p.dtype, p.device) for p in (named[number[n]][1] for n in names)}
+        if len(kinds) != 1:
+            raise ArgumentError(
+                f"bucket_layout's bucket {k} ({names}) holds {sorted(map(str, kinds)) or 'nothing'}"
+                ": a bucket has one dtype and device"
+            )
+    return [[number[n] for n in names] for names in buckets]

@@ -1,0 +1,62 @@
+"""A bucket of one sparse gradient, as embeddings make it with sparse=True."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import Tensor
+
+from gradwire.ddp._bucket import Bucket, Member
+from gradwire.errors import ReductionError
+from gradwire.gradients import GradBucket
+
+__all__ = ["SparseBucket"]
+
+
+class SparseBucket(Bucket):
+    """One sparse gradient; `flat` is the COO tensor itself.
+
+    A rank where it is absent takes part with no entries, one where it is dense (the embedding's
+    weight is used elsewhere too) with all of them.
+    """
+
+    def __init__(self, member: Member, scale: float) -> None:
+        super().__init__([member], scale=scale, early=())
+
+    def gather(self) -> None:
+        gradient = self.parameters[0].grad
+        if gradient is None:
+            if not self.absent:
+                raise ReductionError(
+                    f"the gradient of {self.names[0]} was taken away (.grad is None) before it was "
+                    "communicated: free gradients after backward"
+                )
+            self.blank()
+            return
+        gradient = gradient.detach()
+        if gradient.layout == torch.strided:
+            gradient = gradient.to_sparse(1)
+        self.flat = gradient.coalesce() * self.scale
+
+    def blank(self) -> None:
+        parameter = self.parameters[0]
+        self.flat = torch.sparse_coo_tensor(
+            torch.empty((1, 0), dtype=torch.int64, device=parameter.device),
+            torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype, device=parameter.device),
+            parameter.shape,
+            check_invariants=False,
+        ).coalesce()
+
+    def scatter(self, reduced: Tensor | None, untouched: Collection[int]) -> None:
+        result = self.flat if reduced is None else reduced
+        parameter = self.parameters[0]
+        if self.members[0] not in untouched:
+            if parameter.grad is not None and parameter.grad.layout == torch.strided:
+                parameter.grad.copy_(result.to_dense())
+            else:
+                parameter.grad = result
+        del self.flat
+
+    def as_grad_bucket(self, index: int, *, is_last: bool) -> GradBucket:
+        return GradBucket(index, self.flat, self.parameters, is_last=is_last)

@@ -1,0 +1,89 @@
+"""Which parameters a backward uses: all of them, those its graph has, or those of the first one.
+
+A rank that does not use a parameter takes part with zeros. What no rank uses keeps its gradient as
+it is; for this, ranks add up one integer for each parameter.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Usage"]
+
+
+class Usage:
+    """What one rank uses, and what all do.
+
+    Args:
+        nodes: For each parameter, the node that accumulates its gradient.
+        find_unused: Ask in each backward.
+        static: Ask in the first one and rely on it.
+
+    Attributes:
+        touched: Parameters that got a gradient since the last reduction, in `no_sync` too.
+        counts: In a static graph, from its first backward on: how often each gradient arrives.
+        unused: Parameters that no rank used, as far as is known.
+    """
+
+    def __init__(
+        self,
+        nodes: Sequence[Any],
+        *,
+        find_unused: bool,
+        static: bool,
+    ) -> None:
+        self._count, self._nodes = len(nodes), nodes
+        self.find_unused, self.static = find_unused and not static, static
+        self.touched: set[int] = set()
+        self.counts: dict[int, int] = {}
+        self.unused: frozenset[int] = frozenset()
+
+    @property
+    def recording(self) -> bool:
+        """Whether the next backward is the one that a static graph goes by."""
+        return self.static and not self.counts
+
+    @property
+    def tolerant(self) -> bool:
+        """Whether parameters may be left out of a backward."""
+        return self.find_unused or self.recording
+
+    def absent(self) -> list[int]:
+        """Parameters that the running backward's graph leaves out.
+
+        Nothing if it leaves out all: then it is not a backward of parameters.
+        """
+        will = torch._C._will_engine_execute_node
+        try:
+            absent = [i for i, node in enumerate(self._nodes) if not will(node)]
+        except RuntimeError:  # torch.autograd.grad of parameters, whose .grad stays as it is
+            return []
+        return absent if len(absent) < self._count else []
+
+    def record(self, arrived: Iterable[int]) -> None:
+        """Keeps how often each gradient arrived, for a static graph."""
+        came = Counter(arrived)
+        self.counts = {i: came[i] for i in range(self._count)}
+
+    def forget(self) -> None:
+        """As after construction."""
+        self.counts = {}
+        self.unused = frozenset()
+        self.touched.clear()
+
+    def flags(self, used: Iterable[int]) -> Tensor:
+        """One for each parameter that this rank used since the last reduction."""
+        mine = torch.zeros(self._count, dtype=torch.int32)
+        if indices := list({*used, *self.touched}):
+            mine[indices] = 1
+        return mine
+
+    def receive(self, sums: Tensor) -> None:
+        """Takes the sum over ranks of their flags."""
+        self.unused = frozenset((sums == 0).nonzero().flatten().tolist())
+        self.touched.clear()

@@ -1,0 +1,76 @@
+"""Notices when a module's parameters are no longer those that its reducer reduces.
+
+Parameters that are added, replaced or thawed after wrapping would be trained on this rank alone.
+Comparing the module's parameters at each step would cost more than the step of a small model, so
+torch's registration hooks say when there is something to compare.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from torch import nn
+from torch.nn import Parameter
+from torch.nn.modules import module as torch_module
+
+from gradwire.errors import ArgumentError
+
+__all__ = ["Watch"]
+
+
+class Watch:
+    """Compares a module's parameters with those at construction, when there is reason to.
+
+    Args:
+        module: The module.
+        named: Its parameters that are looked after, frozen ones included.
+        ignored: Names that are left alone.
+    """
+
+    def __init__(
+        self, module: nn.Module, named: Sequence[tuple[str, Parameter]], ignored: Collection[str]
+    ) -> None:
+        self._module, self._ignored = module, ignored
+        self._known = dict(named)
+        self._frozen = [(n, p) for n, p in named if not p.requires_grad]
+        self._something_registered = False
+        reference = weakref.ref(self)
+
+        def noticed(*_: Any) -> None:
+            if watch := reference():
+                watch._something_registered = True
+
+        handles = [
+            torch_module.register_module_parameter_registration_hook(noticed),
+            torch_module.register_module_module_registration_hook(noticed),
+        ]
+        weakref.finalize(self, _remove, handles).atexit = False
+
+    def check(self) -> None:
+        """Raises if there are parameters that would not be reduced.
+
+        Raises:
+            ArgumentError: Names them.
+        """
+        thawed = [n for n, p in self._frozen if p.requires_grad]
+        new: list[str] = []
+        if self._something_registered:
+            new = [
+                n
+                for n, p in self._module.named_parameters()
+                if n not in self._ignored and self._known.get(n) is not p
+            ]
+            self._something_registered = bool(new)
+        if new or thawed:
+            what = "added or replaced" if new else "frozen when the module was wrapped, and are not"
+            raise ArgumentError(
+                f"parameters {new or thawed} were {what}: their gradients would not be reduced. "
+                "Call refit() on every rank, and give them to the optimizer"
+            )
+
+
+def _remove(handles: Sequence[Any]) -> None:
+    for handle in handles:
+        handle.remove()

@@ -1,0 +1,59 @@
+"""Composition: do something before a hook, or with what it made of a bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradwire.errors import ArgumentError
+from gradwire.gradients import CommHook, GradBucket, as_future, check_hook, parse_hook_result
+
+__all__ = ["around"]
+
+
+def around(
+    hook: CommHook,
+    *,
+    before: Callable[[GradBucket], None] | None = None,
+    after: Callable[[Tensor, GradBucket], Tensor] | None = None,
+) -> Callable[[Any, GradBucket], Any]:
+    """Wrap a hook; the result is a hook, so that wrappers compose.
+
+    Args:
+        hook: The hook that communicates; its state is passed through.
+        before: Gets the bucket of local gradients; may change the buffer in place, or set another.
+        after: Gets the reduced buffer and the bucket, and returns the result.
+
+    Raises:
+        ArgumentError: Neither is given.
+        ArgumentTypeError: `hook` is no hook.
+
+    Example:
+        >>> from gradwire.testing import FakeBucket
+        >>> def send(state, bucket):
+        ...     return bucket.buffer() * 2  # as if there were two ranks with the same gradients
+        >>> def clip(bucket):
+        ...     bucket.buffer().clamp_(-1, 1)
+        >>> def halve(reduced, bucket):
+        ...     return reduced / 2
+        >>> hook = around(send, before=clip, after=halve)
+        >>> hook(None, FakeBucket(torch.tensor([0.5, 9.0]))).wait()
+        tensor([0.5000, 1.0000])
+    """
+    check_hook(hook)
+    if before is None and after is None:
+        raise ArgumentError("neither before nor after is given: use the hook itself")
+
+    def wrapped_hook(state: Any, bucket: GradBucket) -> torch._C.Future[Any]:
+        if before is not None:
+            before(bucket)
+        future = as_future(hook(state, bucket), hook)
+        if after is None:
+            return future
+        return future.then(lambda f: after(parse_hook_result(f.value(), bucket, hook), bucket))
+
+    wrapped_hook.single_collective = getattr(hook, "single_collective", False)  # type: ignore[attr-defined]
+    return wrapped_hook

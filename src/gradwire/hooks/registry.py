@@ -1,0 +1,42 @@
+"""Hooks by name, for scripts that take one from the command line or a configuration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradwire.errors import ArgumentError
+from gradwire.gradients import CommHook, GradBucket, as_future
+from gradwire.hooks.allreduce import allreduce
+from gradwire.hooks.cast import bf16, fp16
+
+__all__ = ["by_name", "noop"]
+
+
+def noop(state: Any, bucket: GradBucket) -> torch._C.Future[Tensor]:
+    """Communicate nothing: gradients stay local; to see what a step costs without."""
+    return as_future(bucket.buffer(), noop)
+
+
+noop.single_collective = True  # type: ignore[attr-defined]
+
+
+def by_name(name: str) -> CommHook:
+    """The hook of this package with a name.
+
+    Args:
+        name: "allreduce", "bf16", "fp16" or "noop".
+
+    Raises:
+        ArgumentError: There is none; the message has those there are.
+
+    Example:
+        >>> by_name("bf16").__name__
+        'bf16'
+    """
+    named: dict[str, CommHook] = {h.__name__: h for h in (allreduce, bf16, fp16, noop)}
+    if name not in named:
+        raise ArgumentError(f"hook is {name!r}: the hooks by name are {', '.join(named)}")
+    return named[name]

@@ -1,0 +1,342 @@
+"""torch.distributed's names about gradients, over gradwire: where they go and how they behave."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.algorithms.ddp_comm_hooks as torch_hooks
+from torch import nn
+
+from gradwire import compat
+from gradwire.compat import _registry
+from gradwire.compat.ddp import TABLE, DistributedDataParallel
+from gradwire.ddp import DistributedDataParallel as Ours
+from gradwire.errors import ArgumentError, ReductionError
+from gradwire.testing import run_ranks
+
+THEIRS = nn.parallel.DistributedDataParallel
+
+
+def of(entry: _registry.Replacement) -> Any:
+    return getattr(importlib.import_module(entry.modules[0]), entry.name)
+
+
+ORIGINALS = {entry.name: of(entry) for entry in TABLE}
+
+
+@pytest.fixture
+def installed() -> Iterator[None]:
+    with compat.installed():
+        yield
+
+
+def holders(value: object) -> set[tuple[str, str]]:
+    """Modules of torch that hold an object, under any name."""
+    return {
+        (m, name)
+        for m, module in list(sys.modules.items())
+        if m.split(".")[0] == "torch"
+        for name, held in list(vars(module).items())
+        if held is value
+    }
+
+
+# -- where they go ---------------------------------------------------------------------------
+
+
+def test_every_module_that_holds_a_name_has_ours_and_gets_torchs_back() -> None:
+    import torch.distributed._composable.replicate  # holds the class for its own use
+    import torch.distributed.checkpoint.state_dict  # noqa: F401  holds it under another name
+
+    before = {name: holders(value) for name, value in ORIGINALS.items()}
+    assert len(before["DistributedDataParallel"]) >= 4
+    with compat.installed():
+        for entry in TABLE:
+            assert not holders(ORIGINALS[entry.name])
+            assert of(entry) is entry.value
+    for name, value in ORIGINALS.items():
+        assert holders(value) == before[name]
+
+
+def test_what_is_imported_while_installed_is_put_back_too() -> None:
+    name = "torch.distributed._composable.replicate"
+    sys.modules.pop(name, None)
+    with compat.installed():
+        module = importlib.import_module(name)
+        assert module.DistributedDataParallel is DistributedDataParallel
+    assert module.DistributedDataParallel is THEIRS
+
+
+@pytest.mark.parametrize("entry", TABLE, ids=lambda e: e.name)
+def test_signatures_are_pytorchs(entry: _registry.Replacement) -> None:
+    theirs = ORIGINALS[entry.name]
+    if inspect.isbuiltin(theirs):  # C++: the signature is in the docstring
+        names = list(inspect.signature(entry.value).parameters)  # type: ignore[arg-type]
+        told = theirs.__doc__.split("->")[0]
+        positions = [told.index(f"{name}: ") for name in names]
+        assert positions == sorted(positions)
+        assert told.count(": ") >= len(names)
+        return
+    found = inspect.signature(entry.value).parameters.values()  # type: ignore[arg-type]
+    given = inspect.signature(theirs).parameters.values()
+    assert [(p.name, p.kind, p.default) for p in found] == [
+        (p.name, p.kind, p.default) for p in given
+    ]
+
+
+def test_our_class_has_the_methods_that_scripts_call() -> None:
+    public = {n for n in vars(THEIRS) if not n.startswith("_") and callable(getattr(THEIRS, n))}
+    for_devices_of_old = {"scatter", "gather", "to_kwargs"}
+    assert public - for_devices_of_old <= set(dir(DistributedDataParallel))
+
+
+# -- buckets ---------------------------------------------------------------------------------
+
+
+def tensors(*sizes: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    return [torch.empty(n, dtype=dtype) for n in sizes]
+
+
+def interleaved() -> list[torch.Tensor]:
+    """Six tensors of 2 elements: float, double, float, double, …; 8 and 16 bytes."""
+    return [torch.empty(2, dtype=d) for _ in range(3) for d in (torch.float32, torch.float64)]
+
+
+CASES: dict[str, tuple[tuple[Any, ...], list[list[int]], list[int]]] = {
+    "each reaches the limit": ((tensors(100, 200, 50), [200]), [[0], [1], [2]], [200] * 3),
+    "the last one repeats": ((tensors(10, 10, 10, 10), [40, 80]), [[0], [1, 2], [3]], [40, 80, 80]),
+    "dtypes apart, one limit": ((interleaved(), [400]), [[0, 2, 4], [1, 3, 5]], [400, 400]),
+    "limits go on by dtype": (
+        (interleaved(), [16, 8]),
+        [[0, 2], [1], [3], [4], [5]],
+        [16, 16, 8, 8, 8],
+    ),
+    "empty tensors": ((tensors(0, 0), [10]), [[0, 1]], [10]),
+    "a sparse one alone": (
+        (tensors(2, 2, 2), [1000], [False, True, False]),
+        [[0, 2], [1]],
+        [1000, 0],
+    ),
+    "given indices keep their order": (
+        (tensors(4, 4, 4), [32], [], [2, 0, 1]),
+        [[2, 0], [1]],
+        [32, 32],
+    ),
+    "sparse by index, not by place": (
+        (tensors(2, 2, 2), [1000], [True, False, False], [2, 1, 0]),
+        [[0], [2, 1]],
+        [0, 1000],
+    ),
+    "devices apart": (
+        ([torch.empty(2), torch.empty(2, device="meta"), torch.empty(2)], [100]),
+        [[0, 2], [1]],
+        [100, 100],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_assignment_to_buckets_is_pytorchs(case: str) -> None:
+    args, buckets, limits = CASES[case]
+    assert dist._compute_bucket_assignment_by_size(*args) == (buckets, limits)
+    with compat.installed():
+        assert dist._compute_bucket_assignment_by_size(*args) == (buckets, limits)
+
+
+@pytest.mark.usefixtures("installed")
+def test_wrong_input_of_the_assignment_is_an_error() -> None:
+    assign = dist._compute_bucket_assignment_by_size
+    with pytest.raises(RuntimeError, match=r"tensor 0 is torch\.sparse_coo.*No support for sparse"):
+        assign([torch.zeros(3).to_sparse()], [400])
+    with pytest.raises(ArgumentError, match="caps is"):  # PyTorch's dies here
+        assign(tensors(1), [])
+    with pytest.raises(ArgumentError, match="indices has 1"):  # PyTorch's reads beyond them
+        assign(tensors(1, 1), [4], [], [0])
+
+
+def test_broadcast_coalesced_takes_a_rank_of_the_group() -> None:
+    def main() -> list[float]:
+        with compat.installed():
+            group = dist.new_group([1, 2])
+            x = [torch.full((3,), float(dist.get_rank())), torch.ones(2, dtype=torch.int64)]
+            if dist.get_rank() > 0:
+                dist._broadcast_coalesced(group, x, 16, 1)
+            return x[0].tolist()
+
+    assert run_ranks(main, 3) == [[0.0] * 3, [2.0] * 3, [2.0] * 3]
+
+
+# -- hooks -----------------------------------------------------------------------------------
+
+
+def gradients_with(hook_name: str | None, side: str, wrapped: bool = False) -> list[float]:
+    """Two steps' gradients with a hook of torch's module, in torch's class or in ours."""
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    torch.manual_seed(0)
+    net = nn.Linear(4, 3)
+    wrapper = THEIRS if side == "torch" else nn.parallel.DistributedDataParallel
+    model = wrapper(net)
+    if hook_name is not None:
+        hook = getattr(default_hooks, hook_name)
+        model.register_comm_hook(None, hook(default_hooks.allreduce_hook) if wrapped else hook)
+    for step in range(2):
+        model.zero_grad()
+        torch.manual_seed(10 * step + dist.get_rank())
+        model(torch.randn(5, 4)).square().sum().backward()
+    assert net.weight.grad is not None
+    return net.weight.grad.flatten().tolist()
+
+
+@pytest.mark.parametrize(
+    ("hook", "wrapped"),
+    [("allreduce_hook", False), ("fp16_compress_hook", False), ("fp16_compress_wrapper", True)],
+)
+def test_hooks_serve_both_classes(hook: str, wrapped: bool) -> None:
+    def main() -> tuple[list[float], ...]:
+        plain = gradients_with(hook, "torch", wrapped)
+        with compat.installed():
+            return plain, *(gradients_with(hook, s, wrapped) for s in ("torch", "gradwire"))
+
+    for plain, mixed, all_ours in run_ranks(main, 2, backend="gloo"):
+        torch.testing.assert_close(mixed, plain, rtol=2e-3, atol=2e-3)
+        torch.testing.assert_close(all_ours, plain, rtol=2e-3, atol=2e-3)
+
+
+def test_hooks_by_pytorchs_registration() -> None:
+    def main() -> float:
+        with compat.installed():
+            model = nn.parallel.DistributedDataParallel(nn.Linear(1, 1, bias=False))
+            kind = torch_hooks.DDPCommHookType.FP16_COMPRESS
+            torch_hooks.register_ddp_comm_hook(kind, model, dist.group.WORLD)
+            model(torch.tensor([[1.0 + dist.get_rank()]])).sum().backward()
+            return model.module.weight.grad.item()
+
+    assert run_ranks(main, 2) == [1.5, 1.5]
+
+
+# -- the class -------------------------------------------------------------------------------
+
+
+def test_names_of_the_class() -> None:
+    def main() -> None:
+        with compat.installed():
+            net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+            wrapper = nn.parallel.DistributedDataParallel
+            wrapper._set_params_and_buffers_to_ignore_for_model(net, ["0.bias"])
+            model = wrapper(net, bucket_cap_mb=2)
+            assert isinstance(model, Ours)
+            assert model.device_ids is None
+            assert model.device_type == "cpu"
+            assert model.bucket_bytes_cap == 2 << 20
+            assert model.will_sync_module_buffers()
+            assert len(model.modules_buffers) == 3
+            named = dict(wrapper._get_data_parallel_params(net, named_params=True))
+            assert "0.weight" in named
+            assert "0.bias" not in named
+            model._set_static_graph()
+            model(torch.randn(4, 2)).sum().backward()
+            told = model._get_ddp_logging_data()
+            assert told["world_size"] == 2
+            assert told["num_parameter_tensors"] == 3
+            assert told["static_graph"] == 1
+            assert "error" not in told
+
+    run_ranks(main, 2)
+
+
+def test_errors_have_pytorchs_classes_and_words() -> None:
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.used(x)
+
+    def main() -> None:
+        with compat.installed():
+            wrapper = nn.parallel.DistributedDataParallel
+            with pytest.raises(RuntimeError, match="no parameter that requires a gradient"):
+                wrapper(nn.ReLU())
+            model = wrapper(Half())
+            with pytest.raises(TypeError, match="must be callable"):
+                model.register_comm_hook(None, 3)
+            model(torch.ones(1, 2)).sum().backward()
+            with pytest.raises(ReductionError, match=r"unused\.weight") as caught:
+                model(torch.ones(1, 2))
+            assert "Expected to have finished reduction in the prior iteration" in str(caught.value)
+            assert f"did not receive grad for rank {dist.get_rank()}: 1)" in str(caught.value)
+            assert model._get_ddp_logging_data()["error"] == str(caught.value)
+            with pytest.warns(FutureWarning, match="forward_sync_buffers"):
+                wrapper(nn.Linear(1, 1), broadcast_buffers=True)
+
+    run_ranks(main, 2)
+
+
+def test_replicate_and_what_reads_its_state() -> None:
+    """PyTorch's function API over the class, and state dicts without the wrapper's prefix."""
+
+    def train() -> tuple[list[float], list[str]]:
+        from torch.distributed._composable.replicate import replicate
+        from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+        torch.manual_seed(0)
+        net = nn.Linear(4, 2)
+        keys = sorted(get_model_state_dict(nn.parallel.DistributedDataParallel(nn.Linear(1, 1))))
+        replicate(net, bucket_cap_mb=1)
+        for step in range(3):
+            net.zero_grad()
+            net.set_requires_gradient_sync(step != 1)
+            torch.manual_seed(10 * step + dist.get_rank())
+            net(torch.randn(3, 4)).square().sum().backward()
+        assert net.weight.grad is not None
+        return net.weight.grad.flatten().tolist(), keys
+
+    def main() -> list[tuple[list[float], list[str]]]:
+        theirs = train()
+        with compat.installed():
+            return [theirs, train()]
+
+    for (theirs, _), (ours, keys) in run_ranks(main, 2, backend="gloo"):
+        torch.testing.assert_close(ours, theirs)
+        assert keys == ["bias", "weight"]
+
+
+def test_a_training_script_written_for_pytorch() -> None:
+    """One class or the other: the same losses."""
+
+    def train() -> list[float]:
+        torch.manual_seed(0)
+        model = nn.parallel.DistributedDataParallel(
+            nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 1))
+        )
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        losses = []
+        for step in range(4):
+            torch.manual_seed(100 * step + dist.get_rank())
+            x = torch.randn(6, 8)
+            loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    def main() -> tuple[list[float], list[float]]:
+        warnings.simplefilter("error")
+        theirs = train()
+        with compat.installed():
+            return theirs, train()
+
+    for theirs, mine in run_ranks(main, 2, backend="gloo"):
+        torch.testing.assert_close(mine, theirs)

@@ -1,0 +1,237 @@
+"""Backwards of every kind: repeated, with a graph, compiled, scaled, with the optimizer inside."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gradwire import hooks
+from gradwire.ddp import DistributedDataParallel, _naive
+from gradwire.testing import run_ranks
+
+pytestmark = pytest.mark.usefixtures("each_backend")
+OPTIONS = [{}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}]
+
+
+def mlp():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 70), nn.Tanh(), nn.Linear(70, 300), nn.Linear(300, 2))
+
+
+def own_batch(step=0):
+    return torch.full((2, 4), (1.0 + dist.get_rank() + step) / 3)
+
+
+def average(net):
+    _naive.average_gradients(dist.group.WORLD, net.parameters())
+
+
+def assert_same(net, twin):
+    for p, q in zip(net.module.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+@pytest.mark.parametrize("options", [*OPTIONS, {"static_graph": True}])
+def test_a_backward_that_is_repeated(options):
+    """Each is reduced: the gradients are the sum of both means."""
+
+    def main():
+        net, twin = DistributedDataParallel(mlp(), **options), mlp()
+        net(own_batch()).sum().backward()
+        for step in range(3):
+            net.zero_grad()
+            twin.zero_grad()
+            loss = net(own_batch(step)).square().mean()
+            loss.backward(retain_graph=True)
+            loss.backward()
+            loss = twin(own_batch(step)).square().mean()
+            (loss + loss).backward()
+            average(twin)
+            assert_same(net, twin)
+
+    run_ranks(main, 2)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_two_forwards_and_then_two_backwards(options):
+    def main():
+        net, twin = DistributedDataParallel(mlp(), **options), mlp()
+        for step in range(3):
+            net.zero_grad()
+            twin.zero_grad()
+            losses = [net(own_batch(step + i)).square().mean() for i in range(2)]
+            for loss in losses:
+                loss.backward()
+            sum(twin(own_batch(step + i)).square().mean() for i in range(2)).backward()
+            average(twin)
+            assert_same(net, twin)
+
+    run_ranks(main, 2)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
+@pytest.mark.parametrize("options", OPTIONS)
+def test_create_graph(options):
+    """The values are reduced, and the history of this rank's gradients goes on from them."""
+
+    def main():
+        net, twin = DistributedDataParallel(mlp(), **options), mlp()
+        for step in range(3):
+            for model in (net, twin):
+                model.zero_grad()
+                model(own_batch(step)).square().mean().backward(create_graph=True)
+            locals_ = [p.grad for p in twin.parameters()]
+            reduced = [p.grad.detach().clone() for p in twin.parameters()]
+            for value in reduced:
+                dist.all_reduce(value.div_(dist.get_world_size()))
+            for p, want in zip(net.parameters(), reduced, strict=True):
+                torch.testing.assert_close(p.grad.detach(), want)
+            second = [
+                torch.autograd.grad(sum(g.sum() for g in grads), list(model.parameters()))
+                for model, grads in ((net, [p.grad for p in net.parameters()]), (twin, locals_))
+            ]
+            for a, b in zip(*second, strict=True):
+                torch.testing.assert_close(a, b)
+
+    run_ranks(main, 2)
+
+
+def test_a_penalty_on_the_gradient_of_the_inputs():
+    def main():
+        net, twin = DistributedDataParallel(mlp()), mlp()
+        for model in (net, twin):
+            x = own_batch().requires_grad_()
+            out = model(x).square().mean()
+            (gradient,) = torch.autograd.grad(out, x, create_graph=True)
+            (out + gradient.square().sum()).backward()
+        average(twin)
+        assert_same(net, twin)
+
+    run_ranks(main, 2)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_compiled_modules(inside):
+    """The reducer stays outside the compiled graph, whichever of the two is compiled."""
+
+    def main():
+        if inside:
+            net = call = DistributedDataParallel(torch.compile(mlp(), backend="aot_eager"))
+        else:
+            net = DistributedDataParallel(mlp())
+            call = torch.compile(net, backend="aot_eager")
+        twin = mlp()
+        for step in range(4):
+            net.zero_grad()
+            twin.zero_grad()
+            call(own_batch(step)).square().mean().backward()
+            twin(own_batch(step)).square().mean().backward()
+            average(twin)
+            assert_same(net, twin)
+
+    run_ranks(main, 2, timeout=100)
+
+
+def test_grad_scaler_and_autocast():
+    def main():
+        models = [DistributedDataParallel(mlp()), nn.parallel.DistributedDataParallel(mlp())]
+        for model in models:
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=2)
+            for step in range(4):
+                optimizer.zero_grad()
+                with torch.autocast("cpu", torch.bfloat16):
+                    loss = model(own_batch(step)).float().square().mean()
+                scaler.scale(loss * (torch.inf if step == 2 and dist.get_rank() else 1)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            model.scale = scaler.get_scale()
+        assert models[0].scale == models[1].scale == 16.0
+        for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
+            torch.testing.assert_close(p, q)
+
+    run_ranks(main, 2)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_an_optimizer_in_backward(options):
+    """It steps with the reduced gradients, which are gone afterwards."""
+
+    def main():
+        from torch.distributed.optim import _apply_optimizer_in_backward
+
+        module, twin = mlp(), mlp()
+        _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1})
+        net = DistributedDataParallel(module, **options)
+        optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+        for step in range(3):
+            net(own_batch(step)).square().mean().backward()
+            assert all(p.grad is None for p in net.parameters())
+            optimizer.zero_grad()
+            twin(own_batch(step)).square().mean().backward()
+            average(twin)
+            optimizer.step()
+            for p, q in zip(net.parameters(), twin.parameters(), strict=True):
+                torch.testing.assert_close(p, q)
+
+    run_ranks(main, 2)
+
+
+@pytest.mark.parametrize("hook", [None, hooks.allreduce])
+def test_delayed_parameters_travel_last(hook):
+    def main():
+        module, twin = mlp(), mlp()
+        delayed = [(n, p) for n, p in module.named_parameters() if n.startswith("3.")]
+        net = DistributedDataParallel(
+            module,
+            delay_all_reduce_named_params=delayed,
+            param_to_hook_all_reduce=module[0].weight,
+        )
+        net.register_comm_hook(None, hook)
+        for step in range(3):
+            net.zero_grad()
+            twin.zero_grad()
+            net(own_batch(step)).square().mean().backward()
+            twin(own_batch(step)).square().mean().backward()
+            average(twin)
+            assert_same(net, twin)
+            assert sorted(net.reducer.buckets[-1]) == ["3.bias", "3.weight"]
+
+    run_ranks(main, 2)
+
+
+def test_outputs_of_any_structure_and_inputs_by_name():
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 2)
+
+        def forward(self, *, pair):
+            return {"out": (self.layer(pair[0]), "text", None), "input": pair[1]}
+
+    def main():
+        net = DistributedDataParallel(Odd(), find_unused_parameters=True)
+        out = net(pair=(own_batch(), own_batch()))
+        out["out"][0].sum().backward()
+        return net.module.layer.weight.grad.unique().tolist()
+
+    assert run_ranks(main, 2) == [[1.0]] * 2
+
+
+def test_a_copy_trains_by_itself():
+    def main():
+        net = DistributedDataParallel(mlp(), find_unused_parameters=True)
+        net(own_batch()).sum().backward()
+        twin = copy.deepcopy(net)
+        for model in (net, twin):
+            model.zero_grad()
+            model(own_batch()).sum().backward()
+        for p, q in zip(net.parameters(), twin.parameters(), strict=True):
+            assert p is not q
+            torch.testing.assert_close(p.grad, q.grad)
+
+    run_ranks(main, 2)

@@ -1,0 +1,214 @@
+"""What changes under the wrapper: parameters, the group, the hook, the buckets' layout."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gradwire import hooks
+from gradwire.ddp import DistributedDataParallel, _naive
+from gradwire.errors import ArgumentError, MismatchError
+from gradwire.testing import run_ranks
+
+pytestmark = pytest.mark.usefixtures("each_backend")
+
+
+def mlp():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 2))
+
+
+def check(net):
+    """One step, held against the mean over the group's ranks."""
+    rank = dist.get_rank()
+    net.zero_grad()
+    net(torch.full((2, 4), 1.0 + rank)).square().mean().backward()
+    got = [None if p.grad is None else p.grad.clone() for p in net.module.parameters()]
+    net.module.zero_grad()
+    net.module(torch.full((2, 4), 1.0 + rank)).square().mean().backward()
+    _naive.average_gradients(net.process_group, net.module.parameters())
+    for a, p in zip(got, net.module.parameters(), strict=True):
+        assert (a is None) == (p.grad is None)
+        if a is not None:
+            torch.testing.assert_close(a, p.grad)
+
+
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"bucket_cap_mb": 1e-4}])
+def test_frozen_and_thawed_parameters(options):
+    def main():
+        net = DistributedDataParallel(mlp(), **options)
+        check(net)
+        net.module[2].requires_grad_(False)
+        check(net)
+        check(net)
+        net.module[2].requires_grad_(True)
+        check(net)
+        net.module[2].requires_grad_(False)
+        net.refit()
+        assert "2.weight" not in str(net.reducer.buckets)
+        check(net)
+        net.module[2].requires_grad_(True)
+        with pytest.raises(ArgumentError, match=r"\['2\.weight', '2\.bias'\] were frozen when"):
+            net(torch.zeros(1, 4))
+        net.refit()
+        check(net)
+
+    run_ranks(main, 2)
+
+
+def test_parameters_that_are_added_or_replaced_are_refused_by_name():
+    def main():
+        net = DistributedDataParallel(mlp())
+        check(net)
+        nn.Linear(2, 2)  # somebody else's
+        net.module.append(nn.Linear(2, 2))
+        with pytest.raises(ArgumentError, match=r"\['4\.weight', '4\.bias'\] were added"):
+            net(torch.zeros(1, 4))
+        with pytest.raises(ArgumentError, match="refit"):  # again
+            net(torch.zeros(1, 4))
+        with torch.no_grad():
+            net(torch.zeros(1, 4))
+        net.refit()
+        check(net)
+        net.module[0].weight = nn.Parameter(torch.randn(8, 4))
+        with pytest.raises(ArgumentError, match=r"0\.weight"):
+            net(torch.zeros(1, 4))
+        net.refit()  # takes rank 0's
+        check(net)
+
+    run_ranks(main, 2)
+
+
+def test_refit_holds_the_models_against_each_other():
+    def main():
+        net = DistributedDataParallel(mlp())
+        net.module[2].requires_grad_(dist.get_rank() == 0)
+        with pytest.raises(MismatchError, match=r"2\.weight.*requires_grad"):
+            net.refit()
+
+    run_ranks(main, 2)
+
+
+@pytest.mark.parametrize("hook", [None, "allreduce"])
+def test_a_group_that_is_replaced(hook):
+    """Also under a hook, whose state is the group: PyTorch's goes on with the old one."""
+
+    def main():
+        rank = dist.get_rank()
+        pair, everyone = dist.new_group([0, 1]), dist.group.WORLD
+        if rank < 2:
+            small = DistributedDataParallel(mlp(), process_group=pair)
+            small.register_comm_hook(pair if hook else None, hook)
+            check(small)
+            check(small)
+        net = DistributedDataParallel(mlp())
+        net.register_comm_hook(everyone if hook else None, hook)
+        check(net)
+        check(net)
+        if rank < 2:
+            net.process_group = pair
+            check(net)
+            check(net)
+        dist.barrier()
+        with pytest.raises(ArgumentError, match="does not contain this rank"):
+            net.process_group = pair if rank == 2 else dist.GroupMember.NON_GROUP_MEMBER
+        net.process_group = everyone
+        check(net)
+
+    run_ranks(main, 3)
+
+
+def test_a_layout_of_the_users_own():
+    def layout(named):
+        names = [name for name, _ in named]
+        return [[n for n in names if "bias" in n], [n for n in names if "weight" in n]]
+
+    def main():
+        net = DistributedDataParallel(mlp(), bucket_layout=layout)
+        for _ in range(3):
+            check(net)
+            assert [sorted(names) for names in net.reducer.buckets] == [
+                ["0.bias", "2.bias", "3.bias"],
+                ["0.weight", "2.weight", "3.weight"],
+            ]
+
+    run_ranks(main, 2)
+
+
+def test_a_layout_that_ranks_disagree_on():
+    def main():
+        reverse = dist.get_rank() == 1
+
+        def layout(named):
+            names = [[name] for name, _ in named]
+            return names[::-1] if reverse else names
+
+        with pytest.raises(MismatchError, match="bucket_layout"):
+            DistributedDataParallel(mlp(), bucket_layout=layout)
+
+    run_ranks(main, 2)
+
+
+def test_hooks_by_name_and_composed():
+    def main():
+        net = DistributedDataParallel(mlp())
+        seen = []
+        clip = hooks.around(hooks.allreduce, before=lambda b: seen.append(b.index()))
+        for hook in ("allreduce", clip, None, hooks.around(clip, after=lambda t, _: t)):
+            net.register_comm_hook(None, hook)
+            check(net)
+        assert seen == [0, 0]
+        net.register_comm_hook(None, "noop")
+        net(torch.full((1, 4), float(dist.get_rank()))).sum().backward()
+        assert net.logging_data().hook == "noop"
+        with pytest.raises(ArgumentError, match="allreduce, bf16, fp16, noop"):
+            net.register_comm_hook(None, "fp8")
+
+    run_ranks(main, 2)
+
+
+def test_logging_data():
+    def main():
+        net = DistributedDataParallel(mlp(), bucket_cap_mb=1e-6)
+        assert not net.logging_data().rebuilt
+        check(net)
+        check(net)
+        log = net.logging_data()
+        assert [b.parameters for b in log.buckets] == [tuple(b) for b in net.reducer.buckets]
+        assert sum(b.bytes for b in log.buckets) == sum(p.nbytes for p in net.parameters())
+        assert log.rebuilt
+        assert log.unused is None
+        assert log.unused_here == ()
+        assert min(log.forward_seconds, log.backward_seconds, log.exposed_seconds) > 0
+        assert all(bucket.wait_seconds > 0 for bucket in log.buckets)
+
+    run_ranks(main, 2)
+
+
+def test_buffers_merged_by_a_function():
+    def main(after):
+        calls = []
+
+        def average(buffers, group):
+            calls.append(sorted(buffers))
+            return [
+                dist.all_reduce(b.div_(group.size()), group=group, async_op=True).get_future()
+                for b in buffers.values()
+                if b.is_floating_point()
+            ]
+
+        net = DistributedDataParallel(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
+        net.register_buffer_hook(average, after_forward=after)
+        for _ in range(2):
+            net(torch.randn(4, 3) + dist.get_rank()).sum().backward()
+        assert len(calls) == 2
+        mean = net.module[1].running_mean
+        if after:
+            root = mean.clone()
+            dist.broadcast(root, 0)
+            assert torch.equal(mean, root)
+
+    for after in (True, False):
+        run_ranks(main, 2, args=(after,))

@@ -1,0 +1,139 @@
+"""Uneven inputs: ranks with different numbers of batches."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+from gradwire import hooks
+from gradwire.ddp import DistributedDataParallel
+from gradwire.testing import run_ranks
+
+pytestmark = pytest.mark.usefixtures("each_backend")
+
+
+def mlp():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 300), nn.Linear(300, 2))
+
+
+def batch(rank, step):
+    return torch.full((2, 4), 1.0 + rank + 10 * step) / 20
+
+
+def steps_of(rank):
+    return 2 + 2 * rank
+
+
+def reference(world_size, *, initial):
+    """One process: the sum over ranks that have input, divided by W or by their number."""
+    net = mlp()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.5)
+    for step in range(steps_of(world_size - 1)):
+        optimizer.zero_grad()
+        active = [r for r in range(world_size) if step < steps_of(r)]
+        losses = [net(batch(r, step)).square().mean() for r in active]
+        (sum(losses) / (world_size if initial else len(active))).backward()
+        optimizer.step()
+    return [p.detach() for p in net.parameters()]
+
+
+def train(net, **options):
+    rank = dist.get_rank()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.5)
+    with net.join(**options):
+        for step in range(steps_of(rank)):
+            optimizer.zero_grad()
+            net(batch(rank, step)).square().mean().backward()
+            optimizer.step()
+    return [p.detach() for p in net.module.parameters()]
+
+
+HOOKS = {"none": None, "ours": hooks.allreduce, "torch": default_hooks.allreduce_hook}
+
+
+@pytest.mark.parametrize("initial", [True, False])
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_training_with_uneven_inputs(world_size, hook, initial):
+    """PyTorch's DDP ignores divide_by_initial_world_size where there is a hook."""
+
+    def main():
+        net = DistributedDataParallel(mlp(), bucket_cap_mb=1e-3)
+        if HOOKS[hook] is not None:
+            net.register_comm_hook(None, HOOKS[hook])
+        got = train(net, divide_by_initial_world_size=initial)
+        for p, want in zip(got, reference(world_size, initial=initial), strict=True):
+            torch.testing.assert_close(p, want)
+
+    run_ranks(main, world_size)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"find_unused_parameters": True},
+        {"find_unused_parameters": True, "skip_all_reduce_unused_params": True},
+        {"static_graph": True},
+        {"static_graph": True, "gradient_as_bucket_view": True},
+        {"broadcast_buffers": False},
+    ],
+)
+def test_uneven_inputs_with_other_options(options):
+    class Wide(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net, self.unused, self.norm = mlp(), nn.Linear(2, 2), nn.BatchNorm1d(2)
+
+        def forward(self, x):
+            return self.norm(self.net(x) + torch.arange(2.0)[:, None])
+
+    def main():
+        options.setdefault("find_unused_parameters", True)
+        net = DistributedDataParallel(Wide(), bucket_cap_mb=1e-6, **options)
+        got = train(net)
+        for p in got:
+            root = p.clone()
+            dist.broadcast(root, 0)
+            assert torch.equal(p, root)
+        assert net.module.unused.weight.grad is None
+
+    run_ranks(main, 2)
+
+
+def test_accumulation_and_ranks_without_any_input():
+    def main():
+        rank = dist.get_rank()
+        net, twin = DistributedDataParallel(mlp()), mlp()
+        with net.join(divide_by_initial_world_size=False):
+            for step in range(4 * rank):
+                if step % 2 == 0:
+                    net.zero_grad()
+                    with net.no_sync():
+                        net(batch(rank, step)).square().mean().backward()
+                else:
+                    net(batch(rank, step)).square().mean().backward()
+                    twin.zero_grad()
+                    for x in (batch(rank, step - 1), batch(rank, step)):
+                        twin(x).square().mean().backward()
+                    for p, q in zip(net.module.parameters(), twin.parameters(), strict=True):
+                        torch.testing.assert_close(p.grad, q.grad)
+
+    run_ranks(main, 2)
+
+
+def test_early_termination_and_no_join():
+    def main():
+        net = DistributedDataParallel(mlp())
+        with pytest.raises(RuntimeError, match="exhausted"):  # PyTorch's context raises it
+            train(net, throw_on_early_termination=True)
+        twin = copy.deepcopy(net)
+        with twin.join(enable=False):
+            twin(batch(0, 0)).sum().backward()
+
+    run_ranks(main, 2)

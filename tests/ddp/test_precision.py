@@ -1,0 +1,93 @@
+"""Mixed precision: what is cast, what is not, with hooks and checkpoints."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from gradwire import hooks
+from gradwire.ddp import DistributedDataParallel, MixedPrecision
+from gradwire.testing import run_ranks
+
+pytestmark = pytest.mark.usefixtures("each_backend")
+
+
+class Net(nn.Module):
+    def __init__(self, reentrant=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 8)
+        self.second.weight.data = self.second.weight.data.clone()
+        self.norm = nn.LayerNorm(8)
+        self.register_buffer("shift", torch.zeros(8))
+        self.register_buffer("calls", torch.tensor(0))
+        self.seen = []
+        self.reentrant = reentrant
+
+    def forward(self, x, scale):
+        self.seen.append((x.dtype, self.first.weight.dtype, self.shift.dtype))
+        x = self.first(x)
+        if self.reentrant is not None:
+            x = checkpoint(self.second, x, use_reentrant=self.reentrant)
+        else:
+            x = nn.functional.linear(x, self.second.weight, self.second.bias)
+        return self.norm(x + self.shift.to(x.dtype)) * scale["scale"]
+
+
+def step(net, *, seed):
+    torch.manual_seed(seed)
+    x = torch.randn(6, 4)
+    net.zero_grad()
+    net(x, {"scale": torch.ones(8)}).float().square().mean().backward()
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+@pytest.mark.parametrize(
+    "hook", [None, hooks.allreduce, hooks.compressed(hooks.allreduce, torch.half)]
+)
+def test_forward_in_bfloat16_gradients_in_float32(hook, reentrant):
+    """PyTorch's mixed precision takes the place of a hook, here it is around it."""
+
+    def main():
+        wire = []
+
+        def spy(state, bucket):
+            wire.append(bucket.buffer().dtype)
+            return (hook or hooks.allreduce)(state, bucket)
+
+        config = MixedPrecision(torch.bfloat16, reduce_dtype=torch.float16)
+        net = DistributedDataParallel(Net(reentrant), mixed_precision=config)
+        net.register_comm_hook(None, spy if hook else None)
+        twin = copy.deepcopy(net.module)
+        for seed in range(3):
+            step(net, seed=10 * seed + dist.get_rank())
+            for p in net.parameters():
+                assert p.dtype == p.grad.dtype == torch.float32
+                assert isinstance(p, nn.Parameter)
+            step(twin, seed=10 * seed + dist.get_rank())
+            for p, q in zip(net.parameters(), twin.parameters(), strict=True):
+                dist.all_reduce(q.grad.div_(dist.get_world_size()))
+                torch.testing.assert_close(p.grad, q.grad, rtol=0.1, atol=0.05)
+        assert set(net.module.seen) == {(torch.bfloat16, torch.bfloat16, torch.float32)}
+        assert set(wire) == ({torch.float16} if hook else set())
+        assert net.state_dict()["module.first.weight"].dtype == torch.float32
+
+    run_ranks(main, 2)
+
+
+def test_buffers_and_reduction_alone():
+    def main():
+        config = MixedPrecision(reduce_dtype=torch.bfloat16, buffer_dtype=torch.float64)
+        net = DistributedDataParallel(Net(), mixed_precision=config)
+        step(net, seed=dist.get_rank())
+        assert net.module.seen == [(torch.float32, torch.float32, torch.float64)]
+        assert net.module.calls.dtype == torch.int64
+        bits = net.module.first.weight.grad
+        assert torch.equal(bits, bits.bfloat16().float())
+
+    run_ranks(main, 2)

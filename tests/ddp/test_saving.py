@@ -1,0 +1,172 @@
+"""Pickles, copies, state_dicts, and the state of hooks: by parameter, through new buckets."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+from gradwire import hooks
+from gradwire.ddp import DistributedDataParallel
+from gradwire.errors import ArgumentError
+from gradwire.testing import run_ranks
+
+pytestmark = pytest.mark.usefixtures("each_backend")
+
+
+def mlp():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 16), nn.Linear(16, 2))
+
+
+def step(net, optimizer=None, number=0):
+    net.zero_grad()
+    net(torch.full((2, 4), 1.0 + dist.get_rank() + number / 10)).square().mean().backward()
+    if optimizer is not None:
+        optimizer.step()
+    return [p.grad.clone() for p in net.parameters()]
+
+
+def test_pickles_and_copies():
+    def main():
+        pair = dist.new_group([0, 1])
+        for group in (None, pair):
+            net = DistributedDataParallel(
+                mlp(), process_group=group, static_graph=True, bucket_cap_mb=1e-4
+            )
+            net.register_comm_hook(pair, hooks.bf16)
+            want = step(net)
+            for again in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+                assert again.process_group is net.process_group
+                assert again.reducer.logging_data().hook == "bf16"
+                for _ in range(2):
+                    got = step(again)
+                for a, b in zip(got, want, strict=True):
+                    torch.testing.assert_close(a, b)
+            torch.save(net, io.BytesIO())
+
+    run_ranks(main, 2)
+
+
+def test_a_state_dict_has_torchs_keys():
+    def main():
+        ours = DistributedDataParallel(mlp())
+        theirs = nn.parallel.DistributedDataParallel(mlp())
+        ours.register_comm_hook(None, hooks.bf16)
+        assert list(ours.state_dict()) == list(theirs.state_dict())
+        theirs.load_state_dict(ours.state_dict())
+        ours.load_state_dict(theirs.state_dict())
+
+    run_ranks(main, 1)
+
+
+def power_sgd():
+    return PowerSGDState(
+        None, matrix_approximation_rank=1, start_powerSGD_iter=3, min_compression_rate=0.5
+    )
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_power_sgd_resumes_with_the_same_gradients(view):
+    """Ten steps, or five, a checkpoint, a new process's objects and five: the same bits.
+
+    PyTorch keeps the state by the bucket's number, and makes other buckets after a resume.
+    """
+
+    def main():
+        def fresh():
+            net = DistributedDataParallel(mlp(), bucket_cap_mb=1e-4, gradient_as_bucket_view=view)
+            state = power_sgd()
+            net.register_comm_hook(state, powerSGD_hook)
+            return net, torch.optim.SGD(net.parameters(), 0.05)
+
+        net, optimizer = fresh()
+        for number in range(5):
+            step(net, optimizer, number)
+        assert len(net.reducer.buckets) >= 3
+        saved = io.BytesIO()
+        torch.save(net.state_dict(), saved)
+        want = [step(net, optimizer, number) for number in range(5, 10)]
+
+        saved.seek(0)
+        net, optimizer = fresh()
+        net.load_state_dict(torch.load(saved, weights_only=True))
+        got = [step(net, optimizer, number) for number in range(5, 10)]
+        for a, b in zip(got, want, strict=True):
+            for x, y in zip(a, b, strict=True):
+                assert torch.equal(x, y)
+
+    run_ranks(main, 2)
+
+
+@pytest.mark.parametrize("change", ["layout", "refit", "copy", "pickle"])
+def test_a_state_follows_its_parameters_into_other_buckets(change):
+    """PowerSGD's errors go along, cut into the parameters' parts."""
+
+    def by_name(net):
+        parts = {}
+        for k, errors in net._hook_state.error_dict.items():
+            bucket = net.reducer.layout[k]
+            pieces = errors.split([part.numel for part in bucket])
+            parts.update({p.name: x.clone() for p, x in zip(bucket, pieces, strict=True)})
+        return parts
+
+    def main():
+        net = DistributedDataParallel(mlp(), bucket_cap_mb=1e-4)
+        net.register_comm_hook(power_sgd(), powerSGD_hook)
+        for number in range(5):
+            step(net, None, number)
+        before, names = by_name(net), [n for n, _ in net.module.named_parameters()]
+        net.reducer.set_layout([names[:1], names[1:5], names[5:]])
+        if change == "refit":
+            net.refit()
+        elif change == "copy":
+            net = copy.deepcopy(net)
+        elif change == "pickle":
+            net = pickle.loads(pickle.dumps(net))
+        after = by_name(net)
+        assert len(before) == 6
+        assert before.keys() == after.keys()
+        for name in before:
+            assert torch.equal(before[name], after[name])
+        for number in range(3):  # and it goes on
+            step(net, None, number)
+
+    run_ranks(main, 2)
+
+
+def test_states_with_a_state_dict_of_their_own():
+    class Counter:
+        def __init__(self):
+            self.calls = {}
+
+        def state_dict(self):
+            return {"calls": dict(self.calls)}
+
+        def load_state_dict(self, saved):
+            self.calls = dict(saved["calls"])
+
+    def hook(state, bucket):
+        for p in bucket.parameters():
+            state.calls[str(tuple(p.shape))] = state.calls.get(str(tuple(p.shape)), 0) + 1
+        return hooks.allreduce(None, bucket)
+
+    def main():
+        nets = [DistributedDataParallel(mlp()) for _ in range(2)]
+        states = [Counter(), Counter()]
+        for net, state in zip(nets, states, strict=True):
+            net.register_comm_hook(state, hook)
+        step(nets[0])
+        nets[1].load_state_dict(nets[0].state_dict())
+        assert states[1].calls["(16, 16)"] == 1
+        plain = DistributedDataParallel(mlp())
+        with pytest.raises(ArgumentError, match="call register_comm_hook before"):
+            plain.load_state_dict(nets[0].state_dict())
+
+    run_ranks(main, 1)

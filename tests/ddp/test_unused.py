@@ -1,0 +1,302 @@
+"""Parameters that are not used: on some ranks, on all, in some steps, in all."""
+
+from __future__ import annotations
+
+import copy
+import logging
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from gradwire.ddp import DistributedDataParallel, _naive
+from gradwire.errors import PeerFailedError, ReductionError
+from gradwire.testing import run_ranks
+
+pytestmark = pytest.mark.usefixtures("each_backend")
+SMALL = {"bucket_cap_mb": 1e-6}
+
+
+class Branches(nn.Module):
+    """A trunk and three branches, of which a forward takes those it is told."""
+
+    def __init__(self, width=4):
+        super().__init__()
+        self.trunk = nn.Linear(4, width)
+        self.branches = nn.ModuleList(nn.Linear(width, 2) for _ in range(3))
+
+    def forward(self, x, take):
+        x = self.trunk(x).tanh()
+        return sum(self.branches[i](x) for i in take)
+
+
+def average_used(net):
+    """What find_unused_parameters has to do: a mean over ranks of what any of them used."""
+    for p in net.parameters():
+        used = torch.tensor(0.0 if p.grad is None else 1.0)
+        dist.all_reduce(used)
+        if used:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            _naive.average_gradients(dist.group.WORLD, [p])
+
+
+def assert_same(net, twin):
+    for (n, p), q in zip(net.module.named_parameters(), twin.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None), n
+        if q.grad is not None:
+            torch.testing.assert_close(p.grad, q.grad, msg=n)
+
+
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("options", [{}, SMALL])
+@pytest.mark.parametrize("width", [4, 1100])
+def test_control_flow_by_rank_and_step(options, view, width):
+    def main():
+        rank = dist.get_rank()
+        net = DistributedDataParallel(
+            Branches(width), find_unused_parameters=True, gradient_as_bucket_view=view, **options
+        )
+        twin = copy.deepcopy(net.module)
+        torch.manual_seed(rank)
+        for take in ([[0], [0]], [[0, 1], [1]], [[2], [0, 1, 2]], [[0], [2]], [[1], [1]]):
+            for model in (net, twin):
+                model.zero_grad()
+            x = torch.randn(3, 4)
+            for model in (net, twin):
+                model(x, take[rank]).square().mean().backward()
+            average_used(twin)
+            assert_same(net, twin)
+
+    run_ranks(main, 2)
+
+
+def test_what_no_rank_uses_keeps_its_gradient():
+    def main(view):
+        net = DistributedDataParallel(
+            Branches(300), find_unused_parameters=True, gradient_as_bucket_view=view
+        )
+        x = torch.full((1, 4), dist.get_rank() + 1.0)
+        net(x, [0, 1]).sum().backward()
+        kept = [p.grad.clone() for p in net.module.branches[1].parameters()]
+        for _ in range(2):  # gradients are not cleared
+            net(x, [0]).sum().backward()
+            for p, old in zip(net.module.branches[1].parameters(), kept, strict=True):
+                assert torch.equal(p.grad, old)
+        return [p.grad is None for p in net.module.branches[2].parameters()]
+
+    for view in (False, True):
+        assert run_ranks(main, 3, args=(view,)) == [[True, True]] * 3
+
+
+def test_what_is_unused_is_logged_by_name():
+    class Keep(logging.Handler):
+        def __init__(self):
+            super().__init__()
+            self.texts = []
+
+        def emit(self, record):
+            self.texts.append(record.getMessage())
+
+    def main():
+        logger, keep = logging.getLogger("gradwire.ddp"), Keep()
+        logger.setLevel(logging.DEBUG)
+        logger.addHandler(keep)
+        net = DistributedDataParallel(Branches(), find_unused_parameters=True)
+        net(torch.ones(1, 4), [0, 1] if dist.get_rank() else [0, 2]).sum().backward()
+        logger.removeHandler(keep)
+        logger.setLevel(logging.NOTSET)
+        return keep.texts
+
+    assert run_ranks(main, 2) == [
+        [f"step 1: unused here: ('branches.{i}.weight', 'branches.{i}.bias')"] for i in (1, 2)
+    ]
+
+
+def test_use_within_no_sync_counts():
+    """What only an accumulating step used takes part in the step that reduces."""
+
+    def main():
+        net = DistributedDataParallel(Branches(), find_unused_parameters=True)
+        twin = copy.deepcopy(net.module)
+        x = torch.full((1, 4), dist.get_rank() + 1.0)
+        with net.no_sync():
+            net(x, [0, 1] if dist.get_rank() else [0]).sum().backward()
+        net(x, [0]).sum().backward()
+        twin(x, [0, 1] if dist.get_rank() else [0]).sum().backward()
+        twin(x, [0]).sum().backward()
+        average_used(twin)
+        assert_same(net, twin)
+
+    run_ranks(main, 2)
+
+
+def test_outputs_that_the_loss_leaves_out():
+    class Heads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 2), nn.Linear(4, 2)
+
+        def forward(self, x):
+            return {"a": self.a(x), "b": [self.b(x)]}
+
+    def main():
+        net = DistributedDataParallel(Heads(), find_unused_parameters=True)
+        for _ in range(3):
+            net.zero_grad()
+            out = net(torch.full((1, 4), dist.get_rank() + 1.0))
+            out["a"].sum().backward()
+            assert net.module.b.weight.grad is None
+            assert net.module.a.weight.grad.unique().tolist() == [1.5]
+            out["b"][0].sum().backward()  # the other one, later
+            assert net.module.b.weight.grad.unique().tolist() == [1.5]
+            assert net.module.a.weight.grad.unique().tolist() == [1.5]
+        assert net.logging_data().unused == ("a.weight", "a.bias")
+
+    run_ranks(main, 2)
+
+
+def test_gradients_of_inputs_alone_send_nothing():
+    def main(options):
+        net = DistributedDataParallel(nn.Linear(2, 2), **options)
+        x = torch.ones(1, 2, requires_grad=True)
+        out = net(x).sum()
+        before = dist.group.WORLD._get_sequence_number_for_group()
+        (gradient,) = torch.autograd.grad(out, x, retain_graph=True, create_graph=True)
+        assert dist.group.WORLD._get_sequence_number_for_group() == before
+        (out + gradient.square().sum()).backward()
+        weights = [torch.zeros(2, 2) for _ in range(dist.get_world_size())]
+        dist.all_gather(weights, net.module.weight.grad)
+        return torch.equal(*weights) and bool(weights[0].any())
+
+    for options in ({}, {"find_unused_parameters": True}, {"static_graph": True}):
+        assert run_ranks(main, 2, args=(options,)) == [True, True]
+
+
+# -- static graphs -------------------------------------------------------------------------
+
+
+class Checkpointed(nn.Module):
+    """Reentrant checkpoints, one of which runs the same layer again; and an unused layer."""
+
+    def __init__(self, reentrant=True):
+        super().__init__()
+        self.first, self.layer, self.unused = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        x = self.first(x)
+        for _ in range(2):
+            x = checkpoint(self.layer, x, use_reentrant=self.reentrant)
+        return x
+
+
+@pytest.mark.parametrize("options", [{}, SMALL, {"gradient_as_bucket_view": True}])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_static_graph_with_checkpoints_and_no_sync(reentrant, options):
+    """PyTorch's DDP ends in an internal assertion where no_sync meets static_graph."""
+
+    def main():
+        net = DistributedDataParallel(Checkpointed(reentrant), static_graph=True, **options)
+        twin = copy.deepcopy(net.module)
+        torch.manual_seed(dist.get_rank())
+        for _ in range(4):
+            batches = [torch.randn(2, 4) for _ in range(2)]
+            for model in (net, twin):
+                model.zero_grad()
+            with net.no_sync():
+                net(batches[0]).square().mean().backward()
+            net(batches[1]).square().mean().backward()
+            for x in batches:
+                twin(x).square().mean().backward()
+            average_used(twin)
+            assert_same(net, twin)
+        assert net.logging_data().unused == ("unused.weight", "unused.bias")
+        assert all("unused.weight" not in names for names in net.reducer.buckets)
+
+    run_ranks(main, 2)
+
+
+def test_static_graph_used_differently_by_rank():
+    def main():
+        take = [[0], [0, 1]][dist.get_rank()]
+        net = DistributedDataParallel(Branches(), static_graph=True, **SMALL)
+        twin = copy.deepcopy(net.module)
+        for step in range(3):
+            for model in (net, twin):
+                model.zero_grad()
+                model(torch.full((1, 4), step + 1.0 + dist.get_rank()), take).sum().backward()
+            average_used(twin)
+            assert_same(net, twin)
+
+    run_ranks(main, 2)
+
+
+def test_a_graph_that_is_not_static_is_named():
+    def main():
+        net = DistributedDataParallel(Branches(), static_graph=True)
+        x = torch.ones(1, 4)
+        for take in ([0, 1], [0, 1]):
+            net(x, take).sum().backward()
+        with pytest.raises(ReductionError, match=r"branches\.2\..*static_graph"):
+            net(x, [0, 1, 2]).sum().backward()
+        net(x, [0, 1]).sum().backward()  # learnt anew
+        net(x, [0, 1]).sum().backward()
+        net(x, [0]).sum().backward()
+        with pytest.raises(ReductionError, match=r"\['branches\.1\.weight', 'branches\.1\.bias'\]"):
+            net(x, [0, 1])
+        net(x, [0, 1]).sum().backward()
+
+    run_ranks(main, 1)
+
+
+class Once(nn.Module):
+    def __init__(self, reentrant):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        return checkpoint(self.second, self.first(x), use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}])
+def test_checkpoints_without_a_static_graph(reentrant, options):
+    def main():
+        net = DistributedDataParallel(Once(reentrant), **options)
+        twin = copy.deepcopy(net.module)
+        for step in range(3):
+            for model in (net, twin):
+                model.zero_grad()
+                model(torch.full((1, 4), step + dist.get_rank() + 1.0)).square().sum().backward()
+            average_used(twin)
+            assert_same(net, twin)
+
+    if reentrant and options:
+
+        def refused():
+            with pytest.raises((ReductionError, PeerFailedError), match="use_reentrant=False"):
+                main()
+
+        run_ranks(refused, 2)
+    else:
+        run_ranks(main, 2)
+
+
+def test_skipping_what_is_unused():
+    def main():
+        net = DistributedDataParallel(
+            Branches(), find_unused_parameters=True, skip_all_reduce_unused_params=True, **SMALL
+        )
+        x, sent = torch.ones(1, 4), []
+        for take in ([0, 1, 2], [0, 1, 2], [0]):
+            before = dist.group.WORLD._get_sequence_number_for_group()
+            net.zero_grad()
+            net(x, take).sum().backward()
+            sent.append(dist.group.WORLD._get_sequence_number_for_group() - before)
+        assert net.module.branches[1].weight.grad is None
+        return sent[2] < sent[1] - 1
+
+    assert run_ranks(main, 2) == [True, True]

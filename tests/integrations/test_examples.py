@@ -1,0 +1,49 @@
+"""The examples run under torchrun on two ranks, each with the package that it is for."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+NEEDS = {
+    "train_with_torchrun": ("torch", "2 ranks, right"),
+    "train_with_accelerate": ("accelerate", "2 ranks, gradwire.compat.ddp, right"),
+    "train_with_fabric": ("lightning_fabric", "2 ranks, gradwire.ddp.module, right"),
+}
+
+
+def run_example(name: str) -> str:
+    """What an example prints."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    ended = subprocess.run(
+        [*command, "--nproc-per-node", "2", str(EXAMPLES / f"{name}.py")],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+@pytest.mark.parametrize("name", NEEDS)
+def test_an_example_learns(name: str) -> None:
+    package, says = NEEDS[name]
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    output = run_example(name)
+    found = re.search(rf"{re.escape(says)}: ([\d.]+)%", output)
+    assert found, output
+    assert float(found[1]) > 95
+
+
+def test_every_example_is_run() -> None:
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == set(NEEDS)

@@ -1,0 +1,24 @@
+"""Why some of PyTorch's tests need not pass with another class: one line each."""
+
+from __future__ import annotations
+
+__all__ = ["PRIVATE"]
+
+PRIVATE = {
+    "test_ddp_native_mixed_precision_ignored_params": "reads `_mp_param`, a private attribute that "
+    "PyTorch's class gives to parameters",
+    "test_ddp_logging_data_cpu": "counts the logger's samples and reads its environment fields",
+    "test_ddp_profiling_torch_profiler": "looks for an event inside the C++ reducer, "
+    "`search_unused_parameters`; the collectives' events, checked before, are there",
+    "test_ddp_control_flow_same_across_ranks": "reads `reducer._get_local_used_map()`",
+    "test_ddp_control_flow_different_across_ranks": "reads `reducer._get_local_used_map()`",
+    "test_different_graph_across_ranks": "asserts that buckets are not rebuilt with "
+    "find_unused_parameters; here they are, and the gradients are right",
+    "test_ddp_build_debug_param_to_name_mapping": "calls `_build_params_for_reducer` and "
+    "`_build_debug_param_to_name_mapping`, private helpers",
+    "test_ddp_build_debug_param_to_name_mapping_requires_grad": "calls the same private helpers",
+    "test_detect_ddp_is_actually_static": "reads `reducer._ddp_graph_static()`",
+    "test_invalid_static_graph": "compares the whole text of PyTorch's message; the error is "
+    "raised, with the parameters' names",
+}
+"""They pass with PyTorch's class and not with ours, because they look into its insides."""

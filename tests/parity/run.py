@@ -1,0 +1,168 @@
+"""Runs PyTorch's own tests of DDP with PyTorch's class and with gradwire's, and compares.
+
+    python tests/parity/run.py                 # all: 10 minutes; writes results.json, RESULTS.md
+    python tests/parity/run.py --ranks 2 --sides gradwire --tests test_ddp_create_graph
+
+Ends with 1 if a test passes with PyTorch's class and not with gradwire's, and `reasons.py` does not
+say why. Needs expecttest, which PyTorch's tests import.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+
+from reasons import PRIVATE  # noqa: E402
+from suite import names, run  # noqa: E402
+
+from gradwire.errors import CollectiveTimeoutError  # noqa: E402
+from gradwire.testing import RankError, run_ranks  # noqa: E402
+from gradwire.testing.pool import close_pool  # noqa: E402
+
+SIDES = ("torch", "gradwire")
+LIMIT = 60.0
+LIMITS = {"test_ddp_uneven_inputs": 300.0}
+"""Seconds that a test may take."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a test with one class on some ranks: passed, skipped, failed or hung."""
+
+    test: str
+    side: str
+    ranks: int
+    came: str
+    why: str
+    seconds: float
+
+
+def attempt(name: str, side: str, ranks: int) -> tuple[str, str]:
+    """One run of a test."""
+    with tempfile.TemporaryDirectory() as scratch:
+        for folder in ("barrier", "test_dir"):
+            os.mkdir(os.path.join(scratch, folder))
+        limit = LIMITS.get(name, LIMIT)
+        try:
+            outcomes: list[tuple[str, str]] = run_ranks(
+                run, ranks, backend="gloo", timeout=limit, args=(name, side, scratch)
+            )
+        except RankError as error:
+            return "failed", str(error)
+        except CollectiveTimeoutError as error:
+            return "hung", str(error)
+    return outcomes[0]
+
+
+def outcome(name: str, side: str, ranks: int) -> Outcome:
+    """What came of a test; one that dies gets another chance, in processes without a past."""
+    started = time.monotonic()
+    came, why = attempt(name, side, ranks)
+    if "was killed by" in why:
+        close_pool()
+        started = time.monotonic()
+        came, why = attempt(name, side, ranks)
+    return Outcome(name, side, ranks, came, why, round(time.monotonic() - started, 1))
+
+
+def run_all(tests: Sequence[str], sides: Sequence[str], ranks: Sequence[int]) -> list[Outcome]:
+    """Every test on every number of ranks with every class; shows how it goes."""
+    os.environ |= {"BACKEND": "gloo", "INIT_METHOD": "file:///unused", "TEMP_DIR": "/unused"}
+    outcomes = []
+    for count in ranks:
+        for side in sides:
+            os.environ["WORLD_SIZE"] = str(count)  # the suite reads it when it is imported
+            close_pool()
+            for name in tests or names():
+                result = outcome(name, side, count)
+                outcomes.append(result)
+                print(f"{count} ranks  {side:<9}{result.came:<8}{result.seconds:6.1f} s  {name}")
+                if result.came in ("failed", "hung"):
+                    print(result.why, flush=True)
+    close_pool()
+    return outcomes
+
+
+def unexplained(outcomes: Sequence[Outcome]) -> list[str]:
+    """Tests that pass with PyTorch's class and not with ours, for no reason that is listed."""
+    passed = {(o.test, o.ranks) for o in outcomes if o.side == "torch" and o.came == "passed"}
+    return [
+        f"{o.test} on {o.ranks} ranks: {o.came}"
+        for o in outcomes
+        if o.side == "gradwire"
+        and o.came != "passed"
+        and (o.test, o.ranks) in passed
+        and o.test not in PRIVATE
+    ]
+
+
+def report(outcomes: Sequence[Outcome]) -> str:
+    """The results as a page."""
+    cells = {(o.test, (o.side, o.ranks)): o for o in outcomes}
+    ranks = sorted({o.ranks for o in outcomes})
+    columns = [(side, count) for side in SIDES for count in ranks]
+    tests = list(dict.fromkeys(o.test for o in outcomes))
+    ran = [t for t in tests if any(cells[t, column].came == "passed" for column in columns)]
+    lines = [
+        "# PyTorch's own tests of DDP",
+        "",
+        "Written by `python tests/parity/run.py`: the tests about data parallelism in",
+        "`torch.testing._internal.distributed.distributed_test`, on Gloo, with the CPU in the",
+        "place of accelerators; first with PyTorch's class, then with gradwire's installed by",
+        "`gradwire.compat`.",
+        "",
+        f"| test | {' | '.join(f'{side}, {count} ranks' for side, count in columns)} | |",
+        f"|---{'|---' * len(columns)}|---|",
+    ]
+    for test in ran:
+        came = " | ".join(cells[test, column].came for column in columns)
+        lines.append(f"| {test} | {came} | {PRIVATE.get(test, '')} |")
+    counts = ", ".join(
+        f"{side} on {count} ranks {sum(cells[t, (side, count)].came == 'passed' for t in tests)}"
+        for side, count in columns
+    )
+    lines += ["", f"Passed: {counts}.", "", "## Not run here", "", "| test | why |", "|---|---|"]
+    for test in tests:
+        if test not in ran:
+            lines.append(f"| {test} | {first_line(cells[test, columns[0]].why)} |")
+    return "\n".join(lines) + "\n"
+
+
+def first_line(text: str) -> str:
+    """The line that says why, without what cannot stand in a table."""
+    line = text.split("\n", 1)[0].rpartition("first): ")[2]
+    return re.sub(r"\x1b\[\d+m|\|", "", line)[:100]
+
+
+def main() -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--tests", nargs="*", default=[], help="only these")
+    parser.add_argument("--ranks", nargs="*", type=int, default=[2, 3])
+    parser.add_argument("--sides", nargs="*", choices=SIDES, default=SIDES)
+    options = parser.parse_args()
+    outcomes = run_all(options.tests, options.sides, options.ranks)
+    if not options.tests and set(options.sides) == set(SIDES):
+        told = [asdict(o) | {"why": first_line(o.why)} for o in outcomes]
+        (HERE / "results.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+        (HERE / "RESULTS.md").write_text(report(outcomes), encoding="utf-8")
+    bad = unexplained(outcomes)
+    if set(options.sides) == {"gradwire"}:
+        bad = [f"{o.test}: {o.came}" for o in outcomes if o.came in ("failed", "hung")]
+    print("\n".join(["", *bad, f"{len(outcomes)} runs, {len(bad)} failures"]))
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,52 @@
+"""PyTorch's own tests of DDP, as far as they run here: see RESULTS.md; `run.py` runs all."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+QUICK_SECONDS = 0.6
+
+
+def results() -> list[dict[str, Any]]:
+    """What the last full run wrote."""
+    told: list[dict[str, Any]] = json.loads((HERE / "results.json").read_text(encoding="utf-8"))
+    return told
+
+
+def private() -> set[str]:
+    spec = importlib.util.spec_from_file_location("reasons", HERE / "reasons.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return set(module.PRIVATE)
+
+
+def test_what_passes_with_pytorchs_class_passes_with_ours() -> None:
+    came = {(r["test"], r["ranks"], r["side"]): r["came"] for r in results()}
+    passed = {(test, n) for (test, n, side), c in came.items() if (side, c) == ("torch", "passed")}
+    others = {test for test, n in passed if came[test, n, "gradwire"] != "passed"}
+    assert len(passed) > 100
+    assert others == private()  # each with its reason, and no reason without a test
+
+
+def test_the_quick_ones_pass() -> None:
+    """On two ranks, those that took less than a second: all that went into the results."""
+    pytest.importorskip("expecttest", reason="PyTorch's tests import expecttest")
+    ours = [r for r in results() if (r["side"], r["ranks"], r["came"]) == ("gradwire", 2, "passed")]
+    quick = [r["test"] for r in ours if r["seconds"] < QUICK_SECONDS]
+    assert len(quick) > 40
+    command = [sys.executable, str(HERE / "run.py"), "--ranks", "2", "--sides", "gradwire"]
+    ended = subprocess.run(
+        [*command, "--tests", *quick], capture_output=True, text=True, timeout=110, check=False
+    )
+    assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-2000:]
+    assert f"{len(quick)} runs, 0 failures" in ended.stdout
