@@ -2,6 +2,23 @@
 
 from gradwire import shm
 from gradwire._version import __version__
+from gradwire.collectives import (
+    all_gather,
+    all_gather_list,
+    all_gather_object,
+    all_reduce,
+    all_to_all,
+    barrier,
+    broadcast,
+    gather,
+    invariant,
+    ppermute,
+    reduce,
+    reduce_scatter,
+    scatter,
+    shift,
+    vary,
+)
 from gradwire.ddp import DistributedDataParallel
 from gradwire.devices import DataParallel
 from gradwire.errors import GradwireError
@@ -13,5 +30,20 @@ __all__ = [
     "GradBucket",
     "GradwireError",
     "__version__",
+    "all_gather",
+    "all_gather_list",
+    "all_gather_object",
+    "all_reduce",
+    "all_to_all",
+    "barrier",
+    "broadcast",
+    "gather",
+    "invariant",
+    "ppermute",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+    "shift",
     "shm",
+    "vary",
 ]

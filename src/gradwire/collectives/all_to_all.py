@@ -1,0 +1,325 @@
+"""all_to_all and what is one with most splits empty; the adjoint goes the other way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from gradwire.collectives import agreement, wire
+from gradwire.collectives.handles import after, run
+from gradwire.collectives.linear import Linear, register
+from gradwire.collectives.ranks import member
+from gradwire.collectives.sizes import dim_back, dim_in_front, equal_part, valid_dim, valid_sizes
+from gradwire.collectives.wire import Pending
+from gradwire.errors import ArgumentError
+
+__all__ = ["all_to_all", "ppermute", "shift"]
+
+
+@register
+@dataclass(frozen=True)
+class AllToAll(Linear):
+    """Rows for each rank against rows from each rank; equal numbers of them if None."""
+
+    group: ProcessGroup
+    send: tuple[int, ...] | None = None
+    receive: tuple[int, ...] | None = None
+    name = "all_to_all"
+
+    def start(self, x: Tensor) -> Pending:
+        return wire.all_to_all(x, self.send, self.receive, self.group)
+
+    def adjoint(self) -> AllToAll:
+        return AllToAll(self.group, self.receive, self.send)
+
+    def rows(self, rows: int) -> int:
+        return rows if self.receive is None else sum(self.receive)
+
+    def plan(self) -> list[int]:
+        return [*(self.send or ()), *(self.receive or ())]
+
+    @classmethod
+    def of(cls, plan: Sequence[int], group: ProcessGroup) -> AllToAll:
+        if not plan:
+            return cls(group)
+        world = group.size()
+        return cls(group, tuple(plan[:world]), tuple(plan[world:]))
+
+
+@register
+@dataclass(frozen=True)
+class Permute(Linear):
+    """Each tensor to the rank that its pair names; zeros where none comes."""
+
+    group: ProcessGroup
+    pairs: tuple[tuple[int, int], ...]
+    name = "ppermute"
+
+    def start(self, x: Tensor) -> Pending:
+        rank, world = self.group.rank(), self.group.size()
+        send, receive = [0] * world, [0] * world
+        for source, target in self.pairs:
+            if source == rank:
+                send[target] = 1
+            if target == rank:
+                receive[source] = 1
+        if x.numel() == 0:
+            return wire.done(wire.fresh(x))
+        row = x.unsqueeze(0)
+        pending = wire.all_to_all(row[: sum(send)], send, receive, self.group)
+        if sum(receive):
+            return Pending((), lambda: pending.wait()[0])
+
+        def nothing() -> Tensor:
+            pending.wait()
+            return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+
+        return Pending((), nothing)
+
+    def adjoint(self) -> Permute:
+        return Permute(self.group, tuple((target, source) for source, target in self.pairs))
+
+    def plan(self) -> list[int]:
+        return [rank for pair in self.pairs for rank in pair]
+
+    @classmethod
+    def of(cls, plan: Sequence[int], group: ProcessGroup) -> Permute:
+        return cls(group, tuple(zip(plan[::2], plan[1::2], strict=True)))
+
+
+def ppermute(
+    x: Tensor,
+    pairs: Sequence[tuple[int, int]],
+    *,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    check: bool | None = None,
+) -> Any:
+    """Each rank's tensor to another rank, as (source, destination) pairs say.
+
+    Args:
+        x: The same shape on all ranks, any dtype and strides.
+        pairs: Ranks in the group, the same pairs on all ranks; no source and no destination twice.
+        group: The default group, if None.
+        async_op: Return a `Handle`.
+        check: Compare with the other ranks first; see `checks`.
+
+    Returns:
+        The source's tensor; zeros on a rank that is no destination.
+
+    Adjoint: the inverse pairs.
+
+    Raises:
+        ArgumentError: A source or destination twice, or not in the group.
+        MismatchError: With checks on, ranks disagree.
+
+    Example:
+        >>> from gradwire.collectives import ppermute
+        >>> def main():
+        ...     return ppermute(torch.tensor([dist.get_rank() + 1.0]), [(0, 1)])
+        >>> run_ranks(main, world_size=2)
+        [tensor([0.]), tensor([1.])]
+    """
+    group = member(group)
+    moves = tuple((int(source), int(target)) for source, target in pairs)
+    _check_pairs(moves, group.size())
+    return _permuted(x, moves, "ppermute", group, async_op, check)
+
+
+def shift(
+    x: Tensor,
+    k: int = 1,
+    *,
+    wrap: bool = True,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    check: bool | None = None,
+) -> Any:
+    """Each rank's tensor to the rank k places further.
+
+    Args:
+        x: The same shape on all ranks, any dtype and strides.
+        k: How far; negative for the other direction.
+        wrap: Whether the last rank's next is the first; otherwise zeros come in there.
+        group: The default group, if None.
+        async_op: Return a `Handle`.
+        check: Compare with the other ranks first; see `checks`.
+
+    Returns:
+        The tensor of the rank k places before.
+
+    Adjoint: the shift by -k.
+
+    Raises:
+        MismatchError: With checks on, ranks disagree.
+
+    Example:
+        >>> from gradwire.collectives import shift
+        >>> def main():
+        ...     x = torch.tensor([dist.get_rank() + 1.0])
+        ...     return shift(x).item(), shift(x, wrap=False).item()
+        >>> run_ranks(main, world_size=3)
+        [(3.0, 0.0), (1.0, 1.0), (2.0, 2.0)]
+    """
+    group = member(group)
+    world = group.size()
+    moves = [(rank, (rank + k) % world) for rank in range(world) if wrap or 0 <= rank + k < world]
+    return _permuted(x, tuple(moves), "shift", group, async_op, check)
+
+
+def _permuted(
+    x: Tensor,
+    moves: tuple[tuple[int, int], ...],
+    name: str,
+    group: ProcessGroup,
+    async_op: bool,
+    check: bool | None,
+) -> Any:
+    note = None
+    if agreement.enabled(group, check):
+        x, note, _ = agreement.agree(group, x, agreement.describe(name, x, detail=f"pairs={moves}"))
+    return run(Permute(group, moves), x, note, async_op)
+
+
+def _check_pairs(pairs: Sequence[tuple[int, int]], world: int) -> None:
+    for name, ranks in (("source", [s for s, _ in pairs]), ("destination", [t for _, t in pairs])):
+        if len(set(ranks)) < len(ranks):
+            raise ArgumentError(f"pairs is {list(pairs)}: a {name} is there twice")
+        if any(not 0 <= rank < world for rank in ranks):
+            raise ArgumentError(
+                f"pairs is {list(pairs)}: a {name} is not in the group, 0 to {world - 1}"
+            )
+
+
+def all_to_all(
+    x: Tensor | Sequence[Tensor],
+    *,
+    input_splits: Sequence[int] | None = None,
+    output_splits: Sequence[int] | None = None,
+    split_dim: int = 0,
+    concat_dim: int | None = None,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    check: bool | None = None,
+) -> Any:
+    """To each rank its piece of this rank's tensor, from each rank this rank's piece of theirs.
+
+    Args:
+        x: A tensor that is cut along `split_dim`, or a list with a tensor for each rank, which may
+            differ in the first dim; any dtype and strides.
+        input_splits: The sizes for each rank in `split_dim`; None for equal ones.
+        output_splits: The sizes from each rank; exchanged first if not given where
+            `input_splits` is, or where `x` is a list.
+        split_dim: The dim that is cut.
+        concat_dim: The dim that what comes is joined along; `split_dim`, if None.
+        group: The default group, if None.
+        async_op: Return a `Handle`.
+        check: Compare with the other ranks first; see `checks`.
+
+    Returns:
+        What came from rank 0, 1, …: joined along `concat_dim`, or a tuple if `x` is a list.
+
+    Adjoint: all_to_all with splits and dims swapped.
+
+    Raises:
+        ArgumentError: Splits that do not add up, or no such dim.
+        MismatchError: With checks on, ranks disagree.
+
+    Example:
+        >>> from gradwire.collectives import all_to_all
+        >>> def main():
+        ...     return all_to_all(torch.tensor([1, 2]) + 10 * dist.get_rank())
+        >>> run_ranks(main, world_size=2)  # rank 0 has [1, 2], rank 1 has [11, 12]
+        [tensor([ 1, 11]), tensor([ 2, 12])]
+    """
+    group = member(group)
+    if not isinstance(x, Tensor):
+        return _exchanged_list(x, output_splits, group, async_op, check)
+    joined = split_dim if concat_dim is None else concat_dim
+    front, split_dim = dim_in_front(x, split_dim)
+    joined = valid_dim(joined, front.dim(), x.shape)
+    if input_splits is None and output_splits is None:
+        equal_part(len(front), group, "x")
+        send = None
+    elif input_splits is None:
+        send = (equal_part(len(front), group, "x"),) * group.size()
+    else:
+        send = valid_sizes(input_splits, group, "input_splits")
+        if sum(send) != len(front):
+            raise ArgumentError(
+                f"input_splits is {list(send)}: x has {len(front)} in dim {split_dim}"
+            )
+    if joined != split_dim and output_splits is not None:
+        raise ArgumentError("output_splits goes with one dim: leave concat_dim out")
+    detail = f"split_dim={split_dim}, concat_dim={joined}, splits given={send is not None}"
+    rows, received = _exchanged(front, send, output_splits, detail, group, async_op, check)
+    if joined == split_dim:
+        return after(rows, lambda y: dim_back(y, split_dim))
+    world = group.size()
+
+    def rejoined(y: Tensor) -> Tensor:
+        pieces = y.split(len(y) // world if received is None else list(received))
+        return torch.cat([piece.movedim(0, split_dim) for piece in pieces], joined)
+
+    return after(rows, rejoined)
+
+
+def _exchanged(
+    rows: Tensor,
+    send: tuple[int, ...] | None,
+    output_splits: Sequence[int] | None,
+    detail: str,
+    group: ProcessGroup,
+    async_op: bool,
+    check: bool | None,
+) -> tuple[Any, tuple[int, ...] | None]:
+    """The exchanged rows, or a handle; and how many came from each rank, if not equal numbers."""
+    world = group.size()
+    receive = None
+    if output_splits is not None:
+        receive = valid_sizes(output_splits, group, "output_splits")
+    note = None
+    if agreement.enabled(group, check):
+        call = agreement.describe(
+            "all_to_all",
+            rows,
+            detail=detail,
+            ragged=True,
+            send=send or (len(rows) // world,) * world,
+            receive=receive or (),
+        )
+        rows, note, told = agreement.agree(group, rows, call)
+        if send is not None:
+            receive = tuple(row.send[group.rank()] for row in told)
+    elif send is not None and receive is None:
+        counts = torch.tensor(send, dtype=torch.int64, device=agreement.device_of(group))
+        receive = tuple(wire.all_to_all(counts, None, None, group).wait().tolist())
+    return run(AllToAll(group, send, receive), rows, note, async_op), receive
+
+
+def _exchanged_list(
+    xs: Sequence[Tensor],
+    output_splits: Sequence[int] | None,
+    group: ProcessGroup,
+    async_op: bool,
+    check: bool | None,
+) -> Any:
+    if len(xs) != group.size():
+        raise ArgumentError(f"x has {len(xs)} tensors: give one for each of {group.size()} ranks")
+    numbers = not xs[0].dim()
+    pieces = [x.reshape(1) if numbers else x for x in xs]
+    send = tuple(len(piece) for piece in pieces)
+    rows, receive = _exchanged(
+        torch.cat(pieces), send, output_splits, "list", group, async_op, check
+    )
+    assert receive is not None
+
+    def cut(y: Tensor) -> tuple[Tensor, ...]:
+        return tuple((p.reshape(()) if numbers else p).clone() for p in y.split(list(receive)))
+
+    return after(rows, cut)
