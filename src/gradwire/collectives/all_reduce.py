@@ -178,7 +178,7 @@ def all_reduce(
     if invariant:
         total: Tensor | Handle[Tensor] = run(Invariant(group), x, note, async_op)
         world = group.size()
-        return after(total, lambda y: y.div_(world)) if reduction == "avg" else total
+        return after(total, lambda y: y.div_(world)) if reduction == "avg" else total  # type: ignore[no-any-return]
     return reduce_with(AllReduce(group), x, reduction, note, async_op)
 
 

@@ -1,4 +1,4 @@
-"""Which group, and which rank in it: None is the default group at the call, roots are translated."""
+"""Which group, and which rank in it: roots are named globally or within the group."""
 
 from __future__ import annotations
 

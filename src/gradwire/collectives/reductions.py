@@ -62,7 +62,8 @@ def as_reduction(op: object) -> str | Premul:
     if isinstance(op, str):
         name = op.lower()
     elif isinstance(op, dist.ReduceOp | dist.ReduceOp.RedOpType):
-        kind: Any = op.op if isinstance(op, dist.ReduceOp) else op  # type: ignore[attr-defined]
+        # A RedOpType says that it is an instance of ReduceOp too.
+        kind: Any = op if isinstance(op, dist.ReduceOp.RedOpType) else op.op
         name = kind.name.lower()
     else:
         raise ArgumentTypeError(f"op is {op!r}: give one of {', '.join(_NAMES)}, or a Premul")
