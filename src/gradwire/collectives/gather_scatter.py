@@ -172,7 +172,8 @@ def scatter(
 
     Args:
         xs: On the root a list with a tensor for each rank, which differ at most in `dim`, or one
-            tensor that is cut. Ignored on the other ranks: None, or whatever they hold.
+            tensor that is cut. On the other ranks None; tensors are not looked at there and get
+            gradients of zeros, by which the rank takes part in further derivatives.
         src: The root's global rank.
         dim: The dim that is cut.
         sizes: The sizes into which the root's tensor is cut; None for equal ones. The root's word
@@ -214,6 +215,8 @@ def scatter(
     if like is None or agreement.enabled(group, check):
         whole, note = _told(whole, root, dim, group)
     assert whole is not None
+    if group.rank() != root and like is None:
+        whole = whole.hung_on(xs)
     result = run(Scatter(group, root, whole.sizes), whole.rows, note, async_op)
     return after(result, lambda y: y.reshape(()) if whole.numbers else dim_back(y, whole.dim))
 
@@ -269,6 +272,14 @@ class _Whole:
             rows.requires_grad_(like.requires_grad)
         given = (len(front),) * group.size() if sizes is None else tuple(sizes)
         return cls(rows, given, dim, numbers)
+
+    def hung_on(self, xs: Tensor | Sequence[Tensor] | None) -> _Whole:
+        """With a receiver's own tensors as the origin of its rows, of which there are none."""
+        own = [xs] if isinstance(xs, Tensor) else xs or ()
+        empty = [x.reshape(-1)[:0].to(self.rows) for x in own if x.requires_grad]
+        if not empty or not self.rows.requires_grad:
+            return self
+        return replace(self, rows=torch.cat(empty).reshape(self.rows.shape))
 
 
 def _told(
