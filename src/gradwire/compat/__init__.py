@@ -10,11 +10,12 @@ import contextlib
 from collections.abc import Iterator
 
 from gradwire.compat import _registry
+from gradwire.compat.collectives import TABLE as _COLLECTIVES
 from gradwire.compat.devices import TABLE as _DEVICES
 
 __all__ = ["install", "installed", "uninstall"]
 
-_TABLES = (_DEVICES,)
+_TABLES = (_COLLECTIVES, _DEVICES)
 
 
 def install() -> None:
