@@ -279,7 +279,8 @@ class _Whole:
         empty = [x.reshape(-1)[:0].to(self.rows) for x in own if x.requires_grad]
         if not empty or not self.rows.requires_grad:
             return self
-        return replace(self, rows=torch.cat(empty).reshape(self.rows.shape))
+        # Not cat, whose backward leaves empty tensors out.
+        return replace(self, rows=torch.stack(empty).reshape(self.rows.shape))
 
 
 def _told(
