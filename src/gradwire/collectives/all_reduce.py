@@ -10,17 +10,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from gradwire.collectives import agreement, wire
-from gradwire.collectives.handles import Handle, after, run
+from gradwire.collectives.handles import Handle, run
 from gradwire.collectives.linear import Linear, linear, register
 from gradwire.collectives.ranks import member
-from gradwire.collectives.reductions import Op, Reducing, as_reduction, check_reducible, reduce_with
+from gradwire.collectives.reductions import (
+    Op,
+    Reducing,
+    as_reduction,
+    check_reducible,
+    reduce_with,
+    scaled,
+)
 from gradwire.collectives.wire import Pending
 from gradwire.errors import ArgumentError
 
@@ -121,7 +128,7 @@ def all_reduce(
     invariant: bool = False,
     async_op: bool = False,
     check: bool | None = None,
-) -> Tensor | Handle[Tensor]:
+) -> Any:
     """The reduction of all ranks' tensors, on all ranks.
 
     Args:
@@ -176,9 +183,7 @@ def all_reduce(
             ),
         )
     if invariant:
-        total: Tensor | Handle[Tensor] = run(Invariant(group), x, note, async_op)
-        world = group.size()
-        return after(total, lambda y: y.div_(world)) if reduction == "avg" else total  # type: ignore[no-any-return]
+        return scaled(run(Invariant(group), x, note, async_op), reduction, group)
     return reduce_with(AllReduce(group), x, reduction, note, async_op)
 
 

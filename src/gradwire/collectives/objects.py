@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import pickle
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, overload
 
 import torch
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from gradwire.collectives import agreement, wire
+from gradwire.collectives.linear import Linear, linear, register
 from gradwire.collectives.ranks import member
 from gradwire.collectives.sizes import exchange_counts
+from gradwire.collectives.wire import Pending
 
 __all__ = ["all_gather_object", "barrier"]
 
@@ -37,10 +42,47 @@ def all_gather_object(obj: Any, *, group: ProcessGroup | None = None) -> list[An
     return [pickle.loads(piece.numpy().tobytes()) for piece in pieces]
 
 
-def barrier(*, group: ProcessGroup | None = None) -> None:
+@register
+@dataclass(frozen=True)
+class Barrier(Linear):
+    """The identity, which waits for all ranks in both passes."""
+
+    group: ProcessGroup
+    name = "barrier"
+
+    def start(self, x: Tensor) -> Pending:
+        wire.barrier(self.group)
+        return wire.done(wire.fresh(x))
+
+    def adjoint(self) -> Barrier:
+        return self
+
+    @classmethod
+    def of(cls, plan: Sequence[int], group: ProcessGroup) -> Barrier:
+        return cls(group)
+
+
+@overload
+def barrier(x: None = ..., *, group: ProcessGroup | None = ...) -> None: ...
+@overload
+def barrier(x: Tensor, *, group: ProcessGroup | None = ...) -> Tensor: ...
+def barrier(x: Tensor | None = None, *, group: ProcessGroup | None = None) -> Tensor | None:
     """Return when every rank of the group has called it.
 
     Args:
+        x: Passed through as a copy, which gives the barrier its place in the graph: what is
+            computed from the result comes after it in forward, and before it in backward.
         group: The default group, if None.
+
+    Adjoint: the identity, behind a barrier.
+
+    Example:
+        >>> from gradwire.collectives import barrier
+        >>> run_ranks(barrier, world_size=2)
+        [None, None]
     """
-    wire.barrier(member(group))
+    group = member(group)
+    if x is not None:
+        return linear(Barrier(group), x)
+    wire.barrier(group)
+    return None

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
+from torch.distributed import ProcessGroup
 
 from gradwire.collectives.agreement import Note
 from gradwire.collectives.handles import Handle, after, run
@@ -23,7 +24,7 @@ from gradwire.collectives.parts import exclusive_product
 from gradwire.collectives.wire import Pending
 from gradwire.errors import ArgumentError, ArgumentTypeError
 
-__all__ = ["Op", "Premul", "Reducing", "as_reduction", "check_reducible", "reduce_with"]
+__all__ = ["Op", "Premul", "Reducing", "as_reduction", "check_reducible", "reduce_with", "scaled"]
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def as_reduction(op: object) -> str | Premul:
         name = op.lower()
     elif isinstance(op, dist.ReduceOp | dist.ReduceOp.RedOpType):
         # A RedOpType says that it is an instance of ReduceOp too.
-        kind: Any = op if isinstance(op, dist.ReduceOp.RedOpType) else op.op
+        kind: Any = op if isinstance(op, dist.ReduceOp.RedOpType) else op.op  # type: ignore[attr-defined]
         name = kind.name.lower()
     else:
         raise ArgumentTypeError(f"op is {op!r}: give one of {', '.join(_NAMES)}, or a Premul")
@@ -111,11 +112,8 @@ def reduce_with(
     """The reduction along the way that `form` goes; its result, or its handle."""
     if isinstance(op, Premul):
         return run(form, x * op.factor, note, async_op)
-    if op == "sum":
-        return run(form, x, note, async_op)
-    if op == "avg":
-        world = form.group.size()
-        return after(run(form, x, note, async_op), lambda total: total.div_(world))
+    if op in ("sum", "avg"):
+        return scaled(run(form, x, note, async_op), op, form.group)
     if async_op:
         pending = form.start_with(x.detach(), op)
         return Handle(lambda: _attached(form, x, op, note, pending.wait()), form.name)
@@ -124,6 +122,12 @@ def reduce_with(
     if compiling(x) or torch._C._are_functorch_transforms_active() or graph_is_needed(x):
         return _attached(form, x, op, note, None)
     return form.start_with(x, op).wait()
+
+
+def scaled(total: Any, op: str | Premul, group: ProcessGroup) -> Any:
+    """A sum, or its handle; divided by the number of ranks if an average was asked for."""
+    world = group.size()
+    return after(total, lambda y: y.div_(world)) if op == "avg" else total
 
 
 def _attached(

@@ -26,10 +26,12 @@ __all__ = [
     "barrier",
     "broadcast",
     "gather",
+    "receive",
     "reduce",
     "reduce_locally",
     "reduce_scatter",
     "scatter",
+    "send",
 ]
 
 _NATIVE = {
@@ -52,6 +54,8 @@ _OPS: dict[str, Any] = {
     "bor": dist.ReduceOp.BOR,
     "bxor": dist.ReduceOp.BXOR,
 }
+_TAG = 0x6777
+"""Of point-to-point messages, to keep them apart from the caller's own."""
 # torch 2.13 gave these methods new names.
 _GATHER_SINGLE = (
     "all_gather_single" if hasattr(ProcessGroup, "all_gather_single") else "_allgather_base"
@@ -335,6 +339,18 @@ def all_to_all(
 def barrier(group: ProcessGroup) -> None:
     """Returns when every rank has called it."""
     group.barrier().wait()
+
+
+def send(x: Tensor, to: int, group: ProcessGroup) -> Pending:
+    """The tensor to one rank of the group."""
+    source = dense(x)
+    return Pending((group.send([_flat(source)], to, _TAG),), lambda: source)
+
+
+def receive(like: Tensor, source: int, group: ProcessGroup) -> Pending:
+    """A tensor of that shape from one rank of the group."""
+    out = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+    return Pending((group.recv([_flat(out)], source, _TAG),), lambda: out)
 
 
 def _nothing(x: Tensor, rows: int) -> bool:
