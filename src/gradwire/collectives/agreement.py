@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from gradwire.collectives import wire
+from gradwire.collectives.numbers import gather_numbers
 from gradwire.errors import MismatchError
 
 __all__ = [
@@ -215,7 +216,7 @@ def exchange(group: ProcessGroup, call: Call) -> tuple[list[Row], int]:
     number = next(_numbers.setdefault(group, count()))
     world = group.size()
     mine = _encode(call, number, world)
-    rows = _shared(group, mine)
+    rows = gather_numbers(mine, group)
     for name, values in _must_agree(rows, call.ragged):
         if len(set(values)) > 1:
             _raise_mismatch(group, name, call)
@@ -276,21 +277,6 @@ def _hash(value: object) -> int:
     return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=7).digest(), "big")
 
 
-def _shared(group: ProcessGroup, mine: list[int]) -> list[list[int]]:
-    """All ranks' lists of integers."""
-    own = torch.tensor([mine], dtype=torch.int64, device=device_of(group))
-    rows: list[list[int]] = wire.all_gather(own, None, group).wait().tolist()
-    return rows
-
-
-def device_of(group: ProcessGroup) -> torch.device:
-    """A device whose tensors the group carries: the CPU where it can."""
-    kinds = [device.type for device in group._device_types]
-    if not kinds or "cpu" in kinds:
-        return torch.device("cpu")
-    return torch.device(kinds[0], torch.accelerator.current_device_index())
-
-
 def _must_agree(rows: list[list[int]], ragged: bool) -> Iterator[tuple[str, list[object]]]:
     """Each field that has to be equal, with the ranks' values."""
     for i, name in enumerate(_FIELDS[:-2]):
@@ -318,7 +304,7 @@ def _check_splits(group: ProcessGroup, rows: list[list[int]], call: Call) -> Non
 def _raise_mismatch(group: ProcessGroup, field: str, call: Call) -> NoReturn:
     """Tell every rank what every rank was about to do, and raise."""
     text = _description(field, call).encode()[:_TEXT]
-    everyone = _shared(group, list(text.ljust(_TEXT)))
+    everyone = gather_numbers(list(text.ljust(_TEXT)), group)
     values = [bytes(row).decode(errors="replace").rstrip() for row in everyone]
     held = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
     raise MismatchError(

@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from gradwire.collectives import agreement, wire
 from gradwire.collectives.handles import after, run
 from gradwire.collectives.linear import Linear, register
+from gradwire.collectives.numbers import swap_numbers
 from gradwire.collectives.ranks import member
 from gradwire.collectives.sizes import dim_back, dim_in_front, equal_part, valid_dim, valid_sizes
 from gradwire.collectives.wire import Pending
@@ -297,8 +298,7 @@ def _exchanged(
         if send is not None:
             receive = tuple(row.send[group.rank()] for row in told)
     elif send is not None and receive is None:
-        counts = torch.tensor(send, dtype=torch.int64, device=agreement.device_of(group))
-        receive = tuple(wire.all_to_all(counts, None, None, group).wait().tolist())
+        receive = tuple(swap_numbers(send, group))
     return run(AllToAll(group, send, receive), rows, note, async_op), receive
 
 

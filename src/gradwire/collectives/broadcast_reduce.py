@@ -15,6 +15,7 @@ from gradwire.collectives.agreement import Call
 from gradwire.collectives.all_reduce import AllReduce
 from gradwire.collectives.handles import run
 from gradwire.collectives.linear import Linear, linear, register
+from gradwire.collectives.numbers import device_of
 from gradwire.collectives.ranks import member, root_of
 from gradwire.collectives.reductions import (
     Op,
@@ -194,12 +195,12 @@ def broadcast(
         if call.dtype is None:
             like = rows[root]
             assert like.shape is not None
-            x = torch.empty(0, dtype=like.dtype, device=agreement.device_of(group))
+            x = torch.empty(0, dtype=like.dtype, device=device_of(group))
             x = x.new_empty(()).expand(like.shape).requires_grad_(rows[root].wants_grad == 1)
     assert isinstance(x, Tensor)
     if x.is_meta:
         x = (
-            torch.empty((), dtype=x.dtype, device=agreement.device_of(group))
+            torch.empty((), dtype=x.dtype, device=device_of(group))
             .expand(x.shape)
             .requires_grad_(x.requires_grad)
         )

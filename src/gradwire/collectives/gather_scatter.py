@@ -18,6 +18,7 @@ from gradwire.collectives import agreement, wire
 from gradwire.collectives.agreement import Call
 from gradwire.collectives.handles import after, run
 from gradwire.collectives.linear import Linear, register
+from gradwire.collectives.numbers import device_of
 from gradwire.collectives.ranks import member, root_of
 from gradwire.collectives.sizes import (
     Sizes,
@@ -268,7 +269,7 @@ class _Whole:
         front, dim = dim_in_front(like, dim)
         rows = front[:0]
         if like.is_meta:
-            rows = torch.empty(rows.shape, dtype=like.dtype, device=agreement.device_of(group))
+            rows = torch.empty(rows.shape, dtype=like.dtype, device=device_of(group))
             rows.requires_grad_(like.requires_grad)
         given = (len(front),) * group.size() if sizes is None else tuple(sizes)
         return cls(rows, given, dim, numbers)
@@ -306,7 +307,7 @@ def _told(
         return replace(whole, rows=rows, sizes=tuple(told[root].send)), note
     shape, dtype, sizes = told[root].shape, told[root].dtype, tuple(told[root].send)
     assert shape is not None
-    empty = torch.empty((0, *shape[1:]), dtype=dtype, device=agreement.device_of(group))
+    empty = torch.empty((0, *shape[1:]), dtype=dtype, device=device_of(group))
     empty.requires_grad_(rows.requires_grad)
     return _Whole(empty, sizes, dim % max(1, len(shape)), not shape), note
 

@@ -22,7 +22,15 @@ from torch.distributed import ProcessGroup
 from gradwire.collectives.agreement import Note
 from gradwire.collectives.wire import Pending
 
-__all__ = ["Linear", "compiling", "graph_is_needed", "linear", "register"]
+__all__ = [
+    "Linear",
+    "compiling",
+    "graph_is_needed",
+    "linear",
+    "register",
+    "restored_linear",
+    "result_like",
+]
 
 
 class Linear(ABC):
@@ -117,7 +125,13 @@ def _compiled(op: Linear, x: Tensor) -> Tensor:
     return _custom[op.name](x, op.plan(), op.group.group_name)
 
 
-def _restored(name: str, plan: Sequence[int], group_name: str) -> Linear:
+def result_like(x: Tensor, op: Linear) -> Tensor:
+    """An empty tensor of the shape that the collective gives."""
+    return x.new_empty((op.rows(x.shape[0]), *x.shape[1:]) if x.dim() else ())
+
+
+def restored_linear(name: str, plan: Sequence[int], group_name: str) -> Linear:
+    """The collective that a custom op stands for."""
     return _kinds[name].of(plan, dist.distributed_c10d._resolve_process_group(group_name))  # type: ignore[arg-type]
 
 
@@ -131,18 +145,16 @@ def register(kind: type[Linear]) -> type[Linear]:
     _kinds[name] = kind
 
     def run(x: Tensor, plan: list[int], group: str) -> Tensor:
-        return _restored(name, plan, group).start(x).wait()
+        return restored_linear(name, plan, group).start(x).wait()
 
     def fake(x: Tensor, plan: list[int], group: str) -> Tensor:
-        if not x.dim():
-            return x.new_empty(())
-        return x.new_empty((_restored(name, plan, group).rows(x.shape[0]), *x.shape[1:]))
+        return result_like(x, restored_linear(name, plan, group))
 
     def save(ctx: Any, inputs: Any, output: Any) -> None:
         _, ctx.plan, ctx.group = inputs
 
     def backward(ctx: Any, cotangent: Tensor) -> Any:
-        op = _restored(name, ctx.plan, ctx.group)
+        op = restored_linear(name, ctx.plan, ctx.group)
         return _compiled(op.adjoint(), cotangent), None, None
 
     schema = "(Tensor x, int[] plan, str group) -> Tensor"

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from gradwire.collectives import agreement, wire
+from gradwire.collectives import wire
 from gradwire.collectives.linear import Linear, linear, register
+from gradwire.collectives.numbers import device_of, gather_numbers
 from gradwire.collectives.ranks import member
-from gradwire.collectives.sizes import exchange_counts
 from gradwire.collectives.wire import Pending
 
 __all__ = ["all_gather_object", "barrier"]
@@ -36,8 +36,8 @@ def all_gather_object(obj: Any, *, group: ProcessGroup | None = None) -> list[An
     """
     group = member(group)
     data = bytearray(pickle.dumps(obj))
-    own = torch.frombuffer(data, dtype=torch.uint8).to(agreement.device_of(group))
-    sizes = exchange_counts(len(own), group)
+    own = torch.frombuffer(data, dtype=torch.uint8).to(device_of(group))
+    sizes = [count for (count,) in gather_numbers([len(own)], group)]
     pieces = wire.all_gather(own, sizes, group).wait().cpu().split(sizes)
     return [pickle.loads(piece.numpy().tobytes()) for piece in pieces]
 

@@ -19,7 +19,14 @@ from torch.distributed import ProcessGroup
 
 from gradwire.collectives.agreement import Note
 from gradwire.collectives.handles import Handle, after, run
-from gradwire.collectives.linear import Linear, compiling, graph_is_needed, linear
+from gradwire.collectives.linear import (
+    Linear,
+    compiling,
+    graph_is_needed,
+    linear,
+    restored_linear,
+    result_like,
+)
 from gradwire.collectives.parts import exclusive_product
 from gradwire.collectives.wire import Pending
 from gradwire.errors import ArgumentError, ArgumentTypeError
@@ -133,6 +140,9 @@ def scaled(total: Any, op: str | Premul, group: ProcessGroup) -> Any:
 def _attached(
     form: Reducing, x: Tensor, op: str, note: Note | None, result: Tensor | None
 ) -> Tensor:
+    if compiling(x):
+        y: Tensor = _reduced(x, form.name, form.plan(), op, form.group.group_name)
+        return y
     if op in ("max", "min"):
         return _Extremum.apply(x, form, op, note, result)[0]  # type: ignore[no-any-return, no-untyped-call]
     return _Product.apply(x, form, note, result)  # type: ignore[no-any-return, no-untyped-call]
@@ -158,9 +168,8 @@ class _Extremum(Function):
     def backward(ctx: Any, cotangent: Tensor, _: Any) -> Any:
         if ctx.note is not None:
             ctx.note.before_backward(cotangent)
-        shares = _shares(ctx.form, *ctx.saved_tensors)
         total = linear(ctx.form.adjoint(), cotangent, ctx.note)
-        return total * shares, None, None, None, None
+        return total * _shares(ctx.form, *ctx.saved_tensors), None, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Any:
@@ -211,3 +220,43 @@ class _Product(Function):
     @staticmethod
     def vmap(_: Any, in_dims: Any, x: Tensor, *rest: Any) -> Any:
         return _Product.apply(x.movedim(in_dims[0], -1), *rest), -1  # type: ignore[no-untyped-call]
+
+
+# --- compiled graphs ---
+
+
+def _run_reduced(x: Tensor, form: str, plan: list[int], op: str, group: str) -> Tensor:
+    return _reducing(form, plan, group).start_with(x, op).wait()
+
+
+def _save_reduced(ctx: Any, inputs: Any, output: Any) -> None:
+    x, ctx.name, ctx.plan, ctx.op, ctx.group = inputs
+    ctx.save_for_backward(x, output)
+
+
+def _pull_reduced(ctx: Any, cotangent: Tensor) -> Any:
+    form = _reducing(ctx.name, ctx.plan, ctx.group)
+    x, y = ctx.saved_tensors
+    product = ctx.op == "product"
+    factor = exclusive_product(x, form.group).conj() if product else _shares(form, x, y)
+    return linear(form.adjoint(), cotangent) * factor, None, None, None, None
+
+
+def _fake_reduced(x: Tensor, form: str, plan: list[int], op: str, group: str) -> Tensor:
+    return result_like(x, _reducing(form, plan, group))
+
+
+def _reducing(form: str, plan: list[int], group: str) -> Reducing:
+    restored = restored_linear(form, plan, group)
+    assert isinstance(restored, Reducing)
+    return restored
+
+
+_reduced = torch.library.custom_op(
+    "gradwire::reduced",
+    _run_reduced,
+    mutates_args=(),
+    schema="(Tensor x, str form, int[] plan, str op, str group) -> Tensor",
+)
+_reduced.register_fake(_fake_reduced)
+_reduced.register_autograd(_pull_reduced, setup_context=_save_reduced)

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from gradwire.collectives import agreement, wire
+from gradwire.collectives.numbers import gather_numbers
 from gradwire.errors import ArgumentError
 
-__all__ = ["Sizes", "dim_in_front", "equal_part", "exchange_counts", "resolve_sizes", "valid_dim"]
+__all__ = ["Sizes", "dim_in_front", "equal_part", "resolve_sizes", "valid_dim"]
 
 Sizes = Sequence[int] | Literal["find"] | None
 """Rows of each rank; "find" asks the ranks; None says that all have the same number."""
@@ -34,7 +33,7 @@ def resolve_sizes(sizes: Sizes, rows: int, group: ProcessGroup) -> tuple[int, ..
     if isinstance(sizes, str):
         if sizes != "find":
             raise ArgumentError(f'sizes is {sizes!r}: give a size for each rank, "find" or None')
-        return tuple(exchange_counts(rows, group))
+        return tuple(count for (count,) in gather_numbers([rows], group))
     given = valid_sizes(sizes, group, "sizes")
     if given[group.rank()] != rows:
         raise ArgumentError(
@@ -70,13 +69,6 @@ def equal_part(rows: int, group: ProcessGroup, what: str) -> int:
             "give the sizes"
         )
     return rows // group.size()
-
-
-def exchange_counts(count: int, group: ProcessGroup) -> list[int]:
-    """All ranks' numbers."""
-    own = torch.tensor([count], dtype=torch.int64, device=agreement.device_of(group))
-    counts: list[int] = wire.all_gather(own, None, group).wait().tolist()
-    return counts
 
 
 def valid_dim(dim: int, dims: int, shape: Sequence[int]) -> int:

@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.distributed import ProcessGroup, Work
 
 from gradwire.collectives import ordering
@@ -112,12 +113,17 @@ def engine(group: ProcessGroup) -> str:
 
 def dense(x: Tensor) -> Tensor:
     """The tensor with its elements in order in memory; itself, if they are."""
-    return x.resolve_conj().resolve_neg().contiguous()
+    return _plain(x).resolve_conj().resolve_neg().contiguous()
 
 
 def fresh(x: Tensor) -> Tensor:
     """A contiguous copy."""
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(_plain(x))
+
+
+def _plain(x: Tensor) -> Tensor:
+    """The tensor without its tangent, which would follow it into the engine."""
+    return forward_ad.unpack_dual(x).primal if forward_ad._current_level >= 0 else x
 
 
 def _flat(x: Tensor) -> Tensor:
@@ -225,7 +231,7 @@ def _reduction_buffer(
 ) -> tuple[Tensor, Callable[[], Tensor]]:
     """What the engine reduces in place, and how it becomes the result."""
     if op in ("max", "min") and x.is_floating_point() and engine(group) != "shm":
-        wire = ordering.encode(x, op)
+        wire = ordering.encode(_plain(x), op)
         return wire, lambda: ordering.decode(wire, x.dtype)
     out = fresh(x)
     if x.is_complex():
