@@ -74,7 +74,8 @@ class Permute(Linear):
         row = x.unsqueeze(0)
         pending = wire.all_to_all(row[: sum(send)], send, receive, self.group)
         if sum(receive):
-            return Pending((), lambda: pending.wait()[0])
+            # Not a view, which could not be changed in place: autograd knows nothing of its base.
+            return Pending((), lambda: pending.wait()[0].data)
 
         def nothing() -> Tensor:
             pending.wait()
