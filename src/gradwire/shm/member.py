@@ -164,6 +164,8 @@ class Member(ProcessGroup):
         self._submitted += 1
         if self.observer is not None:
             self.observer(*seen)
+        if any(t.is_inference() for t in tensors):
+            job = _in_inference_mode(job)
         own = opts.timeout.total_seconds()
         seconds = own if own > 0 else self._timeout.total_seconds()
 
@@ -227,3 +229,13 @@ class Member(ProcessGroup):
 
     def _on_lost(self, peer: int, error: DistributedError) -> None:
         self._mailbox.fail(peer, error, others_left=not self._team.links.all_lost())
+
+
+def _in_inference_mode(job: Job) -> Job:
+    """The job where tensors of inference mode may be written: the mode is each thread's own."""
+
+    def run(deadline: Deadline) -> None:
+        with torch.inference_mode():
+            job(deadline)
+
+    return run
