@@ -50,7 +50,7 @@ def mean(
         >>> run_ranks(main, world_size=2)  # of 0, 1, 2 and 7
         [tensor(2.5000), tensor(2.5000)]
     """
-    total, count = _sum_and_count(x, dim, keepdim, member(group), check)
+    total, count = _sum_and_count(_wide(x), dim, keepdim, member(group), check)
     return (total / count).to(x.dtype)
 
 
@@ -81,10 +81,11 @@ def var(
         [tensor(2.), tensor(2.)]
     """
     group = member(group)
-    centred = x - mean(x, dim, keepdim=True, group=group, check=check)
+    wide = _wide(x)
+    centred = wide - mean(wide, dim, keepdim=True, group=group, check=check)
     squares = (centred * centred.conj()).real if x.is_complex() else centred * centred
     total, count = _sum_and_count(squares, dim, keepdim, group, check)
-    return (total / (count - correction).clamp_min(0)).to(squares.dtype)
+    return (total / (count - correction).clamp_min(0)).to(x.real.dtype)
 
 
 def norm(
@@ -120,16 +121,16 @@ def norm(
         raise ArgumentError(f"p is {p}: give a number of at least 1, or inf")
     group = member(group)
     dims = _dims(x, dim)
-    size = x.abs()
+    size = _wide(x).abs()
     if p == float("inf"):
-        return _squeezed(_maximum(size, dims, group, check), dims, keepdim)
+        return _squeezed(_maximum(size, dims, group, check), dims, keepdim).to(x.real.dtype)
     scale = _maximum(size.detach(), dims, group, check)
     scale = torch.where(scale == 0, 1, scale)
     total = all_reduce(_sum((size / scale) ** p, dims), group=group, check=check)
     # The root's slope is infinite at 0: there, neither value nor gradient may pass through it.
     is_zero = total == 0
     root = torch.where(is_zero, 1, total) ** (1 / p)
-    return _squeezed(torch.where(is_zero, 0, root * scale), dims, keepdim)
+    return _squeezed(torch.where(is_zero, 0, root * scale), dims, keepdim).to(x.real.dtype)
 
 
 def logsumexp(
@@ -158,10 +159,11 @@ def logsumexp(
     """
     group = member(group)
     dims = _dims(x, dim)
-    top = _maximum(x.detach(), dims, group, check)
+    wide = _wide(x)
+    top = _maximum(wide.detach(), dims, group, check)
     top = torch.where(top.isinf(), 0, top)
-    total = all_reduce(_sum((x - top).exp(), dims), group=group, check=check)
-    return _squeezed(total.log() + top, dims, keepdim)
+    total = all_reduce(_sum((wide - top).exp(), dims), group=group, check=check)
+    return _squeezed(total.log() + top, dims, keepdim).to(x.dtype)
 
 
 def softmax(
@@ -190,7 +192,20 @@ def softmax(
         >>> run_ranks(lambda: softmax(torch.zeros(2), 0), world_size=2)
         [tensor([0.2500, 0.2500]), tensor([0.2500, 0.2500])]
     """
-    return (x - logsumexp(x, dim, keepdim=True, group=group, check=check)).exp()
+    wide = _wide(x)
+    total = logsumexp(wide, dim, keepdim=True, group=group, check=check)
+    return (wide - total).exp().to(x.dtype)
+
+
+def _wide(x: Tensor) -> Tensor:
+    """In a dtype that has the digits and the range for sums and counts.
+
+    Raises:
+        ArgumentError: Not floating-point or complex.
+    """
+    if not (x.is_floating_point() or x.is_complex()):
+        raise ArgumentError(f"x is {x.dtype}: statistics take floating-point or complex numbers")
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def _sum_and_count(
@@ -199,8 +214,6 @@ def _sum_and_count(
     """The sum and the number of elements, which travels with it as one more number."""
     dims = _dims(x, dim)
     part = _sum(x, dims)
-    if part.dtype in (torch.float16, torch.bfloat16):
-        part = part.float()  # counts have more digits than these hold
     count = part.new_full((1,), _count(x, dims))
     both = all_reduce(torch.cat([part.reshape(-1), count]), group=group, check=check)
     total = _squeezed(both[:-1].reshape(part.shape), dims, keepdim)
