@@ -158,7 +158,7 @@ def _gathered(
 ) -> tuple[Any, tuple[int, ...] | None]:
     """The rows of all ranks, or a handle; and how many each rank has, if they are not equal."""
     note = None
-    if agreement.enabled(group, check):
+    if agreement.enabled(check):
         call = agreement.describe(
             "all_gather",
             front,
@@ -271,7 +271,7 @@ def reduce_scatter(
     elif sum(known) != len(front):
         raise ArgumentError(f"sizes is {list(known)}: x has {len(front)} in dim {dim}")
     note = None
-    if agreement.enabled(group, check):
+    if agreement.enabled(check):
         name = "premul" if isinstance(reduction, Premul) else reduction
         call = agreement.describe(
             "reduce_scatter", front, reduce=name, detail=f"dim={dim}, sizes={known}"

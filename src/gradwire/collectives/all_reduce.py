@@ -171,7 +171,7 @@ def all_reduce(
     if invariant and reduction not in ("sum", "avg"):
         raise ArgumentError(f"invariant=True with op={op!r}: it goes with sum and avg")
     note = None
-    if agreement.enabled(group, check):
+    if agreement.enabled(check):
         x, note, _ = agreement.agree(
             group,
             x,
@@ -211,7 +211,7 @@ def vary(x: Tensor, *, group: ProcessGroup | None = None, check: bool | None = N
     """
     group = member(group)
     note = None
-    if agreement.enabled(group, check):
+    if agreement.enabled(check):
         x, note, _ = agreement.agree(group, x, agreement.describe("vary", x))
     return linear(Vary(group), x, note)
 
@@ -233,6 +233,6 @@ def invariant(x: Tensor, *, group: ProcessGroup | None = None, check: bool | Non
         MismatchError: With checks on, the ranks' values differ.
     """
     group = member(group)
-    if agreement.enabled(group, check):
+    if agreement.enabled(check):
         agreement.agree(group, x, agreement.describe("invariant", x, detail=agreement.digest(x)))
     return x.clone(memory_format=torch.contiguous_format)

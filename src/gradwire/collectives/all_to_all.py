@@ -183,7 +183,7 @@ def _permuted(
     check: bool | None,
 ) -> Any:
     note = None
-    if agreement.enabled(group, check):
+    if agreement.enabled(check):
         x, note, _ = agreement.agree(group, x, agreement.describe(name, x, detail=f"pairs={moves}"))
     return run(Permute(group, moves), x, note, async_op)
 
@@ -286,7 +286,7 @@ def _exchanged(
     if output_splits is not None:
         receive = valid_sizes(output_splits, group, "output_splits")
     note = None
-    if agreement.enabled(group, check):
+    if agreement.enabled(check):
         call = agreement.describe(
             "all_to_all",
             rows,

@@ -130,7 +130,7 @@ def reduce(
     reduction = as_reduction(op)
     check_reducible(x, reduction)
     note = None
-    if agreement.enabled(group, check):
+    if agreement.enabled(check):
         name = "premul" if isinstance(reduction, Premul) else reduction
         x, note, _ = agreement.agree(
             group, x, agreement.describe("reduce", x, reduce=name, root=root)
@@ -180,7 +180,7 @@ def broadcast(
     """
     group = member(group)
     root = root_of(group, src, group_src, "src")
-    checked = agreement.enabled(group, check)
+    checked = agreement.enabled(check)
     if not isinstance(x, Tensor):
         x = _receiver(x, group.rank() == root, checked)
     note = None

@@ -137,7 +137,7 @@ def gather(
         x = x.unsqueeze(valid_dim(dim, x.dim() + 1, x.shape))
     front, dim = dim_in_front(x, dim)
     note = None
-    if agreement.enabled(group, check):
+    if agreement.enabled(check):
         call = agreement.describe(
             "gather",
             front,
@@ -213,7 +213,7 @@ def scatter(
     else:
         whole = None
     note = None
-    if like is None or agreement.enabled(group, check):
+    if like is None or agreement.enabled(check):
         whole, note = _told(whole, root, dim, group)
     assert whole is not None
     if group.rank() != root and like is None:
