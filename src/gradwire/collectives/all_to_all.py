@@ -281,23 +281,23 @@ def _exchanged(
     check: bool | None,
 ) -> tuple[Any, tuple[int, ...] | None]:
     """The exchanged rows, or a handle; and how many came from each rank, if not equal numbers."""
-    world = group.size()
     receive = None
     if output_splits is not None:
         receive = valid_sizes(output_splits, group, "output_splits")
     note = None
     if agreement.enabled(check):
+        equal = (len(rows) // group.size(),) * group.size()
         call = agreement.describe(
             "all_to_all",
             rows,
             detail=detail,
             ragged=True,
-            send=send or (len(rows) // world,) * world,
+            send=send or equal,
             receive=receive or (),
         )
         rows, note, told = agreement.agree(group, rows, call)
-        if send is not None:
-            receive = tuple(row.send[group.rank()] for row in told)
+        if send is not None or any(row.send != told[0].send for row in told):
+            send, receive = send or equal, tuple(row.send[group.rank()] for row in told)
     elif send is not None and receive is None:
         receive = tuple(swap_numbers(send, group))
     return run(AllToAll(group, send, receive), rows, note, async_op), receive

@@ -18,6 +18,7 @@ from torch.autograd import forward_ad
 from torch.distributed import ProcessGroup, Work
 
 from gradwire.collectives import ordering
+from gradwire.collectives.failures import translated
 
 __all__ = [
     "Pending",
@@ -86,9 +87,19 @@ class Pending:
         self._finish = finish
 
     def wait(self) -> Tensor:
-        """The result, when it has arrived."""
-        for work in self._works:
-            work.wait()
+        """The result, when it has arrived.
+
+        Raises:
+            PeerLostError, CollectiveTimeoutError: Another rank is gone, or stayed away.
+        """
+        try:
+            for work in self._works:
+                work.wait()
+        except RuntimeError as error:
+            ours = translated(error)
+            if ours is error:
+                raise
+            raise ours from error
         return self._finish()
 
 
