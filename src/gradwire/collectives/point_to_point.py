@@ -67,7 +67,7 @@ class _Receive(Function):
 
 
 class _Join(Function):
-    """The tensor, with a cotangent for the token."""
+    """From a tensor and a token to the tensor."""
 
     @staticmethod
     def forward(x: Tensor, token: Tensor) -> Tensor:
@@ -75,15 +75,36 @@ class _Join(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.token = inputs[1]
+        ctx.save_for_backward(inputs[1])
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> Any:
-        return cotangent, torch.zeros_like(ctx.token)
+        return _Split.apply(cotangent, *ctx.saved_tensors)  # type: ignore[no-untyped-call]
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, _: Any) -> Tensor:
         return tangent.clone()
+
+
+class _Split(Function):
+    """From a tensor to the tensor and a first token of the moves in backward.
+
+    It depends on forward's last token, so that a second backward, when it has been through the
+    moves of the first, goes through those of forward on every rank.
+    """
+
+    @staticmethod
+    def forward(x: Tensor, token: Tensor) -> Any:
+        return x.clone(memory_format=torch.contiguous_format), torch.zeros_like(token)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor, token: Tensor) -> Any:
+        joined = _Join.apply(cotangent, token)  # type: ignore[no-untyped-call]
+        return _Split.apply(joined, token.detach())  # type: ignore[no-untyped-call]
 
 
 class _Exchange(Function):
@@ -136,7 +157,8 @@ def send(
 
     Returns:
         A token. Give it to the next move, and the last one to `join`: without that, backward does
-        not come here, and the receiver waits in its backward.
+        not come here, and the receiver waits in its backward. `torch.autograd.grad` goes only to
+        what depends on its inputs: there, let the first token do so (`0 * x.sum()`).
 
     Adjoint: `recv` of the cotangent.
 
