@@ -297,6 +297,20 @@ def test_a_bad_input_on_one_rank_fails_the_check_on_all() -> None:
     assert "rank 0: ArgumentError" in one[1]
 
 
+def test_zeros_without_memory() -> None:
+    """The derivative of a sign, which autograd gives as zeros that have no storage."""
+    assert outcomes(lambda: gradcheck(lambda x: x.abs(), values(2))) == [("returned", "True")] * 2
+
+
+def test_leaves_that_are_no_inputs_take_part_and_stay_as_they_are() -> None:
+    def check() -> object:
+        weight = values(2)
+        result = gradcheck(lambda x: x.sum() * Sum.apply(weight), values(2))
+        return result, weight.grad
+
+    assert run_ranks(check) == [(True, None)] * 2
+
+
 def test_an_op_that_is_not_linear_is_no_adjoint() -> None:
     zero, one = outcomes(lambda: adjoint_check(lambda x: x * x, values(2)))
     assert zero == one

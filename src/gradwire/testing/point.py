@@ -111,7 +111,8 @@ def shapes(inputs: Sequence[Any]) -> list[tuple[int, list[int], bool]]:
 def parts(tensors: Iterable[Tensor]) -> list[float]:
     """The tensors' entries as real numbers, in the order of the coordinates."""
     flat = [torch.view_as_real(_wide(t)) if t.is_complex() else t.detach() for t in tensors]
-    return [number for t in flat for number in t.to(torch.float64).flatten().tolist()]
+    # Cloned, because autograd's zeros may have no memory.
+    return [number for t in flat for number in t.to(torch.float64).clone().flatten().tolist()]
 
 
 def leaves(inputs: Sequence[Any], change: Callable[[int, Tensor], Tensor] | None = None) -> Any:
