@@ -148,7 +148,8 @@ def _check_backward(
         generator = torch.Generator().manual_seed(options.seed + exchange.rank)
         ys = point.random_like(outputs, generator)
         xs = [here[i] for i in point.variables(here)]
-        have = point.parts(point.pulled_back(outputs, xs, ys, create_graph=False))
+        gradients = point.pulled_back(outputs, xs, ys, create_graph=False)
+        have = point.parts(gradients[: len(xs)])
         shares = [_slope(fn, inputs, ys, c, exchange.rank, options.eps) for c in everyone]
     told = exchange.all_gather([have, shares])
     slopes = [math.fsum(rank[1][k] for rank in told) for k in range(len(everyone))]
@@ -179,7 +180,10 @@ def _slope(
 
 
 def _gradient_of(fn: Fn, count: int) -> Fn:
-    """The gradient as a function of the inputs and the cotangents."""
+    """The gradient as a function of the inputs and the cotangents.
+
+    Of all leaves, so that a rank takes part whose own input the function does not use.
+    """
 
     def gradient(*arguments: Any) -> list[Tensor]:
         inputs, ys = arguments[:count], arguments[count:]

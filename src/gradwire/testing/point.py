@@ -159,31 +159,33 @@ def _wide(x: Tensor) -> Tensor:
 def pulled_back(
     outputs: Sequence[Tensor], xs: Sequence[Tensor], ys: Sequence[Tensor], *, create_graph: bool
 ) -> list[Tensor]:
-    """The gradients of the inputs; zeros where nothing depends on them."""
+    """The gradients of the inputs, zeros where nothing depends on them, then of all other leaves.
+
+    Backward of everything, as in training: a node that leads to other leaves only would be left
+    out otherwise, and other ranks would wait for its collective.
+    """
     pairs = [(out, y) for out, y in zip(outputs, ys, strict=True) if out.requires_grad]
     if not pairs:
         return [torch.zeros_like(x) for x in xs]
     kept, given = zip(*pairs, strict=True)
-    # Backward of everything, as in training: a node that leads to other leaves only would be left
-    # out, and other ranks would wait for its collective.
     known = {id(x) for x in xs}
     wanted = [*xs, *(leaf for leaf in _leaves_of(kept) if id(leaf) not in known)]
     gradients = torch.autograd.grad(
         kept, wanted, given, create_graph=create_graph, allow_unused=True, materialize_grads=True
     )
-    return list(gradients[: len(xs)])
+    return list(gradients)
 
 
 def _leaves_of(outputs: Iterable[Tensor]) -> list[Tensor]:
-    """The leaves of the graph that the outputs hang on."""
+    """The leaves of the graph that the outputs hang on, in an order that the graph alone gives."""
     found = [out for out in outputs if out.grad_fn is None]
     queue: list[Any] = [out.grad_fn for out in outputs if out.grad_fn is not None]
     seen = set(queue)
-    while queue:
-        node = queue.pop()
+    for node in queue:  # which grows
         if hasattr(node, "variable"):
             found.append(node.variable)
-        new = {parent for parent, _ in node.next_functions if parent is not None} - seen
-        seen |= new
-        queue += new
+        for parent, _ in node.next_functions:
+            if parent is not None and parent not in seen:
+                seen.add(parent)
+                queue.append(parent)
     return found
