@@ -14,15 +14,9 @@ from gradwire.collectives import agreement, wire
 from gradwire.collectives.all_reduce import AllReduce
 from gradwire.collectives.handles import after, run
 from gradwire.collectives.linear import Linear, linear, register
+from gradwire.collectives.nonlinear import Reducing, reduce_with
 from gradwire.collectives.ranks import member
-from gradwire.collectives.reductions import (
-    Op,
-    Premul,
-    Reducing,
-    as_reduction,
-    check_reducible,
-    reduce_with,
-)
+from gradwire.collectives.reductions import Op, Premul, as_reduction, check_reducible
 from gradwire.collectives.sizes import (
     Sizes,
     dim_back,

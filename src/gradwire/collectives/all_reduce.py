@@ -19,15 +19,9 @@ from torch.distributed import ProcessGroup
 from gradwire.collectives import agreement, wire
 from gradwire.collectives.handles import Handle, run
 from gradwire.collectives.linear import Linear, linear, register
+from gradwire.collectives.nonlinear import Reducing, reduce_with, scaled
 from gradwire.collectives.ranks import member
-from gradwire.collectives.reductions import (
-    Op,
-    Reducing,
-    as_reduction,
-    check_reducible,
-    reduce_with,
-    scaled,
-)
+from gradwire.collectives.reductions import Op, as_reduction, check_reducible
 from gradwire.collectives.wire import Pending
 from gradwire.errors import ArgumentError
 

@@ -15,16 +15,10 @@ from gradwire.collectives.agreement import Call
 from gradwire.collectives.all_reduce import AllReduce
 from gradwire.collectives.handles import run
 from gradwire.collectives.linear import Linear, linear, register
+from gradwire.collectives.nonlinear import Reducing, reduce_with
 from gradwire.collectives.numbers import device_of
 from gradwire.collectives.ranks import member, root_of
-from gradwire.collectives.reductions import (
-    Op,
-    Premul,
-    Reducing,
-    as_reduction,
-    check_reducible,
-    reduce_with,
-)
+from gradwire.collectives.reductions import Op, Premul, as_reduction, check_reducible
 from gradwire.collectives.wire import Pending
 from gradwire.errors import ArgumentError, ArgumentTypeError
 

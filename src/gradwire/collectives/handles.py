@@ -20,7 +20,7 @@ from gradwire.collectives.linear import Linear, graph_is_needed, linear
 from gradwire.collectives.wire import Pending
 from gradwire.errors import NotSupportedError
 
-__all__ = ["Handle", "Result", "after", "run"]
+__all__ = ["Handle", "Ticket", "after", "refuse_transforms", "run", "waited"]
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -71,26 +71,34 @@ class Handle(Generic[T]):
             )
 
 
-class _Ticket:
+class Ticket:
     """What the two halves of a split collective share."""
 
-    __slots__ = ("adjoint", "pending")
+    __slots__ = ("adjoint", "kept", "pending")
 
     def __init__(self) -> None:
         self.pending: Pending | None = None
-        self.adjoint: _Ticket | None = None
+        self.adjoint: Ticket | None = None
+        self.kept: Tensor | None = None
 
     def take(self) -> Tensor:
+        """The result, when it has arrived."""
         assert self.pending is not None
         pending, self.pending = self.pending, None
         return pending.wait()
+
+    def pulled(self, token: Tensor, adjoint: Linear, note: Note | None) -> Tensor:
+        """In backward: what the adjoint collective, started by the wait, has brought."""
+        ticket, self.adjoint = self.adjoint, None
+        assert ticket is not None
+        return _Wait.apply(token, adjoint, ticket, note)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Start(Function):
     """The front half: from the tensor to a token."""
 
     @staticmethod
-    def forward(x: Tensor, op: Linear, ticket: _Ticket, note: Note | None) -> Tensor:
+    def forward(x: Tensor, op: Linear, ticket: Ticket, note: Note | None) -> Tensor:
         ticket.pending = op.start(x)
         return x.new_zeros(())  # a number, because shapes differ between the two passes
 
@@ -100,17 +108,14 @@ class _Start(Function):
 
     @staticmethod
     def backward(ctx: Any, token: Tensor) -> Any:
-        ticket = ctx.ticket.adjoint
-        assert ticket is not None
-        ctx.ticket.adjoint = None
-        return _Wait.apply(token, ctx.op.adjoint(), ticket, ctx.note), None, None, None  # type: ignore[no-untyped-call]
+        return ctx.ticket.pulled(token, ctx.op.adjoint(), ctx.note), None, None, None
 
 
 class _Wait(Function):
     """The back half: from the token to the result."""
 
     @staticmethod
-    def forward(token: Tensor, op: Linear, ticket: _Ticket, note: Note | None) -> Tensor:
+    def forward(token: Tensor, op: Linear, ticket: Ticket, note: Note | None) -> Tensor:
         return ticket.take()
 
     @staticmethod
@@ -121,26 +126,41 @@ class _Wait(Function):
     def backward(ctx: Any, cotangent: Tensor) -> Any:
         if ctx.note is not None:
             ctx.note.before_backward(cotangent)
-        ctx.ticket.adjoint = adjoint = _Ticket()
+        ctx.ticket.adjoint = adjoint = Ticket()
         return _Start.apply(cotangent, ctx.op.adjoint(), adjoint, ctx.note), None, None, None  # type: ignore[no-untyped-call]
-
-
-Result = Tensor | Handle[Tensor]
 
 
 def run(op: Linear, x: Tensor, note: Note | None, async_op: bool) -> Any:
     """The collective's result, or its handle."""
     if not async_op:
         return linear(op, x, note)
+    refuse_transforms()
+    if not graph_is_needed(x):
+        return Handle(op.start(x).wait, op.name)
+    ticket = Ticket()
+    token = _Start.apply(x, op, ticket, note)  # type: ignore[no-untyped-call]
+    return waited(token, op, ticket, note)
+
+
+def waited(token: Tensor, op: Linear, ticket: Ticket, note: Note | None) -> Handle[Tensor]:
+    """A handle whose `wait` turns a token into the result of the collective that was started."""
+
+    def finish() -> Tensor:
+        return _Wait.apply(token, op, ticket, note)  # type: ignore[no-any-return, no-untyped-call]
+
+    return Handle(finish, op.name)
+
+
+def refuse_transforms() -> None:
+    """Raise where a collective cannot be split.
+
+    Raises:
+        NotSupportedError: Within torch.func's transforms and torch.compile.
+    """
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         raise NotSupportedError(
             "async_op=True inside torch.func transforms and torch.compile: leave it out there"
         )
-    if not graph_is_needed(x):
-        return Handle(op.start(x).wait, op.name)
-    ticket = _Ticket()
-    token = _Start.apply(x, op, ticket, note)  # type: ignore[no-untyped-call]
-    return Handle(lambda: _Wait.apply(token, op, ticket, note), op.name)  # type: ignore[no-untyped-call]
 
 
 def after(result: Any, fn: Callable[[Any], Any]) -> Any:
