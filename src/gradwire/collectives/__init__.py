@@ -11,11 +11,7 @@ from gradwire.collectives.all_reduce import (
     invariant,
     vary,
 )
-from gradwire.collectives.all_to_all import (
-    all_to_all,
-    ppermute,
-    shift,
-)
+from gradwire.collectives.all_to_all import all_to_all
 from gradwire.collectives.broadcast_reduce import (
     broadcast,
     reduce,
@@ -37,6 +33,7 @@ from gradwire.collectives.objects import (
     all_gather_object,
     barrier,
 )
+from gradwire.collectives.permute import ppermute, shift
 from gradwire.collectives.point_to_point import (
     join,
     recv,

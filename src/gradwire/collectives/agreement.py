@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 
 from gradwire.collectives import wire
 from gradwire.collectives.numbers import gather_numbers
-from gradwire.errors import MismatchError
+from gradwire.errors import ArgumentError, MismatchError
 
 __all__ = [
     "ABSENT",
@@ -66,7 +66,7 @@ def checks(on: bool = True) -> Iterator[None]:
         Rank 1 holds one number more than rank 0.
 
         >>> from gradwire.collectives import all_reduce, checks
-        >>> from gradwire.errors import MismatchError
+        >>> from gradwire.errors import ArgumentError, MismatchError
         >>> def main():
         ...     with checks():
         ...         try:
@@ -90,8 +90,15 @@ def enabled(check: bool | None) -> bool:
     if check is None:
         check = _setting.get()
     if check is None:
-        check = os.environ.get(ENVIRONMENT) == "1"
+        check = _from_environment()
     return check
+
+
+def _from_environment() -> bool:
+    value = os.environ.get(ENVIRONMENT) or "0"
+    if value not in ("0", "1"):
+        raise ArgumentError(f"the environment variable {ENVIRONMENT} is {value!r}: give 0 or 1")
+    return value == "1"
 
 
 @dataclass(frozen=True)

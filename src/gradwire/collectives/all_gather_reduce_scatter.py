@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -12,10 +12,10 @@ from torch.distributed import ProcessGroup
 
 from gradwire.collectives import agreement, wire
 from gradwire.collectives.all_reduce import AllReduce
-from gradwire.collectives.handles import after, run
+from gradwire.collectives.handles import Handle, after, run
 from gradwire.collectives.linear import Linear, linear, register
 from gradwire.collectives.nonlinear import Reducing, reduce_with
-from gradwire.collectives.ranks import member
+from gradwire.collectives.ranks import dense_tensor, member
 from gradwire.collectives.reductions import Op, Premul, as_reduction, check_reducible
 from gradwire.collectives.sizes import (
     Sizes,
@@ -95,6 +95,28 @@ class ReduceScatter(Reducing):
         return cls(group, tuple(plan) or None)
 
 
+@overload
+def all_gather(
+    x: Tensor,
+    dim: int = ...,
+    *,
+    sizes: Sizes = ...,
+    stack: bool = ...,
+    group: ProcessGroup | None = ...,
+    async_op: Literal[False] = ...,
+    check: bool | None = ...,
+) -> Tensor: ...
+@overload
+def all_gather(
+    x: Tensor,
+    dim: int = ...,
+    *,
+    sizes: Sizes = ...,
+    stack: bool = ...,
+    group: ProcessGroup | None = ...,
+    async_op: Literal[True],
+    check: bool | None = ...,
+) -> Handle[Tensor]: ...
 def all_gather(
     x: Tensor,
     dim: int = 0,
@@ -135,6 +157,7 @@ def all_gather(
         >>> run_ranks(main, world_size=2)  # rank 0 has [0], rank 1 has [1, 1]
         [tensor([0, 1, 1]), tensor([0, 1, 1])]
     """
+    dense_tensor(x)
     if stack:
         x = x.unsqueeze(valid_dim(dim, x.dim() + 1, x.shape))
     front, dim = dim_in_front(x, dim)
@@ -164,6 +187,24 @@ def _gathered(
     return run(AllGather(group, known), front, note, async_op), known
 
 
+@overload
+def all_gather_list(
+    x: Tensor,
+    *,
+    sizes: Sizes = ...,
+    group: ProcessGroup | None = ...,
+    async_op: Literal[False] = ...,
+    check: bool | None = ...,
+) -> tuple[Tensor, ...]: ...
+@overload
+def all_gather_list(
+    x: Tensor,
+    *,
+    sizes: Sizes = ...,
+    group: ProcessGroup | None = ...,
+    async_op: Literal[True],
+    check: bool | None = ...,
+) -> Handle[tuple[Tensor, ...]]: ...
 def all_gather_list(
     x: Tensor,
     *,
@@ -197,6 +238,7 @@ def all_gather_list(
         >>> run_ranks(main, world_size=2)
         [(tensor(1.), tensor(2.)), (tensor(1.), tensor(2.))]
     """
+    dense_tensor(x)
     front = x if x.dim() else x.reshape(1)
     whole, known = _gathered(front, sizes, "list", member(group), async_op, check)
 
@@ -207,6 +249,28 @@ def all_gather_list(
     return after(whole, pieces)
 
 
+@overload
+def reduce_scatter(
+    x: Tensor | Sequence[Tensor],
+    op: Op = ...,
+    dim: int = ...,
+    *,
+    sizes: Sequence[int] | None = ...,
+    group: ProcessGroup | None = ...,
+    async_op: Literal[False] = ...,
+    check: bool | None = ...,
+) -> Tensor: ...
+@overload
+def reduce_scatter(
+    x: Tensor | Sequence[Tensor],
+    op: Op = ...,
+    dim: int = ...,
+    *,
+    sizes: Sequence[int] | None = ...,
+    group: ProcessGroup | None = ...,
+    async_op: Literal[True],
+    check: bool | None = ...,
+) -> Handle[Tensor]: ...
 def reduce_scatter(
     x: Tensor | Sequence[Tensor],
     op: Op = "sum",
@@ -258,12 +322,12 @@ def reduce_scatter(
     check_reducible(x, reduction)
     front, dim = dim_in_front(x, dim)
     known = None if sizes is None else valid_sizes(sizes, group, "sizes")
-    if known is not None and len(set(known)) == 1:
-        known = None
     if known is None:
         equal_part(len(front), group, "x")
     elif sum(known) != len(front):
         raise ArgumentError(f"sizes is {list(known)}: x has {len(front)} in dim {dim}")
+    elif len(set(known)) == 1:
+        known = None
     note = None
     if agreement.enabled(check):
         name = "premul" if isinstance(reduction, Premul) else reduction

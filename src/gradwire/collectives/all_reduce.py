@@ -20,7 +20,7 @@ from gradwire.collectives import agreement, wire
 from gradwire.collectives.handles import Handle, run
 from gradwire.collectives.linear import Linear, linear, register
 from gradwire.collectives.nonlinear import Reducing, reduce_with, scaled
-from gradwire.collectives.ranks import member
+from gradwire.collectives.ranks import dense_tensor, member
 from gradwire.collectives.reductions import Op, as_reduction, check_reducible
 from gradwire.collectives.wire import Pending
 from gradwire.errors import ArgumentError
@@ -204,6 +204,7 @@ def vary(x: Tensor, *, group: ProcessGroup | None = None, check: bool | None = N
         [tensor([3.]), tensor([3.])]
     """
     group = member(group)
+    dense_tensor(x)
     note = None
     if agreement.enabled(check):
         x, note, _ = agreement.agree(group, x, agreement.describe("vary", x))
@@ -227,6 +228,7 @@ def invariant(x: Tensor, *, group: ProcessGroup | None = None, check: bool | Non
         MismatchError: With checks on, the ranks' values differ.
     """
     group = member(group)
+    dense_tensor(x)
     if agreement.enabled(check):
         agreement.agree(group, x, agreement.describe("invariant", x, detail=agreement.digest(x)))
     return x.clone(memory_format=torch.contiguous_format)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from gradwire.collectives import agreement, wire
 from gradwire.collectives.agreement import Call
 from gradwire.collectives.all_reduce import AllReduce
-from gradwire.collectives.handles import run
+from gradwire.collectives.handles import Handle, run
 from gradwire.collectives.linear import Linear, linear, register
 from gradwire.collectives.nonlinear import Reducing, reduce_with
 from gradwire.collectives.numbers import device_of
@@ -80,6 +80,28 @@ class Reduce(Reducing):
         return cls(group, *plan)
 
 
+@overload
+def reduce(
+    x: Tensor,
+    dst: int | None = ...,
+    op: Op = ...,
+    *,
+    group_dst: int | None = ...,
+    group: ProcessGroup | None = ...,
+    async_op: Literal[False] = ...,
+    check: bool | None = ...,
+) -> Tensor: ...
+@overload
+def reduce(
+    x: Tensor,
+    dst: int | None = ...,
+    op: Op = ...,
+    *,
+    group_dst: int | None = ...,
+    group: ProcessGroup | None = ...,
+    async_op: Literal[True],
+    check: bool | None = ...,
+) -> Handle[Tensor]: ...
 def reduce(
     x: Tensor,
     dst: int | None = None,
@@ -132,6 +154,26 @@ def reduce(
     return reduce_with(Reduce(group, root), x, reduction, note, async_op)
 
 
+@overload
+def broadcast(
+    x: Tensor | Sequence[int] | None,
+    src: int | None = ...,
+    *,
+    group_src: int | None = ...,
+    group: ProcessGroup | None = ...,
+    async_op: Literal[False] = ...,
+    check: bool | None = ...,
+) -> Tensor: ...
+@overload
+def broadcast(
+    x: Tensor | Sequence[int] | None,
+    src: int | None = ...,
+    *,
+    group_src: int | None = ...,
+    group: ProcessGroup | None = ...,
+    async_op: Literal[True],
+    check: bool | None = ...,
+) -> Handle[Tensor]: ...
 def broadcast(
     x: Tensor | Sequence[int] | None,
     src: int | None = None,

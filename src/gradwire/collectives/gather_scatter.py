@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -16,10 +16,10 @@ from torch.distributed import ProcessGroup
 
 from gradwire.collectives import agreement, wire
 from gradwire.collectives.agreement import Call
-from gradwire.collectives.handles import after, run
+from gradwire.collectives.handles import Handle, after, run
 from gradwire.collectives.linear import Linear, register
 from gradwire.collectives.numbers import device_of
-from gradwire.collectives.ranks import member, root_of
+from gradwire.collectives.ranks import dense_tensor, member, root_of
 from gradwire.collectives.sizes import (
     Sizes,
     dim_back,
@@ -89,6 +89,32 @@ class Scatter(Linear):
         return cls(group, plan[0], tuple(plan[1:]))
 
 
+@overload
+def gather(
+    x: Tensor,
+    dst: int | None = ...,
+    dim: int = ...,
+    *,
+    sizes: Sizes = ...,
+    stack: bool = ...,
+    group_dst: int | None = ...,
+    group: ProcessGroup | None = ...,
+    async_op: Literal[False] = ...,
+    check: bool | None = ...,
+) -> Tensor: ...
+@overload
+def gather(
+    x: Tensor,
+    dst: int | None = ...,
+    dim: int = ...,
+    *,
+    sizes: Sizes = ...,
+    stack: bool = ...,
+    group_dst: int | None = ...,
+    group: ProcessGroup | None = ...,
+    async_op: Literal[True],
+    check: bool | None = ...,
+) -> Handle[Tensor]: ...
 def gather(
     x: Tensor,
     dst: int | None = None,
@@ -133,6 +159,7 @@ def gather(
     """
     group = member(group)
     root = root_of(group, dst, group_dst, "dst")
+    dense_tensor(x)
     if stack:
         x = x.unsqueeze(valid_dim(dim, x.dim() + 1, x.shape))
     front, dim = dim_in_front(x, dim)
@@ -157,6 +184,32 @@ def gather(
     return after(run(Gather(group, root, known), front, note, async_op), whole)
 
 
+@overload
+def scatter(
+    xs: Tensor | Sequence[Tensor] | None,
+    src: int | None = ...,
+    dim: int = ...,
+    *,
+    sizes: Sequence[int] | None = ...,
+    like: Tensor | None = ...,
+    group_src: int | None = ...,
+    group: ProcessGroup | None = ...,
+    async_op: Literal[False] = ...,
+    check: bool | None = ...,
+) -> Tensor: ...
+@overload
+def scatter(
+    xs: Tensor | Sequence[Tensor] | None,
+    src: int | None = ...,
+    dim: int = ...,
+    *,
+    sizes: Sequence[int] | None = ...,
+    like: Tensor | None = ...,
+    group_src: int | None = ...,
+    group: ProcessGroup | None = ...,
+    async_op: Literal[True],
+    check: bool | None = ...,
+) -> Handle[Tensor]: ...
 def scatter(
     xs: Tensor | Sequence[Tensor] | None,
     src: int | None = None,

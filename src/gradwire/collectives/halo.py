@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from gradwire.collectives.all_to_all import shift
+from gradwire.collectives.permute import shift
 from gradwire.collectives.ranks import member
 from gradwire.collectives.sizes import valid_dim
 from gradwire.errors import ArgumentError

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from gradwire.errors import ArgumentError, ArgumentTypeError
 
-__all__ = ["member", "peer", "root_of"]
+__all__ = ["dense_tensor", "member", "peer", "root_of"]
 
 
 def member(group: object) -> ProcessGroup:
@@ -34,6 +36,19 @@ def member(group: object) -> ProcessGroup:
     raise ArgumentTypeError(
         f"group is {group!r}: pass a ProcessGroup, or None for the default group"
     )
+
+
+def dense_tensor(x: object) -> None:
+    """Raise if it is no tensor, or one without strides.
+
+    Raises:
+        ArgumentTypeError: Not a tensor.
+        ArgumentError: Sparse, or of another layout than strided.
+    """
+    if not isinstance(x, Tensor):
+        raise ArgumentTypeError(f"x is a {type(x).__name__}: give a tensor")
+    if x.layout != torch.strided:
+        raise ArgumentError(f"x has layout {x.layout}: give dense tensors, for instance its parts")
 
 
 def peer(group: ProcessGroup, rank: int | None, group_rank: int | None, name: str) -> int | None:

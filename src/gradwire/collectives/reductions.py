@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gradwire.collectives.ranks import dense_tensor
 from gradwire.errors import ArgumentError, ArgumentTypeError
 
 __all__ = ["BITWISE", "Op", "Premul", "as_reduction", "check_reducible"]
@@ -66,6 +67,7 @@ def check_reducible(x: Tensor, op: str | Premul) -> None:
     Raises:
         ArgumentError: It is not.
     """
+    dense_tensor(x)
     real_or_complex = x.is_floating_point() or x.is_complex()
     if op in BITWISE and real_or_complex:
         raise ArgumentError(f"op is {op}, tensor is {x.dtype}: it takes integers and booleans")

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from gradwire.collectives.numbers import gather_numbers
+from gradwire.collectives.ranks import dense_tensor
 from gradwire.errors import ArgumentError
 
 __all__ = ["Sizes", "dim_in_front", "equal_part", "resolve_sizes", "valid_dim"]
@@ -88,6 +89,7 @@ def dim_in_front(x: Tensor, dim: int) -> tuple[Tensor, int]:
     Raises:
         ArgumentError: There is no such dim.
     """
+    dense_tensor(x)
     if not x.dim():
         x = x.reshape(1)
     dim = valid_dim(dim, x.dim(), x.shape)

@@ -108,18 +108,19 @@ def done(result: Tensor) -> Pending:
     return Pending((), lambda: result)
 
 
-_engines: WeakKeyDictionary[ProcessGroup, str] = WeakKeyDictionary()
+_engines: WeakKeyDictionary[ProcessGroup, dict[str, str]] = WeakKeyDictionary()
 
 
-def engine(group: ProcessGroup) -> str:
-    """The name of what moves the group's tensors; "" for one that is not known here."""
-    name = _engines.get(group)
-    if name is None:
-        name = group.name() if type(group) is ProcessGroup else getattr(group, "backend", None)
-        if not isinstance(name, str):
-            name = group.getBackendName() if hasattr(group, "getBackendName") else ""
-        _engines[group] = name
-    return name
+def engine(group: ProcessGroup, x: Tensor) -> str:
+    """The name of what moves the group's tensors of that device; "" if it has none."""
+    names = _engines.setdefault(group, {})
+    kind = x.device.type
+    if kind not in names:
+        if type(group) is ProcessGroup:
+            names[kind] = group._get_backend(x.device).name()
+        else:  # written in Python: one engine
+            names[kind] = getattr(group, "getBackendName", str)()
+    return names[kind]
 
 
 def dense(x: Tensor) -> Tensor:
@@ -192,7 +193,7 @@ def reduce_scatter(x: Tensor, sizes: Sequence[int] | None, op: str, group: Proce
     """The reduction's rows, dealt out: this rank's."""
     world = group.size()
     rows = len(x) // world if sizes is None else sizes[group.rank()]
-    if engine(group) in ("nccl", "shm") and sizes is None and _reduces(x, op):
+    if engine(group, x) in ("nccl", "shm") and sizes is None and _reduces(x, op):
         source = dense(x)
         out = _empty(x, rows)
         options = dist.ReduceScatterOptions()
@@ -241,7 +242,7 @@ def _reduction_buffer(
     x: Tensor, op: str, group: ProcessGroup
 ) -> tuple[Tensor, Callable[[], Tensor]]:
     """What the engine reduces in place, and how it becomes the result."""
-    if op in ("max", "min") and x.is_floating_point() and engine(group) != "shm":
+    if op in ("max", "min") and x.is_floating_point() and engine(group, x) != "shm":
         wire = ordering.encode(_plain(x), op)
         return wire, lambda: ordering.decode(wire, x.dtype)
     out = fresh(x)
@@ -289,7 +290,7 @@ def all_gather(x: Tensor, sizes: Sequence[int] | None, group: ProcessGroup) -> P
     if out.numel() == 0:
         return done(out)
     parts = out.split(list(sizes))
-    if engine(group) in ("nccl", "shm"):
+    if engine(group, x) in ("nccl", "shm"):
         works = [group.allgather([[_flat(p) for p in parts]], [_flat(source)])]
         return Pending(works, lambda: out)
     # Gloo gathers equal sizes only: one broadcast a rank sends no byte more.
@@ -312,7 +313,7 @@ def gather(x: Tensor, root: int, sizes: Sequence[int] | None, group: ProcessGrou
     if _nothing(x, sum(sizes)):
         return done(out)
     source = dense(x)
-    if len(set(sizes)) > 1 and engine(group) not in ("nccl", "shm"):
+    if len(set(sizes)) > 1 and engine(group, x) not in ("nccl", "shm"):
         # Gloo gathers equal sizes only.
         send = [len(x) if rank == root else 0 for rank in range(world)]
         return all_to_all(source, send, sizes if at_root else [0] * world, group)
@@ -330,7 +331,7 @@ def scatter(x: Tensor, root: int, sizes: Sequence[int], group: ProcessGroup) -> 
     if _nothing(x, sum(sizes)):
         return done(out)
     source = dense(x)
-    if len(set(sizes)) > 1 and engine(group) not in ("nccl", "shm"):
+    if len(set(sizes)) > 1 and engine(group, x) not in ("nccl", "shm"):
         receive = [rows if rank == root else 0 for rank in range(world)]
         return all_to_all(source, sizes if at_root else [0] * world, receive, group)
     options = dist.ScatterOptions()
