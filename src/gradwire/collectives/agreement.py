@@ -66,7 +66,7 @@ def checks(on: bool = True) -> Iterator[None]:
         Rank 1 holds one number more than rank 0.
 
         >>> from gradwire.collectives import all_reduce, checks
-        >>> from gradwire.errors import ArgumentError, MismatchError
+        >>> from gradwire.errors import MismatchError
         >>> def main():
         ...     with checks():
         ...         try:
