@@ -49,13 +49,13 @@ class Recorder(dist.ProcessGroup):
         self.note("scatter", outputs)
         return self.inner.scatter(outputs, inputs, options)
 
-    def _allgather_base(self, output, source):
+    def _allgather_base(self, output, source, options):
         self.note("all_gather", [source])
-        return self.inner._allgather_base(output, source)
+        return self.inner._allgather_base(output, source, options)
 
-    def alltoall_base(self, output, source, receive, send):
+    def alltoall_base(self, output, source, receive, send, options):
         self.note("all_to_all", [source])
-        return self.inner.alltoall_base(output, source, receive, send)
+        return self.inner.alltoall_base(output, source, receive, send, options)
 
     all_gather_single = _allgather_base
     all_to_all_single = alltoall_base

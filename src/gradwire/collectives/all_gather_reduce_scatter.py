@@ -41,8 +41,8 @@ class AllGather(Linear):
     sizes: tuple[int, ...] | None = None
     name = "all_gather"
 
-    def start(self, x: Tensor) -> Pending:
-        return wire.all_gather(x, self.sizes, self.group)
+    def start(self, x: Tensor, now: bool = False) -> Pending:
+        return wire.all_gather(x, self.sizes, self.group, now)
 
     def adjoint(self) -> ReduceScatter:
         return ReduceScatter(self.group, self.sizes)
@@ -67,11 +67,11 @@ class ReduceScatter(Reducing):
     sizes: tuple[int, ...] | None = None
     name = "reduce_scatter"
 
-    def start(self, x: Tensor) -> Pending:
-        return wire.reduce_scatter(x, self.sizes, "sum", self.group)
+    def start(self, x: Tensor, now: bool = False) -> Pending:
+        return wire.reduce_scatter(x, self.sizes, "sum", self.group, now)
 
-    def start_with(self, x: Tensor, op: str) -> Pending:
-        return wire.reduce_scatter(x, self.sizes, op, self.group)
+    def start_with(self, x: Tensor, op: str, now: bool = False) -> Pending:
+        return wire.reduce_scatter(x, self.sizes, op, self.group, now)
 
     def everywhere(self, y: Tensor) -> Tensor:
         return linear(self.adjoint(), y)

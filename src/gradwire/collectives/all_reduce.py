@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from gradwire.collectives import agreement, wire
+from gradwire.collectives.engines import fresh
 from gradwire.collectives.handles import Handle, run
 from gradwire.collectives.linear import Linear, linear, register
 from gradwire.collectives.nonlinear import Reducing, reduce_with, scaled
@@ -36,11 +37,11 @@ class AllReduce(Reducing):
     group: ProcessGroup
     name = "all_reduce"
 
-    def start(self, x: Tensor) -> Pending:
-        return wire.all_reduce(x, "sum", self.group)
+    def start(self, x: Tensor, now: bool = False) -> Pending:
+        return wire.all_reduce(x, "sum", self.group, now)
 
-    def start_with(self, x: Tensor, op: str) -> Pending:
-        return wire.all_reduce(x, op, self.group)
+    def start_with(self, x: Tensor, op: str, now: bool = False) -> Pending:
+        return wire.all_reduce(x, op, self.group, now)
 
     def everywhere(self, y: Tensor) -> Tensor:
         return y
@@ -64,8 +65,8 @@ class Invariant(Linear):
     group: ProcessGroup
     name = "psum_invariant"
 
-    def start(self, x: Tensor) -> Pending:
-        return wire.all_reduce(x, "sum", self.group)
+    def start(self, x: Tensor, now: bool = False) -> Pending:
+        return wire.all_reduce(x, "sum", self.group, now)
 
     def adjoint(self) -> Vary:
         return Vary(self.group)
@@ -83,8 +84,8 @@ class Vary(Linear):
     group: ProcessGroup
     name = "vary"
 
-    def start(self, x: Tensor) -> Pending:
-        return wire.done(wire.fresh(x))
+    def start(self, x: Tensor, now: bool = False) -> Pending:
+        return wire.done(fresh(x))
 
     def adjoint(self) -> Invariant:
         return Invariant(self.group)

@@ -32,8 +32,8 @@ class AllToAll(Linear):
     receive: tuple[int, ...] | None = None
     name = "all_to_all"
 
-    def start(self, x: Tensor) -> Pending:
-        return wire.all_to_all(x, self.send, self.receive, self.group)
+    def start(self, x: Tensor, now: bool = False) -> Pending:
+        return wire.all_to_all(x, self.send, self.receive, self.group, now)
 
     def adjoint(self) -> AllToAll:
         return AllToAll(self.group, self.receive, self.send)

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from gradwire.collectives import agreement, wire
-from gradwire.collectives.agreement import Call
 from gradwire.collectives.all_reduce import AllReduce
+from gradwire.collectives.fingerprint import Call
 from gradwire.collectives.handles import Handle, run
 from gradwire.collectives.linear import Linear, linear, register
 from gradwire.collectives.nonlinear import Reducing, reduce_with
@@ -34,8 +34,8 @@ class Broadcast(Linear):
     root: int
     name = "broadcast"
 
-    def start(self, x: Tensor) -> Pending:
-        return wire.broadcast(x, self.root, self.group)
+    def start(self, x: Tensor, now: bool = False) -> Pending:
+        return wire.broadcast(x, self.root, self.group, now)
 
     def adjoint(self) -> Reduce:
         return Reduce(self.group, self.root)
@@ -57,11 +57,11 @@ class Reduce(Reducing):
     root: int
     name = "reduce"
 
-    def start(self, x: Tensor) -> Pending:
-        return wire.reduce(x, self.root, "sum", self.group)
+    def start(self, x: Tensor, now: bool = False) -> Pending:
+        return wire.reduce(x, self.root, "sum", self.group, now)
 
-    def start_with(self, x: Tensor, op: str) -> Pending:
-        return wire.reduce(x, self.root, op, self.group)
+    def start_with(self, x: Tensor, op: str, now: bool = False) -> Pending:
+        return wire.reduce(x, self.root, op, self.group, now)
 
     def everywhere(self, y: Tensor) -> Tensor:
         return linear(self.adjoint(), y)

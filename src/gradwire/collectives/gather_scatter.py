@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from gradwire.collectives import agreement, wire
-from gradwire.collectives.agreement import Call
+from gradwire.collectives.fingerprint import Call
 from gradwire.collectives.handles import Handle, after, run
 from gradwire.collectives.linear import Linear, register
 from gradwire.collectives.numbers import device_of
@@ -45,8 +45,8 @@ class Gather(Linear):
     sizes: tuple[int, ...]
     name = "gather"
 
-    def start(self, x: Tensor) -> Pending:
-        return wire.gather(x, self.root, self.sizes, self.group)
+    def start(self, x: Tensor, now: bool = False) -> Pending:
+        return wire.gather(x, self.root, self.sizes, self.group, now)
 
     def adjoint(self) -> Scatter:
         return Scatter(self.group, self.root, self.sizes)
@@ -72,8 +72,8 @@ class Scatter(Linear):
     sizes: tuple[int, ...]
     name = "scatter"
 
-    def start(self, x: Tensor) -> Pending:
-        return wire.scatter(x, self.root, self.sizes, self.group)
+    def start(self, x: Tensor, now: bool = False) -> Pending:
+        return wire.scatter(x, self.root, self.sizes, self.group, now)
 
     def adjoint(self) -> Gather:
         return Gather(self.group, self.root, self.sizes)

@@ -44,8 +44,8 @@ class Linear(ABC):
     group: ProcessGroup
 
     @abstractmethod
-    def start(self, x: Tensor) -> Pending:
-        """Send; no gradients."""
+    def start(self, x: Tensor, now: bool = False) -> Pending:
+        """Send, without gradients; `now` says that the result is waited for at once."""
 
     @abstractmethod
     def adjoint(self) -> Linear:
@@ -68,7 +68,7 @@ class Linear(ABC):
 class _Linear(Function):
     @staticmethod
     def forward(x: Tensor, op: Linear, note: Note | None) -> Tensor:
-        return op.start(x).wait()
+        return op.start(x, now=True).wait()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -101,7 +101,7 @@ def linear(op: Linear, x: Tensor, note: Note | None = None) -> Tensor:
     if torch._C._are_functorch_transforms_active():
         return _Linear.apply(x, op, note)  # type: ignore[no-any-return, no-untyped-call]
     if not graph_is_needed(x):
-        return op.start(x).wait()
+        return op.start(x, now=True).wait()
     return _apply_linear(x, op, note)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -145,7 +145,7 @@ def register(kind: type[Linear]) -> type[Linear]:
     _kinds[name] = kind
 
     def run(x: Tensor, plan: list[int], group: str) -> Tensor:
-        return restored_linear(name, plan, group).start(x).wait()
+        return restored_linear(name, plan, group).start(x, now=True).wait()
 
     def fake(x: Tensor, plan: list[int], group: str) -> Tensor:
         return result_like(x, restored_linear(name, plan, group))

@@ -36,8 +36,8 @@ class Reducing(Linear):
     """A linear collective that sums, and can reduce otherwise along the same way."""
 
     @abstractmethod
-    def start_with(self, x: Tensor, op: str) -> Pending:
-        """Send, with another reduction."""
+    def start_with(self, x: Tensor, op: str, now: bool = False) -> Pending:
+        """`start` with another reduction."""
 
     @abstractmethod
     def everywhere(self, y: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ def reduce_with(
         compiling(x) or torch._C._are_functorch_transforms_active() or graph_is_needed(x)
     ):
         return _followed(form, x, op, note)
-    return form.start_with(x, op).wait()
+    return form.start_with(x, op, now=True).wait()
 
 
 def scaled(total: Any, op: str | Premul, group: ProcessGroup) -> Any:
@@ -105,7 +105,7 @@ class _Extremum(Function):
 
     @staticmethod
     def forward(x: Tensor, form: Reducing, op: str, note: Note | None) -> Any:
-        y = form.start_with(x, op).wait()
+        y = form.start_with(x, op, now=True).wait()
         # Kept apart, because the result may be changed in place.
         return y, y.clone()
 
@@ -148,7 +148,7 @@ class _Product(Function):
 
     @staticmethod
     def forward(x: Tensor, form: Reducing, note: Note | None) -> Tensor:
-        return form.start_with(x, "product").wait()
+        return form.start_with(x, "product", now=True).wait()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -207,7 +207,7 @@ class _Start(Function):
 
 
 def _run_reduced(x: Tensor, form: str, plan: list[int], op: str, group: str) -> Tensor:
-    return _reducing(form, plan, group).start_with(x, op).wait()
+    return _reducing(form, plan, group).start_with(x, op, now=True).wait()
 
 
 def _save_reduced(ctx: Any, inputs: Any, output: Any) -> None:

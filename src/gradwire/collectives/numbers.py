@@ -26,7 +26,7 @@ def gather_numbers(mine: Sequence[int], group: ProcessGroup) -> list[list[int]]:
     # Within torch.func's transforms every new tensor would belong to them.
     with temporarily_clear_interpreter_stack():
         own = torch.tensor([mine], dtype=torch.int64, device=device_of(group))
-        rows: list[list[int]] = wire.all_gather(own, None, group).wait().tolist()
+        rows: list[list[int]] = wire.all_gather(own, None, group, now=True).wait().tolist()
     return rows
 
 
@@ -34,5 +34,5 @@ def swap_numbers(mine: Sequence[int], group: ProcessGroup) -> list[int]:
     """One number for each rank against one from each."""
     with temporarily_clear_interpreter_stack():
         own = torch.tensor(mine, dtype=torch.int64, device=device_of(group))
-        theirs: list[int] = wire.all_to_all(own, None, None, group).wait().tolist()
+        theirs: list[int] = wire.all_to_all(own, None, None, group, now=True).wait().tolist()
     return theirs

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from gradwire.collectives import wire
+from gradwire.collectives.engines import fresh
 from gradwire.collectives.linear import Linear, linear, register
 from gradwire.collectives.numbers import device_of, gather_numbers
 from gradwire.collectives.ranks import member
@@ -38,7 +39,7 @@ def all_gather_object(obj: Any, *, group: ProcessGroup | None = None) -> list[An
     data = bytearray(pickle.dumps(obj))
     own = torch.frombuffer(data, dtype=torch.uint8).to(device_of(group))
     sizes = [count for (count,) in gather_numbers([len(own)], group)]
-    pieces = wire.all_gather(own, sizes, group).wait().cpu().split(sizes)
+    pieces = wire.all_gather(own, sizes, group, now=True).wait().cpu().split(sizes)
     return [pickle.loads(piece.numpy().tobytes()) for piece in pieces]
 
 
@@ -50,9 +51,9 @@ class Barrier(Linear):
     group: ProcessGroup
     name = "barrier"
 
-    def start(self, x: Tensor) -> Pending:
+    def start(self, x: Tensor, now: bool = False) -> Pending:
         wire.barrier(self.group)
-        return wire.done(wire.fresh(x))
+        return wire.done(fresh(x))
 
     def adjoint(self) -> Barrier:
         return self

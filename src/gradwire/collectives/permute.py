@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from gradwire.collectives import agreement, wire
+from gradwire.collectives.engines import fresh
 from gradwire.collectives.handles import Handle, run
 from gradwire.collectives.linear import Linear, register
 from gradwire.collectives.ranks import dense_tensor, member
@@ -29,7 +30,7 @@ class Permute(Linear):
     pairs: tuple[tuple[int, int], ...]
     name = "ppermute"
 
-    def start(self, x: Tensor) -> Pending:
+    def start(self, x: Tensor, now: bool = False) -> Pending:
         rank, world = self.group.rank(), self.group.size()
         send, receive = [0] * world, [0] * world
         for source, target in self.pairs:
@@ -38,9 +39,9 @@ class Permute(Linear):
             if target == rank:
                 receive[source] = 1
         if x.numel() == 0:
-            return wire.done(wire.fresh(x))
+            return wire.done(fresh(x))
         row = x.unsqueeze(0)
-        pending = wire.all_to_all(row[: sum(send)], send, receive, self.group)
+        pending = wire.all_to_all(row[: sum(send)], send, receive, self.group, now)
         if sum(receive):
             # Not a view, which could not be changed in place: autograd knows nothing of its base.
             return Pending((), lambda: pending.wait()[0].data)

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.distributed import ProcessGroup, Work
+from torch.distributed.distributed_c10d import AllgatherOptions
 
 from gradwire.collectives import ordering
+from gradwire.collectives.engines import NATIVE, by_rows, dense, empty, engine, flat, fresh, plain
 from gradwire.collectives.failures import translated
 
 __all__ = [
@@ -36,17 +36,6 @@ __all__ = [
     "send",
 ]
 
-_NATIVE = {
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.int8,
-    torch.uint8,
-    torch.int32,
-    torch.int64,
-}
-"""What every engine carries; the rest travels as bytes."""
 _OPS: dict[str, Any] = {
     "sum": dist.ReduceOp.SUM,
     "product": dist.ReduceOp.PRODUCT,
@@ -108,80 +97,35 @@ def done(result: Tensor) -> Pending:
     return Pending((), lambda: result)
 
 
-_engines: WeakKeyDictionary[ProcessGroup, dict[str, str]] = WeakKeyDictionary()
-
-
-def engine(group: ProcessGroup, x: Tensor) -> str:
-    """The name of what moves the group's tensors of that device; "" if it has none."""
-    names = _engines.setdefault(group, {})
-    kind = x.device.type
-    if kind not in names:
-        if type(group) is ProcessGroup:
-            names[kind] = group._get_backend(x.device).name()
-        else:  # written in Python: one engine
-            names[kind] = getattr(group, "getBackendName", str)()
-    return names[kind]
-
-
-def dense(x: Tensor) -> Tensor:
-    """The tensor with its elements in order in memory; itself, if they are."""
-    return _plain(x).resolve_conj().resolve_neg().contiguous()
-
-
-def fresh(x: Tensor) -> Tensor:
-    """A contiguous copy."""
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(_plain(x))
-
-
-def _plain(x: Tensor) -> Tensor:
-    """The tensor without its tangent, which would follow it into the engine."""
-    return forward_ad.unpack_dual(x).primal if forward_ad._current_level >= 0 else x
-
-
-def _flat(x: Tensor) -> Tensor:
-    """A contiguous tensor as the engine can carry it: bytes, if it does not know the dtype."""
-    return x if x.dtype in _NATIVE else x.view(-1).view(torch.uint8)
-
-
-def _rows(x: Tensor) -> Tensor:
-    """`_flat` that keeps the first dim."""
-    if x.dtype in _NATIVE:
-        return x
-    width = x[0].numel() if len(x) else 0
-    return x.view(len(x), width).view(torch.uint8)
-
-
-def _empty(x: Tensor, rows: int) -> Tensor:
-    return torch.empty((rows, *x.shape[1:]), dtype=x.dtype, device=x.device)
-
-
 # --- reductions ---
 
 
-def all_reduce(x: Tensor, op: str, group: ProcessGroup) -> Pending:
+def all_reduce(x: Tensor, op: str, group: ProcessGroup, now: bool = False) -> Pending:
     """The reduction, on every rank."""
     if x.numel() == 0:
         return done(fresh(x))
-    if not _reduces(x, op):
-        return _all_reduce_by_parts(x, op, group)
+    if not _reduces(x, op, group):
+        return _all_reduce_by_parts(x, op, group, now)
     wire, result = _reduction_buffer(x, op, group)
     options = dist.AllreduceOptions()
+    options.asyncOp = not now
     options.reduceOp = _OPS[op]
     return Pending((group.allreduce([wire], options),), result)
 
 
-def reduce(x: Tensor, root: int, op: str, group: ProcessGroup) -> Pending:
+def reduce(x: Tensor, root: int, op: str, group: ProcessGroup, now: bool = False) -> Pending:
     """The reduction on the root, zeros elsewhere."""
     at_root = group.rank() == root
     if x.numel() == 0:
         return done(fresh(x))
-    if not _reduces(x, op):
-        everywhere = _all_reduce_by_parts(x, op, group)
+    if not _reduces(x, op, group):
+        everywhere = _all_reduce_by_parts(x, op, group, now)
         return Pending(
             (), lambda: everywhere.wait() if at_root else torch.zeros_like(everywhere.wait())
         )
     wire, result = _reduction_buffer(x, op, group)
     options = dist.ReduceOptions()
+    options.asyncOp = not now
     options.reduceOp = _OPS[op]
     options.rootRank = root
     work = group.reduce([wire], options)
@@ -189,20 +133,23 @@ def reduce(x: Tensor, root: int, op: str, group: ProcessGroup) -> Pending:
     return Pending((work,), result if at_root else lambda: result().zero_())
 
 
-def reduce_scatter(x: Tensor, sizes: Sequence[int] | None, op: str, group: ProcessGroup) -> Pending:
+def reduce_scatter(
+    x: Tensor, sizes: Sequence[int] | None, op: str, group: ProcessGroup, now: bool = False
+) -> Pending:
     """The reduction's rows, dealt out: this rank's."""
     world = group.size()
     rows = len(x) // world if sizes is None else sizes[group.rank()]
-    if engine(group, x) in ("nccl", "shm") and sizes is None and _reduces(x, op):
+    if sizes is None and _scatters(x, op, group):
         source = dense(x)
-        out = _empty(x, rows)
+        out = empty(x, rows)
         options = dist.ReduceScatterOptions()
+        options.asyncOp = not now
         options.reduceOp = _OPS[op]
         real = torch.view_as_real if x.is_complex() else _same
         work = getattr(group, _SCATTER_SINGLE)(real(out), real(source), options)
         return Pending((work,), lambda: out)
     # On Gloo this is faster than its reduce_scatter, and it knows every op and dtype.
-    received = all_to_all(x, sizes, None if sizes is None else [rows] * world, group)
+    received = all_to_all(x, sizes, None if sizes is None else [rows] * world, group, now)
     return Pending((), lambda: reduce_locally(received.wait().view(world, rows, *x.shape[1:]), op))
 
 
@@ -231,11 +178,20 @@ def _same(x: Tensor) -> Tensor:
     return x
 
 
-def _reduces(x: Tensor, op: str) -> bool:
-    """Whether every engine can reduce this."""
+def _reduces(x: Tensor, op: str, group: ProcessGroup) -> bool:
+    """Whether the group's engine can reduce this."""
     if x.is_complex():
         return op == "sum"
-    return x.dtype in _NATIVE or (x.dtype == torch.bool and op in ("band", "bor", "max", "min"))
+    if op in ("band", "bor", "bxor") and engine(group, x) == "nccl":
+        return False
+    return x.dtype in NATIVE or (x.dtype == torch.bool and op in ("band", "bor", "max", "min"))
+
+
+def _scatters(x: Tensor, op: str, group: ProcessGroup) -> bool:
+    """Whether the engine's own reduce_scatter is to be taken."""
+    name = engine(group, x)
+    passes_nan = name == "shm" or op not in ("max", "min") or not x.is_floating_point()
+    return name in ("nccl", "shm") and passes_nan and _reduces(x, op, group)
 
 
 def _reduction_buffer(
@@ -243,7 +199,7 @@ def _reduction_buffer(
 ) -> tuple[Tensor, Callable[[], Tensor]]:
     """What the engine reduces in place, and how it becomes the result."""
     if op in ("max", "min") and x.is_floating_point() and engine(group, x) != "shm":
-        wire = ordering.encode(_plain(x), op)
+        wire = ordering.encode(plain(x), op)
         return wire, lambda: ordering.decode(wire, x.dtype)
     out = fresh(x)
     if x.is_complex():
@@ -253,45 +209,50 @@ def _reduction_buffer(
     return out, lambda: out
 
 
-def _all_reduce_by_parts(x: Tensor, op: str, group: ProcessGroup) -> Pending:
+def _all_reduce_by_parts(x: Tensor, op: str, group: ProcessGroup, now: bool) -> Pending:
     """reduce_scatter and all_gather: for what engines cannot reduce."""
     world = group.size()
     small, more = divmod(x.numel(), world)
     sizes = [small + (rank < more) for rank in range(world)]
-    mine = reduce_scatter(dense(x).view(-1), sizes, op, group).wait()
-    whole = all_gather(mine, sizes, group)
+    mine = reduce_scatter(dense(x).view(-1), sizes, op, group, now=True).wait()
+    whole = all_gather(mine, sizes, group, now)
     return Pending((), lambda: whole.wait().view(x.shape))
 
 
 # --- movement ---
 
 
-def broadcast(x: Tensor, root: int, group: ProcessGroup) -> Pending:
+def broadcast(x: Tensor, root: int, group: ProcessGroup, now: bool = False) -> Pending:
     """The root's tensor. On other ranks only shape, dtype and device of `x` are looked at."""
     at_root = group.rank() == root
     out = fresh(x) if at_root else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel() == 0:
         return done(out)
     options = dist.BroadcastOptions()
+    options.asyncOp = not now
     options.rootRank = root
-    return Pending((group.broadcast([_flat(out)], options),), lambda: out)
+    return Pending((group.broadcast([flat(out)], options),), lambda: out)
 
 
-def all_gather(x: Tensor, sizes: Sequence[int] | None, group: ProcessGroup) -> Pending:
+def all_gather(
+    x: Tensor, sizes: Sequence[int] | None, group: ProcessGroup, now: bool = False
+) -> Pending:
     """All ranks' rows, one rank's after the other."""
     source = dense(x)
     if sizes is None or len(set(sizes)) == 1:
-        out = _empty(x, len(x) * group.size())
+        out = empty(x, len(x) * group.size())
         if out.numel() == 0:
             return done(out)
-        work = getattr(group, _GATHER_SINGLE)(_flat(out), _flat(source))
+        single = getattr(group, _GATHER_SINGLE)
+        work = single(flat(out), flat(source), _gather_options(now))
         return Pending((work,), lambda: out)
-    out = _empty(x, sum(sizes))
+    out = empty(x, sum(sizes))
     if out.numel() == 0:
         return done(out)
     parts = out.split(list(sizes))
     if engine(group, x) in ("nccl", "shm"):
-        works = [group.allgather([[_flat(p) for p in parts]], [_flat(source)])]
+        lists = [[flat(part) for part in parts]]
+        works = [group.allgather(lists, [flat(source)], _gather_options(now))]
         return Pending(works, lambda: out)
     # Gloo gathers equal sizes only: one broadcast a rank sends no byte more.
     parts[group.rank()].copy_(source)
@@ -300,58 +261,75 @@ def all_gather(x: Tensor, sizes: Sequence[int] | None, group: ProcessGroup) -> P
         if part.numel():
             options = dist.BroadcastOptions()
             options.rootRank = rank
-            works.append(group.broadcast([_flat(part)], options))
+            works.append(group.broadcast([flat(part)], options))
     return Pending(works, lambda: out)
 
 
-def gather(x: Tensor, root: int, sizes: Sequence[int] | None, group: ProcessGroup) -> Pending:
+def gather(
+    x: Tensor, root: int, sizes: Sequence[int] | None, group: ProcessGroup, now: bool = False
+) -> Pending:
     """All ranks' rows on the root; no rows elsewhere."""
     at_root, world = group.rank() == root, group.size()
     if sizes is None:
         sizes = [len(x)] * world
-    out = _empty(x, sum(sizes) if at_root else 0)
+    out = empty(x, sum(sizes) if at_root else 0)
     if _nothing(x, sum(sizes)):
         return done(out)
     source = dense(x)
     if len(set(sizes)) > 1 and engine(group, x) not in ("nccl", "shm"):
         # Gloo gathers equal sizes only.
         send = [len(x) if rank == root else 0 for rank in range(world)]
-        return all_to_all(source, send, sizes if at_root else [0] * world, group)
+        return all_to_all(source, send, sizes if at_root else [0] * world, group, now)
     options = dist.GatherOptions()
+    options.asyncOp = not now
     options.rootRank = root
-    into = [[_flat(part) for part in out.split(list(sizes))]] if at_root else []
-    return Pending((group.gather(into, [_flat(source)], options),), lambda: out)
+    into = [[flat(part) for part in out.split(list(sizes))]] if at_root else []
+    return Pending((group.gather(into, [flat(source)], options),), lambda: out)
 
 
-def scatter(x: Tensor, root: int, sizes: Sequence[int], group: ProcessGroup) -> Pending:
+def scatter(
+    x: Tensor, root: int, sizes: Sequence[int], group: ProcessGroup, now: bool = False
+) -> Pending:
     """The root's rows, dealt out: this rank's. On other ranks `x` has no rows."""
     at_root, world = group.rank() == root, group.size()
     rows = sizes[group.rank()]
-    out = _empty(x, rows)
+    out = empty(x, rows)
     if _nothing(x, sum(sizes)):
         return done(out)
     source = dense(x)
     if len(set(sizes)) > 1 and engine(group, x) not in ("nccl", "shm"):
         receive = [rows if rank == root else 0 for rank in range(world)]
-        return all_to_all(source, sizes if at_root else [0] * world, receive, group)
+        return all_to_all(source, sizes if at_root else [0] * world, receive, group, now)
     options = dist.ScatterOptions()
+    options.asyncOp = not now
     options.rootRank = root
-    parts = [[_flat(part) for part in source.split(list(sizes))]] if at_root else []
-    return Pending((group.scatter([_flat(out)], parts, options),), lambda: out)
+    parts = [[flat(part) for part in source.split(list(sizes))]] if at_root else []
+    return Pending((group.scatter([flat(out)], parts, options),), lambda: out)
 
 
 def all_to_all(
-    x: Tensor, send: Sequence[int] | None, receive: Sequence[int] | None, group: ProcessGroup
+    x: Tensor,
+    send: Sequence[int] | None,
+    receive: Sequence[int] | None,
+    group: ProcessGroup,
+    now: bool = False,
 ) -> Pending:
     """Rows for each rank against rows from each rank; equal numbers of them if not given."""
-    out = _empty(x, len(x) if receive is None else sum(receive))
-    if send is None and x.numel() == 0:
+    out = empty(x, len(x) if receive is None else sum(receive))
+    if x.shape[1:].numel() == 0 or (send is None and x.numel() == 0):
         return done(out)
     source = dense(x)
-    work = getattr(group, _EXCHANGE_SINGLE)(
-        _rows(out), _rows(source), list(receive or ()), list(send or ())
-    )
+    options = dist.AllToAllOptions()
+    options.asyncOp = not now
+    splits = list(receive or ()), list(send or ())
+    work = getattr(group, _EXCHANGE_SINGLE)(by_rows(out), by_rows(source), *splits, options)
     return Pending((work,), lambda: out)
+
+
+def _gather_options(now: bool) -> AllgatherOptions:
+    options = AllgatherOptions()
+    options.asyncOp = not now
+    return options
 
 
 def barrier(group: ProcessGroup) -> None:
@@ -362,13 +340,13 @@ def barrier(group: ProcessGroup) -> None:
 def send(x: Tensor, to: int, group: ProcessGroup) -> Pending:
     """The tensor to one rank of the group."""
     source = dense(x)
-    return Pending((group.send([_flat(source)], to, _TAG),), lambda: source)
+    return Pending((group.send([flat(source)], to, _TAG),), lambda: source)
 
 
 def receive(like: Tensor, source: int, group: ProcessGroup) -> Pending:
     """A tensor of that shape from one rank of the group."""
     out = torch.empty(like.shape, dtype=like.dtype, device=like.device)
-    return Pending((group.recv([_flat(out)], source, _TAG),), lambda: out)
+    return Pending((group.recv([flat(out)], source, _TAG),), lambda: out)
 
 
 def _nothing(x: Tensor, rows: int) -> bool:
