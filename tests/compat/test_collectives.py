@@ -111,7 +111,8 @@ def test_as_torchs_where_that_is_right(run: Run, name: str) -> None:
         return [*(t.detach() for t in outputs), *(x.grad for x in inputs if x.grad is not None)]
 
     def member() -> None:
-        with warnings.catch_warnings(action="ignore"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             expected = results(ORIGINALS[name])
         ours = results(getattr(theirs, name))
         torch.testing.assert_close(ours, expected, rtol=0, atol=1e-12)
