@@ -10,7 +10,7 @@ import click
 import torch.distributed as dist
 from rich.console import Console
 
-from benchmarks import broadcast, collectives, ddp, devices, devices_gpu, mpi
+from benchmarks import broadcast, collectives, ddp, devices, devices_gpu, differentiable, mpi
 from benchmarks.benchmark import Benchmark
 from benchmarks.options import Options
 from benchmarks.pages import PAGES, RESULTS, rewritten
@@ -24,6 +24,7 @@ BENCHMARKS: dict[str, Benchmark[Any]] = {
         ddp.BENCHMARK,
         devices.BENCHMARK,
         devices_gpu.BENCHMARK,
+        differentiable.BENCHMARK,
         mpi.BENCHMARK,
     )
 }

@@ -130,3 +130,20 @@ def checkpoint(path):
 
 def test_checkpoints(tmp_path):
     run_ranks(checkpoint, 2, backend="shm", timeout=30, args=(str(tmp_path),))
+
+
+def inference_tensors():
+    with torch.inference_mode():
+        x = torch.ones(3)
+        dist.all_reduce(x)
+        dist.all_reduce(x, async_op=True).wait()
+        gathered = torch.empty(6)
+        dist.all_gather_into_tensor(gathered, x)
+    dist.all_reduce(x)  # Gloo does not mind where it is called either
+    assert x.tolist() == [8.0] * 3
+    assert gathered.tolist() == [4.0] * 6
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_tensors_of_inference_mode(backend):
+    run_ranks(inference_tensors, backend=backend, timeout=30)

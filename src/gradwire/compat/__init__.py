@@ -10,12 +10,13 @@ import contextlib
 from collections.abc import Iterator
 
 from gradwire.compat import _registry
+from gradwire.compat.collectives import TABLE as _COLLECTIVES
 from gradwire.compat.ddp import TABLE as _DDP
 from gradwire.compat.devices import TABLE as _DEVICES
 
 __all__ = ["install", "installed", "uninstall"]
 
-_TABLES = (_DEVICES, _DDP)
+_TABLES = (_COLLECTIVES, _DDP, _DEVICES)
 
 
 def install() -> None:

@@ -1,0 +1,1 @@
+"""Layers on several ranks, each a few lines over gradwire's collectives."""

@@ -1,0 +1,346 @@
+"""all_gather and reduce_scatter: each is the other's adjoint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from gradwire.collectives import agreement, wire
+from gradwire.collectives.all_reduce import AllReduce
+from gradwire.collectives.handles import Handle, after, run
+from gradwire.collectives.linear import Linear, linear, register
+from gradwire.collectives.nonlinear import Reducing, reduce_with
+from gradwire.collectives.ranks import dense_tensor, member
+from gradwire.collectives.reductions import Op, Premul, as_reduction, check_reducible
+from gradwire.collectives.sizes import (
+    Sizes,
+    dim_back,
+    dim_in_front,
+    equal_part,
+    resolve_sizes,
+    valid_dim,
+    valid_sizes,
+)
+from gradwire.collectives.wire import Pending
+from gradwire.errors import ArgumentError
+
+__all__ = ["all_gather", "all_gather_list", "reduce_scatter"]
+
+
+@register
+@dataclass(frozen=True)
+class AllGather(Linear):
+    """All ranks' rows, on every rank."""
+
+    group: ProcessGroup
+    sizes: tuple[int, ...] | None = None
+    name = "all_gather"
+
+    def start(self, x: Tensor, now: bool = False) -> Pending:
+        return wire.all_gather(x, self.sizes, self.group, now)
+
+    def adjoint(self) -> ReduceScatter:
+        return ReduceScatter(self.group, self.sizes)
+
+    def rows(self, rows: int) -> int:
+        return rows * self.group.size() if self.sizes is None else sum(self.sizes)
+
+    def plan(self) -> list[int]:
+        return list(self.sizes or ())
+
+    @classmethod
+    def of(cls, plan: Sequence[int], group: ProcessGroup) -> AllGather:
+        return cls(group, tuple(plan) or None)
+
+
+@register
+@dataclass(frozen=True)
+class ReduceScatter(Reducing):
+    """The sum's rows, dealt out."""
+
+    group: ProcessGroup
+    sizes: tuple[int, ...] | None = None
+    name = "reduce_scatter"
+
+    def start(self, x: Tensor, now: bool = False) -> Pending:
+        return wire.reduce_scatter(x, self.sizes, "sum", self.group, now)
+
+    def start_with(self, x: Tensor, op: str, now: bool = False) -> Pending:
+        return wire.reduce_scatter(x, self.sizes, op, self.group, now)
+
+    def everywhere(self, y: Tensor) -> Tensor:
+        return linear(self.adjoint(), y)
+
+    def total(self, x: Tensor) -> Tensor:
+        return linear(AllReduce(self.group), x)
+
+    def adjoint(self) -> AllGather:
+        return AllGather(self.group, self.sizes)
+
+    def rows(self, rows: int) -> int:
+        if self.sizes is None:
+            return rows // self.group.size()
+        return self.sizes[self.group.rank()]
+
+    def plan(self) -> list[int]:
+        return list(self.sizes or ())
+
+    @classmethod
+    def of(cls, plan: Sequence[int], group: ProcessGroup) -> ReduceScatter:
+        return cls(group, tuple(plan) or None)
+
+
+@overload
+def all_gather(
+    x: Tensor,
+    dim: int = ...,
+    *,
+    sizes: Sizes = ...,
+    stack: bool = ...,
+    group: ProcessGroup | None = ...,
+    async_op: Literal[False] = ...,
+    check: bool | None = ...,
+) -> Tensor: ...
+@overload
+def all_gather(
+    x: Tensor,
+    dim: int = ...,
+    *,
+    sizes: Sizes = ...,
+    stack: bool = ...,
+    group: ProcessGroup | None = ...,
+    async_op: Literal[True],
+    check: bool | None = ...,
+) -> Handle[Tensor]: ...
+def all_gather(
+    x: Tensor,
+    dim: int = 0,
+    *,
+    sizes: Sizes = None,
+    stack: bool = False,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    check: bool | None = None,
+) -> Any:
+    """All ranks' tensors joined along a dim, on all ranks.
+
+    Args:
+        x: The same shape on all ranks but for `dim` where sizes are given; any dtype and strides.
+            A 0-d tensor counts as one of size 1.
+        dim: The dim that is joined.
+        sizes: The ranks' sizes in `dim`, the same list on all; "find" to have them exchanged
+            first; None if all are equal.
+        stack: Join along a new dim instead, before `dim`.
+        group: The default group, if None.
+        async_op: Return a `Handle`.
+        check: Compare with the other ranks first; see `checks`.
+
+    Returns:
+        The concatenation in rank order, contiguous.
+
+    Adjoint: reduce_scatter of the cotangents: one collective of the result's size.
+
+    Raises:
+        ArgumentError: Sizes that are not the ranks', or no such dim.
+        MismatchError: With checks on, ranks disagree.
+
+    Example:
+        >>> from gradwire.collectives import all_gather
+        >>> def main():
+        ...     rank = dist.get_rank()
+        ...     return all_gather(torch.full((rank + 1,), rank), sizes="find")
+        >>> run_ranks(main, world_size=2)  # rank 0 has [0], rank 1 has [1, 1]
+        [tensor([0, 1, 1]), tensor([0, 1, 1])]
+    """
+    dense_tensor(x)
+    if stack:
+        x = x.unsqueeze(valid_dim(dim, x.dim() + 1, x.shape))
+    front, dim = dim_in_front(x, dim)
+    whole, _ = _gathered(front, sizes, f"dim={dim}", member(group), async_op, check)
+    return after(whole, lambda y: dim_back(y, dim))
+
+
+def _gathered(
+    front: Tensor,
+    sizes: Sizes,
+    detail: str,
+    group: ProcessGroup,
+    async_op: bool,
+    check: bool | None,
+) -> tuple[Any, tuple[int, ...] | None]:
+    """The rows of all ranks, or a handle; and how many each rank has, if they are not equal."""
+    note = None
+    if agreement.enabled(check):
+        call = agreement.describe(
+            "all_gather",
+            front,
+            detail=f"{detail}, sizes={sizes if isinstance(sizes, str | None) else list(sizes)}",
+            ragged=sizes is not None,
+        )
+        front, note, _ = agreement.agree(group, front, call)
+    known = resolve_sizes(sizes, len(front), group)
+    return run(AllGather(group, known), front, note, async_op), known
+
+
+@overload
+def all_gather_list(
+    x: Tensor,
+    *,
+    sizes: Sizes = ...,
+    group: ProcessGroup | None = ...,
+    async_op: Literal[False] = ...,
+    check: bool | None = ...,
+) -> tuple[Tensor, ...]: ...
+@overload
+def all_gather_list(
+    x: Tensor,
+    *,
+    sizes: Sizes = ...,
+    group: ProcessGroup | None = ...,
+    async_op: Literal[True],
+    check: bool | None = ...,
+) -> Handle[tuple[Tensor, ...]]: ...
+def all_gather_list(
+    x: Tensor,
+    *,
+    sizes: Sizes = None,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    check: bool | None = None,
+) -> Any:
+    """All ranks' tensors, on all ranks, each in a tensor of its own.
+
+    Args:
+        x: The same shape on all ranks but for the first dim where sizes are given; any dtype.
+        sizes: As in `all_gather`, along the first dim.
+        group: The default group, if None.
+        async_op: Return a `Handle`.
+        check: Compare with the other ranks first; see `checks`.
+
+    Returns:
+        A tuple of the ranks' tensors, in rank order.
+
+    Adjoint: rank r gets the sum of all ranks' cotangents of entry r.
+
+    Raises:
+        ArgumentError: Sizes that are not the ranks'.
+        MismatchError: With checks on, ranks disagree.
+
+    Example:
+        >>> from gradwire.collectives import all_gather_list
+        >>> def main():
+        ...     return all_gather_list(torch.tensor(dist.get_rank() + 1.0))
+        >>> run_ranks(main, world_size=2)
+        [(tensor(1.), tensor(2.)), (tensor(1.), tensor(2.))]
+    """
+    dense_tensor(x)
+    front = x if x.dim() else x.reshape(1)
+    whole, known = _gathered(front, sizes, "list", member(group), async_op, check)
+
+    def pieces(whole: Tensor) -> tuple[Tensor, ...]:
+        cut = whole.split(len(front) if known is None else list(known))
+        return tuple((piece if x.dim() else piece.reshape(())).clone() for piece in cut)
+
+    return after(whole, pieces)
+
+
+@overload
+def reduce_scatter(
+    x: Tensor | Sequence[Tensor],
+    op: Op = ...,
+    dim: int = ...,
+    *,
+    sizes: Sequence[int] | None = ...,
+    group: ProcessGroup | None = ...,
+    async_op: Literal[False] = ...,
+    check: bool | None = ...,
+) -> Tensor: ...
+@overload
+def reduce_scatter(
+    x: Tensor | Sequence[Tensor],
+    op: Op = ...,
+    dim: int = ...,
+    *,
+    sizes: Sequence[int] | None = ...,
+    group: ProcessGroup | None = ...,
+    async_op: Literal[True],
+    check: bool | None = ...,
+) -> Handle[Tensor]: ...
+def reduce_scatter(
+    x: Tensor | Sequence[Tensor],
+    op: Op = "sum",
+    dim: int = 0,
+    *,
+    sizes: Sequence[int] | None = None,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    check: bool | None = None,
+) -> Any:
+    """The reduction of all ranks' tensors, cut along a dim: to each rank its piece.
+
+    Args:
+        x: The same shape on all ranks, any strides; or a list of W pieces, which differ at most
+            in `dim`.
+        op: As in `all_reduce`.
+        dim: The dim that is cut.
+        sizes: The pieces' sizes in `dim`; None for equal ones, or for those of a list.
+        group: The default group, if None.
+        async_op: Return a `Handle`.
+        check: Compare with the other ranks first; see `checks`.
+
+    Returns:
+        This rank's piece.
+
+    Adjoint: all_gather of the cotangents, then the op's rule as in `all_reduce`.
+
+    Raises:
+        ArgumentError: It cannot be cut so, or the op is not defined for the dtype.
+        MismatchError: With checks on, ranks disagree.
+
+    Example:
+        >>> from gradwire.collectives import reduce_scatter
+        >>> def main():
+        ...     return reduce_scatter(torch.tensor([1.0, 2.0]) * (dist.get_rank() + 1))
+        >>> run_ranks(main, world_size=2)  # of [1, 2] + [2, 4]
+        [tensor([3.]), tensor([6.])]
+    """
+    group = member(group)
+    reduction = as_reduction(op)
+    numbers = False
+    if not isinstance(x, Tensor):
+        if len(x) != group.size():
+            raise ArgumentError(f"x has {len(x)} pieces: give one for each of {group.size()} ranks")
+        numbers = x[0].dim() == 0
+        pieces = [piece.reshape(1) for piece in x] if numbers else list(x)
+        sizes = [piece.shape[dim] for piece in pieces]
+        x = torch.cat(pieces, dim)
+    check_reducible(x, reduction)
+    front, dim = dim_in_front(x, dim)
+    known = None if sizes is None else valid_sizes(sizes, group, "sizes")
+    if known is None:
+        equal_part(len(front), group, "x")
+    elif sum(known) != len(front):
+        raise ArgumentError(f"sizes is {list(known)}: x has {len(front)} in dim {dim}")
+    elif len(set(known)) == 1:
+        known = None
+    note = None
+    if agreement.enabled(check):
+        name = "premul" if isinstance(reduction, Premul) else reduction
+        call = agreement.describe(
+            "reduce_scatter", front, reduce=name, detail=f"dim={dim}, sizes={known}"
+        )
+        front, note, _ = agreement.agree(group, front, call)
+    if isinstance(reduction, Premul) and isinstance(reduction.factor, Tensor):
+        reduction = Premul(_broadcast_factor(reduction.factor, x).movedim(dim, 0))
+    result = reduce_with(ReduceScatter(group, known), front, reduction, note, async_op)
+    return after(result, lambda y: y.reshape(()) if numbers else dim_back(y, dim))
+
+
+def _broadcast_factor(factor: Tensor, x: Tensor) -> Tensor:
+    """The factor in the shape of what it multiplies, whose dims are about to move."""
+    return factor.expand(x.shape)

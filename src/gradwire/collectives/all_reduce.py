@@ -1,0 +1,235 @@
+"""all_reduce, its own adjoint; and the pair that tensor parallelism is made of.
+
+Under the convention that the objective is the sum over ranks of the ranks' losses, the adjoint of
+a sum over ranks is the sum of the cotangents. A value that all ranks hold alike and use alike has
+a cotangent that is whole on each rank already: `vary` and `all_reduce(..., invariant=True)` are
+the way from and to such values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from gradwire.collectives import agreement, wire
+from gradwire.collectives.engines import fresh
+from gradwire.collectives.handles import Handle, run
+from gradwire.collectives.linear import Linear, linear, register
+from gradwire.collectives.nonlinear import Reducing, reduce_with, scaled
+from gradwire.collectives.ranks import dense_tensor, member
+from gradwire.collectives.reductions import Op, as_reduction, check_reducible
+from gradwire.collectives.wire import Pending
+from gradwire.errors import ArgumentError
+
+__all__ = ["all_reduce", "invariant", "vary"]
+
+
+@register
+@dataclass(frozen=True)
+class AllReduce(Reducing):
+    """The sum, on every rank."""
+
+    group: ProcessGroup
+    name = "all_reduce"
+
+    def start(self, x: Tensor, now: bool = False) -> Pending:
+        return wire.all_reduce(x, "sum", self.group, now)
+
+    def start_with(self, x: Tensor, op: str, now: bool = False) -> Pending:
+        return wire.all_reduce(x, op, self.group, now)
+
+    def everywhere(self, y: Tensor) -> Tensor:
+        return y
+
+    def total(self, x: Tensor) -> Tensor:
+        return linear(self, x)
+
+    def adjoint(self) -> AllReduce:
+        return self
+
+    @classmethod
+    def of(cls, plan: Sequence[int], group: ProcessGroup) -> AllReduce:
+        return cls(group)
+
+
+@register
+@dataclass(frozen=True)
+class Invariant(Linear):
+    """The sum of values that vary to one that does not: nothing is sent back."""
+
+    group: ProcessGroup
+    name = "psum_invariant"
+
+    def start(self, x: Tensor, now: bool = False) -> Pending:
+        return wire.all_reduce(x, "sum", self.group, now)
+
+    def adjoint(self) -> Vary:
+        return Vary(self.group)
+
+    @classmethod
+    def of(cls, plan: Sequence[int], group: ProcessGroup) -> Invariant:
+        return cls(group)
+
+
+@register
+@dataclass(frozen=True)
+class Vary(Linear):
+    """A value that all ranks hold alike, to be used differently on each."""
+
+    group: ProcessGroup
+    name = "vary"
+
+    def start(self, x: Tensor, now: bool = False) -> Pending:
+        return wire.done(fresh(x))
+
+    def adjoint(self) -> Invariant:
+        return Invariant(self.group)
+
+    @classmethod
+    def of(cls, plan: Sequence[int], group: ProcessGroup) -> Vary:
+        return cls(group)
+
+
+@overload
+def all_reduce(
+    x: Tensor,
+    op: Op = ...,
+    *,
+    group: ProcessGroup | None = ...,
+    invariant: bool = ...,
+    async_op: Literal[False] = ...,
+    check: bool | None = ...,
+) -> Tensor: ...
+@overload
+def all_reduce(
+    x: Tensor,
+    op: Op = ...,
+    *,
+    group: ProcessGroup | None = ...,
+    invariant: bool = ...,
+    async_op: Literal[True],
+    check: bool | None = ...,
+) -> Handle[Tensor]: ...
+def all_reduce(
+    x: Tensor,
+    op: Op = "sum",
+    *,
+    group: ProcessGroup | None = None,
+    invariant: bool = False,
+    async_op: bool = False,
+    check: bool | None = None,
+) -> Any:
+    """The reduction of all ranks' tensors, on all ranks.
+
+    Args:
+        x: Any shape, the same on all ranks, any strides. Floating-point and complex dtypes are
+            differentiable; integers and booleans are reduced too.
+        op: "sum", "avg", "max", "min", "product", "band", "bor", "bxor", torch.distributed's
+            ReduceOp of that name, or a `Premul`. NaN propagates.
+        group: The default group, if None.
+        invariant: For sum and avg: every rank uses the result alike, so that its cotangent is
+            whole on each rank already; backward then sends nothing.
+        async_op: Return a `Handle`.
+        check: Compare with the other ranks first; see `checks`.
+
+    Returns:
+        The same shape, dtype and bits on all ranks.
+
+    Adjoint: sum, avg: the same of the cotangents. max, min: the summed cotangent, shared equally
+    by the ranks that tie. product: the summed cotangent times the (conjugate) product of the
+    other ranks' values. Premul: the factor times the summed cotangent.
+
+    Raises:
+        ArgumentError: The op is not defined for the dtype, or this rank is outside the group.
+        MismatchError: With checks on, ranks disagree.
+
+    Example:
+        The objective is the sum of the ranks' losses, so each cotangent of ones counts.
+
+        >>> from gradwire.collectives import all_reduce
+        >>> def main():
+        ...     x = torch.tensor([dist.get_rank() + 1.0], requires_grad=True)  # [1.], [2.]
+        ...     y = all_reduce(x)  # [3.], [3.]
+        ...     y.sum().backward()
+        ...     return y.item(), x.grad.item()
+        >>> run_ranks(main, world_size=2)
+        [(3.0, 2.0), (3.0, 2.0)]
+    """
+    group = member(group)
+    reduction = as_reduction(op)
+    check_reducible(x, reduction)
+    if invariant and reduction not in ("sum", "avg"):
+        raise ArgumentError(f"invariant=True with op={op!r}: it goes with sum and avg")
+    note = None
+    if agreement.enabled(check):
+        x, note, _ = agreement.agree(
+            group,
+            x,
+            agreement.describe(
+                "all_reduce",
+                x,
+                reduce=str(reduction) if isinstance(reduction, str) else "premul",
+                detail="invariant" if invariant else "",
+            ),
+        )
+    if invariant:
+        return scaled(run(Invariant(group), x, note, async_op), reduction, group)
+    return reduce_with(AllReduce(group), x, reduction, note, async_op)
+
+
+def vary(x: Tensor, *, group: ProcessGroup | None = None, check: bool | None = None) -> Tensor:
+    """A value that all ranks hold alike, from here on used differently by each: a copy.
+
+    In tensor parallelism this stands before the column-parallel layer, and
+    `all_reduce(..., invariant=True)` after the row-parallel one.
+
+    Args:
+        x: The same on all ranks. Floating-point or complex.
+        group: The default group, if None.
+        check: Compare backward with the other ranks; see `checks`.
+
+    Adjoint: the sum of the ranks' cotangents, on all ranks.
+
+    Example:
+        >>> from gradwire.collectives import vary
+        >>> def main():
+        ...     x = torch.ones(1, requires_grad=True)
+        ...     (vary(x) * (dist.get_rank() + 1)).sum().backward()
+        ...     return x.grad  # 1 + 2
+        >>> run_ranks(main, world_size=2)
+        [tensor([3.]), tensor([3.])]
+    """
+    group = member(group)
+    dense_tensor(x)
+    note = None
+    if agreement.enabled(check):
+        x, note, _ = agreement.agree(group, x, agreement.describe("vary", x))
+    return linear(Vary(group), x, note)
+
+
+def invariant(x: Tensor, *, group: ProcessGroup | None = None, check: bool | None = None) -> Tensor:
+    """A value that all ranks hold alike and use alike: the tensor itself, as a statement.
+
+    Nothing is sent in either pass. With checks on, the ranks compare a digest of the values, so
+    that the statement is verified.
+
+    Args:
+        x: The same on all ranks, any dtype.
+        group: The default group, if None.
+        check: Verify it; see `checks`.
+
+    Adjoint: the identity. The cotangent is taken to be whole on every rank.
+
+    Raises:
+        MismatchError: With checks on, the ranks' values differ.
+    """
+    group = member(group)
+    dense_tensor(x)
+    if agreement.enabled(check):
+        agreement.agree(group, x, agreement.describe("invariant", x, detail=agreement.digest(x)))
+    return x.clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,228 @@
+"""all_to_all, whose adjoint is one with splits and dims swapped."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from gradwire.collectives import agreement, wire
+from gradwire.collectives.handles import Handle, after, run
+from gradwire.collectives.linear import Linear, register
+from gradwire.collectives.numbers import swap_numbers
+from gradwire.collectives.ranks import member
+from gradwire.collectives.sizes import dim_back, dim_in_front, equal_part, valid_dim, valid_sizes
+from gradwire.collectives.wire import Pending
+from gradwire.errors import ArgumentError
+
+__all__ = ["all_to_all"]
+
+
+@register
+@dataclass(frozen=True)
+class AllToAll(Linear):
+    """Rows for each rank against rows from each rank; equal numbers of them if None."""
+
+    group: ProcessGroup
+    send: tuple[int, ...] | None = None
+    receive: tuple[int, ...] | None = None
+    name = "all_to_all"
+
+    def start(self, x: Tensor, now: bool = False) -> Pending:
+        return wire.all_to_all(x, self.send, self.receive, self.group, now)
+
+    def adjoint(self) -> AllToAll:
+        return AllToAll(self.group, self.receive, self.send)
+
+    def rows(self, rows: int) -> int:
+        return rows if self.receive is None else sum(self.receive)
+
+    def plan(self) -> list[int]:
+        return [*(self.send or ()), *(self.receive or ())]
+
+    @classmethod
+    def of(cls, plan: Sequence[int], group: ProcessGroup) -> AllToAll:
+        if not plan:
+            return cls(group)
+        world = group.size()
+        return cls(group, tuple(plan[:world]), tuple(plan[world:]))
+
+
+@overload
+def all_to_all(
+    x: Tensor,
+    *,
+    input_splits: Sequence[int] | None = ...,
+    output_splits: Sequence[int] | None = ...,
+    split_dim: int = ...,
+    concat_dim: int | None = ...,
+    group: ProcessGroup | None = ...,
+    async_op: Literal[False] = ...,
+    check: bool | None = ...,
+) -> Tensor: ...
+@overload
+def all_to_all(
+    x: Tensor,
+    *,
+    input_splits: Sequence[int] | None = ...,
+    output_splits: Sequence[int] | None = ...,
+    split_dim: int = ...,
+    concat_dim: int | None = ...,
+    group: ProcessGroup | None = ...,
+    async_op: Literal[True],
+    check: bool | None = ...,
+) -> Handle[Tensor]: ...
+@overload
+def all_to_all(
+    x: Sequence[Tensor],
+    *,
+    input_splits: Sequence[int] | None = ...,
+    output_splits: Sequence[int] | None = ...,
+    split_dim: int = ...,
+    concat_dim: int | None = ...,
+    group: ProcessGroup | None = ...,
+    async_op: Literal[False] = ...,
+    check: bool | None = ...,
+) -> tuple[Tensor, ...]: ...
+@overload
+def all_to_all(
+    x: Sequence[Tensor],
+    *,
+    input_splits: Sequence[int] | None = ...,
+    output_splits: Sequence[int] | None = ...,
+    split_dim: int = ...,
+    concat_dim: int | None = ...,
+    group: ProcessGroup | None = ...,
+    async_op: Literal[True],
+    check: bool | None = ...,
+) -> Handle[tuple[Tensor, ...]]: ...
+def all_to_all(
+    x: Tensor | Sequence[Tensor],
+    *,
+    input_splits: Sequence[int] | None = None,
+    output_splits: Sequence[int] | None = None,
+    split_dim: int = 0,
+    concat_dim: int | None = None,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    check: bool | None = None,
+) -> Any:
+    """To each rank its piece of this rank's tensor, from each rank this rank's piece of theirs.
+
+    Args:
+        x: A tensor that is cut along `split_dim`, or a list with a tensor for each rank, which may
+            differ in the first dim; any dtype and strides.
+        input_splits: The sizes for each rank in `split_dim`; None for equal ones.
+        output_splits: The sizes from each rank; exchanged first if not given where
+            `input_splits` is, or where `x` is a list.
+        split_dim: The dim that is cut.
+        concat_dim: The dim that what comes is joined along; `split_dim`, if None.
+        group: The default group, if None.
+        async_op: Return a `Handle`.
+        check: Compare with the other ranks first; see `checks`.
+
+    Returns:
+        What came from rank 0, 1, …: joined along `concat_dim`, or a tuple if `x` is a list.
+
+    Adjoint: all_to_all with splits and dims swapped.
+
+    Raises:
+        ArgumentError: Splits that do not add up, or no such dim.
+        MismatchError: With checks on, ranks disagree.
+
+    Example:
+        >>> from gradwire.collectives import all_to_all
+        >>> def main():
+        ...     return all_to_all(torch.tensor([1, 2]) + 10 * dist.get_rank())
+        >>> run_ranks(main, world_size=2)  # rank 0 has [1, 2], rank 1 has [11, 12]
+        [tensor([ 1, 11]), tensor([ 2, 12])]
+    """
+    group = member(group)
+    if not isinstance(x, Tensor):
+        return _exchanged_list(x, output_splits, group, async_op, check)
+    joined = split_dim if concat_dim is None else concat_dim
+    front, split_dim = dim_in_front(x, split_dim)
+    joined = valid_dim(joined, front.dim(), x.shape)
+    if input_splits is None and output_splits is None:
+        equal_part(len(front), group, "x")
+        send = None
+    elif input_splits is None:
+        send = (equal_part(len(front), group, "x"),) * group.size()
+    else:
+        send = valid_sizes(input_splits, group, "input_splits")
+        if sum(send) != len(front):
+            raise ArgumentError(
+                f"input_splits is {list(send)}: x has {len(front)} in dim {split_dim}"
+            )
+    if joined != split_dim and output_splits is not None:
+        raise ArgumentError("output_splits goes with one dim: leave concat_dim out")
+    detail = f"split_dim={split_dim}, concat_dim={joined}, splits given={send is not None}"
+    rows, received = _exchanged(front, send, output_splits, detail, group, async_op, check)
+    if joined == split_dim:
+        return after(rows, lambda y: dim_back(y, split_dim))
+    world = group.size()
+
+    def rejoined(y: Tensor) -> Tensor:
+        pieces = y.split(len(y) // world if received is None else list(received))
+        return torch.cat([piece.movedim(0, split_dim) for piece in pieces], joined)
+
+    return after(rows, rejoined)
+
+
+def _exchanged(
+    rows: Tensor,
+    send: tuple[int, ...] | None,
+    output_splits: Sequence[int] | None,
+    detail: str,
+    group: ProcessGroup,
+    async_op: bool,
+    check: bool | None,
+) -> tuple[Any, tuple[int, ...] | None]:
+    """The exchanged rows, or a handle; and how many came from each rank, if not equal numbers."""
+    receive = None
+    if output_splits is not None:
+        receive = valid_sizes(output_splits, group, "output_splits")
+    note = None
+    if agreement.enabled(check):
+        equal = (len(rows) // group.size(),) * group.size()
+        call = agreement.describe(
+            "all_to_all",
+            rows,
+            detail=detail,
+            ragged=True,
+            send=send or equal,
+            receive=receive or (),
+        )
+        rows, note, told = agreement.agree(group, rows, call)
+        if send is not None or any(row.send != told[0].send for row in told):
+            send, receive = send or equal, tuple(row.send[group.rank()] for row in told)
+    elif send is not None and receive is None:
+        receive = tuple(swap_numbers(send, group))
+    return run(AllToAll(group, send, receive), rows, note, async_op), receive
+
+
+def _exchanged_list(
+    xs: Sequence[Tensor],
+    output_splits: Sequence[int] | None,
+    group: ProcessGroup,
+    async_op: bool,
+    check: bool | None,
+) -> Any:
+    if len(xs) != group.size():
+        raise ArgumentError(f"x has {len(xs)} tensors: give one for each of {group.size()} ranks")
+    numbers = not xs[0].dim()
+    pieces = [x.reshape(1) if numbers else x for x in xs]
+    send = tuple(len(piece) for piece in pieces)
+    rows, receive = _exchanged(
+        torch.cat(pieces), send, output_splits, "list", group, async_op, check
+    )
+    assert receive is not None
+
+    def cut(y: Tensor) -> tuple[Tensor, ...]:
+        return tuple((p.reshape(()) if numbers else p).clone() for p in y.split(list(receive)))
+
+    return after(rows, cut)

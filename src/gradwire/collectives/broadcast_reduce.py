@@ -1,0 +1,260 @@
+"""broadcast and reduce: each is the other's adjoint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from gradwire.collectives import agreement, wire
+from gradwire.collectives.all_reduce import AllReduce
+from gradwire.collectives.fingerprint import Call
+from gradwire.collectives.handles import Handle, run
+from gradwire.collectives.linear import Linear, linear, register
+from gradwire.collectives.nonlinear import Reducing, reduce_with
+from gradwire.collectives.numbers import device_of
+from gradwire.collectives.ranks import member, root_of
+from gradwire.collectives.reductions import Op, Premul, as_reduction, check_reducible
+from gradwire.collectives.wire import Pending
+from gradwire.errors import ArgumentError, ArgumentTypeError
+
+__all__ = ["broadcast", "reduce"]
+
+
+@register
+@dataclass(frozen=True)
+class Broadcast(Linear):
+    """The root's tensor; the other ranks' inputs count for nothing."""
+
+    group: ProcessGroup
+    root: int
+    name = "broadcast"
+
+    def start(self, x: Tensor, now: bool = False) -> Pending:
+        return wire.broadcast(x, self.root, self.group, now)
+
+    def adjoint(self) -> Reduce:
+        return Reduce(self.group, self.root)
+
+    def plan(self) -> list[int]:
+        return [self.root]
+
+    @classmethod
+    def of(cls, plan: Sequence[int], group: ProcessGroup) -> Broadcast:
+        return cls(group, *plan)
+
+
+@register
+@dataclass(frozen=True)
+class Reduce(Reducing):
+    """The sum on the root, zeros elsewhere."""
+
+    group: ProcessGroup
+    root: int
+    name = "reduce"
+
+    def start(self, x: Tensor, now: bool = False) -> Pending:
+        return wire.reduce(x, self.root, "sum", self.group, now)
+
+    def start_with(self, x: Tensor, op: str, now: bool = False) -> Pending:
+        return wire.reduce(x, self.root, op, self.group, now)
+
+    def everywhere(self, y: Tensor) -> Tensor:
+        return linear(self.adjoint(), y)
+
+    def total(self, x: Tensor) -> Tensor:
+        return linear(AllReduce(self.group), x)
+
+    def adjoint(self) -> Broadcast:
+        return Broadcast(self.group, self.root)
+
+    def plan(self) -> list[int]:
+        return [self.root]
+
+    @classmethod
+    def of(cls, plan: Sequence[int], group: ProcessGroup) -> Reduce:
+        return cls(group, *plan)
+
+
+@overload
+def reduce(
+    x: Tensor,
+    dst: int | None = ...,
+    op: Op = ...,
+    *,
+    group_dst: int | None = ...,
+    group: ProcessGroup | None = ...,
+    async_op: Literal[False] = ...,
+    check: bool | None = ...,
+) -> Tensor: ...
+@overload
+def reduce(
+    x: Tensor,
+    dst: int | None = ...,
+    op: Op = ...,
+    *,
+    group_dst: int | None = ...,
+    group: ProcessGroup | None = ...,
+    async_op: Literal[True],
+    check: bool | None = ...,
+) -> Handle[Tensor]: ...
+def reduce(
+    x: Tensor,
+    dst: int | None = None,
+    op: Op = "sum",
+    *,
+    group_dst: int | None = None,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    check: bool | None = None,
+) -> Any:
+    """The reduction of all ranks' tensors on one rank; zeros on the others.
+
+    Args:
+        x: Any shape, the same on all ranks, any strides.
+        dst: The root's global rank.
+        op: As in `all_reduce`.
+        group_dst: The root's rank in the group, instead of `dst`.
+        group: The default group, if None.
+        async_op: Return a `Handle`.
+        check: Compare with the other ranks first; see `checks`.
+
+    Returns:
+        The shape and dtype of `x` on every rank. Use it on every rank in what backward is called
+        on, for instance by summing it: the zeros' backward takes part in the adjoint.
+
+    Adjoint: broadcast of the root's cotangent, then the op's rule as in `all_reduce`. Cotangents
+    of the other ranks are ignored, as their results are constant.
+
+    Raises:
+        ArgumentError: No root or two, or the op is not defined for the dtype.
+        MismatchError: With checks on, ranks disagree.
+
+    Example:
+        >>> from gradwire.collectives import reduce
+        >>> def main():
+        ...     return reduce(torch.tensor([dist.get_rank() + 1.0]), dst=0)
+        >>> run_ranks(main, world_size=2)
+        [tensor([3.]), tensor([0.])]
+    """
+    group = member(group)
+    root = root_of(group, dst, group_dst, "dst")
+    reduction = as_reduction(op)
+    check_reducible(x, reduction)
+    note = None
+    if agreement.enabled(check):
+        name = "premul" if isinstance(reduction, Premul) else reduction
+        x, note, _ = agreement.agree(
+            group, x, agreement.describe("reduce", x, reduce=name, root=root)
+        )
+    return reduce_with(Reduce(group, root), x, reduction, note, async_op)
+
+
+@overload
+def broadcast(
+    x: Tensor | Sequence[int] | None,
+    src: int | None = ...,
+    *,
+    group_src: int | None = ...,
+    group: ProcessGroup | None = ...,
+    async_op: Literal[False] = ...,
+    check: bool | None = ...,
+) -> Tensor: ...
+@overload
+def broadcast(
+    x: Tensor | Sequence[int] | None,
+    src: int | None = ...,
+    *,
+    group_src: int | None = ...,
+    group: ProcessGroup | None = ...,
+    async_op: Literal[True],
+    check: bool | None = ...,
+) -> Handle[Tensor]: ...
+def broadcast(
+    x: Tensor | Sequence[int] | None,
+    src: int | None = None,
+    *,
+    group_src: int | None = None,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    check: bool | None = None,
+) -> Any:
+    """One rank's tensor, on all ranks.
+
+    Args:
+        x: On the root the tensor: any shape, dtype and strides. On the other ranks a tensor of
+            that shape, dtype and device (one on "meta" will do, for the group's device), whose
+            values do not matter and whose gradient is zero, and which requires a gradient where
+            the root's does; or, with checks on, the shape or None, in which case the root tells
+            the rest.
+        src: The root's global rank.
+        group_src: The root's rank in the group, instead of `src`.
+        group: The default group, if None.
+        async_op: Return a `Handle`.
+        check: Compare with the other ranks first; see `checks`.
+
+    Returns:
+        The root's values, a tensor of its own on every rank, the root too.
+
+    Adjoint: the sum of the ranks' cotangents on the root, zeros elsewhere.
+
+    Raises:
+        ArgumentError: No root or two; or a receiver gives no tensor and checks are off.
+        MismatchError: With checks on, ranks disagree.
+
+    Example:
+        >>> from gradwire.collectives import broadcast
+        >>> def main():
+        ...     x = torch.tensor([5.0]) if dist.get_rank() == 0 else None
+        ...     return broadcast(x, src=0, check=True)
+        >>> run_ranks(main, world_size=2)
+        [tensor([5.]), tensor([5.])]
+    """
+    group = member(group)
+    root = root_of(group, src, group_src, "src")
+    checked = agreement.enabled(check)
+    if not isinstance(x, Tensor):
+        x = _receiver(x, group.rank() == root, checked)
+    note = None
+    if checked:
+        if isinstance(x, Tensor):
+            call = agreement.describe("broadcast", x, root=root)
+        else:
+            shape = None if x is None else tuple(x)
+            call = Call("broadcast", shape, None, agreement.grad_mode(), root=root)
+        given = x if isinstance(x, Tensor) else torch.empty(())
+        x, note, rows = agreement.agree(group, given, call)
+        if call.dtype is None:
+            like = rows[root]
+            assert like.shape is not None
+            x = torch.empty(0, dtype=like.dtype, device=device_of(group))
+            x = x.new_empty(()).expand(like.shape).requires_grad_(rows[root].wants_grad == 1)
+    assert isinstance(x, Tensor)
+    if x.is_meta:
+        x = (
+            torch.empty((), dtype=x.dtype, device=device_of(group))
+            .expand(x.shape)
+            .requires_grad_(x.requires_grad)
+        )
+    return run(Broadcast(group, root), x, note, async_op)
+
+
+def _receiver(x: object, at_root: bool, checked: bool) -> Sequence[int] | None:
+    """What a receiver gives instead of a tensor, if it may."""
+    if at_root:
+        raise ArgumentTypeError(f"x is a {type(x).__name__} on the root: give the tensor to send")
+    if not checked:
+        raise ArgumentError(
+            f"x is {x!r} on a receiver, and checks are off: give a tensor of the root's shape and "
+            "dtype (torch.empty(..., device='meta') will do), or check=True on every rank, so that "
+            "the root tells them"
+        )
+    if x is None:
+        return None
+    if not isinstance(x, Sequence):
+        raise ArgumentTypeError(f"x is a {type(x).__name__}: give a tensor, a shape or None")
+    return x

@@ -1,0 +1,230 @@
+"""Collectives of many tensors at once: one message for each dtype and device.
+
+The tensors of a tree are laid side by side, one collective moves them, and they are cut apart
+again with torch's own differentiable operations: a leaf that got no cotangent has zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.utils import _pytree
+
+from gradwire.collectives.all_gather_reduce_scatter import all_gather, reduce_scatter
+from gradwire.collectives.all_reduce import all_reduce
+from gradwire.collectives.broadcast_reduce import broadcast, reduce
+from gradwire.collectives.ranks import member
+from gradwire.collectives.reductions import Op
+from gradwire.collectives.sizes import equal_part
+from gradwire.errors import ArgumentTypeError
+
+__all__ = [
+    "all_gather_coalesced",
+    "all_reduce_coalesced",
+    "broadcast_coalesced",
+    "reduce_coalesced",
+    "reduce_scatter_coalesced",
+]
+
+
+def all_reduce_coalesced(
+    tree: Any, op: Op = "sum", *, group: ProcessGroup | None = None, check: bool | None = None
+) -> Any:
+    """`all_reduce` of every tensor in a list or other pytree.
+
+    Args:
+        tree: Tensors of any shapes and dtypes in lists, dicts and the like, the same on all ranks.
+        op: As in `all_reduce`.
+        group: The default group, if None.
+        check: Compare with the other ranks first; see `checks`.
+
+    Returns:
+        The same structure, with the reductions.
+
+    Adjoint: as in `all_reduce`, for each tensor.
+
+    Raises:
+        ArgumentTypeError: A leaf is no tensor.
+        ArgumentError, MismatchError: As in `all_reduce`.
+
+    Example:
+        >>> from gradwire.collectives import all_reduce_coalesced
+        >>> def main():
+        ...     return all_reduce_coalesced({"a": torch.ones(2), "b": torch.tensor(3)})
+        >>> run_ranks(main, world_size=2)[0]
+        {'a': tensor([2., 2.]), 'b': tensor(6)}
+    """
+
+    def move(flat: Tensor) -> Tensor:
+        return all_reduce(flat, op, group=group, check=check)
+
+    return _elementwise(tree, move)
+
+
+def reduce_coalesced(
+    tree: Any,
+    dst: int | None = None,
+    op: Op = "sum",
+    *,
+    group_dst: int | None = None,
+    group: ProcessGroup | None = None,
+    check: bool | None = None,
+) -> Any:
+    """`reduce` of every tensor in a list or other pytree.
+
+    Args:
+        tree: As in `all_reduce_coalesced`.
+        dst: The root's global rank.
+        op: As in `all_reduce`.
+        group_dst: The root's rank in the group, instead of `dst`.
+        group: The default group, if None.
+        check: Compare with the other ranks first; see `checks`.
+
+    Adjoint: as in `reduce`, for each tensor.
+
+    Raises:
+        ArgumentTypeError: A leaf is no tensor.
+        ArgumentError, MismatchError: As in `reduce`.
+    """
+
+    def move(flat: Tensor) -> Tensor:
+        result: Tensor = reduce(flat, dst, op, group_dst=group_dst, group=group, check=check)
+        return result
+
+    return _elementwise(tree, move)
+
+
+def broadcast_coalesced(
+    tree: Any,
+    src: int | None = None,
+    *,
+    group_src: int | None = None,
+    group: ProcessGroup | None = None,
+    check: bool | None = None,
+) -> Any:
+    """`broadcast` of every tensor in a list or other pytree.
+
+    Args:
+        tree: As in `all_reduce_coalesced`; on receivers the values do not matter.
+        src: The root's global rank.
+        group_src: The root's rank in the group, instead of `src`.
+        group: The default group, if None.
+        check: Compare with the other ranks first; see `checks`.
+
+    Adjoint: as in `broadcast`, for each tensor.
+
+    Raises:
+        ArgumentTypeError: A leaf is no tensor.
+        ArgumentError, MismatchError: As in `broadcast`.
+    """
+
+    def move(flat: Tensor) -> Tensor:
+        result: Tensor = broadcast(flat, src, group_src=group_src, group=group, check=check)
+        return result
+
+    return _elementwise(tree, move)
+
+
+def all_gather_coalesced(
+    tree: Any, *, group: ProcessGroup | None = None, check: bool | None = None
+) -> Any:
+    """`all_gather` along the first dim of every tensor in a list or other pytree.
+
+    Args:
+        tree: As in `all_reduce_coalesced`. A 0-d tensor counts as one of size 1.
+        group: The default group, if None.
+        check: Compare with the other ranks first; see `checks`.
+
+    Adjoint: as in `all_gather`, for each tensor.
+
+    Raises:
+        ArgumentTypeError: A leaf is no tensor.
+        MismatchError: With checks on, ranks disagree.
+
+    Example:
+        >>> from gradwire.collectives import all_gather_coalesced
+        >>> def main():
+        ...     return all_gather_coalesced([torch.ones(2) * dist.get_rank(), torch.ones(1)])
+        >>> run_ranks(main, world_size=2)[0]
+        [tensor([0., 0., 1., 1.]), tensor([1., 1.])]
+    """
+    world = member(group).size()
+
+    def move(leaves: Sequence[Tensor]) -> list[Tensor]:
+        flat = torch.cat([leaf.reshape(-1) for leaf in leaves])
+        whole = all_gather(flat, stack=True, group=group, check=check)
+        pieces = whole.split([leaf.numel() for leaf in leaves], 1)
+        return [
+            piece.reshape(world * (len(leaf) if leaf.dim() else 1), *leaf.shape[1:])
+            for piece, leaf in zip(pieces, leaves, strict=True)
+        ]
+
+    return _by_kind(tree, move)
+
+
+def reduce_scatter_coalesced(
+    tree: Any, op: Op = "sum", *, group: ProcessGroup | None = None, check: bool | None = None
+) -> Any:
+    """`reduce_scatter` along the first dim of every tensor in a list or other pytree.
+
+    Args:
+        tree: As in `all_reduce_coalesced`; first dims that the number of ranks divides.
+        op: As in `all_reduce`.
+        group: The default group, if None.
+        check: Compare with the other ranks first; see `checks`.
+
+    Adjoint: as in `reduce_scatter`, for each tensor.
+
+    Raises:
+        ArgumentTypeError: A leaf is no tensor.
+        ArgumentError: A first dim cannot be cut.
+        MismatchError: With checks on, ranks disagree.
+    """
+    members = member(group)
+    world = members.size()
+
+    def move(leaves: Sequence[Tensor]) -> list[Tensor]:
+        rows = [equal_part(len(leaf), members, "a leaf") for leaf in leaves]
+        flat = torch.cat([leaf.reshape(world, leaf.numel() // world) for leaf in leaves], 1)
+        mine = reduce_scatter(flat, op, group=group, check=check)[0]
+        pieces = mine.split([leaf.numel() // world for leaf in leaves])
+        return [
+            piece.reshape(row, *leaf.shape[1:])
+            for piece, row, leaf in zip(pieces, rows, leaves, strict=True)
+        ]
+
+    return _by_kind(tree, move)
+
+
+def _elementwise(tree: Any, move: Callable[[Tensor], Tensor]) -> Any:
+    """A collective that keeps shapes, on each dtype's elements in one row."""
+
+    def moved(leaves: Sequence[Tensor]) -> list[Tensor]:
+        flat = move(torch.cat([leaf.reshape(-1) for leaf in leaves]))
+        pieces = flat.split([leaf.numel() for leaf in leaves])
+        return [piece.reshape(leaf.shape) for piece, leaf in zip(pieces, leaves, strict=True)]
+
+    return _by_kind(tree, moved)
+
+
+def _by_kind(tree: Any, move: Callable[[Sequence[Tensor]], list[Tensor]]) -> Any:
+    """`move` of the tensors of each dtype and device, in the order in which these first occur."""
+    leaves, structure = _pytree.tree_flatten(tree)
+    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for i, leaf in enumerate(leaves):
+        if not isinstance(leaf, Tensor):
+            raise ArgumentTypeError(
+                f"leaf {i} of the tree is a {type(leaf).__name__}: give tensors"
+            )
+        kinds.setdefault((leaf.dtype, leaf.device), []).append(i)
+    results: list[Tensor] = list(leaves)
+    for indices in kinds.values():
+        moved = move([leaves[i] for i in indices])
+        for i, result in zip(indices, moved, strict=True):
+            # Cut from one buffer: a copy has memory, and a version counter, of its own.
+            results[i] = result.clone()
+    return _pytree.tree_unflatten(results, structure)

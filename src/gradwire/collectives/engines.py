@@ -1,0 +1,70 @@
+"""Which engine moves a group's tensors, and tensors as engines can carry them."""
+
+from __future__ import annotations
+
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.distributed import ProcessGroup
+
+__all__ = ["NATIVE", "by_rows", "dense", "empty", "engine", "flat", "fresh", "plain"]
+
+NATIVE = {
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int8,
+    torch.uint8,
+    torch.int32,
+    torch.int64,
+}
+"""What every engine carries; the rest travels as bytes."""
+_engines: WeakKeyDictionary[ProcessGroup, dict[str, str]] = WeakKeyDictionary()
+
+
+def engine(group: ProcessGroup, x: Tensor) -> str:
+    """The name of what moves the group's tensors of that device; "" if it has none."""
+    names = _engines.setdefault(group, {})
+    kind = x.device.type
+    if kind not in names:
+        if type(group) is ProcessGroup:
+            names[kind] = group._get_backend(x.device).name()
+        else:  # written in Python: one engine
+            names[kind] = getattr(group, "getBackendName", str)()
+    return names[kind]
+
+
+def dense(x: Tensor) -> Tensor:
+    """The tensor with its elements in order in memory; itself, if they are."""
+    return plain(x).resolve_conj().resolve_neg().contiguous()
+
+
+def fresh(x: Tensor) -> Tensor:
+    """A contiguous copy."""
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(plain(x))
+
+
+def plain(x: Tensor) -> Tensor:
+    """The tensor without its tangent, which would follow it into the engine."""
+    return forward_ad.unpack_dual(x).primal if forward_ad._current_level >= 0 else x
+
+
+def flat(x: Tensor) -> Tensor:
+    """A contiguous tensor as the engine can carry it: bytes, if it does not know the dtype."""
+    return x if x.dtype in NATIVE else x.view(-1).view(torch.uint8)
+
+
+def by_rows(x: Tensor) -> Tensor:
+    """`_flat` that keeps the first dim."""
+    if x.dtype in NATIVE:
+        return x
+    width = x[0].numel() if len(x) else 0
+    return x.view(len(x), width).view(torch.uint8)
+
+
+def empty(x: Tensor, rows: int) -> Tensor:
+    """Memory for that many rows like the tensor's."""
+    return torch.empty((rows, *x.shape[1:]), dtype=x.dtype, device=x.device)

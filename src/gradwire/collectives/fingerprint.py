@@ -1,0 +1,164 @@
+"""What a call looks like to other ranks: a row of integers, and how rows are compared."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+__all__ = ["ABSENT", "Call", "Row", "decode", "description", "encode", "first_difference"]
+
+_DIMS = 8
+_DTYPES = sorted((d for d in vars(torch).values() if isinstance(d, torch.dtype)), key=str)
+ABSENT = -1
+"""The number of dims of a tensor that a rank leaves to the root to describe."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """What one rank is about to do.
+
+    Args:
+        op: The collective's name.
+        shape: Of the tensor with the cut dim in front; None where only the root knows.
+        dtype: Of the tensor.
+        wants_grad: Whether this rank makes a graph node: 1, 0, or -1 if it cannot.
+        reduce: The reduction.
+        root: In the group.
+        detail: Whatever else has to agree, as text.
+        ragged: Whether ranks may differ in the first dim.
+        send, receive: Rows for and from each rank, -1 where not known.
+        origin: The number of the call whose backward this is, -1 in forward.
+    """
+
+    op: str
+    shape: tuple[int, ...] | None
+    dtype: torch.dtype | None
+    wants_grad: int = 0
+    reduce: str = ""
+    root: int = -1
+    detail: str = ""
+    ragged: bool = False
+    send: Sequence[int] = ()
+    receive: Sequence[int] = ()
+    origin: int = -1
+
+
+@dataclass(frozen=True)
+class Row:
+    """What came from one rank."""
+
+    wants_grad: int
+    shape: tuple[int, ...] | None
+    dtype: torch.dtype | None
+    send: list[int]
+    receive: list[int]
+
+
+# A row: _HEAD single numbers, _DIMS sizes, then rows for and from each rank.
+_FIELDS = (
+    "call",
+    "order of backward",
+    "op",
+    "reduce op",
+    "root",
+    "dtype",
+    "detail",
+    "dims",
+    "grad",
+)
+_HEAD = len(_FIELDS)
+
+
+def encode(call: Call, number: int, world: int) -> list[int]:
+    """A call as integers, equally many on every rank."""
+    shape = call.shape
+    dims = list(shape or ())
+    if len(dims) > _DIMS:
+        dims = [*dims[: _DIMS - 1], _hash(tuple(dims[_DIMS - 1 :]))]
+    dims += [0] * (_DIMS - len(dims))
+    return [
+        number,
+        call.origin,
+        _hash(call.op),
+        _hash(call.reduce),
+        call.root,
+        ABSENT if call.dtype is None else _DTYPES.index(call.dtype),
+        _hash(call.detail),
+        ABSENT if shape is None else len(shape),
+        call.wants_grad,
+        *dims,
+        *(call.send or [-1] * world),
+        *(call.receive or [-1] * world),
+    ]
+
+
+def decode(row: Sequence[int], world: int) -> Row:
+    """What a rank told."""
+    dtype, dims = row[_FIELDS.index("dtype")], row[_FIELDS.index("dims")]
+    splits = row[_HEAD + _DIMS :]
+    return Row(
+        wants_grad=row[_FIELDS.index("grad")],
+        shape=None if dims == ABSENT else tuple(row[_HEAD : _HEAD + dims]),
+        dtype=None if dtype == ABSENT else _DTYPES[dtype],
+        send=list(splits[:world]),
+        receive=list(splits[world:]),
+    )
+
+
+@lru_cache(maxsize=4096)
+def _hash(value: object) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=7).digest(), "big")
+
+
+def first_difference(rows: list[list[int]], ragged: bool) -> str | None:
+    """The name of the first field in which ranks differ that must not; None if there is none."""
+    for name, values in _must_agree(rows, ragged):
+        if len(set(values)) > 1:
+            return name
+    return None if _splits_agree(rows) else "splits"
+
+
+def _must_agree(rows: list[list[int]], ragged: bool) -> Iterator[tuple[str, list[object]]]:
+    """Each field that has to be equal, with the ranks' values."""
+    for i, name in enumerate(_FIELDS[:-2]):
+        yield name, [row[i] for row in rows if name != "dtype" or row[i] != ABSENT]
+    dims = _FIELDS.index("dims")
+    present = [row for row in rows if row[dims] != ABSENT]
+    yield "shape", [(row[dims], *row[_HEAD + ragged : _HEAD + _DIMS]) for row in present]
+    states = {row[_FIELDS.index("grad")] for row in rows}
+    if states >= {1, -1}:
+        yield "requires-grad", [row[_FIELDS.index("grad")] for row in rows]
+
+
+def _splits_agree(rows: list[list[int]]) -> bool:
+    """Whether what each rank sends to another is what that one expects."""
+    world = len(rows)
+    sends = [row[_HEAD + _DIMS : _HEAD + _DIMS + world] for row in rows]
+    receives = [row[_HEAD + _DIMS + world :] for row in rows]
+    pairs = [(sends[s][r], receives[r][s]) for s in range(world) for r in range(world)]
+    return all(-1 in pair or pair[0] == pair[1] for pair in pairs)
+
+
+def description(field: str, call: Call) -> str:
+    """What a call has in a field, for people."""
+    if field == "shape":
+        return f"{call.shape}" if not call.ragged else f"{call.shape} (the first size may differ)"
+    if field == "dtype":
+        return str(call.dtype)
+    if field == "reduce op":
+        return call.reduce or "none"
+    if field == "root":
+        return str(call.root)
+    if field == "detail":
+        return call.detail or "none"
+    if field == "splits":
+        return f"sends {list(call.send)}, expects {list(call.receive)}"
+    if field == "requires-grad":
+        return {1: "requires grad", 0: "requires none", -1: "gradients are off"}[call.wants_grad]
+    if call.origin >= 0:
+        return f"{call.op}, the group's call {call.origin}"
+    return call.op

@@ -1,0 +1,371 @@
+"""gather and scatter: each is the other's adjoint.
+
+Only the root holds the whole. On the other ranks it stands as a tensor without rows, so that the
+graph is the same everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from gradwire.collectives import agreement, wire
+from gradwire.collectives.fingerprint import Call
+from gradwire.collectives.handles import Handle, after, run
+from gradwire.collectives.linear import Linear, register
+from gradwire.collectives.numbers import device_of
+from gradwire.collectives.ranks import dense_tensor, member, root_of
+from gradwire.collectives.sizes import (
+    Sizes,
+    dim_back,
+    dim_in_front,
+    equal_part,
+    resolve_sizes,
+    valid_dim,
+    valid_sizes,
+)
+from gradwire.collectives.wire import Pending
+from gradwire.errors import ArgumentError, ArgumentTypeError
+
+__all__ = ["gather", "scatter"]
+
+
+@register
+@dataclass(frozen=True)
+class Gather(Linear):
+    """All ranks' rows on the root; no rows elsewhere."""
+
+    group: ProcessGroup
+    root: int
+    sizes: tuple[int, ...]
+    name = "gather"
+
+    def start(self, x: Tensor, now: bool = False) -> Pending:
+        return wire.gather(x, self.root, self.sizes, self.group, now)
+
+    def adjoint(self) -> Scatter:
+        return Scatter(self.group, self.root, self.sizes)
+
+    def rows(self, rows: int) -> int:
+        return sum(self.sizes) if self.group.rank() == self.root else 0
+
+    def plan(self) -> list[int]:
+        return [self.root, *self.sizes]
+
+    @classmethod
+    def of(cls, plan: Sequence[int], group: ProcessGroup) -> Gather:
+        return cls(group, plan[0], tuple(plan[1:]))
+
+
+@register
+@dataclass(frozen=True)
+class Scatter(Linear):
+    """The root's rows, dealt out; the others' input has no rows."""
+
+    group: ProcessGroup
+    root: int
+    sizes: tuple[int, ...]
+    name = "scatter"
+
+    def start(self, x: Tensor, now: bool = False) -> Pending:
+        return wire.scatter(x, self.root, self.sizes, self.group, now)
+
+    def adjoint(self) -> Gather:
+        return Gather(self.group, self.root, self.sizes)
+
+    def rows(self, rows: int) -> int:
+        return self.sizes[self.group.rank()]
+
+    def plan(self) -> list[int]:
+        return [self.root, *self.sizes]
+
+    @classmethod
+    def of(cls, plan: Sequence[int], group: ProcessGroup) -> Scatter:
+        return cls(group, plan[0], tuple(plan[1:]))
+
+
+@overload
+def gather(
+    x: Tensor,
+    dst: int | None = ...,
+    dim: int = ...,
+    *,
+    sizes: Sizes = ...,
+    stack: bool = ...,
+    group_dst: int | None = ...,
+    group: ProcessGroup | None = ...,
+    async_op: Literal[False] = ...,
+    check: bool | None = ...,
+) -> Tensor: ...
+@overload
+def gather(
+    x: Tensor,
+    dst: int | None = ...,
+    dim: int = ...,
+    *,
+    sizes: Sizes = ...,
+    stack: bool = ...,
+    group_dst: int | None = ...,
+    group: ProcessGroup | None = ...,
+    async_op: Literal[True],
+    check: bool | None = ...,
+) -> Handle[Tensor]: ...
+def gather(
+    x: Tensor,
+    dst: int | None = None,
+    dim: int = 0,
+    *,
+    sizes: Sizes = None,
+    stack: bool = False,
+    group_dst: int | None = None,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    check: bool | None = None,
+) -> Any:
+    """All ranks' tensors joined along a dim, on one rank; zeros on the others.
+
+    Args:
+        x: As in `all_gather`.
+        dst: The root's global rank.
+        dim: The dim that is joined.
+        sizes: As in `all_gather`.
+        stack: Join along a new dim instead, before `dim`.
+        group_dst: The root's rank in the group, instead of `dst`.
+        group: The default group, if None.
+        async_op: Return a `Handle`.
+        check: Compare with the other ranks first; see `checks`.
+
+    Returns:
+        On the root the concatenation in rank order; zeros of that shape on the others, to be used
+        there in what backward is called on.
+
+    Adjoint: scatter of the root's cotangent; cotangents of the other ranks are ignored.
+
+    Raises:
+        ArgumentError: No root or two, sizes that are not the ranks', or no such dim.
+        MismatchError: With checks on, ranks disagree.
+
+    Example:
+        >>> from gradwire.collectives import gather
+        >>> def main():
+        ...     return gather(torch.tensor([dist.get_rank() + 1.0]), dst=0)
+        >>> run_ranks(main, world_size=2)
+        [tensor([1., 2.]), tensor([0., 0.])]
+    """
+    group = member(group)
+    root = root_of(group, dst, group_dst, "dst")
+    dense_tensor(x)
+    if stack:
+        x = x.unsqueeze(valid_dim(dim, x.dim() + 1, x.shape))
+    front, dim = dim_in_front(x, dim)
+    note = None
+    if agreement.enabled(check):
+        call = agreement.describe(
+            "gather",
+            front,
+            root=root,
+            detail=f"dim={dim}, sizes={sizes if isinstance(sizes, str | None) else list(sizes)}",
+            ragged=sizes is not None,
+        )
+        front, note, _ = agreement.agree(group, front, call)
+    known = resolve_sizes(sizes, len(front), group) or (len(front),) * group.size()
+
+    def whole(rows: Tensor) -> Tensor:
+        if group.rank() != root:
+            # Rows of zeros, with the graph node that takes part in backward.
+            rows = torch.cat([rows, rows.new_zeros((sum(known), *rows.shape[1:]))])
+        return dim_back(rows, dim)
+
+    return after(run(Gather(group, root, known), front, note, async_op), whole)
+
+
+@overload
+def scatter(
+    xs: Tensor | Sequence[Tensor] | None,
+    src: int | None = ...,
+    dim: int = ...,
+    *,
+    sizes: Sequence[int] | None = ...,
+    like: Tensor | None = ...,
+    group_src: int | None = ...,
+    group: ProcessGroup | None = ...,
+    async_op: Literal[False] = ...,
+    check: bool | None = ...,
+) -> Tensor: ...
+@overload
+def scatter(
+    xs: Tensor | Sequence[Tensor] | None,
+    src: int | None = ...,
+    dim: int = ...,
+    *,
+    sizes: Sequence[int] | None = ...,
+    like: Tensor | None = ...,
+    group_src: int | None = ...,
+    group: ProcessGroup | None = ...,
+    async_op: Literal[True],
+    check: bool | None = ...,
+) -> Handle[Tensor]: ...
+def scatter(
+    xs: Tensor | Sequence[Tensor] | None,
+    src: int | None = None,
+    dim: int = 0,
+    *,
+    sizes: Sequence[int] | None = None,
+    like: Tensor | None = None,
+    group_src: int | None = None,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    check: bool | None = None,
+) -> Any:
+    """One rank's tensor, cut along a dim, or its list of tensors: to each rank its piece.
+
+    Args:
+        xs: On the root a list with a tensor for each rank, which differ at most in `dim`, or one
+            tensor that is cut. On the other ranks None; tensors are not looked at there and get
+            gradients of zeros, by which the rank takes part in further derivatives.
+        src: The root's global rank.
+        dim: The dim that is cut.
+        sizes: The sizes into which the root's tensor is cut; None for equal ones. The root's word
+            counts, but with `like` every rank gives them.
+        like: On every rank a tensor of the shape, dtype and device that it will receive (one on
+            "meta" will do, for the group's device), which requires a gradient where the root's
+            does. Then nothing is sent besides the data; without it the root tells them first.
+        group_src: The root's rank in the group, instead of `src`.
+        group: The default group, if None.
+        async_op: Return a `Handle`.
+        check: Compare with the other ranks first; see `checks`.
+
+    Returns:
+        This rank's piece.
+
+    Adjoint: gather of the cotangents on the root.
+
+    Raises:
+        ArgumentError: No root or two, or not a piece for each rank.
+        MismatchError: Ranks disagree, with checks on or without `like`.
+
+    Example:
+        >>> from gradwire.collectives import scatter
+        >>> def main():
+        ...     xs = [torch.tensor([1.0]), torch.tensor([2.0])] if dist.get_rank() == 0 else None
+        ...     return scatter(xs, src=0)
+        >>> run_ranks(main, world_size=2)
+        [tensor([1.]), tensor([2.])]
+    """
+    group = member(group)
+    root = root_of(group, src, group_src, "src")
+    if group.rank() == root:
+        whole = _Whole.of(xs, dim, sizes, group)
+    elif like is not None:
+        whole = _Whole.expected(like, dim, sizes, group)
+    else:
+        whole = None
+    note = None
+    if like is None or agreement.enabled(check):
+        whole, note = _told(whole, root, dim, group)
+    assert whole is not None
+    if group.rank() != root and like is None:
+        whole = whole.hung_on(xs)
+    result = run(Scatter(group, root, whole.sizes), whole.rows, note, async_op)
+    return after(result, lambda y: y.reshape(()) if whole.numbers else dim_back(y, whole.dim))
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """What a scatter cuts: the rows, none on a receiver, with the cut dim in front.
+
+    Args:
+        rows: The pieces, one after the other.
+        sizes: How many rows each rank gets.
+        dim: Where the cut dim was.
+        numbers: Whether the pieces have no dim at all.
+    """
+
+    rows: Tensor
+    sizes: tuple[int, ...]
+    dim: int
+    numbers: bool = False
+
+    @classmethod
+    def of(cls, xs: object, dim: int, sizes: Sequence[int] | None, group: ProcessGroup) -> _Whole:
+        """On the root."""
+        if isinstance(xs, Tensor):
+            front, dim = dim_in_front(xs, dim)
+            if sizes is None:
+                return cls(front, (equal_part(len(front), group, "xs"),) * group.size(), dim)
+            given = valid_sizes(sizes, group, "sizes")
+            if sum(given) != len(front):
+                raise ArgumentError(f"sizes is {list(given)}: xs has {len(front)} in dim {dim}")
+            return cls(front, given, dim)
+        if not isinstance(xs, Sequence) or not all(isinstance(x, Tensor) for x in xs):
+            raise ArgumentTypeError(f"xs is a {type(xs).__name__} on the root: give tensors")
+        if len(xs) != group.size():
+            raise ArgumentError(
+                f"xs has {len(xs)} pieces: give one for each of {group.size()} ranks"
+            )
+        numbers = not xs[0].dim()
+        dim = valid_dim(dim, max(1, xs[0].dim()), xs[0].shape)
+        fronts = [x.reshape(1) if numbers else x.movedim(dim, 0) for x in xs]
+        return cls(torch.cat(fronts), tuple(len(front) for front in fronts), dim, numbers)
+
+    @classmethod
+    def expected(
+        cls, like: Tensor, dim: int, sizes: Sequence[int] | None, group: ProcessGroup
+    ) -> _Whole:
+        """On a receiver that knows what it gets."""
+        numbers = not like.dim()
+        front, dim = dim_in_front(like, dim)
+        rows = front[:0]
+        if like.is_meta:
+            rows = torch.empty(rows.shape, dtype=like.dtype, device=device_of(group))
+            rows.requires_grad_(like.requires_grad)
+        given = (len(front),) * group.size() if sizes is None else tuple(sizes)
+        return cls(rows, given, dim, numbers)
+
+    def hung_on(self, xs: Tensor | Sequence[Tensor] | None) -> _Whole:
+        """With a receiver's own tensors as the origin of its rows, of which there are none."""
+        own = [xs] if isinstance(xs, Tensor) else xs or ()
+        empty = [x.reshape(-1)[:0].to(self.rows) for x in own if x.requires_grad]
+        if not empty or not self.rows.requires_grad:
+            return self
+        # Not cat, whose backward leaves empty tensors out.
+        return replace(self, rows=torch.stack(empty).reshape(self.rows.shape))
+
+
+def _told(
+    whole: _Whole | None, root: int, dim: int, group: ProcessGroup
+) -> tuple[_Whole, agreement.Note]:
+    """The root tells what it is about to cut; the same on all ranks, without rows on receivers."""
+    at_root = group.rank() == root
+    rows = torch.empty(0) if whole is None else whole.rows
+    call = Call("scatter", None, None, root=root, detail=f"dim={dim}", ragged=True)
+    if whole is None:
+        call = replace(call, wants_grad=agreement.grad_mode())
+    else:
+        call = replace(
+            call,
+            shape=() if whole.numbers else tuple(rows.shape),
+            dtype=rows.dtype,
+            wants_grad=agreement.wants_grad(rows),
+            send=whole.sizes if at_root else (),
+            receive=() if at_root else _expects(whole, root, group),
+        )
+    rows, note, told = agreement.agree(group, rows, call)
+    if whole is not None:
+        return replace(whole, rows=rows, sizes=tuple(told[root].send)), note
+    shape, dtype, sizes = told[root].shape, told[root].dtype, tuple(told[root].send)
+    assert shape is not None
+    empty = torch.empty((0, *shape[1:]), dtype=dtype, device=device_of(group))
+    empty.requires_grad_(rows.requires_grad)
+    return _Whole(empty, sizes, dim % max(1, len(shape)), not shape), note
+
+
+def _expects(whole: _Whole, root: int, group: ProcessGroup) -> list[int]:
+    """What a receiver that knows its size expects from each rank."""
+    size = whole.sizes[group.rank()]
+    return [size if rank == root else -1 for rank in range(group.size())]

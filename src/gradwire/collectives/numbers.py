@@ -1,0 +1,38 @@
+"""Plain integers between ranks: what has to be known before tensors can be sent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.distributed import ProcessGroup
+
+from gradwire.collectives import wire
+
+__all__ = ["device_of", "gather_numbers", "swap_numbers"]
+
+
+def device_of(group: ProcessGroup) -> torch.device:
+    """A device whose tensors the group carries: the CPU where it can."""
+    kinds = [device.type for device in group._device_types]
+    if not kinds or "cpu" in kinds:
+        return torch.device("cpu")
+    return torch.device(kinds[0], torch.accelerator.current_device_index())
+
+
+def gather_numbers(mine: Sequence[int], group: ProcessGroup) -> list[list[int]]:
+    """All ranks' lists, which are equally long."""
+    # Within torch.func's transforms every new tensor would belong to them.
+    with temporarily_clear_interpreter_stack():
+        own = torch.tensor([mine], dtype=torch.int64, device=device_of(group))
+        rows: list[list[int]] = wire.all_gather(own, None, group, now=True).wait().tolist()
+    return rows
+
+
+def swap_numbers(mine: Sequence[int], group: ProcessGroup) -> list[int]:
+    """One number for each rank against one from each."""
+    with temporarily_clear_interpreter_stack():
+        own = torch.tensor(mine, dtype=torch.int64, device=device_of(group))
+        theirs: list[int] = wire.all_to_all(own, None, None, group, now=True).wait().tolist()
+    return theirs

@@ -1,0 +1,89 @@
+"""What is no tensor: Python objects, and the barrier."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from gradwire.collectives import wire
+from gradwire.collectives.engines import fresh
+from gradwire.collectives.linear import Linear, linear, register
+from gradwire.collectives.numbers import device_of, gather_numbers
+from gradwire.collectives.ranks import member
+from gradwire.collectives.wire import Pending
+
+__all__ = ["all_gather_object", "barrier"]
+
+
+def all_gather_object(obj: Any, *, group: ProcessGroup | None = None) -> list[Any]:
+    """All ranks' objects, on all ranks.
+
+    Objects travel pickled: receive them only from ranks that run code you trust.
+
+    Args:
+        obj: Anything that can be pickled.
+        group: The default group, if None.
+
+    Example:
+        >>> from gradwire.collectives import all_gather_object
+        >>> run_ranks(lambda: all_gather_object({"rank": dist.get_rank()}), world_size=2)
+        [[{'rank': 0}, {'rank': 1}], [{'rank': 0}, {'rank': 1}]]
+    """
+    group = member(group)
+    data = bytearray(pickle.dumps(obj))
+    own = torch.frombuffer(data, dtype=torch.uint8).to(device_of(group))
+    sizes = [count for (count,) in gather_numbers([len(own)], group)]
+    pieces = wire.all_gather(own, sizes, group, now=True).wait().cpu().split(sizes)
+    return [pickle.loads(piece.numpy().tobytes()) for piece in pieces]
+
+
+@register
+@dataclass(frozen=True)
+class Barrier(Linear):
+    """The identity, which waits for all ranks in both passes."""
+
+    group: ProcessGroup
+    name = "barrier"
+
+    def start(self, x: Tensor, now: bool = False) -> Pending:
+        wire.barrier(self.group)
+        return wire.done(fresh(x))
+
+    def adjoint(self) -> Barrier:
+        return self
+
+    @classmethod
+    def of(cls, plan: Sequence[int], group: ProcessGroup) -> Barrier:
+        return cls(group)
+
+
+@overload
+def barrier(x: None = ..., *, group: ProcessGroup | None = ...) -> None: ...
+@overload
+def barrier(x: Tensor, *, group: ProcessGroup | None = ...) -> Tensor: ...
+def barrier(x: Tensor | None = None, *, group: ProcessGroup | None = None) -> Tensor | None:
+    """Return when every rank of the group has called it.
+
+    Args:
+        x: Passed through as a copy, which gives the barrier its place in the graph: what is
+            computed from the result comes after it in forward, and before it in backward.
+        group: The default group, if None.
+
+    Adjoint: the identity, behind a barrier.
+
+    Example:
+        >>> from gradwire.collectives import barrier
+        >>> run_ranks(barrier, world_size=2)
+        [None, None]
+    """
+    group = member(group)
+    if x is not None:
+        return linear(Barrier(group), x)
+    wire.barrier(group)
+    return None

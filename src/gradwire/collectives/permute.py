@@ -1,0 +1,206 @@
+"""ppermute and shift, whose adjoint goes the other way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from gradwire.collectives import agreement, wire
+from gradwire.collectives.engines import fresh
+from gradwire.collectives.handles import Handle, run
+from gradwire.collectives.linear import Linear, register
+from gradwire.collectives.ranks import dense_tensor, member
+from gradwire.collectives.wire import Pending
+from gradwire.errors import ArgumentError
+
+__all__ = ["ppermute", "shift"]
+
+
+@register
+@dataclass(frozen=True)
+class Permute(Linear):
+    """Each tensor to the rank that its pair names; zeros where none comes."""
+
+    group: ProcessGroup
+    pairs: tuple[tuple[int, int], ...]
+    name = "ppermute"
+
+    def start(self, x: Tensor, now: bool = False) -> Pending:
+        rank, world = self.group.rank(), self.group.size()
+        send, receive = [0] * world, [0] * world
+        for source, target in self.pairs:
+            if source == rank:
+                send[target] = 1
+            if target == rank:
+                receive[source] = 1
+        if x.numel() == 0:
+            return wire.done(fresh(x))
+        row = x.unsqueeze(0)
+        pending = wire.all_to_all(row[: sum(send)], send, receive, self.group, now)
+        if sum(receive):
+            # Not a view, which could not be changed in place: autograd knows nothing of its base.
+            return Pending((), lambda: pending.wait()[0].data)
+
+        def nothing() -> Tensor:
+            pending.wait()
+            return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+
+        return Pending((), nothing)
+
+    def adjoint(self) -> Permute:
+        return Permute(self.group, tuple((target, source) for source, target in self.pairs))
+
+    def plan(self) -> list[int]:
+        return [rank for pair in self.pairs for rank in pair]
+
+    @classmethod
+    def of(cls, plan: Sequence[int], group: ProcessGroup) -> Permute:
+        return cls(group, tuple(zip(plan[::2], plan[1::2], strict=True)))
+
+
+@overload
+def ppermute(
+    x: Tensor,
+    pairs: Sequence[tuple[int, int]],
+    *,
+    group: ProcessGroup | None = ...,
+    async_op: Literal[False] = ...,
+    check: bool | None = ...,
+) -> Tensor: ...
+@overload
+def ppermute(
+    x: Tensor,
+    pairs: Sequence[tuple[int, int]],
+    *,
+    group: ProcessGroup | None = ...,
+    async_op: Literal[True],
+    check: bool | None = ...,
+) -> Handle[Tensor]: ...
+def ppermute(
+    x: Tensor,
+    pairs: Sequence[tuple[int, int]],
+    *,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    check: bool | None = None,
+) -> Any:
+    """Each rank's tensor to another rank, as (source, destination) pairs say.
+
+    Args:
+        x: The same shape on all ranks, any dtype and strides.
+        pairs: Ranks in the group, the same pairs on all ranks; no source and no destination twice.
+        group: The default group, if None.
+        async_op: Return a `Handle`.
+        check: Compare with the other ranks first; see `checks`.
+
+    Returns:
+        The source's tensor; zeros on a rank that is no destination.
+
+    Adjoint: the inverse pairs.
+
+    Raises:
+        ArgumentError: A source or destination twice, or not in the group.
+        MismatchError: With checks on, ranks disagree.
+
+    Example:
+        >>> from gradwire.collectives import ppermute
+        >>> def main():
+        ...     return ppermute(torch.tensor([dist.get_rank() + 1.0]), [(0, 1)])
+        >>> run_ranks(main, world_size=2)
+        [tensor([0.]), tensor([1.])]
+    """
+    group = member(group)
+    moves = tuple((int(source), int(target)) for source, target in pairs)
+    _check_pairs(moves, group.size())
+    return _permuted(x, moves, "ppermute", group, async_op, check)
+
+
+@overload
+def shift(
+    x: Tensor,
+    k: int = ...,
+    *,
+    wrap: bool = ...,
+    group: ProcessGroup | None = ...,
+    async_op: Literal[False] = ...,
+    check: bool | None = ...,
+) -> Tensor: ...
+@overload
+def shift(
+    x: Tensor,
+    k: int = ...,
+    *,
+    wrap: bool = ...,
+    group: ProcessGroup | None = ...,
+    async_op: Literal[True],
+    check: bool | None = ...,
+) -> Handle[Tensor]: ...
+def shift(
+    x: Tensor,
+    k: int = 1,
+    *,
+    wrap: bool = True,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    check: bool | None = None,
+) -> Any:
+    """Each rank's tensor to the rank k places further.
+
+    Args:
+        x: The same shape on all ranks, any dtype and strides.
+        k: How far; negative for the other direction.
+        wrap: Whether the last rank's next is the first; otherwise zeros come in there.
+        group: The default group, if None.
+        async_op: Return a `Handle`.
+        check: Compare with the other ranks first; see `checks`.
+
+    Returns:
+        The tensor of the rank k places before.
+
+    Adjoint: the shift by -k.
+
+    Raises:
+        MismatchError: With checks on, ranks disagree.
+
+    Example:
+        >>> from gradwire.collectives import shift
+        >>> def main():
+        ...     x = torch.tensor([dist.get_rank() + 1.0])
+        ...     return shift(x).item(), shift(x, wrap=False).item()
+        >>> run_ranks(main, world_size=3)
+        [(3.0, 0.0), (1.0, 1.0), (2.0, 2.0)]
+    """
+    group = member(group)
+    world = group.size()
+    moves = [(rank, (rank + k) % world) for rank in range(world) if wrap or 0 <= rank + k < world]
+    return _permuted(x, tuple(moves), "shift", group, async_op, check)
+
+
+def _permuted(
+    x: Tensor,
+    moves: tuple[tuple[int, int], ...],
+    name: str,
+    group: ProcessGroup,
+    async_op: bool,
+    check: bool | None,
+) -> Any:
+    dense_tensor(x)
+    note = None
+    if agreement.enabled(check):
+        x, note, _ = agreement.agree(group, x, agreement.describe(name, x, detail=f"pairs={moves}"))
+    return run(Permute(group, moves), x, note, async_op)
+
+
+def _check_pairs(pairs: Sequence[tuple[int, int]], world: int) -> None:
+    for name, ranks in (("source", [s for s, _ in pairs]), ("destination", [t for _, t in pairs])):
+        if len(set(ranks)) < len(ranks):
+            raise ArgumentError(f"pairs is {list(pairs)}: a {name} is there twice")
+        if any(not 0 <= rank < world for rank in ranks):
+            raise ArgumentError(
+                f"pairs is {list(pairs)}: a {name} is not in the group, 0 to {world - 1}"
+            )

@@ -1,0 +1,287 @@
+"""send, recv and send_recv: each other's adjoints, in an order that tokens fix.
+
+Messages between two ranks are matched by their order alone. A token goes from one call to the next
+and into the loss (`join`); its cotangent comes back the other way, so that on every rank backward
+runs the moves in exactly the reverse order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.distributed import ProcessGroup
+
+from gradwire.collectives import wire
+from gradwire.collectives.ranks import member, peer, root_of
+from gradwire.errors import ArgumentError
+
+__all__ = ["join", "recv", "send", "send_recv"]
+
+
+class _Send(Function):
+    """From a tensor and a token to a token."""
+
+    @staticmethod
+    def forward(x: Tensor, token: Tensor, to: int, group: ProcessGroup) -> Tensor:
+        wire.send(x, to, group).wait()
+        return token.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        x, _, ctx.to, ctx.group = inputs
+        ctx.shape, ctx.dtype, ctx.device = x.shape, x.dtype, x.device
+
+    @staticmethod
+    def backward(ctx: Any, token: Tensor) -> Any:
+        like = torch.empty((), dtype=ctx.dtype, device=ctx.device).expand(ctx.shape)
+        cotangent, token = _Receive.apply(like, token, ctx.to, ctx.group)  # type: ignore[no-untyped-call]
+        return cotangent, token, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, token: Tensor, *_: None) -> Tensor:
+        return _Send.apply(tangent, token, ctx.to, ctx.group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Receive(Function):
+    """From a token to a tensor and a token."""
+
+    @staticmethod
+    def forward(like: Tensor, token: Tensor, source: int, group: ProcessGroup) -> Any:
+        return wire.receive(like, source, group).wait(), token.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.like, _, ctx.source, ctx.group = inputs
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor, token: Tensor) -> Any:
+        token = _Send.apply(cotangent, token, ctx.source, ctx.group)  # type: ignore[no-untyped-call]
+        return torch.zeros_like(cotangent) if ctx.needs_input_grad[0] else None, token, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, _like: Any, token: Tensor, *_: None) -> Any:
+        return _Receive.apply(ctx.like, token, ctx.source, ctx.group)  # type: ignore[no-untyped-call]
+
+
+class _Join(Function):
+    """From a tensor and a token to the tensor."""
+
+    @staticmethod
+    def forward(x: Tensor, token: Tensor) -> Tensor:
+        return x.clone(memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Any:
+        return _Split.apply(cotangent, *ctx.saved_tensors)  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: Any) -> Tensor:
+        return tangent.clone()
+
+
+class _Split(Function):
+    """From a tensor to the tensor and a first token of the moves in backward.
+
+    It depends on forward's last token, so that a second backward, when it has been through the
+    moves of the first, goes through those of forward on every rank.
+    """
+
+    @staticmethod
+    def forward(x: Tensor, token: Tensor) -> Any:
+        return x.clone(memory_format=torch.contiguous_format), torch.zeros_like(token)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor, token: Tensor) -> Any:
+        joined = _Join.apply(cotangent, token)  # type: ignore[no-untyped-call]
+        return _Split.apply(joined, token.detach())  # type: ignore[no-untyped-call]
+
+
+class _Exchange(Function):
+    """A tensor to one rank while another's comes in."""
+
+    @staticmethod
+    def forward(x: Tensor, to: int | None, source: int | None, group: ProcessGroup) -> Tensor:
+        sent = None if to is None else wire.send(x, to, group)
+        if source is None:
+            out = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+        else:
+            out = wire.receive(x, source, group).wait()
+        if sent is not None:
+            sent.wait()
+        return out
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        _, ctx.to, ctx.source, ctx.group = inputs
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Any:
+        return _Exchange.apply(cotangent, ctx.source, ctx.to, ctx.group), None, None, None  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
+        return _Exchange.apply(tangent, ctx.to, ctx.source, ctx.group)  # type: ignore[no-any-return, no-untyped-call]
+
+    @staticmethod
+    def vmap(_: Any, in_dims: Any, x: Tensor, *rest: Any) -> Any:
+        return _Exchange.apply(x.movedim(in_dims[0], -1), *rest), -1  # type: ignore[no-untyped-call]
+
+
+def send(
+    x: Tensor,
+    dst: int | None = None,
+    *,
+    token: Tensor | None = None,
+    group_dst: int | None = None,
+    group: ProcessGroup | None = None,
+) -> Tensor:
+    """Send a tensor to one rank, which calls `recv`.
+
+    Args:
+        x: Any shape, dtype and strides.
+        dst: The receiver's global rank.
+        token: What the last `send` or `recv` of this rank gave: backward keeps their order.
+        group_dst: The receiver's rank in the group, instead of `dst`.
+        group: The default group, if None.
+
+    Returns:
+        A token. Give it to the next move, and the last one to `join`: without that, backward does
+        not come here, and the receiver waits in its backward. `torch.autograd.grad` goes only to
+        what depends on its inputs: there, let the first token do so (`0 * x.sum()`).
+
+    Adjoint: `recv` of the cotangent.
+
+    Raises:
+        ArgumentError: No receiver or two, or it is this rank.
+
+    Example:
+        >>> from gradwire.collectives import join, recv, send
+        >>> def main():
+        ...     x = torch.tensor([5.0], requires_grad=True)
+        ...     if dist.get_rank() == 0:
+        ...         token = send(x, dst=1)
+        ...         join(torch.zeros(()), token).backward()
+        ...         return x.grad
+        ...     y, token = recv(torch.empty(1), src=0)
+        ...     join((3 * y).sum(), token).backward()
+        ...     return y.detach()
+        >>> run_ranks(main, world_size=2)
+        [tensor([3.]), tensor([5.])]
+    """
+    group = member(group)
+    to = _other(group, root_of(group, dst, group_dst, "dst"), "dst")
+    return _Send.apply(x, _token(token), to, group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def recv(
+    like: Tensor,
+    src: int | None = None,
+    *,
+    token: Tensor | None = None,
+    group_src: int | None = None,
+    group: ProcessGroup | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Receive a tensor from one rank, which calls `send`.
+
+    Args:
+        like: A tensor of the shape, dtype and device that comes; its values do not matter.
+        src: The sender's global rank.
+        token: What the last `send` or `recv` of this rank gave: backward keeps their order.
+        group_src: The sender's rank in the group, instead of `src`.
+        group: The default group, if None.
+
+    Returns:
+        The tensor and a token, as `send` gives one.
+
+    Adjoint: `send` of the cotangent.
+
+    Raises:
+        ArgumentError: No sender or two, or it is this rank.
+    """
+    group = member(group)
+    source = _other(group, root_of(group, src, group_src, "src"), "src")
+    y, after = _Receive.apply(like.detach(), _token(token), source, group)  # type: ignore[no-untyped-call]
+    return y, after
+
+
+def join(x: Tensor, token: Tensor) -> Tensor:
+    """The tensor, a copy, whose backward also runs that of the moves behind the token.
+
+    Args:
+        x: What backward is called on, or what goes into it.
+        token: The last token of this rank.
+
+    Adjoint: the identity; zero for the token.
+    """
+    return _Join.apply(x, token)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def send_recv(
+    x: Tensor,
+    dst: int | None = None,
+    src: int | None = None,
+    *,
+    group_dst: int | None = None,
+    group_src: int | None = None,
+    group: ProcessGroup | None = None,
+) -> Tensor:
+    """Send a tensor to one rank while receiving another's, of the same shape, without deadlock.
+
+    Only the ranks that move something call it.
+
+    Args:
+        x: What is sent. Any shape, dtype and strides.
+        dst: The receiver's global rank; None to send nothing.
+        src: The sender's global rank; None to receive nothing.
+        group_dst: The receiver's rank in the group, instead of `dst`.
+        group_src: The sender's rank in the group, instead of `src`.
+        group: The default group, if None.
+
+    Returns:
+        What came; zeros if there is no sender.
+
+    Adjoint: the same with `dst` and `src` swapped.
+
+    Raises:
+        ArgumentError: A rank that is not in the group, or is this one.
+
+    Example:
+        >>> from gradwire.collectives import send_recv
+        >>> def main():
+        ...     other = 1 - dist.get_rank()
+        ...     return send_recv(torch.tensor([dist.get_rank()]), dst=other, src=other)
+        >>> run_ranks(main, world_size=2)
+        [tensor([1]), tensor([0])]
+
+    Source:
+        MPI standard, MPI_Sendrecv.
+    """
+    group = member(group)
+    to = peer(group, dst, group_dst, "dst")
+    source = peer(group, src, group_src, "src")
+    for rank, name in ((to, "dst"), (source, "src")):
+        if rank is not None:
+            _other(group, rank, name)
+    return _Exchange.apply(x, to, source, group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _token(token: Tensor | None) -> Tensor:
+    """The token to go on with; a first one asks for a gradient, so that the graph is made."""
+    return torch.zeros((), requires_grad=True) if token is None else token
+
+
+def _other(group: ProcessGroup, rank: int, name: str) -> int:
+    if rank == group.rank():
+        raise ArgumentError(f"{name} is this rank itself ({rank} in the group): give another")
+    return rank

@@ -1,0 +1,122 @@
+"""scan and exscan: reductions over the ranks before this one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from gradwire.collectives import agreement
+from gradwire.collectives.parts import combine, running
+from gradwire.collectives.ranks import member
+from gradwire.collectives.reductions import check_reducible
+from gradwire.errors import ArgumentError
+
+__all__ = ["exscan", "scan"]
+
+_OPS = ("sum", "max", "min", "product")
+
+
+def scan(
+    x: Tensor, op: str = "sum", *, group: ProcessGroup | None = None, check: bool | None = None
+) -> Tensor:
+    """The reduction of the tensors of the ranks up to this one.
+
+    Args:
+        x: The same shape on all ranks, any strides.
+        op: "sum", "max", "min" or "product".
+        group: The default group, if None.
+        check: Compare with the other ranks first; see `checks`.
+
+    Returns:
+        On rank r, the reduction over ranks 0 to r.
+
+    Adjoint: for a sum, the sum of the cotangents of this rank and those after it; for the others
+    that, with the op's rule as in `all_reduce`.
+
+    Raises:
+        ArgumentError: The op is not one of these, or not defined for the dtype.
+        MismatchError: With checks on, ranks disagree.
+
+    Example:
+        >>> from gradwire.collectives import scan
+        >>> run_ranks(lambda: scan(torch.tensor([dist.get_rank() + 1])), world_size=3)
+        [tensor([1]), tensor([3]), tensor([6])]
+
+    Source:
+        MPI standard, MPI_Scan.
+    """
+    return _prefix("scan", x, op, member(group), check)
+
+
+def exscan(
+    x: Tensor, op: str = "sum", *, group: ProcessGroup | None = None, check: bool | None = None
+) -> Tensor:
+    """The reduction of the tensors of the ranks before this one.
+
+    Args:
+        x: The same shape on all ranks, any strides.
+        op: "sum", "max", "min" or "product".
+        group: The default group, if None.
+        check: Compare with the other ranks first; see `checks`.
+
+    Returns:
+        On rank r, the reduction over ranks 0 to r-1; on rank 0 the op's neutral element: 0 for a
+        sum, 1 for a product, the least number for max and the greatest for min.
+
+    Adjoint: for a sum, the sum of the cotangents of the ranks after this one; for the others that,
+    with the op's rule as in `all_reduce`.
+
+    Raises:
+        ArgumentError: The op is not one of these, or not defined for the dtype.
+        MismatchError: With checks on, ranks disagree.
+
+    Example:
+        >>> from gradwire.collectives import exscan
+        >>> run_ranks(lambda: exscan(torch.tensor([dist.get_rank() + 1])), world_size=3)
+        [tensor([0]), tensor([1]), tensor([3])]
+
+    Source:
+        MPI standard, MPI_Exscan.
+    """
+    return _prefix("exscan", x, op, member(group), check)
+
+
+def _prefix(name: str, x: Tensor, op: str, group: ProcessGroup, check: bool | None) -> Tensor:
+    if op not in _OPS:
+        raise ArgumentError(f"op is {op!r}: {name} takes {', '.join(_OPS)}")
+    check_reducible(x, op)
+    if agreement.enabled(check):
+        x, _, _ = agreement.agree(group, x, agreement.describe(name, x, reduce=op))
+
+    def before(pieces: Tensor) -> Tensor:
+        if op in ("max", "min"):
+            return _running_extremum(pieces, op)
+        fn: Callable[[Tensor, Tensor], Tensor] = torch.add if op == "sum" else torch.mul
+        return running(pieces, fn, 0 if op == "sum" else 1)
+
+    def up_to(pieces: Tensor) -> Tensor:
+        if op == "sum":
+            return pieces.cumsum(0, dtype=pieces.dtype)
+        if op == "product":
+            return before(pieces) * pieces
+        return torch.cat([_running_extremum(pieces, op)[1:], _extremum(pieces, op).unsqueeze(0)])
+
+    return combine(x, group, up_to if name == "scan" else before)
+
+
+def _running_extremum(pieces: Tensor, op: str) -> Tensor:
+    """Row r is the extremum of the rows before r; each row anew, so that ties share equally."""
+    kind = torch.finfo if pieces.is_floating_point() else torch.iinfo
+    limits = kind(pieces.dtype)
+    neutral = limits.min if op == "max" else limits.max
+    if pieces.is_floating_point():
+        neutral = float("-inf") if op == "max" else float("inf")
+    first = torch.full_like(pieces[0], neutral)
+    return torch.stack([first, *(_extremum(pieces[:r], op) for r in range(1, len(pieces)))])
+
+
+def _extremum(pieces: Tensor, op: str) -> Tensor:
+    return pieces.amax(0) if op == "max" else pieces.amin(0)

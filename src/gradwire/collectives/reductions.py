@@ -1,0 +1,79 @@
+"""Reduction ops: their names, and for which tensors they are defined."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradwire.collectives.ranks import dense_tensor
+from gradwire.errors import ArgumentError, ArgumentTypeError
+
+__all__ = ["BITWISE", "Op", "Premul", "as_reduction", "check_reducible"]
+
+
+@dataclass(frozen=True)
+class Premul:
+    """The reduction Σ c·x, where each rank has a factor c of its own.
+
+    Args:
+        factor: A number, or a tensor that can be multiplied with x; differentiable.
+
+    Example:
+        >>> from gradwire.collectives import Premul, all_reduce
+        >>> def main():
+        ...     return all_reduce(torch.ones(1), Premul(10.0**dist.get_rank()))
+        >>> run_ranks(main, world_size=2)  # 1 + 10
+        [tensor([11.]), tensor([11.])]
+    """
+
+    factor: float | Tensor
+
+
+Op = str | Premul | dist.ReduceOp | dist.ReduceOp.RedOpType
+"""A name, one of torch.distributed's, or a `Premul`."""
+
+_NAMES = ("sum", "avg", "max", "min", "product", "band", "bor", "bxor")
+BITWISE = ("band", "bor", "bxor")
+
+
+def as_reduction(op: object) -> str | Premul:
+    """The reduction's name, or the `Premul` itself.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: Not a reduction.
+    """
+    if isinstance(op, Premul):
+        return op
+    if isinstance(op, str):
+        name = op.lower()
+    elif isinstance(op, dist.ReduceOp | dist.ReduceOp.RedOpType):
+        # A RedOpType says that it is an instance of ReduceOp too.
+        kind: Any = op if isinstance(op, dist.ReduceOp.RedOpType) else op.op  # type: ignore[attr-defined]
+        name = kind.name.lower()
+    else:
+        raise ArgumentTypeError(f"op is {op!r}: give one of {', '.join(_NAMES)}, or a Premul")
+    if name not in _NAMES:
+        raise ArgumentError(f"op is {op!r}: give one of {', '.join(_NAMES)}, or a Premul")
+    return name
+
+
+def check_reducible(x: Tensor, op: str | Premul) -> None:
+    """Raise if the op is not defined for the tensor's dtype.
+
+    Raises:
+        ArgumentError: It is not.
+    """
+    dense_tensor(x)
+    real_or_complex = x.is_floating_point() or x.is_complex()
+    if op in BITWISE and real_or_complex:
+        raise ArgumentError(f"op is {op}, tensor is {x.dtype}: it takes integers and booleans")
+    if op in ("max", "min") and x.is_complex():
+        raise ArgumentError(f"op is {op}, tensor is {x.dtype}: complex numbers have no order")
+    if op == "avg" and not real_or_complex:
+        raise ArgumentError(f"op is avg, tensor is {x.dtype}: it takes floating-point numbers")
+    if x.dtype == torch.bool and op not in ("band", "bor", "bxor", "max", "min"):
+        raise ArgumentError(f"op is {op}, tensor is torch.bool: give band, bor, bxor, max or min")

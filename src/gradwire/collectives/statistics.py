@@ -1,0 +1,251 @@
+"""Statistics over a group: the ranks count as one more dim; composed, so every derivative exists.
+
+`dim` names dims of the tensor that are reduced along with the ranks. What is subtracted or divided
+by for the sake of precision carries no gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from gradwire.collectives.all_reduce import all_reduce
+from gradwire.collectives.ranks import member
+from gradwire.collectives.sizes import valid_dim
+from gradwire.errors import ArgumentError
+
+__all__ = ["logsumexp", "mean", "norm", "softmax", "var"]
+
+Dims = int | Sequence[int]
+
+
+def mean(
+    x: Tensor,
+    dim: Dims = (),
+    *,
+    keepdim: bool = False,
+    group: ProcessGroup | None = None,
+    check: bool | None = None,
+) -> Tensor:
+    """The mean over the ranks, and over dims of the tensor.
+
+    Args:
+        x: Floating-point or complex. The sizes in `dim` may differ by rank: every element counts
+            the same.
+        dim: A dim or several; none for the mean over the ranks alone.
+        keepdim: Whether reduced dims stay, with size 1.
+        group: The default group, if None.
+        check: Compare with the other ranks first; see `checks`.
+
+    Adjoint: the summed cotangents over the number of elements.
+
+    Example:
+        >>> from gradwire.collectives import mean
+        >>> def main():
+        ...     x = torch.arange(3.0) if dist.get_rank() == 0 else torch.tensor([7.0])
+        ...     return mean(x, 0)
+        >>> run_ranks(main, world_size=2)  # of 0, 1, 2 and 7
+        [tensor(2.5000), tensor(2.5000)]
+    """
+    total, count = _sum_and_count(_wide(x), dim, keepdim, member(group), check)
+    return (total / count).to(x.dtype)
+
+
+def var(
+    x: Tensor,
+    dim: Dims = (),
+    *,
+    correction: float = 1,
+    keepdim: bool = False,
+    group: ProcessGroup | None = None,
+    check: bool | None = None,
+) -> Tensor:
+    """The variance over the ranks, and over dims of the tensor: the mean first, then the squares.
+
+    Args:
+        x: Floating-point or complex. The sizes in `dim` may differ by rank.
+        dim: A dim or several; none for the variance over the ranks alone.
+        correction: What is taken from the number of elements before dividing by it.
+        keepdim: Whether reduced dims stay, with size 1.
+        group: The default group, if None.
+        check: Compare with the other ranks first; see `checks`.
+
+    Adjoint: composed of those of `all_reduce`.
+
+    Example:
+        >>> from gradwire.collectives import var
+        >>> run_ranks(lambda: var(torch.tensor(2.0 * dist.get_rank())), world_size=2)
+        [tensor(2.), tensor(2.)]
+    """
+    group = member(group)
+    wide = _wide(x)
+    centred = wide - mean(wide, dim, keepdim=True, group=group, check=check)
+    squares = (centred * centred.conj()).real if x.is_complex() else centred * centred
+    total, count = _sum_and_count(squares, dim, keepdim, group, check)
+    return (total / (count - correction).clamp_min(0)).to(x.real.dtype)
+
+
+def norm(
+    x: Tensor,
+    p: float = 2,
+    dim: Dims = (),
+    *,
+    keepdim: bool = False,
+    group: ProcessGroup | None = None,
+    check: bool | None = None,
+) -> Tensor:
+    """The p-norm over the ranks, and over dims of the tensor; no overflow on the way.
+
+    Args:
+        x: Floating-point or complex. The sizes in `dim` may differ by rank.
+        p: ≥ 1, inf included.
+        dim: A dim or several; none for the norm over the ranks alone.
+        keepdim: Whether reduced dims stay, with size 1.
+        group: The default group, if None.
+        check: Compare with the other ranks first; see `checks`.
+
+    Adjoint: composed of those of `all_reduce`; zero where the norm is zero.
+
+    Raises:
+        ArgumentError: p is below 1.
+
+    Example:
+        >>> from gradwire.collectives import norm
+        >>> run_ranks(lambda: norm(torch.tensor(3.0 + dist.get_rank())), world_size=2)
+        [tensor(5.), tensor(5.)]
+    """
+    if not p >= 1:
+        raise ArgumentError(f"p is {p}: give a number of at least 1, or inf")
+    group = member(group)
+    dims = _dims(x, dim)
+    size = _wide(x).abs()
+    if p == float("inf"):
+        return _squeezed(_maximum(size, dims, group, check), dims, keepdim).to(x.real.dtype)
+    scale = _maximum(size.detach(), dims, group, check)
+    scale = torch.where(scale == 0, 1, scale)
+    total = all_reduce(_sum((size / scale) ** p, dims), group=group, check=check)
+    # The root's slope is infinite at 0: there, neither value nor gradient may pass through it.
+    is_zero = total == 0
+    root = torch.where(is_zero, 1, total) ** (1 / p)
+    return _squeezed(torch.where(is_zero, 0, root * scale), dims, keepdim).to(x.real.dtype)
+
+
+def logsumexp(
+    x: Tensor,
+    dim: Dims = (),
+    *,
+    keepdim: bool = False,
+    group: ProcessGroup | None = None,
+    check: bool | None = None,
+) -> Tensor:
+    """Log Σ exp(x) over the ranks, and over dims of the tensor; no overflow on the way.
+
+    Args:
+        x: Floating-point. The sizes in `dim` may differ by rank.
+        dim: A dim or several; none for the sum over the ranks alone.
+        keepdim: Whether reduced dims stay, with size 1.
+        group: The default group, if None.
+        check: Compare with the other ranks first; see `checks`.
+
+    Adjoint: the summed cotangents times `softmax`.
+
+    Example:
+        >>> from gradwire.collectives import logsumexp
+        >>> run_ranks(lambda: logsumexp(torch.tensor(1000.0)), world_size=2)
+        [tensor(1000.6932), tensor(1000.6932)]
+    """
+    group = member(group)
+    dims = _dims(x, dim)
+    wide = _wide(x)
+    top = _maximum(wide.detach(), dims, group, check)
+    top = torch.where(top.isinf(), 0, top)
+    total = all_reduce(_sum((wide - top).exp(), dims), group=group, check=check)
+    return _squeezed(total.log() + top, dims, keepdim).to(x.dtype)
+
+
+def softmax(
+    x: Tensor,
+    dim: Dims = (),
+    *,
+    group: ProcessGroup | None = None,
+    check: bool | None = None,
+) -> Tensor:
+    """exp(x) over its sum over the ranks and over dims of the tensor.
+
+    Args:
+        x: Floating-point. The sizes in `dim` may differ by rank, as those of a vocabulary's
+            shards.
+        dim: A dim or several; none for the sum over the ranks alone.
+        group: The default group, if None.
+        check: Compare with the other ranks first; see `checks`.
+
+    Returns:
+        This rank's part, of the shape of `x`.
+
+    Adjoint: composed of those of `logsumexp`.
+
+    Example:
+        >>> from gradwire.collectives import softmax
+        >>> run_ranks(lambda: softmax(torch.zeros(2), 0), world_size=2)
+        [tensor([0.2500, 0.2500]), tensor([0.2500, 0.2500])]
+    """
+    wide = _wide(x)
+    total = logsumexp(wide, dim, keepdim=True, group=group, check=check)
+    return (wide - total).exp().to(x.dtype)
+
+
+def _wide(x: Tensor) -> Tensor:
+    """In a dtype that has the digits and the range for sums and counts.
+
+    Raises:
+        ArgumentError: Not floating-point or complex.
+    """
+    if not (x.is_floating_point() or x.is_complex()):
+        raise ArgumentError(f"x is {x.dtype}: statistics take floating-point or complex numbers")
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def _sum_and_count(
+    x: Tensor, dim: Dims, keepdim: bool, group: ProcessGroup, check: bool | None
+) -> tuple[Tensor, Tensor]:
+    """The sum and the number of elements, which travels with it as one more number."""
+    dims = _dims(x, dim)
+    part = _sum(x, dims)
+    count = part.new_full((1,), _count(x, dims))
+    both = all_reduce(torch.cat([part.reshape(-1), count]), group=group, check=check)
+    total = _squeezed(both[:-1].reshape(part.shape), dims, keepdim)
+    return total, both[-1].detach().real
+
+
+def _count(x: Tensor, dims: Sequence[int]) -> int:
+    count = 1
+    for dim in dims:
+        count *= x.shape[dim]
+    return count
+
+
+def _dims(x: Tensor, dim: Dims) -> list[int]:
+    given = [dim] if isinstance(dim, int) else list(dim)
+    return [valid_dim(d, x.dim(), x.shape) for d in given]
+
+
+def _sum(x: Tensor, dims: Sequence[int]) -> Tensor:
+    return x.sum(list(dims), keepdim=True) if dims else x
+
+
+def _maximum(x: Tensor, dims: Sequence[int], group: ProcessGroup, check: bool | None) -> Tensor:
+    """Over ranks and dims, which stay with size 1; ranks without elements do not count."""
+    if _count(x, dims) == 0:
+        shape = [1 if d in dims else size for d, size in enumerate(x.shape)]
+        top = x.new_full(shape, float("-inf"))
+    else:
+        top = x.amax(list(dims), keepdim=True) if dims else x
+    result: Tensor = all_reduce(top, "max", group=group, check=check)
+    return result
+
+
+def _squeezed(x: Tensor, dims: Sequence[int], keepdim: bool) -> Tensor:
+    return x if keepdim else x.squeeze(tuple(dims)) if dims else x

@@ -1,0 +1,114 @@
+"""How a check on all ranks tells itself of values and failures: through the group's store.
+
+The functions under test use the group's collectives and may do so wrongly; what the check itself
+has to say does not travel among them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, ProcessGroup, Store
+
+from gradwire.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    CollectiveTimeoutError,
+    NotSupportedError,
+    PeerFailedError,
+)
+
+__all__ = ["Exchange"]
+
+LONGEST_PAUSE = 5e-3
+
+
+class Exchange:
+    """One check's meetings on the ranks of a group; all ranks make theirs in the same order."""
+
+    def __init__(self, group: ProcessGroup | None) -> None:
+        group = _member(group)
+        store = _store_of(group)
+        self.rank = group.rank()
+        self.size = group.size()
+        number = store.add(f"gradwire/checks/{self.rank}", 1)
+        self._timeout = store.timeout.total_seconds()  # type: ignore[attr-defined]
+        self._store = PrefixStore(f"gradwire/check{number}", store)
+        self._met = 0
+
+    @contextlib.contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Tell the others of an error in the block, so that none of them waits for this rank."""
+        try:
+            yield
+        except BaseException as error:
+            text = f"{type(error).__name__}: {error}".splitlines()[0]
+            self._store.set(f"failed/{self.rank}", text)
+            raise
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order; values are what JSON can hold.
+
+        Raises:
+            PeerFailedError: Another rank's `guarded` block raised.
+            CollectiveTimeoutError: A rank did not come within the store's timeout.
+        """
+        keys = [f"{self._met}/{rank}" for rank in range(self.size)]
+        self._met += 1
+        self._store.set(keys[self.rank], json.dumps(value))
+        deadline = time.monotonic() + self._timeout
+        pause = 1e-4
+        while not self._store.check(keys):
+            self._raise_failures()
+            if time.monotonic() > deadline:
+                absent = [r for r, key in enumerate(keys) if not self._store.check([key])]
+                raise CollectiveTimeoutError(
+                    f"ranks {absent} of the group did not come to the check's end within "
+                    f"{self._timeout:g} s: call it on every rank of the group"
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+        return [json.loads(self._store.get(key)) for key in keys]
+
+    def _raise_failures(self) -> None:
+        keys = {rank: f"failed/{rank}" for rank in range(self.size)}
+        failures = [
+            f"rank {rank}: {self._store.get(key).decode()}"
+            for rank, key in keys.items()
+            if self._store.check([key])
+        ]
+        if failures:
+            raise PeerFailedError(
+                f"the check ended because it raised elsewhere, on {'; '.join(failures)}"
+            )
+
+
+def _member(group: object) -> ProcessGroup:
+    group = dist.group.WORLD if group is None else group
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ArgumentError(
+            "group does not contain this rank: call the check from the group's members only"
+        )
+    if not isinstance(group, ProcessGroup):
+        raise ArgumentTypeError(
+            f"group is {group!r}: pass a ProcessGroup, or None after init_process_group"
+        )
+    return group
+
+
+def _store_of(group: ProcessGroup) -> Store:
+    try:
+        store: Store | None = dist.distributed_c10d._get_process_group_store(group)
+    except KeyError:
+        store = None
+    if store is None:
+        raise NotSupportedError(
+            "the group has no store, through which the check's ranks meet: use a group that "
+            "torch.distributed made with one (init_process_group or new_group; not MPI)"
+        )
+    return store

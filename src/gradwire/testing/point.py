@@ -1,0 +1,191 @@
+"""All ranks' inputs as one point of a real space: its coordinates, and the points beside it.
+
+A complex entry is two coordinates. The objective is L = Σ over ranks of Re⟨cotangent, output⟩.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from gradwire.errors import ArgumentError, ArgumentTypeError
+
+__all__ = [
+    "Coordinate",
+    "as_inputs",
+    "coordinates",
+    "differentiable",
+    "entries",
+    "inner",
+    "leaves",
+    "outputs_of",
+    "parts",
+    "pulled_back",
+    "random_like",
+    "shapes",
+    "variables",
+]
+
+Fn: TypeAlias = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Coordinate:
+    """One entry of one rank's input, or of its output, or one of a complex entry's two parts."""
+
+    rank: int
+    number: int
+    index: tuple[int, ...]
+    part: str = ""
+    of: str = "inputs"
+
+    def __str__(self) -> str:
+        entry = f"[{', '.join(map(str, self.index))}]" if self.index else ""
+        return f"rank {self.rank}, {self.of}[{self.number}]{entry}{self.part and f' ({self.part})'}"
+
+    @property
+    def unit(self) -> Tensor:
+        """A step of length 1 in its direction."""
+        return torch.tensor(1j if self.part == IMAGINARY else 1.0)
+
+
+REAL, IMAGINARY = "real part", "imaginary part"
+
+
+def as_inputs(inputs: Any) -> list[Any]:
+    """The arguments of the function under test, from a sequence of them or a single tensor."""
+    if isinstance(inputs, Tensor):
+        return [inputs]
+    if not isinstance(inputs, Sequence):
+        raise ArgumentTypeError(
+            f"inputs must be a tensor or a sequence of arguments, but is a {type(inputs).__name__}"
+        )
+    return list(inputs)
+
+
+def differentiable(value: object) -> bool:
+    """Whether a value is a tensor that can carry a gradient."""
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def variables(inputs: Sequence[Any]) -> list[int]:
+    """The numbers of the inputs that the function is differentiated by."""
+    return [i for i, x in enumerate(inputs) if differentiable(x) and x.requires_grad]
+
+
+def coordinates(shapes_by_rank: Iterable[Sequence[Sequence[Any]]]) -> list[Coordinate]:
+    """The coordinates of all ranks, from each rank's list of (input, shape, is complex).
+
+    Raises:
+        ArgumentError: There are none.
+    """
+    found = []
+    for rank, shapes in enumerate(shapes_by_rank):
+        for number, shape, is_complex in shapes:
+            found += [Coordinate(rank, number, *entry) for entry in entries(shape, is_complex)]
+    if not found:
+        raise ArgumentError(
+            "inputs have no entry that requires grad on any rank: call requires_grad_() on those "
+            "that are to be checked"
+        )
+    return found
+
+
+def entries(shape: Iterable[int], is_complex: bool) -> list[tuple[tuple[int, ...], str]]:
+    """A tensor's indices, twice for a complex one, each with the name of the part."""
+    names = (REAL, IMAGINARY) if is_complex else ("",)
+    return [(index, name) for index in itertools.product(*map(range, shape)) for name in names]
+
+
+def shapes(inputs: Sequence[Any]) -> list[tuple[int, list[int], bool]]:
+    """What `coordinates` needs to know of a rank's inputs."""
+    return [(i, list(inputs[i].shape), inputs[i].is_complex()) for i in variables(inputs)]
+
+
+def parts(tensors: Iterable[Tensor]) -> list[float]:
+    """The tensors' entries as real numbers, in the order of the coordinates."""
+    flat = [torch.view_as_real(_wide(t)) if t.is_complex() else t.detach() for t in tensors]
+    # Cloned, because autograd's zeros may have no memory.
+    return [number for t in flat for number in t.to(torch.float64).clone().flatten().tolist()]
+
+
+def leaves(inputs: Sequence[Any], change: Callable[[int, Tensor], Tensor] | None = None) -> Any:
+    """The inputs as fresh tensors of the same strides where these are dense, changed if asked."""
+    numbers = variables(inputs)
+    fresh = list(inputs)
+    for i, x in enumerate(inputs):
+        if isinstance(x, Tensor):
+            copy = x.detach().clone()
+            copy = change(i, copy) if change and i in numbers else copy
+            fresh[i] = copy.requires_grad_(x.requires_grad)
+    return fresh
+
+
+def outputs_of(fn: Fn, inputs: Sequence[Any]) -> list[Tensor]:
+    """The tensors that can carry gradients in what the function returns, in order."""
+    return [leaf for leaf in tree_leaves(fn(*inputs)) if differentiable(leaf)]
+
+
+def random_like(tensors: Iterable[Tensor], generator: torch.Generator) -> list[Tensor]:
+    """Normal values, equal for equal generators on every device."""
+    return [torch.randn(t.shape, dtype=t.dtype, generator=generator).to(t.device) for t in tensors]
+
+
+def inner(a: Iterable[Tensor], b: Iterable[Tensor]) -> tuple[float, float]:
+    """Re⟨a, b⟩, summed in float64, and the sum of its terms' magnitudes."""
+    total = size = 0.0
+    for x, y in zip(a, b, strict=True):
+        if x.shape != y.shape:
+            raise ArgumentError(
+                f"fn returned shape {tuple(x.shape)}, but {tuple(y.shape)} at another point: "
+                "outputs' shapes must not depend on inputs' values"
+            )
+        terms = torch.view_as_real(_wide(x)) * torch.view_as_real(_wide(y))
+        total += terms.sum().item()
+        size += terms.abs().sum().item()
+    return total, size
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.detach().resolve_conj().to(torch.complex128)
+
+
+def pulled_back(
+    outputs: Sequence[Tensor], xs: Sequence[Tensor], ys: Sequence[Tensor], *, create_graph: bool
+) -> list[Tensor]:
+    """The gradients of the inputs, zeros where nothing depends on them, then of all other leaves.
+
+    Backward of everything, as in training: a node that leads to other leaves only would be left
+    out otherwise, and other ranks would wait for its collective.
+    """
+    pairs = [(out, y) for out, y in zip(outputs, ys, strict=True) if out.requires_grad]
+    if not pairs:
+        return [torch.zeros_like(x) for x in xs]
+    kept, given = zip(*pairs, strict=True)
+    known = {id(x) for x in xs}
+    wanted = [*xs, *(leaf for leaf in _leaves_of(kept) if id(leaf) not in known)]
+    gradients = torch.autograd.grad(
+        kept, wanted, given, create_graph=create_graph, allow_unused=True, materialize_grads=True
+    )
+    return list(gradients)
+
+
+def _leaves_of(outputs: Iterable[Tensor]) -> list[Tensor]:
+    """The leaves of the graph that the outputs hang on, in an order that the graph alone gives."""
+    found = [out for out in outputs if out.grad_fn is None]
+    queue: list[Any] = [out.grad_fn for out in outputs if out.grad_fn is not None]
+    seen = set(queue)
+    for node in queue:  # which grows
+        if hasattr(node, "variable"):
+            found.append(node.variable)
+        for parent, _ in node.next_functions:
+            if parent is not None and parent not in seen:
+                seen.add(parent)
+                queue.append(parent)
+    return found

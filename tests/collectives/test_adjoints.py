@@ -1,0 +1,213 @@
+"""Every collective's backward is its adjoint, for all groups, layouts and dtypes; and so on for
+second derivatives and forward mode.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gradwire import collectives as C
+from gradwire.testing import adjoint_check, gradcheck, run_ranks
+
+pytestmark = pytest.mark.usefixtures("each_backend")
+
+LINEAR = {
+    "all_reduce": lambda x, **g: C.all_reduce(x, **g),
+    "all_reduce avg": lambda x, **g: C.all_reduce(x, "avg", **g),
+    "all_reduce premul": lambda x, **g: C.all_reduce(x, C.Premul(dist.get_rank() - 2), **g),
+    "all_reduce async": lambda x, **g: C.all_reduce(x, async_op=True, **g).wait(),
+    "reduce": lambda x, **g: C.reduce(x, group_dst=1, **g),
+    "reduce avg": lambda x, **g: C.reduce(x, 1, "avg", **g),
+    "broadcast": lambda x, **g: C.broadcast(x, 1, **g),
+    "broadcast group_src": lambda x, **g: C.broadcast(x, group_src=1, **g),
+    "all_gather": lambda x, **g: C.all_gather(x, **g),
+    "all_gather dim 1": lambda x, **g: C.all_gather(x, 1, **g),
+    "all_gather stacked": lambda x, **g: C.all_gather(x, -1, stack=True, **g),
+    "all_gather uneven": lambda x, **g: C.all_gather(ragged(x, g), sizes="find", **g),
+    "all_gather async": lambda x, **g: C.all_gather(x, 1, async_op=True, **g).wait(),
+    "all_gather_list": lambda x, **g: C.all_gather_list(x, **g),
+    "gather": lambda x, **g: C.gather(x, 1, **g),
+    "gather dim 1": lambda x, **g: C.gather(x, 1, 1, **g),
+    "gather uneven": lambda x, **g: C.gather(ragged(x, g), group_dst=1, sizes="find", **g),
+    "scatter": lambda x, **g: C.scatter(x, 1, like=x[: len(x) // size(g)], **g),
+    "scatter told": lambda x, **g: C.scatter(
+        x.chunk(size(g), 1), group_src=1, dim=1, like=x.chunk(size(g), 1)[0], check=True, **g
+    ),
+    "reduce_scatter": lambda x, **g: C.reduce_scatter(x, **g),
+    "reduce_scatter avg": lambda x, **g: C.reduce_scatter(x, "avg", **g),
+    "reduce_scatter uneven": lambda x, **g: C.reduce_scatter(x, dim=1, sizes=cut(x, g), **g),
+    "reduce_scatter list": lambda x, **g: C.reduce_scatter(list(x.chunk(size(g))), **g),
+    "all_to_all": lambda x, **g: C.all_to_all(x, **g),
+    "all_to_all dims": lambda x, **g: C.all_to_all(x, split_dim=0, concat_dim=1, **g),
+    "all_to_all uneven": lambda x, **g: C.all_to_all(x, input_splits=cut(x.mT, g), **g),
+    "all_to_all list": lambda x, **g: C.all_to_all(list(x.split(cut(x.mT, g))), **g),
+    "ppermute": lambda x, **g: C.ppermute(x, [(0, 1)], **g),
+    "shift": lambda x, **g: C.shift(x, 1, **g),
+    "shift off": lambda x, **g: C.shift(x, -1, wrap=False, **g),
+    "vary of invariant": lambda x, **g: C.vary(C.all_reduce(x, invariant=True, **g), **g),
+    "invariant avg": lambda x, **g: C.vary(C.all_reduce(x, "avg", invariant=True, **g), **g),
+}
+NONLINEAR = {
+    f"{form} {op}": (lambda x, form=form, op=op, **g: FORMS[form](x, op, g))
+    for form in ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter uneven", "async")
+    for op in ("max", "min", "product")
+}
+FORMS = {
+    "all_reduce": lambda x, op, g: C.all_reduce(x, op, **g),
+    "reduce": lambda x, op, g: C.reduce(x, 2, op, **g),
+    "reduce_scatter": lambda x, op, g: C.reduce_scatter(x, op, **g),
+    "reduce_scatter uneven": lambda x, op, g: C.reduce_scatter(x, op, 1, sizes=cut(x, g), **g),
+    "async": lambda x, op, g: C.all_reduce(x, op, async_op=True, **g).wait(),
+}
+
+
+def size(g):
+    return dist.get_world_size(g["group"])
+
+
+def ragged(x, g):
+    """As many rows as the rank in the group, and so none on the first."""
+    return x[: dist.get_rank(g["group"])]
+
+
+def cut(x, g):
+    """Sizes of a cut of dim 1, with an empty one: the last rank gets most."""
+    world = size(g)
+    return [0] + [1] * (world - 2) + [x.shape[1] - (world - 2)]
+
+
+LAYOUTS = {
+    "contiguous": lambda x: x,
+    "transposed": lambda x: x.mT.contiguous().mT,
+    "expanded": lambda x: x[:1, :1].expand(x.shape),
+    "strides differ": lambda x: x.mT.contiguous().mT if dist.get_rank() % 2 else x,
+}
+
+
+class Cotangent(torch.autograd.Function):
+    """The identity, whose cotangent is laid out otherwise."""
+
+    @staticmethod
+    def forward(ctx, y, layout):
+        ctx.layout = layout
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return (LAYOUTS[ctx.layout](grad) if grad.dim() > 1 else grad), None
+
+
+def in_layout(op, layout, g):
+    """The op on an input, and with a cotangent, of that layout."""
+
+    def run(x):
+        out = op(LAYOUTS[layout](x), **g)
+        outs = out if isinstance(out, tuple) else (out,)
+        if layout == "expanded":  # another function, if applied to the cotangent
+            return outs
+        return tuple(Cotangent.apply(y, layout) for y in outs)
+
+    return run
+
+
+def groups():
+    """The world of 4, and [1, 2] on its members."""
+    sub = dist.new_group([1, 2])
+    return [{"group": None}] + ([{"group": sub}] if dist.get_rank() in (1, 2) else [])
+
+
+def over_ranks(number, g):
+    total = torch.tensor(number, dtype=torch.float64)
+    dist.all_reduce(total, group=g["group"])
+    return total.item()
+
+
+def inner(xs, ys):
+    return sum((x.detach().double() * y.double()).sum().item() for x, y in zip(xs, ys, strict=True))
+
+
+def reals(xs):
+    return [torch.view_as_real(x.resolve_conj()) if x.is_complex() else x for x in xs]
+
+
+def check_once(fn, x, g, tolerance):
+    """The inner products on both sides, for one random pair."""
+    outs = fn(x)
+    ys = [torch.randn(out.shape, dtype=out.dtype) for out in outs]
+    torch.autograd.backward(outs, ys)
+    left = over_ranks(inner(reals(outs), reals(ys)), g)
+    right = over_ranks(inner(reals([x]), reals([x.grad])), g)
+    scale = over_ranks(sum(o.abs().sum().item() for o in outs), g) + 1
+    assert abs(left - right) <= tolerance * scale, (left, right)
+
+
+DTYPES = {
+    torch.float64: 1e-12,
+    torch.float32: 1e-5,
+    torch.bfloat16: 3e-2,
+    torch.float16: 3e-3,
+    torch.complex64: 1e-5,
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_linear_ops_in_every_group_layout_and_dtype(layout):
+    def main():
+        for g in groups():
+            for dtype, tolerance in DTYPES.items():
+                for name, op in LINEAR.items():
+                    torch.manual_seed(dist.get_rank())
+                    x = torch.randn(4, 4, dtype=dtype, requires_grad=True)
+                    try:
+                        check_once(in_layout(op, layout, g), x, g, tolerance)
+                    except Exception as error:
+                        raise AssertionError(f"{name}, {g}, {dtype}") from error
+
+    run_ranks(main, 4)
+
+
+def test_linear_ops_for_every_unit_vector():
+    def main():
+        for name, op in LINEAR.items():
+            x = torch.randn(2, 2, dtype=torch.complex64, requires_grad=True)
+            try:
+                assert adjoint_check(lambda x, op=op: op(x, group=None), x)
+            except Exception as error:
+                raise AssertionError(name) from error
+
+    run_ranks(main, 2)
+
+
+@pytest.mark.parametrize("names", [list(LINEAR)[::2], list(LINEAR)[1::2]], ids=["even", "odd"])
+def test_linear_ops_have_second_derivatives_and_forward_mode(names):
+    def main():
+        for name in names:
+            forward = "async" not in name
+
+            def squared(x, name=name):
+                out = LINEAR[name](x * x, group=None)
+                return [y * y for y in (out if isinstance(out, tuple) else (out,))]
+
+            x = torch.randn(2, 2, dtype=torch.float64, requires_grad=True)
+            try:
+                gradcheck(squared, x, forward=forward)
+            except Exception as error:
+                raise AssertionError(name) from error
+
+    run_ranks(main, 2)
+
+
+def test_nonlinear_ops():
+    def main():
+        for g in groups():
+            for name, op in NONLINEAR.items():
+                x = torch.randn(size(g), 1, dtype=torch.float64, requires_grad=True)
+                forward = "async" not in name
+                try:
+                    gradcheck(lambda x, op=op, g=g: op(x, **g), x, g["group"], forward=forward)
+                except Exception as error:
+                    raise AssertionError(f"{name}, {g}") from error
+
+    run_ranks(main, 3)

@@ -1,0 +1,194 @@
+"""With checks on, whatever one rank of four does otherwise ends in one error, or is resolved."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gradwire import collectives as C
+from gradwire.errors import MismatchError
+from gradwire.testing import run_ranks
+
+pytestmark = pytest.mark.usefixtures("each_backend")
+
+
+def deviating(usual, other):
+    """What each rank gets when rank 2 does something else; the group works afterwards."""
+
+    def main():
+        with C.checks():
+            begun = time.monotonic()
+            with pytest.raises(MismatchError) as caught:
+                (other if dist.get_rank() == 2 else usual)()
+            assert time.monotonic() - begun < 1
+            assert C.all_reduce(torch.ones(1)).item() == 4
+        return str(caught.value)
+
+    messages = set(run_ranks(main, 4))
+    assert len({m.partition(":")[2] for m in messages}) == 1  # the op's name may be each rank's own
+    return messages.pop()
+
+
+def ones(*shape, **options):
+    return torch.ones(*shape, **options)
+
+
+@pytest.mark.parametrize(
+    ("field", "usual", "other", "values"),
+    [
+        ("op", lambda: C.all_reduce(ones(2)), lambda: C.all_gather(ones(2)), "all_gather"),
+        ("op", lambda: C.all_reduce(ones(2)), lambda: C.reduce(ones(2), 0), "rank 2: reduce;"),
+        ("reduce op", lambda: C.all_reduce(ones(2)), lambda: C.all_reduce(ones(2), "max"), "max"),
+        ("root", lambda: C.broadcast(ones(2), 0), lambda: C.broadcast(ones(2), 1), "rank 2: 1;"),
+        (
+            "dtype",
+            lambda: C.all_gather(ones(2)),
+            lambda: C.all_gather(ones(2).double()),
+            "rank 2: torch.float64; rank 3: torch.float32",
+        ),
+        ("shape", lambda: C.all_reduce(ones(2)), lambda: C.all_reduce(ones(3)), "rank 2: (3,);"),
+        ("shape", lambda: C.all_gather(ones(2)), lambda: C.all_gather(ones(3)), "rank 2: (3,);"),
+        ("shape", lambda: C.gather(ones(2), 0), lambda: C.gather(ones(2, 1), 0), "rank 2: (2, 1);"),
+        (
+            "detail",
+            lambda: C.all_gather(ones(1, 1), sizes=[1] * 4),
+            lambda: C.all_gather(ones(1, 1), sizes=[1, 1, 1, 2]),
+            "sizes=[1, 1, 1, 2]",
+        ),
+        ("detail", lambda: C.shift(ones(1)), lambda: C.shift(ones(1), -1), "pairs="),
+        (
+            "splits",
+            lambda: C.all_to_all(ones(8), input_splits=[2] * 4, output_splits=[2] * 4),
+            lambda: C.all_to_all(ones(8), input_splits=[1, 3, 2, 2], output_splits=[2] * 4),
+            "rank 2: sends [1, 3, 2, 2]",
+        ),
+        ("detail", lambda: C.invariant(ones(2)), lambda: C.invariant(ones(2) * 3), "rank 2"),
+    ],
+)
+def test_a_call_that_differs(field, usual, other, values):
+    message = deviating(usual, other)
+    assert f"ranks disagree on {field}: rank 0: " in message
+    assert values in message
+
+
+def test_a_gradient_that_one_rank_wants_is_computed_on_all():
+    def main():
+        rank = dist.get_rank()
+        results = []
+        for op in (C.all_reduce, C.all_gather, lambda x, **c: C.broadcast(x, 1, **c)):
+            x = torch.ones(2, requires_grad=rank == 2)
+            y = op(x, check=True)
+            assert y.requires_grad
+            (y * (rank + 1)).sum().backward()
+            results.append(None if x.grad is None else x.grad.tolist())
+        return results
+
+    nothing = [None] * 3
+    assert run_ranks(main, 4) == [nothing, nothing, [[10.0] * 2, [10.0] * 2, [0.0] * 2], nothing]
+
+
+def test_a_gradient_that_one_rank_cannot_have():
+    def usual():
+        C.all_reduce(torch.ones(2, requires_grad=True))
+
+    def other():
+        with torch.no_grad():
+            usual()
+
+    assert "rank 2: gradients are off" in deviating(usual, other)
+
+
+def test_backwards_in_another_order():
+    def backwards(order):
+        x = torch.ones(2, requires_grad=True)
+        ys = [C.all_reduce(x), C.all_reduce(2 * x)]
+        for i in order:
+            ys[i].sum().backward()
+
+    message = deviating(lambda: backwards([0, 1]), lambda: backwards([1, 0]))
+    assert "ranks disagree on order of backward" in message
+
+
+def test_backward_against_forward():
+    def usual():
+        x = torch.ones(2, requires_grad=True)
+        C.all_reduce(x).sum().backward()
+
+    def other():
+        C.all_reduce(torch.ones(2, requires_grad=True))
+        C.all_reduce(torch.ones(2))
+
+    message = deviating(usual, other)
+    assert "backward of all_reduce" in message
+
+
+def test_sizes_and_shapes_that_only_the_root_knows():
+    def main():
+        root = dist.get_rank() == 1
+        x = torch.arange(6.0).view(2, 3).requires_grad_() if root else None
+        y = C.broadcast(x, 1, check=True)
+        z = C.broadcast(x if root else (2, 3), 1, check=True)
+        w = C.scatter([x[:, :2], x[:, 2:]] if root else None, 1, 1)
+        (y.sum() + z.sum() + w.sum()).backward()
+        return y.tolist() == z.tolist(), w.tolist(), root and x.grad.tolist()
+
+    assert run_ranks(main, 2) == [
+        (True, [[0.0, 1.0], [3.0, 4.0]], False),
+        (True, [[2.0], [5.0]], [[5.0] * 3] * 2),
+    ]
+
+
+def test_who_decides_whether_checks_are_on(monkeypatch):
+    def on(check=None):
+        return C.agreement.enabled(check)
+
+    assert [on(), on(True), on(False)] == [False, True, False]
+    with C.checks():
+        assert [on(), on(False)] == [True, False]
+        with C.checks(False):
+            assert [on(), on(True)] == [False, True]
+    monkeypatch.setenv("GRADWIRE_CHECKS", "1")
+    assert [on(), on(False)] == [True, False]
+    with C.checks(False):
+        assert not on()
+    monkeypatch.setenv("GRADWIRE_CHECKS", "0")
+    assert not on()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda: C.all_reduce(ones(2), "product"),
+        lambda: C.all_reduce(ones(3)),
+        lambda: C.all_reduce(ones(2).double()),
+        lambda: C.all_gather(ones(2)),
+    ],
+)
+def test_shm_compares_by_itself(other, each_backend):
+    def main():
+        with pytest.raises(MismatchError):
+            (other if dist.get_rank() == 2 else lambda: C.all_reduce(ones(2)))()
+        return C.all_reduce(ones(1)).item()
+
+    if each_backend == "shm":
+        assert run_ranks(main, 4) == [4.0] * 4
+
+
+def test_with_checks_off_nothing_more_is_sent():
+    def main():
+        sent = []
+        numbers = C.numbers.gather_numbers
+        try:
+            C.agreement.gather_numbers = lambda *args: sent.append(1) or numbers(*args)
+            x = torch.ones(2, requires_grad=True)
+            C.all_reduce(C.all_gather(x, check=False), check=False).sum().backward()
+            off = len(sent)
+            C.all_reduce(C.all_gather(x, check=True), check=True).sum().backward()
+        finally:
+            C.agreement.gather_numbers = numbers
+        return off, len(sent)
+
+    assert run_ranks(main, 2) == [(0, 4)] * 2

@@ -1,0 +1,133 @@
+"""Handles: the result is waited for once, and both passes overlap with what lies between."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gradwire import collectives as C
+from gradwire.collectives import wire
+from gradwire.errors import MismatchError, NotSupportedError
+from gradwire.testing import run_ranks
+
+pytestmark = pytest.mark.usefixtures("each_backend")
+
+OPS = {
+    "all_reduce": lambda x, **o: C.all_reduce(x, **o),
+    "avg": lambda x, **o: C.all_reduce(x, "avg", **o),
+    "max": lambda x, **o: C.all_reduce(x, "max", **o),
+    "product": lambda x, **o: C.all_reduce(x, "product", **o),
+    "invariant": lambda x, **o: C.all_reduce(x, invariant=True, **o),
+    "reduce": lambda x, **o: C.reduce(x, 0, **o),
+    "broadcast": lambda x, **o: C.broadcast(x, 0, **o),
+    "all_gather": lambda x, **o: C.all_gather(x, 1, **o),
+    "all_gather_list": lambda x, **o: C.all_gather_list(x, **o),
+    "gather": lambda x, **o: C.gather(x, 0, **o),
+    "scatter": lambda x, **o: C.scatter(x, 0, like=x[:1], **o),
+    "reduce_scatter": lambda x, **o: C.reduce_scatter(x, **o),
+    "all_to_all": lambda x, **o: C.all_to_all(x, **o),
+    "all_to_all list": lambda x, **o: C.all_to_all(list(x.split(1)), **o),
+    "ppermute": lambda x, **o: C.ppermute(x, [(1, 0)], **o),
+    "shift": lambda x, **o: C.shift(x, **o),
+}
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_the_same_as_without(name):
+    def main():
+        results = []
+        for options in ({}, {"async_op": True}):
+            torch.manual_seed(dist.get_rank())
+            x = torch.randn(2, 2, requires_grad=True)
+            out = OPS[name](x, **options)
+            out = out.wait() if options else out
+            outs = out if isinstance(out, tuple) else (out,)
+            total = sum((y**3).sum() for y in outs)
+            (first,) = torch.autograd.grad(total, x, create_graph=True)
+            (second,) = torch.autograd.grad(first.sum(), x)
+            without = OPS[name](x.detach(), **options)
+            plain = without.wait() if options else without
+            results.append(
+                ([y.tolist() for y in outs], first.tolist(), second.tolist(), len(plain))
+            )
+        return results[0] == results[1]
+
+    assert run_ranks(main, 2) == [True, True]
+
+
+def test_both_passes_overlap_with_what_lies_between():
+    def main():
+        events = []
+        start, wait = wire.all_reduce, wire.Pending.wait
+
+        def started(*args):
+            events.append("start")
+            return start(*args)
+
+        def waited(pending):
+            events.append("wait")
+            return wait(pending)
+
+        wire.all_reduce, wire.Pending.wait = started, waited
+        try:
+            x = torch.ones(2, requires_grad=True)
+            z = torch.ones(2, requires_grad=True)
+            handle = C.all_reduce(x, async_op=True)
+            between = z * 2
+            between.register_hook(lambda grad: events.append("compute"))
+            events.append("compute")
+            (handle.wait() * between).sum().backward()
+        finally:
+            wire.all_reduce, wire.Pending.wait = start, wait
+        return events, x.grad.tolist(), z.grad.tolist()
+
+    events = ["start", "compute", "wait"]
+    assert run_ranks(main, 2) == [(events * 2, [4.0, 4.0], [4.0, 4.0])] * 2
+
+
+def test_several_at_once_in_any_order_of_waiting():
+    def main():
+        x = torch.ones(2, requires_grad=True)
+        handles = [C.all_reduce(x * i, async_op=True) for i in range(4)]
+        sum(h.wait().sum() for h in handles).backward()
+        again = handles[0].wait() is handles[0].wait()
+        return again, x.grad.tolist()
+
+    assert run_ranks(main, 2) == [(True, [12.0, 12.0])] * 2
+
+
+def test_a_dropped_handle_warns():
+    def main():
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            C.all_gather(torch.ones(1), async_op=True)
+            gc.collect()
+        dist.barrier()
+        return [str(w.message).partition(":")[0] for w in caught]
+
+    assert run_ranks(main, 2) == [["a handle of all_gather was dropped without wait()"]] * 2
+
+
+def test_not_within_transforms():
+    def main():
+        with pytest.raises(NotSupportedError, match="async_op"):
+            torch.func.grad(lambda x: C.all_reduce(x, async_op=True).wait().sum())(torch.ones(1))
+
+    run_ranks(main, 1)
+
+
+def test_backwards_of_handles_are_compared_too():
+    def main():
+        x = torch.ones(1, requires_grad=True)
+        with C.checks():
+            ys = [C.all_reduce(x * i, async_op=True).wait() for i in (1, 2)]
+            if dist.get_rank():
+                ys.reverse()
+            with pytest.raises(MismatchError, match="order of backward"):
+                ys[0].sum().backward()
+
+    run_ranks(main, 2)

@@ -1,0 +1,180 @@
+"""Moves between ranks that are not one collective: messages, prefixes, halos, trees, objects."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gradwire import collectives as C
+from gradwire.errors import ArgumentError, ArgumentTypeError
+from gradwire.testing import gradcheck, run_ranks
+
+pytestmark = pytest.mark.usefixtures("each_backend")
+
+
+def test_messages_both_ways_have_all_derivatives():
+    def ping_pong(x):
+        """Rank 0 sends x², gets back its product with rank 1's x, and so on.
+
+        The tokens begin with x, because torch.autograd.grad goes only where its inputs are.
+        """
+        if dist.get_rank() == 0:
+            token = C.send(x * x, 1, token=0 * x.sum())
+            y, token = C.recv(torch.empty(2, dtype=x.dtype), 1, token=token)
+            token = C.send(y + x, 1, token=token)
+            return C.join(y * 1, token)
+        y, token = C.recv(torch.empty(2, dtype=x.dtype), 0, token=0 * x.sum())
+        token = C.send(y * x, 0, token=token)
+        z, token = C.recv(torch.empty(2, dtype=x.dtype), 0, token=token)
+        return C.join(z * z * x, token)
+
+    def main():
+        x = torch.randn(2, dtype=torch.float64, requires_grad=True)
+        return gradcheck(ping_pong, x)
+
+    assert run_ranks(main, 2) == [True, True]
+
+
+def test_send_recv_has_all_derivatives():
+    def main():
+        rank = dist.get_rank()
+        x = torch.randn(2, dtype=torch.float64, requires_grad=True)
+        chain = {"dst": rank + 1 if rank < 2 else None, "src": rank - 1 if rank else None}
+        return gradcheck(lambda x: C.send_recv(x * x, **chain), x, forward=True)
+
+    assert run_ranks(main, 3) == [True] * 3
+
+
+def test_messages_to_oneself_and_to_nobody_are_refused():
+    def main():
+        x = torch.ones(1)
+        for move in (C.send, C.recv):
+            with pytest.raises(ArgumentError, match="this rank itself"):
+                move(x, 0)
+            with pytest.raises(ArgumentError, match="no root"):
+                move(x)
+        with pytest.raises(ArgumentError, match="global rank 5"):
+            C.send_recv(x, 5)
+
+    run_ranks(main, 1)
+
+
+@pytest.mark.parametrize("op", ["sum", "max", "min", "product"])
+def test_prefixes(op):
+    def main():
+        torch.manual_seed(3)
+        xs = torch.randn(4, 5, dtype=torch.float64)
+        xs[1, 0] = xs[2, 0] = 0
+        rank, fns = dist.get_rank(), {"sum": "sum", "max": "amax", "min": "amin", "product": "prod"}
+        want = getattr(torch, fns[op])(xs[: rank + 1], 0)
+        torch.testing.assert_close(C.scan(xs[rank], op), want)
+        if rank:
+            want = getattr(torch, fns[op])(xs[:rank], 0)
+            torch.testing.assert_close(C.exscan(xs[rank], op), want)
+        else:
+            neutral = {"sum": 0.0, "max": -torch.inf, "min": torch.inf, "product": 1.0}[op]
+            assert C.exscan(xs[rank], op).tolist() == [neutral] * 5
+        assert C.scan(torch.tensor([rank + 1]), op).dtype == torch.int64
+        x = xs[rank, 1:3].clone().requires_grad_()
+        assert gradcheck(lambda x: C.scan(x, op), x)
+        finite = (lambda x: C.exscan(x, op).clamp(-1e3, 1e3)) if op in ("max", "min") else None
+        return gradcheck(finite or (lambda x: C.exscan(x, op)), x)
+
+    assert run_ranks(main, 4) == [True] * 4
+
+
+def test_a_scan_takes_four_ops():
+    def main():
+        with pytest.raises(ArgumentError, match="scan takes sum, max, min, product"):
+            C.scan(torch.ones(1), "avg")
+
+    run_ranks(main, 1)
+
+
+@pytest.mark.parametrize("wrap", [False, True])
+def test_halos_of_uneven_slabs(wrap):
+    def main():
+        rank = dist.get_rank()
+        rows = rank + 2  # at least the widths
+        whole = torch.arange(9.0)  # slabs of 2, 3 and 4
+        slab = whole.split([2, 3, 4])[rank]
+        padded = torch.cat([whole[-2:] * wrap, whole, whole[:1] * wrap])
+        begin = [0, 2, 5][rank]
+        want = padded[begin : begin + rows + 3]
+        assert C.halo_exchange(slab, (2, 1), wrap=wrap).tolist() == want.tolist()
+        x = torch.randn(2, rows, dtype=torch.float64, requires_grad=True)
+        with pytest.raises(ArgumentError, match="widths is 5"):
+            C.halo_exchange(x, 5, 1)
+        return gradcheck(lambda x: C.halo_exchange(x, (1, 2), -1, wrap=wrap) ** 2, x, forward=True)
+
+    assert run_ranks(main, 3) == [True] * 3
+
+
+def tree():
+    """Several dtypes, shapes and containers; 4 rows each."""
+    base = torch.arange(24.0).view(4, 6) + dist.get_rank()
+    return {
+        "a": [base.requires_grad_(), (base.detach() * 2).bfloat16()],
+        "b": (base.detach()[:, :0], base.detach().long()),
+    }
+
+
+@pytest.mark.parametrize(
+    ("coalesced", "single"),
+    [
+        (lambda t: C.all_reduce_coalesced(t), C.all_reduce),
+        (lambda t: C.all_reduce_coalesced(t, "max"), lambda x: C.all_reduce(x, "max")),
+        (lambda t: C.reduce_coalesced(t, 1), lambda x: C.reduce(x, 1)),
+        (lambda t: C.broadcast_coalesced(t, 1), lambda x: C.broadcast(x, 1)),
+        (lambda t: C.all_gather_coalesced(t), C.all_gather),
+        (lambda t: C.reduce_scatter_coalesced(t), C.reduce_scatter),
+    ],
+)
+def test_a_tree_is_as_its_leaves(coalesced, single):
+    def main():
+        given = tree()
+        result = coalesced(given)
+        flat = [*result["a"], *result["b"]]
+        assert isinstance(result["b"], tuple)
+        for have, x in zip(flat, [*given["a"], *given["b"]], strict=True):
+            assert torch.equal(have, single(x))
+            assert have.dtype == x.dtype
+            have.add_(1)  # each has memory of its own
+        leaf = given["a"][0]
+        flat[0].sum().backward()
+        twin = leaf.detach().clone().requires_grad_()
+        single(twin).sum().backward()
+        return torch.equal(leaf.grad, twin.grad)
+
+    assert run_ranks(main, 2) == [True, True]
+
+
+def test_leaves_without_a_cotangent_have_zeros():
+    def main():
+        xs = [torch.ones(2, requires_grad=True), torch.ones(3, requires_grad=True)]
+        C.all_reduce_coalesced(xs)[1].sum().backward()
+        with pytest.raises(ArgumentTypeError, match="leaf 1"):
+            C.all_reduce_coalesced([xs[0], 3])
+        return [x.grad.tolist() for x in xs]
+
+    assert run_ranks(main, 2) == [[[0.0] * 2, [2.0] * 3]] * 2
+
+
+def test_objects_and_a_barrier_with_an_edge():
+    def main():
+        rank = dist.get_rank()
+        sub = dist.new_group([1, 2])
+        everything = C.all_gather_object({"rank": rank, "long": "x" * rank * 1000})
+        some = C.all_gather_object(rank, group=sub) if rank else None
+        assert C.barrier() is None
+        x = torch.ones(1, requires_grad=True)
+        C.barrier(x).mul(3).sum().backward()
+        return [len(one["long"]) for one in everything], some, x.grad.item()
+
+    lengths = [0, 1000, 2000]
+    assert run_ranks(main, 3) == [
+        (lengths, None, 3.0),
+        (lengths, [1, 2], 3.0),
+        (lengths, [1, 2], 3.0),
+    ]

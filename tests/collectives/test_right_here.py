@@ -1,0 +1,341 @@
+"""What torch.distributed.nn.functional gets wrong, one test each, is right here."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gradwire import collectives as C
+from gradwire.errors import ArgumentError, MismatchError
+from gradwire.testing import run_ranks
+
+pytestmark = pytest.mark.usefixtures("each_backend")
+
+
+def gradient(fn, x, weight=None):
+    """The gradient of Σ over ranks of rank r's Σ weight·fn(x), and the values."""
+    x = x.clone().requires_grad_()
+    y = fn(x)
+    weight = dist.get_rank() + 1.0 if weight is None else weight
+    (y * weight).sum().backward()
+    return y.tolist(), x.grad.tolist()
+
+
+def test_max_min_product_through_all_reduce():
+    def main():
+        x = torch.tensor([[0.0, 2.0, 5.0], [3.0, 2.0, 0.0], [0.0, 2.0, 1.0]])[dist.get_rank()]
+        ops = ("max", "min", "product")
+        return [gradient(lambda x, op=op: C.all_reduce(x, op), x) for op in ops]
+
+    cotangent = 6.0  # 1 + 2 + 3
+    results = run_ranks(main, 3)
+    for rank, (top, bottom, product) in enumerate(results):
+        shares = [[0, 1 / 3, 1], [1, 1 / 3, 0], [0, 1 / 3, 0]][rank]
+        assert top == ([3.0, 2.0, 5.0], pytest.approx([cotangent * s for s in shares]))
+        shares = [[1 / 2, 1 / 3, 0], [0, 1 / 3, 1], [1 / 2, 1 / 3, 0]][rank]
+        assert bottom == ([0.0, 2.0, 0.0], pytest.approx([cotangent * s for s in shares]))
+        # Two zeros, none, one: the product of the others, exactly.
+        others = [[0.0, 4.0, 0.0], [0.0, 4.0, 5.0], [0.0, 4.0, 0.0]][rank]
+        assert product == ([0.0, 8.0, 0.0], [cotangent * o for o in others])
+
+
+@pytest.mark.parametrize("op", ["avg", "max", "product"])
+def test_avg_max_product_through_reduce_and_reduce_scatter(op):
+    def main():
+        torch.manual_seed(0)
+        xs = torch.randn(2, 4, dtype=torch.float64)  # both ranks', on both
+        rank = dist.get_rank()
+        leaf = xs.clone().requires_grad_()
+        whole = {"avg": leaf.mean(0), "max": leaf.amax(0), "product": leaf.prod(0)}[op]
+        weights = torch.tensor([1.0, 1.0, 2.0, 2.0])  # of reduce_scatter: 1 on rank 0, 2 on rank 1
+        (scattered,) = torch.autograd.grad((whole * weights).sum(), leaf, retain_graph=True)
+        (reduced,) = torch.autograd.grad(whole.sum() * 2, leaf)
+        y, have = gradient(lambda x: C.reduce_scatter(x, op), xs[rank])
+        assert y == pytest.approx(whole[2 * rank : 2 * rank + 2].tolist())
+        assert have == pytest.approx(scattered[rank].tolist())
+        y, have = gradient(lambda x: C.reduce(x, 1, op), xs[rank])
+        assert y == pytest.approx((whole * rank).tolist())
+        assert have == pytest.approx(reduced[rank].tolist())
+
+    run_ranks(main, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_nan_and_infinity_through_max_and_min(dtype):
+    def main():
+        nan, inf = float("nan"), float("inf")
+        table = [[nan, 1, -inf, -0.5, inf], [1, nan, inf, -1.5, 3], [2, 3, 0, -2.5, nan]]
+        x = torch.tensor(table, dtype=dtype)
+        for op in ("max", "min"):
+            want = x.amax(0) if op == "max" else x.amin(0)
+            torch.testing.assert_close(
+                C.all_reduce(x[dist.get_rank()], op), want, equal_nan=True, rtol=0, atol=0
+            )
+
+    run_ranks(main, 3)
+
+
+def test_broadcast_has_a_gradient_a_tangent_and_a_batching_rule():
+    # The private functional broadcast's gradients are local, its tangent 0.
+    def main():
+        x = torch.tensor([dist.get_rank() + 1.0])
+        result = gradient(lambda x: C.broadcast(x, 1), x)
+        _, tangent = torch.func.jvp(lambda x: C.broadcast(x, 1), (x,), (x * 10,))
+        batch = torch.func.vmap(lambda x: C.broadcast(x, 1))(torch.stack([x, x * 2]))
+        return *result, tangent.tolist(), batch.tolist()
+
+    both = ([2.0], [20.0], [[2.0], [4.0]])
+    assert run_ranks(main, 2) == [
+        (both[0], [0.0], *both[1:]),
+        (both[0], [3.0], *both[1:]),
+    ]
+
+
+def test_reductions_without_a_gradient_say_so_in_forward():
+    def main():
+        x = torch.ones(2, requires_grad=True)
+        with pytest.raises(ArgumentError, match="takes integers and booleans"):
+            C.all_reduce(x, "bor")
+        bits = torch.tensor([1 << dist.get_rank(), 3])
+        flags = torch.tensor([True, dist.get_rank() == 0])
+        return C.all_reduce(bits, "bor").tolist(), C.all_reduce(flags, "band").tolist()
+
+    assert run_ranks(main, 2) == [([3, 3], [True, False])] * 2
+
+
+def test_subgroups_in_both_passes():
+    def main():
+        group = dist.new_group([1, 2])
+        rank = dist.get_rank()
+        if rank == 0:
+            return None
+        x = torch.tensor([1.0, 2.0]) * rank
+        ops = (
+            lambda x: C.broadcast(x, 2, group=group),
+            lambda x: C.gather(x, 2, group=group),
+            lambda x: C.scatter(x, 2, like=x[:1], group=group),
+            lambda x: C.all_to_all(x, group=group),
+            lambda x: C.all_gather(x, group=group),
+        )
+        return [gradient(op, x, float(rank)) for op in ops]
+
+    assert run_ranks(main, 3) == [
+        None,
+        [
+            ([2.0, 4.0], [0.0, 0.0]),
+            ([0.0] * 4, [2.0, 2.0]),
+            ([2.0], [0.0, 0.0]),
+            ([1.0, 2.0], [1.0, 2.0]),
+            ([1.0, 2.0, 2.0, 4.0], [3.0, 3.0]),
+        ],
+        [
+            ([2.0, 4.0], [3.0, 3.0]),
+            ([1.0, 2.0, 2.0, 4.0], [2.0, 2.0]),
+            ([4.0], [1.0, 2.0]),
+            ([2.0, 4.0], [1.0, 2.0]),
+            ([1.0, 2.0, 2.0, 4.0], [3.0, 3.0]),
+        ],
+    ]
+
+
+def test_strides_never_show_in_values():
+    def main():
+        rank = dist.get_rank()
+        plain = torch.arange(24.0).view(1, 2, 3, 4) * (rank + 1)
+        layouts = [
+            plain,
+            plain.transpose(1, 3).contiguous().transpose(1, 3),
+            plain.to(memory_format=torch.channels_last),
+            plain[:, :, :, :1].expand(1, 2, 3, 4),
+            torch.cat([plain, plain], 3)[..., ::2],
+        ]
+        ops = (
+            lambda x: C.all_gather(x),
+            lambda x: C.gather(x, 0),
+            lambda x: C.scatter([x, x * 2], 0, like=x),
+            lambda x: C.broadcast(x, 0),
+            lambda x: C.reduce(x, 0),
+            lambda x: C.all_reduce(x, "max"),
+        )
+        for x in layouts:
+            for op in ops:
+                weight = torch.randn(5, 7, 3, 4).to(memory_format=torch.channels_last)
+                weight = weight[: len(op(x)), :2]
+                want = gradient(op, x.contiguous().clone(), weight.contiguous())
+                leaf = x.detach().requires_grad_()
+                y = op(leaf)
+                y.backward(weight)
+                assert (y.tolist(), leaf.grad.tolist()) == want
+                assert y.is_contiguous()
+
+    run_ranks(main, 2)
+
+
+def test_an_expanded_cotangent():
+    def main():
+        x = torch.ones(2, 2, requires_grad=True)
+        y = C.gather(x, 0)
+        y.backward(torch.tensor(3.0).expand(y.shape))
+        return x.grad.tolist()
+
+    assert run_ranks(main, 2) == [[[3.0, 3.0], [3.0, 3.0]]] * 2
+
+
+def test_unequal_shapes_and_dtypes():
+    def main():
+        rank = dist.get_rank()
+        x = torch.ones(rank + 1, 2)
+        with pytest.raises(MismatchError, match=r"rank 0: \(1, 2\); rank 1: \(2, 2\)"):
+            C.all_gather(x, check=True)
+        with pytest.raises(MismatchError, match="disagree on dtype"):
+            C.all_gather(torch.ones(2, dtype=[torch.float32, torch.int32][rank]), check=True)
+        found = gradient(lambda x: C.all_gather(x, sizes="find"), x)
+        given = gradient(lambda x: C.all_gather(x, sizes=[1, 2]), x)
+        with pytest.raises(ArgumentError, match="sizes is"):
+            C.all_gather(x, sizes=[2, 1])
+        return found == given, found[1]
+
+    assert run_ranks(main, 2) == [(True, [[3.0] * 2]), (True, [[3.0] * 2] * 2)]
+
+
+def test_scatter_of_nothing_on_receivers():
+    def main():
+        root = dist.get_rank() == 0
+        xs = [torch.ones(1, 2), torch.ones(3, 2) * 2] if root else None
+        if root:
+            xs = [x.requires_grad_() for x in xs]
+        y = C.scatter(xs, 0)
+        (y * (dist.get_rank() + 1)).sum().backward()
+        return y.tolist(), root and [x.grad.tolist() for x in xs]
+
+    assert run_ranks(main, 2) == [
+        ([[1.0] * 2], [[[1.0] * 2], [[2.0] * 2] * 3]),
+        ([[2.0] * 2] * 3, False),
+    ]
+
+
+def test_reduce_gives_zeros_elsewhere_and_ignores_their_cotangents():
+    def main():
+        results = []
+        for weight in (1.0, 100.0 * dist.get_rank() + 1):
+            results.append(gradient(lambda x: C.reduce(x, 0), torch.ones(2), weight))
+        return results
+
+    assert run_ranks(main, 2) == [[([2.0] * 2, [1.0] * 2)] * 2, [([0.0] * 2, [1.0] * 2)] * 2]
+
+
+def test_buffers_may_be_refilled_and_results_changed_in_place():
+    def main():
+        x = torch.ones(4, requires_grad=True)
+        inputs = x * 2
+        ys = [
+            C.all_to_all(inputs),
+            C.reduce_scatter(inputs),
+            C.all_reduce(inputs),
+            C.all_gather(inputs),
+            C.all_gather_list(inputs)[1],
+            C.broadcast(inputs, 0),
+            C.shift(inputs),
+            C.all_reduce(inputs, "max"),
+            C.reduce(inputs, 0, "max"),
+        ]
+        for y in ys:
+            y.mul_(3)
+        sum(y.sum() for y in ys).backward()
+        grads = x.grad.tolist()
+        # The input of a product is kept for backward: a refill is noticed.
+        kept = x * 2
+        product = C.all_reduce(kept, "product")
+        with torch.no_grad():
+            kept.zero_()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.sum().backward()
+        return grads
+
+    # 2·3·(1 + 1 + 2 + 2 + [0 or 2] + [2 or 0] + 1 + 1 + 1/2)
+    first, second = run_ranks(main, 2)
+    assert first == [6 * (1 + 1 + 2 + 2 + 0 + 2 + 1 + 1 + 0.5)] * 4
+    assert second == [6 * (1 + 1 + 2 + 2 + 2 + 0 + 1 + 1 + 0.5)] * 4
+
+
+def test_a_linear_op_keeps_nothing_of_its_input():
+    def main():
+        x = torch.ones(4, requires_grad=True)
+        inputs = x * 2
+        y = C.all_to_all(inputs)
+        with torch.no_grad():
+            inputs.fill_(7.0)
+        y.sum().backward()
+        return y.tolist(), x.grad.tolist()
+
+    assert run_ranks(main, 2) == [([2.0] * 4, [2.0] * 4)] * 2
+
+
+def test_a_rank_outside_the_group_gets_an_error():
+    def main():
+        group = dist.new_group([1])
+        x = torch.ones(1)
+        if dist.get_rank() == 0:
+            for op in (C.all_reduce, C.all_gather, C.all_to_all, C.reduce_scatter, C.vary):
+                with pytest.raises(ArgumentError, match="does not contain this rank"):
+                    op(x, group=group)
+        return
+
+    run_ranks(main, 2)
+
+
+def test_numbers_and_complex_numbers():
+    def main():
+        rank = dist.get_rank()
+        number = torch.tensor(rank + 1.0)
+        z = torch.tensor([1.0 + 2.0j, 3.0j]) * (rank + 1)
+        assert C.all_gather(number).tolist() == [1.0, 2.0]
+        assert C.all_gather(number, stack=True).tolist() == [1.0, 2.0]
+        assert C.gather(number, 0).tolist() == [[1.0, 2.0], [0.0, 0.0]][rank]
+        assert C.reduce_scatter([number, number * 2]).item() == [3.0, 6.0][rank]
+        assert C.scatter([number, number * 2], 0).item() == [1.0, 2.0][rank]
+        assert [y.item() for y in C.all_to_all([number, number * 2])] == [rank + 1, 2 * rank + 2]
+        assert C.all_gather(z.conj()).tolist() == [1 - 2j, -3j, 2 - 4j, -6j]
+        assert C.all_reduce(z, "product").tolist() == [2 * (1 + 2j) ** 2, -18 + 0j]
+        x = z.clone().requires_grad_()
+        C.all_reduce(x, "product").real.sum().backward()
+        others = torch.tensor([1.0 + 2.0j, 3.0j]) * (2 - rank)
+        assert x.grad.tolist() == (2 * others.conj()).tolist()
+
+    run_ranks(main, 2)
+
+
+def test_every_dtype_moves_and_integers_reduce():
+    def main():
+        rank = dist.get_rank()
+        kinds = (torch.bool, torch.int8, torch.int16, torch.int32, torch.uint8, torch.bfloat16)
+        for dtype in (*kinds, torch.float8_e4m3fn, torch.complex128):
+            x = torch.tensor([rank, 1, 0, 1]).to(dtype)
+            want = torch.tensor([[0, 1, 0, 1], [1, 1, 0, 1]]).to(dtype)
+            assert C.all_gather(x, stack=True).float().equal(want.float())
+            assert C.broadcast(x, 1).float().equal(want[1].float())
+            assert C.all_to_all(x).float().equal(want[:, 2 * rank : 2 * rank + 2].flatten().float())
+            assert C.gather(x, 0, stack=True).float().equal(want.float() * (rank == 0))
+        for dtype in kinds[1:]:
+            x = torch.tensor([rank + 1, 3]).to(dtype)
+            assert C.all_reduce(x).tolist() == [3, 6]
+            assert C.all_reduce(x, "product").tolist() == [2, 9]
+            assert C.all_reduce(x, "max").tolist() == [2, 3]
+            assert C.reduce_scatter(x).tolist() == [[3], [6]][rank]
+
+    run_ranks(main, 2)
+
+
+def test_empty_tensors():
+    def main():
+        x = torch.ones(0, 3, requires_grad=True)
+        for op in (C.all_reduce, C.all_gather, C.reduce_scatter, C.all_to_all, C.shift):
+            op(x).sum().backward()
+        for kind in ("max", "product"):
+            C.all_reduce(x, kind).sum().backward()
+        C.gather(x, 0).sum().backward()
+        C.broadcast(x, 0).sum().backward()
+        return tuple(x.grad.shape)
+
+    assert run_ranks(main, 2) == [(0, 3)] * 2

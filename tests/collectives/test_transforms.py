@@ -1,0 +1,171 @@
+"""torch.func's transforms and torch.compile go through the collectives; vmap issues one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.func import grad, hessian, jacfwd, jvp, vmap
+
+from gradwire import collectives as C
+from gradwire.collectives import wire
+from gradwire.testing import run_ranks
+
+pytestmark = pytest.mark.usefixtures("each_backend")
+
+OPS = {
+    "all_reduce": lambda x: C.all_reduce(x),
+    "all_reduce avg": lambda x: C.all_reduce(x, "avg"),
+    "all_reduce max": lambda x: C.all_reduce(x, "max"),
+    "all_reduce min": lambda x: C.all_reduce(x, "min"),
+    "all_reduce product": lambda x: C.all_reduce(x, "product"),
+    "all_reduce premul": lambda x: C.all_reduce(x, C.Premul(dist.get_rank() + 2.0)),
+    "invariant": lambda x: C.vary(C.all_reduce(x, invariant=True)),
+    "reduce": lambda x: C.reduce(x, 1),
+    "reduce max": lambda x: C.reduce(x, 1, "max"),
+    "broadcast": lambda x: C.broadcast(x, 1),
+    "all_gather": lambda x: C.all_gather(x),
+    "all_gather dim 1": lambda x: C.all_gather(x, 1),
+    "all_gather stacked": lambda x: C.all_gather(x, stack=True),
+    "gather": lambda x: C.gather(x, 1),
+    "scatter": lambda x: C.scatter(x, 1, like=x[:1]),
+    "reduce_scatter": lambda x: C.reduce_scatter(x),
+    "reduce_scatter product": lambda x: C.reduce_scatter(x, "product"),
+    "all_to_all": lambda x: C.all_to_all(x),
+    "all_to_all dims": lambda x: C.all_to_all(x, split_dim=0, concat_dim=1),
+    "shift": lambda x: C.shift(x, wrap=False),
+    "scan": lambda x: C.scan(x),
+    "exscan product": lambda x: C.exscan(x, "product"),
+    "scan max": lambda x: C.scan(x, "max"),
+    "logsumexp": lambda x: C.logsumexp(x, 0),
+    "var": lambda x: C.var(x, 0),
+    "halo_exchange": lambda x: C.halo_exchange(x, 1),
+}
+
+
+def each(run):
+    """Calls it for every op; says which one failed."""
+    for name, op in OPS.items():
+        torch.manual_seed(dist.get_rank())
+        try:
+            run(op)
+        except Exception as error:
+            raise AssertionError(name) from error
+
+
+def close(a, b):
+    torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+def test_jvp_is_linear_in_the_tangent_and_equals_forward_ad():
+    def run(op):
+        x, t = torch.randn(2, 3, dtype=torch.float64), torch.randn(2, 3, dtype=torch.float64)
+        _, tangent = jvp(op, (x,), (t,))
+        step = 1e-6
+        close(tangent / 1e3, ((op(x + step * t) - op(x - step * t)) / (2 * step)) / 1e3)
+        with torch.autograd.forward_ad.dual_level():
+            dual = op(torch.autograd.forward_ad.make_dual(x, t))
+            close(torch.autograd.forward_ad.unpack_dual(dual).tangent, tangent)
+
+    run_ranks(lambda: each(run), 2)
+
+
+def test_vmap_equals_a_loop():
+    def run(op):
+        xs = torch.randn(2, 4, 3, dtype=torch.float64)  # the batch is dim 1
+        loop = torch.stack([op(xs[:, i]) for i in range(4)])
+        close(vmap(op, in_dims=1)(xs), loop)
+
+    run_ranks(lambda: each(run), 2)
+
+
+def test_grad_equals_backward_and_goes_through_vmap():
+    def run(op):
+        def loss(x):
+            return (op(x) ** 2).sum()
+
+        x = torch.randn(4, 2, 3, dtype=torch.float64, requires_grad=True)
+        loop = [torch.autograd.grad(loss(x[i]), x)[0][i] for i in range(4)]
+        close(grad(loss)(x.detach()[0]), loop[0])
+        close(vmap(grad(loss))(x.detach()), torch.stack(loop))
+
+    run_ranks(lambda: each(run), 2)
+
+
+def test_forward_over_reverse():
+    def run(op):
+        def loss(x):
+            return (op(x) ** 3).sum()
+
+        x = torch.randn(2, 2, dtype=torch.float64)
+        t = torch.randn(2, 2, dtype=torch.float64)
+        _, product = jvp(grad(loss), (x,), (t,))
+        leaf = x.clone().requires_grad_()
+        (first,) = torch.autograd.grad(loss(leaf), leaf, create_graph=True)
+        # The Hessian over all ranks is symmetric: reverse over reverse gives the same product.
+        (second,) = torch.autograd.grad(first, leaf, t)
+        close(product, second)
+
+    run_ranks(lambda: each(run), 2)
+
+
+def test_jacobians_by_forward_mode_and_hessians():
+    def main():
+        x = torch.tensor([1.0, 2.0], dtype=torch.float64) + dist.get_rank()
+        jacobian = jacfwd(lambda x: C.all_reduce(x**2))(x)
+        close(jacobian, 2 * torch.diag(C.all_reduce(x)))  # all ranks move along together
+        second = hessian(lambda x: C.all_reduce(x**2).sum() / 2)(x)
+        close(second, 2 * torch.eye(2, dtype=torch.float64))
+
+    run_ranks(main, 2)
+
+
+def test_vmap_issues_one_collective():
+    def main():
+        calls = []
+        start = wire.all_reduce
+
+        def counted(*args):
+            calls.append(1)
+            return start(*args)
+
+        wire.all_reduce = counted
+        try:
+            vmap(C.all_reduce)(torch.ones(50, 2))
+            vmap(grad(lambda x: C.all_reduce(x).sum()))(torch.ones(50, 2))
+        finally:
+            wire.all_reduce = start
+        return len(calls)
+
+    assert run_ranks(main, 2) == [3, 3]
+
+
+def test_compiled_whole():
+    def run(op):
+        def loss(x):
+            return (op(x * 2) ** 2).sum()
+
+        x = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
+        (eager,) = torch.autograd.grad(loss(x), x)
+        torch._dynamo.reset()
+        compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+        (traced,) = torch.autograd.grad(compiled(x), x)
+        close(traced, eager)
+
+    run_ranks(lambda: each(run), 2, timeout=110)
+
+
+def test_compiled_in_a_subgroup():
+    def main():
+        group = dist.new_group([1, 2])
+        if dist.get_rank() == 0:
+            return None
+        x = torch.ones(2, requires_grad=True)
+        fn = torch.compile(
+            lambda x: C.all_gather(x, group=group), fullgraph=True, backend="aot_eager"
+        )
+        y = fn(x)
+        (y * dist.get_rank()).sum().backward()
+        return y.tolist(), x.grad.tolist()
+
+    assert run_ranks(main, 3) == [None, ([1.0] * 4, [3.0] * 2), ([1.0] * 4, [3.0] * 2)]
