@@ -39,7 +39,10 @@ def engine(group: ProcessGroup, x: Tensor) -> str:
 
 def dense(x: Tensor) -> Tensor:
     """The tensor with its elements in order in memory; itself, if they are."""
-    return plain(x).resolve_conj().resolve_neg().contiguous()
+    x = plain(x)
+    if x.is_complex() or x.is_neg():
+        x = x.resolve_conj().resolve_neg()
+    return x.contiguous()
 
 
 def fresh(x: Tensor) -> Tensor:

@@ -61,6 +61,18 @@ _EXCHANGE_SINGLE = (
 )
 
 
+def _both(kind: type) -> tuple[Any, Any]:
+    """Options for what is waited for later, and for what is waited for at once."""
+    later, now = kind(), kind()
+    now.asyncOp = False
+    return later, now
+
+
+# Made once: making them costs as much as a small copy.
+_GATHER_OPTIONS = _both(AllgatherOptions)
+_EXCHANGE_OPTIONS = _both(dist.AllToAllOptions)
+
+
 class Pending:
     """A collective under way.
 
@@ -244,7 +256,7 @@ def all_gather(
         if out.numel() == 0:
             return done(out)
         single = getattr(group, _GATHER_SINGLE)
-        work = single(flat(out), flat(source), _gather_options(now))
+        work = single(flat(out), flat(source), _GATHER_OPTIONS[now])
         return Pending((work,), lambda: out)
     out = empty(x, sum(sizes))
     if out.numel() == 0:
@@ -252,7 +264,7 @@ def all_gather(
     parts = out.split(list(sizes))
     if engine(group, x) in ("nccl", "shm"):
         lists = [[flat(part) for part in parts]]
-        works = [group.allgather(lists, [flat(source)], _gather_options(now))]
+        works = [group.allgather(lists, [flat(source)], _GATHER_OPTIONS[now])]
         return Pending(works, lambda: out)
     # Gloo gathers equal sizes only: one broadcast a rank sends no byte more.
     parts[group.rank()].copy_(source)
@@ -319,17 +331,11 @@ def all_to_all(
     if x.shape[1:].numel() == 0 or (send is None and x.numel() == 0):
         return done(out)
     source = dense(x)
-    options = dist.AllToAllOptions()
-    options.asyncOp = not now
     splits = list(receive or ()), list(send or ())
-    work = getattr(group, _EXCHANGE_SINGLE)(by_rows(out), by_rows(source), *splits, options)
+    work = getattr(group, _EXCHANGE_SINGLE)(
+        by_rows(out), by_rows(source), *splits, _EXCHANGE_OPTIONS[now]
+    )
     return Pending((work,), lambda: out)
-
-
-def _gather_options(now: bool) -> AllgatherOptions:
-    options = AllgatherOptions()
-    options.asyncOp = not now
-    return options
 
 
 def barrier(group: ProcessGroup) -> None:
