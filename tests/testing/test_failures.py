@@ -251,7 +251,7 @@ def test_a_stopped_rank_ends_in_an_error() -> None:
 
 
 def test_a_group_that_cannot_be_left_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradwire.testing.call.GRACE", 0.3)
+    monkeypatch.setattr("gradwire.testing.call.LEAVING", 0.3)
 
     def spoils_the_end() -> None:
         dist.destroy_process_group = lambda: time.sleep(100)  # type: ignore[assignment]

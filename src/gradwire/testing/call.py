@@ -24,7 +24,11 @@ from gradwire.testing.pool import Worker, dump_stacks
 __all__ = ["Call"]
 
 GRACE = 5.0
-"""Seconds that ranks get to end after another one's failure, and to leave their group."""
+"""Seconds that ranks get to end after another one's failure."""
+
+LEAVING = 15.0
+"""Seconds that ranks get to leave their group, which on a busy machine takes a while: garbage is
+collected, and where torch.compile has run there is a lot to look at."""
 
 TICK = 0.2
 """Seconds between looks at the processes themselves: the socket of a dead one stays open as long
@@ -97,7 +101,7 @@ class Call:
             self._note(rank, event)
         if not self._ending and (self._failures or _State.RUNNING not in self._states):
             self._ending = True
-            self._limit = time.monotonic() + GRACE
+            self._limit = time.monotonic() + (GRACE if self._failures else LEAVING)
         if self._ending:
             for rank, state in enumerate(self._states):
                 if state is _State.RETURNED:
@@ -181,7 +185,7 @@ class Call:
             headline = (
                 f"fn returned, but {_ranks(self._not_done())} of {len(self._workers)} did not "
             )
-            headline += f"leave the process group within {GRACE:g} s"
+            headline += f"leave the process group within {LEAVING:g} s"
         else:
             running = [r for r, state in enumerate(self._states) if state is _State.RUNNING]
             headline = f"fn did not return within timeout={timeout:g} s on {_ranks(running)} "
