@@ -207,6 +207,8 @@ def _check(tensors: Sequence[Tensor], buffer_size: int) -> None:
     if not isinstance(buffer_size, int) or buffer_size <= 0:
         raise ArgumentError(f"buffer_size is {buffer_size!r}: give a number of bytes above 0")
     for i, t in enumerate(tensors):
+        if isinstance(t, Tensor) and t.layout is torch.strided and t.is_contiguous():
+            continue  # as most are: lists may be long
         if not isinstance(t, Tensor):
             raise ArgumentTypeError(f"tensors[{i}] is a {type(t).__name__}: pass tensors")
         if t.layout != torch.strided:

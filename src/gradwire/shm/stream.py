@@ -57,11 +57,11 @@ def broadcast(team: Team, flats: Sequence[Tensor], root: int, deadline: Deadline
         dtype = own[0].dtype
         if dtype not in slots:
             slots[dtype] = team.slots(root, dtype)
-        shared = slots[dtype][now % SLOTS][: sum(sizes)].split(sizes)
+        shared = slots[dtype][now % SLOTS][: sum(sizes)]
         if team.rank == root:
-            torch._foreach_copy_(shared, own)
+            torch.cat(own, out=shared)
         else:
-            torch._foreach_copy_(own, shared)
+            torch.split_with_sizes_copy(shared, sizes, out=own)
 
 
 @dataclass
