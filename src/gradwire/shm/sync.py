@@ -1,8 +1,9 @@
 """Waiting for each other: one POSIX semaphore for each ordered pair of ranks.
 
 A post orders all memory written before it, on every CPU. A rank that waits tries some 200 times,
-which is where short operations end, and then sleeps in the kernel, without the GIL. Each 50 ms it
-looks around: is the other rank still there, is the time over?
+which is where short operations end, then, in the main thread, gives its core to others between
+tries for a moment, and then sleeps in the kernel, without the GIL. Each 50 ms it looks around: is
+the other rank still there, is the time over?
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -19,6 +21,7 @@ SEMAPHORE_BYTES = 64
 """More than a sem_t takes anywhere: a cache line for each."""
 
 _SPINS = 200  # some 30 µs; more keeps other threads from the GIL
+_YIELD_S = 300e-6  # about what waking up takes on a virtual machine
 _GLANCE_S = 0.05
 _CLOCK_MONOTONIC = time.CLOCK_MONOTONIC if sys.platform == "linux" else 1
 
@@ -66,6 +69,7 @@ class Semaphores:
         quick, slow = ctypes.PyDLL(None), ctypes.CDLL(None, use_errno=True)
         self._init, self._post, self._try = quick.sem_init, quick.sem_post, quick.sem_trywait
         self._value, self._wait = quick.sem_getvalue, slow.sem_clockwait
+        self._yield = slow.sched_yield
         self._address, self._size = address, size
         self._to = [self._at(rank, peer) for peer in range(size)]
         self._from = [self._at(peer, rank) for peer in range(size)]
@@ -110,7 +114,22 @@ class Semaphores:
                 if attempt(source) == 0:
                     break
             else:
-                self._sleep(source, peers[i:], look)
+                if not self._yielded(source):
+                    self._sleep(source, peers[i:], look)
+
+    def _yielded(self, source: ctypes.c_void_p) -> bool:
+        """Whether a post came while this thread kept giving its core to others for a moment.
+
+        Only the main thread does so, which has nothing else to do: waking up takes longer.
+        """
+        if self._spins == 1 or threading.current_thread() is not threading.main_thread():
+            return False
+        end = time.monotonic() + _YIELD_S
+        while time.monotonic() < end:
+            self._yield()
+            if self._try(source) == 0:
+                return True
+        return False
 
     def _sleep(
         self,

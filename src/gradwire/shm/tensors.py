@@ -29,6 +29,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+_PLAIN = {Tensor, torch.nn.Parameter}
 
 
 def check_results(tensors: Sequence[Tensor], *, same_dtype: bool = False) -> None:
@@ -60,7 +61,7 @@ def check_tensors(tensors: Sequence[Tensor], *, same_dtype: bool = False) -> Non
             and tensor.is_cpu
             and tensor.layout is torch.strided
             and not tensor.is_nested
-            and not hasattr(tensor, "to_local")
+            and (type(tensor) in _PLAIN or not hasattr(tensor, "to_local"))
             and tensor.dtype in NUMBERS
             and not same_dtype
         ):
