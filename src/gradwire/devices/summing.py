@@ -6,107 +6,38 @@ each input is added to it. For k inputs of N bytes, (k+1)·N bytes cross the mem
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from gradwire.buckets.pack import memory_strides, views
 from gradwire.buckets.plan import plan_buckets
 from gradwire.devices import _memory
 from gradwire.devices.copying import copy_to, local, packed
 
-__all__ = ["sum_into", "summed", "summed_coalesced"]
+__all__ = ["PIECE", "sum_into", "summed", "summed_coalesced"]
 
-_CACHE = 1 << 20
-"""Bytes of a result that stay in one core's cache while inputs are added to them."""
-
-_SERIAL = 31 << 10
-"""Elements, a little below the 32768 from which PyTorch splits an op among threads."""
-
-_SHARE = 4 << 20
-"""Bytes of a result that make it worth another thread."""
-
-_MOST_THREADS = 8
+PIECE = 2 << 20
+"""Bytes of the result that are worked on at a time on the CPU: they fit the caches of two cores."""
 
 
-def _piece_length(result: Tensor, inputs: Sequence[Tensor]) -> int:
-    """How many elements of the result are worked on at a time."""
+def _piece_bytes(result: Tensor) -> int:
     if result.device.type == "cuda":
         # Launches cost more on a GPU, and its cache is larger.
-        cache = torch.cuda.get_device_properties(result.device).L2_cache_size // 4
-        return max(2 * _CACHE, cache) // result.element_size()
-    if result.device.type != "cpu":
-        return max(result.numel(), 1)
-    if any(t.device != result.device for t in inputs):
-        return 2 * _CACHE // result.element_size()
-    return _SERIAL
+        return max(PIECE, torch.cuda.get_device_properties(result.device).L2_cache_size // 4)
+    return PIECE if result.device.type == "cpu" else result.numel() * result.element_size()
 
 
-def _chunks(result: Tensor, inputs: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
-    """The result's chunks, each with the same chunk of every input; flat if all lie alike."""
+def _pieces(result: Tensor, inputs: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
+    """The result's pieces, each with the same piece of every input."""
     strides = memory_strides(result)
-    if strides is None or any(t.stride() != strides for t in inputs):
-        return [(result, *inputs)]
-    flat = [t.as_strided((t.numel(),), (1,)) for t in (result, *inputs)]
-    length = max(_piece_length(result, inputs), _CACHE // result.element_size())
-    return list(zip(*(torch.split(t, length) for t in flat), strict=True))
-
-
-def _add_chunk(chunk: tuple[Tensor, ...]) -> None:
-    """Add a chunk's inputs into its result, piece by piece if it is flat."""
-    result, *inputs = chunk
-    length = _piece_length(result, inputs)
-    if result.dim() != 1 or result.numel() <= length or not result.is_contiguous():
-        _add(result, inputs)
+    length = max(1, _piece_bytes(result) // result.element_size())
+    if result.numel() <= length or strides is None or any(t.stride() != strides for t in inputs):
+        yield (result, *inputs)
         return
-    for piece, *others in zip(*(torch.split(t, length) for t in chunk), strict=True):
-        _add(piece, others)
-
-
-def _add(result: Tensor, inputs: Sequence[Tensor]) -> None:
-    first, second, *rest = inputs
-    torch.add(local(first, result.device), local(second, result.device), out=result)
-    for other in rest:
-        result.add_(local(other, result.device))
-
-
-def _add_group(sums: list[Tensor], replicas: Sequence[Sequence[Tensor]]) -> None:
-    """Add small tensors together, in one call for each replica."""
-    torch._foreach_copy_(sums, list(replicas[0]))
-    for tensors in replicas[1:]:
-        torch._foreach_add_(sums, list(tensors))
-
-
-def _side_by_side(jobs: Sequence[Callable[[], None]], size: int, tensors: Sequence[Tensor]) -> None:
-    """Run jobs that write `size` bytes; on the CPU in threads, if it is worth it.
-
-    Threads of our own that run pieces without interruption, not those of PyTorch's ops: an op ends
-    when the slowest of its threads does. Where another program has a core, the many ops on pieces
-    would each wait for it.
-    """
-    threads = min(torch.get_num_threads(), _MOST_THREADS, size // _SHARE)
-    elsewhere = any(t.device.type != "cpu" for t in tensors)
-    # Forward mode is a matter of the thread that began it.
-    if threads < 2 or elsewhere or forward_ad._current_level >= 0:
-        for job in jobs:
-            job()
-        return
-    inference = torch.is_inference_mode_enabled()
-
-    def run(share: Sequence[Callable[[], None]]) -> None:
-        with torch.inference_mode(inference), torch.no_grad():
-            for job in share:
-                job()
-
-    with ThreadPoolExecutor(threads - 1) as pool:
-        helpers = [pool.submit(run, jobs[i::threads]) for i in range(1, threads)]
-        run(jobs[::threads])
-        for helper in helpers:
-            helper.result()
+    flat = [torch.split(t.as_strided((t.numel(),), (1,)), length) for t in (result, *inputs)]
+    yield from zip(*flat, strict=True)
 
 
 def sum_into(result: Tensor, inputs: Sequence[Tensor]) -> None:
@@ -114,8 +45,11 @@ def sum_into(result: Tensor, inputs: Sequence[Tensor]) -> None:
 
     Inputs elsewhere are copied over a piece at a time.
     """
-    jobs = [partial(_add_chunk, chunk) for chunk in _chunks(result, inputs)]
-    _side_by_side(jobs, result.numel() * result.element_size(), [result, *inputs])
+    for piece, first, second, *rest in _pieces(result, inputs):
+        device = piece.device
+        torch.add(local(first, device), local(second, device), out=piece)
+        for other in rest:
+            piece.add_(local(other, device))
 
 
 def summed(inputs: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -180,15 +114,14 @@ def _bucket_sums(replicas: list[list[Tensor]], device: torch.device) -> list[Ten
     like = replicas[0]
     flat = _memory.empty((sum(t.numel() for t in like),), like[0], device)
     results = views(flat, like, keep_strides=True)
-    jobs: list[Callable[[], None]] = []
     for group in _groups(results):
         if len(group) == 1:
-            inputs = [tensors[group[0]] for tensors in replicas]
-            jobs += [partial(_add_chunk, chunk) for chunk in _chunks(results[group[0]], inputs)]
-        else:
-            columns = [[tensors[i] for i in group] for tensors in replicas]
-            jobs.append(partial(_add_group, [results[i] for i in group], columns))
-    _side_by_side(jobs, flat.numel() * flat.element_size(), [flat])
+            sum_into(results[group[0]], [tensors[group[0]] for tensors in replicas])
+            continue
+        sums = [results[i] for i in group]
+        torch._foreach_copy_(sums, [replicas[0][i] for i in group])
+        for tensors in replicas[1:]:
+            torch._foreach_add_(sums, [tensors[i] for i in group])
     # `.data` gives each view a version counter of its own.
     return [result.data for result in results]
 
@@ -202,21 +135,14 @@ def _arrived(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
 
 
 def _groups(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Runs of tensors that fit the cache together, so that they can be added in one call.
-
-    One that is worked on in pieces is a run of its own.
-    """
+    """Runs of tensors that fit the cache together, so that they can be added in one call."""
     group: list[int] = []
-    room = _CACHE
+    room = PIECE
     for i, tensor in enumerate(tensors):
-        size = tensor.numel() * tensor.element_size()
-        if tensor.numel() > _piece_length(tensor, ()):
-            yield [i]
-            continue
-        if group and room < size:
+        room -= tensor.numel() * tensor.element_size()
+        if group and room < 0:
             yield group
-            group, room = [], _CACHE
+            group, room = [], PIECE - tensor.numel() * tensor.element_size()
         group.append(i)
-        room -= size
     if group:
         yield group
