@@ -146,9 +146,6 @@ def test_every_reduction_has_its_gradient(run: Run, op: str) -> None:
     run(member)
 
 
-# On Gloo, subgroups are covered by the tests of collectives. Here, in a process where torch.compile
-# has run before, a Gloo group's end can hang in garbage collection; why is not known.
-@pytest.mark.parametrize("run", ["shm"], indirect=True)
 def test_a_subgroup_in_both_passes(run: Run) -> None:
     def member() -> None:
         group = dist.new_group([1, 2])

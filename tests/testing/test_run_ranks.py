@@ -240,3 +240,20 @@ def test_run_ranks_works_inside_a_rank() -> None:
         return run_ranks(dist.get_world_size, 3) if dist.get_rank() == 0 else []
 
     assert run_ranks(outer) == [[3, 3, 3], []]
+
+
+def test_a_group_that_outlives_its_call_does_no_harm_to_later_ones() -> None:
+    def keep() -> int:
+        dist.distributed_c10d._get_default_store().set("a", "little")
+        sys.kept = dist.group.WORLD  # type: ignore[attr-defined]
+        return os.getpid()
+
+    def let_go() -> int:
+        # At its end a store reads on where it stopped, here in the middle of something.
+        store = dist.distributed_c10d._get_default_store()
+        store.set("much", "x" * 100_000)
+        del sys.kept  # type: ignore[attr-defined]
+        return os.getpid()
+
+    kept = run_ranks(keep, 2, backend="gloo", timeout=30)
+    assert run_ranks(let_go, 2, backend="gloo", timeout=30) == kept

@@ -9,6 +9,7 @@ import contextlib
 import faulthandler
 import fcntl
 import gc
+import itertools
 import os
 import pickle
 import random
@@ -47,10 +48,10 @@ def main(channel_fd: int, lifeline: int) -> None:
     channel.send(Idle())
     # The parent ends this process; an end-of-file here means that it is already gone.
     with contextlib.suppress(EOFError):
-        while True:
+        for earlier in itertools.count():
             task = channel.receive()
             assert isinstance(task, Task)
-            store = channel.receive_descriptor()
+            store = _unused_number(channel.receive_descriptor(), earlier)
             _serve(channel, task, store)
             os.close(store)
             channel.send(Idle())
@@ -71,6 +72,19 @@ def _die_with_parent(lifeline: int) -> None:
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(lifeline, fcntl.F_SETFL, os.O_ASYNC)
+
+
+def _unused_number(descriptor: int, earlier: int) -> int:
+    """Move the descriptor to a number that no earlier task's store had, nor any other file will.
+
+    A group that outlives its task (an autograd graph in a reference cycle may hold it) says goodbye
+    to its store when it goes, by the path of a descriptor: if another file had this number by then,
+    torch would read that file as a store, without end. A path that is gone it leaves alone.
+    """
+    soft = min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], 4096)
+    number = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, soft // 2 + earlier % (soft // 4))
+    os.close(descriptor)
+    return number
 
 
 def _serve(channel: Channel, task: Task, store: int) -> None:
