@@ -10,7 +10,16 @@ import click
 import torch.distributed as dist
 from rich.console import Console
 
-from benchmarks import broadcast, collectives, ddp, devices, devices_gpu, differentiable, mpi
+from benchmarks import (
+    broadcast,
+    collectives,
+    ddp,
+    devices,
+    devices_gpu,
+    differentiable,
+    mpi,
+    overhead,
+)
 from benchmarks.benchmark import Benchmark
 from benchmarks.options import Options
 from benchmarks.pages import PAGES, RESULTS, rewritten
@@ -26,6 +35,7 @@ BENCHMARKS: dict[str, Benchmark[Any]] = {
         devices_gpu.BENCHMARK,
         differentiable.BENCHMARK,
         mpi.BENCHMARK,
+        overhead.BENCHMARK,
     )
 }
 

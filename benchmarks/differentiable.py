@@ -23,12 +23,14 @@ from benchmarks.results import CaseResult, Measure
 from benchmarks.stats import ratio, spread
 from gradwire import collectives as ours
 
-__all__ = ["BENCHMARK", "Case", "measure"]
+__all__ = ["BENCHMARK", "OPS", "RAW", "TORCH", "Call", "Case", "Op", "measure"]
 
 TORCH, RAW, CHECKED, SHM = "torch", "raw", "gradwire, checked", "gradwire on shm"
 SAMPLE_BYTES = 4 << 20
 MOST_REPEATS = 30
 """Short operations are repeated in a sample, until they have moved so much, but so often only."""
+SMALL, SMALL_ROUNDS = 1 << 20, 3
+"""Up to that size, so many times the rounds."""
 
 Call = Callable[[Tensor, ProcessGroup], Any]
 
@@ -71,6 +73,10 @@ class Case:
     def repeats(self) -> int:
         """Calls in a sample."""
         return max(1, min(MOST_REPEATS, SAMPLE_BYTES // self.nbytes))
+
+    def rounds(self, asked: int) -> int:
+        """More of them where the time is spent on waking up, which varies most."""
+        return asked * SMALL_ROUNDS if self.nbytes <= SMALL else asked
 
 
 def _all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -258,6 +264,7 @@ def _measure_case(case: Case, rounds: int, groups: Mapping[str, ProcessGroup]) -
         n: partial(_forward_backward, f, x, cotangent) for n, f in calls.items()
     }
     both[RAW] = partial(_raw_both, op, x, cotangent, gloo)
+    rounds = case.rounds(rounds)
     measures = [
         _timed("forward", forward, case.repeats, rounds),
         _timed("forward and backward", both, case.repeats, rounds),

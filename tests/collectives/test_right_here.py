@@ -259,6 +259,24 @@ def test_buffers_may_be_refilled_and_results_changed_in_place():
     assert second == [6 * (1 + 1 + 2 + 2 + 2 + 0 + 1 + 1 + 0.5)] * 4
 
 
+def test_the_tensors_of_a_list_are_apart():
+    def main():
+        x = torch.full((2,), dist.get_rank() + 2.0, requires_grad=True)
+        for first, second in (C.all_gather_list(x), C.all_to_all([x, x])):
+            squares = first * first  # keeps the first for backward
+            second.add_(second)
+            first.retain_grad()
+            (squares + second).sum().backward()
+            assert first.tolist() == [2.0] * 2
+            assert second.tolist() == [6.0] * 2
+            assert first.grad.tolist() == [4.0] * 2
+        return x.grad.tolist()
+
+    # Rank 0's is the first of two lists on two ranks, each with a gradient of 2·2; rank 1's the
+    # second, with one of 2.
+    assert run_ranks(main, 2) == [[16.0] * 2, [8.0] * 2]
+
+
 def test_a_linear_op_keeps_nothing_of_its_input():
     def main():
         x = torch.ones(4, requires_grad=True)

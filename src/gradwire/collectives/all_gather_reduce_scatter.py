@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 
 from gradwire.collectives import agreement, wire
 from gradwire.collectives.all_reduce import AllReduce
+from gradwire.collectives.apart import apart
 from gradwire.collectives.handles import Handle, after, run
 from gradwire.collectives.linear import Linear, linear, register
 from gradwire.collectives.nonlinear import Reducing, reduce_with
@@ -223,7 +224,8 @@ def all_gather_list(
         check: Compare with the other ranks first; see `checks`.
 
     Returns:
-        A tuple of the ranks' tensors, in rank order.
+        A tuple of the ranks' tensors, in rank order. They lie side by side in one block of memory,
+        which stays while one of them does; keep a clone of the one you need for long.
 
     Adjoint: rank r gets the sum of all ranks' cotangents of entry r.
 
@@ -239,14 +241,11 @@ def all_gather_list(
         [(tensor(1.), tensor(2.)), (tensor(1.), tensor(2.))]
     """
     dense_tensor(x)
+    group = member(group)
     front = x if x.dim() else x.reshape(1)
-    whole, known = _gathered(front, sizes, "list", member(group), async_op, check)
-
-    def pieces(whole: Tensor) -> tuple[Tensor, ...]:
-        cut = whole.split(len(front) if known is None else list(known))
-        return tuple((piece if x.dim() else piece.reshape(())).clone() for piece in cut)
-
-    return after(whole, pieces)
+    whole, known = _gathered(front, sizes, "list", group, async_op, check)
+    cut = known or (front.shape[0],) * group.size()
+    return after(whole, lambda y: apart(y, cut, numbers=not x.dim()))
 
 
 @overload

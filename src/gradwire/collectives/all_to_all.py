@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from gradwire.collectives import agreement, wire
+from gradwire.collectives.apart import apart
 from gradwire.collectives.handles import Handle, after, run
 from gradwire.collectives.linear import Linear, register
 from gradwire.collectives.numbers import swap_numbers
@@ -126,7 +127,8 @@ def all_to_all(
         check: Compare with the other ranks first; see `checks`.
 
     Returns:
-        What came from rank 0, 1, …: joined along `concat_dim`, or a tuple if `x` is a list.
+        What came from rank 0, 1, …: joined along `concat_dim`, or a tuple if `x` is a list, whose
+        tensors lie side by side in one block of memory.
 
     Adjoint: all_to_all with splits and dims swapped.
 
@@ -221,8 +223,4 @@ def _exchanged_list(
         torch.cat(pieces), send, output_splits, "list", group, async_op, check
     )
     assert receive is not None
-
-    def cut(y: Tensor) -> tuple[Tensor, ...]:
-        return tuple((p.reshape(()) if numbers else p).clone() for p in y.split(list(receive)))
-
-    return after(rows, cut)
+    return after(rows, lambda y: apart(y, receive, numbers))

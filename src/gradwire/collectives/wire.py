@@ -261,7 +261,7 @@ def all_gather(
     out = empty(x, sum(sizes))
     if out.numel() == 0:
         return done(out)
-    parts = out.split(list(sizes))
+    parts = out.split_with_sizes(sizes)
     if engine(group, x) in ("nccl", "shm"):
         lists = [[flat(part) for part in parts]]
         works = [group.allgather(lists, [flat(source)], _GATHER_OPTIONS[now])]
@@ -295,7 +295,7 @@ def gather(
     options = dist.GatherOptions()
     options.asyncOp = not now
     options.rootRank = root
-    into = [[flat(part) for part in out.split(list(sizes))]] if at_root else []
+    into = [[flat(part) for part in out.split_with_sizes(sizes)]] if at_root else []
     return Pending((group.gather(into, [flat(source)], options),), lambda: out)
 
 
@@ -315,7 +315,7 @@ def scatter(
     options = dist.ScatterOptions()
     options.asyncOp = not now
     options.rootRank = root
-    parts = [[flat(part) for part in source.split(list(sizes))]] if at_root else []
+    parts = [[flat(part) for part in source.split_with_sizes(sizes)]] if at_root else []
     return Pending((group.scatter([flat(out)], parts, options),), lambda: out)
 
 
