@@ -1,9 +1,9 @@
 """Every collective of torch.distributed as a differentiable function with its true adjoint."""
 
 from gradwire.collectives.agreement import checks
+from gradwire.collectives.all_gather_list import all_gather_list
 from gradwire.collectives.all_gather_reduce_scatter import (
     all_gather,
-    all_gather_list,
     reduce_scatter,
 )
 from gradwire.collectives.all_reduce import (

@@ -12,7 +12,6 @@ from torch.distributed import ProcessGroup
 
 from gradwire.collectives import agreement, wire
 from gradwire.collectives.all_reduce import AllReduce
-from gradwire.collectives.apart import apart
 from gradwire.collectives.handles import Handle, after, run
 from gradwire.collectives.linear import Linear, linear, register
 from gradwire.collectives.nonlinear import Reducing, reduce_with
@@ -30,7 +29,7 @@ from gradwire.collectives.sizes import (
 from gradwire.collectives.wire import Pending
 from gradwire.errors import ArgumentError
 
-__all__ = ["all_gather", "all_gather_list", "reduce_scatter"]
+__all__ = ["all_gather", "reduce_scatter"]
 
 
 @register
@@ -162,19 +161,14 @@ def all_gather(
     if stack:
         x = x.unsqueeze(valid_dim(dim, x.dim() + 1, x.shape))
     front, dim = dim_in_front(x, dim)
-    whole, _ = _gathered(front, sizes, f"dim={dim}", member(group), async_op, check)
-    return after(whole, lambda y: dim_back(y, dim))
+    op, front, note = agreed_gather(front, sizes, f"dim={dim}", member(group), check)
+    return after(run(op, front, note, async_op), lambda y: dim_back(y, dim))
 
 
-def _gathered(
-    front: Tensor,
-    sizes: Sizes,
-    detail: str,
-    group: ProcessGroup,
-    async_op: bool,
-    check: bool | None,
-) -> tuple[Any, tuple[int, ...] | None]:
-    """The rows of all ranks, or a handle; and how many each rank has, if they are not equal."""
+def agreed_gather(
+    front: Tensor, sizes: Sizes, detail: str, group: ProcessGroup, check: bool | None
+) -> tuple[AllGather, Tensor, agreement.Note | None]:
+    """The op that gathers these rows, and what `agree` gave."""
     note = None
     if agreement.enabled(check):
         call = agreement.describe(
@@ -184,68 +178,7 @@ def _gathered(
             ragged=sizes is not None,
         )
         front, note, _ = agreement.agree(group, front, call)
-    known = resolve_sizes(sizes, len(front), group)
-    return run(AllGather(group, known), front, note, async_op), known
-
-
-@overload
-def all_gather_list(
-    x: Tensor,
-    *,
-    sizes: Sizes = ...,
-    group: ProcessGroup | None = ...,
-    async_op: Literal[False] = ...,
-    check: bool | None = ...,
-) -> tuple[Tensor, ...]: ...
-@overload
-def all_gather_list(
-    x: Tensor,
-    *,
-    sizes: Sizes = ...,
-    group: ProcessGroup | None = ...,
-    async_op: Literal[True],
-    check: bool | None = ...,
-) -> Handle[tuple[Tensor, ...]]: ...
-def all_gather_list(
-    x: Tensor,
-    *,
-    sizes: Sizes = None,
-    group: ProcessGroup | None = None,
-    async_op: bool = False,
-    check: bool | None = None,
-) -> Any:
-    """All ranks' tensors, on all ranks, each in a tensor of its own.
-
-    Args:
-        x: The same shape on all ranks but for the first dim where sizes are given; any dtype.
-        sizes: As in `all_gather`, along the first dim.
-        group: The default group, if None.
-        async_op: Return a `Handle`.
-        check: Compare with the other ranks first; see `checks`.
-
-    Returns:
-        A tuple of the ranks' tensors, in rank order. They lie side by side in one block of memory,
-        which stays while one of them does; keep a clone of the one you need for long.
-
-    Adjoint: rank r gets the sum of all ranks' cotangents of entry r.
-
-    Raises:
-        ArgumentError: Sizes that are not the ranks'.
-        MismatchError: With checks on, ranks disagree.
-
-    Example:
-        >>> from gradwire.collectives import all_gather_list
-        >>> def main():
-        ...     return all_gather_list(torch.tensor(dist.get_rank() + 1.0))
-        >>> run_ranks(main, world_size=2)
-        [(tensor(1.), tensor(2.)), (tensor(1.), tensor(2.))]
-    """
-    dense_tensor(x)
-    group = member(group)
-    front = x if x.dim() else x.reshape(1)
-    whole, known = _gathered(front, sizes, "list", group, async_op, check)
-    cut = known or (front.shape[0],) * group.size()
-    return after(whole, lambda y: apart(y, cut, numbers=not x.dim()))
+    return AllGather(group, resolve_sizes(sizes, len(front), group)), front, note
 
 
 @overload

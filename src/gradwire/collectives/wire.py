@@ -23,6 +23,7 @@ from gradwire.collectives.failures import translated
 __all__ = [
     "Pending",
     "all_gather",
+    "all_gather_list",
     "all_reduce",
     "all_to_all",
     "barrier",
@@ -261,11 +262,30 @@ def all_gather(
     out = empty(x, sum(sizes))
     if out.numel() == 0:
         return done(out)
-    parts = out.split_with_sizes(sizes)
-    if engine(group, x) in ("nccl", "shm"):
-        lists = [[flat(part) for part in parts]]
-        works = [group.allgather(lists, [flat(source)], _GATHER_OPTIONS[now])]
-        return Pending(works, lambda: out)
+    return Pending(_gather_into(out.split_with_sizes(sizes), source, group, now), lambda: out)
+
+
+def all_gather_list(
+    x: Tensor, sizes: Sequence[int] | None, group: ProcessGroup
+) -> tuple[Tensor, ...]:
+    """All ranks' tensors, when they have arrived."""
+    source = dense(x)
+    if sizes is None:
+        parts = [torch.empty_like(source, requires_grad=False) for _ in range(group.size())]
+    else:
+        parts = [empty(x, size) for size in sizes]
+    if any(part.numel() for part in parts):
+        Pending(_gather_into(parts, source, group, now=True), lambda: x).wait()
+    return tuple(parts)
+
+
+def _gather_into(
+    parts: Sequence[Tensor], source: Tensor, group: ProcessGroup, now: bool
+) -> list[Work]:
+    equal = all(len(part) == len(parts[0]) for part in parts) if source.dim() else True
+    if equal or engine(group, source) in ("nccl", "shm"):
+        into = [flat(part) for part in parts]
+        return [group.allgather([into], [flat(source)], _GATHER_OPTIONS[now])]
     # Gloo gathers equal sizes only: one broadcast a rank sends no byte more.
     parts[group.rank()].copy_(source)
     works = []
@@ -274,7 +294,7 @@ def all_gather(
             options = dist.BroadcastOptions()
             options.rootRank = rank
             works.append(group.broadcast([flat(part)], options))
-    return Pending(works, lambda: out)
+    return works
 
 
 def gather(

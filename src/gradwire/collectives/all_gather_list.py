@@ -1,0 +1,108 @@
+"""all_gather into a tensor for each rank; in backward what was a list is joined again."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+from torch.autograd import Function, forward_ad
+from torch.distributed import ProcessGroup
+
+from gradwire.collectives import wire
+from gradwire.collectives.agreement import Note
+from gradwire.collectives.all_gather_reduce_scatter import AllGather, agreed_gather
+from gradwire.collectives.apart import apart
+from gradwire.collectives.handles import Handle, after, run
+from gradwire.collectives.linear import compiling, graph_is_needed, linear
+from gradwire.collectives.ranks import dense_tensor, member
+from gradwire.collectives.sizes import Sizes
+
+__all__ = ["all_gather_list"]
+
+
+class _GatherList(Function):
+    @staticmethod
+    def forward(x: Tensor, op: AllGather, note: Note | None) -> tuple[Tensor, ...]:
+        return wire.all_gather_list(x, op.sizes, op.group)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        x, ctx.op, ctx.note = inputs
+        ctx.numbers = not x.dim()
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Any:
+        joined = torch.stack(cotangents) if ctx.numbers else torch.cat(cotangents)
+        if ctx.note is not None:
+            ctx.note.before_backward(joined)
+        gradient = linear(ctx.op.adjoint(), joined, ctx.note)
+        return gradient.reshape(()) if ctx.numbers else gradient, None, None
+
+
+_apply_list = super(Function, _GatherList).apply  # see linear.py
+
+
+@overload
+def all_gather_list(
+    x: Tensor,
+    *,
+    sizes: Sizes = ...,
+    group: ProcessGroup | None = ...,
+    async_op: Literal[False] = ...,
+    check: bool | None = ...,
+) -> tuple[Tensor, ...]: ...
+@overload
+def all_gather_list(
+    x: Tensor,
+    *,
+    sizes: Sizes = ...,
+    group: ProcessGroup | None = ...,
+    async_op: Literal[True],
+    check: bool | None = ...,
+) -> Handle[tuple[Tensor, ...]]: ...
+def all_gather_list(
+    x: Tensor,
+    *,
+    sizes: Sizes = None,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    check: bool | None = None,
+) -> Any:
+    """All ranks' tensors, on all ranks, each in a tensor of its own.
+
+    Args:
+        x: The same shape on all ranks but for the first dim where sizes are given; any dtype.
+        sizes: As in `all_gather`, along the first dim.
+        group: The default group, if None.
+        async_op: Return a `Handle`.
+        check: Compare with the other ranks first; see `checks`.
+
+    Returns:
+        A tuple of the ranks' tensors, in rank order.
+
+    Adjoint: rank r gets the sum of all ranks' cotangents of entry r.
+
+    Raises:
+        ArgumentError: Sizes that are not the ranks'.
+        MismatchError: With checks on, ranks disagree.
+
+    Example:
+        >>> from gradwire.collectives import all_gather_list
+        >>> def main():
+        ...     return all_gather_list(torch.tensor(dist.get_rank() + 1.0))
+        >>> run_ranks(main, world_size=2)
+        [(tensor(1.), tensor(2.)), (tensor(1.), tensor(2.))]
+    """
+    dense_tensor(x)
+    group = member(group)
+    front = x if x.dim() else x.reshape(1)
+    op, front, note = agreed_gather(front, sizes, "list", group, check)
+    transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    if async_op or transformed or compiling(x):
+        cut = op.sizes or (front.shape[0],) * group.size()
+        return after(run(op, front, note, async_op), lambda y: apart(y, cut, not x.dim()))
+    own = front if x.dim() else front.reshape(())
+    if graph_is_needed(own):
+        return _apply_list(own, op, note)  # type: ignore[no-untyped-call]
+    return wire.all_gather_list(own, op.sizes, group)
