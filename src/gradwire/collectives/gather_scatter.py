@@ -1,7 +1,7 @@
 """gather and scatter: each is the other's adjoint.
 
-Only the root holds the whole. On the other ranks it stands as a tensor without rows, so that the
-graph is the same everywhere.
+Only the root holds the whole. On the other ranks a tensor of as many rows as one likes stands for
+it, so that the graph is the same everywhere: scatter does not look at it, gather makes it zeros.
 """
 
 from __future__ import annotations
@@ -38,55 +38,57 @@ __all__ = ["gather", "scatter"]
 @register
 @dataclass(frozen=True)
 class Gather(Linear):
-    """All ranks' rows on the root; no rows elsewhere."""
+    """All ranks' rows on the root; that many rows of zeros elsewhere."""
 
     group: ProcessGroup
     root: int
     sizes: tuple[int, ...]
+    elsewhere: int
     name = "gather"
 
     def start(self, x: Tensor, now: bool = False) -> Pending:
-        return wire.gather(x, self.root, self.sizes, self.group, now)
+        return wire.gather(x, self.root, self.sizes, self.elsewhere, self.group, now)
 
     def adjoint(self) -> Scatter:
-        return Scatter(self.group, self.root, self.sizes)
+        return Scatter(self.group, self.root, self.sizes, self.elsewhere)
 
     def rows(self, rows: int) -> int:
-        return sum(self.sizes) if self.group.rank() == self.root else 0
+        return sum(self.sizes) if self.group.rank() == self.root else self.elsewhere
 
     def plan(self) -> list[int]:
-        return [self.root, *self.sizes]
+        return [self.root, self.elsewhere, *self.sizes]
 
     @classmethod
     def of(cls, plan: Sequence[int], group: ProcessGroup) -> Gather:
-        return cls(group, plan[0], tuple(plan[1:]))
+        return cls(group, plan[0], tuple(plan[2:]), plan[1])
 
 
 @register
 @dataclass(frozen=True)
 class Scatter(Linear):
-    """The root's rows, dealt out; the others' input has no rows."""
+    """The root's rows, dealt out; the others' input, of that many rows, is not looked at."""
 
     group: ProcessGroup
     root: int
     sizes: tuple[int, ...]
+    elsewhere: int
     name = "scatter"
 
     def start(self, x: Tensor, now: bool = False) -> Pending:
         return wire.scatter(x, self.root, self.sizes, self.group, now)
 
     def adjoint(self) -> Gather:
-        return Gather(self.group, self.root, self.sizes)
+        return Gather(self.group, self.root, self.sizes, self.elsewhere)
 
     def rows(self, rows: int) -> int:
         return self.sizes[self.group.rank()]
 
     def plan(self) -> list[int]:
-        return [self.root, *self.sizes]
+        return [self.root, self.elsewhere, *self.sizes]
 
     @classmethod
     def of(cls, plan: Sequence[int], group: ProcessGroup) -> Scatter:
-        return cls(group, plan[0], tuple(plan[1:]))
+        return cls(group, plan[0], tuple(plan[2:]), plan[1])
 
 
 @overload
@@ -174,14 +176,8 @@ def gather(
         )
         front, note, _ = agreement.agree(group, front, call)
     known = resolve_sizes(sizes, len(front), group) or (len(front),) * group.size()
-
-    def whole(rows: Tensor) -> Tensor:
-        if group.rank() != root:
-            # Rows of zeros, with the graph node that takes part in backward.
-            rows = torch.cat([rows, rows.new_zeros((sum(known), *rows.shape[1:]))])
-        return dim_back(rows, dim)
-
-    return after(run(Gather(group, root, known), front, note, async_op), whole)
+    whole = run(Gather(group, root, known, sum(known)), front, note, async_op)
+    return after(whole, lambda y: dim_back(y, dim))
 
 
 @overload
@@ -271,16 +267,17 @@ def scatter(
     assert whole is not None
     if group.rank() != root and like is None:
         whole = whole.hung_on(xs)
-    result = run(Scatter(group, root, whole.sizes), whole.rows, note, async_op)
+    op = Scatter(group, root, whole.sizes, len(whole.rows))
+    result = run(op, whole.rows, note, async_op)
     return after(result, lambda y: y.reshape(()) if whole.numbers else dim_back(y, whole.dim))
 
 
 @dataclass(frozen=True)
 class _Whole:
-    """What a scatter cuts: the rows, none on a receiver, with the cut dim in front.
+    """What a scatter cuts: the rows, with the cut dim in front.
 
     Args:
-        rows: The pieces, one after the other.
+        rows: The pieces, one after the other; on a receiver what stands for them.
         sizes: How many rows each rank gets.
         dim: Where the cut dim was.
         numbers: Whether the pieces have no dim at all.
@@ -319,10 +316,9 @@ class _Whole:
     ) -> _Whole:
         """On a receiver that knows what it gets."""
         numbers = not like.dim()
-        front, dim = dim_in_front(like, dim)
-        rows = front[:0]
+        front, dim = rows, dim = dim_in_front(like, dim)
         if like.is_meta:
-            rows = torch.empty(rows.shape, dtype=like.dtype, device=device_of(group))
+            rows = torch.empty((0, *front.shape[1:]), dtype=like.dtype, device=device_of(group))
             rows.requires_grad_(like.requires_grad)
         given = (len(front),) * group.size() if sizes is None else tuple(sizes)
         return cls(rows, given, dim, numbers)
@@ -340,7 +336,7 @@ class _Whole:
 def _told(
     whole: _Whole | None, root: int, dim: int, group: ProcessGroup
 ) -> tuple[_Whole, agreement.Note]:
-    """The root tells what it is about to cut; the same on all ranks, without rows on receivers."""
+    """The root tells what it is about to cut; the same on all ranks."""
     at_root = group.rank() == root
     rows = torch.empty(0) if whole is None else whole.rows
     call = Call("scatter", None, None, root=root, detail=f"dim={dim}", ragged=True)

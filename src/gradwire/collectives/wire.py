@@ -298,20 +298,24 @@ def _gather_into(
 
 
 def gather(
-    x: Tensor, root: int, sizes: Sequence[int] | None, group: ProcessGroup, now: bool = False
+    x: Tensor,
+    root: int,
+    sizes: Sequence[int],
+    elsewhere: int,
+    group: ProcessGroup,
+    now: bool = False,
 ) -> Pending:
-    """All ranks' rows on the root; no rows elsewhere."""
+    """All ranks' rows on the root; that many rows of zeros elsewhere."""
     at_root, world = group.rank() == root, group.size()
-    if sizes is None:
-        sizes = [len(x)] * world
-    out = empty(x, sum(sizes) if at_root else 0)
+    out = empty(x, sum(sizes)) if at_root else empty(x, elsewhere).zero_()
     if _nothing(x, sum(sizes)):
         return done(out)
     source = dense(x)
     if len(set(sizes)) > 1 and engine(group, x) not in ("nccl", "shm"):
         # Gloo gathers equal sizes only.
         send = [len(x) if rank == root else 0 for rank in range(world)]
-        return all_to_all(source, send, sizes if at_root else [0] * world, group, now)
+        received = all_to_all(source, send, sizes if at_root else [0] * world, group, now)
+        return received if at_root else Pending((), lambda: _after(received, out))
     options = dist.GatherOptions()
     options.asyncOp = not now
     options.rootRank = root
@@ -319,16 +323,21 @@ def gather(
     return Pending((group.gather(into, [flat(source)], options),), lambda: out)
 
 
+def _after(received: Pending, out: Tensor) -> Tensor:
+    received.wait()
+    return out
+
+
 def scatter(
     x: Tensor, root: int, sizes: Sequence[int], group: ProcessGroup, now: bool = False
 ) -> Pending:
-    """The root's rows, dealt out: this rank's. On other ranks `x` has no rows."""
+    """The root's rows, dealt out: this rank's. On other ranks `x` is not looked at."""
     at_root, world = group.rank() == root, group.size()
     rows = sizes[group.rank()]
     out = empty(x, rows)
     if _nothing(x, sum(sizes)):
         return done(out)
-    source = dense(x)
+    source = dense(x) if at_root else x[:0]
     if len(set(sizes)) > 1 and engine(group, x) not in ("nccl", "shm"):
         receive = [rows if rank == root else 0 for rank in range(world)]
         return all_to_all(source, sizes if at_root else [0] * world, receive, group, now)
