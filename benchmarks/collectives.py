@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from benchmarks.bare import bare_passes
 from benchmarks.benchmark import Benchmark
 from benchmarks.contest import OURS, alternate
 from benchmarks.launch import launch
@@ -24,6 +25,7 @@ __all__ = ["BENCHMARK", "Case", "measure"]
 
 GLOO = "Gloo"
 INSIDE = "gradwire in the segment"
+BARE, BARE_INSIDE = "bare passes", "bare passes in the segment"
 SAMPLE_BYTES = 4 << 20
 """Short operations are repeated in a sample until they have moved about this much …"""
 MOST_REPEATS = 50
@@ -80,21 +82,27 @@ def _measure_case(case: Case, rounds: int, ours: ProcessGroup, theirs: ProcessGr
     for name, result in results.items():
         if not torch.equal(result, results[GLOO]):
             raise AssertionError(f"{case.op} on {name} and on Gloo gave different values")
+    bare = world_size == 2 and case.nbytes >= LARGE[0]
+    if bare:
+        for name, inside in ((BARE, False), (BARE_INSIDE, True)):
+            steps[name] = partial(_repeat, bare_passes(case.op, count, inside=inside), repeats)
     seconds = alternate(steps, rounds)
     micro = {name: [s * 1e6 / repeats for s in samples] for name, samples in seconds.items()}
-    ordinary = Measure(
-        "ordinary tensors",
-        "µs",
-        {name: spread(micro[name]) for name in (OURS, GLOO)},
-        {GLOO: ratio(micro[OURS], micro[GLOO])},
+    measures = [
+        _compared("ordinary tensors", micro[OURS], micro[GLOO], micro.get(BARE)),
+        _compared("in the segment", micro[INSIDE], micro[GLOO], micro.get(BARE_INSIDE)),
+    ]
+    return CaseResult(case.name, _prediction(case), rounds, measures)
+
+
+def _compared(
+    name: str, ours: Sequence[float], gloo: Sequence[float], bare: Sequence[float] | None
+) -> Measure:
+    others = {GLOO: gloo} if bare is None else {GLOO: gloo, BARE: bare}
+    contenders = {peer: spread(samples) for peer, samples in {OURS: ours, **others}.items()}
+    return Measure(
+        name, "µs", contenders, {peer: ratio(ours, samples) for peer, samples in others.items()}
     )
-    inside = Measure(
-        "in the segment",
-        "µs",
-        {OURS: spread(micro[INSIDE]), GLOO: spread(micro[GLOO])},
-        {GLOO: ratio(micro[INSIDE], micro[GLOO])},
-    )
-    return CaseResult(case.name, _prediction(case), rounds, [ordinary, inside])
 
 
 def _checked(call: Callable[[], object], whole: Tensor, part: Tensor, other: Tensor) -> Tensor:

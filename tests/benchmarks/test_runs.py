@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from benchmarks import broadcast, ddp, models, shapes
+from benchmarks import broadcast, collectives, ddp, models, shapes
 from benchmarks.__main__ import main
 from benchmarks.launch import launch
 from benchmarks.options import Options
@@ -53,6 +53,16 @@ def test_broadcast_from_end_to_end(tmp_path: Path) -> None:
         assert list(time.contenders) == ["gradwire", "torch"]
         assert time.contenders["gradwire"].median > 0
     Result.of("broadcast", OPTIONS, cases).write(tmp_path / "broadcast.json")
+
+
+@pytest.mark.parametrize("op", collectives.OPERATIONS)
+def test_collectives_from_end_to_end(op: str) -> None:
+    large = collectives.Case(op, 1 << 20)
+    (case,) = collectives.measure([large], OPTIONS)
+    check_figures(case)
+    assert [measure.name for measure in case.measures] == ["ordinary tensors", "in the segment"]
+    for measure in case.measures:
+        assert list(measure.ratios) == ["Gloo", "bare passes"]
 
 
 def test_broadcast_on_shm_has_gloo_as_a_peer() -> None:

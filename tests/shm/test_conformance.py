@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -143,6 +145,20 @@ def streamed():
 
 def test_broadcast_of_a_list(world):
     run_ranks(streamed, world, backend="shm", timeout=20.0)
+
+
+def broadcast_between_places():
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for inside in itertools.product([False, True], repeat=world):
+        for count in (9_000, 300_001):
+            for root in {0, world - 1}:
+                x = new(count, torch.float32, inside[rank]).copy_(value(rank, count, torch.float32))
+                dist.broadcast(x, root)
+                equal(x, value(root, count, torch.float32))
+
+
+def test_broadcast_whoever_has_its_tensor_in_the_segment(world):
+    run_ranks(broadcast_between_places, world, backend="shm", timeout=20.0)
 
 
 def exchanged():

@@ -21,7 +21,7 @@ from gradwire.shm.header import INLINE, NOWHERE, Call, Place
 from gradwire.shm.sync import Deadline
 from gradwire.shm.team import INLINE_BYTES, SLOT_BYTES, SLOTS, Team
 
-__all__ = ["barrier", "exchange", "reduce", "reduce_scatter"]
+__all__ = ["barrier", "broadcast", "exchange", "reduce", "reduce_scatter"]
 
 _PIECE_BYTES = 256 << 10  # shorter pieces cost more in waits than they gain in cache
 _LINE = 64  # elements; shares end between cache lines
@@ -54,6 +54,40 @@ def reduce(team: Team, call: Call, flat: Tensor, deadline: Deadline) -> None:
         _reduce_where_it_lies(team, call, places, flat)
     else:
         _reduce_through_slots(team, call, flat, gets_result=gets_result)
+
+
+def broadcast(team: Team, call: Call, flat: Tensor, deadline: Deadline) -> None:
+    """Give the root's values to all ranks, which share the copying where memory is shared.
+
+    Args:
+        team: The group.
+        call: broadcast, with its root.
+        flat: 1-d and contiguous.
+        deadline: When to give up.
+    """
+    at_root, count = team.rank == call.root, flat.numel()
+    outgoing = [flat] if at_root else []
+    incoming = [flat if r == call.root and not at_root else None for r in range(team.size)]
+    if flat.nbytes <= INLINE_BYTES:
+        exchange(team, call, outgoing, incoming, deadline, shared=True)
+        return
+    team.announce(call, _place(team, flat) if at_root else team.locate(flat), deadline)
+    places = team.places()
+    if places[call.root].region == NOWHERE:
+        calls = [call] * team.size
+        _exchange_through_slots(team, call, calls, [call.root], outgoing, incoming, shared=True)
+        return
+    # the root writes the first of as many parts as there are ranks, a receiver fetches the rest
+    first = _share(count, 0, team.size)[1]
+    if at_root:
+        for rank, place in enumerate(places):
+            if rank != team.rank and place.region >= 0:
+                team.at(rank, place, flat.dtype, 0, first).copy_(flat[:first])
+    else:
+        start = first if places[team.rank].region >= 0 else 0
+        source = team.at(call.root, places[call.root], flat.dtype, start, count - start)
+        flat[start:].copy_(source)
+    team.sync()
 
 
 def exchange(
@@ -194,8 +228,8 @@ def reduce_scatter(
             for r in ranks
         ]
         step = _PIECE_BYTES // call.dtype.itemsize
-        for lo in range(0, count, step):
-            reduce_into(out[lo : lo + step], [p[lo : lo + step] for p in pieces], call.op)
+        for into, *cut in zip(*[p.split(step) for p in (out, *pieces)], strict=True):
+            reduce_into(into, cut, call.op)
         team.sync()
         return
     slots = [team.slots(r, call.dtype) for r in ranks]
@@ -226,8 +260,8 @@ def _reduce_where_it_lies(team: Team, call: Call, places: Sequence[Place], flat:
     ]
     start, stop = _share(count, team.rank, team.size)
     step = _PIECE_BYTES // dtype.itemsize
-    for lo in range(start, stop, step):
-        pieces = [t[lo : min(lo + step, stop)] for t in tensors]
+    # cut at once: a slice costs as much as adding a thousand numbers
+    for pieces in zip(*[t[start:stop].split(step) for t in tensors], strict=True):
         if call.root < 0:
             reduce_into(pieces[0], pieces, call.op)
             for piece in pieces[1:]:

@@ -51,21 +51,14 @@ class Movement(Member):
         def job(deadline: Deadline) -> None:
             flats = [flat_of(tensor) for tensor in tensors]
             if len(flats) == 1:
-                self._broadcast_one(flats[0], root, deadline)
+                call = Call("broadcast", flats[0].dtype, flats[0].numel(), -1, root)
+                algorithms.broadcast(self._team, call, flats[0], deadline)
             else:
                 stream.broadcast(self._team, flats, root, deadline)
             if root != self._rank:
                 put_all_back(tensors, flats)
 
         return self._submit(job, tensors, opts, ("broadcast_", root, [tensors]))
-
-    def _broadcast_one(self, flat: Tensor, root: int, deadline: Deadline) -> None:
-        call = Call("broadcast", flat.dtype, flat.numel(), -1, root)
-        incoming: list[Tensor | None] = [None] * self._size
-        outgoing = [flat] if root == self._rank else []
-        if not outgoing:
-            incoming[root] = flat
-        algorithms.exchange(self._team, call, outgoing, incoming, deadline, base=flat, shared=True)
 
     def allgather(
         self,
