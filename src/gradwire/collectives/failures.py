@@ -4,18 +4,28 @@ from __future__ import annotations
 
 from gradwire.errors import CollectiveTimeoutError, DistributedError, PeerLostError
 
-__all__ = ["translated"]
+__all__ = ["kind_of", "translated"]
 
-_LOST = ("connection closed", "connection reset", "connection refused", "broken pipe", "socket")
+_LOST = ("connection", "broken pipe", "peer", "socket")
+
+
+def kind_of(error: BaseException) -> type[DistributedError] | None:
+    """Which of our errors an engine's error is; None if it says nothing that is known."""
+    if isinstance(error, DistributedError):  # an engine of our own
+        return type(error)
+    text = str(error).lower()
+    if "timed out" in text or "timeout" in text:
+        return CollectiveTimeoutError
+    if any(sign in text for sign in _LOST):
+        return PeerLostError
+    return None
 
 
 def translated(error: RuntimeError) -> RuntimeError:
     """The error as one of ours if it is known, otherwise itself."""
-    if isinstance(error, DistributedError):  # an engine of our own
+    kind = kind_of(error)
+    if kind is None or isinstance(error, kind):
         return error
-    text = str(error).lower()
-    if "timed out" in text or "timeout" in text:
-        return CollectiveTimeoutError(f"another rank did not take part in time: {error}")
-    if any(sign in text for sign in _LOST):
-        return PeerLostError(f"another rank is gone: {error}")
-    return error
+    if kind is CollectiveTimeoutError:
+        return kind(f"another rank did not take part in time: {error}")
+    return kind(f"another rank is gone: {error}")

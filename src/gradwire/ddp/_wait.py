@@ -14,12 +14,10 @@ from typing import Any
 import torch
 from torch.distributed import Work
 
-from gradwire.errors import CollectiveTimeoutError, DistributedError, PeerLostError
+from gradwire.collectives.failures import kind_of
+from gradwire.errors import DistributedError
 
 __all__ = ["LOOK_SECONDS", "translate", "wait_future", "wait_work"]
-
-_LOST = ("onnection", "Broken pipe", "peer", "PeerLostError", "Socket", "socket")
-"""What engines say when another rank is gone."""
 
 LOOK_SECONDS = 0.2
 """How often a wait looks up. A wait that ends sooner never does."""
@@ -27,15 +25,8 @@ LOOK_SECONDS = 0.2
 
 def translate(error: BaseException, what: str) -> DistributedError:
     """The engine's error as one of ours, by what it says."""
-    text = str(error)
-    kind: type[DistributedError] = DistributedError
-    if isinstance(error, DistributedError):  # an engine of our own
-        kind = type(error)
-    elif "timed out" in text.lower() or "timeout" in text.lower():
-        kind = CollectiveTimeoutError
-    elif any(sign in text for sign in _LOST):
-        kind = PeerLostError
-    return kind(f"{what}: {text}")
+    kind = kind_of(error) or DistributedError
+    return kind(f"{what}: {error}")
 
 
 def wait_work(work: Work, look: Callable[[], None], *, on_cpu: bool) -> BaseException | None:
