@@ -1,13 +1,8 @@
-"""The only place that calls torch.distributed: each collective on plain tensors, without gradients.
-
-Tensors arrive with the dim that is cut or joined in front. Every function starts its collective
-and returns a `Pending`, whose `wait` gives a fresh, contiguous result. Engines differ in what they
-can do; what one lacks is put together here from what it has.
-"""
+"""The collectives that move values, messages between two ranks, and the barrier."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,46 +11,26 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 from torch.distributed.distributed_c10d import AllgatherOptions
 
-from gradwire.collectives import ordering
-from gradwire.collectives.engines import NATIVE, by_rows, dense, empty, engine, flat, fresh, plain
-from gradwire.collectives.failures import translated
+from gradwire.collectives.engines import by_rows, dense, empty, engine, flat, fresh
+from gradwire.collectives.wire.pending import Pending, done
 
 __all__ = [
-    "Pending",
     "all_gather",
     "all_gather_list",
-    "all_reduce",
     "all_to_all",
     "barrier",
     "broadcast",
     "gather",
     "receive",
-    "reduce",
-    "reduce_locally",
-    "reduce_scatter",
     "scatter",
     "send",
 ]
 
-_OPS: dict[str, Any] = {
-    "sum": dist.ReduceOp.SUM,
-    "product": dist.ReduceOp.PRODUCT,
-    "max": dist.ReduceOp.MAX,
-    "min": dist.ReduceOp.MIN,
-    "band": dist.ReduceOp.BAND,
-    "bor": dist.ReduceOp.BOR,
-    "bxor": dist.ReduceOp.BXOR,
-}
 _TAG = 0x6777
 """Of point-to-point messages, to keep them apart from the caller's own."""
 # torch 2.13 gave these methods new names.
 _GATHER_SINGLE = (
     "all_gather_single" if hasattr(ProcessGroup, "all_gather_single") else "_allgather_base"
-)
-_SCATTER_SINGLE = (
-    "reduce_scatter_single"
-    if hasattr(ProcessGroup, "reduce_scatter_single")
-    else "_reduce_scatter_base"
 )
 _EXCHANGE_SINGLE = (
     "all_to_all_single" if hasattr(ProcessGroup, "all_to_all_single") else "alltoall_base"
@@ -72,167 +47,6 @@ def _both(kind: type) -> tuple[Any, Any]:
 # Made once: making them costs as much as a small copy.
 _GATHER_OPTIONS = _both(AllgatherOptions)
 _EXCHANGE_OPTIONS = _both(dist.AllToAllOptions)
-
-
-class Pending:
-    """A collective under way.
-
-    Args:
-        works: What has to be waited for.
-        finish: Called once after that; returns the result.
-    """
-
-    __slots__ = ("_finish", "_works")
-
-    def __init__(self, works: Sequence[Work], finish: Callable[[], Tensor]) -> None:
-        self._works = works
-        self._finish = finish
-
-    def wait(self) -> Tensor:
-        """The result, when it has arrived.
-
-        Raises:
-            PeerLostError, CollectiveTimeoutError: Another rank is gone, or stayed away.
-        """
-        try:
-            for work in self._works:
-                work.wait()
-        except RuntimeError as error:
-            ours = translated(error)
-            if ours is error:
-                raise
-            raise ours from error
-        return self._finish()
-
-
-def done(result: Tensor) -> Pending:
-    """A collective for which nothing has to be sent."""
-    return Pending((), lambda: result)
-
-
-# --- reductions ---
-
-
-def all_reduce(x: Tensor, op: str, group: ProcessGroup, now: bool = False) -> Pending:
-    """The reduction, on every rank."""
-    if x.numel() == 0:
-        return done(fresh(x))
-    if not _reduces(x, op, group):
-        return _all_reduce_by_parts(x, op, group, now)
-    wire, result = _reduction_buffer(x, op, group)
-    options = dist.AllreduceOptions()
-    options.asyncOp = not now
-    options.reduceOp = _OPS[op]
-    return Pending((group.allreduce([wire], options),), result)
-
-
-def reduce(x: Tensor, root: int, op: str, group: ProcessGroup, now: bool = False) -> Pending:
-    """The reduction on the root, zeros elsewhere."""
-    at_root = group.rank() == root
-    if x.numel() == 0:
-        return done(fresh(x))
-    if not _reduces(x, op, group):
-        everywhere = _all_reduce_by_parts(x, op, group, now)
-        return Pending(
-            (), lambda: everywhere.wait() if at_root else torch.zeros_like(everywhere.wait())
-        )
-    wire, result = _reduction_buffer(x, op, group)
-    options = dist.ReduceOptions()
-    options.asyncOp = not now
-    options.reduceOp = _OPS[op]
-    options.rootRank = root
-    work = group.reduce([wire], options)
-    # Engines leave partial results in the other ranks' buffers.
-    return Pending((work,), result if at_root else lambda: result().zero_())
-
-
-def reduce_scatter(
-    x: Tensor, sizes: Sequence[int] | None, op: str, group: ProcessGroup, now: bool = False
-) -> Pending:
-    """The reduction's rows, dealt out: this rank's."""
-    world = group.size()
-    rows = len(x) // world if sizes is None else sizes[group.rank()]
-    if sizes is None and _scatters(x, op, group):
-        source = dense(x)
-        out = empty(x, rows)
-        options = dist.ReduceScatterOptions()
-        options.asyncOp = not now
-        options.reduceOp = _OPS[op]
-        real = torch.view_as_real if x.is_complex() else _same
-        work = getattr(group, _SCATTER_SINGLE)(real(out), real(source), options)
-        return Pending((work,), lambda: out)
-    # On Gloo this is faster than its reduce_scatter, and it knows every op and dtype.
-    received = all_to_all(x, sizes, None if sizes is None else [rows] * world, group, now)
-    return Pending((), lambda: reduce_locally(received.wait().view(world, rows, *x.shape[1:]), op))
-
-
-def reduce_locally(pieces: Tensor, op: str) -> Tensor:
-    """The reduction over the first dim, in one fixed order."""
-    if op == "sum":
-        return pieces.sum(0, dtype=pieces.dtype)
-    if op == "product":
-        return pieces.prod(0, dtype=pieces.dtype)
-    if op == "max":
-        return pieces.amax(0)
-    if op == "min":
-        return pieces.amin(0)
-    combine = {
-        "band": torch.bitwise_and,
-        "bor": torch.bitwise_or,
-        "bxor": torch.bitwise_xor,
-    }[op]
-    result = pieces[0].clone()
-    for piece in pieces[1:]:
-        combine(result, piece, out=result)
-    return result
-
-
-def _same(x: Tensor) -> Tensor:
-    return x
-
-
-def _reduces(x: Tensor, op: str, group: ProcessGroup) -> bool:
-    """Whether the group's engine can reduce this."""
-    if x.is_complex():
-        return op == "sum"
-    if op in ("band", "bor", "bxor") and engine(group, x) == "nccl":
-        return False
-    return x.dtype in NATIVE or (x.dtype == torch.bool and op in ("band", "bor", "max", "min"))
-
-
-def _scatters(x: Tensor, op: str, group: ProcessGroup) -> bool:
-    """Whether the engine's own reduce_scatter is to be taken."""
-    name = engine(group, x)
-    passes_nan = name == "shm" or op not in ("max", "min") or not x.is_floating_point()
-    return name in ("nccl", "shm") and passes_nan and _reduces(x, op, group)
-
-
-def _reduction_buffer(
-    x: Tensor, op: str, group: ProcessGroup
-) -> tuple[Tensor, Callable[[], Tensor]]:
-    """What the engine reduces in place, and how it becomes the result."""
-    if op in ("max", "min") and x.is_floating_point() and engine(group, x) != "shm":
-        wire = ordering.encode(plain(x), op)
-        return wire, lambda: ordering.decode(wire, x.dtype)
-    out = fresh(x)
-    if x.is_complex():
-        return torch.view_as_real(out), lambda: out
-    if x.dtype == torch.bool:
-        return out.view(torch.uint8), lambda: out
-    return out, lambda: out
-
-
-def _all_reduce_by_parts(x: Tensor, op: str, group: ProcessGroup, now: bool) -> Pending:
-    """reduce_scatter and all_gather: for what engines cannot reduce."""
-    world = group.size()
-    small, more = divmod(x.numel(), world)
-    sizes = [small + (rank < more) for rank in range(world)]
-    mine = reduce_scatter(dense(x).view(-1), sizes, op, group, now=True).wait()
-    whole = all_gather(mine, sizes, group, now)
-    return Pending((), lambda: whole.wait().view(x.shape))
-
-
-# --- movement ---
 
 
 def broadcast(x: Tensor, root: int, group: ProcessGroup, now: bool = False) -> Pending:

@@ -1,0 +1,153 @@
+"""The collectives that reduce."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from gradwire.collectives import ordering
+from gradwire.collectives.engines import NATIVE, dense, empty, engine, fresh, plain
+from gradwire.collectives.wire.movement import all_gather, all_to_all
+from gradwire.collectives.wire.pending import Pending, done
+
+__all__ = ["all_reduce", "reduce", "reduce_locally", "reduce_scatter"]
+
+_OPS: dict[str, Any] = {
+    "sum": dist.ReduceOp.SUM,
+    "product": dist.ReduceOp.PRODUCT,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "band": dist.ReduceOp.BAND,
+    "bor": dist.ReduceOp.BOR,
+    "bxor": dist.ReduceOp.BXOR,
+}
+# torch 2.13 gave the method a new name.
+_SCATTER_SINGLE = (
+    "reduce_scatter_single"
+    if hasattr(ProcessGroup, "reduce_scatter_single")
+    else "_reduce_scatter_base"
+)
+
+
+def all_reduce(x: Tensor, op: str, group: ProcessGroup, now: bool = False) -> Pending:
+    """The reduction, on every rank."""
+    if x.numel() == 0:
+        return done(fresh(x))
+    if not _reduces(x, op, group):
+        return _all_reduce_by_parts(x, op, group, now)
+    wire, result = _reduction_buffer(x, op, group)
+    options = dist.AllreduceOptions()
+    options.asyncOp = not now
+    options.reduceOp = _OPS[op]
+    return Pending((group.allreduce([wire], options),), result)
+
+
+def reduce(x: Tensor, root: int, op: str, group: ProcessGroup, now: bool = False) -> Pending:
+    """The reduction on the root, zeros elsewhere."""
+    at_root = group.rank() == root
+    if x.numel() == 0:
+        return done(fresh(x))
+    if not _reduces(x, op, group):
+        everywhere = _all_reduce_by_parts(x, op, group, now)
+        return Pending(
+            (), lambda: everywhere.wait() if at_root else torch.zeros_like(everywhere.wait())
+        )
+    wire, result = _reduction_buffer(x, op, group)
+    options = dist.ReduceOptions()
+    options.asyncOp = not now
+    options.reduceOp = _OPS[op]
+    options.rootRank = root
+    work = group.reduce([wire], options)
+    # Engines leave partial results in the other ranks' buffers.
+    return Pending((work,), result if at_root else lambda: result().zero_())
+
+
+def reduce_scatter(
+    x: Tensor, sizes: Sequence[int] | None, op: str, group: ProcessGroup, now: bool = False
+) -> Pending:
+    """The reduction's rows, dealt out: this rank's."""
+    world = group.size()
+    rows = len(x) // world if sizes is None else sizes[group.rank()]
+    if sizes is None and _scatters(x, op, group):
+        source = dense(x)
+        out = empty(x, rows)
+        options = dist.ReduceScatterOptions()
+        options.asyncOp = not now
+        options.reduceOp = _OPS[op]
+        real = torch.view_as_real if x.is_complex() else _same
+        work = getattr(group, _SCATTER_SINGLE)(real(out), real(source), options)
+        return Pending((work,), lambda: out)
+    # On Gloo this is faster than its reduce_scatter, and it knows every op and dtype.
+    received = all_to_all(x, sizes, None if sizes is None else [rows] * world, group, now)
+    return Pending((), lambda: reduce_locally(received.wait().view(world, rows, *x.shape[1:]), op))
+
+
+def reduce_locally(pieces: Tensor, op: str) -> Tensor:
+    """The reduction over the first dim, in one fixed order."""
+    if op == "sum":
+        return pieces.sum(0, dtype=pieces.dtype)
+    if op == "product":
+        return pieces.prod(0, dtype=pieces.dtype)
+    if op == "max":
+        return pieces.amax(0)
+    if op == "min":
+        return pieces.amin(0)
+    combine = {
+        "band": torch.bitwise_and,
+        "bor": torch.bitwise_or,
+        "bxor": torch.bitwise_xor,
+    }[op]
+    result = pieces[0].clone()
+    for piece in pieces[1:]:
+        combine(result, piece, out=result)
+    return result
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+def _reduces(x: Tensor, op: str, group: ProcessGroup) -> bool:
+    """Whether the group's engine can reduce this."""
+    if x.is_complex():
+        return op == "sum"
+    if op in ("band", "bor", "bxor") and engine(group, x) == "nccl":
+        return False
+    return x.dtype in NATIVE or (x.dtype == torch.bool and op in ("band", "bor", "max", "min"))
+
+
+def _scatters(x: Tensor, op: str, group: ProcessGroup) -> bool:
+    """Whether the engine's own reduce_scatter is to be taken."""
+    name = engine(group, x)
+    passes_nan = name == "shm" or op not in ("max", "min") or not x.is_floating_point()
+    return name in ("nccl", "shm") and passes_nan and _reduces(x, op, group)
+
+
+def _reduction_buffer(
+    x: Tensor, op: str, group: ProcessGroup
+) -> tuple[Tensor, Callable[[], Tensor]]:
+    """What the engine reduces in place, and how it becomes the result."""
+    if op in ("max", "min") and x.is_floating_point() and engine(group, x) != "shm":
+        wire = ordering.encode(plain(x), op)
+        return wire, lambda: ordering.decode(wire, x.dtype)
+    out = fresh(x)
+    if x.is_complex():
+        return torch.view_as_real(out), lambda: out
+    if x.dtype == torch.bool:
+        return out.view(torch.uint8), lambda: out
+    return out, lambda: out
+
+
+def _all_reduce_by_parts(x: Tensor, op: str, group: ProcessGroup, now: bool) -> Pending:
+    """reduce_scatter and all_gather: for what engines cannot reduce."""
+    world = group.size()
+    small, more = divmod(x.numel(), world)
+    sizes = [small + (rank < more) for rank in range(world)]
+    mine = reduce_scatter(dense(x).view(-1), sizes, op, group, now=True).wait()
+    whole = all_gather(mine, sizes, group, now)
+    return Pending((), lambda: whole.wait().view(x.shape))
