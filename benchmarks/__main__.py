@@ -83,6 +83,9 @@ def _command(benchmark: Benchmark[Any]) -> click.Command:
         for option in (
             click.option("--world-size", default=2, type=click.IntRange(min=2), help="Processes."),
             click.option(
+                "--busy", default=0, type=click.IntRange(min=0), help="Processes beside them."
+            ),
+            click.option(
                 "--backend", default="gloo", callback=_cpu_backend, help="Of torch.distributed."
             ),
         ):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
+from benchmarks.busy import busy
 from benchmarks.options import Options
 from benchmarks.results import CaseResult, Result
 
@@ -46,4 +47,5 @@ class Benchmark(Generic[C]):
     def run(self, options: Options) -> Result:
         """Measures the cases that the options name, or all."""
         cases = [case for case in self.cases if not options.only or case.name in options.only]
-        return Result.of(self.name, options, self.measure(cases, options))
+        with busy(options.busy):
+            return Result.of(self.name, options, self.measure(cases, options))

@@ -10,9 +10,13 @@ __all__ = ["Options"]
 
 @dataclass(frozen=True)
 class Options:
-    """The command's options, as they are kept beside the figures; `only` empty means all cases."""
+    """The command's options, as they are kept beside the figures; `only` empty means all cases.
+
+    `busy` processes compute meanwhile.
+    """
 
     rounds: int
     backend: str = "gloo"
     world_size: int = 2
     only: Sequence[str] = ()
+    busy: int = 0

@@ -2,8 +2,8 @@
 
 A page says where: between `<!-- benchmarks:NAME -->` and `<!-- /benchmarks -->`, each on a line of
 its own, stands the table of `results/NAME.json`; for `NAME predictions` it is the one of what was
-expected. What stood there before is replaced. What was run with `--backend shm` or `--world-size 4`
-is kept under `NAME_shm` or `NAME_4`.
+expected. What stood there before is replaced. What was run with `--backend shm`, `--world-size 4`
+or `--busy 1` is kept under `NAME_shm`, `NAME_4` or `NAME_busy`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BLOCK = re.compile(
     r"^<!-- benchmarks:(?P<name>\w+)(?P<view> \w+)? -->\n.*?^<!-- /benchmarks -->$",
     re.MULTILINE | re.DOTALL,
 )
-VARIANT = re.compile(r"_(shm|\d+)$")
+VARIANT = re.compile(r"_(shm|busy|\d+)$")
 
 
 def rewritten(page: str, results: Path, benchmarks: Mapping[str, object]) -> str:

@@ -49,6 +49,8 @@ def conditions(result: Result) -> str:
     """When, where and how the figures were taken, in one sentence."""
     host, options = result.host, result.options
     ranks = f"{options.world_size} ranks on {options.backend}"
+    if options.busy:
+        ranks += f" beside {options.busy} busy process{'es' if options.busy > 1 else ''}"
     return (
         f"{'one process' if options.world_size == 1 else ranks}, {options.rounds} rounds, "
         f"{result.date[:10]}; {host.cpu}, {host.cores} cores, {host.memory_gib} GiB, "

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from gradwire.collectives import wire
 from gradwire.collectives.agreement import Note
 from gradwire.collectives.all_gather_reduce_scatter import AllGather, agreed_gather
-from gradwire.collectives.apart import apart
+from gradwire.collectives.apart import apart, joined
 from gradwire.collectives.handles import Handle, after, run
 from gradwire.collectives.linear import compiling, graph_is_needed, linear
 from gradwire.collectives.ranks import dense_tensor, member
@@ -33,10 +33,10 @@ class _GatherList(Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> Any:
-        joined = torch.stack(cotangents) if ctx.numbers else torch.cat(cotangents)
+        cotangent = joined(cotangents, ctx.numbers)
         if ctx.note is not None:
-            ctx.note.before_backward(joined)
-        gradient = linear(ctx.op.adjoint(), joined, ctx.note)
+            ctx.note.before_backward(cotangent)
+        gradient = linear(ctx.op.adjoint(), cotangent, ctx.note)
         return gradient.reshape(()) if ctx.numbers else gradient, None, None
 
 

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from torch.autograd import Function, forward_ad
 
+from gradwire.collectives.engines import empty
 from gradwire.collectives.linear import compiling
 
-__all__ = ["apart"]
+__all__ = ["apart", "joined"]
 
 
 class _Apart(Function):
@@ -29,8 +30,7 @@ class _Apart(Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> Any:
-        joined = torch.stack(cotangents) if ctx.numbers else torch.cat(cotangents)
-        return joined, None, None
+        return joined(cotangents, ctx.numbers), None, None
 
 
 _apply_apart = super(Function, _Apart).apply  # see linear.py
@@ -51,6 +51,15 @@ def apart(whole: Tensor, sizes: Sequence[int], numbers: bool = False) -> tuple[T
     if whole.requires_grad:
         return _apply_apart(whole, sizes, numbers)  # type: ignore[no-any-return, no-untyped-call]
     return _cut(whole, sizes, numbers)
+
+
+def joined(parts: tuple[Tensor, ...], numbers: bool) -> Tensor:
+    """What `apart` was given: the inverse, differentiable where grad mode is on."""
+    if numbers:
+        return torch.stack(parts)
+    if torch.is_grad_enabled():
+        return torch.cat(parts)
+    return torch.cat(parts, out=empty(parts[0], sum(part.shape[0] for part in parts)))
 
 
 def _cut(whole: Tensor, sizes: Sequence[int], numbers: bool) -> tuple[Tensor, ...]:

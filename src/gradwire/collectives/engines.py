@@ -9,7 +9,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.distributed import ProcessGroup
 
-__all__ = ["NATIVE", "by_rows", "dense", "empty", "engine", "flat", "fresh", "plain"]
+from gradwire._memory import advised
+
+__all__ = ["NATIVE", "by_rows", "dense", "empty", "engine", "flat", "fresh", "like", "plain"]
 
 NATIVE = {
     torch.float32,
@@ -47,7 +49,7 @@ def dense(x: Tensor) -> Tensor:
 
 def fresh(x: Tensor) -> Tensor:
     """A contiguous copy."""
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(plain(x))
+    return like(x).copy_(plain(x))
 
 
 def plain(x: Tensor) -> Tensor:
@@ -70,4 +72,9 @@ def by_rows(x: Tensor) -> Tensor:
 
 def empty(x: Tensor, rows: int) -> Tensor:
     """Memory for that many rows like the tensor's."""
-    return torch.empty((rows, *x.shape[1:]), dtype=x.dtype, device=x.device)
+    return advised(torch.empty((rows, *x.shape[1:]), dtype=x.dtype, device=x.device))
+
+
+def like(x: Tensor) -> Tensor:
+    """Memory for a tensor of that shape."""
+    return advised(torch.empty(x.shape, dtype=x.dtype, device=x.device))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gradwire.devices import _memory
+from gradwire import _memory
 from gradwire.devices.accelerators import has_streams
 from gradwire.devices.copying import HOST, copy_into
 from gradwire.devices.placement import own_place

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from gradwire import _memory
 from gradwire.buckets.pack import views
 from gradwire.buckets.plan import plan_buckets
-from gradwire.devices import _memory
 from gradwire.devices.accelerators import (
     from_host,
     has_streams,

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from gradwire import _memory
 from gradwire.buckets.pack import memory_strides, views
 from gradwire.buckets.plan import plan_buckets
-from gradwire.devices import _memory
 from gradwire.devices.copying import copy_to, local, packed
 
 __all__ = ["PIECE", "sum_into", "summed", "summed_coalesced"]

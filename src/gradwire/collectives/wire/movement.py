@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 from torch.distributed.distributed_c10d import AllgatherOptions
 
-from gradwire.collectives.engines import by_rows, dense, empty, engine, flat, fresh
+from gradwire.collectives.engines import by_rows, dense, empty, engine, flat, fresh, like
 from gradwire.collectives.wire.pending import Pending, done
 
 __all__ = [
@@ -52,7 +51,7 @@ _EXCHANGE_OPTIONS = _both(dist.AllToAllOptions)
 def broadcast(x: Tensor, root: int, group: ProcessGroup, now: bool = False) -> Pending:
     """The root's tensor. On other ranks only shape, dtype and device of `x` are looked at."""
     at_root = group.rank() == root
-    out = fresh(x) if at_root else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = fresh(x) if at_root else like(x)
     if x.numel() == 0:
         return done(out)
     options = dist.BroadcastOptions()
@@ -85,7 +84,7 @@ def all_gather_list(
     """All ranks' tensors, when they have arrived."""
     source = dense(x)
     if sizes is None:
-        parts = [torch.empty_like(source, requires_grad=False) for _ in range(group.size())]
+        parts = [like(source) for _ in range(group.size())]
     else:
         parts = [empty(x, size) for size in sizes]
     if any(part.numel() for part in parts):
@@ -192,9 +191,9 @@ def send(x: Tensor, to: int, group: ProcessGroup) -> Pending:
     return Pending((group.send([flat(source)], to, _TAG),), lambda: source)
 
 
-def receive(like: Tensor, source: int, group: ProcessGroup) -> Pending:
+def receive(shaped: Tensor, source: int, group: ProcessGroup) -> Pending:
     """A tensor of that shape from one rank of the group."""
-    out = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+    out = like(shaped)
     return Pending((group.recv([flat(out)], source, _TAG),), lambda: out)
 
 

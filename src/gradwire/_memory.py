@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-__all__ = ["empty", "empty_like"]
+__all__ = ["advised", "empty", "empty_like"]
 
 _LARGE = 32 << 20
 _PAGE = 2 << 20
@@ -30,7 +30,8 @@ def _madvise() -> Callable[[int, int, int], int] | None:
     return call
 
 
-def _advised(tensor: Tensor) -> Tensor:
+def advised(tensor: Tensor) -> Tensor:
+    """The tensor, whose memory is fresh and not yet written to."""
     size = tensor.numel() * tensor.element_size()
     if tensor.device.type == "cpu" and size >= _LARGE and (madvise := _madvise()):
         start = -(-tensor.data_ptr() // _PAGE) * _PAGE
@@ -52,10 +53,10 @@ def empty(
     result = torch.empty(
         shape, dtype=like.dtype, device=device, memory_format=memory_format, pin_memory=pinned
     )
-    return result if pinned else _advised(result)
+    return result if pinned else advised(result)
 
 
 def empty_like(tensor: Tensor, device: torch.device, *, pinned: bool = False) -> Tensor:
     """Uninitialised memory of a tensor's shape, dtype and, where it has no gaps, strides."""
     result = torch.empty_like(tensor, device=device, pin_memory=pinned)
-    return result if pinned else _advised(result)
+    return result if pinned else advised(result)
