@@ -25,6 +25,7 @@ __all__ = [
     "send",
 ]
 
+_LARGE, _FEW = 1 << 20, 4
 _TAG = 0x6777
 """Of point-to-point messages, to keep them apart from the caller's own."""
 # torch 2.13 gave these methods new names.
@@ -65,17 +66,16 @@ def all_gather(
 ) -> Pending:
     """All ranks' rows, one rank's after the other."""
     source = dense(x)
-    if sizes is None or len(set(sizes)) == 1:
-        out = empty(x, len(x) * group.size())
-        if out.numel() == 0:
-            return done(out)
+    out = empty(x, len(x) * group.size() if sizes is None else sum(sizes))
+    if out.numel() == 0:
+        return done(out)
+    equal = sizes is None or len(set(sizes)) == 1
+    if equal and not _by_messages(source, group):
         single = getattr(group, _GATHER_SINGLE)
         work = single(flat(out), flat(source), _GATHER_OPTIONS[now])
         return Pending((work,), lambda: out)
-    out = empty(x, sum(sizes))
-    if out.numel() == 0:
-        return done(out)
-    return Pending(_gather_into(out.split_with_sizes(sizes), source, group, now), lambda: out)
+    parts = out.chunk(group.size()) if sizes is None else out.split_with_sizes(sizes)
+    return Pending(_gather_into(parts, source, group, now), lambda: out)
 
 
 def all_gather_list(
@@ -95,11 +95,11 @@ def all_gather_list(
 def _gather_into(
     parts: Sequence[Tensor], source: Tensor, group: ProcessGroup, now: bool
 ) -> list[Work]:
-    equal = all(len(part) == len(parts[0]) for part in parts) if source.dim() else True
-    if equal or engine(group, source) in ("nccl", "shm"):
+    equal = all(part.shape == parts[0].shape for part in parts)
+    if (equal and not _by_messages(source, group)) or engine(group, source) in ("nccl", "shm"):
         into = [flat(part) for part in parts]
         return [group.allgather([into], [flat(source)], _GATHER_OPTIONS[now])]
-    # Gloo gathers equal sizes only: one broadcast a rank sends no byte more.
+    # Gloo gathers equal sizes only, and large ones slowly: a broadcast a rank sends no byte more.
     parts[group.rank()].copy_(source)
     works = []
     for rank, part in enumerate(parts):
@@ -124,8 +124,9 @@ def gather(
     if _nothing(x, sum(sizes)):
         return done(out)
     source = dense(x)
-    if len(set(sizes)) > 1 and engine(group, x) not in ("nccl", "shm"):
-        # Gloo gathers equal sizes only.
+    equal = len(set(sizes)) == 1 and not _by_messages(source, group)
+    if not equal and engine(group, x) not in ("nccl", "shm"):
+        # Gloo gathers equal sizes only, and large ones slowly.
         send = [len(x) if rank == root else 0 for rank in range(world)]
         received = all_to_all(source, send, sizes if at_root else [0] * world, group, now)
         return received if at_root else Pending((), lambda: _after(received, out))
@@ -134,6 +135,16 @@ def gather(
     options.rootRank = root
     into = [[flat(part) for part in out.split_with_sizes(sizes)]] if at_root else []
     return Pending((group.gather(into, [flat(source)], options),), lambda: out)
+
+
+def _by_messages(source: Tensor, group: ProcessGroup) -> bool:
+    """Whether to gather by messages that are received where they belong.
+
+    Gloo's own gathers pass through memory of theirs that is fresh each time. Between more ranks its
+    ring is worth that.
+    """
+    large = source.nbytes >= _LARGE and group.size() <= _FEW
+    return large and engine(group, source) == "gloo"
 
 
 def _after(received: Pending, out: Tensor) -> Tensor:
