@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
 from gradwire import collectives as ours
+from gradwire.collectives.apart import apart
+from gradwire.collectives.ranks import dense_tensor
 from gradwire.compat._registry import Replacement
 from gradwire.errors import ArgumentError
 
@@ -30,8 +32,10 @@ def broadcast(tensor: Tensor, src: int, group: ProcessGroup | None = None) -> An
 
 def gather(tensor: Tensor, dst: int = 0, group: ProcessGroup | None = None) -> tuple[Tensor, ...]:
     """See gradwire.collectives.gather; a tuple, of zeros on ranks other than `dst`."""
-    whole = ours.gather(tensor, dst, stack=True, group=group)
-    return tuple(part.clone() for part in whole)
+    dense_tensor(tensor)
+    whole = ours.gather(tensor.reshape(-1), dst, group=group)
+    parts = apart(whole, (tensor.numel(),) * dist.get_world_size(group))
+    return tuple(part.view(tensor.shape) for part in parts)
 
 
 def scatter(
