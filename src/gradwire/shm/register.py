@@ -6,6 +6,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from datetime import timedelta
+from math import prod
 from operator import index
 from typing import Any
 
@@ -74,7 +75,7 @@ def empty(
     Raises:
         ArgumentTypeError: `group` is no process group, `shape` no int or ints, `dtype` no dtype.
         ArgumentError: A negative length.
-        DistributedError: There is no room for it.
+        DistributedError: There is no room for it; no memory is taken then.
 
     Example:
         >>> import torch, torch.distributed as dist, gradwire.shm
@@ -96,14 +97,14 @@ def empty(
     if not isinstance(dtype, torch.dtype):
         raise ArgumentTypeError(f"dtype is {dtype!r}: pass a torch.dtype")
     try:
-        size = torch.Size(map(index, shape if isinstance(shape, Sequence) else [shape]))
+        size = tuple(map(index, shape if isinstance(shape, Sequence) else [shape]))
     except TypeError as error:
         raise ArgumentTypeError(f"shape is {shape!r}: pass an int, or several") from error
     if any(length < 0 for length in size):
-        raise ArgumentError(f"shape is {tuple(size)}: give lengths of 0 and more")
+        raise ArgumentError(f"shape is {size}: give lengths of 0 and more")
     if not isinstance(group, ShmProcessGroup):
         return torch.empty(size, dtype=dtype, device="cpu")
-    return group.allocate(size.numel() * dtype.itemsize).view(dtype).view(size)
+    return group.allocate(prod(size) * dtype.itemsize).view(dtype).view(size)
 
 
 def _create(store: Store, rank: int, size: int, timeout: timedelta) -> Any:

@@ -17,24 +17,30 @@ import torch
 from torch import Tensor
 
 from gradwire.errors import DistributedError
+from gradwire.shm.room import check_room
 
 __all__ = ["Mapping", "check_sealed", "create", "map_tensor"]
+
+_TAKEN_AT_ONCE = 64 << 20
+"""Before each such piece the question is asked anew: other ranks take memory at the same time."""
 
 
 def create(size: int) -> int:
     """A descriptor of `size` bytes of new memory, zeros; the caller closes it.
 
     Raises:
-        DistributedError: The host has not that much memory for this process.
+        DistributedError: The host has not that much memory for this process; none is taken.
     """
     import fcntl  # not there, or without seals, where there is no Linux
 
     seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
     fd = os.memfd_create("gradwire", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        os.posix_fallocate(fd, 0, size)
+        for start in range(0, size, _TAKEN_AT_ONCE):
+            check_room(size - start)
+            os.posix_fallocate(fd, start, min(_TAKEN_AT_ONCE, size - start))
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
-    except (OSError, OverflowError) as error:
+    except (OSError, MemoryError) as error:
         os.close(fd)
         raise DistributedError(
             f"no room for {size} bytes of shared memory ({error}): free memory, raise the "

@@ -1,0 +1,171 @@
+"""More memory than there is: an error before any of it is taken, on every rank concerned."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import gradwire.shm
+from gradwire.errors import BrokenGroupError, DistributedError, PeerFailedError
+from gradwire.shm import segment
+from gradwire.shm.room import check_room
+from gradwire.testing import run_ranks
+
+GIB = 1 << 30
+MEMINFO = "MemTotal:  8388608 kB\nMemAvailable:  {available} kB\nSwapFree:  {swap} kB\n"
+
+
+def host(
+    root: Path,
+    *,
+    cgroup: str = "0::/",
+    files: dict[str, str] | None = None,
+    available: int = 4 * GIB,
+    swap: int = 0,
+) -> dict[str, Path]:
+    """A system that tells of 4 GiB, and of what else is given; for `check_room`."""
+    proc, cgroups = root / "proc", root / "cgroup"
+    (proc / "self").mkdir(parents=True)
+    (proc / "self" / "cgroup").write_text(f"{cgroup}\n")
+    (proc / "meminfo").write_text(MEMINFO.format(available=available >> 10, swap=swap >> 10))
+    for name, text in (files or {}).items():
+        file = cgroups / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{text}\n")
+    return {"proc": proc, "cgroups": cgroups}
+
+
+def room(places: dict[str, Path]) -> int:
+    """The most that is let through, to the MiB."""
+    low, high = 4, 1 << 20
+    while high - low > 1:
+        middle = (low + high) // 2
+        try:
+            check_room(middle << 20, **places)
+            low = middle
+        except MemoryError:
+            high = middle
+    return low << 20
+
+
+def test_a_host_has_what_is_available_and_its_swap(tmp_path: Path) -> None:
+    assert room(host(tmp_path, swap=GIB)) == 5 * GIB
+
+
+def test_a_container_has_its_limit_less_its_use_without_caches(tmp_path: Path) -> None:
+    files = {
+        "memory.max": str(2 * GIB),
+        "memory.current": str(2 * GIB),
+        "memory.stat": f"anon {GIB}\nfile {GIB}\ninactive_file {GIB // 2}\nactive_file {GIB // 4}",
+    }
+    assert room(host(tmp_path, files=files)) == GIB * 3 // 4
+
+
+def test_a_container_has_no_more_swap_than_it_may_use(tmp_path: Path) -> None:
+    files = {
+        "memory.max": str(2 * GIB),
+        "memory.current": str(GIB),
+        "memory.swap.max": "0",
+        "memory.swap.current": "0",
+    }
+    assert room(host(tmp_path, files=files, swap=8 * GIB)) == GIB
+
+
+def test_the_narrowest_limit_of_all_around_counts(tmp_path: Path) -> None:
+    files = {
+        "pod/memory.max": str(GIB),
+        "pod/memory.current": "0",
+        "pod/worker/memory.max": "max",
+        "pod/worker/memory.current": "0",
+    }
+    assert room(host(tmp_path, cgroup="0::/pod/worker", files=files)) == GIB
+
+
+@pytest.mark.parametrize("folder", ["memory/docker/1234", "memory"])
+def test_version_1_inside_and_outside_of_a_container(tmp_path: Path, folder: str) -> None:
+    files = {
+        f"{folder}/memory.limit_in_bytes": str(2 * GIB),
+        f"{folder}/memory.usage_in_bytes": str(GIB),
+        f"{folder}/memory.stat": f"inactive_file 0\ntotal_inactive_file {GIB // 2}",
+    }
+    cgroup = "5:cpu:/\n4:memory:/docker/1234\n0::/"
+    assert room(host(tmp_path, cgroup=cgroup, files=files)) == GIB * 3 // 2
+
+
+def test_a_system_that_does_not_tell_limits_nothing(tmp_path: Path) -> None:
+    check_room(1 << 50, proc=tmp_path / "none", cgroups=tmp_path / "none")
+
+
+def memory_of_host() -> int:
+    return int(Path("/proc/meminfo").read_text().split()[1]) << 10
+
+
+def test_nothing_is_taken_for_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "posix_fallocate", lambda *_: pytest.fail("memory was taken"))
+    before = len(os.listdir("/proc/self/fd"))
+    for size in (1 << 50, 4 * memory_of_host()):
+        with pytest.raises(
+            DistributedError, match=rf"no room for {size} .* leaves \d+ bytes.*free"
+        ):
+            segment.create(size)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_what_others_take_meanwhile_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    left = iter([None, None, MemoryError("the host leaves 0 bytes")])
+
+    def check(size: int) -> None:
+        error = next(left)
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(segment, "check_room", check)
+    with pytest.raises(DistributedError, match="leaves 0 bytes"):
+        segment.create(3 * segment._TAKEN_AT_ONCE)
+
+
+def too_much():
+    """An allocation is one rank's alone: it fails there, and the group goes on."""
+    sizes = [1 << 50, (1 << 32, 1 << 32), 1 << 70]
+    if dist.get_rank() == 0:
+        for shape in sizes:
+            with pytest.raises(DistributedError, match=r"no room for \d{16,} bytes"):
+                gradwire.shm.empty(shape, dtype=torch.uint8)
+    x = torch.ones(300_000)
+    dist.all_reduce(x)
+    return x[0].item()
+
+
+def test_a_tensor_that_does_not_fit_is_refused_and_the_group_goes_on():
+    assert run_ranks(too_much, 2, backend="shm", timeout=20) == [2.0, 2.0]
+
+
+def crowded_out():
+    """Rank 1 has no memory for staging: no rank waits for it."""
+    group = dist.new_group(backend="shm")
+    x = torch.ones(300_000)
+    original = segment.check_room
+    if dist.get_rank() == 1:
+        segment.check_room = no_room
+    try:
+        with pytest.raises(DistributedError, match="the host leaves 0 bytes") as caught:
+            dist.all_reduce(x, group=group)
+    finally:
+        segment.check_room = original
+    with pytest.raises(BrokenGroupError, match="make a new one"):
+        dist.all_reduce(x, group=group)
+    dist.barrier()
+    return type(caught.value).__name__
+
+
+def no_room(size):
+    raise MemoryError("the host leaves 0 bytes")
+
+
+def test_a_collective_without_room_for_staging_fails_on_every_rank():
+    kinds = run_ranks(crowded_out, 3, backend="shm", timeout=20)
+    assert kinds == [PeerFailedError.__name__, DistributedError.__name__, PeerFailedError.__name__]
