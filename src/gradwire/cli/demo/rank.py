@@ -14,10 +14,18 @@ from gradwire.cli.demo.timing import StepTimes, time_steps
 from gradwire.cli.demo.train import Epoch, same_bits, train
 from gradwire.cli.launch import Send
 from gradwire.cli.places import Place, join_group
+from gradwire.collectives.engines import engine
 
-__all__ = ["Result", "Round", "run_rank"]
+__all__ = ["Engine", "Result", "Round", "run_rank"]
 
 _SILENCE = timedelta(minutes=2)  # longer than any epoch of the twin, for which the others wait
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What carries the ranks' messages: shm gives way to Gloo where ranks share no memory."""
+
+    name: str
 
 
 @dataclass(frozen=True)
@@ -43,14 +51,19 @@ class Result:
 
 
 def run_rank(options: DemoOptions, place: Place, send: Send) -> None:
-    """Train, compare and time on one rank; on rank 0, `send` every Epoch and Round and the Result.
+    """Train, compare and time on one rank; on rank 0, `send` what there is to show.
+
+    That is the Engine, every Epoch, Rounds and the Result.
 
     Raises:
         DistributedError: Ranks could not work together.
     """
     torch.set_num_threads(1)  # more threads only get into each other's way in so small a network
     group = join_group(place, options.backend, _SILENCE)
-    digits = load_digits(options.seed, place.device(options.backend))
+    device = place.device(options.backend)
+    if place.rank == 0:
+        send(Engine(engine(group, torch.empty(0, device=device))))
+    digits = load_digits(options.seed, device)
     model, last = train(options, place, group, digits, on_epoch=send)
     same = same_bits(model, group)
 

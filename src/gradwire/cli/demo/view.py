@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 from gradwire.cli.demo.data import TEST_IMAGES, TRAIN_IMAGES
 from gradwire.cli.demo.model import build_model, parameter_count
 from gradwire.cli.demo.options import DemoOptions, DevicesOptions
-from gradwire.cli.demo.rank import Round
+from gradwire.cli.demo.rank import Engine, Round
 from gradwire.cli.demo.timing import ROUNDS
 from gradwire.cli.demo.train import Epoch
 
@@ -32,7 +32,7 @@ def _headline(options: DemoOptions | DevicesOptions) -> str:
     if isinstance(options, DevicesOptions):
         return f"one network in {_workers(options)} on one CPU, by DataParallel"
     hook = "" if options.hook == "none" else f", hook {options.hook}"
-    return f"one network in {_workers(options)}, gradients averaged over {options.backend}{hook}"
+    return f"one network in {_workers(options)}, gradients averaged{hook}"
 
 
 def _twin(options: DemoOptions | DevicesOptions) -> str:
@@ -78,7 +78,9 @@ class View:
 
     def show(self, news: Any) -> None:
         """Show one thing that rank 0 sent; what has no place here is left to others."""
-        if isinstance(news, Epoch):
+        if isinstance(news, Engine):
+            self._console.print(f"[dim]  engine   {news.name} carries the gradients[/]")
+        elif isinstance(news, Epoch):
             self._show_epoch(news)
         elif isinstance(news, Round):
             if news.number == 1:
@@ -93,11 +95,13 @@ class View:
             f"[dim]  data     {TRAIN_IMAGES} handwritten digits, 8 x 8 pixels, to learn from; "
             f"{TEST_IMAGES} to test\n"
             f"  network  2 convolutions and 2 linear layers, {numbers:,} parameters\n"
-            f"  twin     {_twin(options)}[/]\n\n"
-            "[bold]   epoch     loss   test accuracy   largest difference to the twin[/]"
+            f"  twin     {_twin(options)}[/]"
         )
 
     def _show_epoch(self, epoch: Epoch) -> None:
+        if epoch.number == 1:
+            heads = "   epoch     loss   test accuracy   largest difference to the twin"
+            self._console.print(f"\n[bold]{heads}[/]")
         total = self._options.epochs
         self._bar.update(self._task, description="training", completed=epoch.number, total=total)
         if epoch.number in (1, total) or epoch.number % self._every == 0:
