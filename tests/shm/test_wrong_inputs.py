@@ -80,6 +80,31 @@ def test_mistakes_are_refused_and_the_group_goes_on():
     run_ranks(refused_and_go_on, 2, backend="shm", timeout=20)
 
 
+def of_two_devices():
+    """torch makes a Python group the whole group: there is no CUDA half, whatever was asked for."""
+    group = dist.new_group(backend="cpu:shm,cuda:nccl")
+    assert gradwire.shm.shares_memory(group)
+    other = torch.ones(3, device="cuda" if torch.cuda.is_available() else "meta")
+    for call in (
+        lambda: dist.all_reduce(other, group=group),
+        lambda: dist.broadcast(other, 0, group=group),
+        lambda: dist.all_gather_into_tensor(torch.empty(6), other, group=group),
+        lambda: dist.reduce_scatter_tensor(other[:1], other[:2], group=group),
+        lambda: dist.all_to_all_single(torch.empty_like(other[:2]), other[:2], group=group),
+        lambda: dist.send(other, 1 - dist.get_rank(), group=group),
+        lambda: dist.recv(other, 1 - dist.get_rank(), group=group),
+    ):
+        with pytest.raises(NotSupportedError, match=r"new_group\(backend='nccl'\)"):
+            call()
+    x = torch.ones(3)
+    dist.all_reduce(x, group=group)
+    return x.tolist()
+
+
+def test_a_group_for_cuda_too_carries_cpu_tensors_and_says_what_to_do_for_others():
+    assert run_ranks(of_two_devices, 2, backend="shm", timeout=20) == [[2.0] * 3] * 2
+
+
 def dtensors():
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor

@@ -70,8 +70,9 @@ def check_tensors(tensors: Sequence[Tensor], *, same_dtype: bool = False) -> Non
             raise ArgumentTypeError(f"got a {type(tensor).__name__}: pass tensors")
         if tensor.device.type != "cpu":
             raise NotSupportedError(
-                f"shm carries CPU tensors, but one is on {tensor.device}: use a group with that "
-                "device's backend"
+                f"shm carries CPU tensors, but one is on {tensor.device}: make a group of that "
+                "device's backend beside this one, for CUDA torch.distributed.new_group("
+                "backend='nccl'), and pass it with such tensors"
             )
         if hasattr(tensor, "to_local"):
             raise ArgumentTypeError("got a DTensor: pass its to_local()")
