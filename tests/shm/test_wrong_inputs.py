@@ -81,7 +81,7 @@ def test_mistakes_are_refused_and_the_group_goes_on():
 
 
 def of_two_devices():
-    """torch makes a Python group the whole group: there is no CUDA half, whatever was asked for."""
+    """A Python group is the whole group to torch: no CUDA half, whatever was asked for."""
     group = dist.new_group(backend="cpu:shm,cuda:nccl")
     assert gradwire.shm.shares_memory(group)
     other = torch.ones(3, device="cuda" if torch.cuda.is_available() else "meta")
