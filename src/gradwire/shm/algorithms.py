@@ -20,6 +20,7 @@ from gradwire.shm.arithmetic import reduce_into
 from gradwire.shm.header import INLINE, NOWHERE, Call, Place
 from gradwire.shm.sync import Deadline
 from gradwire.shm.team import INLINE_BYTES, SLOT_BYTES, SLOTS, Team
+from gradwire.shm.tensors import overwritten
 
 __all__ = ["barrier", "broadcast", "exchange", "reduce", "reduce_scatter"]
 
@@ -106,20 +107,22 @@ def exchange(
         team: The group.
         call: With tables of block sizes, or with the one size that all blocks have.
         outgoing: This rank's block for each rank; or one for all, if `shared`; or nothing.
-        incoming: Where each rank's block goes, 1-d and contiguous; None where there is none.
+        incoming: Where each rank's block goes, 1-d and contiguous; None where there is none. What
+            lies over outgoing blocks costs a copy of these.
         deadline: When to give up.
         base: A contiguous tensor that holds the outgoing blocks in order, where there is one.
         shared: Whether a rank's one block goes to all ranks.
     """
-    nbytes = sum(block.nbytes for block in outgoing)
-    place = Place(INLINE)
-    if nbytes > INLINE_BYTES:
-        place = _place(team, base)
-    inline = outgoing if nbytes <= INLINE_BYTES else ()
-    team.announce(call, place, deadline, inline)
+    own = outgoing[0 if shared else team.rank] if outgoing else None
+    if sum(block.nbytes for block in outgoing) > INLINE_BYTES:
+        if overwritten(outgoing, incoming, team.rank, own):
+            outgoing, base = [block.clone() for block in outgoing], None
+            own = outgoing[0 if shared else team.rank]
+        team.announce(call, _place(team, base), deadline)
+    else:
+        team.announce(call, Place(INLINE), deadline, outgoing)
     places = team.places()
     calls = team.calls() if call.sends else [call] * team.size
-    own = outgoing[0 if shared else team.rank] if outgoing else None
     if own is not None:
         _copy(incoming[team.rank], own)
     staged = []
@@ -220,6 +223,9 @@ def reduce_scatter(
         team.announce(call, Place(INLINE), deadline, blocks)
         reduce_into(out, [team.inline(r, call.dtype, start, count) for r in ranks], call.op)
         return
+    results = [out if r == team.rank else None for r in ranks]
+    if overwritten(blocks, results, team.rank, blocks[team.rank]):
+        blocks, base = [block.clone() for block in blocks], None
     team.announce(call, _place(team, base), deadline)
     places = team.places()
     if all(p.region >= 0 for p in places):

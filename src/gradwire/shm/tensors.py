@@ -21,6 +21,7 @@ __all__ = [
     "flat_of",
     "layout_of",
     "one",
+    "overwritten",
     "paired",
     "put_all_back",
     "put_back",
@@ -121,6 +122,32 @@ def start_of(blocks: Sequence[Tensor]) -> Tensor | None:
         if not together or after.data_ptr() != before.data_ptr() + before.nbytes:
             return None
     return blocks[0]
+
+
+def overwritten(
+    blocks: Sequence[Tensor], results: Sequence[Tensor | None], rank: int, own: Tensor | None
+) -> bool:
+    """Whether results are written over blocks that others are still to read.
+
+    Args:
+        blocks: What others read, 1-d and contiguous.
+        results: What is written, 1-d and contiguous, by rank.
+        rank: This rank.
+        own: Its own block, which nobody else reads: its result may be the same memory.
+    """
+    reads = [_span(block) for block in blocks]
+    writes = [
+        _span(result)
+        for source, result in enumerate(results)
+        if result is not None
+        and (source != rank or own is None or result.data_ptr() != own.data_ptr())
+    ]
+    return any(a < d and c < b for a, b in reads for c, d in writes)
+
+
+def _span(flat: Tensor) -> tuple[int, int]:
+    start = flat.data_ptr()
+    return start, start + flat.nbytes
 
 
 def one(items: Sequence[T]) -> T:

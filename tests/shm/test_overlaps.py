@@ -1,0 +1,89 @@
+"""Results that lie over what is sent: as good as results in memory of their own."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import gradwire.shm
+from gradwire.testing import run_ranks
+
+
+def operations(world, count):
+    """Each takes a (world, count) tensor and gives what is sent and where the results go."""
+    rank, group = dist.get_rank(), dist.group.WORLD
+    another = (rank + 1) % world
+    shift = (world - 1) * count // world * world
+
+    def gather(sent, got):
+        group.gather([list(got)] if rank == 0 else [[]], [sent]).wait()
+
+    def scatter(sent, got):
+        group.scatter([got], [list(sent)] if rank == 0 else [[]]).wait()
+
+    return {
+        "all_to_all_single": (
+            lambda x: (x, x),
+            lambda sent, got: dist.all_to_all_single(got, sent),
+        ),
+        "all_to_all_single, shifted": (
+            lambda x: (x.view(-1)[:shift], x.view(-1)[count:][:shift]),
+            lambda sent, got: dist.all_to_all_single(got, sent),
+        ),
+        "all_to_all": (
+            lambda x: (x, x),
+            lambda sent, got: dist.all_to_all(list(got), list(sent)),
+        ),
+        "all_gather in place": (
+            lambda x: (x[rank], x),
+            lambda sent, got: dist.all_gather(list(got), sent),
+        ),
+        "all_gather elsewhere": (
+            lambda x: (x[another], x),
+            lambda sent, got: dist.all_gather(list(got), sent),
+        ),
+        "all_gather_into_tensor elsewhere": (
+            lambda x: (x[another], x.view(-1)),
+            lambda sent, got: dist.all_gather_into_tensor(got, sent),
+        ),
+        "reduce_scatter in place": (
+            lambda x: (x, x[rank]),
+            lambda sent, got: dist.reduce_scatter(got, list(sent)),
+        ),
+        "reduce_scatter elsewhere": (
+            lambda x: (x, x[another]),
+            lambda sent, got: dist.reduce_scatter(got, list(sent)),
+        ),
+        "reduce_scatter_tensor elsewhere": (
+            lambda x: (x.view(-1), x[another]),
+            lambda sent, got: dist.reduce_scatter_tensor(got, sent),
+        ),
+        "gather": (lambda x: (x[1], x), gather),
+        "scatter": (lambda x: (x, x[1]), scatter),
+    }
+
+
+def overlapping(count, inside):
+    warnings.simplefilter("ignore")  # some names are old in newer versions of torch
+    rank, world = dist.get_rank(), dist.get_world_size()
+    start = torch.arange(world * count).view(world, count) + 10_000_000.0 * rank
+    wrong = []
+    for name, (choose, run) in operations(world, count).items():
+        expected, x = start.clone(), gradwire.shm.empty((world, count)) if inside else start.clone()
+        run(choose(expected.clone())[0], got := choose(expected)[1].clone())
+        choose(expected)[1].copy_(got)
+        for _ in range(3):  # what is wrong need not be wrong each time
+            run(*choose(x.copy_(start)))
+            if not torch.equal(x, expected):
+                wrong.append(name)
+        dist.barrier()
+    return wrong
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["ordinary", "in shared memory"])
+@pytest.mark.parametrize("count", [100, 20_000, 700_000])
+def test_results_over_what_is_sent(count, inside):
+    assert run_ranks(overlapping, 3, backend="shm", timeout=40, args=(count, inside)) == [[]] * 3
