@@ -60,7 +60,7 @@ class Member(ProcessGroup):
         self._timeout = timeout
         self._broken: BaseException | None = None
         self._closed = ""  # why, once it is
-        self._mailbox = Mailbox()
+        self._mailbox, self._lost = Mailbox(), 0
         self._team = Team(
             rank, size, peers, self._deliver, self._on_lost, Deadline(timeout.total_seconds())
         )
@@ -253,7 +253,8 @@ class Member(ProcessGroup):
         self._mailbox.deliver(peer, message)
 
     def _on_lost(self, peer: int, error: DistributedError) -> None:
-        self._mailbox.fail(peer, error, others_left=not self._team.links.all_lost())
+        self._lost += 1  # counted here: a peer may be lost before there is a team
+        self._mailbox.fail(peer, error, others_left=self._lost < self._size - 1)
 
 
 def _at_exit() -> None:

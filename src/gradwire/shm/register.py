@@ -13,11 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import Backend, PrefixStore, ProcessGroup, Store
+from torch.distributed import Backend, BarrierOptions, PrefixStore, ProcessGroup, Store
 
-from gradwire.errors import ArgumentError, ArgumentTypeError
+from gradwire.errors import ArgumentError, ArgumentTypeError, DistributedError
 from gradwire.shm.process_group import ShmProcessGroup
-from gradwire.shm.rendezvous import connect_all
+from gradwire.shm.rendezvous import connect_all, give_up
 from gradwire.shm.sync import has_semaphores
 
 __all__ = ["empty", "is_available", "register", "shares_memory"]
@@ -113,12 +113,40 @@ def _create(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     store = PrefixStore(f"time {store.add(f'times/{rank}', 1)}", store)
     store.set(f"available/{rank}", "yes" if is_available() else "no")
     if all(store.get(f"available/{other}") == b"yes" for other in range(size)):
-        peers = connect_all(store, rank, size, timeout)
-        if peers is not None:
-            return ShmProcessGroup(rank, size, peers, timeout)
+        group = _form(store, rank, size, timeout)
+        if group is not None:
+            return group
         reason = "its ranks are on several hosts, or in containers that cannot reach each other"
     else:
         reason = "a rank's system lacks what it needs (Linux with glibc 2.30)"
     if rank == 0:
         warnings.warn(f"this group runs on Gloo, not on shm: {reason}", stacklevel=2)
     return dist.ProcessGroupGloo(store, rank, size, timeout)
+
+
+def _form(store: Store, rank: int, size: int, timeout: timedelta) -> ShmProcessGroup | None:
+    """The group on all ranks, None on all, or an error on all: none waits for one that failed.
+
+    Raises:
+        DistributedError: A rank could not do its part.
+    """
+    group = None
+    try:
+        peers = connect_all(store, rank, size, timeout)
+        if peers is None:
+            return None
+        group = ShmProcessGroup(rank, size, peers, timeout)
+        waited_for = BarrierOptions()
+        waited_for.asyncOp = False
+        group.barrier(waited_for)  # a rank that failed since has closed its connections
+    except Exception as error:
+        give_up(store, rank, error)
+        if group is not None:
+            group.shutdown()
+        if isinstance(error, OSError) and not isinstance(error, DistributedError):
+            raise DistributedError(
+                f"rank {rank} could not form the group: {error}; raise the process's limits, or "
+                "use the gloo backend"
+            ) from error
+        raise
+    return group

@@ -15,12 +15,20 @@ from datetime import timedelta
 
 from torch.distributed import Store
 
-from gradwire.errors import CollectiveTimeoutError
+from gradwire.errors import CollectiveTimeoutError, PeerFailedError
 
-__all__ = ["connect_all"]
+__all__ = ["connect_all", "give_up"]
+
+_FAILED = b"failed: "
 
 _RANK = struct.Struct("<i")
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid of the process at the other end
+
+
+def give_up(store: Store, rank: int, reason: Exception) -> None:
+    """Let no rank wait in `connect_all` for this one."""
+    for step in ("address", "reached"):
+        store.set(f"{step}/{rank}", _FAILED.decode() + str(reason))
 
 
 def connect_all(
@@ -30,36 +38,55 @@ def connect_all(
 
     Raises:
         CollectiveTimeoutError: A rank that was reached did not answer.
+        PeerFailedError: A rank gave up.
+        OSError: The system refuses, for instance to open as many files.
     """
+    peers: dict[int, socket.socket] = {}
+    everywhere = False
+    try:
+        everywhere = _connect_or_not(store, rank, size, timeout, peers)
+    except TimeoutError as error:
+        missing = sorted(set(range(size)) - set(peers) - {rank})
+        raise CollectiveTimeoutError(
+            f"ranks {missing} did not answer within {timeout.total_seconds():g} s while the "
+            "group was formed"
+        ) from error
+    finally:
+        if not everywhere:
+            for connection in peers.values():
+                connection.close()
+    return peers if everywhere else None
+
+
+def _connect_or_not(
+    store: Store, rank: int, size: int, timeout: timedelta, peers: dict[int, socket.socket]
+) -> bool:
+    """Fill `peers`; whether every rank reached every other."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         name = f"\0gradwire-{secrets.token_hex(16)}"
         listener.bind(name)
         listener.listen(size)
         store.set(f"address/{rank}", name[1:])
-        peers: dict[int, socket.socket] = {}
         for lower in range(rank):
             connection = _connect(store.get(f"address/{lower}"), rank)
             if connection is None:
                 break
             peers[lower] = connection
         store.set(f"reached/{rank}", "yes" if len(peers) == rank else "no")
-        reached = [store.get(f"reached/{other}") == b"yes" for other in range(size)]
-        if not all(reached):
-            for connection in peers.values():
-                connection.close()
-            return None
+        if not _all_reached_all(store, size):
+            return False
         listener.settimeout(timeout.total_seconds())
-        try:
-            _accept(listener, peers, range(rank + 1, size))
-        except TimeoutError as error:
-            for connection in peers.values():
-                connection.close()
-            missing = sorted(set(range(size)) - set(peers) - {rank})
-            raise CollectiveTimeoutError(
-                f"ranks {missing} did not answer within {timeout.total_seconds():g} s while the "
-                "group was formed"
-            ) from error
-        return peers
+        _accept(listener, peers, range(rank + 1, size))
+        return True
+
+
+def _all_reached_all(store: Store, size: int) -> bool:
+    answers = [store.get(f"reached/{rank}") for rank in range(size)]
+    for rank, answer in enumerate(answers):
+        if answer.startswith(_FAILED):
+            reason = answer.removeprefix(_FAILED).decode(errors="replace")
+            raise PeerFailedError(f"rank {rank} could not form the group: {reason}")
+    return set(answers) == {b"yes"}
 
 
 def _connect(name: bytes, rank: int) -> socket.socket | None:

@@ -31,6 +31,16 @@ def create(size: int) -> int:
     Raises:
         DistributedError: The host has not that much memory for this process; none is taken.
     """
+    try:
+        return _create(size)
+    except (OSError, MemoryError) as error:
+        raise DistributedError(
+            f"no room for {size} bytes of shared memory ({error}): free memory, raise the "
+            "process's or container's limit, or use the gloo backend"
+        ) from error
+
+
+def _create(size: int) -> int:
     import fcntl  # not there, or without seals, where there is no Linux
 
     seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -40,12 +50,9 @@ def create(size: int) -> int:
             check_room(size - start)
             os.posix_fallocate(fd, start, min(_TAKEN_AT_ONCE, size - start))
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
-    except (OSError, MemoryError) as error:
+    except BaseException:
         os.close(fd)
-        raise DistributedError(
-            f"no room for {size} bytes of shared memory ({error}): free memory, raise the "
-            "process's or container's limit, or use the gloo backend"
-        ) from error
+        raise
     return fd
 
 

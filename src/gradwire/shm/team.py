@@ -63,6 +63,8 @@ class Team:
         layout = _Layout(size)
         try:
             memory, self._semaphores = _form(rank, peers, layout.size, deadline)
+            self._kind, self._deadline = "forming the group", deadline
+            self.links = Links(peers, self._receive, on_lost)
         except BaseException:
             for peer in peers.values():
                 peer.close()  # the others wait for this rank
@@ -78,8 +80,6 @@ class Team:
         ]
         self._parity = 0
         self._typed: dict[tuple[int, int, torch.dtype], Tensor] = {}
-        self._kind, self._deadline = "forming the group", deadline
-        self.links = Links(peers, self._receive, on_lost)
         self._staging: Tensor | None = None
 
     def announce(
@@ -263,14 +263,14 @@ def _form(
             f"rank 0 did not form the group within {deadline.seconds:g} s"
         ) from error
     except ConnectionError as error:
-        raise PeerLostError("a rank died while the group was formed") from error
+        raise PeerLostError("a rank died or gave up while the group was formed") from error
 
 
 def _receive_segment(rank_0: socket.socket, size: int, deadline: Deadline) -> int:
     rank_0.settimeout(deadline.left())
     _, fds, _, _ = socket.recv_fds(rank_0, 16, 1, socket.MSG_CMSG_CLOEXEC)
     if not fds:
-        raise PeerLostError("rank 0 died while the group was formed")
+        raise PeerLostError("rank 0 died or gave up while the group was formed")
     try:
         segment.check_sealed(fds[0], size)
     except DistributedError:

@@ -1,0 +1,70 @@
+"""A rank that cannot do its part when a group is formed: an error on all ranks, and soon."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import threading
+import time
+from contextlib import nullcontext
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import gradwire.shm
+from gradwire.errors import DistributedError, PeerFailedError, PeerLostError
+from gradwire.testing import run_ranks
+
+SOON_S = 5.0
+FULL = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
+def left_behind():
+    """Descriptors and threads of this process."""
+    return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+
+def without(owner, name, failing):
+    """What each rank gets when on one of them the system refuses a call."""
+    rank = dist.get_rank()
+    dist.barrier()
+    before = left_behind()
+    refused = mock.patch.object(owner, name, side_effect=FULL) if rank == failing else nullcontext()
+    started = time.monotonic()
+    with refused, pytest.raises(DistributedError) as caught:
+        dist.new_group(backend="shm")
+    taken, kind, message = time.monotonic() - started, type(caught.value), str(caught.value)
+    del caught  # its traceback holds what the attempt opened
+    assert taken < SOON_S
+    dist.barrier()
+    assert left_behind() == before
+    x = torch.ones(3)
+    group = dist.new_group(backend="shm")  # the next attempt is not spoilt by this one
+    assert gradwire.shm.shares_memory(group)
+    dist.all_reduce(x, group=group)
+    assert x.tolist() == [3.0] * 3
+    dist.destroy_process_group(group)
+    return kind.__name__, message
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "failing"),
+    [
+        (socket.socket, "bind", 1),
+        (socket.socket, "accept", 0),
+        (os, "memfd_create", 0),
+        (os, "pipe", 2),
+    ],
+    ids=["bind", "accept", "memory", "pipe"],
+)
+def test_a_rank_that_cannot_form_a_group_keeps_none_waiting(owner, name, failing):
+    results = run_ranks(without, 3, backend="shm", timeout=30, args=(owner, name, failing))
+    for rank, (kind, message) in enumerate(results):
+        if rank == failing:
+            assert kind == DistributedError.__name__
+            assert FULL.strerror in message
+        else:  # it may have seen the end of its connection first
+            assert kind in (PeerFailedError.__name__, PeerLostError.__name__)
