@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import gradwire.shm
 from gradwire.errors import ArgumentError, ArgumentTypeError, DistributedError, NotSupportedError
@@ -17,6 +18,8 @@ from gradwire.testing import run_ranks
 def mistakes():
     """Calls that all ranks get wrong alike, and what they are told."""
     world, group = dist.get_world_size(), dist.group.WORLD
+    with FakeTensorMode():
+        fake = torch.ones(3)
     x, overlapping = torch.ones(4), torch.ones(1).expand(4)
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
     short = torch.ones(4, dtype=torch.uint16)
@@ -25,6 +28,7 @@ def mistakes():
     return [
         (lambda: group.allreduce([None]), ArgumentTypeError, "NoneType"),
         (lambda: dist.all_reduce(torch.ones(3, device="meta")), NotSupportedError, "meta"),
+        (lambda: dist.all_reduce(fake), ArgumentTypeError, "FakeTensor"),
         (lambda: group.allreduce([nested]), ArgumentError, "nested|layout"),
         (lambda: dist.all_reduce(overlapping), ArgumentError, "share memory.*clone"),
         (lambda: dist.broadcast(overlapping, 0), ArgumentError, "share memory"),

@@ -62,7 +62,7 @@ def check_tensors(tensors: Sequence[Tensor], *, same_dtype: bool = False) -> Non
             and tensor.is_cpu
             and tensor.layout is torch.strided
             and not tensor.is_nested
-            and (type(tensor) in _PLAIN or not hasattr(tensor, "to_local"))
+            and (type(tensor) in _PLAIN or not _stands_for_another(tensor))
             and tensor.dtype in NUMBERS
             and not same_dtype
         ):
@@ -77,6 +77,8 @@ def check_tensors(tensors: Sequence[Tensor], *, same_dtype: bool = False) -> Non
             )
         if hasattr(tensor, "to_local"):
             raise ArgumentTypeError("got a DTensor: pass its to_local()")
+        if hasattr(tensor, "fake_mode"):
+            raise ArgumentTypeError("got a FakeTensor, which has no values: pass real tensors")
         if tensor.is_nested:
             raise ArgumentError("a tensor is nested: pass its parts")
         if tensor.layout != torch.strided:
@@ -88,6 +90,10 @@ def check_tensors(tensors: Sequence[Tensor], *, same_dtype: bool = False) -> Non
                 f"tensors of one operation must be of one dtype, but are of {tensors[0].dtype} "
                 f"and {tensor.dtype}"
             )
+
+
+def _stands_for_another(tensor: Tensor) -> bool:
+    return hasattr(tensor, "to_local") or hasattr(tensor, "fake_mode")
 
 
 def flat_of(tensor: Tensor) -> Tensor:
