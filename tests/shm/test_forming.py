@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import socket
+import sys
 import threading
 import time
 from contextlib import nullcontext
@@ -68,3 +70,23 @@ def test_a_rank_that_cannot_form_a_group_keeps_none_waiting(owner, name, failing
             assert FULL.strerror in message
         else:  # it may have seen the end of its connection first
             assert kind in (PeerFailedError.__name__, PeerLostError.__name__)
+
+
+def killed_amid_forming():
+    """Rank 1 dies when all have reached each other, before there is a group to notice it."""
+    register = sys.modules["gradwire.shm.register"]  # the package has a function of that name
+
+    def connected(*_):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    place = nullcontext()
+    if dist.get_rank() == 1:
+        place = mock.patch.object(register, "ShmProcessGroup", connected)
+    with place, pytest.raises(PeerLostError, match="died"):
+        dist.new_group(backend="shm")
+    return True
+
+
+def test_a_death_amid_forming_reaches_the_others():
+    results = run_ranks(killed_amid_forming, 3, backend="shm", timeout=20, may_die=[1])
+    assert results == [True, None, True]
