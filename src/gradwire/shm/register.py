@@ -13,7 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import Backend, BarrierOptions, PrefixStore, ProcessGroup, Store
+from torch.distributed import Backend, PrefixStore, ProcessGroup, Store
+from torch.distributed.distributed_c10d import BarrierOptions
 
 from gradwire.errors import ArgumentError, ArgumentTypeError, DistributedError
 from gradwire.shm.process_group import ShmProcessGroup
