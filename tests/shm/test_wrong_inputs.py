@@ -29,6 +29,7 @@ def mistakes():
         (lambda: group.allreduce([None]), ArgumentTypeError, "NoneType"),
         (lambda: dist.all_reduce(torch.ones(3, device="meta")), NotSupportedError, "meta"),
         (lambda: dist.all_reduce(fake), ArgumentTypeError, "FakeTensor"),
+        (lambda: torch.vmap(dist.all_reduce)(x), ArgumentTypeError, "vmap.*collectives"),
         (lambda: group.allreduce([nested]), ArgumentError, "nested|layout"),
         (lambda: dist.all_reduce(overlapping), ArgumentError, "share memory.*clone"),
         (lambda: dist.broadcast(overlapping, 0), ArgumentError, "share memory"),

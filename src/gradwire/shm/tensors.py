@@ -56,6 +56,8 @@ def check_tensors(tensors: Sequence[Tensor], *, same_dtype: bool = False) -> Non
         ArgumentError: A dtype or layout that cannot be carried.
         NotSupportedError: A tensor is on another device than the CPU.
     """
+    if torch._C._are_functorch_transforms_active():
+        _check_real(tensors)
     for tensor in tensors:
         if (  # the one step that most tensors take: lists may be long
             isinstance(tensor, Tensor)
@@ -90,6 +92,14 @@ def check_tensors(tensors: Sequence[Tensor], *, same_dtype: bool = False) -> Non
                 f"tensors of one operation must be of one dtype, but are of {tensors[0].dtype} "
                 f"and {tensor.dtype}"
             )
+
+
+def _check_real(tensors: Sequence[Tensor]) -> None:
+    if any(torch._C._functorch.is_functorch_wrapped_tensor(tensor) for tensor in tensors):
+        raise ArgumentTypeError(
+            "a tensor belongs to a transform of torch.func, such as vmap, which this cannot go "
+            "through: call the function of gradwire.collectives instead"
+        )
 
 
 def _stands_for_another(tensor: Tensor) -> bool:
@@ -148,12 +158,21 @@ def overwritten(
         if result is not None
         and (source != rank or own is None or result.data_ptr() != own.data_ptr())
     ]
+    if not reads or not writes:
+        return False
+    (start, stop), (first, last) = _hull(reads), _hull(writes)
+    if stop <= first or last <= start:
+        return False  # nearly always: what is read and what is written lie apart
     return any(a < d and c < b for a, b in reads for c, d in writes)
 
 
 def _span(flat: Tensor) -> tuple[int, int]:
     start = flat.data_ptr()
     return start, start + flat.nbytes
+
+
+def _hull(spans: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    return min(start for start, _ in spans), max(stop for _, stop in spans)
 
 
 def one(items: Sequence[T]) -> T:
