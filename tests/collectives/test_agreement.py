@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire import collectives as C
-from gradwire.errors import MismatchError
+from gradwire.errors import ArgumentError, MismatchError
 from gradwire.testing import run_ranks
 
 pytestmark = pytest.mark.usefixtures("each_backend")
@@ -192,3 +192,56 @@ def test_with_checks_off_nothing_more_is_sent():
         return off, len(sent)
 
     assert run_ranks(main, 2) == [(0, 4)] * 2
+
+
+def test_a_factor_that_wants_a_gradient_on_one_rank():
+    def main():
+        rank = dist.get_rank()
+        for op in (C.all_reduce, lambda x, f, **o: C.reduce(x, 0, f, **o), C.reduce_scatter):
+            factor = torch.tensor(2.0, requires_grad=rank == 0)
+            op(torch.ones(4), C.Premul(factor), check=True).sum().backward()
+            assert rank or factor.grad > 0
+
+    run_ranks(main)
+
+
+def test_a_gradient_that_an_inference_tensor_cannot_have():
+    def main():
+        with torch.inference_mode():
+            x = torch.ones(2)
+        with pytest.raises(MismatchError, match="requires-grad: rank 0: requires grad; rank 1"):
+            C.all_gather(x if dist.get_rank() else torch.ones(2, requires_grad=True), check=True)
+        return [y.tolist() for y in (C.gather(x, 0), C.reduce(x, 0), C.scatter(x, 0))]
+
+    zeros, ones = [0.0] * 4, [1.0] * 4
+    assert run_ranks(main) == [[ones, [2.0] * 2, [1.0]], [zeros, [0.0] * 2, [1.0]]]
+
+
+def test_a_receiver_that_expects_another_piece():
+    def main():
+        sizes = [1, 3] if dist.get_rank() else [2, 2]
+        whole = torch.arange(4.0)
+        with pytest.raises(MismatchError, match="splits"):
+            C.scatter(whole, 0, sizes=[2, 2], like=torch.empty(3), check=True)
+        # The root's word counts.
+        return C.scatter(whole, 0, sizes=sizes, like=torch.empty(2), check=True).tolist()
+
+    assert run_ranks(main) == [[0.0, 1.0], [2.0, 3.0]]
+
+
+def test_more_dims_than_can_be_told():
+    def main():
+        at_root = dist.get_rank() == 0
+        x = torch.ones([2] + [1] * 8)
+        for op in (
+            lambda: C.scatter(x if at_root else None, 0),
+            lambda: C.broadcast(x if at_root else None, 0, check=True),
+        ):
+            with pytest.raises(
+                ArgumentError, match=r"more than 8 dims.*: give every rank a tensor"
+            ):
+                op()
+        assert C.scatter(x, 0, like=x[:1], check=True).shape == x[:1].shape
+        assert C.broadcast(x, 0, check=True).shape == x.shape
+
+    run_ranks(main)

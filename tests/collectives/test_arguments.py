@@ -47,7 +47,7 @@ ONES = torch.ones(4, 2)
         (lambda: C.reduce_scatter([ONES] * 2), ArgumentError, "x has 2 pieces"),
         (lambda: C.all_to_all(ONES, input_splits=[3]), ArgumentError, "x has 4 in dim 0"),
         (lambda: C.all_to_all(ONES, input_splits=[-4]), ArgumentError, "≥ 0"),
-        (lambda: C.all_to_all([ONES] * 3), ArgumentError, "x has 3 tensors"),
+        (lambda: C.all_to_all([ONES] * 3), ArgumentError, "x has 3 pieces"),
         (lambda: C.ppermute(ONES, [(0, 0), (0, 0)]), ArgumentError, "a source is there twice"),
         (lambda: C.ppermute(ONES, [(0, 1)]), ArgumentError, "a destination is not in the group"),
         (lambda: C.norm(ONES, 0.5), ArgumentError, "p is 0.5"),

@@ -131,3 +131,17 @@ def test_backwards_of_handles_are_compared_too():
                 ys[0].sum().backward()
 
     run_ranks(main, 2)
+
+
+def test_a_handle_that_was_handed_on_or_failed_may_be_waited_for_again():
+    def main():
+        first = C.all_reduce(torch.ones(2), async_op=True)
+        second = first.then(lambda y: y + 1)
+        failing = first.then(lambda y: y.view(3))
+        for _ in range(2):
+            assert second.wait().tolist() == [3.0, 3.0]
+            assert first.wait().tolist() == [2.0, 2.0]
+            with pytest.raises(RuntimeError, match="invalid for input of size 2"):
+                failing.wait()
+
+    run_ranks(main, 2)

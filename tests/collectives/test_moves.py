@@ -178,3 +178,24 @@ def test_objects_and_a_barrier_with_an_edge():
         (lengths, [1, 2], 3.0),
         (lengths, [1, 2], 3.0),
     ]
+
+
+@pytest.mark.parametrize(("op", "own", "before"), [("max", any, False), ("min", all, True)])
+def test_a_scan_of_booleans(op, own, before):
+    def main():
+        x = torch.tensor([dist.get_rank() == 1])
+        return C.scan(x, op).item(), C.exscan(x, op).item()
+
+    values = [False, True, False]
+    expected = [(own(values[: r + 1]), own(values[:r]) if r else before) for r in range(3)]
+    assert run_ranks(main, 3) == expected
+
+
+def test_halos_wider_than_one_slab_are_refused_on_all_ranks():
+    def main():
+        x = torch.ones(3 if dist.get_rank() == 0 else 1)
+        with pytest.raises(ArgumentError, match="widths is 2: x has size 1 in dim 0 on rank 1"):
+            C.halo_exchange(x, 2, check=True)
+        return C.halo_exchange(x, 1, check=True).tolist()
+
+    assert run_ranks(main, 2) == [[0.0, 1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 0.0]]

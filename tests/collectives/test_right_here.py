@@ -357,3 +357,18 @@ def test_empty_tensors():
         return tuple(x.grad.shape)
 
     assert run_ranks(main, 2) == [(0, 3)] * 2
+
+
+def test_numbers_in_a_list_whatever_is_said_of_their_sizes():
+    def main():
+        x = torch.tensor(dist.get_rank() + 1.0, requires_grad=True)
+        for sizes in (None, [1, 1], "find"):
+            x.grad = None
+            first, second = C.all_gather_list(x, sizes=sizes)
+            (first + 2 * second).backward()
+            assert (first.item(), second.item(), first.dim()) == (1.0, 2.0, 0)
+            assert x.grad.item() == 2 * (dist.get_rank() + 1)
+        with pytest.raises(ArgumentError, match="x is 0-d"):
+            C.all_gather_list(x, sizes=[1, 2][:: 1 - 2 * dist.get_rank()])
+
+    run_ranks(main, 2)

@@ -57,3 +57,35 @@ def test_integers_are_refused(name: str) -> None:
             STATISTICS[name][0](torch.ones(3, dtype=torch.int64), 0)
 
     run_ranks(member)
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, float("inf")])
+def test_norms_of_infinities_and_of_ranks_without_elements(p: float) -> None:
+    def member() -> tuple[list[float], list[float]]:
+        whole = torch.tensor([3.0, -torch.inf])
+        empty = torch.zeros(0, requires_grad=True)
+        x = torch.tensor([1.0, 2.0], requires_grad=True) if dist.get_rank() else empty
+        y = C.norm(x, p, 0)
+        y.backward()
+        return [C.norm(whole, p, 0).item(), C.norm(empty, p, 0).item(), y.item()], x.grad.tolist()
+
+    def expected() -> tuple[list[float], list[float]]:
+        x = torch.tensor([1.0, 2.0], requires_grad=True)
+        y = x.norm(p)
+        (2 * y).backward()  # of both ranks' losses
+        return [torch.inf, 0.0, y.item()], x.grad.tolist()
+
+    (numbers, none), (same, gradient) = run_ranks(member)
+    assert (numbers, none) == (same, [])
+    assert (numbers, gradient) == (
+        pytest.approx(expected()[0]),
+        pytest.approx(expected()[1]),
+    )
+
+
+def test_a_dim_that_is_there_twice() -> None:
+    def member() -> None:
+        with pytest.raises(ArgumentError, match=r"dim is \[0, -1\]: a dim is there twice"):
+            C.mean(torch.ones(3), (0, -1))
+
+    run_ranks(member, 1)

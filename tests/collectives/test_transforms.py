@@ -9,6 +9,7 @@ from torch.func import grad, hessian, jacfwd, jvp, vmap
 
 from gradwire import collectives as C
 from gradwire.collectives import wire
+from gradwire.errors import NotSupportedError
 from gradwire.testing import run_ranks
 
 pytestmark = pytest.mark.usefixtures("each_backend")
@@ -28,10 +29,14 @@ OPS = {
     "all_gather dim 1": lambda x: C.all_gather(x, 1),
     "all_gather stacked": lambda x: C.all_gather(x, stack=True),
     "gather": lambda x: C.gather(x, 1),
+    "all_gather_list": lambda x: torch.cat(C.all_gather_list(x)),
+    "gather uneven": lambda x: C.gather(x[: dist.get_rank() + 1], 1, sizes=[1, 2]),
     "scatter": lambda x: C.scatter(x, 1, like=x[:1]),
+    "scatter list": lambda x: C.scatter(list(x.split(1)), 1, like=x[:1]),
     "reduce_scatter": lambda x: C.reduce_scatter(x),
     "reduce_scatter product": lambda x: C.reduce_scatter(x, "product"),
     "all_to_all": lambda x: C.all_to_all(x),
+    "all_to_all list": lambda x: C.all_to_all([x, x * x], output_splits=[2, 2])[1],
     "all_to_all dims": lambda x: C.all_to_all(x, split_dim=0, concat_dim=1),
     "shift": lambda x: C.shift(x, wrap=False),
     "scan": lambda x: C.scan(x),
@@ -169,3 +174,24 @@ def test_compiled_in_a_subgroup():
         return y.tolist(), x.grad.tolist()
 
     assert run_ranks(main, 3) == [None, ([1.0] * 4, [3.0] * 2), ([1.0] * 4, [3.0] * 2)]
+
+
+def test_receivers_without_a_tensor_that_is_transformed():
+    def main():
+        x = torch.ones(2, 2)
+        at_root = dist.get_rank() == 0
+        empty = x if at_root else x.to("meta")
+        for transform in (vmap, grad, lambda fn: lambda x: jvp(fn, (x,), (x,))):
+            with pytest.raises(
+                NotSupportedError, match=r"scatter without like .*: give it on every"
+            ):
+                transform(lambda x: C.scatter(x, 0).sum())(x)
+            with pytest.raises(NotSupportedError, match=r"inside torch\.func transforms"):
+                transform(lambda x: C.broadcast(x if at_root else None, 0, check=True).sum())(x)
+            if not at_root:
+                with pytest.raises(NotSupportedError, match=r"like on meta .*: give a tensor that"):
+                    transform(lambda _: C.scatter(None, 0, like=empty).sum())(x)
+                with pytest.raises(NotSupportedError, match=r"x on meta .*: give a tensor that"):
+                    transform(lambda _: C.broadcast(empty, 0).sum())(x)
+
+    run_ranks(main, 2)

@@ -6,6 +6,7 @@ import os
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from gradwire import collectives as C
 from gradwire.errors import ArgumentError, ArgumentTypeError
@@ -47,5 +48,86 @@ def test_the_environment_s_word_for_checks():
             C.all_reduce(torch.ones(1))
         os.environ["GRADWIRE_CHECKS"] = "1"
         C.all_reduce(torch.ones(1))
+
+    run_ranks(main)
+
+
+EYE = torch.eye(4)
+LISTS = {
+    "all_to_all": C.all_to_all,
+    "reduce_scatter": C.reduce_scatter,
+    "scatter": lambda xs: C.scatter(xs, dist.get_rank()),
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+@pytest.mark.parametrize(
+    ("xs", "kind", "message"),
+    [
+        (None, ArgumentTypeError, "is a NoneType: give a tensor, or a list"),
+        ([EYE, 1], ArgumentTypeError, r"\[1\] is a int: give a tensor"),
+        ([EYE] * 3, ArgumentError, "has 3 pieces: give one for each of 2 ranks"),
+        ([EYE, EYE.to_sparse()], ArgumentError, "layout torch.sparse_coo: give dense"),
+        ([EYE, EYE.double()], ArgumentError, r"\[1\] is torch.float64 on cpu, .* give the same"),
+        ([EYE, EYE[0]], ArgumentError, r"\[1\] has shape \(4,\), .* differ in dim 0 only"),
+        ([EYE, EYE[:, 1:]], ArgumentError, r"\[1\] has shape \(4, 3\), .* differ in dim 0 only"),
+    ],
+)
+def test_lists_whose_tensors_are_not_alike(name, xs, kind, message):
+    def main():
+        with pytest.raises(kind, match=message):
+            LISTS[name](xs)
+
+    run_ranks(main)
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "message"),
+    [
+        (lambda: C.all_gather(EYE, sizes=4), ArgumentTypeError, "sizes is 4: give a list with"),
+        (lambda: C.gather(EYE, 0, sizes=4, check=True), ArgumentTypeError, "sizes is 4: give a"),
+        (lambda: C.all_to_all(EYE, input_splits="a"), ArgumentTypeError, "input_splits is 'a'"),
+        (lambda: C.all_to_all([EYE], split_dim=1), ArgumentError, "split_dim 1.*leave these out"),
+        (lambda: C.reduce_scatter([EYE], sizes=[3]), ArgumentError, r"have \[4\] in dim 0; leave"),
+        (lambda: C.reduce_scatter([EYE], dim=2), ArgumentError, "dim is 2"),
+        (lambda: C.scatter([EYE], 0, sizes=[3]), ArgumentError, r"have \[4\] in dim 0; leave"),
+        (lambda: C.scatter(EYE.to("meta"), 0), ArgumentError, "xs is on meta on the root"),
+        (lambda: C.scatter([EYE.to("meta")], 0), ArgumentError, r"xs\[0\] is on meta on the root"),
+        (lambda: C.broadcast(EYE.to("meta"), 0), ArgumentError, "x is on meta on the root"),
+        (lambda: C.broadcast(EYE.to_sparse(), 0), ArgumentError, "layout torch.sparse_coo"),
+        (lambda: C.all_reduce(EYE[0], C.Premul(EYE)), ArgumentError, r"factor .* shape \(4, 4\)"),
+        (lambda: C.all_reduce(EYE.int(), C.Premul(0.5)), ArgumentError, "factor .*torch.float32"),
+        (lambda: C.all_reduce(EYE, C.Premul("2")), ArgumentTypeError, "factor is '2'"),
+        (lambda: C.halo_exchange(None, 1), ArgumentTypeError, "x is a NoneType"),
+        (lambda: C.halo_exchange(EYE, (1, 2, 3)), ArgumentTypeError, "give one number, or two"),
+        (lambda: C.halo_exchange(EYE, -1), ArgumentError, "widths is -1: give numbers ≥ 0"),
+        (lambda: C.mean([1.0]), ArgumentTypeError, "x is a list"),
+        (lambda: C.ppermute(EYE, [0]), ArgumentTypeError, r"pairs is \[0\]: give a list of"),
+        (lambda: C.shift(EYE, 1.5), ArgumentTypeError, "k is 1.5"),
+        (lambda: C.barrier(3), ArgumentTypeError, "x is a int"),
+        (lambda: C.send(None, 0), ArgumentTypeError, "x is a NoneType"),
+        (lambda: C.join(EYE, None), ArgumentTypeError, "token is a NoneType"),
+        (lambda: C.all_reduce_coalesced([EYE.to_sparse()]), ArgumentError, "leaf 0 of the tree"),
+        (lambda: C.reduce_scatter_coalesced([EYE[0, 0]]), ArgumentError, "a leaf is 0-d"),
+    ],
+)
+def test_arguments_that_would_fail_elsewhere(call, kind, message):
+    def main():
+        with pytest.raises(kind, match=message):
+            call()
+
+    run_ranks(main, 1)
+
+
+def test_a_receiver_s_sizes_are_those_of_like():
+    def main():
+        like = torch.empty(2)
+        if dist.get_rank():
+            with pytest.raises(ArgumentError, match=r"sizes is \[1, 3\]: .* has 2 there"):
+                C.scatter(None, 0, sizes=[1, 3], like=like)
+            with pytest.raises(ArgumentError, match=r"sizes is \[2\]: give one size"):
+                C.scatter(None, 0, sizes=[2], like=like)
+            with pytest.raises(ArgumentTypeError, match="like is a tuple"):
+                C.scatter(None, 0, like=(2,))
 
     run_ranks(main)

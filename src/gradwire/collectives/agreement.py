@@ -23,6 +23,7 @@ from torch.distributed import ProcessGroup
 
 from gradwire.collectives.engines import dense
 from gradwire.collectives.fingerprint import (
+    MAX_DIMS,
     Call,
     Row,
     decode,
@@ -31,6 +32,7 @@ from gradwire.collectives.fingerprint import (
     first_difference,
 )
 from gradwire.collectives.numbers import gather_numbers
+from gradwire.collectives.transforms import refuse_in_transforms
 from gradwire.errors import ArgumentError, MismatchError
 
 __all__ = [
@@ -38,6 +40,7 @@ __all__ = [
     "Note",
     "Row",
     "agree",
+    "check_told",
     "checks",
     "describe",
     "digest",
@@ -136,11 +139,28 @@ def agree(group: ProcessGroup, x: Tensor, call: Call) -> tuple[Tensor, Note, lis
 
     Raises:
         MismatchError: On every rank, if they disagree.
+        NotSupportedError: Another rank wants a gradient, within torch.func's transforms.
     """
     rows, number = exchange(group, call)
     if not x.requires_grad and any(row.wants_grad == 1 for row in rows):
+        refuse_in_transforms("a gradient that another rank asks for", "ask for it on all")
         x = x.detach().requires_grad_()
     return x, Note(group, call.op, number), rows
+
+
+def check_told(rows: Sequence[Row], root: int) -> bool:
+    """Whether the root has told its shape to a rank that has no tensor.
+
+    Raises:
+        ArgumentError: On every rank, if it could not.
+    """
+    told = any(row.dtype is None for row in rows)
+    if told and rows[root].shape is None:
+        raise ArgumentError(
+            f"the root's tensor has more than {MAX_DIMS} dims, which it cannot tell: give every "
+            "rank a tensor of what it will receive"
+        )
+    return told
 
 
 def describe(
@@ -170,7 +190,9 @@ def wants_grad(x: Tensor) -> int:
     """For `Call`: 1 if a graph node will be made, -1 if none can be, 0 else."""
     if not (x.is_floating_point() or x.is_complex()):
         return 0
-    return int(x.requires_grad) if torch.is_grad_enabled() else -1
+    # A tensor made in inference mode cannot be made to require a gradient.
+    possible = torch.is_grad_enabled() and not x.is_inference()
+    return int(x.requires_grad) if possible else -1
 
 
 def grad_mode() -> int:

@@ -17,6 +17,7 @@ from gradwire.collectives.handles import Handle, after, run
 from gradwire.collectives.linear import compiling, graph_is_needed, linear
 from gradwire.collectives.ranks import dense_tensor, member
 from gradwire.collectives.sizes import Sizes
+from gradwire.errors import ArgumentError
 
 __all__ = ["all_gather_list"]
 
@@ -72,7 +73,8 @@ def all_gather_list(
     """All ranks' tensors, on all ranks, each in a tensor of its own.
 
     Args:
-        x: The same shape on all ranks but for the first dim where sizes are given; any dtype.
+        x: The same shape on all ranks but for the first dim where sizes are given; any dtype. A
+            0-d tensor counts as one of size 1, and gives 0-d tensors.
         sizes: As in `all_gather`, along the first dim.
         group: The default group, if None.
         async_op: Return a `Handle`.
@@ -97,7 +99,10 @@ def all_gather_list(
     dense_tensor(x)
     group = member(group)
     front = x if x.dim() else x.reshape(1)
-    op, front, note = agreed_gather(front, sizes, "list", group, check)
+    detail = "list" if x.dim() else "list of numbers"
+    op, front, note = agreed_gather(front, sizes, detail, group, check)
+    if not x.dim():
+        op = _of_numbers(op)
     transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
     if async_op or transformed or compiling(x):
         cut = op.sizes or (front.shape[0],) * group.size()
@@ -106,3 +111,10 @@ def all_gather_list(
     if graph_is_needed(own):
         return _apply_list(own, op, note)  # type: ignore[no-untyped-call]
     return wire.all_gather_list(own, op.sizes, group)
+
+
+def _of_numbers(op: AllGather) -> AllGather:
+    """The op for 0-d tensors, of which each rank has one."""
+    if op.sizes is not None and set(op.sizes) != {1}:
+        raise ArgumentError(f"sizes is {list(op.sizes)}: x is 0-d, and counts as one of size 1")
+    return AllGather(op.group)

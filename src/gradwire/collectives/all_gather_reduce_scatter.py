@@ -14,15 +14,17 @@ from gradwire.collectives import agreement, wire
 from gradwire.collectives.all_reduce import AllReduce
 from gradwire.collectives.handles import Handle, after, run
 from gradwire.collectives.linear import Linear, linear, register
+from gradwire.collectives.lists import piece_sizes, pieces_of
 from gradwire.collectives.nonlinear import Reducing, reduce_with
 from gradwire.collectives.ranks import dense_tensor, member
-from gradwire.collectives.reductions import Op, Premul, as_reduction, check_reducible
+from gradwire.collectives.reductions import Op, as_reduction, check_reducible, premultiplied
 from gradwire.collectives.sizes import (
     Sizes,
     dim_back,
     dim_in_front,
     equal_part,
     resolve_sizes,
+    sizes_in_words,
     valid_dim,
     valid_sizes,
 )
@@ -174,7 +176,7 @@ def agreed_gather(
         call = agreement.describe(
             "all_gather",
             front,
-            detail=f"{detail}, sizes={sizes if isinstance(sizes, str | None) else list(sizes)}",
+            detail=f"{detail}, {sizes_in_words(sizes)}",
             ragged=sizes is not None,
         )
         front, note, _ = agreement.agree(group, front, call)
@@ -245,13 +247,11 @@ def reduce_scatter(
     reduction = as_reduction(op)
     numbers = False
     if not isinstance(x, Tensor):
-        if len(x) != group.size():
-            raise ArgumentError(f"x has {len(x)} pieces: give one for each of {group.size()} ranks")
-        numbers = x[0].dim() == 0
-        pieces = [piece.reshape(1) for piece in x] if numbers else list(x)
-        sizes = [piece.shape[dim] for piece in pieces]
+        pieces, dim, numbers = pieces_of(x, dim, group, "x")
+        sizes = piece_sizes(pieces, dim, sizes, group)
         x = torch.cat(pieces, dim)
     check_reducible(x, reduction)
+    x, reduction = premultiplied(x, reduction)
     front, dim = dim_in_front(x, dim)
     known = None if sizes is None else valid_sizes(sizes, group, "sizes")
     if known is None:
@@ -262,17 +262,9 @@ def reduce_scatter(
         known = None
     note = None
     if agreement.enabled(check):
-        name = "premul" if isinstance(reduction, Premul) else reduction
         call = agreement.describe(
-            "reduce_scatter", front, reduce=name, detail=f"dim={dim}, sizes={known}"
+            "reduce_scatter", front, reduce=reduction, detail=f"dim={dim}, sizes={known}"
         )
         front, note, _ = agreement.agree(group, front, call)
-    if isinstance(reduction, Premul) and isinstance(reduction.factor, Tensor):
-        reduction = Premul(_broadcast_factor(reduction.factor, x).movedim(dim, 0))
     result = reduce_with(ReduceScatter(group, known), front, reduction, note, async_op)
     return after(result, lambda y: y.reshape(()) if numbers else dim_back(y, dim))
-
-
-def _broadcast_factor(factor: Tensor, x: Tensor) -> Tensor:
-    """The factor in the shape of what it multiplies, whose dims are about to move."""
-    return factor.expand(x.shape)

@@ -22,7 +22,7 @@ from gradwire.collectives.handles import Handle, run
 from gradwire.collectives.linear import Linear, linear, register
 from gradwire.collectives.nonlinear import Reducing, reduce_with, scaled
 from gradwire.collectives.ranks import dense_tensor, member
-from gradwire.collectives.reductions import Op, as_reduction, check_reducible
+from gradwire.collectives.reductions import Op, as_reduction, check_reducible, premultiplied
 from gradwire.collectives.wire import Pending
 from gradwire.errors import ArgumentError
 
@@ -165,6 +165,7 @@ def all_reduce(
     check_reducible(x, reduction)
     if invariant and reduction not in ("sum", "avg"):
         raise ArgumentError(f"invariant=True with op={op!r}: it goes with sum and avg")
+    x, reduction = premultiplied(x, reduction)
     note = None
     if agreement.enabled(check):
         x, note, _ = agreement.agree(
@@ -173,7 +174,7 @@ def all_reduce(
             agreement.describe(
                 "all_reduce",
                 x,
-                reduce=str(reduction) if isinstance(reduction, str) else "premul",
+                reduce=reduction,
                 detail="invariant" if invariant else "",
             ),
         )

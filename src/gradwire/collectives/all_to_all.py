@@ -14,6 +14,7 @@ from gradwire.collectives import agreement, wire
 from gradwire.collectives.apart import apart
 from gradwire.collectives.handles import Handle, after, run
 from gradwire.collectives.linear import Linear, register
+from gradwire.collectives.lists import pieces_of
 from gradwire.collectives.numbers import swap_numbers
 from gradwire.collectives.ranks import member
 from gradwire.collectives.sizes import dim_back, dim_in_front, equal_part, valid_dim, valid_sizes
@@ -116,7 +117,8 @@ def all_to_all(
 
     Args:
         x: A tensor that is cut along `split_dim`, or a list with a tensor for each rank, which may
-            differ in the first dim; any dtype and strides.
+            differ in the first dim and are sent as they are, so that of the next four only
+            `output_splits` goes with it; any dtype and strides.
         input_splits: The sizes for each rank in `split_dim`; None for equal ones.
         output_splits: The sizes from each rank; exchanged first if not given where
             `input_splits` is, or where `x` is a list.
@@ -128,7 +130,7 @@ def all_to_all(
 
     Returns:
         What came from rank 0, 1, …: joined along `concat_dim`, or a tuple if `x` is a list, whose
-        tensors lie side by side in one block of memory.
+        tensors lie side by side in one block of memory: save or keep a `clone()` of one of them.
 
     Adjoint: all_to_all with splits and dims swapped.
 
@@ -145,6 +147,11 @@ def all_to_all(
     """
     group = member(group)
     if not isinstance(x, Tensor):
+        if input_splits is not None or split_dim or concat_dim:
+            raise ArgumentError(
+                f"input_splits is {input_splits}, split_dim {split_dim}, concat_dim {concat_dim}: "
+                "a list's tensors are sent as they are; leave these out"
+            )
         return _exchanged_list(x, output_splits, group, async_op, check)
     joined = split_dim if concat_dim is None else concat_dim
     front, split_dim = dim_in_front(x, split_dim)
@@ -214,10 +221,7 @@ def _exchanged_list(
     async_op: bool,
     check: bool | None,
 ) -> Any:
-    if len(xs) != group.size():
-        raise ArgumentError(f"x has {len(xs)} tensors: give one for each of {group.size()} ranks")
-    numbers = not xs[0].dim()
-    pieces = [x.reshape(1) if numbers else x for x in xs]
+    pieces, _, numbers = pieces_of(xs, 0, group, "x")
     send = tuple(len(piece) for piece in pieces)
     rows, receive = _exchanged(
         torch.cat(pieces), send, output_splits, "list", group, async_op, check

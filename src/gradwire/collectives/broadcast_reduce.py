@@ -17,8 +17,9 @@ from gradwire.collectives.handles import Handle, run
 from gradwire.collectives.linear import Linear, linear, register
 from gradwire.collectives.nonlinear import Reducing, reduce_with
 from gradwire.collectives.numbers import device_of
-from gradwire.collectives.ranks import member, root_of
-from gradwire.collectives.reductions import Op, Premul, as_reduction, check_reducible
+from gradwire.collectives.ranks import dense_tensor, member, root_of, with_data
+from gradwire.collectives.reductions import Op, as_reduction, check_reducible, premultiplied
+from gradwire.collectives.transforms import refuse_in_transforms
 from gradwire.collectives.wire import Pending
 from gradwire.errors import ArgumentError, ArgumentTypeError
 
@@ -145,11 +146,11 @@ def reduce(
     root = root_of(group, dst, group_dst, "dst")
     reduction = as_reduction(op)
     check_reducible(x, reduction)
+    x, reduction = premultiplied(x, reduction)
     note = None
     if agreement.enabled(check):
-        name = "premul" if isinstance(reduction, Premul) else reduction
         x, note, _ = agreement.agree(
-            group, x, agreement.describe("reduce", x, reduce=name, root=root)
+            group, x, agreement.describe("reduce", x, reduce=reduction, root=root)
         )
     return reduce_with(Reduce(group, root), x, reduction, note, async_op)
 
@@ -205,6 +206,8 @@ def broadcast(
     Raises:
         ArgumentError: No root or two; or a receiver gives no tensor and checks are off.
         MismatchError: With checks on, ranks disagree.
+        NotSupportedError: A receiver gives no tensor, or one on "meta", inside torch.func's
+            transforms.
 
     Example:
         >>> from gradwire.collectives import broadcast
@@ -219,6 +222,10 @@ def broadcast(
     checked = agreement.enabled(check)
     if not isinstance(x, Tensor):
         x = _receiver(x, group.rank() == root, checked)
+    else:
+        dense_tensor(x)
+        if group.rank() == root:
+            with_data(x, "x")
     note = None
     if checked:
         if isinstance(x, Tensor):
@@ -228,6 +235,8 @@ def broadcast(
             call = Call("broadcast", shape, None, agreement.grad_mode(), root=root)
         given = x if isinstance(x, Tensor) else torch.empty(())
         x, note, rows = agreement.agree(group, given, call)
+        if agreement.check_told(rows, root):
+            refuse_in_transforms("a receiver without a tensor", "give every rank a tensor")
         if call.dtype is None:
             like = rows[root]
             assert like.shape is not None
@@ -235,6 +244,7 @@ def broadcast(
             x = x.new_empty(()).expand(like.shape).requires_grad_(rows[root].wants_grad == 1)
     assert isinstance(x, Tensor)
     if x.is_meta:
+        refuse_in_transforms("x on meta", "give a tensor that is transformed as the root's is")
         x = (
             torch.empty((), dtype=x.dtype, device=device_of(group))
             .expand(x.shape)

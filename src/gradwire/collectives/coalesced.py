@@ -17,10 +17,10 @@ from torch.utils import _pytree
 from gradwire.collectives.all_gather_reduce_scatter import all_gather, reduce_scatter
 from gradwire.collectives.all_reduce import all_reduce
 from gradwire.collectives.broadcast_reduce import broadcast, reduce
-from gradwire.collectives.ranks import member
+from gradwire.collectives.ranks import dense_tensor, member
 from gradwire.collectives.reductions import Op
 from gradwire.collectives.sizes import equal_part
-from gradwire.errors import ArgumentTypeError
+from gradwire.errors import ArgumentError
 
 __all__ = [
     "all_gather_coalesced",
@@ -188,7 +188,7 @@ def reduce_scatter_coalesced(
     world = members.size()
 
     def move(leaves: Sequence[Tensor]) -> list[Tensor]:
-        rows = [equal_part(len(leaf), members, "a leaf") for leaf in leaves]
+        rows = [_rows(leaf, members) for leaf in leaves]
         flat = torch.cat([leaf.reshape(world, leaf.numel() // world) for leaf in leaves], 1)
         mine = reduce_scatter(flat, op, group=group, check=check)[0]
         pieces = mine.split([leaf.numel() // world for leaf in leaves])
@@ -198,6 +198,13 @@ def reduce_scatter_coalesced(
         ]
 
     return _by_kind(tree, move)
+
+
+def _rows(leaf: Tensor, group: ProcessGroup) -> int:
+    """How many rows of a leaf each rank gets."""
+    if not leaf.dim():
+        raise ArgumentError("a leaf is 0-d, and cannot be cut: give it a dim")
+    return equal_part(len(leaf), group, "a leaf")
 
 
 def _elementwise(tree: Any, move: Callable[[Tensor], Tensor]) -> Any:
@@ -216,10 +223,7 @@ def _by_kind(tree: Any, move: Callable[[Sequence[Tensor]], list[Tensor]]) -> Any
     leaves, structure = _pytree.tree_flatten(tree)
     kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for i, leaf in enumerate(leaves):
-        if not isinstance(leaf, Tensor):
-            raise ArgumentTypeError(
-                f"leaf {i} of the tree is a {type(leaf).__name__}: give tensors"
-            )
+        dense_tensor(leaf, f"leaf {i} of the tree")
         kinds.setdefault((leaf.dtype, leaf.device), []).append(i)
     results: list[Tensor] = list(leaves)
     for indices in kinds.values():

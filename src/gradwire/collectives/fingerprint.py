@@ -9,9 +9,18 @@ from functools import lru_cache
 
 import torch
 
-__all__ = ["ABSENT", "Call", "Row", "decode", "description", "encode", "first_difference"]
+__all__ = [
+    "ABSENT",
+    "MAX_DIMS",
+    "Call",
+    "Row",
+    "decode",
+    "description",
+    "encode",
+    "first_difference",
+]
 
-_DIMS = 8
+MAX_DIMS = 8
 _DTYPES = sorted((d for d in vars(torch).values() if isinstance(d, torch.dtype)), key=str)
 ABSENT = -1
 """The number of dims of a tensor that a rank leaves to the root to describe."""
@@ -49,7 +58,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Row:
-    """What came from one rank."""
+    """What came from one rank; the shape is None if it has more dims than fit."""
 
     wants_grad: int
     shape: tuple[int, ...] | None
@@ -58,7 +67,7 @@ class Row:
     receive: list[int]
 
 
-# A row: _HEAD single numbers, _DIMS sizes, then rows for and from each rank.
+# A row: _HEAD single numbers, MAX_DIMS sizes, then rows for and from each rank.
 _FIELDS = (
     "call",
     "order of backward",
@@ -77,9 +86,9 @@ def encode(call: Call, number: int, world: int) -> list[int]:
     """A call as integers, equally many on every rank."""
     shape = call.shape
     dims = list(shape or ())
-    if len(dims) > _DIMS:
-        dims = [*dims[: _DIMS - 1], _hash(tuple(dims[_DIMS - 1 :]))]
-    dims += [0] * (_DIMS - len(dims))
+    if len(dims) > MAX_DIMS:
+        dims = [*dims[: MAX_DIMS - 1], _hash(tuple(dims[MAX_DIMS - 1 :]))]
+    dims += [0] * (MAX_DIMS - len(dims))
     return [
         number,
         call.origin,
@@ -99,10 +108,10 @@ def encode(call: Call, number: int, world: int) -> list[int]:
 def decode(row: Sequence[int], world: int) -> Row:
     """What a rank told."""
     dtype, dims = row[_FIELDS.index("dtype")], row[_FIELDS.index("dims")]
-    splits = row[_HEAD + _DIMS :]
+    splits = row[_HEAD + MAX_DIMS :]
     return Row(
         wants_grad=row[_FIELDS.index("grad")],
-        shape=None if dims == ABSENT else tuple(row[_HEAD : _HEAD + dims]),
+        shape=tuple(row[_HEAD : _HEAD + dims]) if ABSENT < dims <= MAX_DIMS else None,
         dtype=None if dtype == ABSENT else _DTYPES[dtype],
         send=list(splits[:world]),
         receive=list(splits[world:]),
@@ -128,7 +137,7 @@ def _must_agree(rows: list[list[int]], ragged: bool) -> Iterator[tuple[str, list
         yield name, [row[i] for row in rows if name != "dtype" or row[i] != ABSENT]
     dims = _FIELDS.index("dims")
     present = [row for row in rows if row[dims] != ABSENT]
-    yield "shape", [(row[dims], *row[_HEAD + ragged : _HEAD + _DIMS]) for row in present]
+    yield "shape", [(row[dims], *row[_HEAD + ragged : _HEAD + MAX_DIMS]) for row in present]
     states = {row[_FIELDS.index("grad")] for row in rows}
     if states >= {1, -1}:
         yield "requires-grad", [row[_FIELDS.index("grad")] for row in rows]
@@ -137,8 +146,8 @@ def _must_agree(rows: list[list[int]], ragged: bool) -> Iterator[tuple[str, list
 def _splits_agree(rows: list[list[int]]) -> bool:
     """Whether what each rank sends to another is what that one expects."""
     world = len(rows)
-    sends = [row[_HEAD + _DIMS : _HEAD + _DIMS + world] for row in rows]
-    receives = [row[_HEAD + _DIMS + world :] for row in rows]
+    sends = [row[_HEAD + MAX_DIMS : _HEAD + MAX_DIMS + world] for row in rows]
+    receives = [row[_HEAD + MAX_DIMS + world :] for row in rows]
     pairs = [(sends[s][r], receives[r][s]) for s in range(world) for r in range(world)]
     return all(-1 in pair or pair[0] == pair[1] for pair in pairs)
 

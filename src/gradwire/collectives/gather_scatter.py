@@ -18,19 +18,22 @@ from gradwire.collectives import agreement, wire
 from gradwire.collectives.fingerprint import Call
 from gradwire.collectives.handles import Handle, after, run
 from gradwire.collectives.linear import Linear, register
+from gradwire.collectives.lists import piece_sizes, pieces_of
 from gradwire.collectives.numbers import device_of
-from gradwire.collectives.ranks import dense_tensor, member, root_of
+from gradwire.collectives.ranks import dense_tensor, member, root_of, with_data
 from gradwire.collectives.sizes import (
     Sizes,
     dim_back,
     dim_in_front,
     equal_part,
     resolve_sizes,
+    sizes_in_words,
     valid_dim,
     valid_sizes,
 )
+from gradwire.collectives.transforms import refuse_in_transforms
 from gradwire.collectives.wire import Pending
-from gradwire.errors import ArgumentError, ArgumentTypeError
+from gradwire.errors import ArgumentError
 
 __all__ = ["gather", "scatter"]
 
@@ -171,7 +174,7 @@ def gather(
             "gather",
             front,
             root=root,
-            detail=f"dim={dim}, sizes={sizes if isinstance(sizes, str | None) else list(sizes)}",
+            detail=f"dim={dim}, {sizes_in_words(sizes)}",
             ragged=sizes is not None,
         )
         front, note, _ = agreement.agree(group, front, call)
@@ -244,6 +247,7 @@ def scatter(
     Raises:
         ArgumentError: No root or two, or not a piece for each rank.
         MismatchError: Ranks disagree, with checks on or without `like`.
+        NotSupportedError: Without `like`, or with one on "meta", inside torch.func's transforms.
 
     Example:
         >>> from gradwire.collectives import scatter
@@ -262,8 +266,12 @@ def scatter(
     else:
         whole = None
     note = None
+    if like is None:
+        refuse_in_transforms("scatter without like", "give it on every rank")
     if like is None or agreement.enabled(check):
         whole, note = _told(whole, root, dim, group)
+    elif whole is not None and group.rank() != root:
+        resolve_sizes(whole.sizes, whole.expected_rows, group)
     assert whole is not None
     if group.rank() != root and like is None:
         whole = whole.hung_on(xs)
@@ -281,47 +289,48 @@ class _Whole:
         sizes: How many rows each rank gets.
         dim: Where the cut dim was.
         numbers: Whether the pieces have no dim at all.
+        expected_rows: How many rows a receiver's `like` has.
     """
 
     rows: Tensor
     sizes: tuple[int, ...]
     dim: int
     numbers: bool = False
+    expected_rows: int = 0
 
     @classmethod
     def of(cls, xs: object, dim: int, sizes: Sequence[int] | None, group: ProcessGroup) -> _Whole:
         """On the root."""
         if isinstance(xs, Tensor):
             front, dim = dim_in_front(xs, dim)
+            with_data(xs, "xs")
             if sizes is None:
                 return cls(front, (equal_part(len(front), group, "xs"),) * group.size(), dim)
             given = valid_sizes(sizes, group, "sizes")
             if sum(given) != len(front):
                 raise ArgumentError(f"sizes is {list(given)}: xs has {len(front)} in dim {dim}")
             return cls(front, given, dim)
-        if not isinstance(xs, Sequence) or not all(isinstance(x, Tensor) for x in xs):
-            raise ArgumentTypeError(f"xs is a {type(xs).__name__} on the root: give tensors")
-        if len(xs) != group.size():
-            raise ArgumentError(
-                f"xs has {len(xs)} pieces: give one for each of {group.size()} ranks"
-            )
-        numbers = not xs[0].dim()
-        dim = valid_dim(dim, max(1, xs[0].dim()), xs[0].shape)
-        fronts = [x.reshape(1) if numbers else x.movedim(dim, 0) for x in xs]
-        return cls(torch.cat(fronts), tuple(len(front) for front in fronts), dim, numbers)
+        pieces, dim, numbers = pieces_of(xs, dim, group, "xs")
+        with_data(pieces[0], "xs[0]")
+        known = piece_sizes(pieces, dim, sizes, group)
+        return cls(torch.cat([piece.movedim(dim, 0) for piece in pieces]), known, dim, numbers)
 
     @classmethod
     def expected(
         cls, like: Tensor, dim: int, sizes: Sequence[int] | None, group: ProcessGroup
     ) -> _Whole:
         """On a receiver that knows what it gets."""
+        dense_tensor(like, "like")
         numbers = not like.dim()
         front, dim = rows, dim = dim_in_front(like, dim)
         if like.is_meta:
+            refuse_in_transforms("like on meta", "give a tensor that is transformed as xs is")
             rows = torch.empty((0, *front.shape[1:]), dtype=like.dtype, device=device_of(group))
             rows.requires_grad_(like.requires_grad)
-        given = (len(front),) * group.size() if sizes is None else tuple(sizes)
-        return cls(rows, given, dim, numbers)
+        given = (len(front),) * group.size()
+        if sizes is not None:
+            given = valid_sizes(sizes, group, "sizes")
+        return cls(rows, given, dim, numbers, len(front))
 
     def hung_on(self, xs: Tensor | Sequence[Tensor] | None) -> _Whole:
         """With a receiver's own tensors as the origin of its rows, of which there are none."""
@@ -349,9 +358,10 @@ def _told(
             dtype=rows.dtype,
             wants_grad=agreement.wants_grad(rows),
             send=whole.sizes if at_root else (),
-            receive=() if at_root else _expects(whole, root, group),
+            receive=() if at_root else _expects(whole.expected_rows, root, group),
         )
     rows, note, told = agreement.agree(group, rows, call)
+    agreement.check_told(told, root)
     if whole is not None:
         return replace(whole, rows=rows, sizes=tuple(told[root].send)), note
     shape, dtype, sizes = told[root].shape, told[root].dtype, tuple(told[root].send)
@@ -361,7 +371,6 @@ def _told(
     return _Whole(empty, sizes, dim % max(1, len(shape)), not shape), note
 
 
-def _expects(whole: _Whole, root: int, group: ProcessGroup) -> list[int]:
+def _expects(size: int, root: int, group: ProcessGroup) -> list[int]:
     """What a receiver that knows its size expects from each rank."""
-    size = whole.sizes[group.rank()]
     return [size if rank == root else -1 for rank in range(group.size())]

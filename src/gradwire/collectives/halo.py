@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from gradwire.collectives import agreement
 from gradwire.collectives.permute import shift
-from gradwire.collectives.ranks import member
+from gradwire.collectives.ranks import dense_tensor, member
 from gradwire.collectives.sizes import valid_dim
-from gradwire.errors import ArgumentError
+from gradwire.errors import ArgumentError, ArgumentTypeError
 
 __all__ = ["halo_exchange"]
 
@@ -43,7 +44,8 @@ def halo_exchange(
     Adjoint: the cotangents of the edges are added to those of their owners.
 
     Raises:
-        ArgumentError: A width below 0 or above the slab's size.
+        ArgumentTypeError: Widths that are not one number or two.
+        ArgumentError: A width below 0, or above the slab's size; with checks on, any rank's.
         MismatchError: With checks on, ranks disagree.
 
     Example:
@@ -55,11 +57,26 @@ def halo_exchange(
         [[0.0, 1.0, 2.0, 11.0], [2.0, 11.0, 12.0, 0.0]]
     """
     group = member(group)
+    dense_tensor(x)
     dim = valid_dim(dim, x.dim(), x.shape)
-    before, after = (widths, widths) if isinstance(widths, int) else widths
+    before, after = _both(widths)
     size = x.shape[dim]
-    if min(before, after) < 0 or max(before, after) > size:
-        raise ArgumentError(f"widths is {widths}: x has size {size} in dim {dim}")
+    sizes = {group.rank(): size}
+    if agreement.enabled(check):
+        call = agreement.describe(
+            "halo_exchange",
+            x.movedim(dim, 0),
+            detail=f"widths={(before, after)}, dim={dim}, wrap={wrap}",
+            ragged=True,
+        )
+        x, _, rows = agreement.agree(group, x, call)
+        sizes |= {rank: row.shape[0] for rank, row in enumerate(rows) if row.shape}
+    for rank, its_size in sizes.items():
+        if max(before, after) > its_size:
+            raise ArgumentError(
+                f"widths is {widths}: x has size {its_size} in dim {dim} on rank {rank} of the "
+                "group; give widths that all slabs have"
+            )
     options: dict[str, Any] = {"wrap": wrap, "group": group, "check": check}
     parts = [x]
     if before:
@@ -67,3 +84,19 @@ def halo_exchange(
     if after:
         parts.append(shift(x.narrow(dim, 0, after), -1, **options))
     return torch.cat(parts, dim)
+
+
+def _both(widths: object) -> tuple[int, int]:
+    """The width before and the one after.
+
+    Raises:
+        ArgumentTypeError: They are not one number or two.
+        ArgumentError: One is below 0.
+    """
+    pair = (widths, widths) if isinstance(widths, int) else widths
+    match pair:
+        case (int(before), int(after)):
+            if min(before, after) < 0:
+                raise ArgumentError(f"widths is {widths}: give numbers ≥ 0")
+            return before, after
+    raise ArgumentTypeError(f"widths is {widths!r}: give one number, or two in a tuple")

@@ -11,16 +11,15 @@ import warnings
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-import torch
 from torch import Tensor
 from torch.autograd import Function
 
 from gradwire.collectives.agreement import Note
 from gradwire.collectives.linear import Linear, graph_is_needed, linear
+from gradwire.collectives.transforms import refuse_split
 from gradwire.collectives.wire import Pending
-from gradwire.errors import NotSupportedError
 
-__all__ = ["Handle", "Ticket", "after", "refuse_transforms", "run", "waited"]
+__all__ = ["Handle", "Ticket", "after", "run", "waited"]
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -28,6 +27,8 @@ S = TypeVar("S")
 
 class Handle(Generic[T]):
     """A collective under way; `wait` gives its result.
+
+    Until then the input is in use: do not change it.
 
     A handle that is dropped without `wait` warns: the other ranks may wait in backward for a part
     of the graph that does not exist here.
@@ -46,23 +47,28 @@ class Handle(Generic[T]):
         self._finish: Callable[[], T] | None = finish
         self._what = what
         self._result: T | None = None
+        self._error: Exception | None = None
+        self._handed_on = False
 
     def wait(self) -> T:
-        """The result, differentiable; the same one if called again."""
+        """The result, differentiable; the same one, or the same error, if called again."""
         if self._finish is not None:
             finish, self._finish = self._finish, None
-            self._result = finish()
+            try:
+                self._result = finish()
+            except Exception as error:
+                self._error = error
+        if self._error is not None:
+            raise self._error
         return self._result  # type: ignore[return-value]
 
     def then(self, fn: Callable[[T], S]) -> Handle[S]:
         """A handle of `fn` of the result; this one needs no `wait` any more."""
-        finish, self._finish = self._finish, None
-        if finish is None:
-            return Handle(lambda: fn(self.wait()), self._what)
-        return Handle(lambda: fn(finish()), self._what)
+        self._handed_on = True
+        return Handle(lambda: fn(self.wait()), self._what)
 
     def __del__(self) -> None:
-        if getattr(self, "_finish", None) is not None:
+        if getattr(self, "_finish", None) is not None and not self._handed_on:
             warnings.warn(
                 f"a handle of {self._what} was dropped without wait(): its result is lost, and so "
                 "is the gradient through it",
@@ -134,7 +140,7 @@ def run(op: Linear, x: Tensor, note: Note | None, async_op: bool) -> Any:
     """The collective's result, or its handle."""
     if not async_op:
         return linear(op, x, note)
-    refuse_transforms()
+    refuse_split()
     if not graph_is_needed(x):
         return Handle(op.start(x).wait, op.name)
     ticket = Ticket()
@@ -149,18 +155,6 @@ def waited(token: Tensor, op: Linear, ticket: Ticket, note: Note | None) -> Hand
         return _Wait.apply(token, op, ticket, note)  # type: ignore[no-any-return, no-untyped-call]
 
     return Handle(finish, op.name)
-
-
-def refuse_transforms() -> None:
-    """Raise where a collective cannot be split.
-
-    Raises:
-        NotSupportedError: Within torch.func's transforms and torch.compile.
-    """
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        raise NotSupportedError(
-            "async_op=True inside torch.func transforms and torch.compile: leave it out there"
-        )
 
 
 def after(result: Any, fn: Callable[[Any], Any]) -> Any:

@@ -16,7 +16,7 @@ from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
 from gradwire.collectives.agreement import Note
-from gradwire.collectives.handles import Handle, Ticket, after, refuse_transforms, run, waited
+from gradwire.collectives.handles import Handle, Ticket, after, run, waited
 from gradwire.collectives.linear import (
     Linear,
     compiling,
@@ -26,7 +26,8 @@ from gradwire.collectives.linear import (
     result_like,
 )
 from gradwire.collectives.parts import exclusive_product
-from gradwire.collectives.reductions import BITWISE, Premul
+from gradwire.collectives.reductions import BITWISE
+from gradwire.collectives.transforms import refuse_split
 from gradwire.collectives.wire import Pending
 
 __all__ = ["Reducing", "reduce_with", "scaled"]
@@ -48,13 +49,9 @@ class Reducing(Linear):
         """The sum of the whole tensors, on all ranks."""
 
 
-def reduce_with(
-    form: Reducing, x: Tensor, op: str | Premul, note: Note | None, async_op: bool
-) -> Any:
+def reduce_with(form: Reducing, x: Tensor, op: str, note: Note | None, async_op: bool) -> Any:
     """The reduction along the way that `form` goes; its result, or its handle."""
-    if isinstance(op, Premul):
-        return run(form, x * op.factor, note, async_op)
-    if op in ("sum", "avg"):
+    if op in ("sum", "avg", "premul"):
         return scaled(run(form, x, note, async_op), op, form.group)
     follow = op not in BITWISE and (x.is_floating_point() or x.is_complex())
     if async_op:
@@ -66,7 +63,7 @@ def reduce_with(
     return form.start_with(x, op, now=True).wait()
 
 
-def scaled(total: Any, op: str | Premul, group: ProcessGroup) -> Any:
+def scaled(total: Any, op: str, group: ProcessGroup) -> Any:
     """A sum, or its handle; divided by the number of ranks if an average was asked for."""
     world = group.size()
     return after(total, lambda y: y.div_(world)) if op == "avg" else total
@@ -84,7 +81,7 @@ def _followed(form: Reducing, x: Tensor, op: str, note: Note | None) -> Tensor:
 
 def _begun(form: Reducing, x: Tensor, op: str, note: Note | None, follow: bool) -> Handle[Tensor]:
     """The reduction's handle, with its rule if there is one."""
-    refuse_transforms()
+    refuse_split()
     if not follow or not graph_is_needed(x):
         return Handle(form.start_with(x, op).wait, form.name)
     ticket = Ticket()

@@ -15,7 +15,7 @@ from gradwire.collectives import wire
 from gradwire.collectives.engines import fresh
 from gradwire.collectives.linear import Linear, linear, register
 from gradwire.collectives.numbers import device_of, gather_numbers
-from gradwire.collectives.ranks import member
+from gradwire.collectives.ranks import dense_tensor, member
 from gradwire.collectives.wire import Pending
 
 __all__ = ["all_gather_object", "barrier"]
@@ -84,6 +84,7 @@ def barrier(x: Tensor | None = None, *, group: ProcessGroup | None = None) -> Te
     """
     group = member(group)
     if x is not None:
+        dense_tensor(x)
         return linear(Barrier(group), x)
     wire.barrier(group)
     return None

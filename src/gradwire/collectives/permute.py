@@ -16,7 +16,7 @@ from gradwire.collectives.handles import Handle, run
 from gradwire.collectives.linear import Linear, register
 from gradwire.collectives.ranks import dense_tensor, member
 from gradwire.collectives.wire import Pending
-from gradwire.errors import ArgumentError
+from gradwire.errors import ArgumentError, ArgumentTypeError
 
 __all__ = ["ppermute", "shift"]
 
@@ -104,6 +104,7 @@ def ppermute(
     Adjoint: the inverse pairs.
 
     Raises:
+        ArgumentTypeError: They are no pairs.
         ArgumentError: A source or destination twice, or not in the group.
         MismatchError: With checks on, ranks disagree.
 
@@ -115,7 +116,12 @@ def ppermute(
         [tensor([0.]), tensor([1.])]
     """
     group = member(group)
-    moves = tuple((int(source), int(target)) for source, target in pairs)
+    try:
+        moves = tuple((int(source), int(target)) for source, target in pairs)
+    except (TypeError, ValueError) as error:
+        raise ArgumentTypeError(
+            f"pairs is {pairs!r}: give a list of (source, destination), ranks in the group"
+        ) from error
     _check_pairs(moves, group.size())
     return _permuted(x, moves, "ppermute", group, async_op, check)
 
@@ -165,6 +171,7 @@ def shift(
     Adjoint: the shift by -k.
 
     Raises:
+        ArgumentTypeError: k is no whole number.
         MismatchError: With checks on, ranks disagree.
 
     Example:
@@ -176,6 +183,8 @@ def shift(
         [(3.0, 0.0), (1.0, 1.0), (2.0, 2.0)]
     """
     group = member(group)
+    if not isinstance(k, int):
+        raise ArgumentTypeError(f"k is {k!r}: give a whole number")
     world = group.size()
     moves = [(rank, (rank + k) % world) for rank in range(world) if wrap or 0 <= rank + k < world]
     return _permuted(x, tuple(moves), "shift", group, async_op, check)

@@ -15,7 +15,7 @@ from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
 from gradwire.collectives import wire
-from gradwire.collectives.ranks import member, peer, root_of
+from gradwire.collectives.ranks import dense_tensor, member, peer, root_of
 from gradwire.errors import ArgumentError
 
 __all__ = ["join", "recv", "send", "send_recv"]
@@ -180,6 +180,7 @@ def send(
         [tensor([3.]), tensor([5.])]
     """
     group = member(group)
+    dense_tensor(x)
     to = _other(group, root_of(group, dst, group_dst, "dst"), "dst")
     return _Send.apply(x, _token(token), to, group)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -210,6 +211,7 @@ def recv(
         ArgumentError: No sender or two, or it is this rank.
     """
     group = member(group)
+    dense_tensor(like, "like")
     source = _other(group, root_of(group, src, group_src, "src"), "src")
     y, after = _Receive.apply(like.detach(), _token(token), source, group)  # type: ignore[no-untyped-call]
     return y, after
@@ -224,6 +226,8 @@ def join(x: Tensor, token: Tensor) -> Tensor:
 
     Adjoint: the identity; zero for the token.
     """
+    dense_tensor(x)
+    dense_tensor(token, "token")
     return _Join.apply(x, token)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -268,6 +272,7 @@ def send_recv(
         MPI standard, MPI_Sendrecv.
     """
     group = member(group)
+    dense_tensor(x)
     to = peer(group, dst, group_dst, "dst")
     source = peer(group, src, group_src, "src")
     for rank, name in ((to, "dst"), (source, "src")):

@@ -109,12 +109,16 @@ def _prefix(name: str, x: Tensor, op: str, group: ProcessGroup, check: bool | No
 
 def _running_extremum(pieces: Tensor, op: str) -> Tensor:
     """Row r is the extremum of the rows before r; each row anew, so that ties share equally."""
-    kind = torch.finfo if pieces.is_floating_point() else torch.iinfo
-    limits = kind(pieces.dtype)
-    neutral = limits.min if op == "max" else limits.max
+    least: float
+    most: float
     if pieces.is_floating_point():
-        neutral = float("-inf") if op == "max" else float("inf")
-    first = torch.full_like(pieces[0], neutral)
+        least, most = float("-inf"), float("inf")
+    elif pieces.dtype == torch.bool:
+        least, most = False, True
+    else:
+        limits = torch.iinfo(pieces.dtype)
+        least, most = limits.min, limits.max
+    first = torch.full_like(pieces[0], least if op == "max" else most)
     return torch.stack([first, *(_extremum(pieces[:r], op) for r in range(1, len(pieces)))])
 
 

@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 
 from gradwire.errors import ArgumentError, ArgumentTypeError
 
-__all__ = ["dense_tensor", "member", "peer", "root_of"]
+__all__ = ["dense_tensor", "member", "peer", "root_of", "with_data"]
 
 
 def member(group: object) -> ProcessGroup:
@@ -38,7 +38,7 @@ def member(group: object) -> ProcessGroup:
     )
 
 
-def dense_tensor(x: object) -> None:
+def dense_tensor(x: object, name: str = "x") -> None:
     """Raise if it is no tensor, or one without strides.
 
     Raises:
@@ -46,9 +46,21 @@ def dense_tensor(x: object) -> None:
         ArgumentError: Sparse, or of another layout than strided.
     """
     if not isinstance(x, Tensor):
-        raise ArgumentTypeError(f"x is a {type(x).__name__}: give a tensor")
+        raise ArgumentTypeError(f"{name} is a {type(x).__name__}: give a tensor")
     if x.layout != torch.strided:
-        raise ArgumentError(f"x has layout {x.layout}: give dense tensors, for instance its parts")
+        raise ArgumentError(
+            f"{name} has layout {x.layout}: give dense tensors, for instance its parts"
+        )
+
+
+def with_data(x: Tensor, name: str) -> None:
+    """Raise if it is a tensor on "meta", which has nothing to send.
+
+    Raises:
+        ArgumentError: It is.
+    """
+    if x.device.type == "meta":
+        raise ArgumentError(f"{name} is on meta on the root: give the tensor to send")
 
 
 def peer(group: ProcessGroup, rank: int | None, group_rank: int | None, name: str) -> int | None:

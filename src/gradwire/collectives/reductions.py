@@ -12,7 +12,7 @@ from torch import Tensor
 from gradwire.collectives.ranks import dense_tensor
 from gradwire.errors import ArgumentError, ArgumentTypeError
 
-__all__ = ["BITWISE", "Op", "Premul", "as_reduction", "check_reducible"]
+__all__ = ["BITWISE", "Op", "Premul", "as_reduction", "check_reducible", "premultiplied"]
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,8 @@ class Premul:
     """The reduction Σ c·x, where each rank has a factor c of its own.
 
     Args:
-        factor: A number, or a tensor that can be multiplied with x; differentiable.
+        factor: A number, or a tensor; its product with x has the shape and the dtype of x.
+            Differentiable.
 
     Example:
         >>> from gradwire.collectives import Premul, all_reduce
@@ -77,3 +78,25 @@ def check_reducible(x: Tensor, op: str | Premul) -> None:
         raise ArgumentError(f"op is avg, tensor is {x.dtype}: it takes floating-point numbers")
     if x.dtype == torch.bool and op not in ("band", "bor", "bxor", "max", "min"):
         raise ArgumentError(f"op is {op}, tensor is torch.bool: give band, bor, bxor, max or min")
+
+
+def premultiplied(x: Tensor, op: str | Premul) -> tuple[Tensor, str]:
+    """What is reduced, which for a `Premul` is the product, and the op's name.
+
+    Multiplied before ranks compare what they have: a factor may ask for a gradient too.
+
+    Raises:
+        ArgumentTypeError: The factor is not a number or a tensor.
+        ArgumentError: It changes the shape or the dtype, and then perhaps on this rank only.
+    """
+    if not isinstance(op, Premul):
+        return x, op
+    if not isinstance(op.factor, Tensor | int | float | complex):
+        raise ArgumentTypeError(f"factor is {op.factor!r}: give a number or a tensor")
+    y = x * op.factor
+    if y.shape != x.shape or y.dtype != x.dtype:
+        raise ArgumentError(
+            f"factor times x is {y.dtype} of shape {tuple(y.shape)}, and x is {x.dtype} of shape "
+            f"{tuple(x.shape)}: give a factor that leaves both as they are"
+        )
+    return y, "premul"

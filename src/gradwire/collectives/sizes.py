@@ -10,9 +10,18 @@ from torch.distributed import ProcessGroup
 
 from gradwire.collectives.numbers import gather_numbers
 from gradwire.collectives.ranks import dense_tensor
-from gradwire.errors import ArgumentError
+from gradwire.errors import ArgumentError, ArgumentTypeError
 
-__all__ = ["Sizes", "dim_in_front", "equal_part", "resolve_sizes", "valid_dim"]
+__all__ = [
+    "Sizes",
+    "dim_back",
+    "dim_in_front",
+    "equal_part",
+    "resolve_sizes",
+    "sizes_in_words",
+    "valid_dim",
+    "valid_sizes",
+]
 
 Sizes = Sequence[int] | Literal["find"] | None
 """Rows of each rank; "find" asks the ranks; None says that all have the same number."""
@@ -48,14 +57,25 @@ def valid_sizes(sizes: Sequence[int], group: ProcessGroup, name: str) -> tuple[i
     """The sizes, if there is one for each rank.
 
     Raises:
+        ArgumentTypeError: They are no numbers.
         ArgumentError: There is not.
     """
-    given = tuple(int(size) for size in sizes)
+    try:
+        given = tuple(int(size) for size in sizes)
+    except (TypeError, ValueError) as error:
+        raise ArgumentTypeError(
+            f"{name} is {sizes!r}: give a list with a size for each of {group.size()} ranks"
+        ) from error
     if len(given) != group.size() or min(given) < 0:
         raise ArgumentError(
             f"{name} is {list(given)}: give one size ≥ 0 for each of {group.size()} ranks"
         )
     return given
+
+
+def sizes_in_words(sizes: Sizes) -> str:
+    """The sizes as ranks compare them: the same for a list and a tuple."""
+    return f"sizes={list(sizes) if isinstance(sizes, list | tuple) else sizes}"
 
 
 def equal_part(rows: int, group: ProcessGroup, what: str) -> int:

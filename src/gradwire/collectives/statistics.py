@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from gradwire.collectives.all_reduce import all_reduce
-from gradwire.collectives.ranks import member
+from gradwire.collectives.ranks import dense_tensor, member
 from gradwire.collectives.sizes import valid_dim
 from gradwire.errors import ArgumentError
 
@@ -120,12 +120,14 @@ def norm(
     if not p >= 1:
         raise ArgumentError(f"p is {p}: give a number of at least 1, or inf")
     group = member(group)
-    dims = _dims(x, dim)
     size = _wide(x).abs()
+    dims = _dims(x, dim)
     if p == float("inf"):
-        return _squeezed(_maximum(size, dims, group, check), dims, keepdim).to(x.real.dtype)
+        # Of no element at all the norm is 0.
+        top = _maximum(size, dims, group, check).clamp_min(0)
+        return _squeezed(top, dims, keepdim).to(x.real.dtype)
     scale = _maximum(size.detach(), dims, group, check)
-    scale = torch.where(scale == 0, 1, scale)
+    scale = torch.where((scale == 0) | scale.isinf(), 1, scale)
     total = all_reduce(_sum((size / scale) ** p, dims), group=group, check=check)
     # The root's slope is infinite at 0: there, neither value nor gradient may pass through it.
     is_zero = total == 0
@@ -158,8 +160,8 @@ def logsumexp(
         [tensor(1000.6932), tensor(1000.6932)]
     """
     group = member(group)
-    dims = _dims(x, dim)
     wide = _wide(x)
+    dims = _dims(x, dim)
     top = _maximum(wide.detach(), dims, group, check)
     top = torch.where(top.isinf(), 0, top)
     total = all_reduce(_sum((wide - top).exp(), dims), group=group, check=check)
@@ -203,6 +205,7 @@ def _wide(x: Tensor) -> Tensor:
     Raises:
         ArgumentError: Not floating-point or complex.
     """
+    dense_tensor(x)
     if not (x.is_floating_point() or x.is_complex()):
         raise ArgumentError(f"x is {x.dtype}: statistics take floating-point or complex numbers")
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
@@ -229,7 +232,10 @@ def _count(x: Tensor, dims: Sequence[int]) -> int:
 
 def _dims(x: Tensor, dim: Dims) -> list[int]:
     given = [dim] if isinstance(dim, int) else list(dim)
-    return [valid_dim(d, x.dim(), x.shape) for d in given]
+    dims = [valid_dim(d, x.dim(), x.shape) for d in given]
+    if len(set(dims)) < len(dims):
+        raise ArgumentError(f"dim is {given}: a dim is there twice")
+    return dims
 
 
 def _sum(x: Tensor, dims: Sequence[int]) -> Tensor:
@@ -240,7 +246,8 @@ def _maximum(x: Tensor, dims: Sequence[int], group: ProcessGroup, check: bool | 
     """Over ranks and dims, which stay with size 1; ranks without elements do not count."""
     if _count(x, dims) == 0:
         shape = [1 if d in dims else size for d, size in enumerate(x.shape)]
-        top = x.new_full(shape, float("-inf"))
+        # With the tensor's place in the graph: backward goes through all ranks.
+        top = x.new_full(shape, float("-inf")) + _sum(x, dims)
     else:
         top = x.amax(list(dims), keepdim=True) if dims else x
     result: Tensor = all_reduce(top, "max", group=group, check=check)

@@ -146,7 +146,7 @@ class Movement(Member):
             flat, flats = flat_of(source), [flat_of(output) for output in into]
             outgoing = [flat[:0]] * self._size
             outgoing[root] = flat
-            incoming = flats or [flat[:0]] * self._size
+            incoming = flats or [flat.new_empty(0)] * self._size
             self._exchange("gather", outgoing, incoming, deadline, root=root, base=flat)
             put_all_back(into, flats)
 
