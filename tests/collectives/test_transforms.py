@@ -195,3 +195,19 @@ def test_receivers_without_a_tensor_that_is_transformed():
                     transform(lambda _: C.broadcast(empty, 0).sum())(x)
 
     run_ranks(main, 2)
+
+
+def test_batched_cotangents_and_cotangents_with_tangents():
+    def run(op):
+        x = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
+        y = op(x)
+        cotangents = torch.randn(4, *y.shape, dtype=torch.float64)
+        loop = [torch.autograd.grad(y, x, c, retain_graph=True)[0] for c in cotangents]
+        options = {"retain_graph": True, "is_grads_batched": True}
+        close(torch.autograd.grad(y, x, cotangents, **options)[0], torch.stack(loop))
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(cotangents[0], cotangents[1])
+            (gradient,) = torch.autograd.grad(y, x, dual)
+            close(torch.autograd.forward_ad.unpack_dual(gradient).tangent, loop[1])
+
+    run_ranks(lambda: each(run), 2)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import Function, forward_ad
 
 from gradwire.collectives.engines import empty
@@ -57,7 +58,8 @@ def joined(parts: tuple[Tensor, ...], numbers: bool) -> Tensor:
     """What `apart` was given: the inverse, differentiable where grad mode is on."""
     if numbers:
         return torch.stack(parts)
-    if torch.is_grad_enabled():
+    followed = torch.is_grad_enabled() or forward_ad._current_level >= 0
+    if followed or any(is_legacy_batchedtensor(part) for part in parts):
         return torch.cat(parts)
     return torch.cat(parts, out=empty(parts[0], sum(part.shape[0] for part in parts)))
 

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import Function, forward_ad
@@ -98,11 +99,21 @@ def linear(op: Linear, x: Tensor, note: Note | None = None) -> Tensor:
     """The collective on a tensor, differentiable in every mode."""
     if compiling(x):
         return _compiled(op, x)
+    if is_legacy_batchedtensor(x):
+        return _grads_batched(op, x, note)
     if torch._C._are_functorch_transforms_active():
         return _Linear.apply(x, op, note)  # type: ignore[no-any-return, no-untyped-call]
     if not graph_is_needed(x):
         return op.start(x, now=True).wait()
     return _apply_linear(x, op, note)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _grads_batched(op: Linear, x: Tensor, note: Note | None) -> Tensor:
+    """The collective on cotangents of `is_grads_batched`, which has a vmap without rules."""
+    level = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    y = linear(op, torch._remove_batch_dim(x, level, 1, x.dim()), note)
+    return torch._add_batch_dim(y, y.dim() - 1, level)
 
 
 def graph_is_needed(x: Tensor) -> bool:
