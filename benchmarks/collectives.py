@@ -26,7 +26,7 @@ __all__ = ["BENCHMARK", "Case", "measure"]
 GLOO = "Gloo"
 INSIDE = "gradwire in the segment"
 BARE, BARE_INSIDE = "bare passes", "bare passes in the segment"
-SAMPLE_BYTES = 4 << 20
+SAMPLE_BYTES = 16 << 20
 """Short operations are repeated in a sample until they have moved about this much …"""
 MOST_REPEATS = 50
 """… but not more often than this."""

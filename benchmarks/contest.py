@@ -45,7 +45,15 @@ def alternate(
 
 
 def order(names: Sequence[str], number: int) -> list[str]:
-    """The contenders' order in a round: rotated each round, and reversed every second cycle."""
-    cycle, turn = divmod(number, len(names))
-    rotated = [*names[turn:], *names[:turn]]
-    return rotated[::-1] if cycle % 2 else rotated
+    """The contenders' order in a round, a row of a square in which neighbours differ.
+
+    Source:
+        E. J. Williams, Experimental designs balanced for the estimation of residual effects of
+        treatments, 1949.
+    """
+    count = len(names)
+    cycle, turn = divmod(number, count)
+    # first, second, last, third, last but one, …: each row of the square adds one
+    zigzag = [i // 2 + 1 if i % 2 else -(i // 2) for i in range(count)]
+    row = [names[(place + turn) % count] for place in zigzag]
+    return row[::-1] if cycle % 2 else row

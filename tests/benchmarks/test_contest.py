@@ -7,6 +7,7 @@ from functools import partial
 from itertools import pairwise, permutations
 from unittest.mock import patch
 
+import pytest
 import torch.distributed as dist
 from benchmarks import contest
 
@@ -23,6 +24,15 @@ def test_three_contenders_meet_in_every_order() -> None:
     assert sorted(rounds) == sorted(permutations("abc"))
     followers = Counter(pair for order in rounds for pair in pairwise(order))
     assert set(followers.values()) == {2}
+
+
+@pytest.mark.parametrize("names", ["abcd", "abcde", "abcdef"])
+def test_each_comes_as_often_after_each_other(names: str) -> None:
+    rounds = [contest.order(names, number) for number in range(2 * len(names))]
+    for place in zip(*rounds, strict=True):
+        assert Counter(place) == dict.fromkeys(names, 2)
+    followers = Counter(pair for order in rounds for pair in pairwise(order))
+    assert followers == dict.fromkeys(permutations(names, 2), 2)
 
 
 def test_each_sample_is_the_slowest_ranks() -> None:

@@ -177,7 +177,32 @@ def test_shm_compares_by_itself(other, each_backend):
         assert run_ranks(main, 4) == [4.0] * 4
 
 
-def test_with_checks_off_nothing_more_is_sent():
+def test_on_shm_checks_are_on_unless_switched_off(each_backend):
+    def main():
+        rank, group = dist.get_rank(), dist.group.WORLD
+        x = torch.ones(2, requires_grad=rank == 1)
+        C.all_reduce(x).sum().backward()  # the gradient is asked for on one rank only
+        a, b = (C.broadcast(torch.ones(2, requires_grad=True), 0) for _ in range(2))
+        with pytest.raises(MismatchError, match="order of backward"):
+            (a if rank else b).sum().backward()
+        with pytest.raises(MismatchError, match="shape"):
+            C.all_gather(torch.ones(2, 3) if rank else torch.ones(3, 2))
+        operations = []
+        for on in (None, False, True):
+            before = group._get_sequence_number_for_group()
+            y = C.all_gather(torch.ones(2, requires_grad=True), check=on)
+            C.all_gather(torch.ones(2), check=on, async_op=True).wait()
+            C.all_reduce(y, "avg", check=on).sum().backward()
+            operations.append(group._get_sequence_number_for_group() - before)
+        return x.grad, operations
+
+    if each_backend == "shm":
+        nothing, something = run_ranks(main)
+        assert nothing == (None, [9, 5, 10])  # the two backwards are compared as their forwards
+        assert something[0].tolist() == [2.0, 2.0]
+
+
+def test_with_checks_off_nothing_more_is_sent(each_backend):
     def main():
         sent = []
         numbers = C.numbers.gather_numbers
@@ -191,7 +216,8 @@ def test_with_checks_off_nothing_more_is_sent():
             C.agreement.gather_numbers = numbers
         return off, len(sent)
 
-    assert run_ranks(main, 2) == [(0, 4)] * 2
+    # shm compares a single number first
+    assert run_ranks(main, 2) == [(0, 4 if each_backend == "gloo" else 0)] * 2
 
 
 def test_a_factor_that_wants_a_gradient_on_one_rank():

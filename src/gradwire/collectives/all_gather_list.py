@@ -100,7 +100,7 @@ def all_gather_list(
     group = member(group)
     front = x if x.dim() else x.reshape(1)
     detail = "list" if x.dim() else "list of numbers"
-    op, front, note = agreed_gather(front, sizes, detail, group, check)
+    op, front, note = agreed_gather(front, sizes, detail, group, async_op, check)
     if not x.dim():
         op = _of_numbers(op)
     transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0

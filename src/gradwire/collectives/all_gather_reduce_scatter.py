@@ -163,21 +163,27 @@ def all_gather(
     if stack:
         x = x.unsqueeze(valid_dim(dim, x.dim() + 1, x.shape))
     front, dim = dim_in_front(x, dim)
-    op, front, note = agreed_gather(front, sizes, f"dim={dim}", member(group), check)
+    op, front, note = agreed_gather(front, sizes, f"dim={dim}", member(group), async_op, check)
     return after(run(op, front, note, async_op), lambda y: dim_back(y, dim))
 
 
 def agreed_gather(
-    front: Tensor, sizes: Sizes, detail: str, group: ProcessGroup, check: bool | None
+    front: Tensor,
+    sizes: Sizes,
+    detail: str,
+    group: ProcessGroup,
+    async_op: bool,
+    check: bool | None,
 ) -> tuple[AllGather, Tensor, agreement.Note | None]:
     """The op that gathers these rows, and what `agree` gave."""
     note = None
-    if agreement.enabled(check):
+    even = sizes is None
+    if agreement.wanted(group, check, async_op=async_op) if even else agreement.enabled(check):
         call = agreement.describe(
             "all_gather",
             front,
             detail=f"{detail}, {sizes_in_words(sizes)}",
-            ragged=sizes is not None,
+            ragged=not even,
         )
         front, note, _ = agreement.agree(group, front, call)
     return AllGather(group, resolve_sizes(sizes, len(front), group)), front, note
@@ -261,7 +267,7 @@ def reduce_scatter(
     elif len(set(known)) == 1:
         known = None
     note = None
-    if agreement.enabled(check):
+    if agreement.wanted(group, check, async_op=async_op):
         call = agreement.describe(
             "reduce_scatter", front, reduce=reduction, detail=f"dim={dim}, sizes={known}"
         )

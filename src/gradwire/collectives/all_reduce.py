@@ -167,7 +167,7 @@ def all_reduce(
         raise ArgumentError(f"invariant=True with op={op!r}: it goes with sum and avg")
     x, reduction = premultiplied(x, reduction)
     note = None
-    if agreement.enabled(check):
+    if agreement.wanted(group, check, async_op=async_op):
         x, note, _ = agreement.agree(
             group,
             x,

@@ -196,7 +196,8 @@ def _exchanged(
     if output_splits is not None:
         receive = valid_sizes(output_splits, group, "output_splits")
     note = None
-    if agreement.enabled(check):
+    even = send is None and receive is None
+    if agreement.wanted(group, check, async_op=async_op) if even else agreement.enabled(check):
         equal = (len(rows) // group.size(),) * group.size()
         call = agreement.describe(
             "all_to_all",

@@ -148,7 +148,7 @@ def reduce(
     check_reducible(x, reduction)
     x, reduction = premultiplied(x, reduction)
     note = None
-    if agreement.enabled(check):
+    if agreement.wanted(group, check, async_op=async_op):
         x, note, _ = agreement.agree(
             group, x, agreement.describe("reduce", x, reduce=reduction, root=root)
         )
@@ -219,7 +219,7 @@ def broadcast(
     """
     group = member(group)
     root = root_of(group, src, group_src, "src")
-    checked = agreement.enabled(check)
+    checked = agreement.wanted(group, check, async_op=async_op)
     if not isinstance(x, Tensor):
         x = _receiver(x, group.rank() == root, checked)
     else:

@@ -169,13 +169,14 @@ def gather(
         x = x.unsqueeze(valid_dim(dim, x.dim() + 1, x.shape))
     front, dim = dim_in_front(x, dim)
     note = None
-    if agreement.enabled(check):
+    even = sizes is None
+    if agreement.wanted(group, check, async_op=async_op) if even else agreement.enabled(check):
         call = agreement.describe(
             "gather",
             front,
             root=root,
             detail=f"dim={dim}, {sizes_in_words(sizes)}",
-            ragged=sizes is not None,
+            ragged=not even,
         )
         front, note, _ = agreement.agree(group, front, call)
     known = resolve_sizes(sizes, len(front), group) or (len(front),) * group.size()

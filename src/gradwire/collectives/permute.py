@@ -200,7 +200,7 @@ def _permuted(
 ) -> Any:
     dense_tensor(x)
     note = None
-    if agreement.enabled(check):
+    if agreement.wanted(group, check, async_op=async_op):
         x, note, _ = agreement.agree(group, x, agreement.describe(name, x, detail=f"pairs={moves}"))
     return run(Permute(group, moves), x, note, async_op)
 

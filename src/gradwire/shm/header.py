@@ -46,7 +46,7 @@ NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
 KINDS = (
     *("all_reduce", "reduce", "broadcast", "all_gather", "all_gather_single", "gather"),
     *("scatter", "reduce_scatter", "reduce_scatter_single", "all_to_all", "barrier"),
-    "broadcast_coalesced",
+    *("broadcast_coalesced", "comparison of calls"),
 )
 
 
