@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, NoReturn
+from typing import NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
@@ -46,7 +46,7 @@ __all__ = [
     "digest",
     "enabled",
     "exchange",
-    "wanted",
+    "left_open",
     "wants_grad",
 ]
 
@@ -67,9 +67,9 @@ def checks(on: bool = True) -> Iterator[None]:
     process or mixing data, and a gradient that only some ranks ask for is computed on all.
     Switch them on every rank alike. An argument `check` goes before this, and this before the
     environment variable `GRADWIRE_CHECKS` (0 or 1). By default they are off, and nothing is sent
-    besides the data: each costs about as much as a collective of 200 bytes. On the "shm" engine,
-    where ranks compare a single number first, they are on by default for calls that look alike on
-    all ranks (no sizes or splits given) and are waited for.
+    besides the data: each costs about as much as a collective of 200 bytes. The "shm" engine
+    compares op, reduction, root, dtype and sizes in its own headers, always; and, unless checks are
+    switched off, all else in calls that look alike on all ranks (no sizes or splits given).
 
     Example:
         Rank 1 holds one number more than rank 0.
@@ -97,13 +97,9 @@ def enabled(check: bool | None) -> bool:
     return _asked_for(check) is True
 
 
-def wanted(group: ProcessGroup, check: bool | None, *, async_op: bool = False) -> bool:
-    """Whether a call is checked that looks alike on all ranks: also where that costs little.
-
-    Not by itself if the caller does not wait: comparing would wait for what is under way.
-    """
-    asked = _asked_for(check)
-    return _compares(group) and not async_op if asked is None else asked
+def left_open(check: bool | None) -> bool:
+    """Whether nobody has said if this call is checked."""
+    return _asked_for(check) is None
 
 
 def _asked_for(check: bool | None) -> bool | None:
@@ -119,12 +115,6 @@ def _from_environment() -> bool | None:
     if value and value not in ("0", "1"):
         raise ArgumentError(f"the environment variable {ENVIRONMENT} is {value!r}: give 0 or 1")
     return value == "1" if value else None
-
-
-def _compares(group: ProcessGroup) -> bool:
-    """Whether the engine can compare one number of each rank, which takes it next to no time."""
-    quick: Any = group
-    return hasattr(group, "all_gave") and quick.observer is None and group.size() > 1
 
 
 @dataclass(frozen=True)
@@ -226,14 +216,7 @@ def exchange(group: ProcessGroup, call: Call) -> tuple[list[Row], int]:
         MismatchError: On every rank, if they disagree.
     """
     number, world = next(_numbers.setdefault(group, count())), group.size()
-    own = encode(call, number, world)
-    quick: Any = group
-    if _compares(group) and quick.all_gave(hash(tuple(own))):
-        if not call.receive:
-            return [decode(own, world)] * world, number
-        rows = [own] * world  # alike, but perhaps not what they expect of each other
-    else:
-        rows = gather_numbers(own, group)
+    rows = gather_numbers(encode(call, number, world), group)
     field = first_difference(rows, call.ragged)
     if field is not None:
         _raise_mismatch(group, field, call)

@@ -100,17 +100,20 @@ def all_gather_list(
     group = member(group)
     front = x if x.dim() else x.reshape(1)
     detail = "list" if x.dim() else "list of numbers"
-    op, front, note = agreed_gather(front, sizes, detail, group, async_op, check)
-    if not x.dim():
-        op = _of_numbers(op)
-    transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-    if async_op or transformed or compiling(x):
-        cut = op.sizes or (front.shape[0],) * group.size()
-        return after(run(op, front, note, async_op), lambda y: apart(y, cut, not x.dim()))
-    own = front if x.dim() else front.reshape(())
-    if graph_is_needed(own):
-        return _apply_list(own, op, note)  # type: ignore[no-untyped-call]
-    return wire.all_gather_list(own, op.sizes, group)
+
+    def go(op: AllGather, front: Tensor, note: Note | None) -> Any:
+        if not x.dim():
+            op = _of_numbers(op)
+        transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+        if async_op or transformed or compiling(x):
+            cut = op.sizes or (front.shape[0],) * group.size()
+            return after(run(op, front, note, async_op), lambda y: apart(y, cut, not x.dim()))
+        own = front if x.dim() else front.reshape(())
+        if graph_is_needed(own):
+            return _apply_list(own, op, note)  # type: ignore[no-untyped-call]
+        return wire.all_gather_list(own, op.sizes, group)
+
+    return agreed_gather(front, sizes, detail, group, check, go)
 
 
 def _of_numbers(op: AllGather) -> AllGather:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, overload
 
@@ -12,9 +12,11 @@ from torch.distributed import ProcessGroup
 
 from gradwire.collectives import agreement, wire
 from gradwire.collectives.all_reduce import AllReduce
+from gradwire.collectives.fingerprint import Call
 from gradwire.collectives.handles import Handle, after, run
 from gradwire.collectives.linear import Linear, linear, register
 from gradwire.collectives.lists import piece_sizes, pieces_of
+from gradwire.collectives.marks import agreed
 from gradwire.collectives.nonlinear import Reducing, reduce_with
 from gradwire.collectives.ranks import dense_tensor, member
 from gradwire.collectives.reductions import Op, as_reduction, check_reducible, premultiplied
@@ -163,8 +165,15 @@ def all_gather(
     if stack:
         x = x.unsqueeze(valid_dim(dim, x.dim() + 1, x.shape))
     front, dim = dim_in_front(x, dim)
-    op, front, note = agreed_gather(front, sizes, f"dim={dim}", member(group), async_op, check)
-    return after(run(op, front, note, async_op), lambda y: dim_back(y, dim))
+    whole = agreed_gather(
+        front,
+        sizes,
+        f"dim={dim}",
+        member(group),
+        check,
+        lambda op, front, note: run(op, front, note, async_op),
+    )
+    return after(whole, lambda y: dim_back(y, dim))
 
 
 def agreed_gather(
@@ -172,21 +181,22 @@ def agreed_gather(
     sizes: Sizes,
     detail: str,
     group: ProcessGroup,
-    async_op: bool,
     check: bool | None,
-) -> tuple[AllGather, Tensor, agreement.Note | None]:
-    """The op that gathers these rows, and what `agree` gave."""
+    go: Callable[[AllGather, Tensor, agreement.Note | None], Any],
+) -> Any:
+    """What `go` makes of the op that gathers these rows, once ranks agree."""
+
+    def describe(front: Tensor) -> Call:
+        text = f"{detail}, {sizes_in_words(sizes)}"
+        return agreement.describe("all_gather", front, detail=text, ragged=sizes is not None)
+
+    if sizes is None:
+        op = AllGather(group)
+        return agreed(group, front, check, describe, lambda x, note: go(op, x, note))
     note = None
-    even = sizes is None
-    if agreement.wanted(group, check, async_op=async_op) if even else agreement.enabled(check):
-        call = agreement.describe(
-            "all_gather",
-            front,
-            detail=f"{detail}, {sizes_in_words(sizes)}",
-            ragged=not even,
-        )
-        front, note, _ = agreement.agree(group, front, call)
-    return AllGather(group, resolve_sizes(sizes, len(front), group)), front, note
+    if agreement.enabled(check):
+        front, note, _ = agreement.agree(group, front, describe(front))
+    return go(AllGather(group, resolve_sizes(sizes, len(front), group)), front, note)
 
 
 @overload
@@ -266,11 +276,13 @@ def reduce_scatter(
         raise ArgumentError(f"sizes is {list(known)}: x has {len(front)} in dim {dim}")
     elif len(set(known)) == 1:
         known = None
-    note = None
-    if agreement.wanted(group, check, async_op=async_op):
-        call = agreement.describe(
-            "reduce_scatter", front, reduce=reduction, detail=f"dim={dim}, sizes={known}"
-        )
-        front, note, _ = agreement.agree(group, front, call)
-    result = reduce_with(ReduceScatter(group, known), front, reduction, note, async_op)
+    result = agreed(
+        group,
+        front,
+        check,
+        lambda x: agreement.describe(
+            "reduce_scatter", x, reduce=reduction, detail=f"dim={dim}, sizes={known}"
+        ),
+        lambda x, note: reduce_with(ReduceScatter(group, known), x, reduction, note, async_op),
+    )
     return after(result, lambda y: y.reshape(()) if numbers else dim_back(y, dim))

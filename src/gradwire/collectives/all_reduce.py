@@ -17,9 +17,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from gradwire.collectives import agreement, wire
+from gradwire.collectives.agreement import Note
 from gradwire.collectives.engines import fresh
 from gradwire.collectives.handles import Handle, run
 from gradwire.collectives.linear import Linear, linear, register
+from gradwire.collectives.marks import agreed
 from gradwire.collectives.nonlinear import Reducing, reduce_with, scaled
 from gradwire.collectives.ranks import dense_tensor, member
 from gradwire.collectives.reductions import Op, as_reduction, check_reducible, premultiplied
@@ -166,21 +168,21 @@ def all_reduce(
     if invariant and reduction not in ("sum", "avg"):
         raise ArgumentError(f"invariant=True with op={op!r}: it goes with sum and avg")
     x, reduction = premultiplied(x, reduction)
-    note = None
-    if agreement.wanted(group, check, async_op=async_op):
-        x, note, _ = agreement.agree(
-            group,
-            x,
-            agreement.describe(
-                "all_reduce",
-                x,
-                reduce=reduction,
-                detail="invariant" if invariant else "",
-            ),
-        )
-    if invariant:
-        return scaled(run(Invariant(group), x, note, async_op), reduction, group)
-    return reduce_with(AllReduce(group), x, reduction, note, async_op)
+
+    def go(x: Tensor, note: Note | None) -> Any:
+        if invariant:
+            return scaled(run(Invariant(group), x, note, async_op), reduction, group)
+        return reduce_with(AllReduce(group), x, reduction, note, async_op)
+
+    return agreed(
+        group,
+        x,
+        check,
+        lambda x: agreement.describe(
+            "all_reduce", x, reduce=reduction, detail="invariant" if invariant else ""
+        ),
+        go,
+    )
 
 
 def vary(x: Tensor, *, group: ProcessGroup | None = None, check: bool | None = None) -> Tensor:

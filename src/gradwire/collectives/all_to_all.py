@@ -12,9 +12,11 @@ from torch.distributed import ProcessGroup
 
 from gradwire.collectives import agreement, wire
 from gradwire.collectives.apart import apart
+from gradwire.collectives.fingerprint import Call
 from gradwire.collectives.handles import Handle, after, run
 from gradwire.collectives.linear import Linear, register
 from gradwire.collectives.lists import pieces_of
+from gradwire.collectives.marks import agreed
 from gradwire.collectives.numbers import swap_numbers
 from gradwire.collectives.ranks import member
 from gradwire.collectives.sizes import dim_back, dim_in_front, equal_part, valid_dim, valid_sizes
@@ -196,23 +198,46 @@ def _exchanged(
     if output_splits is not None:
         receive = valid_sizes(output_splits, group, "output_splits")
     note = None
-    even = send is None and receive is None
-    if agreement.wanted(group, check, async_op=async_op) if even else agreement.enabled(check):
-        equal = (len(rows) // group.size(),) * group.size()
-        call = agreement.describe(
-            "all_to_all",
-            rows,
-            detail=detail,
-            ragged=True,
-            send=send or equal,
-            receive=receive or (),
-        )
+    if agreement.enabled(check):
+        call = _described(rows, detail, group, send, receive)
         rows, note, told = agreement.agree(group, rows, call)
         if send is not None or any(row.send != told[0].send for row in told):
-            send, receive = send or equal, tuple(row.send[group.rank()] for row in told)
+            send = send or _equal(rows, group)
+            receive = tuple(row.send[group.rank()] for row in told)
+    elif send is None and receive is None:
+        op = AllToAll(group)
+        result = agreed(
+            group,
+            rows,
+            check,
+            lambda x: _described(x, detail, group, send, receive),
+            lambda x, note: run(op, x, note, async_op),
+        )
+        return result, None
     elif send is not None and receive is None:
         receive = tuple(swap_numbers(send, group))
     return run(AllToAll(group, send, receive), rows, note, async_op), receive
+
+
+def _equal(rows: Tensor, group: ProcessGroup) -> tuple[int, ...]:
+    return (len(rows) // group.size(),) * group.size()
+
+
+def _described(
+    rows: Tensor,
+    detail: str,
+    group: ProcessGroup,
+    send: tuple[int, ...] | None,
+    receive: tuple[int, ...] | None,
+) -> Call:
+    return agreement.describe(
+        "all_to_all",
+        rows,
+        detail=detail,
+        ragged=True,
+        send=send or _equal(rows, group),
+        receive=receive or (),
+    )
 
 
 def _exchanged_list(

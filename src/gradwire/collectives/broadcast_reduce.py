@@ -15,6 +15,7 @@ from gradwire.collectives.all_reduce import AllReduce
 from gradwire.collectives.fingerprint import Call
 from gradwire.collectives.handles import Handle, run
 from gradwire.collectives.linear import Linear, linear, register
+from gradwire.collectives.marks import agreed
 from gradwire.collectives.nonlinear import Reducing, reduce_with
 from gradwire.collectives.numbers import device_of
 from gradwire.collectives.ranks import dense_tensor, member, root_of, with_data
@@ -147,12 +148,13 @@ def reduce(
     reduction = as_reduction(op)
     check_reducible(x, reduction)
     x, reduction = premultiplied(x, reduction)
-    note = None
-    if agreement.wanted(group, check, async_op=async_op):
-        x, note, _ = agreement.agree(
-            group, x, agreement.describe("reduce", x, reduce=reduction, root=root)
-        )
-    return reduce_with(Reduce(group, root), x, reduction, note, async_op)
+    return agreed(
+        group,
+        x,
+        check,
+        lambda x: agreement.describe("reduce", x, reduce=reduction, root=root),
+        lambda x, note: reduce_with(Reduce(group, root), x, reduction, note, async_op),
+    )
 
 
 @overload
@@ -219,7 +221,7 @@ def broadcast(
     """
     group = member(group)
     root = root_of(group, src, group_src, "src")
-    checked = agreement.wanted(group, check, async_op=async_op)
+    checked = agreement.enabled(check)
     if not isinstance(x, Tensor):
         x = _receiver(x, group.rank() == root, checked)
     else:
@@ -250,7 +252,15 @@ def broadcast(
             .expand(x.shape)
             .requires_grad_(x.requires_grad)
         )
-    return run(Broadcast(group, root), x, note, async_op)
+    if checked:
+        return run(Broadcast(group, root), x, note, async_op)
+    return agreed(
+        group,
+        x,
+        check,
+        lambda x: agreement.describe("broadcast", x, root=root),
+        lambda x, note: run(Broadcast(group, root), x, note, async_op),
+    )
 
 
 def _receiver(x: object, at_root: bool, checked: bool) -> Sequence[int] | None:

@@ -19,6 +19,7 @@ from gradwire.collectives.fingerprint import Call
 from gradwire.collectives.handles import Handle, after, run
 from gradwire.collectives.linear import Linear, register
 from gradwire.collectives.lists import piece_sizes, pieces_of
+from gradwire.collectives.marks import agreed
 from gradwire.collectives.numbers import device_of
 from gradwire.collectives.ranks import dense_tensor, member, root_of, with_data
 from gradwire.collectives.sizes import (
@@ -168,19 +169,22 @@ def gather(
     if stack:
         x = x.unsqueeze(valid_dim(dim, x.dim() + 1, x.shape))
     front, dim = dim_in_front(x, dim)
-    note = None
-    even = sizes is None
-    if agreement.wanted(group, check, async_op=async_op) if even else agreement.enabled(check):
-        call = agreement.describe(
-            "gather",
-            front,
-            root=root,
-            detail=f"dim={dim}, {sizes_in_words(sizes)}",
-            ragged=not even,
-        )
-        front, note, _ = agreement.agree(group, front, call)
-    known = resolve_sizes(sizes, len(front), group) or (len(front),) * group.size()
-    whole = run(Gather(group, root, known, sum(known)), front, note, async_op)
+
+    def describe(front: Tensor) -> Call:
+        text = f"dim={dim}, {sizes_in_words(sizes)}"
+        return agreement.describe("gather", front, root=root, detail=text, ragged=sizes is not None)
+
+    def go(front: Tensor, note: agreement.Note | None) -> Any:
+        known = resolve_sizes(sizes, len(front), group) or (len(front),) * group.size()
+        return run(Gather(group, root, known, sum(known)), front, note, async_op)
+
+    if sizes is None:
+        whole = agreed(group, front, check, describe, go)
+    elif agreement.enabled(check):
+        front, note, _ = agreement.agree(group, front, describe(front))
+        whole = go(front, note)
+    else:
+        whole = go(front, None)
     return after(whole, lambda y: dim_back(y, dim))
 
 

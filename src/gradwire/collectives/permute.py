@@ -14,6 +14,7 @@ from gradwire.collectives import agreement, wire
 from gradwire.collectives.engines import fresh
 from gradwire.collectives.handles import Handle, run
 from gradwire.collectives.linear import Linear, register
+from gradwire.collectives.marks import agreed
 from gradwire.collectives.ranks import dense_tensor, member
 from gradwire.collectives.wire import Pending
 from gradwire.errors import ArgumentError, ArgumentTypeError
@@ -199,10 +200,13 @@ def _permuted(
     check: bool | None,
 ) -> Any:
     dense_tensor(x)
-    note = None
-    if agreement.wanted(group, check, async_op=async_op):
-        x, note, _ = agreement.agree(group, x, agreement.describe(name, x, detail=f"pairs={moves}"))
-    return run(Permute(group, moves), x, note, async_op)
+    return agreed(
+        group,
+        x,
+        check,
+        lambda x: agreement.describe(name, x, detail=f"pairs={moves}"),
+        lambda x, note: run(Permute(group, moves), x, note, async_op),
+    )
 
 
 def _check_pairs(pairs: Sequence[tuple[int, int]], world: int) -> None:

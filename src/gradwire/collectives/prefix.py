@@ -88,7 +88,7 @@ def _prefix(name: str, x: Tensor, op: str, group: ProcessGroup, check: bool | No
     if op not in _OPS:
         raise ArgumentError(f"op is {op!r}: {name} takes {', '.join(_OPS)}")
     check_reducible(x, op)
-    if agreement.wanted(group, check):
+    if agreement.enabled(check):
         x, _, _ = agreement.agree(group, x, agreement.describe(name, x, reduce=op))
 
     def before(pieces: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from gradwire.shm.sync import Deadline
 from gradwire.shm.team import INLINE_BYTES, SLOT_BYTES, SLOTS, Team
 from gradwire.shm.tensors import overwritten
 
-__all__ = ["all_gave", "barrier", "broadcast", "exchange", "reduce", "reduce_scatter"]
+__all__ = ["barrier", "broadcast", "exchange", "reduce", "reduce_scatter"]
 
 _PIECE_BYTES = 256 << 10  # shorter pieces cost more in waits than they gain in cache
 _LINE = 64  # elements; shares end between cache lines
@@ -31,12 +31,6 @@ _LINE = 64  # elements; shares end between cache lines
 def barrier(team: Team, deadline: Deadline) -> None:
     """Wait until every rank has called."""
     team.announce(Call("barrier"), Place(INLINE), deadline)
-
-
-def all_gave(team: Team, number: int, deadline: Deadline) -> bool:
-    """Whether all ranks called with the same number, of up to 64 bits."""
-    team.announce(Call("comparison of calls"), Place(INLINE, number), deadline)
-    return all(place.offset == number for place in team.places())
 
 
 def reduce(team: Team, call: Call, flat: Tensor, deadline: Deadline) -> None:

@@ -29,8 +29,8 @@ __all__ = [
     "write",
 ]
 
-_FIXED = struct.Struct("<9q")
-_AGREED = 6 * 8
+_FIXED = struct.Struct("<10q")
+_AGREED = 7 * 8
 
 DTYPES: tuple[torch.dtype, ...] = tuple(
     getattr(torch, name)
@@ -46,7 +46,7 @@ NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
 KINDS = (
     *("all_reduce", "reduce", "broadcast", "all_gather", "all_gather_single", "gather"),
     *("scatter", "reduce_scatter", "reduce_scatter_single", "all_to_all", "barrier"),
-    *("broadcast_coalesced", "comparison of calls"),
+    "broadcast_coalesced",
 )
 
 
@@ -97,8 +97,8 @@ def header_bytes(size: int) -> int:
     return (_FIXED.size + 16 * size + 63) // 64 * 64
 
 
-def write(buffer: memoryview, call: Call, place: Place) -> None:
-    """Put a header into its place in shared memory."""
+def write(buffer: memoryview, call: Call, place: Place, mark: int) -> None:
+    """Put a header into its place in shared memory; the mark has to agree too."""
     _FIXED.pack_into(
         buffer,
         0,
@@ -108,6 +108,7 @@ def write(buffer: memoryview, call: Call, place: Place) -> None:
         call.root,
         call.numel,
         call.layout,
+        mark,
         len(call.sends),
         place.region,
         place.offset,
@@ -120,7 +121,7 @@ def write(buffer: memoryview, call: Call, place: Place) -> None:
 
 def read(buffer: memoryview) -> tuple[Call, Place]:
     """A header as it was written."""
-    kind, dtype, op, root, numel, layout, count, region, offset = _FIXED.unpack_from(buffer)
+    kind, dtype, op, root, numel, layout, _, count, region, offset = _FIXED.unpack_from(buffer)
     table = struct.unpack_from(f"<{2 * count}q", buffer, _FIXED.size) if count else ()
     call = Call(KINDS[kind], DTYPES[dtype], numel, op, root, table[:count], table[count:], layout)
     return call, Place(region, offset)
@@ -159,7 +160,10 @@ def _disagreement(calls: Sequence[Call]) -> MismatchError:
     for field, values in fields.items():
         if len(set(values)) > 1:
             return MismatchError(f"ranks disagree on {kinds[0]}'s {field}: {_by_rank(values)}")
-    raise AssertionError("headers differ, but in no field")
+    return MismatchError(
+        f"ranks mean different things by their {kinds[0]}: their calls of gradwire.collectives are "
+        "not of one shape, or not for one call's backward; GRADWIRE_CHECKS=1 tells what differs"
+    )
 
 
 def _check_tables(calls: Sequence[Call]) -> None:

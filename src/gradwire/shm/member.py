@@ -51,6 +51,8 @@ class Member(ProcessGroup):
 
     Attributes:
         observer: Told of each collective as it is submitted, if there is one.
+        mark: What the callers of the next collective have to have alike, as a number of 64 bits;
+            if they have not, it raises MismatchError on all ranks.
     """
 
     def __init__(self, rank: int, size: int, peers: dict[int, Any], timeout: timedelta) -> None:
@@ -66,7 +68,7 @@ class Member(ProcessGroup):
         )
         self._queue = Queue(f"gradwire-shm-{rank}")
         self.observer: Observer | None = None
-        self._submitted = 0
+        self._submitted = self.mark = 0
         _MEMBERS.add(self)
 
     # --- what it is ---
@@ -188,12 +190,14 @@ class Member(ProcessGroup):
         self._submitted += 1
         if self.observer is not None:
             self.observer(*seen)
+        mark, self.mark = self.mark, 0
         inference = any(tensor.is_inference() for tensor in tensors)
         own = opts.timeout.total_seconds()
         seconds = own if own > 0 else self._timeout.total_seconds()
 
         def guarded() -> None:
             self._check_usable()
+            self._team.mark = mark
             try:
                 if inference:  # such tensors can only be written there, in whatever thread
                     with torch.inference_mode():

@@ -38,9 +38,6 @@ from gradwire.shm.tensors import (
 
 __all__ = ["Movement"]
 
-_AT_ONCE = BarrierOptions()
-_AT_ONCE.asyncOp = False
-
 
 class Movement(Member):
     """The part of a group that moves values."""
@@ -238,16 +235,6 @@ class Movement(Member):
         )
         base = start_of(outgoing) if base is None else base
         algorithms.exchange(self._team, call, outgoing, incoming, deadline, base=base)
-
-    def all_gave(self, number: int) -> bool:
-        """Whether all ranks called this with the same number, of up to 64 bits."""
-        answers: list[bool] = []
-
-        def job(deadline: Deadline) -> None:
-            answers.append(algorithms.all_gave(self._team, number, deadline))
-
-        self._submit(job, [], _AT_ONCE).wait()
-        return answers[0]
 
     def barrier(self, opts: BarrierOptions | None = None) -> Work:
         """Done when every rank has called it."""

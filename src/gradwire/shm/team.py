@@ -45,6 +45,7 @@ class Team:
 
     Attributes:
         links: The connections.
+        mark: A number that all ranks' next announcement has to carry.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class Team:
             [flat[layout.inline(parity, r) :][:INLINE_BYTES] for r in range(size)]
             for parity in (0, 1)
         ]
-        self._parity = 0
+        self._parity = self.mark = 0
         self._typed: dict[tuple[int, int, torch.dtype], Tensor] = {}
         self._staging: Tensor | None = None
 
@@ -105,7 +106,8 @@ class Team:
             self.inline(self.rank, call.dtype, start, block.numel()).copy_(block)
             start += block.numel()
         headers = self._headers[self._parity]
-        write(headers[self.rank], call, place)
+        mark, self.mark = self.mark, 0
+        write(headers[self.rank], call, place, mark)
         self.sync()
         check_agreement(headers, self.rank)
 

@@ -1,0 +1,88 @@
+"""Checks that cost next to nothing, where an engine compares a number that goes with a collective.
+
+A call's fingerprint is put into the header of the collective that it makes. Only if that raises, on
+all ranks, do they exchange what they are about to do, which says what differs; or that there was no
+mistake, but a gradient that is wanted on another rank, and then the call is made again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from gradwire.collectives import agreement
+from gradwire.collectives.agreement import Note
+from gradwire.collectives.fingerprint import Call, encode
+from gradwire.errors import MismatchError
+
+__all__ = ["agreed"]
+
+T = TypeVar("T")
+_numbers: WeakKeyDictionary[ProcessGroup, count[int]] = WeakKeyDictionary()
+
+
+def agreed(
+    group: ProcessGroup,
+    x: Tensor,
+    check: bool | None,
+    describe: Callable[[Tensor], Call],
+    run: Callable[[Tensor, Note | None], T],
+) -> T:
+    """Run a call that looks alike on all ranks, after they have agreed on it.
+
+    Args:
+        group: The group.
+        x: The tensor.
+        check: The caller's; see `checks`.
+        describe: What the ranks compare.
+        run: The call, with the note for its backward. It is called again if a gradient turns out
+            to be wanted elsewhere.
+
+    Raises:
+        MismatchError: On every rank, if they disagree.
+    """
+    if agreement.enabled(check):
+        x, note, _ = agreement.agree(group, x, describe(x))
+        return run(x, note)
+    if not (agreement.left_open(check) and _carries_marks(group)):
+        return run(x, None)
+    call, number = describe(x), next(_numbers.setdefault(group, count()))
+    _mark(group, call, number)
+    try:
+        return run(x, _Marked(group, call.op, number))
+    except MismatchError:
+        x, note, _ = agreement.agree(group, x, call)
+        return run(x, note)
+    finally:
+        _unmark(group)
+
+
+@dataclass(frozen=True)
+class _Marked(Note):
+    """Of a call that was marked: its backward is marked too."""
+
+    def before_backward(self, cotangent: Tensor) -> None:
+        if _carries_marks(self.group):
+            _mark(self.group, Call(f"backward of {self.call}", None, None), self.number)
+
+
+def _carries_marks(group: ProcessGroup) -> bool:
+    """Whether the engine has marks, and nobody follows what is sent, who would not know them."""
+    quick: Any = group
+    return hasattr(group, "mark") and quick.observer is None
+
+
+def _mark(group: ProcessGroup, call: Call, number: int) -> None:
+    quick: Any = group
+    quick.mark = hash(tuple(encode(call, number, group.size())))
+
+
+def _unmark(group: ProcessGroup) -> None:
+    quick: Any = group
+    quick.mark = 0  # where nothing had to be sent
