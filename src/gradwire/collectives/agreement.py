@@ -40,13 +40,13 @@ __all__ = [
     "Note",
     "Row",
     "agree",
+    "asked_for",
     "check_told",
     "checks",
     "describe",
     "digest",
     "enabled",
     "exchange",
-    "left_open",
     "wants_grad",
 ]
 
@@ -94,15 +94,11 @@ def checks(on: bool = True) -> Iterator[None]:
 
 def enabled(check: bool | None) -> bool:
     """Whether this call is checked on every engine."""
-    return _asked_for(check) is True
+    return asked_for(check) is True
 
 
-def left_open(check: bool | None) -> bool:
-    """Whether nobody has said if this call is checked."""
-    return _asked_for(check) is None
-
-
-def _asked_for(check: bool | None) -> bool | None:
+def asked_for(check: bool | None) -> bool | None:
+    """Whether somebody wants this call checked; None if nobody has said."""
     if torch.compiler.is_compiling():
         return False  # all ranks run the same graph
     if check is None:

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -17,6 +18,7 @@ __all__ = [
     "decode",
     "description",
     "encode",
+    "fingerprint",
     "first_difference",
 ]
 
@@ -26,9 +28,8 @@ ABSENT = -1
 """The number of dims of a tensor that a rank leaves to the root to describe."""
 
 
-@dataclass(frozen=True)
-class Call:
-    """What one rank is about to do.
+class Call(NamedTuple):
+    """What one rank is about to do; a tuple, because these are made and hashed quickly.
 
     Args:
         op: The collective's name.
@@ -103,6 +104,12 @@ def encode(call: Call, number: int, world: int) -> list[int]:
         *(call.send or [-1] * world),
         *(call.receive or [-1] * world),
     ]
+
+
+@lru_cache(maxsize=4096)
+def fingerprint(call: Call) -> int:
+    """The same number for the same call on every rank of a host."""
+    return hash(tuple(encode(call, 0, 1)))
 
 
 def decode(row: Sequence[int], world: int) -> Row:

@@ -355,10 +355,9 @@ def _told(
     rows = torch.empty(0) if whole is None else whole.rows
     call = Call("scatter", None, None, root=root, detail=f"dim={dim}", ragged=True)
     if whole is None:
-        call = replace(call, wants_grad=agreement.grad_mode())
+        call = call._replace(wants_grad=agreement.grad_mode())
     else:
-        call = replace(
-            call,
+        call = call._replace(
             shape=() if whole.numbers else tuple(rows.shape),
             dtype=rows.dtype,
             wants_grad=agreement.wants_grad(rows),

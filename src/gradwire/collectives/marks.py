@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 
 from gradwire.collectives import agreement
 from gradwire.collectives.agreement import Note
-from gradwire.collectives.fingerprint import Call, encode
+from gradwire.collectives.fingerprint import Call, fingerprint
 from gradwire.errors import MismatchError
 
 __all__ = ["agreed"]
@@ -47,10 +47,11 @@ def agreed(
     Raises:
         MismatchError: On every rank, if they disagree.
     """
-    if agreement.enabled(check):
+    asked = agreement.asked_for(check)
+    if asked:
         x, note, _ = agreement.agree(group, x, describe(x))
         return run(x, note)
-    if not (agreement.left_open(check) and _carries_marks(group)):
+    if asked is not None or not _carries_marks(group):
         return run(x, None)
     call, number = describe(x), next(_numbers.setdefault(group, count()))
     _mark(group, call, number)
@@ -80,7 +81,7 @@ def _carries_marks(group: ProcessGroup) -> bool:
 
 def _mark(group: ProcessGroup, call: Call, number: int) -> None:
     quick: Any = group
-    quick.mark = hash(tuple(encode(call, number, group.size())))
+    quick.mark = hash((fingerprint(call), number))
 
 
 def _unmark(group: ProcessGroup) -> None:
