@@ -43,7 +43,10 @@ def test_as_of_the_joined_tensor(name: str, dtype: torch.dtype) -> None:
         return ours(whole.split(sizes)[dist.get_rank()], 0)
 
     results = run_ranks(member, args=(whole,))
-    expected = torchs(whole)
+    # In single precision, torch's own result depends on how many threads this process has.
+    exact = whole.to(torch.complex128 if dtype.is_complex else torch.float64)
+    expected = torchs(exact)
+    expected = expected.to(dtype if expected.is_complex() else results[0].dtype)
     if name == "softmax":
         results = [torch.cat(results)]
     for result in results:
