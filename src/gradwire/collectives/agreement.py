@@ -47,6 +47,7 @@ __all__ = [
     "digest",
     "enabled",
     "exchange",
+    "next_number",
     "wants_grad",
 ]
 
@@ -205,13 +206,18 @@ def grad_mode() -> int:
     return 0 if torch.is_grad_enabled() else -1
 
 
+def next_number(group: ProcessGroup) -> int:
+    """This call's number among the compared ones of the group, equal on all ranks."""
+    return next(_numbers.setdefault(group, count()))
+
+
 def exchange(group: ProcessGroup, call: Call) -> tuple[list[Row], int]:
     """All ranks' rows, and this call's number in the group.
 
     Raises:
         MismatchError: On every rank, if they disagree.
     """
-    number, world = next(_numbers.setdefault(group, count())), group.size()
+    number, world = next_number(group), group.size()
     rows = gather_numbers(encode(call, number, world), group)
     field = first_difference(rows, call.ragged)
     if field is not None:

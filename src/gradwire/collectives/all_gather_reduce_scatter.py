@@ -190,13 +190,10 @@ def agreed_gather(
         text = f"{detail}, {sizes_in_words(sizes)}"
         return agreement.describe("all_gather", front, detail=text, ragged=sizes is not None)
 
-    if sizes is None:
-        op = AllGather(group)
-        return agreed(group, front, check, describe, lambda x, note: go(op, x, note))
-    note = None
-    if agreement.enabled(check):
-        front, note, _ = agreement.agree(group, front, describe(front))
-    return go(AllGather(group, resolve_sizes(sizes, len(front), group)), front, note)
+    def gathered(front: Tensor, note: agreement.Note | None) -> Any:
+        return go(AllGather(group, resolve_sizes(sizes, len(front), group)), front, note)
+
+    return agreed(group, front, check, describe, gathered, alike=sizes is None)
 
 
 @overload

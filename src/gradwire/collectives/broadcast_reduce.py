@@ -221,46 +221,54 @@ def broadcast(
     """
     group = member(group)
     root = root_of(group, src, group_src, "src")
-    checked = agreement.enabled(check)
-    if not isinstance(x, Tensor):
-        x = _receiver(x, group.rank() == root, checked)
-    else:
+    if isinstance(x, Tensor):
         dense_tensor(x)
         if group.rank() == root:
             with_data(x, "x")
-    note = None
+    checked = agreement.enabled(check)
+    given = x if isinstance(x, Tensor) else _receiver(x, group.rank() == root, checked)
+    op = Broadcast(group, root)
     if checked:
-        if isinstance(x, Tensor):
-            call = agreement.describe("broadcast", x, root=root)
-        else:
-            shape = None if x is None else tuple(x)
-            call = Call("broadcast", shape, None, agreement.grad_mode(), root=root)
-        given = x if isinstance(x, Tensor) else torch.empty(())
-        x, note, rows = agreement.agree(group, given, call)
-        if agreement.check_told(rows, root):
-            refuse_in_transforms("a receiver without a tensor", "give every rank a tensor")
-        if call.dtype is None:
-            like = rows[root]
-            assert like.shape is not None
-            x = torch.empty(0, dtype=like.dtype, device=device_of(group))
-            x = x.new_empty(()).expand(like.shape).requires_grad_(rows[root].wants_grad == 1)
-    assert isinstance(x, Tensor)
-    if x.is_meta:
-        refuse_in_transforms("x on meta", "give a tensor that is transformed as the root's is")
-        x = (
-            torch.empty((), dtype=x.dtype, device=device_of(group))
-            .expand(x.shape)
-            .requires_grad_(x.requires_grad)
-        )
-    if checked:
-        return run(Broadcast(group, root), x, note, async_op)
+        y, note = _told(given, root, group)
+        return run(op, _stand_in(y, group), note, async_op)
+    assert isinstance(given, Tensor)
     return agreed(
         group,
-        x,
+        _stand_in(given, group),
         check,
         lambda x: agreement.describe("broadcast", x, root=root),
-        lambda x, note: run(Broadcast(group, root), x, note, async_op),
+        lambda x, note: run(op, x, note, async_op),
     )
+
+
+def _told(
+    x: Tensor | Sequence[int] | None, root: int, group: ProcessGroup
+) -> tuple[Tensor, agreement.Note]:
+    """What takes part in the broadcast, once ranks agree; the root tells those without a tensor."""
+    if isinstance(x, Tensor):
+        call, given = agreement.describe("broadcast", x, root=root), x
+    else:
+        shape = None if x is None else tuple(x)
+        call = Call("broadcast", shape, None, agreement.grad_mode(), root=root)
+        given = torch.empty(())
+    y, note, rows = agreement.agree(group, given, call)
+    if agreement.check_told(rows, root):
+        refuse_in_transforms("a receiver without a tensor", "give every rank a tensor")
+    if call.dtype is None:
+        like = rows[root]
+        assert like.shape is not None
+        y = torch.empty((), dtype=like.dtype, device=device_of(group))
+        y = y.expand(like.shape).requires_grad_(like.wants_grad == 1)
+    return y, note
+
+
+def _stand_in(x: Tensor, group: ProcessGroup) -> Tensor:
+    """The tensor; for one on "meta", one of its shape on a device that the group carries."""
+    if not x.is_meta:
+        return x
+    refuse_in_transforms("x on meta", "give a tensor that is transformed as the root's is")
+    number = torch.empty((), dtype=x.dtype, device=device_of(group))
+    return number.expand(x.shape).requires_grad_(x.requires_grad)
 
 
 def _receiver(x: object, at_root: bool, checked: bool) -> Sequence[int] | None:

@@ -7,10 +7,9 @@ it, so that the graph is the same everywhere: scatter does not look at it, gathe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, overload
 
-import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -18,23 +17,19 @@ from gradwire.collectives import agreement, wire
 from gradwire.collectives.fingerprint import Call
 from gradwire.collectives.handles import Handle, after, run
 from gradwire.collectives.linear import Linear, register
-from gradwire.collectives.lists import piece_sizes, pieces_of
 from gradwire.collectives.marks import agreed
-from gradwire.collectives.numbers import device_of
-from gradwire.collectives.ranks import dense_tensor, member, root_of, with_data
+from gradwire.collectives.ranks import dense_tensor, member, root_of
 from gradwire.collectives.sizes import (
     Sizes,
     dim_back,
     dim_in_front,
-    equal_part,
     resolve_sizes,
     sizes_in_words,
     valid_dim,
-    valid_sizes,
 )
 from gradwire.collectives.transforms import refuse_in_transforms
+from gradwire.collectives.whole import Whole, told
 from gradwire.collectives.wire import Pending
-from gradwire.errors import ArgumentError
 
 __all__ = ["gather", "scatter"]
 
@@ -178,13 +173,7 @@ def gather(
         known = resolve_sizes(sizes, len(front), group) or (len(front),) * group.size()
         return run(Gather(group, root, known, sum(known)), front, note, async_op)
 
-    if sizes is None:
-        whole = agreed(group, front, check, describe, go)
-    elif agreement.enabled(check):
-        front, note, _ = agreement.agree(group, front, describe(front))
-        whole = go(front, note)
-    else:
-        whole = go(front, None)
+    whole = agreed(group, front, check, describe, go, alike=sizes is None)
     return after(whole, lambda y: dim_back(y, dim))
 
 
@@ -265,16 +254,16 @@ def scatter(
     group = member(group)
     root = root_of(group, src, group_src, "src")
     if group.rank() == root:
-        whole = _Whole.of(xs, dim, sizes, group)
+        whole = Whole.of(xs, dim, sizes, group)
     elif like is not None:
-        whole = _Whole.expected(like, dim, sizes, group)
+        whole = Whole.expected(like, dim, sizes, group)
     else:
         whole = None
     note = None
     if like is None:
         refuse_in_transforms("scatter without like", "give it on every rank")
     if like is None or agreement.enabled(check):
-        whole, note = _told(whole, root, dim, group)
+        whole, note = told(whole, root, dim, group)
     elif whole is not None and group.rank() != root:
         resolve_sizes(whole.sizes, whole.expected_rows, group)
     assert whole is not None
@@ -283,98 +272,3 @@ def scatter(
     op = Scatter(group, root, whole.sizes, len(whole.rows))
     result = run(op, whole.rows, note, async_op)
     return after(result, lambda y: y.reshape(()) if whole.numbers else dim_back(y, whole.dim))
-
-
-@dataclass(frozen=True)
-class _Whole:
-    """What a scatter cuts: the rows, with the cut dim in front.
-
-    Args:
-        rows: The pieces, one after the other; on a receiver what stands for them.
-        sizes: How many rows each rank gets.
-        dim: Where the cut dim was.
-        numbers: Whether the pieces have no dim at all.
-        expected_rows: How many rows a receiver's `like` has.
-    """
-
-    rows: Tensor
-    sizes: tuple[int, ...]
-    dim: int
-    numbers: bool = False
-    expected_rows: int = 0
-
-    @classmethod
-    def of(cls, xs: object, dim: int, sizes: Sequence[int] | None, group: ProcessGroup) -> _Whole:
-        """On the root."""
-        if isinstance(xs, Tensor):
-            front, dim = dim_in_front(xs, dim)
-            with_data(xs, "xs")
-            if sizes is None:
-                return cls(front, (equal_part(len(front), group, "xs"),) * group.size(), dim)
-            given = valid_sizes(sizes, group, "sizes")
-            if sum(given) != len(front):
-                raise ArgumentError(f"sizes is {list(given)}: xs has {len(front)} in dim {dim}")
-            return cls(front, given, dim)
-        pieces, dim, numbers = pieces_of(xs, dim, group, "xs")
-        with_data(pieces[0], "xs[0]")
-        known = piece_sizes(pieces, dim, sizes, group)
-        return cls(torch.cat([piece.movedim(dim, 0) for piece in pieces]), known, dim, numbers)
-
-    @classmethod
-    def expected(
-        cls, like: Tensor, dim: int, sizes: Sequence[int] | None, group: ProcessGroup
-    ) -> _Whole:
-        """On a receiver that knows what it gets."""
-        dense_tensor(like, "like")
-        numbers = not like.dim()
-        front, dim = rows, dim = dim_in_front(like, dim)
-        if like.is_meta:
-            refuse_in_transforms("like on meta", "give a tensor that is transformed as xs is")
-            rows = torch.empty((0, *front.shape[1:]), dtype=like.dtype, device=device_of(group))
-            rows.requires_grad_(like.requires_grad)
-        given = (len(front),) * group.size()
-        if sizes is not None:
-            given = valid_sizes(sizes, group, "sizes")
-        return cls(rows, given, dim, numbers, len(front))
-
-    def hung_on(self, xs: Tensor | Sequence[Tensor] | None) -> _Whole:
-        """With a receiver's own tensors as the origin of its rows, of which there are none."""
-        own = [xs] if isinstance(xs, Tensor) else xs or ()
-        empty = [x.reshape(-1)[:0].to(self.rows) for x in own if x.requires_grad]
-        if not empty or not self.rows.requires_grad:
-            return self
-        # Not cat, whose backward leaves empty tensors out.
-        return replace(self, rows=torch.stack(empty).reshape(self.rows.shape))
-
-
-def _told(
-    whole: _Whole | None, root: int, dim: int, group: ProcessGroup
-) -> tuple[_Whole, agreement.Note]:
-    """The root tells what it is about to cut; the same on all ranks."""
-    at_root = group.rank() == root
-    rows = torch.empty(0) if whole is None else whole.rows
-    call = Call("scatter", None, None, root=root, detail=f"dim={dim}", ragged=True)
-    if whole is None:
-        call = call._replace(wants_grad=agreement.grad_mode())
-    else:
-        call = call._replace(
-            shape=() if whole.numbers else tuple(rows.shape),
-            dtype=rows.dtype,
-            wants_grad=agreement.wants_grad(rows),
-            send=whole.sizes if at_root else (),
-            receive=() if at_root else _expects(whole.expected_rows, root, group),
-        )
-    rows, note, told = agreement.agree(group, rows, call)
-    agreement.check_told(told, root)
-    if whole is not None:
-        return replace(whole, rows=rows, sizes=tuple(told[root].send)), note
-    shape, dtype, sizes = told[root].shape, told[root].dtype, tuple(told[root].send)
-    assert shape is not None
-    empty = torch.empty((0, *shape[1:]), dtype=dtype, device=device_of(group))
-    empty.requires_grad_(rows.requires_grad)
-    return _Whole(empty, sizes, dim % max(1, len(shape)), not shape), note
-
-
-def _expects(size: int, root: int, group: ProcessGroup) -> list[int]:
-    """What a receiver that knows its size expects from each rank."""
-    return [size if rank == root else -1 for rank in range(group.size())]

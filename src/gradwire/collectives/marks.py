@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import count
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -24,7 +22,6 @@ from gradwire.errors import MismatchError
 __all__ = ["agreed"]
 
 T = TypeVar("T")
-_numbers: WeakKeyDictionary[ProcessGroup, count[int]] = WeakKeyDictionary()
 
 
 def agreed(
@@ -33,8 +30,10 @@ def agreed(
     check: bool | None,
     describe: Callable[[Tensor], Call],
     run: Callable[[Tensor, Note | None], T],
+    *,
+    alike: bool = True,
 ) -> T:
-    """Run a call that looks alike on all ranks, after they have agreed on it.
+    """Run a call after ranks have agreed on it, if they are to.
 
     Args:
         group: The group.
@@ -43,6 +42,7 @@ def agreed(
         describe: What the ranks compare.
         run: The call, with the note for its backward. It is called again if a gradient turns out
             to be wanted elsewhere.
+        alike: Whether calls look alike on all ranks, so that a number can stand for them.
 
     Raises:
         MismatchError: On every rank, if they disagree.
@@ -51,9 +51,9 @@ def agreed(
     if asked:
         x, note, _ = agreement.agree(group, x, describe(x))
         return run(x, note)
-    if asked is not None or not _carries_marks(group):
+    if asked is not None or not alike or not _carries_marks(group):
         return run(x, None)
-    call, number = describe(x), next(_numbers.setdefault(group, count()))
+    call, number = describe(x), agreement.next_number(group)
     _mark(group, call, number)
     try:
         return run(x, _Marked(group, call.op, number))
