@@ -1,5 +1,7 @@
 """Gradwire: the communication layer of data-parallel PyTorch training."""
 
+import torch  # noqa: F401  # first, as it may import parts of gradwire for GRADWIRE_COMPAT=1
+
 from gradwire import shm
 from gradwire._version import __version__
 from gradwire.collectives import (

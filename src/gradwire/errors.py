@@ -8,6 +8,7 @@ Catch `GradwireError` for all of them, or the built-in class beside it::
     ├── NotSupportedError(NotImplementedError)   asked for something that is not built
     └── DistributedError(RuntimeError)     something went wrong between ranks
         ├── MismatchError                  ranks disagree on what they are doing
+        │   └── CheckedMismatchError       ... and all of them will compare what differs
         ├── PeerLostError                  another rank died or left
         ├── CollectiveTimeoutError(TimeoutError)  another rank stayed silent too long
         ├── PeerFailedError                another rank reported an error of its own
@@ -15,7 +16,7 @@ Catch `GradwireError` for all of them, or the built-in class beside it::
         ├── ReductionError                 a backward left gradients out, or got them twice
         └── BrokenGroupError               the group cannot be used again after an error
 
-Wrong arguments raise before anything is sent.
+Wrong arguments raise before anything is sent. `BoundEarlyWarning(UserWarning)` is a warning.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from collections.abc import Iterable
 __all__ = [
     "ArgumentError",
     "ArgumentTypeError",
+    "BoundEarlyWarning",
     "BrokenGroupError",
+    "CheckedMismatchError",
     "CollectiveTimeoutError",
     "DistributedError",
     "GradwireError",
@@ -62,6 +65,13 @@ class MismatchError(DistributedError):
     """Ranks disagree: the message names the field and each rank's value."""
 
 
+class CheckedMismatchError(MismatchError):
+    """Ranks disagree in a call that all of them check, which will say what differs.
+
+    A backend raises it on every rank or on none; `gradwire.collectives` turns it into another.
+    """
+
+
 class PeerLostError(DistributedError):
     """Another rank of the group died or closed its connection."""
 
@@ -92,3 +102,7 @@ class ReductionError(DistributedError):
 
 class BrokenGroupError(DistributedError):
     """The group's ranks are out of step after an error and cannot be brought back."""
+
+
+class BoundEarlyWarning(UserWarning):
+    """Modules took names of PyTorch before gradwire was put in place, and stay on PyTorch's."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import count
@@ -47,6 +47,7 @@ __all__ = [
     "digest",
     "enabled",
     "exchange",
+    "in_backward",
     "next_number",
     "wants_grad",
 ]
@@ -122,8 +123,11 @@ class Note:
     call: str
     number: int
 
-    def before_backward(self, cotangent: Tensor) -> None:
+    def backward(self, cotangent: Tensor) -> AbstractContextManager[None]:
         """Compare with the other ranks which call's backward this is, and of what.
+
+        Returns:
+            What the backward's collective is to be started in.
 
         Raises:
             MismatchError: On every rank, if one runs its backwards in another order.
@@ -138,6 +142,12 @@ class Note:
                 origin=self.number,
             ),
         )
+        return nullcontext()
+
+
+def in_backward(note: Note | None, cotangent: Tensor) -> AbstractContextManager[None]:
+    """What a backward's collective is to be started in, if its call was checked or not."""
+    return nullcontext() if note is None else note.backward(cotangent)
 
 
 def agree(group: ProcessGroup, x: Tensor, call: Call) -> tuple[Tensor, Note, list[Row]]:

@@ -10,7 +10,7 @@ from torch.autograd import Function, forward_ad
 from torch.distributed import ProcessGroup
 
 from gradwire.collectives import wire
-from gradwire.collectives.agreement import Note
+from gradwire.collectives.agreement import Note, in_backward
 from gradwire.collectives.all_gather_reduce_scatter import AllGather, agreed_gather
 from gradwire.collectives.apart import apart, joined
 from gradwire.collectives.handles import Handle, after, run
@@ -35,9 +35,8 @@ class _GatherList(Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> Any:
         cotangent = joined(cotangents, ctx.numbers)
-        if ctx.note is not None:
-            ctx.note.before_backward(cotangent)
-        gradient = linear(ctx.op.adjoint(), cotangent, ctx.note)
+        with in_backward(ctx.note, cotangent):
+            gradient = linear(ctx.op.adjoint(), cotangent, ctx.note)
         return gradient.reshape(()) if ctx.numbers else gradient, None, None
 
 

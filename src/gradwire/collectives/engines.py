@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import FunctionType
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -11,7 +13,19 @@ from torch.distributed import ProcessGroup
 
 from gradwire._memory import advised
 
-__all__ = ["NATIVE", "by_rows", "dense", "empty", "engine", "flat", "fresh", "like", "plain"]
+__all__ = [
+    "NATIVE",
+    "behind",
+    "by_rows",
+    "dense",
+    "direct",
+    "empty",
+    "engine",
+    "flat",
+    "fresh",
+    "like",
+    "plain",
+]
 
 NATIVE = {
     torch.float32,
@@ -25,6 +39,38 @@ NATIVE = {
 }
 """What every engine carries; the rest travels as bytes."""
 _engines: WeakKeyDictionary[ProcessGroup, dict[str, str]] = WeakKeyDictionary()
+_behind: WeakKeyDictionary[ProcessGroup, dict[str, Any]] = WeakKeyDictionary()
+
+
+def direct(group: ProcessGroup, x: Tensor) -> ProcessGroup:
+    """What to call for a collective on tensors of that device: the group, or what is behind it.
+
+    A backend written in Python is called without PyTorch's dispatcher, which adds a quarter to the
+    time of a small call, unless somebody follows what is dispatched: a mode such as CommDebugMode,
+    or the profiler.
+    """
+    if torch._C._len_torch_dispatch_stack() or torch.autograd._profiler_enabled():
+        return group
+    carrier: ProcessGroup = behind(group, x)
+    return carrier
+
+
+def behind(group: ProcessGroup, x: Tensor) -> Any:
+    """What carries tensors of that device, if it is written in Python; else the group."""
+    known = _behind.get(group)
+    if known is None:
+        known = _behind[group] = {}
+    kind = x.device.type
+    if kind not in known:
+        known[kind] = _python_backend(group, x.device)
+    return known[kind] or group
+
+
+def _python_backend(group: ProcessGroup, device: torch.device) -> Any:
+    if type(group) is not ProcessGroup or device.type not in {d.type for d in group._device_types}:
+        return None
+    backend = group._get_backend(device)
+    return backend if isinstance(getattr(type(backend), "allreduce", None), FunctionType) else None
 
 
 def engine(group: ProcessGroup, x: Tensor) -> str:

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor
 from torch.autograd import Function
 
-from gradwire.collectives.agreement import Note
+from gradwire.collectives.agreement import Note, in_backward
 from gradwire.collectives.linear import Linear, graph_is_needed, linear
 from gradwire.collectives.transforms import refuse_split
 from gradwire.collectives.wire import Pending
@@ -66,6 +66,18 @@ class Handle(Generic[T]):
         """A handle of `fn` of the result; this one needs no `wait` any more."""
         self._handed_on = True
         return Handle(lambda: fn(self.wait()), self._what)
+
+    def retried(self, on: type[Exception], again: Callable[[], T]) -> Handle[T]:
+        """A handle that, if this one's `wait` raises such an error, gives the result of `again`."""
+        self._handed_on = True
+
+        def finish() -> T:
+            try:
+                return self.wait()
+            except on:
+                return again()
+
+        return Handle(finish, self._what)
 
     def __del__(self) -> None:
         if getattr(self, "_finish", None) is not None and not self._handed_on:
@@ -130,10 +142,9 @@ class _Wait(Function):
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> Any:
-        if ctx.note is not None:
-            ctx.note.before_backward(cotangent)
         ctx.ticket.adjoint = adjoint = Ticket()
-        return _Start.apply(cotangent, ctx.op.adjoint(), adjoint, ctx.note), None, None, None  # type: ignore[no-untyped-call]
+        with in_backward(ctx.note, cotangent):
+            return _Start.apply(cotangent, ctx.op.adjoint(), adjoint, ctx.note), None, None, None  # type: ignore[no-untyped-call]
 
 
 def run(op: Linear, x: Tensor, note: Note | None, async_op: bool) -> Any:

@@ -20,7 +20,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import Function, forward_ad
 from torch.distributed import ProcessGroup
 
-from gradwire.collectives.agreement import Note
+from gradwire.collectives.agreement import Note, in_backward
 from gradwire.collectives.wire import Pending
 
 __all__ = [
@@ -77,9 +77,8 @@ class _Linear(Function):
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> Any:
-        if ctx.note is not None:
-            ctx.note.before_backward(cotangent)
-        return linear(ctx.op.adjoint(), cotangent, ctx.note), None, None
+        with in_backward(ctx.note, cotangent):
+            return linear(ctx.op.adjoint(), cotangent, ctx.note), None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, _op: None, _note: None) -> Any:

@@ -1,27 +1,35 @@
 """Checks that cost next to nothing, where an engine compares a number that goes with a collective.
 
-A call's fingerprint is put into the header of the collective that it makes. Only if that raises, on
-all ranks, do they exchange what they are about to do, which says what differs; or that there was no
-mistake, but a gradient that is wanted on another rank, and then the call is made again.
+A call's fingerprint, its mark, goes with the header of the collective that it makes. Only if marks
+differ, which raises on all ranks, do they exchange what they are about to do, which says what
+differs; or that there was no mistake, but a gradient that is wanted on another rank, and then the
+call is made again. A call that has no mark, PyTorch's own on another rank say, is compared by what
+the engine itself sees of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from gradwire.collectives import agreement
 from gradwire.collectives.agreement import Note
+from gradwire.collectives.engines import behind
 from gradwire.collectives.fingerprint import Call, fingerprint
-from gradwire.errors import MismatchError
+from gradwire.collectives.handles import Handle
+from gradwire.errors import CheckedMismatchError
 
 __all__ = ["agreed"]
 
 T = TypeVar("T")
+
+_WILL_EXCHANGE = 1
+"""A mark's lowest bit: whether its rank exchanges after a mismatch; all must, or none."""
 
 
 def agreed(
@@ -51,39 +59,44 @@ def agreed(
     if asked:
         x, note, _ = agreement.agree(group, x, describe(x))
         return run(x, note)
-    if asked is not None or not alike or not _carries_marks(group):
+    carrier = behind(group, x)
+    if asked is not None or not alike or not _carries_marks(carrier):
         return run(x, None)
     call, number = describe(x), agreement.next_number(group)
-    _mark(group, call, number)
+
+    def again() -> T:
+        y, note, _ = agreement.agree(group, x, call)
+        return run(y, note)
+
     try:
-        return run(x, _Marked(group, call.op, number))
-    except MismatchError:
-        x, note, _ = agreement.agree(group, x, call)
-        return run(x, note)
-    finally:
-        _unmark(group)
+        with carrier.marked(_mark(call, number) | _WILL_EXCHANGE):
+            result = run(x, _Marked(group, call.op, number))
+    except CheckedMismatchError:
+        return again()
+    if isinstance(result, Handle):  # the mismatch shows when it is waited for, on all ranks
+        handle: Any = result.retried(CheckedMismatchError, lambda: cast(Any, again()).wait())
+        return cast(T, handle)
+    return result
 
 
 @dataclass(frozen=True)
 class _Marked(Note):
     """Of a call that was marked: its backward is marked too."""
 
-    def before_backward(self, cotangent: Tensor) -> None:
-        if _carries_marks(self.group):
-            _mark(self.group, Call(f"backward of {self.call}", None, None), self.number)
+    def backward(self, cotangent: Tensor) -> AbstractContextManager[None]:
+        carrier = behind(self.group, cotangent)
+        if not _carries_marks(carrier):
+            return nullcontext()
+        marked: AbstractContextManager[None] = carrier.marked(
+            _mark(Call(f"backward of {self.call}", None, None), self.number) & ~_WILL_EXCHANGE
+        )
+        return marked
 
 
-def _carries_marks(group: ProcessGroup) -> bool:
+def _carries_marks(carrier: Any) -> bool:
     """Whether the engine has marks, and nobody follows what is sent, who would not know them."""
-    quick: Any = group
-    return hasattr(group, "mark") and quick.observer is None
+    return hasattr(carrier, "marked") and carrier.observer is None
 
 
-def _mark(group: ProcessGroup, call: Call, number: int) -> None:
-    quick: Any = group
-    quick.mark = hash((fingerprint(call), number))
-
-
-def _unmark(group: ProcessGroup) -> None:
-    quick: Any = group
-    quick.mark = 0  # where nothing had to be sent
+def _mark(call: Call, number: int) -> int:
+    return hash((fingerprint(call), number)) | 2  # no mark is 0

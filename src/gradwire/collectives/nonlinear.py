@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
-from gradwire.collectives.agreement import Note
+from gradwire.collectives.agreement import Note, in_backward
 from gradwire.collectives.handles import Handle, Ticket, after, run, waited
 from gradwire.collectives.linear import (
     Linear,
@@ -115,9 +115,8 @@ class _Extremum(Function):
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor, _: Any) -> Any:
-        if ctx.note is not None:
-            ctx.note.before_backward(cotangent)
-        total = linear(ctx.form.adjoint(), cotangent, ctx.note)
+        with in_backward(ctx.note, cotangent):
+            total = linear(ctx.form.adjoint(), cotangent, ctx.note)
         return total * _shares(ctx.form, *ctx.saved_tensors), None, None, None
 
     @staticmethod
@@ -155,10 +154,9 @@ class _Product(Function):
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> Any:
-        if ctx.note is not None:
-            ctx.note.before_backward(cotangent)
         (x,) = ctx.saved_tensors
-        total = linear(ctx.form.adjoint(), cotangent, ctx.note)
+        with in_backward(ctx.note, cotangent):
+            total = linear(ctx.form.adjoint(), cotangent, ctx.note)
         return total * exclusive_product(x, ctx.form.group).conj(), None, None
 
     @staticmethod

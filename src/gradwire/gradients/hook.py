@@ -94,7 +94,8 @@ def parse_hook_result(result: object, bucket: GradBucket, hook: Callable[..., ob
     """The reduced tensor in what a hook's future held.
 
     Args:
-        result: A tensor, or a list or tuple of one.
+        result: A tensor, or a list or tuple of one. For a complex bucket, real and imaginary parts
+            in turn will do: Gloo's futures hold the real view that it has sent.
         bucket: The bucket the hook was called with.
         hook: Named in messages.
 
@@ -115,6 +116,8 @@ def parse_hook_result(result: object, bucket: GradBucket, hook: Callable[..., ob
     prefix = f"hook {name_of(hook)}, bucket {bucket.index()}: the result is"
     if not isinstance(result, Tensor):
         raise HookError(f"{prefix} {result!r}: give one tensor, or a list of one")
+    if buffer.is_complex() and result.dtype == buffer.dtype.to_real():
+        result = _as_complex(result, buffer)
     if result.layout != buffer.layout:
         raise HookError(f"{prefix} of layout {result.layout}, the bucket of {buffer.layout}")
     if result.dtype != buffer.dtype or result.device != buffer.device:
@@ -125,3 +128,10 @@ def parse_hook_result(result: object, bucket: GradBucket, hook: Callable[..., ob
     if result.layout == torch.strided and result.numel() != buffer.numel():
         raise HookError(f"{prefix} of {result.numel()} elements, the bucket of {buffer.numel()}")
     return result
+
+
+def _as_complex(result: Tensor, buffer: Tensor) -> Tensor:
+    """Pairs of reals as the complex numbers of a bucket; what is no such thing, as it is."""
+    if result.layout != torch.strided or result.numel() != 2 * buffer.numel():
+        return result
+    return torch.view_as_complex(result.reshape(-1, 2))

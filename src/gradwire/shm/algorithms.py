@@ -19,7 +19,7 @@ from torch import Tensor
 from gradwire.shm.arithmetic import reduce_into
 from gradwire.shm.header import INLINE, NOWHERE, Call, Place
 from gradwire.shm.sync import Deadline
-from gradwire.shm.team import INLINE_BYTES, SLOT_BYTES, SLOTS, Team
+from gradwire.shm.team import INLINE_BYTES, Team
 from gradwire.shm.tensors import overwritten
 
 __all__ = ["barrier", "broadcast", "exchange", "reduce", "reduce_scatter"]
@@ -28,9 +28,9 @@ _PIECE_BYTES = 256 << 10  # shorter pieces cost more in waits than they gain in 
 _LINE = 64  # elements; shares end between cache lines
 
 
-def barrier(team: Team, deadline: Deadline) -> None:
+def barrier(team: Team, deadline: Deadline, kind: str = "barrier") -> None:
     """Wait until every rank has called."""
-    team.announce(Call("barrier"), Place(INLINE), deadline)
+    team.announce(Call(kind), Place(INLINE), deadline)
 
 
 def reduce(team: Team, call: Call, flat: Tensor, deadline: Deadline) -> None:
@@ -49,7 +49,7 @@ def reduce(team: Team, call: Call, flat: Tensor, deadline: Deadline) -> None:
             pieces = [team.inline(r, flat.dtype, 0, flat.numel()) for r in range(team.size)]
             reduce_into(flat, pieces, call.op)
         return
-    team.announce(call, _place(team, flat), deadline)
+    team.announce(call, _place(team, flat, flat.nbytes), deadline)
     places = team.places()
     if all(p.region >= 0 for p in places):
         _reduce_where_it_lies(team, call, places, flat)
@@ -72,7 +72,7 @@ def broadcast(team: Team, call: Call, flat: Tensor, deadline: Deadline) -> None:
     if flat.nbytes <= INLINE_BYTES:
         exchange(team, call, outgoing, incoming, deadline, shared=True)
         return
-    team.announce(call, _place(team, flat) if at_root else team.locate(flat), deadline)
+    team.announce(call, _place(team, flat, flat.nbytes, sends=at_root), deadline)
     places = team.places()
     if places[call.root].region == NOWHERE:
         calls = [call] * team.size
@@ -114,11 +114,11 @@ def exchange(
         shared: Whether a rank's one block goes to all ranks.
     """
     own = outgoing[0 if shared else team.rank] if outgoing else None
-    if sum(block.nbytes for block in outgoing) > INLINE_BYTES:
+    if (total := sum(block.nbytes for block in outgoing)) > INLINE_BYTES:
         if overwritten(outgoing, incoming, team.rank, own):
             outgoing, base = [block.clone() for block in outgoing], None
             own = outgoing[0 if shared else team.rank]
-        team.announce(call, _place(team, base), deadline)
+        team.announce(call, _place(team, base, total), deadline)
     else:
         team.announce(call, Place(INLINE), deadline, outgoing)
     places = team.places()
@@ -143,12 +143,10 @@ def exchange(
         team.sync()  # until then others read this rank's tensors
 
 
-def _place(team: Team, base: Tensor | None) -> Place:
+def _place(team: Team, base: Tensor | None, nbytes: int, *, sends: bool = True) -> Place:
     """Where this rank's data lies; if in no region, there is a place for it to pass through."""
     place = Place(NOWHERE) if base is None else team.locate(base)
-    if place.region == NOWHERE:
-        team.stage()
-    return place
+    return team.nowhere(nbytes, sends=sends) if place.region == NOWHERE else place
 
 
 def _copy(target: Tensor | None, source: Tensor) -> None:
@@ -173,21 +171,25 @@ def _exchange_through_slots(
 ) -> None:
     columns = 1 if shared else max(1, team.size - 1)  # none for the rank itself
     longest = max(max(calls[rank].sends, default=call.numel) for rank in staged)
-    # short messages in two pieces at least, so that copies in and out overlap
-    half = longest * columns * call.dtype.itemsize // 2
-    step = min(SLOT_BYTES, max(_PIECE_BYTES, half)) // call.dtype.itemsize // columns
+    ring, total = team.ring, longest * columns * call.dtype.itemsize
+    # short messages in two pieces at least, if there are slots for both, so that copies overlap
+    step = (
+        min(ring.slot_bytes, max(_PIECE_BYTES, total // min(2, ring.slots)))
+        // call.dtype.itemsize
+        // columns
+    )
     slots = {rank: team.slots(rank, call.dtype) for rank in staged}
     others = outgoing if shared else [*outgoing[: team.rank], *outgoing[team.rank + 1 :]]
-    delay = team.lag(2) + 1
-    for turn in team.turns(math.ceil(longest / step), stages=2):
-        lo = turn * step
-        if team.rank in staged:
-            _fill(slots[team.rank][turn % SLOTS], [b[lo : lo + step] for b in others], step)
-        lo -= delay * step
+    for fill, fetch in team.turns(math.ceil(longest / step), stages=2):
+        if team.rank in staged and fill >= 0:
+            lo = fill * step
+            slot = slots[team.rank][fill % ring.slots]
+            _fill(slot, [block[lo : lo + step] for block in others], step)
+        lo = fetch * step
         for rank in staged:
             target = incoming[rank]
             if rank != team.rank and target is not None and 0 <= lo < target.numel():
-                piece, slot = target[lo : lo + step], slots[rank][(turn - delay) % SLOTS]
+                piece, slot = target[lo : lo + step], slots[rank][fetch % ring.slots]
                 column = 0 if shared else team.rank - (rank < team.rank)
                 piece.copy_(slot[column * step :][: piece.numel()])
 
@@ -219,14 +221,14 @@ def reduce_scatter(
         base: A contiguous tensor that holds the blocks in order, where there is one.
     """
     start, count, ranks = _start(call, team.rank), out.numel(), range(team.size)
-    if sum(block.nbytes for block in blocks) <= INLINE_BYTES:
+    if (total := sum(block.nbytes for block in blocks)) <= INLINE_BYTES:
         team.announce(call, Place(INLINE), deadline, blocks)
         reduce_into(out, [team.inline(r, call.dtype, start, count) for r in ranks], call.op)
         return
     results = [out if r == team.rank else None for r in ranks]
     if overwritten(blocks, results, team.rank, blocks[team.rank]):
         blocks, base = [block.clone() for block in blocks], None
-    team.announce(call, _place(team, base), deadline)
+    team.announce(call, _place(team, base, total), deadline)
     places = team.places()
     if all(p.region >= 0 for p in places):
         pieces = [
@@ -239,18 +241,20 @@ def reduce_scatter(
         team.sync()
         return
     slots = [team.slots(r, call.dtype) for r in ranks]
-    step = SLOT_BYTES // call.dtype.itemsize // team.size
-    longest, delay = max(call.sends, default=call.numel), team.lag(2) + 1
-    first = team.rank * step
-    for turn in team.turns(math.ceil(longest / step), stages=2):
-        lo = turn * step
-        _fill(slots[team.rank][turn % SLOTS], [block[lo : lo + step] for block in blocks], step)
-        lo -= delay * step
+    ring = team.ring
+    step = ring.slot_bytes // call.dtype.itemsize // team.size
+    longest, first = max(call.sends, default=call.numel), team.rank * step
+    for fill, now in team.turns(math.ceil(longest / step), stages=2):
+        if fill >= 0:
+            lo = fill * step
+            slot = slots[team.rank][fill % ring.slots]
+            _fill(slot, [block[lo : lo + step] for block in blocks], step)
+        lo = now * step
         if 0 <= lo < count:
             target = out[lo : lo + step]
-            slot = (turn - delay) % SLOTS
             last = first + target.numel()
-            reduce_into(target, [slots[r][slot][first:last] for r in ranks], call.op)
+            sources = [slots[r][now % ring.slots][first:last] for r in ranks]
+            reduce_into(target, sources, call.op)
 
 
 def _share(count: int, rank: int, size: int) -> tuple[int, int]:
@@ -278,27 +282,25 @@ def _reduce_where_it_lies(team: Team, call: Call, places: Sequence[Place], flat:
 
 
 def _reduce_through_slots(team: Team, call: Call, flat: Tensor, *, gets_result: bool) -> None:
-    """Three steps of a pipeline in each turn: copy a piece in, reduce the last, copy one out."""
+    """In each turn: copy a piece in, reduce one from before, copy one from before that out."""
     size, dtype = team.size, flat.dtype
     slots = [team.slots(r, dtype) for r in range(size)]
-    step = SLOT_BYTES // dtype.itemsize
+    ring = team.ring
+    step = ring.slot_bytes // dtype.itemsize
     pieces = flat.split(step)
-    spare = None if gets_result else torch.empty(step, dtype=dtype, device="cpu")
-    delay = team.lag(3) + 1
-    for turn in team.turns(len(pieces), stages=3):
-        if turn < len(pieces):
-            slots[team.rank][turn % SLOTS][: len(pieces[turn])].copy_(pieces[turn])
-        now = turn - delay
-        if 0 <= now < len(pieces):
+    spare = None if gets_result else torch.empty(len(pieces[0]), dtype=dtype, device="cpu")
+    for fill, now, fetch in team.turns(len(pieces), stages=3):
+        if fill >= 0:
+            slots[team.rank][fill % ring.slots][: len(pieces[fill])].copy_(pieces[fill])
+        if now >= 0:
             start, stop = _share(len(pieces[now]), team.rank, size)
             if start < stop:
                 result = (pieces[now] if spare is None else spare)[start:stop]
-                sources = [slots[r][now % SLOTS][start:stop] for r in range(size)]
+                sources = [slots[r][now % ring.slots][start:stop] for r in range(size)]
                 reduce_into(result, sources, call.op)
                 sources[team.rank].copy_(result)
-        now -= delay
-        if now >= 0 and gets_result:
+        if fetch >= 0 and gets_result:
             for r in range(size):
-                start, stop = _share(len(pieces[now]), r, size)
+                start, stop = _share(len(pieces[fetch]), r, size)
                 if r != team.rank and start < stop:
-                    pieces[now][start:stop].copy_(slots[r][now % SLOTS][start:stop])
+                    pieces[fetch][start:stop].copy_(slots[r][fetch % ring.slots][start:stop])

@@ -10,7 +10,7 @@ from torch.distributed import ReduceOp
 
 from gradwire.errors import ArgumentError
 
-__all__ = ["OPS", "check_reduction", "number_of", "reduce_into"]
+__all__ = ["HALF", "OPS", "SUM", "check_reduction", "number_of", "reduce_into"]
 
 
 def number_of(op: object) -> int:
@@ -31,13 +31,14 @@ OPS: dict[int, Callable[..., Tensor]] = {
 }
 """How two pieces become one, by the number that torch.distributed has for a reduce op."""
 
+SUM = number_of(ReduceOp.SUM)
 _AVG = number_of(ReduceOp.AVG)
-_ROUNDING = {number_of(ReduceOp.SUM), _AVG, number_of(ReduceOp.PRODUCT)}
+_ROUNDING = {SUM, _AVG, number_of(ReduceOp.PRODUCT)}
 _BITWISE = {number_of(ReduceOp.BAND), number_of(ReduceOp.BOR), number_of(ReduceOp.BXOR)}
 _ORDERED = {number_of(ReduceOp.MIN), number_of(ReduceOp.MAX)}
 _PRODUCT = number_of(ReduceOp.PRODUCT)
 _WIDE_UNSIGNED = {torch.uint16, torch.uint32, torch.uint64}  # torch hardly computes with them
-_HALF = {torch.float16, torch.bfloat16}
+HALF = {torch.float16, torch.bfloat16}
 
 
 def check_reduction(op: int, dtype: torch.dtype) -> None:
@@ -84,7 +85,7 @@ def reduce_into(out: Tensor, pieces: Sequence[Tensor], op: int) -> None:
         if out.data_ptr() != pieces[0].data_ptr():
             out.copy_(pieces[0])
         return
-    if out.dtype in _HALF and op in _ROUNDING and (len(pieces) > 2 or op == _AVG):
+    if out.dtype in HALF and op in _ROUNDING and (len(pieces) > 2 or op == _AVG):
         total = function(pieces[0].float(), pieces[1])
         for piece in pieces[2:]:
             function(total, piece, out=total)

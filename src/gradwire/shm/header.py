@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed import ReduceOp
 
-from gradwire.errors import MismatchError
+from gradwire.errors import CheckedMismatchError, MismatchError
 
 __all__ = [
     "DTYPES",
@@ -30,7 +30,8 @@ __all__ = [
 ]
 
 _FIXED = struct.Struct("<10q")
-_AGREED = 7 * 8
+_AGREED = 7 * 8  # what must be equal: six numbers that describe the call, and its mark
+_MARK = 6 * 8
 
 DTYPES: tuple[torch.dtype, ...] = tuple(
     getattr(torch, name)
@@ -46,7 +47,7 @@ NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
 KINDS = (
     *("all_reduce", "reduce", "broadcast", "all_gather", "all_gather_single", "gather"),
     *("scatter", "reduce_scatter", "reduce_scatter_single", "all_to_all", "barrier"),
-    "broadcast_coalesced",
+    *("broadcast_coalesced", "all_reduce_sparse", "monitored_barrier"),
 )
 
 
@@ -98,7 +99,7 @@ def header_bytes(size: int) -> int:
 
 
 def write(buffer: memoryview, call: Call, place: Place, mark: int) -> None:
-    """Put a header into its place in shared memory; the mark has to agree too."""
+    """Put a header into its place in shared memory, with the call's mark, 0 for none."""
     _FIXED.pack_into(
         buffer,
         0,
@@ -135,15 +136,27 @@ def place_of(buffer: memoryview) -> Place:
 def check_agreement(headers: Sequence[memoryview], rank: int) -> None:
     """Raise unless all ranks call the same collective with arguments that fit.
 
+    Marks are compared only if all calls have one.
+
     Raises:
-        MismatchError: They do not; every rank that looks at these headers raises the same.
+        CheckedMismatchError: They do not, and all have marks whose lowest bit is set.
+        MismatchError: They do not. Every rank that looks at these headers raises the same.
     """
     own = headers[rank][:_AGREED]
     if any(header[:_AGREED] != own for header in headers):
-        raise _disagreement([read(header)[0] for header in headers])
+        marks = [_mark_of(header) for header in headers]
+        described = own[:_MARK]
+        if all(marks) or any(header[:_MARK] != described for header in headers):
+            error = _disagreement([read(header)[0] for header in headers])
+            raise CheckedMismatchError(str(error)) if all(mark & 1 for mark in marks) else error
     (tables,) = struct.unpack_from("<q", headers[rank], _AGREED)
     if tables:
         _check_tables([read(header)[0] for header in headers])
+
+
+def _mark_of(header: memoryview) -> int:
+    mark: int = struct.unpack_from("<q", header, _MARK)[0]
+    return mark
 
 
 def _disagreement(calls: Sequence[Call]) -> MismatchError:

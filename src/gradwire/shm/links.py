@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import os
 import select
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 
@@ -25,17 +27,21 @@ from gradwire.errors import (
 from gradwire.shm.segment import check_sealed
 from gradwire.shm.sync import Deadline
 
-__all__ = ["Kind", "Links", "Message"]
+__all__ = ["Kind", "Links", "Message", "Receive"]
 
 _HEAD = struct.Struct("<Biqq")  # kind, tag, and two numbers that mean what the kind says
 _FD_BYTES = array.array("i").itemsize
 _MAX_BYTES = 1 << 17
+_FULL = {errno.EAGAIN, errno.EWOULDBLOCK, errno.ETOOMANYREFS, errno.ENOBUFS}
+"""A connection is full, or too many descriptors are in flight: the peer is not lost for that."""
+_GLANCE_MS = 50
+_JOIN_S = 1.0
 
 
 class Kind(IntEnum):
     """What a message is."""
 
-    REGION = 0  # a: the region's number; comes with a descriptor
+    REGION = 0  # a: the region's number; the text says where it lies; the first has a descriptor
     RELEASE = 1  # a: the region's number
     DATA = 2  # a point-to-point message; a: dtype, b: elements; inline or in a descriptor
     FAILED = 3  # the sender gave the group up; the text says why; a: whether a peer was lost
@@ -55,12 +61,17 @@ class Message:
         self.kind, self.tag, self.a, self.b, self.text, self.fd = kind, tag, a, b, text, fd
 
 
+Receive = Callable[[int, Message], Callable[[], None] | None]
+"""Takes in a message of a peer, and returns what is left to do with it without the lock."""
+
+
 class Links:
     """The connections of one rank.
 
     Args:
         peers: A connected socket for each other rank.
-        receive: Called in the reading thread, under `changed`, with a peer and its message.
+        receive: Called in the reading thread, under `changed`, with a peer and its message; what it
+            returns is called there after that, without the lock.
         on_lost: Called likewise with a peer that is lost and why.
 
     Attributes:
@@ -72,7 +83,7 @@ class Links:
     def __init__(
         self,
         peers: dict[int, socket.socket],
-        receive: Callable[[int, Message], None],
+        receive: Receive,
         on_lost: Callable[[int, DistributedError], None],
     ) -> None:
         self.changed = threading.Condition()
@@ -81,6 +92,7 @@ class Links:
         self._peers = peers
         self._receive = receive
         self._on_lost = on_lost
+        self._later: list[Callable[[], None]] = []  # of the reading thread alone
         self._wake, self._woken = os.pipe()
         for peer in peers.values():
             peer.setblocking(False)
@@ -116,21 +128,46 @@ class Links:
             try:
                 connection.sendmsg(parts, extra)
                 return
-            except BlockingIOError:
-                if not _has_room(connection, deadline):
-                    raise CollectiveTimeoutError(
-                        f"rank {peer} did not read its messages within {deadline.seconds:g} s"
-                    ) from None
             except OSError as error:
+                if error.errno in _FULL:
+                    self._wait_for_room(peer, error.errno, deadline)
+                    continue
                 raise self.lost.get(peer) or PeerLostError(
                     f"rank {peer} is gone ({error.strerror})"
                 ) from error
 
-    def tell(self, kind: Kind, deadline: Deadline, *, a: int = 0, fd: int | None = None) -> None:
+    def _wait_for_room(self, peer: int, errno_: int, deadline: Deadline) -> None:
+        """Wait, for a moment, until a peer has read what is before a message.
+
+        Raises:
+            CollectiveTimeoutError: The time is over.
+            BrokenGroupError: This rank gave up meanwhile.
+        """
+        self.check([])
+        if deadline.over():
+            raise CollectiveTimeoutError(
+                f"rank {peer} did not read its messages within {deadline.seconds:g} s"
+            )
+        if errno_ == errno.ETOOMANYREFS:  # of all this user's processes: no connection tells
+            time.sleep(0.001)
+        else:
+            poll = select.poll()  # select.select has no descriptors from 1024 on
+            poll.register(self._peers[peer], select.POLLOUT)
+            poll.poll(_GLANCE_MS)
+
+    def tell(
+        self,
+        kind: Kind,
+        deadline: Deadline,
+        *,
+        a: int = 0,
+        data: bytes = b"",
+        fd: int | None = None,
+    ) -> None:
         """Send one message to every peer that is still there."""
         for peer in self._peers:
             with contextlib.suppress(PeerLostError, PeerFailedError):
-                self.send(peer, kind, deadline, a=a, fd=fd)
+                self.send(peer, kind, deadline, a=a, data=data, fd=fd)
 
     def give_up(self, reason: BaseException) -> None:
         """Tell the peers that this rank takes part no more, so that none waits for it."""
@@ -160,7 +197,8 @@ class Links:
                 connection.send(_HEAD.pack(Kind.GOODBYE, 0, 0, 0))
         os.close(self._woken)
         if threading.current_thread() is not self._thread:
-            self._thread.join()
+            # not for ever: a signal's handler may be here while its thread holds `changed`
+            self._thread.join(_JOIN_S)
 
     def close_in_child(self) -> None:
         """Let go of what a forked process inherited, or peers would not see this one's end."""
@@ -183,6 +221,8 @@ class Links:
                     if not self._read_one(ranks[fd]):
                         poll.unregister(fd)
                 self.changed.notify_all()
+            while self._later:
+                self._later.pop(0)()
         for connection in self._peers.values():
             connection.close()
         os.close(self._wake)
@@ -196,6 +236,9 @@ class Links:
             )
         except ConnectionResetError:
             return True  # it left without reading all; what it sent before can still be read
+        except OSError as error:
+            self._lose(peer, PeerLostError(f"rank {peer} cannot be heard any more ({error})"))
+            return False
         if not data:
             self._lose(peer, PeerLostError(f"rank {peer} died or left without a word"))
             return False
@@ -228,20 +271,14 @@ class Links:
                 peer, error(f"rank {peer} gave the group up: {text.decode(errors='replace')}")
             )
         else:
-            self._receive(peer, Message(Kind(kind), tag, a, b, text, fd))
+            later = self._receive(peer, Message(Kind(kind), tag, a, b, text, fd))
+            if later is not None:
+                self._later.append(later)
 
     def _lose(self, peer: int, error: DistributedError) -> None:
         if peer not in self.lost:
             self.lost[peer] = error
             self._on_lost(peer, error)
-
-
-def _has_room(connection: socket.socket, deadline: Deadline) -> bool:
-    """Wait until a connection takes another message; whether it does before the deadline."""
-    poll = select.poll()  # select.select has no descriptors from 1024 on
-    poll.register(connection, select.POLLOUT)
-    left = deadline.left()
-    return bool(poll.poll(None if left is None else left * 1000))
 
 
 def _as_ours(peer: int, error: Exception) -> DistributedError:

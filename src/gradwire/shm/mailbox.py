@@ -9,7 +9,9 @@ from __future__ import annotations
 import ctypes
 import os
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -62,32 +64,45 @@ class _Letter:
 
 
 class Mailbox:
-    """The messages that came to a rank, and those it waits for; used under the links' lock."""
+    """The messages that came to a rank, and those it waits for; used under the links' lock.
+
+    What fits is taken out under the lock, and copied by who took it out when that has let go of the
+    lock: a large message must hold up neither other receives nor news of lost peers.
+    """
 
     def __init__(self) -> None:
         self._letters: deque[_Letter] = deque()
         self._wanted: deque[_Wanted] = deque()
 
-    def want(self, source: int | None, tag: int, tensor: Tensor, work: ShmWork) -> bool:
-        """Fill a tensor with the next message; whether it was there. None is any source."""
+    def want(
+        self, source: int | None, tag: int, tensor: Tensor, work: ShmWork
+    ) -> Callable[[], None] | None:
+        """Have a tensor filled with the next message; None is any source.
+
+        Returns:
+            If the message was there, what fills the tensor, to be called without the lock.
+        """
         wanted = _Wanted(source, tag, tensor, work)
         for letter in self._letters:
             if _fits(wanted, letter):
                 self._letters.remove(letter)
-                _hand_over(wanted, letter)
-                return True
+                return partial(_hand_over, wanted, letter)
         self._wanted.append(wanted)
-        return False
+        return None
 
-    def deliver(self, source: int, message: Message) -> None:
-        """Take in a message."""
+    def deliver(self, source: int, message: Message) -> Callable[[], None] | None:
+        """Take in a message.
+
+        Returns:
+            If it is waited for, what fills the tensor, to be called without the lock.
+        """
         letter = _Letter(source, message.tag, _content(message))
         for wanted in self._wanted:
             if _fits(wanted, letter):
                 self._wanted.remove(wanted)
-                _hand_over(wanted, letter)
-                return
+                return partial(_hand_over, wanted, letter)
         self._letters.append(letter)
+        return None
 
     def fail(self, source: int, error: DistributedError, *, others_left: bool) -> None:
         """Let those who wait for a lost peer know; and those for any, if it could be no other."""
@@ -103,9 +118,12 @@ class Mailbox:
         while self._wanted:
             self._wanted.popleft().work.finish(error)
 
-    def forget(self, work: ShmWork) -> None:
-        """Wait no more for the message of a receive."""
-        self._wanted = deque(w for w in self._wanted if w.work is not work)
+    def forget(self, work: ShmWork) -> bool:
+        """Wait no more for the message of a receive; whether it had not come."""
+        kept = deque(w for w in self._wanted if w.work is not work)
+        forgotten = len(kept) < len(self._wanted)
+        self._wanted = kept
+        return forgotten
 
 
 def _content(message: Message) -> Tensor:
@@ -122,16 +140,22 @@ def _fits(wanted: _Wanted, letter: _Letter) -> bool:
 
 
 def _hand_over(wanted: _Wanted, letter: _Letter) -> None:
-    tensor, data = wanted.tensor, letter.data
-    if (tensor.numel(), tensor.dtype) == (data.numel(), data.dtype):
-        with torch.inference_mode(tensor.is_inference()):
-            tensor.copy_(data.view(tensor.shape))
+    """End a receive; nothing else does once its message was found, so that nobody waits in vain."""
+    try:
+        _fill(wanted.tensor, letter)
+    except Exception as error:  # of the receiver's tensor: the sender and the link are well
+        wanted.work.finish(error)
+    else:
         wanted.work.finish(source=letter.source)
-        return
-    wanted.work.finish(
-        MismatchError(
+
+
+def _fill(tensor: Tensor, letter: _Letter) -> None:
+    data = letter.data
+    if (tensor.numel(), tensor.dtype) != (data.numel(), data.dtype):
+        raise MismatchError(
             f"rank {letter.source} sent {data.numel()} elements of {data.dtype} (tag "
             f"{letter.tag}), but recv was given a tensor of "
             f"{tensor.numel()} elements of {tensor.dtype}"
         )
-    )
+    with torch.inference_mode(tensor.is_inference()):
+        tensor.copy_(data.view(tensor.shape))

@@ -7,21 +7,22 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup, Work
+from torch.distributed import Work
 
 from gradwire.errors import (
     ArgumentError,
     BrokenGroupError,
     DistributedError,
     MismatchError,
-    NotSupportedError,
 )
 from gradwire.shm.links import Message
 from gradwire.shm.mailbox import Mailbox
@@ -40,36 +41,35 @@ Observer = Callable[[str, int, Sequence[Sequence[Tensor]]], None]
 tensors; what torch's dispatcher does for groups that are written in C++."""
 
 
-class Member(ProcessGroup):
-    """What all operations stand on.
+class Member:
+    """What all operations stand on, whichever of torch.distributed's classes it is shown as.
+
+    It can be used once it has joined.
 
     Args:
-        rank: This rank.
-        size: How many ranks.
-        peers: A connection to each other rank.
         timeout: For each operation that has none of its own.
 
     Attributes:
         observer: Told of each collective as it is submitted, if there is one.
-        mark: What the callers of the next collective have to have alike, as a number of 64 bits;
-            if they have not, it raises MismatchError on all ranks.
     """
 
-    def __init__(self, rank: int, size: int, peers: dict[int, Any], timeout: timedelta) -> None:
-        super().__init__(rank, size)  # type: ignore[call-arg]
-        self._rank, self._size = rank, size
-        self._names = {"name": "", "desc": ""}
+    def __init__(self, timeout: timedelta) -> None:
         self._timeout = timeout
         self._broken: BaseException | None = None
-        self._closed = ""  # why, once it is
-        self._mailbox, self._lost = Mailbox(), 0
-        self._team = Team(
-            rank, size, peers, self._deliver, self._on_lost, Deadline(timeout.total_seconds())
-        )
-        self._queue = Queue(f"gradwire-shm-{rank}")
+        self._closed = "the group has no members yet"  # why it cannot be used; "" if it can
         self.observer: Observer | None = None
-        self._submitted = self.mark = 0
+        self._submitted = 0
+        self._leaving = False  # whether `_let_go` is still to come
+        self._marks = threading.local()
         _MEMBERS.add(self)
+
+    def _join(self, rank: int, size: int, peers: dict[int, Any], deadline: Deadline) -> None:
+        """Be this rank of the group that `peers` are connections to, from now on."""
+        self._rank, self._size = rank, size
+        self._mailbox, self._lost = Mailbox(), 0
+        self._team = Team(rank, size, peers, self._deliver, self._on_lost, deadline)
+        self._queue = Queue(f"gradwire-shm-{rank}")
+        self._broken, self._closed = None, ""
 
     # --- what it is ---
 
@@ -77,43 +77,15 @@ class Member(ProcessGroup):
         """The backend's name."""
         return "shm"
 
-    def getRank(self) -> int:
-        """This rank."""
-        return self._rank
-
-    def getSize(self) -> int:
-        """How many ranks."""
-        return self._size
-
-    def getGroupName(self) -> str:
-        """The name torch.distributed gave it."""
-        return self._names["name"]
-
-    def setGroupName(self, name: str) -> None:
-        """Take the name torch.distributed gives."""
-        self._names["name"] = name
-
-    def getGroupDesc(self) -> str:
-        """Its description."""
-        return self._names["desc"]
-
-    def setGroupDesc(self, desc: str) -> None:
-        """Take a description."""
-        self._names["desc"] = desc
-
-    _set_group_name, _set_group_desc = setGroupName, setGroupDesc
-    group_name = property(getGroupName)
-    group_desc = property(getGroupDesc)
-    name = getBackendName
+    @property
+    def failure(self) -> BaseException | None:
+        """Why the group cannot be used any more, if an operation failed."""
+        return self._broken
 
     @property
-    def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
-
-    @property  # type: ignore[misc]
-    def bound_device_id(self) -> None:
-        """No device: the group carries CPU tensors."""
-        return
+    def timeout(self) -> timedelta:
+        """The timeout of operations that have none of their own."""
+        return self._timeout
 
     def set_timeout(self, timeout: timedelta) -> None:
         """The timeout of operations from now on that have none of their own."""
@@ -128,14 +100,28 @@ class Member(ProcessGroup):
 
     def shutdown(self) -> None:
         """Leave the group; peers that still wait for this rank get an error."""
-        if not self._closed:
-            self._closed = "the group was destroyed on this rank: make a new one"
-            self._queue.close()
-            self._team.close()
-            self._mailbox.fail_all(BrokenGroupError(self._closed))
+        self._leave("the group was destroyed on this rank: make a new one")
+
+    def _leave(self, reason: str) -> None:
+        joined, self._closed = not self._closed, reason
+        if not joined:
+            return
+        if self._queue.runs_here():
+            # a signal interrupted an operation of this very thread, which needs the memory: it
+            # fails when the handler is done, and what is left to do here is done then
+            self._team.links.aborted = BrokenGroupError(reason)
+            self._leaving = True
+        else:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        self._leaving = False
+        self._queue.close()
+        self._team.close()
+        self._mailbox.fail_all(BrokenGroupError(self._closed))
 
     def abort(self) -> None:
-        """Leave the group without waiting for operations in flight; they fail."""
+        """Leave the group; operations in flight fail, and are waited for no longer than that."""
         if not self._closed:
             error = BrokenGroupError("the group was aborted on this rank")
             self._break(error)
@@ -143,35 +129,18 @@ class Member(ProcessGroup):
             links.aborted = error
             with links.changed:
                 self._mailbox.fail_all(error)
+            self._leave("the group was aborted on this rank: make a new one")
 
     def _leave_at_exit(self) -> None:
         # what the others take part in may end; what they do not must not hold up the process
-        self._team.links.aborted = BrokenGroupError("the process of this rank ends")
+        if not self._closed:
+            self._team.links.aborted = BrokenGroupError("the process of this rank ends")
         self.shutdown()
 
     def _leave_in_child(self) -> None:
         if not self._closed:
             self._closed = "this process was forked from a rank: only the rank can use its groups"
             self._team.links.close_in_child()
-
-    def splitGroup(self, *args: object) -> ProcessGroup:
-        """Not there.
-
-        Raises:
-            NotSupportedError: Always.
-        """
-        raise NotSupportedError("shm groups cannot be split: use torch.distributed.new_group")
-
-    split_group = splitGroup
-
-    def _start_coalescing(self, device: torch.device) -> None:
-        raise NotSupportedError(
-            "shm has no coalescing of unlike operations: use the *_coalesced operations, or "
-            "several with async_op=True"
-        )
-
-    def _has_hooks(self) -> bool:
-        return False
 
     def _get_sequence_number_for_group(self) -> int:
         """How many collectives were submitted: equal on ranks that are in step."""
@@ -190,7 +159,7 @@ class Member(ProcessGroup):
         self._submitted += 1
         if self.observer is not None:
             self.observer(*seen)
-        mark, self.mark = self.mark, 0
+        mark = self._take_mark()
         inference = any(tensor.is_inference() for tensor in tensors)
         own = opts.timeout.total_seconds()
         seconds = own if own > 0 else self._timeout.total_seconds()
@@ -210,7 +179,32 @@ class Member(ProcessGroup):
                 self._break(error)
                 raise
 
-        return self._queue.submit(guarded, ShmWork(tensors), wait=not opts.asyncOp)
+        try:
+            return self._queue.submit(guarded, ShmWork(tensors), wait=not opts.asyncOp)
+        finally:
+            if self._leaving and not self._queue.runs_here():
+                self._let_go()
+
+    @contextmanager
+    def marked(self, mark: int) -> Iterator[None]:
+        """Have the next collective that this thread submits carry a mark; none if it submits none.
+
+        Args:
+            mark: Any 64 bits but all zeros, which all ranks' collectives must have alike if all
+                have one. If they have not, all raise: CheckedMismatchError, if the lowest bit is
+                set in all of them, else MismatchError.
+        """
+        self._marks.next = mark
+        try:
+            yield
+        finally:
+            self._marks.next = 0
+
+    def _take_mark(self) -> int:
+        mark: int = getattr(self._marks, "next", 0)
+        if mark:
+            self._marks.next = 0
+        return mark
 
     def _break(self, error: BaseException) -> None:
         if self._broken is None:
@@ -253,8 +247,8 @@ class Member(ProcessGroup):
                 f"{self._size} times {part.numel()} of the smaller"
             )
 
-    def _deliver(self, peer: int, message: Message) -> None:
-        self._mailbox.deliver(peer, message)
+    def _deliver(self, peer: int, message: Message) -> Callable[[], None] | None:
+        return self._mailbox.deliver(peer, message)
 
     def _on_lost(self, peer: int, error: DistributedError) -> None:
         self._lost += 1  # counted here: a peer may be lost before there is a team

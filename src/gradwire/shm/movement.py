@@ -241,3 +241,22 @@ class Movement(Member):
         return self._submit(
             lambda deadline: algorithms.barrier(self._team, deadline), [], opts or BarrierOptions()
         )
+
+    def monitored_barrier(
+        self, opts: BarrierOptions | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """Return when every rank has called it.
+
+        Args:
+            opts: Its timeout.
+            wait_all_ranks: All the same: the error names all ranks that are missing.
+
+        Raises:
+            CollectiveTimeoutError: Ranks did not call it in time; it names them.
+        """
+        opts = opts or BarrierOptions()
+
+        def job(deadline: Deadline) -> None:
+            algorithms.barrier(self._team, deadline, "monitored_barrier")
+
+        self._submit(job, [], opts).wait()

@@ -50,15 +50,20 @@ class PointToPoint(Member):
 
         def forget() -> None:
             with links.changed:
-                mailbox.forget(work)
+                forgotten = mailbox.forget(work)
+            if not forgotten:
+                work.settle()  # the tensor is being written
 
         work = ShmWork(tensors, self._timeout.total_seconds(), forget, apart=True)
         with links.changed:
-            if not mailbox.want(src, tag, one(tensors).detach(), work):
+            fill = mailbox.want(src, tag, one(tensors).detach(), work)
+            if fill is None:
                 if src is not None and src in links.lost:
                     mailbox.fail(src, links.lost[src], others_left=True)
                 elif links.lost and links.all_lost():
                     mailbox.fail(-1, next(iter(links.lost.values())), others_left=False)
+        if fill is not None:
+            fill()
         return work
 
 

@@ -1,24 +1,38 @@
-"""torch.distributed's face of a team: its methods, options, handles and names.
+"""torch.distributed's two faces of a group's member: what callers of either kind find.
 
 C++ callers (DistributedDataParallel's reducer, functional collectives) and Python callers reach
 different methods for the same thing, and older versions of torch have other names for some, so
-that several names stand for one method here.
+that several names stand for one method here. Where torch lets Python make a Backend, the member is
+one, inside a ProcessGroup of torch's own; before, it is a ProcessGroup itself.
 """
 
 # torch's stubs give overloads and names that its own callers do not use on a backend
-# mypy: disable-error-code="assignment"
+# mypy: disable-error-code="assignment,misc,override"
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import BarrierOptions
+
+from gradwire._torch import BackendBase, outside_graphs
+from gradwire.errors import DistributedError, NotSupportedError
+from gradwire.shm.forms import with_forms
 from gradwire.shm.movement import Movement
 from gradwire.shm.point_to_point import PointToPoint
 from gradwire.shm.reductions import Reductions
+from gradwire.shm.sync import Deadline
 
-__all__ = ["ShmProcessGroup"]
+__all__ = ["Operations", "ShmBackend", "ShmProcessGroup"]
 
 
-class ShmProcessGroup(Reductions, Movement, PointToPoint):
-    """The ranks of one host, over shared memory."""
+@outside_graphs
+class Operations(Reductions, Movement, PointToPoint):
+    """Everything that the ranks of one host do over shared memory."""
 
     # the names of torch before 2.13
     _allgather_base = Movement.all_gather_single
@@ -26,3 +40,148 @@ class ShmProcessGroup(Reductions, Movement, PointToPoint):
     _reduce_scatter_base = Reductions.reduce_scatter_single
     reduce_scatter_tensor_coalesced = Reductions.reduce_scatter_single_coalesced
     alltoall_base = Movement.all_to_all_single
+
+
+@with_forms
+class ShmProcessGroup(Operations, ProcessGroup):
+    """The ranks of one host as a process group.
+
+    Args:
+        rank: This rank.
+        size: How many ranks.
+        peers: A connection to each other rank.
+        timeout: For each operation that has none of its own.
+    """
+
+    def __init__(self, rank: int, size: int, peers: dict[int, Any], timeout: timedelta) -> None:
+        ProcessGroup.__init__(self, rank, size)  # type: ignore[call-arg]
+        self._names = {"name": "", "desc": ""}
+        Operations.__init__(self, timeout)
+        self._join(rank, size, peers, Deadline(timeout.total_seconds()))
+
+    def getRank(self) -> int:
+        """This rank."""
+        return self._rank
+
+    def getSize(self) -> int:
+        """How many ranks."""
+        return self._size
+
+    def getGroupName(self) -> str:
+        """The name torch.distributed gave it."""
+        return self._names["name"]
+
+    def setGroupName(self, name: str) -> None:
+        """Take the name torch.distributed gives."""
+        self._names["name"] = name
+
+    def getGroupDesc(self) -> str:
+        """Its description."""
+        return self._names["desc"]
+
+    def setGroupDesc(self, desc: str) -> None:
+        """Take a description."""
+        self._names["desc"] = desc
+
+    _set_group_name, _set_group_desc = setGroupName, setGroupDesc
+    group_name = property(getGroupName)
+    group_desc = property(getGroupDesc)
+    name = Operations.getBackendName
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    @property
+    def bound_device_id(self) -> None:
+        """No device: the group carries CPU tensors."""
+        return
+
+    def _get_backend(self, device: torch.device) -> Any:
+        """None apart from the group.
+
+        Raises:
+            DistributedError: Always; a RuntimeError, as torch's is.
+        """
+        raise DistributedError(
+            "this shm group has no backend beside it with this version of PyTorch: call the "
+            "group's own methods, such as set_timeout"
+        )
+
+    def monitored_barrier(  # torch's two classes differ in the first argument
+        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """Return when every rank has called it; see `Movement.monitored_barrier`."""
+        opts = BarrierOptions()
+        if timeout is not None:
+            opts.timeout = timeout
+        super().monitored_barrier(opts, wait_all_ranks)
+
+    def splitGroup(self, *args: object) -> ProcessGroup:
+        """Not there.
+
+        Raises:
+            NotSupportedError: Always.
+        """
+        raise NotSupportedError("shm groups cannot be split: use torch.distributed.new_group")
+
+    split_group = splitGroup
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        raise NotSupportedError(
+            "shm has no coalescing of unlike operations: use the *_coalesced operations, or "
+            "several with async_op=True"
+        )
+
+    def _has_hooks(self) -> bool:
+        return False
+
+
+class ShmBackend(Operations, BackendBase):
+    """The ranks of one host as what carries a process group's CPU tensors.
+
+    Args:
+        rank, size, peers, timeout: As for `ShmProcessGroup`.
+        split_off: Makes a group from a store, a rank, a size and a timeout.
+    """
+
+    # torch 2.15 reads them from the class, and recurs without end where they are its own
+    supports_coalescing = supports_reconfigure = supports_shrinking = supports_window = False
+    _supports_time_estimate = False
+    supports_splitting = True
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        peers: dict[int, Any],
+        timeout: timedelta,
+        split_off: Callable[[Any, int, int, timedelta], Any],
+    ) -> None:
+        BackendBase.__init__(self, rank, size)
+        Operations.__init__(self, timeout)
+        self._split_off = split_off
+        self._join(rank, size, peers, Deadline(timeout.total_seconds()))
+
+    @property
+    def options(self) -> Any:
+        """What a group that is split from this one starts from."""
+        return BackendBase.Options("shm", self._timeout)
+
+    def split(self, store: Any, ranks: list[int], options: Any) -> Any:
+        """A part of the group as a group of its own, in the given order of ranks.
+
+        Args:
+            store: For the new group alone.
+            ranks: Of its members, in this group.
+            options: Its options; of these the timeout.
+
+        Raises:
+            NotSupportedError: On a rank outside; torch would crash on what stands for no group.
+        """
+        if self._rank not in ranks:
+            raise NotSupportedError(
+                f"rank {self._rank} is in none of split_ranks: give it a group, of its own for "
+                "instance, or use torch.distributed.new_group"
+            )
+        return self._split_off(store, ranks.index(self._rank), len(ranks), options._timeout)

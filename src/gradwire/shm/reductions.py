@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed import Work
 from torch.distributed.distributed_c10d import (
@@ -16,13 +17,15 @@ from torch.distributed.distributed_c10d import (
     ReduceScatterOptions,
 )
 
-from gradwire.shm import algorithms
-from gradwire.shm.arithmetic import check_reduction, number_of
+from gradwire.errors import ArgumentError
+from gradwire.shm import algorithms, sparse
+from gradwire.shm.arithmetic import SUM, check_reduction, number_of
 from gradwire.shm.header import Call
 from gradwire.shm.member import Member
 from gradwire.shm.sync import Deadline
 from gradwire.shm.tensors import (
     check_results,
+    check_sparse,
     check_tensors,
     equal_parts,
     flat_of,
@@ -40,8 +43,28 @@ class Reductions(Member):
     """The part of a group that reduces."""
 
     def allreduce(self, tensors: list[Tensor], opts: AllreduceOptions | None = None) -> Work:
-        """Every rank's tensor becomes the reduction over all ranks."""
+        """Every rank's tensor becomes the reduction over all ranks; a sparse one the sum."""
+        if tensors and getattr(tensors[0], "layout", None) is torch.sparse_coo:
+            return self.allreduce_sparse(tensors, opts)
         return self._reduce("all_reduce", tensors, opts or AllreduceOptions())
+
+    def allreduce_sparse(self, tensors: list[Tensor], opts: Any = None) -> Work:
+        """Every rank's sparse COO tensor becomes the sum over all ranks, coalesced.
+
+        Raises:
+            ArgumentError: Another reduce op than SUM, or no sparse COO tensor.
+        """
+        opts, tensor = opts or AllreduceOptions(), one(tensors)
+        op = number_of(opts.reduceOp.op)
+        check_sparse(tensor)
+        check_reduction(op, tensor.dtype)
+        if op != SUM:
+            raise ArgumentError("sparse tensors are reduced by SUM alone: pass to_dense()")
+
+        def job(deadline: Deadline) -> None:
+            sparse.all_reduce(self._team, tensor, op, deadline)
+
+        return self._submit(job, tensors, opts, ("allreduce_", 0, [tensors]))
 
     def allreduce_coalesced(
         self, tensors: list[Tensor], opts: AllreduceCoalescedOptions | None = None

@@ -9,19 +9,25 @@ from datetime import timedelta
 from math import prod
 from operator import index
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import Backend, PrefixStore, ProcessGroup, Store
+from torch.distributed import PrefixStore, ProcessGroup, Store
 from torch.distributed.distributed_c10d import BarrierOptions
 
+import gradwire_autoload
+from gradwire._torch import PYTHON_BACKENDS, wants_reconfigure
 from gradwire.errors import ArgumentError, ArgumentTypeError, DistributedError
-from gradwire.shm.process_group import ShmProcessGroup
+from gradwire.shm.process_group import Operations, ShmBackend, ShmProcessGroup
+from gradwire.shm.reconfigure import ReconfigurableGroup
 from gradwire.shm.rendezvous import connect_all, give_up
 from gradwire.shm.sync import has_semaphores
 
-__all__ = ["empty", "is_available", "register", "shares_memory"]
+__all__ = ["create", "empty", "is_available", "make", "member_of", "register", "shares_memory"]
+
+_members: WeakKeyDictionary[ProcessGroup, Operations | None] = WeakKeyDictionary()
 
 
 def is_available() -> bool:
@@ -36,7 +42,9 @@ def is_available() -> bool:
 
 
 def register() -> None:
-    """Make torch.distributed know the backend "shm"; importing gradwire does this.
+    """Make torch.distributed know the backend "shm".
+
+    Importing gradwire does this, and so does `import torch` where gradwire is installed.
 
     Example:
         >>> import gradwire.shm
@@ -44,13 +52,30 @@ def register() -> None:
         >>> torch.distributed.Backend.backend_capability["shm"]
         ['cpu']
     """
-    if dist.is_available() and "shm" not in Backend.backend_list:
-        Backend.register_backend("shm", _create, devices=["cpu"])
+    gradwire_autoload.register_shm()
 
 
 def shares_memory(group: ProcessGroup) -> bool:
     """Whether the group's ranks share memory, so that `empty` gives tensors in it."""
-    return isinstance(group, ShmProcessGroup)
+    return member_of(group) is not None
+
+
+def member_of(group: ProcessGroup) -> Operations | None:
+    """What carries the group's CPU tensors, if that is shm: the group itself, or its backend."""
+    if isinstance(group, Operations):
+        return group
+    if group not in _members:
+        _members[group] = _backend_of(group)
+    return _members[group]
+
+
+def _backend_of(group: ProcessGroup) -> Operations | None:
+    cpu = torch.device("cpu")
+    if not PYTHON_BACKENDS or cpu not in group._device_types:
+        return None
+    backend = group._get_backend(cpu)
+    backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
+    return backend if isinstance(backend, Operations) else None
 
 
 def empty(
@@ -103,13 +128,21 @@ def empty(
         raise ArgumentTypeError(f"shape is {shape!r}: pass an int, or several") from error
     if any(length < 0 for length in size):
         raise ArgumentError(f"shape is {size}: give lengths of 0 and more")
-    if not isinstance(group, ShmProcessGroup):
+    member = member_of(group)
+    if member is None:
         return torch.empty(size, dtype=dtype, device="cpu")
-    return group.allocate(prod(size) * dtype.itemsize).view(dtype).view(size)
+    return member.allocate(prod(size) * dtype.itemsize).view(dtype).view(size)
 
 
-def _create(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
-    """What torch.distributed calls for a group: on shm, or on Gloo where that cannot be."""
+def create(options: Any, _: object) -> Any:
+    """What torch.distributed calls for a group, with its own options and the caller's, if any."""
+    if wants_reconfigure(options):
+        return ReconfigurableGroup(options.group_rank, options.group_size, options.timeout)
+    return make(options.store, options.group_rank, options.group_size, options.timeout)
+
+
+def make(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
+    """What carries a group's CPU tensors: shm, or Gloo where memory cannot be shared."""
     # a store may outlive a group: torchrun's has what a destroyed one of the same name left there
     store = PrefixStore(f"time {store.add(f'times/{rank}', 1)}", store)
     store.set(f"available/{rank}", "yes" if is_available() else "no")
@@ -125,7 +158,7 @@ def _create(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     return dist.ProcessGroupGloo(store, rank, size, timeout)
 
 
-def _form(store: Store, rank: int, size: int, timeout: timedelta) -> ShmProcessGroup | None:
+def _form(store: Store, rank: int, size: int, timeout: timedelta) -> Operations | None:
     """The group on all ranks, None on all, or an error on all: none waits for one that failed.
 
     Raises:
@@ -136,7 +169,7 @@ def _form(store: Store, rank: int, size: int, timeout: timedelta) -> ShmProcessG
         peers = connect_all(store, rank, size, timeout)
         if peers is None:
             return None
-        group = ShmProcessGroup(rank, size, peers, timeout)
+        group = _face(rank, size, peers, timeout)
         waited_for = BarrierOptions()
         waited_for.asyncOp = False
         group.barrier(waited_for)  # a rank that failed since has closed its connections
@@ -151,3 +184,9 @@ def _form(store: Store, rank: int, size: int, timeout: timedelta) -> ShmProcessG
             ) from error
         raise
     return group
+
+
+def _face(rank: int, size: int, peers: dict[int, Any], timeout: timedelta) -> Operations:
+    if PYTHON_BACKENDS:
+        return ShmBackend(rank, size, peers, timeout, make)
+    return ShmProcessGroup(rank, size, peers, timeout)

@@ -5,8 +5,9 @@ Linux gives out memory until none is left, and then kills a process: there would
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
+
+from gradwire.shm.cgroups import CGROUPS, PROC, folders, number_in, text_of
 
 __all__ = ["check_room"]
 
@@ -20,9 +21,7 @@ _CGROUP_FILES = (  # limit, use, and those of swap: of version 2 and of version 
 )
 
 
-def check_room(
-    size: int, *, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")
-) -> None:
+def check_room(size: int, *, proc: Path = PROC, cgroups: Path = CGROUPS) -> None:
     """Raise if `size` bytes more would be too many; what is not known limits nothing.
 
     Args:
@@ -40,13 +39,13 @@ def check_room(
         return
     swap = host.get("SwapFree:", 0)
     _check("the host", size, host["MemAvailable:"] + swap)
-    for folder in _folders(proc, cgroups):
+    for folder in folders("memory", proc, cgroups):
         for limit_file, use_file, *swap_files in _CGROUP_FILES:
-            limit = _number(folder / limit_file)
-            use = None if limit is None else _number(folder / use_file)
+            limit = number_in(folder / limit_file)
+            use = None if limit is None else number_in(folder / use_file)
             if limit is None or use is None or size <= limit - use:
                 continue
-            swap_limit, swap_use = (_number(folder / name) for name in swap_files)
+            swap_limit, swap_use = (number_in(folder / name) for name in swap_files)
             if swap_limit is not None and swap_use is not None:
                 swap = min(swap, max(0, swap_limit - swap_use))
             left = limit - use + _reclaimable(folder) + swap
@@ -58,38 +57,13 @@ def _check(name: str, size: int, left: int) -> None:
         raise MemoryError(f"{name} leaves {max(0, left)} bytes")
 
 
-def _folders(proc: Path, cgroups: Path) -> Iterator[Path]:
-    """Where limits of this process may stand: its cgroups' and those of all around them.
-
-    In a container the path may be the one outside, which is not there: the root is then its own.
-    """
-    for line in _text(proc / "self" / "cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers in ("", "memory"):
-            root = cgroups / controllers
-            folder = root / path.lstrip("/")
-            yield from (f for f in (folder, *folder.parents) if f.is_relative_to(root))
-
-
 def _reclaimable(folder: Path) -> int:
     """The bytes that a cgroup is charged for and the kernel takes back on demand."""
     charged = _table(folder / "memory.stat")  # version 1 calls the sum over all inside "total"
     return sum(charged.get(f"total_{name}", charged.get(name, 0)) for name in _CACHES)
 
 
-def _text(file: Path) -> str:
-    try:
-        return file.read_text()
-    except OSError:  # this system, or this container, does not tell
-        return ""
-
-
-def _number(file: Path) -> int | None:
-    text = _text(file).strip()
-    return int(text) if text.isdigit() else None  # not there, or "max"
-
-
 def _table(file: Path) -> dict[str, int]:
     """The lines of a file, each a name and a number."""
-    lines = (line.split() for line in _text(file).splitlines())
+    lines = (line.split() for line in text_of(file).splitlines())
     return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}

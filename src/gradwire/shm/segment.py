@@ -9,7 +9,8 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -19,8 +20,9 @@ from torch import Tensor
 from gradwire.errors import DistributedError
 from gradwire.shm.room import check_room
 
-__all__ = ["Mapping", "check_sealed", "create", "map_tensor"]
+__all__ = ["Growing", "Mapping", "check_sealed", "create", "map_for_user", "map_tensor"]
 
+_KEEP_SIZE, _PUNCH_HOLE, _MAP_FIXED = 1, 2, 0x10  # Linux's, which Python does not name
 _TAKEN_AT_ONCE = 64 << 20
 """Before each such piece the question is asked anew: other ranks take memory at the same time."""
 
@@ -31,8 +33,14 @@ def create(size: int) -> int:
     Raises:
         DistributedError: The host has not that much memory for this process; none is taken.
     """
-    try:
+    with _no_room(size):
         return _create(size)
+
+
+@contextmanager
+def _no_room(size: int) -> Iterator[None]:
+    try:
+        yield
     except (OSError, MemoryError) as error:
         raise DistributedError(
             f"no room for {size} bytes of shared memory ({error}): free memory, raise the "
@@ -46,14 +54,67 @@ def _create(size: int) -> int:
     seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
     fd = os.memfd_create("gradwire", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        for start in range(0, size, _TAKEN_AT_ONCE):
-            check_room(size - start)
-            os.posix_fallocate(fd, start, min(_TAKEN_AT_ONCE, size - start))
+        _take(fd, 0, size)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
     except BaseException:
         os.close(fd)
         raise
     return fd
+
+
+def _take(fd: int, offset: int, size: int) -> None:
+    for start in range(0, size, _TAKEN_AT_ONCE):
+        check_room(size - start)
+        os.posix_fallocate(fd, offset + start, min(_TAKEN_AT_ONCE, size - start))
+
+
+class Growing:
+    """One descriptor for all the memory that a rank shares: it grows, and is sent to peers once.
+
+    A descriptor for each piece would have to be in flight to every peer at the same time, of which
+    the kernel allows a process no more than it may have open (`ulimit -n`).
+
+    Attributes:
+        fd: The descriptor; closed with the last that uses this.
+    """
+
+    def __init__(self) -> None:
+        import fcntl
+
+        self.fd = os.memfd_create("gradwire", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._close, self._end = os.close, 0
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
+
+    def take(self, size: int) -> int:
+        """Where `size` bytes of new memory begin, zeros.
+
+        Raises:
+            DistributedError: The host has not that much memory for this process; none is taken.
+        """
+        offset = self._end
+        with _no_room(size):
+            try:
+                _take(self.fd, offset, max(size, 1))  # it is mapped, and so has to be there
+            except BaseException:
+                self.give_back(offset, size)
+                raise
+        self._end += _whole_pages(size)
+        return offset
+
+    def give_back(self, offset: int, size: int) -> None:
+        """Let the system have the memory of a piece that nobody looks at any more.
+
+        Offsets are never used again: a file may be much longer than any memory.
+        """
+        flags = _KEEP_SIZE | _PUNCH_HOLE
+        _libc().fallocate(self.fd, flags, offset, _whole_pages(size))
+
+    def __del__(self) -> None:
+        self._close(self.fd)
+
+
+def _whole_pages(size: int) -> int:
+    return -(-max(size, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def check_sealed(fd: int, size: int = 0) -> None:
@@ -76,28 +137,74 @@ def check_sealed(fd: int, size: int = 0) -> None:
 class Mapping:
     """What a process knows of a descriptor's memory that it maps.
 
+    Args:
+        fd: The descriptor; it can be closed afterwards.
+        ended: Called just before the memory is unmapped, in whatever thread that is.
+        offset: Where in the descriptor's memory to begin, in whole pages.
+        size: How many bytes; all there are if None.
+
     Attributes:
         bytes: The memory.
         flat: A uint8 tensor over it; the memory is unmapped with the last tensor of its storage.
     """
 
-    def __init__(self, fd: int, ended: Callable[[], None] | None = None) -> None:
-        size = os.fstat(fd).st_size
-        memory = _array_type(size).from_address(_map(fd, size))
+    def __init__(
+        self,
+        fd: int,
+        ended: Callable[[], None] | None = None,
+        offset: int = 0,
+        size: int | None = None,
+    ) -> None:
+        size = os.fstat(fd).st_size if size is None else size
+        memory = _array_type(size).from_address(_map(fd, size, offset))
         memory.ended = ended
         self.bytes = memoryview(memory).cast("B")
         with torch.inference_mode(False):  # it may be used outside, whoever made it
             self.flat = torch.frombuffer(memory, dtype=torch.uint8)
 
 
-def map_tensor(fd: int, ended: Callable[[], None] | None = None) -> Tensor:
-    """A descriptor's memory as a uint8 tensor.
+def map_tensor(fd: int) -> Tensor:
+    """A descriptor's memory as a uint8 tensor."""
+    return Mapping(fd).flat
+
+
+_PRIVATE_IN_CHILDREN: dict[int, tuple[Growing, int, int]] = {}
+"""By address: what a user's tensors lie in, as its descriptor, the offset there and the size."""
+
+
+def map_for_user(memory: Growing, offset: int, size: int, ended: Callable[[int], None]) -> Tensor:
+    """A piece of this rank's memory as a uint8 tensor, which a forked child cannot change.
 
     Args:
-        fd: The descriptor; it can be closed afterwards.
-        ended: Called just before the memory is unmapped, in whatever thread that is.
+        memory: What the piece was taken from.
+        offset: Where it begins.
+        size: Its bytes.
+        ended: Called with its address just before it is unmapped; it may do only what is atomic,
+            as it runs amid anything, in any thread.
     """
-    return Mapping(fd, ended).flat
+
+    def end() -> None:
+        _PRIVATE_IN_CHILDREN.pop(address, None)
+        ended(address)
+
+    flat = Mapping(memory.fd, end, offset, size).flat
+    address = flat.data_ptr()
+    _PRIVATE_IN_CHILDREN[address] = (memory, offset, size)
+    return flat
+
+
+def _make_private() -> None:
+    """In a forked child: what it writes to its parent's tensors is its own from now on.
+
+    A data loader's worker, say, that clears the gradients it inherited must not clear its parent's.
+    """
+    for address, (memory, offset, size) in list(_PRIVATE_IN_CHILDREN.items()):
+        flags = mmap.MAP_PRIVATE | _MAP_FIXED
+        _libc().mmap(address, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, memory.fd, offset)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_make_private)
 
 
 @cache
@@ -107,12 +214,13 @@ def _libc() -> Any:
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
     libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
     return libc
 
 
-def _map(fd: int, size: int) -> int:
+def _map(fd: int, size: int, offset: int) -> int:
     protection = mmap.PROT_READ | mmap.PROT_WRITE
-    address: int = _libc().mmap(None, size, protection, mmap.MAP_SHARED, fd, 0)
+    address: int = _libc().mmap(None, size, protection, mmap.MAP_SHARED, fd, offset)
     if address == ctypes.c_void_p(-1).value:
         reason = os.strerror(ctypes.get_errno())
         raise DistributedError(

@@ -16,9 +16,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from gradwire.shm.header import INLINE, NUMBERS, Call, Place
+from gradwire.shm.header import NUMBERS, Call
 from gradwire.shm.sync import Deadline
-from gradwire.shm.team import SLOT_BYTES, SLOTS, Team
+from gradwire.shm.team import Team
 
 __all__ = ["broadcast"]
 
@@ -37,27 +37,26 @@ def broadcast(team: Team, flats: Sequence[Tensor], root: int, deadline: Deadline
         root: The root's rank in the group.
         deadline: When to give up.
     """
-    if team.rank == root:
-        team.stage()
     runs = _runs(flats)
     total = sum(sum(run.sizes) * run.dtype.itemsize for run in runs)
+    place = team.nowhere(total, sends=team.rank == root)
     call = Call("broadcast_coalesced", numel=total, root=root, layout=_checksum(flats, runs))
-    team.announce(call, Place(INLINE), deadline)
+    team.announce(call, place, deadline)
     if team.size == 1:
         return
-    limit = min(SLOT_BYTES, max(_PIECE_BYTES, total // _PIECES))
+    ring = team.ring
+    limit = min(ring.slot_bytes, max(_PIECE_BYTES, total // _PIECES))
     pieces = [piece for run in runs for piece in _pieces(run, limit // run.dtype.itemsize)]
     slots: dict[torch.dtype, list[Tensor]] = {}
-    delay = team.lag(2) + 1
-    for turn in team.turns(len(pieces), stages=2):
-        now = turn if team.rank == root else turn - delay
-        if not 0 <= now < len(pieces):
+    for fill, fetch in team.turns(len(pieces), stages=2):
+        now = fill if team.rank == root else fetch
+        if now < 0:
             continue
         own, sizes = pieces[now]
         dtype = own[0].dtype
         if dtype not in slots:
             slots[dtype] = team.slots(root, dtype)
-        shared = slots[dtype][now % SLOTS][: sum(sizes)]
+        shared = slots[dtype][now % ring.slots][: sum(sizes)]
         if team.rank == root:
             torch.cat(own, out=shared)
         else:

@@ -9,11 +9,12 @@ the other rank still there, is the time over?
 from __future__ import annotations
 
 import ctypes
-import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+
+from gradwire.shm.cgroups import cores
 
 __all__ = ["SEMAPHORE_BYTES", "Deadline", "Semaphores", "has_semaphores"]
 
@@ -74,7 +75,7 @@ class Semaphores:
         self._to = [self._at(rank, peer) for peer in range(size)]
         self._from = [self._at(peer, rank) for peer in range(size)]
         # with fewer cores than ranks a spinning rank keeps the one it waits for from running
-        self._spins = _SPINS if size <= len(os.sched_getaffinity(0)) else 1
+        self._spins = _SPINS if size <= cores() else 1
 
     def _at(self, source: int, target: int) -> ctypes.c_void_p:
         place = source * self._size + target

@@ -18,18 +18,25 @@ from torch import Tensor
 
 from gradwire.errors import CollectiveTimeoutError, DistributedError, PeerLostError
 from gradwire.shm import segment
-from gradwire.shm.header import Call, Place, check_agreement, header_bytes, place_of, read, write
-from gradwire.shm.links import Kind, Links, Message
+from gradwire.shm.header import (
+    NOWHERE,
+    Call,
+    Place,
+    check_agreement,
+    header_bytes,
+    place_of,
+    read,
+    write,
+)
+from gradwire.shm.links import Kind, Links, Message, Receive
 from gradwire.shm.regions import STAGING, Regions
+from gradwire.shm.rings import RINGS, Ring, wanted
 from gradwire.shm.sync import SEMAPHORE_BYTES, Deadline, Semaphores
 
-__all__ = ["INLINE_BYTES", "SLOTS", "SLOT_BYTES", "Team"]
+__all__ = ["INLINE_BYTES", "Team"]
 
 INLINE_BYTES = 32 << 10
 """Up to here data travels with the header: one wait instead of two or more."""
-SLOTS = 6
-SLOT_BYTES = 1 << 20
-"""A piece stays in a core's cache from the copy in to the reduction."""
 
 
 class Team:
@@ -39,7 +46,7 @@ class Team:
         rank: This rank.
         size: How many there are.
         peers: A connection to each other rank.
-        other: Called in the links' thread with messages that concern neither regions nor failure.
+        other: As `receive` of `Links`, for messages that concern neither regions nor failure.
         on_lost: Called there when a peer is lost.
         deadline: For the group to form.
 
@@ -53,7 +60,7 @@ class Team:
         rank: int,
         size: int,
         peers: dict[int, socket.socket],
-        other: Callable[[int, Message], None],
+        other: Receive,
         on_lost: Callable[[int, DistributedError], None],
         deadline: Deadline,
     ) -> None:
@@ -81,7 +88,8 @@ class Team:
         ]
         self._parity = self.mark = 0
         self._typed: dict[tuple[int, int, torch.dtype], Tensor] = {}
-        self._staging: Tensor | None = None
+        self._staging: dict[int, Tensor] = {}
+        self._ring: int | None = None
 
     def announce(
         self, call: Call, place: Place, deadline: Deadline, inline: Sequence[Tensor] = ()
@@ -100,6 +108,7 @@ class Team:
         """
         self._kind, self._deadline = call.kind, deadline
         self._parity ^= 1
+        self._ring = None
         self._regions.release_ended(self.links, deadline)
         start = 0
         for block in inline:
@@ -132,28 +141,23 @@ class Team:
         """Wait for the first post of every other rank that was not yet taken."""
         self._semaphores.wait(self._others, self._look)
 
-    def turns(self, pieces: int, *, stages: int) -> Iterator[int]:
-        """The turns of a pipeline in which a piece passes through `stages`, with posts between.
+    def turns(self, pieces: int, *, stages: int) -> Iterator[list[int]]:
+        """The turns of a pipeline in which pieces pass through `stages`, with posts between.
 
-        In turn t a rank does the first stage for piece t and the later ones for pieces before it.
-        It posts after each turn, but takes only what others posted `lag(stages)` turns ago, and
-        so waits for none that is behind by less. A stage may use what others did in the stage
-        before if it comes `lag + 1` turns later, and a slot may be used again as far as the slots
-        allow: (lag + 1) times the stages.
+        In each turn a rank does every stage for one piece, that of the later stages being from
+        before: the turn is the list of the pieces' numbers, -1 for none. It posts after each turn,
+        but takes only what others posted `ring.lag(stages)` turns ago, and so waits for none that
+        is behind by less. What others did in the stage before can be used, and a slot used again.
         """
-        lag = self.lag(stages)
-        posts = pieces + (stages - 2) * (lag + 1)
-        for turn in range(pieces + (stages - 1) * (lag + 1)):
-            yield turn
+        lag = self.ring.lag(stages)
+        schedule = list(self.ring.schedule(pieces, stages))
+        posts = len(schedule) - lag - 1
+        for turn, numbers in enumerate(schedule):
+            yield numbers
             if turn < posts:
                 self.post()
             if 0 <= turn - lag < posts:
                 self.take()
-
-    @staticmethod
-    def lag(stages: int) -> int:
-        """How many turns ranks may be apart in a pipeline of so many stages."""
-        return SLOTS // stages - 1
 
     def inline(self, rank: int, dtype: torch.dtype, start: int, count: int) -> Tensor:
         """Elements of what a rank put with its header."""
@@ -174,22 +178,45 @@ class Team:
         first = place.offset + start * dtype.itemsize
         return region[first : first + count * dtype.itemsize].view(dtype)
 
-    def stage(self) -> None:
-        """Have a staging region; before `announce`, by a rank whose data lies in no region."""
-        if self._staging is None:
+    def nowhere(self, nbytes: int, *, sends: bool = True) -> Place:
+        """The place of data that lies in no region; before `announce`.
+
+        Args:
+            nbytes: How much of it there is.
+            sends: Whether it is this rank's to send, which takes memory for it to pass through.
+        """
+        number = wanted(nbytes)
+        if sends:
+            self._stage(number)
+        return Place(NOWHERE, number)
+
+    @property
+    def ring(self) -> Ring:
+        """What data in no region passes through: the longest that a rank's place asks for."""
+        return RINGS[self._ring_number()]
+
+    def _ring_number(self) -> int:
+        if self._ring is None:
+            self._ring = max(place.offset for place in self.places() if place.region < 0)
+        return self._ring
+
+    def _stage(self, number: int) -> Tensor:
+        staging = self._staging.get(number)
+        if staging is None:
             deadline = Deadline(self._deadline.seconds)
-            size = SLOTS * SLOT_BYTES
-            self._staging = self._regions.allocate(size, self.links, deadline, STAGING)
+            size = RINGS[number].slots * RINGS[number].slot_bytes
+            staging = self._regions.allocate(size, self.links, deadline, STAGING[number])
+            self._staging[number] = staging
+        return staging
 
     def slots(self, rank: int, dtype: torch.dtype) -> list[Tensor]:
-        """The slots of a rank's staging region."""
+        """The slots that a rank's data passes through."""
+        number = self._ring_number()
         if rank == self.rank:
-            self.stage()
-            assert self._staging is not None
-            region = self._staging
+            region = self._stage(number)
         else:
-            region = self._regions.of_peer(rank, STAGING, self.links, self._deadline)
-        return list(region.view(dtype).chunk(SLOTS))
+            region = self._regions.of_peer(rank, STAGING[number], self.links, self._deadline)
+        return list(region.view(dtype).chunk(RINGS[number].slots))
 
     def allocate(self, size: int) -> Tensor:
         """Bytes in a new region of this rank."""
@@ -199,8 +226,7 @@ class Team:
         """Leave the group."""
         self.links.close()
         self._regions.close()
-        self._staging = None
-        for kept in (self._headers, self._inline, self._typed):
+        for kept in (self._headers, self._inline, self._typed, self._staging):
             kept.clear()
 
     def _look(self, missing: Sequence[int]) -> None:
@@ -215,11 +241,11 @@ class Team:
                 f"ranks {absent}: see what they do, or give the group a longer timeout"
             )
 
-    def _receive(self, peer: int, message: Message) -> None:
+    def _receive(self, peer: int, message: Message) -> Callable[[], None] | None:
         if message.kind in (Kind.REGION, Kind.RELEASE):
             self._regions.receive(peer, message)
-        else:
-            self._other(peer, message)
+            return None
+        return self._other(peer, message)
 
 
 class _Layout:

@@ -16,6 +16,7 @@ from gradwire.shm.header import NUMBERS
 
 __all__ = [
     "check_results",
+    "check_sparse",
     "check_tensors",
     "equal_parts",
     "flat_of",
@@ -92,6 +93,18 @@ def check_tensors(tensors: Sequence[Tensor], *, same_dtype: bool = False) -> Non
                 f"tensors of one operation must be of one dtype, but are of {tensors[0].dtype} "
                 f"and {tensor.dtype}"
             )
+
+
+def check_sparse(tensor: Tensor) -> None:
+    """Raise unless it is a sparse COO tensor that shm carries.
+
+    Raises:
+        ArgumentError: It is of another layout, or of a dtype that cannot be carried.
+        NotSupportedError: It is on another device than the CPU.
+    """
+    if getattr(tensor, "layout", None) is not torch.sparse_coo or not tensor.sparse_dim():
+        raise ArgumentError("allreduce_sparse takes a tensor in COO layout with a sparse dim")
+    check_tensors([tensor.detach()._values()])
 
 
 def _check_real(tensors: Sequence[Tensor]) -> None:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.distributed import Work
 
-from gradwire.errors import CollectiveTimeoutError
+from gradwire._torch import outside_graphs
+from gradwire.errors import BrokenGroupError, CollectiveTimeoutError, NotSupportedError
 
 __all__ = ["Queue", "ShmWork"]
 
@@ -19,6 +20,7 @@ _CHANGED = threading.Condition()
 """Notified when any operation is done; one for all, as making one takes longer than a small one."""
 
 
+@outside_graphs
 class ShmWork(Work):
     """The handle of one operation.
 
@@ -60,6 +62,11 @@ class ShmWork(Work):
     def done_at_once(self) -> None:
         """Mark it as done, before anyone else has the handle."""
         self._done = True
+
+    def settle(self) -> None:
+        """Wait until it is done, however long; for one that nothing but this process ends."""
+        with _CHANGED:
+            _CHANGED.wait_for(lambda: self._done)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait until it is done; zero and less are the operation's own limit.
@@ -142,21 +149,34 @@ class Queue:
     def __init__(self, name: str) -> None:
         self._name = name
         self._running = threading.Lock()  # held by whoever runs an operation
-        self._order = threading.Lock()
+        self._order = threading.RLock()  # a signal's handler may come while its thread has it
         self._pending = 0
         self._jobs: SimpleQueue[tuple[Job, ShmWork] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._inline_in = 0  # the thread that runs an operation of its own; 0 for none
+        self._closed = False
 
     def submit(self, job: Job, work: ShmWork, *, wait: bool) -> ShmWork:
         """Run a job now, if the caller is to `wait` and nothing is before it, or in its turn.
 
         Raises:
+            BrokenGroupError: The queue was closed.
+            NotSupportedError: This thread is in a job already, which a signal interrupted.
             Exception: What the job raises, if it ran here.
         """
+        if self.runs_here():
+            raise NotSupportedError(
+                "this thread is in another operation of the group, which a signal interrupted: let "
+                "the signal's handler set a flag, and call the operation after the interrupted one"
+            )
         with self._order:
+            if self._closed:
+                raise BrokenGroupError("the group was destroyed on this rank: make a new one")
             inline = wait and self._pending == 0 and threading.current_thread() is not self._thread
             self._pending += 1
             if inline:
+                # first this, so that a handler that comes between finds out
+                self._inline_in = threading.get_ident()
                 self._running.acquire()
             else:
                 self._start()
@@ -167,14 +187,21 @@ class Queue:
             try:
                 job()
             finally:
+                self._running.release()  # first, as above
+                self._inline_in = 0
                 with self._order:
                     self._pending -= 1
-                self._running.release()
             work.done_at_once()
         return work
 
+    def runs_here(self) -> bool:
+        """Whether this thread is amid a job: then a signal's handler asks, or a finaliser."""
+        return self._inline_in == threading.get_ident()
+
     def close(self) -> None:
-        """Let what was submitted run, then end the thread."""
+        """Take no more, let what was submitted run, then end the thread; not amid a job."""
+        with self._order:
+            self._closed = True
         with self._running:
             pass  # an operation that runs in a caller's thread
         if self._thread is not None:

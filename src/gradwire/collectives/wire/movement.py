@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 from torch.distributed.distributed_c10d import AllgatherOptions
 
-from gradwire.collectives.engines import by_rows, dense, empty, engine, flat, fresh, like
+from gradwire._torch import ALL_GATHER_SINGLE, ALL_TO_ALL_SINGLE
+from gradwire.collectives.engines import by_rows, dense, direct, empty, engine, flat, fresh, like
 from gradwire.collectives.wire.pending import Pending, done
 
 __all__ = [
@@ -28,13 +29,6 @@ __all__ = [
 _LARGE, _FEW = 1 << 20, 4
 _TAG = 0x6777
 """Of point-to-point messages, to keep them apart from the caller's own."""
-# torch 2.13 gave these methods new names.
-_GATHER_SINGLE = (
-    "all_gather_single" if hasattr(ProcessGroup, "all_gather_single") else "_allgather_base"
-)
-_EXCHANGE_SINGLE = (
-    "all_to_all_single" if hasattr(ProcessGroup, "all_to_all_single") else "alltoall_base"
-)
 
 
 def _both(kind: type) -> tuple[Any, Any]:
@@ -51,6 +45,7 @@ _EXCHANGE_OPTIONS = _both(dist.AllToAllOptions)
 
 def broadcast(x: Tensor, root: int, group: ProcessGroup, now: bool = False) -> Pending:
     """The root's tensor. On other ranks only shape, dtype and device of `x` are looked at."""
+    group = direct(group, x)
     at_root = group.rank() == root
     out = fresh(x) if at_root else like(x)
     if x.numel() == 0:
@@ -65,13 +60,14 @@ def all_gather(
     x: Tensor, sizes: Sequence[int] | None, group: ProcessGroup, now: bool = False
 ) -> Pending:
     """All ranks' rows, one rank's after the other."""
+    group = direct(group, x)
     source = dense(x)
     out = empty(x, len(x) * group.size() if sizes is None else sum(sizes))
     if out.numel() == 0:
         return done(out)
     equal = sizes is None or len(set(sizes)) == 1
     if equal and not _by_messages(source, group):
-        single = getattr(group, _GATHER_SINGLE)
+        single = getattr(group, ALL_GATHER_SINGLE)
         work = single(flat(out), flat(source), _GATHER_OPTIONS[now])
         return Pending((work,), lambda: out)
     parts = out.chunk(group.size()) if sizes is None else out.split_with_sizes(sizes)
@@ -82,6 +78,7 @@ def all_gather_list(
     x: Tensor, sizes: Sequence[int] | None, group: ProcessGroup
 ) -> tuple[Tensor, ...]:
     """All ranks' tensors, when they have arrived."""
+    group = direct(group, x)
     source = dense(x)
     if sizes is None:
         parts = [like(source) for _ in range(group.size())]
@@ -119,6 +116,7 @@ def gather(
     now: bool = False,
 ) -> Pending:
     """All ranks' rows on the root; that many rows of zeros elsewhere."""
+    group = direct(group, x)
     at_root, world = group.rank() == root, group.size()
     out = empty(x, sum(sizes)) if at_root else empty(x, elsewhere).zero_()
     if _nothing(x, sum(sizes)):
@@ -156,6 +154,7 @@ def scatter(
     x: Tensor, root: int, sizes: Sequence[int], group: ProcessGroup, now: bool = False
 ) -> Pending:
     """The root's rows, dealt out: this rank's. On other ranks `x` is not looked at."""
+    group = direct(group, x)
     at_root, world = group.rank() == root, group.size()
     rows = sizes[group.rank()]
     out = empty(x, rows)
@@ -180,12 +179,13 @@ def all_to_all(
     now: bool = False,
 ) -> Pending:
     """Rows for each rank against rows from each rank; equal numbers of them if not given."""
+    group = direct(group, x)
     out = empty(x, len(x) if receive is None else sum(receive))
     if x.shape[1:].numel() == 0 or (send is None and x.numel() == 0):
         return done(out)
     source = dense(x)
     splits = list(receive or ()), list(send or ())
-    work = getattr(group, _EXCHANGE_SINGLE)(
+    work = getattr(group, ALL_TO_ALL_SINGLE)(
         by_rows(out), by_rows(source), *splits, _EXCHANGE_OPTIONS[now]
     )
     return Pending((work,), lambda: out)
@@ -198,12 +198,14 @@ def barrier(group: ProcessGroup) -> None:
 
 def send(x: Tensor, to: int, group: ProcessGroup) -> Pending:
     """The tensor to one rank of the group."""
+    group = direct(group, x)
     source = dense(x)
     return Pending((group.send([flat(source)], to, _TAG),), lambda: source)
 
 
 def receive(shaped: Tensor, source: int, group: ProcessGroup) -> Pending:
     """A tensor of that shape from one rank of the group."""
+    group = direct(group, shaped)
     out = like(shaped)
     return Pending((group.recv([flat(out)], source, _TAG),), lambda: out)
 

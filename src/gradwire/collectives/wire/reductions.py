@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from gradwire._torch import REDUCE_SCATTER_SINGLE
 from gradwire.collectives import ordering
-from gradwire.collectives.engines import NATIVE, dense, empty, engine, fresh, plain
+from gradwire.collectives.engines import NATIVE, dense, direct, empty, engine, fresh, plain
 from gradwire.collectives.wire.movement import all_gather, all_to_all
 from gradwire.collectives.wire.pending import Pending, done
 
@@ -26,16 +27,11 @@ _OPS: dict[str, Any] = {
     "bor": dist.ReduceOp.BOR,
     "bxor": dist.ReduceOp.BXOR,
 }
-# torch 2.13 gave the method a new name.
-_SCATTER_SINGLE = (
-    "reduce_scatter_single"
-    if hasattr(ProcessGroup, "reduce_scatter_single")
-    else "_reduce_scatter_base"
-)
 
 
 def all_reduce(x: Tensor, op: str, group: ProcessGroup, now: bool = False) -> Pending:
     """The reduction, on every rank."""
+    group = direct(group, x)
     if x.numel() == 0:
         return done(fresh(x))
     if not _reduces(x, op, group):
@@ -49,6 +45,7 @@ def all_reduce(x: Tensor, op: str, group: ProcessGroup, now: bool = False) -> Pe
 
 def reduce(x: Tensor, root: int, op: str, group: ProcessGroup, now: bool = False) -> Pending:
     """The reduction on the root, zeros elsewhere."""
+    group = direct(group, x)
     at_root = group.rank() == root
     if x.numel() == 0:
         return done(fresh(x))
@@ -71,6 +68,7 @@ def reduce_scatter(
     x: Tensor, sizes: Sequence[int] | None, op: str, group: ProcessGroup, now: bool = False
 ) -> Pending:
     """The reduction's rows, dealt out: this rank's."""
+    group = direct(group, x)
     world = group.size()
     rows = len(x) // world if sizes is None else sizes[group.rank()]
     if sizes is None and _scatters(x, op, group):
@@ -80,7 +78,7 @@ def reduce_scatter(
         options.asyncOp = not now
         options.reduceOp = _OPS[op]
         real = torch.view_as_real if x.is_complex() else _same
-        work = getattr(group, _SCATTER_SINGLE)(real(out), real(source), options)
+        work = getattr(group, REDUCE_SCATTER_SINGLE)(real(out), real(source), options)
         return Pending((work,), lambda: out)
     # On Gloo this is faster than its reduce_scatter, and it knows every op and dtype.
     received = all_to_all(x, sizes, None if sizes is None else [rows] * world, group, now)

@@ -1,0 +1,154 @@
+"""What differs between the versions of PyTorch that gradwire runs on, each named by its use.
+
+No other module asks for PyTorch's version or whether it has a name. Tested versions are 2.11 to
+2.15; what a version lacks is found by looking for it, never by comparing numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any, Final, TypeVar
+
+import torch
+from torch._C._distributed_c10d import Backend as BackendBase
+from torch._C._dynamo import eval_frame
+from torch.distributed import ProcessGroup, Work
+from torch.nn.parallel import DistributedDataParallel
+
+__all__ = [
+    "ALL_GATHER_SINGLE",
+    "ALL_TO_ALL_SINGLE",
+    "BROADCAST_BUFFERS_DEPRECATED",
+    "PYTHON_BACKENDS",
+    "REDUCE_SCATTER_SINGLE",
+    "TORCHS_DDP",
+    "BackendBase",
+    "compile_callees_only",
+    "is_done",
+    "narrowed_to_torchs_ddp",
+    "outside_graphs",
+    "run_as_written",
+    "wants_reconfigure",
+    "warn_if_untested",
+]
+
+NEWEST_TESTED: Final = (2, 15)
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _first_of(*names: str) -> str:
+    return next(name for name in names if hasattr(ProcessGroup, name))
+
+
+# torch 2.13 gave these methods of a process group new names.
+ALL_GATHER_SINGLE: Final = _first_of("all_gather_single", "_allgather_base")
+ALL_TO_ALL_SINGLE: Final = _first_of("all_to_all_single", "alltoall_base")
+REDUCE_SCATTER_SINGLE: Final = _first_of("reduce_scatter_single", "_reduce_scatter_base")
+
+# Before anybody could put another class in the place of torch's.
+TORCHS_DDP: Final = DistributedDataParallel
+_DDP_ARGUMENTS: Final = inspect.signature(DistributedDataParallel.__init__).parameters
+
+# torch 2.13 gave DistributedDataParallel's broadcast_buffers another name; None: not given.
+BROADCAST_BUFFERS_DEPRECATED: Final = _DDP_ARGUMENTS["broadcast_buffers"].default is None
+
+
+def narrowed_to_torchs_ddp(init: Callable[..., None]) -> Callable[..., None]:
+    """A constructor with all arguments of DistributedDataParallel, as this PyTorch has them.
+
+    Arguments that this version lacks are refused, and defaults are its own.
+    """
+    parameters = inspect.signature(init).parameters
+    kept = [_DDP_ARGUMENTS[name] for name in parameters if name in _DDP_ARGUMENTS]
+
+    @functools.wraps(init)
+    def narrowed(*args: Any, **kwargs: Any) -> None:
+        if len(args) > len(kept):
+            raise TypeError(f"__init__() takes {len(kept)} arguments, but {len(args)} were given")
+        for name in kwargs:
+            if name in parameters and name not in _DDP_ARGUMENTS:
+                raise TypeError(f"__init__() got an unexpected keyword argument {name!r}")
+        init(*args, **kwargs)
+
+    narrowed.__signature__ = inspect.Signature(kept)  # type: ignore[attr-defined]
+    return narrowed
+
+
+def _can_be_made() -> bool:
+    try:
+        type("_Probe", (BackendBase,), {})(0, 1)
+    except TypeError:  # PyTorch before 2.14 has no constructor for it
+        return False
+    return True
+
+
+PYTHON_BACKENDS: Final = _can_be_made()
+"""Whether a class written in Python can carry the tensors of one of PyTorch's own groups."""
+
+
+def is_done(work: Work) -> bool:
+    """Whether a collective has ended, well or not.
+
+    PyTorch hands out the works of a Backend written in Python in a wrapper that forwards `wait` and
+    `get_future` alone: its `is_completed` is always false.
+    """
+    if work.is_completed():
+        return True
+    if not PYTHON_BACKENDS or type(work) is not Work:
+        return False
+    try:
+        return work.get_future().done()
+    except RuntimeError:  # an engine that has no futures says itself when it is done
+        return False
+
+
+def outside_graphs(cls: type[Any]) -> type[Any]:
+    """Let torch.compile call a class's methods, and what they call, instead of tracing them.
+
+    torch.compiler.disable would do the same, but imports the compiler, which takes a second.
+    """
+    for base in cls.__mro__:
+        for method in vars(base).values():
+            if isinstance(method, FunctionType):
+                run_as_written(method)
+    return cls
+
+
+def run_as_written(method: Method) -> Method:
+    """Let torch.compile call a function, and what that calls, instead of tracing them."""
+    return _skipped(method, eval_frame._FrameAction.SKIP)
+
+
+def compile_callees_only(method: Method) -> Method:
+    """Let torch.compile run a function as it is, and compile what that calls."""
+    return _skipped(method, eval_frame._FrameAction.DEFAULT)
+
+
+def _skipped(method: Method, below: eval_frame._FrameAction) -> Method:
+    assert isinstance(method, FunctionType)
+    method._torchdynamo_disable = True  # type: ignore[attr-defined]
+    strategy = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, below)
+    eval_frame.set_code_exec_strategy(method.__code__, strategy)
+    return method
+
+
+def wants_reconfigure(options: object) -> bool:
+    """Whether a group was asked for with `enable_reconfigure`, which came with PyTorch 2.15."""
+    return bool(getattr(options, "enable_reconfigure", False))
+
+
+def warn_if_untested(stacklevel: int = 2) -> None:
+    """Warn if this PyTorch is newer than the newest that gradwire was tested with."""
+    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
+    if (major, minor) > NEWEST_TESTED:
+        newest = ".".join(map(str, NEWEST_TESTED))
+        warnings.warn(
+            f"gradwire was tested with PyTorch up to {newest}, this is {torch.__version__}: if "
+            "something fails, upgrade gradwire",
+            stacklevel=stacklevel + 1,
+        )

@@ -1,0 +1,151 @@
+"""The other forms in which torch lets Python call a process group: `group.broadcast(tensor, 0)`.
+
+PyTorch's own groups take them in C++; a group that is written in Python has to.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from inspect import Parameter, Signature
+from typing import Any
+
+from torch import Tensor
+from torch.distributed import ReduceOp
+from torch.distributed.distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    GatherOptions,
+    ReduceOptions,
+    ReduceScatterOptions,
+    ScatterOptions,
+)
+
+from gradwire.errors import ArgumentTypeError
+
+__all__ = ["with_forms"]
+
+_TENSOR, _LIST, _LISTS = "a tensor", "a list", "a list of lists"
+_DATA = (_TENSOR, _LIST, _LISTS)  # by depth
+_FORMS: dict[str, tuple[type[Any], str, str]] = {  # torch's names: with options, and without
+    "broadcast": (BroadcastOptions, "tensors", "tensor root timeout"),
+    "allreduce": (AllreduceOptions, "tensors", "tensor op timeout"),
+    "reduce": (ReduceOptions, "tensors", "tensor root op timeout"),
+    "allgather": (
+        AllgatherOptions,
+        "output_tensors:2 input_tensors",
+        "output_tensors:1 input_tensor timeout",
+    ),
+    "gather": (
+        GatherOptions,
+        "output_tensors:2 input_tensors",
+        "output_tensors:1 input_tensor root timeout",
+    ),
+    "scatter": (
+        ScatterOptions,
+        "output_tensors input_tensors:2",
+        "output_tensor input_tensors:1 root timeout",
+    ),
+    "reduce_scatter": (
+        ReduceScatterOptions,
+        "output_tensors input_tensors:2",
+        "output input:1 op timeout",
+    ),
+    "barrier": (BarrierOptions, "", "timeout"),
+}
+_FIELDS = {"root": "rootRank", "op": "reduceOp", "timeout": "timeout"}
+
+
+def with_forms(cls: type[Any]) -> type[Any]:
+    """Let the class's collectives be called in all of torch's forms, by position and by name."""
+    for name, (options, listed, plain) in _FORMS.items():
+        forms = [_form(f"{listed} opts", 1), _form(plain, 0)]
+        if name == "allreduce":
+            forms.append(_form(f"{listed} op timeout", 1))
+        setattr(cls, name, _with_forms(name, options, forms, getattr(cls, name)))
+    return cls
+
+
+def _form(text: str, depth: int) -> Signature:
+    """A signature whose annotations say what each argument is; data is so deep unless it says."""
+    parameters = []
+    for word in text.split():
+        name, _, own_depth = word.partition(":")
+        optional = name in ("opts", "op", "timeout")
+        is_data = name not in _FIELDS and name != "opts"
+        parameters.append(
+            Parameter(
+                name,
+                Parameter.POSITIONAL_OR_KEYWORD,
+                default=None if optional else Parameter.empty,
+                annotation=_DATA[int(own_depth or depth)] if is_data else name,
+            )
+        )
+    return Signature(parameters)
+
+
+def _with_forms(
+    name: str, options: type[Any], forms: list[Signature], method: Callable[..., Any]
+) -> Callable[..., Any]:
+    count = len(forms[0].parameters) - 1  # of what is not opts
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # as torch itself calls it: nothing to find out
+        if (
+            not kwargs
+            and len(args) in (count, count + 1)
+            and all(type(arg) is list for arg in args[:count])
+            and (len(args) == count or type(args[count]) is options)
+        ):
+            return method(self, *args)
+        for form in forms:
+            try:
+                given = form.bind(*args, **kwargs).arguments
+            except TypeError:
+                continue
+            if all(_is(form.parameters[key].annotation, options, x) for key, x in given.items()):
+                return method(self, *_as_lists(given, forms[0], options))
+        shown = " or ".join(f"{name}({', '.join(form.parameters)})" for form in forms)
+        raise ArgumentTypeError(f"the arguments of {name} are not those of {shown}")
+
+    return call
+
+
+def _is(what: str, options: type[Any], value: object) -> bool:
+    if what == _TENSOR:
+        return isinstance(value, Tensor)
+    if what in (_LIST, _LISTS):
+        of_lists = isinstance(value, list | tuple) and any(
+            isinstance(x, list | tuple) for x in value
+        )
+        return isinstance(value, list | tuple) and (not value or of_lists == (what == _LISTS))
+    if what == "op":
+        return isinstance(value, (ReduceOp, ReduceOp.RedOpType))
+    if what == "root":
+        return isinstance(value, int)
+    return value is None or isinstance(value, options if what == "opts" else timedelta)
+
+
+def _as_lists(given: dict[str, Any], listed: Signature, options: type[Any]) -> list[Any]:
+    """The arguments of the form with lists and options."""
+    opts = given.get("opts") or options()
+    for name, field in _FIELDS.items():
+        if given.get(name) is not None:
+            setattr(opts, field, given[name])
+    data = [value for name, value in given.items() if name not in _FIELDS and name != "opts"]
+    wanted = [p.annotation for p in listed.parameters.values() if p.name != "opts"]
+    return [*(_deep(x, what) for x, what in zip(data, wanted, strict=True)), opts]
+
+
+def _deep(value: Any, what: str) -> list[Any]:
+    if isinstance(value, Tensor):
+        return [value]
+    return [list(value)] if what == _LISTS and not _holds_lists(value) else list(value)
+
+
+def _holds_lists(value: Sequence[object]) -> bool:
+    return any(isinstance(item, list | tuple) for item in value)

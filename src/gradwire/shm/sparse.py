@@ -1,0 +1,75 @@
+"""The sum of sparse tensors: ranks exchange their entries, and each adds up all of them alike."""
+
+from __future__ import annotations
+
+import zlib
+from array import array
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gradwire.shm import algorithms
+from gradwire.shm.arithmetic import HALF
+from gradwire.shm.header import NUMBERS, Call
+from gradwire.shm.sync import Deadline
+from gradwire.shm.team import Team
+
+__all__ = ["all_reduce"]
+
+
+def all_reduce(team: Team, tensor: Tensor, op: int, deadline: Deadline) -> None:
+    """Let a sparse COO tensor be the sum of all ranks', coalesced.
+
+    Entries are added in the order of the ranks; half precision in float32, rounded once.
+
+    Args:
+        team: The group.
+        tensor: Of one shape, dtype and number of sparse dims on all ranks.
+        op: The number of SUM.
+        deadline: When to give up.
+    """
+    own = tensor.detach().coalesce()
+    dims = own.sparse_dim()
+    layout = zlib.crc32(array("q", [NUMBERS[own.dtype], dims, *own.shape]))
+    count = torch.tensor([own._nnz()])
+    counts = torch.empty(team.size, dtype=torch.int64)
+    call = Call("all_reduce_sparse", count.dtype, 1, op, layout=layout)
+    algorithms.exchange(team, call, [count], counts.split(1), deadline, shared=True)
+    sizes: list[int] = counts.tolist()
+    keys = _gather(team, _keys(own), sizes, deadline)
+    values = _gather(team, own.values(), sizes, deadline)
+    distinct, places = torch.unique(torch.cat(keys), return_inverse=True)
+    wide = torch.float32 if own.dtype in HALF else own.dtype
+    total = torch.zeros((len(distinct), *own.shape[dims:]), dtype=wide)
+    for where, entries in zip(places.split(sizes), values, strict=True):
+        total.index_add_(0, where, entries.to(wide))
+    indices = torch.stack(torch.unravel_index(distinct, own.shape[:dims]))
+    result = torch.sparse_coo_tensor(
+        indices, total.to(own.dtype), own.shape, is_coalesced=True, check_invariants=False
+    )
+    with torch.no_grad():
+        tensor.copy_(result)
+
+
+def _keys(own: Tensor) -> Tensor:
+    """One number for each entry's place."""
+    keys = torch.zeros(own._nnz(), dtype=torch.int64)
+    for length, index in zip(own.shape, own.indices(), strict=False):  # its sparse dims alone
+        keys.mul_(length).add_(index)
+    return keys
+
+
+def _gather(team: Team, own: Tensor, rows: Sequence[int], deadline: Deadline) -> list[Tensor]:
+    """Every rank's rows."""
+    flat = own.contiguous().view(-1)
+    each = [torch.empty((count, *own.shape[1:]), dtype=own.dtype) for count in rows]
+    flats = [tensor.view(-1) for tensor in each]
+    call = Call(
+        "all_gather",
+        own.dtype,
+        sends=(flat.numel(),) * team.size,
+        receives=tuple(f.numel() for f in flats),
+    )
+    algorithms.exchange(team, call, [flat], flats, deadline, shared=True)
+    return each

@@ -1,0 +1,62 @@
+"""shm in Gloo's place, for programs that name Gloo: GRADWIRE_BACKEND=shm.
+
+The group keeps the name that the program gave it, because programs look at it: some refuse a
+backend that they do not know, some train on without communication.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed import Backend, ProcessGroup
+from torch.distributed.distributed_c10d import BackendConfig, _world
+
+from gradwire._torch import PYTHON_BACKENDS
+
+__all__ = ["make_group", "with_shm"]
+
+
+def make_group(make: Callable[[str], tuple[Any, Any]], backend: str) -> tuple[Any, Any]:
+    """A group with shm where its backend says Gloo, under the name that was asked for.
+
+    Args:
+        make: Makes the group of a backend; returns it, or that this rank is no member, and a store.
+        backend: As torch.distributed names backends: "gloo", "cpu:gloo,cuda:nccl", "undefined".
+    """
+    instead = with_shm(backend)
+    group, store = make(instead)
+    if instead != backend and isinstance(group, ProcessGroup):
+        _world.pg_map[group] = (backend, _world.pg_map[group][1])
+        _world.pg_backend_config[group] = str(BackendConfig(Backend(backend)))
+    return group, store
+
+
+def with_shm(backend: str) -> str:
+    """The backend with shm for CPU tensors, if Gloo was to carry them."""
+    if backend != Backend.UNDEFINED and Backend.GLOO not in backend:
+        return backend
+    asked = BackendConfig(Backend(backend))
+    by_device = dict(asked.get_device_backend_map())
+    if by_device.pop("cpu", None) != Backend.GLOO:
+        return backend
+    others = {d: name for d, name in by_device.items() if name != Backend.GLOO or _exists(d)}
+    if not others:
+        return "shm"
+    if PYTHON_BACKENDS:
+        return ",".join(["cpu:shm", *(f"{device}:{name}" for device, name in others.items())])
+    warnings.warn(
+        f"GRADWIRE_BACKEND=shm: a group of {asked} stays as it is, because with PyTorch "
+        f"{torch.__version__} shm would be the whole group: upgrade PyTorch",
+        stacklevel=4,
+    )
+    return backend
+
+
+def _exists(device: str) -> bool:
+    accelerator = torch.accelerator.current_accelerator()
+    return (
+        accelerator is not None and accelerator.type == device and torch.accelerator.is_available()
+    )
