@@ -9,6 +9,7 @@ import logging
 import weakref
 from collections.abc import Iterable, Sequence
 from time import perf_counter_ns
+from typing import NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -17,18 +18,28 @@ from torch.nn import Parameter
 
 from gradwire.ddp._bucket import Bucket
 from gradwire.ddp._bucket_set import BucketSet
-from gradwire.ddp._flight import Flight, Launched
 from gradwire.ddp._in_backward import step_and_clear
+from gradwire.ddp._in_flight import InFlight, Launched
 from gradwire.ddp._launch import Launcher
 from gradwire.ddp._log import Clock
 from gradwire.ddp._planning import Planner
-from gradwire.ddp._recovery import Recovery
+from gradwire.ddp._sparse import SparseBucket
 from gradwire.ddp._usage import Usage
+from gradwire.ddp.faults.backward_state import BackwardState, Event, after
+from gradwire.ddp.faults.fault_domain import FaultDomain
+from gradwire.ddp.faults.waiting import Pending
 from gradwire.errors import NotSupportedError, ReductionError
 
 __all__ = ["Backward", "on_gradient", "on_output"]
 
 logger = logging.getLogger(__name__)
+
+# names of their own: looking them up in the enum takes longer, and each gradient compares them
+LOCAL, REDUCED = BackwardState.LOCAL, BackwardState.REDUCED
+EXPECTED, SHORT = BackwardState.EXPECTED, BackwardState.SHORT
+RUNNING, RUNNING_AGAIN = BackwardState.RUNNING, BackwardState.RUNNING_AGAIN
+AWAITING, COMMITTING = BackwardState.AWAITING, BackwardState.COMMITTING
+FINALIZED = BackwardState.FINALIZED
 
 
 class Backward:
@@ -39,44 +50,57 @@ class Backward:
         usage: Which parameters a backward uses.
 
     Attributes:
-        armed: Whether gradients that arrive are to be reduced.
-        callback_queued: Whether the engine will call when the running backward has ended.
-        may_repeat: Whether another backward through the last forward's outputs is reduced too.
+        state: Where the backward is.
+        end: The position of its last message in the group's log, while COMMITTING or UNDECIDED.
         order: The order of arrival, until buckets have been rebuilt.
+        ready: That of the first backward that was reduced, until then.
+        before: Reducers of the group that began earlier in the same backward: theirs go first.
         skip_unused: Whether buckets are skipped that are unused.
-        reduced_once: Whether a backward has been reduced since the buckets were planned anew.
+        manual: Whether a backward ends with `finalize` instead of by itself.
         unused_here: Names of what was absent on this rank in the last one.
         optimized: Parameters whose optimizers step during backward.
     """
 
     def __init__(self, planner: Planner, usage: Usage) -> None:
-        self.planner, self.usage, self.skip_unused = planner, usage, False
+        self.planner, self.usage = planner, usage
+        self.skip_unused = self.manual = False
         self._names, self._parameters = planner.names, planner.parameters
         self.buckets, self.clock = BucketSet(planner), Clock()
-        self.armed = self.callback_queued = self.may_repeat = self.reduced_once = False
-        self._repeated = self._ended_short = False
+        self.state, self.end, self.runs = LOCAL, 0, 0
+        self.before: set[Backward] = set()
+        self._had_nothing = False
         self.unused_here: tuple[str, ...] = ()
         self.optimized: Sequence[Parameter] = ()
         self.order: list[int] | None = []
-        self.connect(planner.group)
+        self.ready: Sequence[int] | None = None
+        self.set_group(planner.group)
         self._make_buckets(planner.first_order())
 
-    def connect(self, group: ProcessGroup) -> None:
+    def set_group(self, group: ProcessGroup) -> None:
         """Communicates over a group from now on, without a hook."""
         self._group = self.planner.group = group
         self._ranks = group.size()
-        self.flight = Flight(group)
-        self.recovery = Recovery(group, self.flight, self._reset, self.start_over)
-        self.launcher = Launcher(group, self.flight, self.recovery)
+        self.flight = InFlight()
+        self.domain = FaultDomain.of(group)
+        self.domain.register(self)
+        self.launcher = Launcher(group, self.flight, self.domain, self)
 
     @property
     def unfinished(self) -> bool:
         """Whether a backward began, and did not end with everything reduced."""
-        return self.armed and (self.callback_queued or not self.buckets.untouched)
+        return self.state not in (LOCAL, EXPECTED, REDUCED, FINALIZED)
+
+    @property
+    def _untouched(self) -> bool:
+        """Whether no parameter's node has run yet."""
+        return self.buckets.untouched and not self._had_nothing
+
+    def pending(self) -> list[Pending]:
+        """What is under way."""
+        return self.flight.pending()
 
     def arm(self, ranks: int | None = None) -> None:
         """Expect a backward; `ranks` are to be divided by, if not as many as the last time."""
-        self.armed = self.may_repeat = True
         self._ranks = ranks or self._ranks
         self.launcher.correction = ratio = self._group.size() / self._ranks
         if self.usage.recording:
@@ -85,27 +109,56 @@ class Backward:
             for bucket in self.buckets:
                 bucket.scale *= ratio
 
-    def repeat(self) -> None:
-        """Expect another backward through the outputs of the last forward."""
+    def prepare(self, ranks: int | None) -> None:
+        """Expect the backward of a forward."""
         self.flight.step += 1
-        self._repeated = True
-        self.arm()
+        self.clock.start()
+        self.state = after(self.state, Event.PREPARE)
+        self.arm(ranks)
 
-    def begin(self) -> None:
+    def begin(self, index: int | None = None, incoming: Tensor | None = None) -> None:
         """The first gradient of a backward, or that of an output, is there."""
-        engine = torch.autograd.Variable._execution_engine
-        engine.queue_callback(self._on_backward_end)
-        self.callback_queued = True
+        with self.domain.lock:  # on several devices, autograd has a thread for each
+            if self.state is RUNNING or self.state is RUNNING_AGAIN:
+                return
+            if self.manual and self.state in (AWAITING, COMMITTING):
+                self._not_finalized()
+            self.domain.recover()
+            self.domain.poll_known(self)
+            if self.state is REDUCED:
+                self.flight.step += 1
+                self.state = after(self.state, Event.BEGIN_AGAIN)
+                self.arm()
+            else:
+                self.state = after(self.state, Event.BEGIN)
+            self.planner.ownership.begin(self._parameters, index, incoming)
+            running = (RUNNING, RUNNING_AGAIN)
+            self.before |= {b for b in self._others() if b.state in running}
+            self.runs += 1
+            engine = torch.autograd.Variable._execution_engine
+            engine.queue_callback(_End(self, self.runs))
         self.clock.backward = self.clock.backward or perf_counter_ns()
         if torch.is_grad_enabled():
             self.buckets.defer(with_graph=True)
         if self.usage.find_unused:
             self.buckets.leave_out(self.usage.absent())
 
+    def on_nothing(self, index: int) -> None:
+        """A parameter's node was run, and had no gradient: others may have one."""
+        if not (self.state is RUNNING or self.state is RUNNING_AGAIN):
+            self.begin()
+        if self.order is not None:
+            self.order.append(index)
+        self._had_nothing = True
+        bucket = self.buckets.of[index]
+        bucket.leave_out([index])
+        if bucket.full:
+            self.on_full(bucket)
+
     def on_full(self, bucket: Bucket) -> None:
         """A bucket has all its gradients, or more."""
         if surplus := bucket.surplus():
-            self.recovery.fail(
+            self.domain.fail(
                 ReductionError(
                     f"parameters {surplus} got a gradient twice in one backward, or one that was "
                     "not expected: they are used in several reentrant checkpoints (use "
@@ -114,46 +167,157 @@ class Backward:
                     surplus,
                 )
             )
-        with torch.no_grad():
-            self._launch_in_order(wait=False)
+        if not self.has_only_last_left():
+            with torch.no_grad():
+                self._launch_in_order(final=False)
 
-    def _launch_in_order(self, *, wait: bool) -> None:
-        """Launches every full bucket whose predecessors have been launched."""
-        launched = self.flight.launched
-        while len(launched) < len(self.buckets):
-            bucket = self.buckets[len(launched)]
-            if not bucket.full:
-                return
-            if launched and (future := launched[-1].future) and self.launcher.one_at_a_time:
-                if not (wait or future.done()):
-                    return
-                self.launcher.result(launched[-1])
-            if self.skip_unused and len(bucket.absent) == len(bucket.members):
-                launched.append(Launched(bucket))
-                continue
-            self.launcher.gather(bucket)
-            self.clock.launch = self.clock.launch or perf_counter_ns()
-            self.launcher.launch(bucket, is_last=len(launched) + 1 == len(self.buckets))
+    def _others(self) -> Sequence[Backward]:
+        """The other reducers of the group."""
+        return cast("Sequence[Backward]", self.domain.others(self))
 
-    def _on_backward_end(self) -> None:
-        self.callback_queued = False
-        if not self.armed:
+    def _launch_in_order(self, *, final: bool) -> None:
+        """Launches every full bucket whose predecessors have been launched.
+
+        The last one only when backward has ended: whatever fails before, fails before all ranks
+        have sent it, and so none of them takes the result. Reducers that share a backward go one
+        after the other, their last buckets at the end likewise: a gradient that one of them lacks
+        on one rank must not let another's bucket meet its own.
+        """
+        if self.before and any(not b.has_only_last_left() for b in self.before):
             return
-        if self.buckets.untouched:  # gradients of other things than parameters
+        self._launch_full(final=final)
+        if not final and self.has_only_last_left():
+            for other in self._others():
+                if self in other.before:
+                    other._launch_in_order(final=False)
+
+    def has_only_last_left(self) -> bool:
+        """Whether all buckets have been launched but the last."""
+        launched = len(self.flight.launched)
+        return launched >= len(self.buckets) or self._is_last(launched)
+
+    def _launch_full(self, *, final: bool) -> None:
+        launched = self.flight.launched
+        with self.domain.lock:
+            self.domain.poll_known(self)  # nothing is sent while ranks resynchronize
+            self.domain.connect()
+            while len(launched) < len(self.buckets):
+                bucket = self.buckets[len(launched)]
+                is_last = self._is_last(len(launched))
+                if not bucket.full or (is_last and not final):
+                    return
+                if self.skip_unused and len(bucket.absent) == len(bucket.members):
+                    launched.append(Launched(bucket))
+                    continue
+                self.launcher.gather(bucket)
+                self.clock.launch = self.clock.launch or perf_counter_ns()
+                self._launch(bucket, is_last=is_last)
+
+    def _is_last(self, index: int) -> bool:
+        """Whether no bucket after this one has anything to send."""
+        if not self.skip_unused:
+            return index + 1 == len(self.buckets)
+        return all(len(b.absent) == len(b.members) for b in self.buckets.after(index))
+
+    def _launch(self, bucket: Bucket, *, is_last: bool) -> None:
+        alone = self.launcher.hook is None and not self.usage.tolerant
+        if is_last and alone and not isinstance(bucket, SparseBucket):
+            self._sending_last()
+        self.launcher.launch(bucket, is_last=is_last)
+
+    def _sending_last(self) -> None:
+        """The backward's last message is about to be sent."""
+        self.end = self.domain.position() + 1
+        self.state = after(self.state, Event.SEND_LAST)
+
+    def on_end(self, run: int) -> None:
+        """Autograd has come to the end of a backward."""
+        if self.state is FINALIZED and run == self.runs:
+            self.state = after(self.state, Event.END_UNTOUCHED)
+            return
+        if run != self.runs or not (self.state is RUNNING or self.state is RUNNING_AGAIN):
+            self.domain.poll_known(self)  # it failed with another reducer's
+            return
+        try:
+            self._end()
+        except BaseException:
+            self.interrupt()
+            raise
+
+    def _end(self) -> None:
+        if self._untouched:  # gradients of other things than parameters
             self.buckets.reset()
-            if self._repeated:
-                self.armed = False
-            else:
+            self.state = after(self.state, Event.END_UNTOUCHED)
+            if self.state is EXPECTED:
                 self.arm()
             return
         self.clock.computed = perf_counter_ns()
         with torch.no_grad():
             self._leave_out_missing()
-            self._launch_in_order(wait=True)
+            if not self.before:
+                self._launch_in_order(final=True)
             if len(self.flight.launched) < len(self.buckets):
-                self._ended_short = True  # another backward may bring the rest
-                return
-            self._finish()
+                self.state = after(self.state, Event.END_SHORT)  # another may bring the rest
+            elif not self.manual:
+                self._finish()
+                self._finish_others()
+            elif self.state is not COMMITTING:
+                self.state = after(self.state, Event.END_MANUAL)
+
+    def finalize(self) -> None:
+        """Ends a backward of a manual reducer, after it or in one of its hooks.
+
+        Raises:
+            ReductionError: It is not manual, or there is nothing to end, or not yet.
+        """
+        running = self.state in (RUNNING, RUNNING_AGAIN)
+        if not self.manual or not (running or self.state in (SHORT, AWAITING, COMMITTING)):
+            raise ReductionError(
+                "there is no reduction to finalize: set require_manual_backward_finalization "
+                "before a forward outside no_sync(), run its backward, and call "
+                "finalize_backward() once"
+            )
+        with torch.no_grad():
+            if running and not self.before:
+                self._launch_in_order(final=True)
+            if len(self.flight.launched) < len(self.buckets):
+                lacking = [self._names[i] for i in sorted(self.buckets.missing())]
+                raise ReductionError(
+                    f"parameters {lacking} have no gradient yet: call finalize_backward() when "
+                    "all have, and after backward while should_finalize_after_backward is true",
+                    lacking,
+                )
+            if running:
+                self.clock.computed = perf_counter_ns()
+            try:
+                self._finish()
+            except BaseException:
+                self.interrupt()
+                raise
+        if running:
+            self.state = after(self.state, Event.FINALIZE)  # autograd has yet to come to its end
+        self._finish_others()
+
+    def _finish_others(self) -> None:
+        """Ends those that had come to their end, and waited for this one."""
+        for other in self._others():
+            if other.state is SHORT and not other.before and not other.buckets.missing():
+                other.state = after(other.state, Event.BEGIN)
+                other.on_end(other.runs)
+
+    def interrupt(self) -> None:
+        """An exception ends the running backward, if it has not been dealt with."""
+        if self.state in (RUNNING, RUNNING_AGAIN, AWAITING, COMMITTING, SHORT, EXPECTED):
+            self.state = after(self.state, Event.INTERRUPT)
+            self.domain.note_interrupted()
+
+    def _not_finalized(self) -> NoReturn:
+        self.domain.fail(
+            ReductionError(
+                "the backward before was not finalized: with require_manual_backward_finalization, "
+                "call finalize_backward() once for each backward that is reduced"
+            )
+        )
 
     def _leave_out_missing(self) -> None:
         """What did not come, and was free not to, is absent."""
@@ -168,55 +332,75 @@ class Backward:
         """Waits for the buckets and hands the gradients what came back."""
         absent = self.buckets.absent()
         untouched = {i for i in absent if not self._parameters[i].requires_grad}
+        results = self._receive(self.buckets.arrived())
         if self.usage.tolerant:
-            self._exchange_usage(self.buckets.arrived())
             untouched |= self.usage.unused
-        results = []
-        for launched in self.flight.launched:
-            since = perf_counter_ns()
-            results.append(self.launcher.result(launched))
-            self.clock.waits.append(perf_counter_ns() - since)
-        if self.launcher.hook is not None:
-            self.recovery.vote()  # gradients change on all ranks or on none
         for launched, reduced in zip(self.flight.launched, results, strict=True):
             launched.bucket.scatter(reduced, untouched)
         step_and_clear(self.optimized)
-        self.reduced_once = True
         self.clock.sent = self.flight.sent
         self.unused_here = tuple(self._names[i] for i in sorted(absent))
         if absent:
             logger.debug("step %d: unused here: %s", self.flight.step, self.unused_here)
         self.clock.finished = perf_counter_ns()
-        if self.usage.recording:
-            self.usage.record(self.buckets.arrived())
-        self._reset()
+        self._commit(self.buckets.arrived())
 
-    def _exchange_usage(self, used: Iterable[int]) -> None:
-        self.usage.receive(self.launcher.add_up(self.usage.flags(used)))
+    def _receive(self, used: Iterable[int]) -> list[Tensor | None]:
+        """Sends what is left to be sent and waits for everything.
+
+        What comes back is the same on all ranks, or comes back on none: with a hook, which may fail
+        after its collectives, ranks vote; without one, the last message is the vote.
+        """
+        launcher, sums, results = self.launcher, None, []
+        if self.usage.tolerant:
+            if launcher.hook is None:
+                self._sending_last()
+            sums = launcher.add_up(self.usage.flags(used))
+        if launcher.hook is None and self.state is not COMMITTING:  # the last one was sparse
+            self.end = self.domain.position()
+            self.state = after(self.state, Event.SEND_LAST)
+        if sums is not None:
+            launcher.wait_small(sums[1])
+            self.usage.receive(sums[0])
+        for launched in self.flight.launched:
+            since = perf_counter_ns()
+            results.append(launcher.result(launched))
+            self.clock.waits.append(perf_counter_ns() - since)
+        if launcher.hook is not None:
+            self._sending_last()
+            launcher.count(*launcher.vote())
+        return results
+
+    def _commit(self, used: Sequence[int]) -> None:
+        """Gradients hold what was reduced."""
+        self.domain.committed(self.end)
+        if self.order is not None:
+            self.ready = [*dict.fromkeys([*(self.ready or ()), *self.order])]
+        if self.usage.recording:
+            self.usage.record(used)
+        self.state = after(self.state, Event.COMMIT)
+        self._clear()
 
     def shadow(self) -> None:
         """Takes part in the other ranks' backward with zeros."""
-        with torch.no_grad():
-            for number, bucket in enumerate(self.buckets, 1):
-                if self.flight.launched and self.launcher.one_at_a_time:
-                    self.launcher.result(self.flight.launched[-1])
-                bucket.blank()
-                self.launcher.launch(bucket, is_last=number == len(self.buckets))
-            if self.usage.tolerant:
-                self._exchange_usage(())
-            for launched in self.flight.launched:
-                self.launcher.result(launched)
-            if self.launcher.hook is not None:
-                self.recovery.vote()
-        self.reduced_once = True
-        if self.usage.recording:
-            self.usage.record(range(len(self._parameters)))
-        self._reset()
+        try:
+            with torch.no_grad(), self.domain.lock:
+                self.domain.connect()
+                for number, bucket in enumerate(self.buckets, 1):
+                    bucket.blank()
+                    self._launch(bucket, is_last=number == len(self.buckets))
+                self._receive(())
+        except BaseException:
+            self.interrupt()
+            raise
+        self._commit(range(len(self._parameters)))
 
     def plan_anew(self, order: Sequence[int], *, keep_state: bool = True) -> None:
         """Buckets for parameters that become ready in this order, until it is known better."""
-        self.order, self.reduced_once, self.armed = [], False, False
+        self.order, self.ready = [], None
         self._make_buckets(order, keep_state=keep_state)
+        if self.state is EXPECTED:
+            self.arm()
 
     def _make_buckets(self, order: Sequence[int], *, keep_state: bool = True) -> None:
         self.planner.counts = self.usage.counts
@@ -226,21 +410,29 @@ class Backward:
     def rebuild(self, order: Sequence[int]) -> None:
         """Makes the buckets anew in the order in which rank 0's gradients became ready."""
         agreed = self.launcher.agree([*dict.fromkeys([*order, *self.planner.first_order()])])
-        self._reset()
-        self.order = None
+        self._clear()
+        self.order = self.ready = None
         never = self.usage.unused if self.usage.static else frozenset()
         self._make_buckets([i for i in agreed if i not in never])
 
-    def end_unfinished(self) -> None:
-        """The backward before did not end: say why, or bring the other ranks out of it."""
-        if all(bucket.full for bucket in self.buckets):
-            self._on_backward_end()  # interrupted after the last gradient: nothing is lacking
+    def recover(self) -> None:
+        """Say why the backward before did not end, or bring the other ranks out of it.
+
+        Raises:
+            ReductionError: It left parameters without a gradient.
+            DistributedError: As `FaultDomain.raise_waiting`.
+        """
+        if self.state is RUNNING or self.state is RUNNING_AGAIN:
+            self.interrupt()
+        if self.manual and self.state in (AWAITING, COMMITTING):
+            self._not_finalized()
+        self.domain.recover()
+        self.domain.raise_waiting()
+        if self.state is not SHORT:
             return
-        if not self._ended_short:
-            self.recovery.interrupted()
-            return
-        lacking = [self._names[i] for i in sorted(self.buckets.missing())]
-        self.recovery.fail(
+        short = [b for b in (self, *self._others()) if b.state is SHORT]
+        lacking = [b._names[i] for b in short for i in sorted(b.buckets.missing())]
+        self.domain.fail(
             ReductionError(
                 f"parameters {lacking} got no gradient in the backward before, so that nothing "
                 "was reduced: make every output of the module take part in the loss, set "
@@ -249,31 +441,57 @@ class Backward:
             )
         )
 
-    def _reset(self) -> None:
-        """Ready for the next `prepare`."""
-        self.armed = self._repeated = self._ended_short = self.callback_queued = False
+    def _clear(self) -> None:
+        """Nothing has arrived, nothing is under way."""
+        self._had_nothing = False
         self.flight.clear()
-        if self.order is not None and not self.reduced_once:
+        self.before.clear()
+        for other in self._others():
+            other.before.discard(self)
+        if self.order is not None:
             self.order.clear()
         self.buckets.reset()
 
+    def reset(self) -> None:
+        """Give the running backward up."""
+        self.state = after(self.state, Event.RESET)
+        self.launcher.forget()
+        self._clear()
+
     def start_over(self) -> None:
         """As after construction: ranks may have been at different bucket plans."""
-        self._reset()
+        self.reset()
         self.usage.forget()
         self.plan_anew(self.planner.first_order())
+
+
+class _End:
+    """What autograd calls when a backward ends, and drops uncalled when an exception ends it."""
+
+    def __init__(self, backward: Backward, run: int) -> None:
+        self._backward, self._run, self._called = backward, run, False
+
+    def __call__(self) -> None:
+        self._called = True
+        self._backward.on_end(self._run)
+
+    def __del__(self) -> None:
+        backward = self._backward
+        running = backward.state is RUNNING or backward.state is RUNNING_AGAIN
+        if not self._called and running and self._run == backward.runs:
+            backward.interrupt()
 
 
 def on_output(reference: weakref.ref[Backward], _: Tensor) -> None:
     """A backward begins at an output: the first after its forward, or another one."""
     backward = reference()
-    if backward is None or backward.callback_queued:
+    if backward is None:
         return
-    if not backward.armed:
-        static_is_new = backward.usage.static and backward.order is not None
-        if not backward.may_repeat or static_is_new or not backward.recovery.clear:
-            return
-        backward.repeat()
+    state = backward.state
+    if state in (RUNNING, RUNNING_AGAIN, LOCAL, FINALIZED):
+        return
+    if state is REDUCED and backward.usage.static and backward.order is not None:
+        return  # a static graph's second backward goes by the first one's, which is not known yet
     backward.begin()
 
 
@@ -285,13 +503,22 @@ def on_gradient(
     Holds no reference that would keep the reducer alive.
     """
     backward = reference()
-    if backward is None or incoming[0] is None:
+    if backward is None:
         return
-    if not backward.armed:
-        backward.usage.touched.add(index)
+    # no name for what came in: who may write to it is told by counting references to it
+    state = backward.state
+    running = state is RUNNING or state is RUNNING_AGAIN
+    if not running and state is not EXPECTED and state is not SHORT:
+        if incoming[0] is not None:
+            planner = backward.planner
+            backward.usage.touched.add(index)
+            planner.ownership.make_private(index, planner.parameters[index], incoming[0])
         return
-    if not backward.callback_queued:
-        backward.begin()
+    if incoming[0] is None:
+        backward.on_nothing(index)
+        return
+    if not running:
+        backward.begin(index, incoming[0])
     if backward.order is not None:
         backward.order.append(index)
     bucket = backward.buckets.of[index]
@@ -300,6 +527,6 @@ def on_gradient(
         try:
             bucket.gather_early(index, incoming[0])
         except (ReductionError, NotSupportedError) as error:
-            backward.recovery.fail(error)
+            backward.domain.fail(error)
     if len(bucket.arrived) >= bucket.expected:
         backward.on_full(bucket)

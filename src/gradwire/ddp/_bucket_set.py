@@ -39,6 +39,10 @@ class BucketSet:
     def __getitem__(self, index: int) -> Bucket:
         return self._buckets[index]
 
+    def after(self, index: int) -> Sequence[Bucket]:
+        """The buckets that are launched after this one."""
+        return self._buckets[index + 1 :]
+
     def make(self, order: Sequence[int], *, with_hook: bool, state: Any = None) -> None:
         """Makes them anew, for parameters that become ready in this order.
 

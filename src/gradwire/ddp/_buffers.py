@@ -33,6 +33,7 @@ class Buffers:
     def __init__(self, module: nn.Module, names: Sequence[str]) -> None:
         self._module = module
         self._names = list(names)
+        self._paths = [name.split(".") for name in names]
         self.hook: BufferHook | None = None
         self.after_forward = False
 
@@ -41,7 +42,15 @@ class Buffers:
 
     def named(self) -> dict[str, Tensor]:
         """The buffers as they are now: a module may put others in their place."""
-        return {name: self._module.get_buffer(name) for name in self._names}
+        found = {}
+        for name, path in zip(self._names, self._paths, strict=True):
+            # get_buffer would look each step up in all kinds of attributes: ten times as long
+            owner: nn.Module | None = self._module
+            for part in path[:-1]:
+                owner = None if owner is None else owner._modules.get(part)
+            buffer = None if owner is None else owner._buffers.get(path[-1])
+            found[name] = self._module.get_buffer(name) if buffer is None else buffer
+        return found
 
     def set_hook(self, hook: BufferHook, *, after_forward: bool) -> None:
         """Lets a function merge the buffers.

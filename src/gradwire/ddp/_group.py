@@ -7,8 +7,9 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from gradwire.errors import ArgumentError, ArgumentTypeError
+from gradwire.shm.register import member_of
 
-__all__ = ["check_group", "cpu_capable", "message_device", "resolve_root"]
+__all__ = ["check_group", "cpu_capable", "message_device", "resolve_root", "timeout_of"]
 
 
 def check_group(group: object) -> ProcessGroup:
@@ -54,8 +55,9 @@ def resolve_root(group: ProcessGroup, src: int | None, group_src: int | None) ->
 
 
 def cpu_capable(group: ProcessGroup) -> bool:
-    """Whether the group carries CPU tensors."""
-    return any(device.type == "cpu" for device in group._device_types)
+    """Whether the group carries CPU tensors; one that does not say, written in Python, may."""
+    kinds = [device.type for device in group._device_types]
+    return not kinds or "cpu" in kinds
 
 
 def message_device(group: ProcessGroup) -> torch.device:
@@ -64,3 +66,15 @@ def message_device(group: ProcessGroup) -> torch.device:
         return torch.device("cpu")
     kind = group._device_types[0].type
     return torch.device(kind, torch.accelerator.current_device_index())
+
+
+def timeout_of(group: ProcessGroup) -> float:
+    """Seconds that the group gives a collective; torch's default where it does not say."""
+    if (member := member_of(group)) is not None:
+        return member.timeout.total_seconds()
+    for device in group._device_types:
+        timeout = getattr(group._get_backend(device).options, "_timeout", None)
+        if timeout is not None:
+            seconds: float = timeout.total_seconds()
+            return seconds
+    return float(dist.default_pg_timeout.total_seconds())

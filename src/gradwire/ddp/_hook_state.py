@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 
 from gradwire.errors import ArgumentError
 
-__all__ = ["Layout", "Part", "load_state", "rekey", "replace_group", "save_state"]
+__all__ = ["Layout", "Part", "has_state", "load_state", "rekey", "replace_group", "save_state"]
 
 Layout = Sequence[Sequence["Part"]]
 """For each bucket, the parameters in it."""
@@ -32,9 +32,14 @@ class Part:
     numel: int
 
 
+def has_state(state: Any) -> bool:
+    """Whether there is anything to save or to load into."""
+    return state is not None and not isinstance(state, ProcessGroup)
+
+
 def save_state(state: Any, layout: Layout) -> dict[str, Any]:
     """What has to be saved of a hook's state: tensors, numbers, and the buckets they are for."""
-    if state is None or isinstance(state, ProcessGroup):
+    if not has_state(state):
         return {}
     if callable(getattr(state, "state_dict", None)):
         return {"own": state.state_dict()}
@@ -59,10 +64,10 @@ def load_state(state: Any, saved: Mapping[str, Any], layout: Layout) -> None:
     Raises:
         ArgumentError: There is no state to load into.
     """
-    if state is None or isinstance(state, ProcessGroup):
+    if not has_state(state):
         raise ArgumentError(
-            "the state_dict holds a communication hook's state, and no hook with a state is "
-            "registered: call register_comm_hook before load_state_dict"
+            "no hook with a state is registered: call register_comm_hook before "
+            "load_comm_hook_state_dict"
         )
     if "own" in saved:
         state.load_state_dict(saved["own"])

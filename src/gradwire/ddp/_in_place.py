@@ -1,4 +1,4 @@
-"""A bucket of one large gradient that travels in its own memory: nothing is copied."""
+"""A bucket of one large gradient that travels in its own memory, if that is nobody else's."""
 
 from __future__ import annotations
 
@@ -9,16 +9,22 @@ from torch import Tensor
 
 from gradwire.buckets import memory_strides, views
 from gradwire.ddp._bucket import Bucket, Member, dense_gradient
+from gradwire.ddp._ownership import Ownership, is_lazy
 from gradwire.gradients import GradBucket
 
 __all__ = ["InPlaceBucket"]
 
 
 class InPlaceBucket(Bucket):
-    """One large dense gradient, communicated where it lies if it lies as its parameter does."""
+    """One large dense gradient, communicated where it lies.
 
-    def __init__(self, member: Member, scale: float) -> None:
+    It is copied, and lives in the copy, if its memory may not be written to or it does not lie as
+    its parameter does.
+    """
+
+    def __init__(self, member: Member, scale: float, ownership: Ownership) -> None:
         super().__init__([member], scale=scale, early=(member.index,))
+        self._ownership = ownership
         self._strides = memory_strides(member.parameter)
 
     def reset(self) -> None:
@@ -28,11 +34,15 @@ class InPlaceBucket(Bucket):
 
     def gather_early(self, member: int, incoming: Tensor) -> None:
         gradient = dense_gradient(self.parameters[0])
-        if gradient.stride() == self._strides:
+        straight = gradient.stride() == self._strides
+        if straight and self._ownership.may_write(member, gradient, incoming):
             self.flat = gradient.as_strided((gradient.numel(),), (1,))
             self._scale_flat()
-        else:  # autograd gives a gradient its parameter's strides; this one was put there
+        else:
             self._gather_copy(gradient)
+            if not is_lazy(gradient) and self._ownership.may_move(member, gradient):
+                gradient.set_(self._copy)  # type: ignore[call-overload]  # torch's stub lacks it
+                self._copy = None
         self._taken = True
 
     def gather(self) -> None:
@@ -71,9 +81,20 @@ class InPlaceBucket(Bucket):
             elif self._with_graph:
                 parameter.grad = parameter.grad + (self._copy - parameter.grad).detach()
             else:
-                parameter.grad.copy_(self._copy)
+                self._put(parameter.grad, self._copy)
         self._copy = None
         del self.flat
+
+    def _put(self, gradient: Tensor, reduced: Tensor) -> None:
+        member, ownership = self.members[0], self._ownership
+        if (
+            not is_lazy(gradient)
+            and ownership.is_foreign(member, gradient)
+            and ownership.may_move(member, gradient, over=True)
+        ):
+            gradient.set_(reduced)  # type: ignore[call-overload]
+        else:
+            gradient.copy_(reduced)
 
     def as_grad_bucket(self, index: int, *, is_last: bool) -> GradBucket:
         raise AssertionError("hooks get packed buckets")

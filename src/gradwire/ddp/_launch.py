@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.distributed import AllreduceOptions, BroadcastOptions, ProcessGroup, Work
 
 from gradwire.ddp._bucket import Bucket
-from gradwire.ddp._flight import Flight, Launched
 from gradwire.ddp._group import cpu_capable, message_device
-from gradwire.ddp._ledger import Entry, LedgerMode, all_reduce_entry, broadcast_entry
-from gradwire.ddp._recovery import Recovery
+from gradwire.ddp._in_flight import InFlight, Launched
 from gradwire.ddp._sparse import SparseBucket
-from gradwire.ddp._wait import translate, wait_future, wait_work
-from gradwire.errors import NotSupportedError, ReductionError
+from gradwire.ddp.faults.collective_log import LogMode, all_reduce_entry, broadcast_entry
+from gradwire.ddp.faults.fault_domain import FaultDomain, Participant
+from gradwire.ddp.faults.waiting import is_transport, wait_done, wait_future, wait_work
+from gradwire.errors import BrokenGroupError, DistributedError, NotSupportedError, ReductionError
 from gradwire.gradients import CommHook, as_future, parse_hook_result
 from gradwire.hooks.sparse import SparseSum
 
@@ -26,6 +27,12 @@ __all__ = ["Launcher"]
 class Launcher:
     """How buckets travel.
 
+    Args:
+        group: The group.
+        flight: What is under way.
+        domain: The group's fault domain.
+        owner: Whose buckets they are: waits poll for errors on its behalf.
+
     Attributes:
         hook: The communication hook; None: the mean.
         state: The hook's.
@@ -33,27 +40,27 @@ class Launcher:
             the hook has divided by more ranks than took part.
     """
 
-    def __init__(self, group: ProcessGroup, flight: Flight, recovery: Recovery) -> None:
-        self._group, self._flight, self._recovery = group, flight, recovery
+    def __init__(
+        self, group: ProcessGroup, flight: InFlight, domain: FaultDomain, owner: Participant
+    ) -> None:
+        self._group, self._flight, self._domain = group, flight, domain
+        self._owner = weakref.ref(owner)
         self._options = AllreduceOptions()
+        self._agreeing: tuple[Tensor, Work] | None = None
         self.hook: CommHook | None = None
         self.state: Any = None
         self.correction = 1.0
 
-    @property
-    def one_at_a_time(self) -> bool:
-        """Whether a bucket has to be back before the next one is launched."""
-        return not getattr(self.hook, "single_collective", self.hook is None)
-
     def launch(self, bucket: Bucket, *, is_last: bool) -> None:
         """Send a bucket whose gradients are gathered."""
+        self._wait_for_chain()
         if self.hook is not None:
             self._launch_hook(bucket, is_last=is_last)
         elif isinstance(bucket, SparseBucket):
-            with LedgerMode(self._group, self._flight.ledger):
+            with LogMode(self._group, self._domain.log):
                 total = SparseSum(bucket.flat, self._group)
             self._wait([total.counting], bucket)
-            with LedgerMode(self._group, self._flight.ledger):
+            with LogMode(self._group, self._domain.log):
                 work = total.exchange()
             works = () if work is None else (work,)
             self._flight.launched.append(Launched(bucket, sparse=total, works=works))
@@ -66,19 +73,37 @@ class Launcher:
         try:
             work = self._group.allreduce([wire], self._options)
         except RuntimeError as error:
-            self._recovery.give_up(translate(error, bucket.what), error)
+            self._refused(error, bucket.what)
         self._flight.launched.append(Launched(bucket, works=[work]))
-        self._flight.ledger.add(all_reduce_entry(wire))
+        self._domain.sent(all_reduce_entry(wire))
+
+    def _refused(self, error: RuntimeError, what: str) -> NoReturn:
+        """The engine did not take a collective: it cannot, or the group has failed before."""
+        if isinstance(error, DistributedError):
+            self._domain.give_up(self._domain.translate(error, what), error)
+        self._domain.fail(DistributedError(f"{what}: {error}"), error)
 
     def _launch_hook(self, bucket: Bucket, *, is_last: bool) -> None:
         assert self.hook is not None
         seen = bucket.as_grad_bucket(len(self._flight.launched), is_last=is_last)
         try:
-            with LedgerMode(self._group, self._flight.ledger):
+            with LogMode(self._group, self._domain.log):
                 future = as_future(self.hook(self.state, seen), self.hook)
         except Exception as error:
-            self._recovery.hook_failed(error, bucket.what)
+            self._domain.hook_failed(error, bucket.what)
         self._flight.launched.append(Launched(bucket, future=future, seen=seen))
+        if not getattr(self.hook, "single_collective", False):
+            self._domain.chain = future
+
+    def _wait_for_chain(self) -> None:
+        """Let a hook that may send more in callbacks come to its end before anything else is sent.
+
+        Callbacks run in threads of the engine: their collectives would come before ours on one
+        rank and after them on another. Whoever the hook's reducer is: the group is the same.
+        """
+        chain, self._domain.chain = self._domain.chain, None
+        if chain is not None and (late := wait_future(chain, self._poll, self._domain.seconds)):
+            self._domain.give_up(self._domain.translate(late, "a communication hook"), late)
 
     def result(self, launched: Launched) -> Tensor | None:
         """Waits for a bucket; what was made of it, or None if that lies in `flat`."""
@@ -89,47 +114,80 @@ class Launcher:
             return None
         assert launched.seen is not None
         assert self.hook is not None
-        wait_future(launched.future, self._recovery.look)
+        if late := wait_future(launched.future, self._poll, self._domain.seconds):
+            self._domain.give_up(self._domain.translate(late, launched.bucket.what), late)
         try:
             reduced = parse_hook_result(launched.future.wait(), launched.seen, self.hook)
         except Exception as error:
-            self._recovery.hook_failed(error, launched.bucket.what)
+            self._domain.hook_failed(error, launched.bucket.what)
         return reduced if self.correction == 1.0 else reduced * self.correction
 
     def agree(self, numbers: Sequence[int]) -> list[int]:
-        """Rank 0's numbers."""
-        device = message_device(self._group)
-        agreed = torch.tensor(numbers, dtype=torch.int64, device=device)
-        options = BroadcastOptions()
-        options.rootRank = 0
-        self._send_small(self._group.broadcast([agreed], options), broadcast_entry(agreed, root=0))
+        """Rank 0's numbers. After an exception while it waits, the next call goes on with it."""
+        if self._agreeing is None:
+            device = message_device(self._group)
+            agreed = torch.tensor(numbers, dtype=torch.int64, device=device)
+            options = BroadcastOptions()
+            options.rootRank = 0
+            self._agreeing = agreed, self._group.broadcast([agreed], options)
+            self._domain.sent(broadcast_entry(agreed, root=0), self._agreeing[1])
+        agreed, work = self._agreeing
+        self.wait_small(work)
+        self._agreeing = None
         return agreed.tolist()
 
-    def add_up(self, flags: Tensor) -> Tensor:
-        """The sum over ranks of a small tensor."""
-        flags = flags.to(message_device(self._group))
-        work = self._group.allreduce([flags], AllreduceOptions())
-        self._send_small(work, all_reduce_entry(flags))
-        return flags
+    def forget(self) -> None:
+        """What the ranks were about to agree on was filled with zeros when they resynchronized."""
+        self._agreeing = None
 
-    def _send_small(self, work: Work, entry: Entry) -> None:
-        self._flight.extra.append(work)
-        self._flight.ledger.add(entry)
+    def add_up(self, flags: Tensor) -> tuple[Tensor, Work]:
+        """Begin to sum a small tensor over the ranks: it holds the sum when the work has ended."""
+        self._wait_for_chain()
+        flags = flags.to(message_device(self._group))
+        try:
+            work = self._group.allreduce([flags], AllreduceOptions())
+        except RuntimeError as error:
+            self._refused(error, "what ranks agree on")
+        self._domain.sent(all_reduce_entry(flags), work)
+        return flags, work
+
+    def vote(self) -> tuple[Tensor, Work]:
+        """Begin to tell all ranks that nothing has failed on this one."""
+        return self.add_up(torch.ones(1, dtype=torch.int32))
+
+    def count(self, votes: Tensor, work: Work) -> None:
+        """Return when all ranks have voted; raises if one fails before it does."""
+        self.wait_small(work)
+        if int(votes) != self._group.size():
+            raise BrokenGroupError(f"{int(votes)} of {self._group.size()} ranks have voted")
+
+    def wait_small(self, work: Work) -> None:
+        """Wait for a message whose values this rank needs."""
+        if not cpu_capable(self._group):
+            wait_done(work, self._poll)  # the CPU would wait for the values, and not poll
         self._wait_work(work, "what ranks agree on", on_cpu=cpu_capable(self._group))
 
     def _wait_work(self, work: Work, what: str, *, on_cpu: bool) -> None:
         """Waits for a work handle; an engine's failure ends the group's use."""
-        if error := wait_work(work, self._recovery.look, on_cpu=on_cpu):
-            self._recovery.give_up(translate(error, what), error)
+        seconds = self._domain.seconds
+        if error := wait_work(work, self._poll, on_cpu=on_cpu, seconds=seconds):
+            if not is_transport(error):
+                self._domain.fail(DistributedError(f"{what}: {error}"), error)
+            self._domain.give_up(self._domain.translate(error, what), error)
 
     def _wait(self, works: Sequence[Work], bucket: Bucket) -> None:
         on_cpu = bucket.parameters[0].device.type == "cpu"
         for work in works:
             self._wait_work(work, bucket.what, on_cpu=on_cpu)
 
+    def _poll(self) -> None:
+        owner = self._owner()
+        assert owner is not None
+        self._domain.poll(owner)
+
     def gather(self, bucket: Bucket) -> None:
         """Makes a full bucket ready to be sent."""
         try:
             bucket.gather()
         except (ReductionError, NotSupportedError) as error:
-            self._recovery.fail(error)
+            self._domain.fail(error)

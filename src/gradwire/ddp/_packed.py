@@ -9,7 +9,6 @@ more than their bytes, are copied in with one call when the bucket is full, and 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection, Sequence
 
 import torch
@@ -19,6 +18,7 @@ from torch.nn import Parameter
 
 from gradwire.buckets import views
 from gradwire.ddp._bucket import Bucket, Member, dense_gradient
+from gradwire.ddp._ownership import Ownership, is_lazy, uses
 from gradwire.gradients import GradBucket
 from gradwire.shm import empty
 
@@ -28,8 +28,6 @@ AT_ONCE_BYTES = 32 << 10
 """From here on three Python steps cost less than reading the gradient a second time."""
 ADOPT_BYTES = 4 << 10
 """From here on one Python step costs less than copying the gradient back."""
-REFERENCES = 3
-"""To a gradient that only its parameter holds: the parameter's, ours, and that of the count."""
 BATCH_BYTES = 256 << 10
 """What is gathered at a time: well below a core's second-level cache."""
 
@@ -43,6 +41,8 @@ class PackedBucket(Bucket):
         scale: What gradients are multiplied by on their way into the buffer.
         keep: Whether gradients become views of the buffer (gradient_as_bucket_view).
         group: The group that reduces; on shm the buffer lies in memory that its ranks share.
+        ownership: What is known about the parameters' gradients.
+        lazy: Whether the buffer is allocated in each backward, and let go after it.
     """
 
     def __init__(
@@ -52,11 +52,15 @@ class PackedBucket(Bucket):
         scale: float = 1.0,
         keep: bool = False,
         group: ProcessGroup | None = None,
+        ownership: Ownership | None = None,
+        lazy: bool = False,
     ) -> None:
         sizes = {m.index: m.parameter.nbytes if m.count == 1 else 0 for m in members}
         if scale != 1.0:
             members = sorted(members, key=lambda m: sizes[m.index] < AT_ONCE_BYTES)
-        self._keep, self._group = keep, group
+        self._keep, self._group, self._lazy = keep, group, lazy
+        self._ownership = ownership or Ownership()
+        self._allocated = False
         self._place = {
             m.index: (i, sizes[m.index])
             for i, m in enumerate(members)
@@ -66,7 +70,8 @@ class PackedBucket(Bucket):
         first = [m for m in members if sizes[m.index] >= AT_ONCE_BYTES]
         self._at_once, self._at_once_numel = len(first), sum(m.parameter.numel() for m in first)
         super().__init__(members, scale=scale, early=self._place.keys())
-        self._allocate()
+        if not lazy:
+            self._allocate()
 
     def _allocate(self) -> None:
         first = self.parameters[0]
@@ -78,8 +83,15 @@ class PackedBucket(Bucket):
         self._views = views(self.flat, self.parameters, keep_strides=True)
         # where there is a scale, those that are not scaled at once lie last
         self._to_scale = self.flat[self._at_once_numel :]
-        self._own_uses = _uses(self.flat)
-        self._claimed = self._keep
+        self._pointers = [view.data_ptr() for view in self._views]
+        self._own_uses = uses(self.flat)
+        self._allocated = True
+
+    def _let_go(self) -> None:
+        """Until the next backward, gradients that lie in the buffer are all that holds it."""
+        del self.flat, self._to_scale
+        self._views = []
+        self._allocated = False
 
     def _claim(self) -> None:
         """Before the first write of a backward: leave the buffer to whoever else still uses it.
@@ -87,20 +99,23 @@ class PackedBucket(Bucket):
         Gradients of the last backward lie in it. As long as they are their parameters' .grad they
         are ours to accumulate into; one that somebody kept when .grad was cleared is not.
         """
-        others = _uses(self.flat) - self._own_uses
-        if others:
+        if not self._allocated:
+            self._allocate()
+        elif not self._keep and (others := uses(self.flat) - self._own_uses):
             at_home = 0
             for place, _ in self._place.values():
                 gradient = self.parameters[place].grad
                 if gradient is not None:
-                    at_home += gradient.data_ptr() == self._views[place].data_ptr()
+                    at_home += gradient.data_ptr() == self._pointers[place]
             if others != at_home:
                 self._allocate()
         self._claimed = True
 
     def reset(self) -> None:
         super().reset()
-        self._claimed = self._keep
+        if self._lazy and self._allocated:
+            self._let_go()
+        self._claimed = self._keep and not self._lazy
         self._batch: list[int] = []
         self._batch_bytes = 0
         self._saved: dict[int, Tensor] = {}
@@ -116,52 +131,85 @@ class PackedBucket(Bucket):
                 self._gather_batch()
             return
         parameter, view = self.parameters[place], self._views[place]
+        if member in self._ownership.shared:
+            self._evict(place)
         gradient = dense_gradient(parameter)
-        if gradient.data_ptr() != view.data_ptr():
-            torch.mul(gradient, self.scale, out=view)
-            # autograd may have made `incoming` the gradient: then it, and the tensor that it is a
-            # view of, use that memory until this backward step ends
-            passing = 0
-            if incoming.data_ptr() == gradient.data_ptr():
-                passing = 1 + incoming._is_view()
-            if self._keep:
-                parameter.grad = view
-            elif _uses(gradient) <= 2 + passing and sys.getrefcount(gradient) <= REFERENCES:
-                gradient.set_(view)  # type: ignore[call-overload]  # torch's stub lacks this form
-        elif self.scale != 1.0:
-            view.mul_(self.scale)
+        if gradient.data_ptr() == self._pointers[place]:
+            if self.scale != 1.0:
+                view.mul_(self.scale)
+            return
+        torch.mul(gradient, self.scale, out=view)
+        if self._may_adopt(member, gradient):
+            self._adopt(parameter, gradient, view)
+
+    def _may_adopt(
+        self, member: int, gradient: Tensor, *, listed: int = 0, over: bool = False
+    ) -> bool:
+        """Whether a gradient may live in the buffer from now on."""
+        if self._keep:
+            return over or member not in self._ownership.shared
+        # one more name than where the count is made
+        return self._ownership.may_move(member, gradient, listed=listed + 1, over=over)
+
+    def _adopt(self, parameter: Parameter, gradient: Tensor, view: Tensor) -> None:
+        if self._keep:
+            parameter.grad = view
+        elif is_lazy(gradient):  # what it lies in would be read as conjugated
+            parameter.grad = view.detach()
+        else:
+            gradient.set_(view)  # type: ignore[call-overload]  # torch's stub lacks this form
+
+    def _evict(self, place: int) -> None:
+        """Another reducer is going to read this gradient: it cannot stay where it is reduced."""
+        parameter = self.parameters[place]
+        if parameter.grad is not None and parameter.grad.data_ptr() == self._pointers[place]:
+            parameter.grad = parameter.grad.clone()
 
     def _gather_batch(self) -> None:
         """Copies what has come since the last time; it is scaled when the bucket is full."""
         outside = self._outside(self._batch)
         self._batch, self._batch_bytes = [], 0
+        self._copy_in(outside)
+        for place, gradient, view in outside:
+            if self._may_adopt(self.members[place], gradient, listed=1):
+                self._adopt(self.parameters[place], gradient, view)
+
+    def _outside(
+        self, places: Sequence[int], source: Sequence[Tensor] | None = None
+    ) -> list[tuple[int, Tensor, Tensor]]:
+        """Place, gradient and view of those whose gradient does not lie in its view.
+
+        Args:
+            places: Of which to tell.
+            source: The views, if not those of the buffer.
+        """
+        own: Sequence[Tensor] = self._views
+        pointers = self._pointers
+        if source is not None and source is not own:
+            own, pointers = source, [view.data_ptr() for view in source]
+        found = [(i, dense_gradient(self.parameters[i]), own[i]) for i in places]
+        return [entry for entry in found if entry[1].data_ptr() != pointers[entry[0]]]
+
+    @staticmethod
+    def _copy_in(outside: Sequence[tuple[int, Tensor, Tensor]]) -> None:
         if outside:
             torch._foreach_copy_([v for _, _, v in outside], [g for _, g, _ in outside])
-            for parameter, gradient, view in outside:
-                if self._keep:
-                    parameter.grad = view
-                elif _uses(gradient) <= 2 and sys.getrefcount(gradient) <= REFERENCES + 1:
-                    gradient.set_(view)  # type: ignore[call-overload]
-
-    def _outside(self, places: Sequence[int]) -> list[tuple[Parameter, Tensor, Tensor]]:
-        """Parameter, gradient and view of those whose gradient does not lie in the buffer."""
-        found = [
-            (self.parameters[i], dense_gradient(self.parameters[i]), self._views[i]) for i in places
-        ]
-        return [entry for entry in found if entry[1].data_ptr() != entry[2].data_ptr()]
 
     def gather(self) -> None:
-        places: Sequence[int] = range(len(self.members)) if self._deferred else self._late
-        if self._deferred and not self._claimed:
+        if not self._claimed:  # nothing came early
             self._claim()
+        for member in self._ownership.shared.intersection(self.members):
+            self._evict(self.members.index(member))
+        places: Sequence[int] = range(len(self.members)) if self._deferred else self._late
         if self.absent:
             places = [i for i in places if self.members[i] not in self.absent]
         self._gather_batch()
-        if outside := self._outside(places):
-            torch._foreach_copy_([v for _, _, v in outside], [g for _, g, _ in outside])
-            if self._keep and not self._with_graph:
-                for parameter, _, view in outside:
-                    parameter.grad = view
+        outside = self._outside(places)
+        self._copy_in(outside)
+        if self._keep and not self._with_graph:
+            for place, gradient, view in outside:
+                if self._may_adopt(self.members[place], gradient):
+                    self.parameters[place].grad = view
         for i in self._absent_places():
             self._gather_absent(i)
         if self.scale != 1.0:
@@ -183,7 +231,7 @@ class PackedBucket(Bucket):
             view.mul_(self.scale)
 
     def blank(self) -> None:
-        if _uses(self.flat) > self._own_uses:
+        if not self._allocated or uses(self.flat) > self._own_uses:
             self._allocate()
         self.flat.zero_()
 
@@ -194,17 +242,32 @@ class PackedBucket(Bucket):
         places: Sequence[int] = range(len(self.members))
         if self.absent:
             places = [i for i in places if self.members[i] not in self.absent]
-        gradients = [(dense_gradient(self.parameters[i]), source[i]) for i in places]
-        away = [pair for pair in gradients if pair[0].data_ptr() != pair[1].data_ptr()]
+        away = self._outside(places, source)
         if away and self._with_graph:
             for i in places:
                 old = dense_gradient(self.parameters[i])
                 with torch.enable_grad():  # the reduced value, the history of the local one
                     self.parameters[i].grad = old + (source[i] - old).detach()
         elif away:
-            torch._foreach_copy_([g for g, _ in away], [s for _, s in away])
+            self._copy_out(away)
         for i in self._absent_places():
             self._scatter_absent(i, source[i], touched=self.members[i] not in untouched)
+
+    def _copy_out(self, away: Sequence[tuple[int, Tensor, Tensor]]) -> None:
+        plain: list[tuple[int, Tensor, Tensor]] = []
+        for entry in away:
+            place, gradient, reduced = entry
+            member = self.members[place]
+            if self._ownership.is_foreign(member, gradient) and self._may_adopt(
+                member, gradient, listed=1, over=True
+            ):
+                self._adopt(self.parameters[place], gradient, reduced.clone())
+            elif is_lazy(gradient):
+                gradient.copy_(reduced)
+            else:
+                plain.append(entry)
+        if plain:
+            torch._foreach_copy_([g for _, g, _ in plain], [r for _, _, r in plain])
 
     def _scatter_absent(self, place: int, reduced: Tensor, *, touched: bool) -> None:
         parameter, view = self.parameters[place], self._views[place]
@@ -223,9 +286,3 @@ class PackedBucket(Bucket):
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:
     return a.data_ptr() == b.data_ptr() and a.is_contiguous()
-
-
-def _uses(tensor: Tensor) -> int:
-    """How many tensors share this one's storage, itself included."""
-    uses: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-    return uses

@@ -11,6 +11,7 @@ from torch.nn import Parameter
 from gradwire.buckets import plan_buckets
 from gradwire.ddp._bucket import Bucket, Member
 from gradwire.ddp._in_place import InPlaceBucket
+from gradwire.ddp._ownership import Ownership
 from gradwire.ddp._packed import PackedBucket
 from gradwire.ddp._sparse import SparseBucket
 from gradwire.errors import ArgumentError, ArgumentTypeError
@@ -42,9 +43,11 @@ class Planner:
     Attributes:
         caps: Bytes: the size limits of the first bucket, the second, …; None: our own.
         keep: Whether gradients are views of their bucket.
+        lazy: Whether buckets have memory during backward only.
         sparse: Indices of parameters with sparse gradients.
         last: Indices of parameters that travel together after all others.
         layout: Indices in each bucket, if they are given; no other order is then followed.
+        ownership: What is known about the parameters' gradients.
     """
 
     names: Sequence[str]
@@ -52,10 +55,12 @@ class Planner:
     group: ProcessGroup
     caps: Sequence[int] | None = None
     keep: bool = False
+    lazy: bool = False
     sparse: Collection[int] = ()
     last: Collection[int] = ()
     layout: Sequence[Sequence[int]] | None = None
     counts: Mapping[int, int] = field(default_factory=dict)
+    ownership: Ownership = field(default_factory=Ownership)
 
     def first_order(self) -> list[int]:
         """Last registered first: its gradient tends to be ready first."""
@@ -71,16 +76,26 @@ class Planner:
                 if i in self.sparse:
                     buckets.append(SparseBucket(self._member(i), self._scale(with_hook)))
                 elif self._travels_alone(i, with_hook=with_hook):
-                    buckets.append(InPlaceBucket(self._member(i), self._scale(with_hook)))
+                    scale = self._scale(with_hook)
+                    buckets.append(InPlaceBucket(self._member(i), scale, self.ownership))
                 else:
                     packed.append(self._member(i))
             if packed:
-                scale = self._scale(with_hook)
-                buckets.append(PackedBucket(packed, scale=scale, keep=self.keep, group=self.group))
+                buckets.append(self._packed(packed, self._scale(with_hook)))
         for i, gradient in kept.items():  # views of buckets that are no more
             if gradient is not None:
                 self.parameters[i].grad = gradient.clone()
         return buckets
+
+    def _packed(self, members: Sequence[Member], scale: float) -> PackedBucket:
+        return PackedBucket(
+            members,
+            scale=scale,
+            keep=self.keep,
+            group=self.group,
+            ownership=self.ownership,
+            lazy=self.lazy,
+        )
 
     def _groups(self, order: Sequence[int], *, with_hook: bool) -> list[Sequence[int]]:
         if self.layout is not None:

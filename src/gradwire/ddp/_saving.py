@@ -1,7 +1,7 @@
 """Saving, loading and copying a wrapped module: all but the reducer, which is made anew.
 
-A hook's state is part of the `state_dict`, by parameter (see `_hook_state`). A process group is
-pickled as its name, by which every rank knows it.
+The `state_dict` is the module's. A hook's state is saved apart from it, by parameter (see
+`_hook_state`). A process group is pickled as its name, by which every rank knows it.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from gradwire.ddp._hook_state import Layout, load_state, save_state
+from gradwire.ddp._hook_state import Layout, has_state, load_state, save_state
 from gradwire.ddp.reducer import Reducer
 
 __all__ = ["Saving"]
 
-HOOK_STATE = "_comm_hook_state"
 MADE_ANEW = ("reducer", "_watch", "_precision")
 
 
@@ -32,21 +31,37 @@ class Saving(nn.Module):
     def _make_reducer(self, before: Layout = ()) -> None:
         raise NotImplementedError
 
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if saved := save_state(self._hook_state, self.reducer.layout):
-            destination[prefix + HOOK_STATE] = saved
+    def comm_hook_state_dict(self) -> dict[str, Any]:
+        """What has to be saved of the communication hook's state; empty if there is nothing.
 
-    def _load_from_state_dict(
-        self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any
-    ) -> None:
-        saved = state_dict.get(prefix + HOOK_STATE)
-        own = {k: v for k, v in state_dict.items() if k != prefix + HOOK_STATE}
-        super()._load_from_state_dict(own, prefix, *args, **kwargs)
-        if saved is not None:
-            if "layout" in saved:
-                self.reducer.set_layout(saved["layout"])
-            load_state(self._hook_state, saved, self.reducer.layout)
+        It differs between ranks where the state does. `state_dict` holds nothing of it.
+
+        Example:
+            >>> from gradwire.ddp import DistributedDataParallel
+            >>> from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
+            >>> def main():
+            ...     net = DistributedDataParallel(nn.Linear(4, 4))
+            ...     net.register_comm_hook(power.PowerSGDState(None), power.powerSGD_hook)
+            ...     net(torch.ones(1, 4)).sum().backward()
+            ...     return net.comm_hook_state_dict()["plain"]["iter"], list(net.state_dict())
+            >>> run_ranks(main, world_size=1)
+            [(1, ['module.weight', 'module.bias'])]
+        """
+        return save_state(self._hook_state, self.reducer.layout)
+
+    def load_comm_hook_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Put what `comm_hook_state_dict` gave into the state of the hook that is registered.
+
+        Buckets become those it was saved with, if something in it is kept by bucket.
+
+        Raises:
+            ArgumentError: No hook with a state is registered.
+        """
+        if not saved:
+            return
+        if "layout" in saved and has_state(self._hook_state):
+            self.reducer.set_layout(saved["layout"])
+        load_state(self._hook_state, saved, self.reducer.layout)
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()

@@ -19,7 +19,8 @@ from torch.distributed import BroadcastOptions, ProcessGroup, Work
 from gradwire.buckets import plan_buckets
 from gradwire.ddp._group import check_group, resolve_root
 from gradwire.errors import ArgumentError, ArgumentTypeError
-from gradwire.shm import shares_memory
+from gradwire.shm.process_group import Operations
+from gradwire.shm.register import member_of
 
 __all__ = ["broadcast_coalesced"]
 
@@ -74,8 +75,9 @@ def broadcast_coalesced(
     check_group(group)
     root = resolve_root(group, src, group_src)
     _check(tensors, buffer_size)
-    if shares_memory(group) and all(t.is_cpu for t in tensors):
-        _send_as_stream(group, root, tensors)
+    member = member_of(group)
+    if member is not None and all(t.is_cpu for t in tensors):
+        _send_as_stream(member, root, tensors)
         return
     wire = _Wire(group, root)
     with torch.no_grad():
@@ -87,13 +89,18 @@ def broadcast_coalesced(
         wire.drain()
 
 
-def _send_as_stream(group: ProcessGroup, root: int, tensors: Sequence[Tensor]) -> None:
-    """One operation for all: shared memory needs neither messages nor staging of ours."""
+def _send_as_stream(member: Operations, root: int, tensors: Sequence[Tensor]) -> None:
+    """One operation for all: shared memory needs neither messages nor staging of ours.
+
+    Past PyTorch's dispatcher, which would give it copies of lazily conjugated or negated tensors,
+    and not copy the results back.
+    """
     options = BroadcastOptions()
     options.rootRank = root
     options.asyncOp = False
     if filled := [t for t in tensors if t.numel()]:
-        group.broadcast(filled, options).wait()
+        with torch.no_grad():
+            member.broadcast(filled, options).wait()
 
 
 def _bytes(tensor: Tensor) -> int:

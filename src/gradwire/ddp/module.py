@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.join import Joinable
 from torch.nn import Parameter
 
+from gradwire._torch import TORCHS_DDP, compile_callees_only, run_as_written
 from gradwire.ddp._arguments import (
     check_module,
     resolve_buffers,
@@ -22,6 +23,7 @@ from gradwire.ddp._arguments import (
     sparse_names,
 )
 from gradwire.ddp._buffers import BufferHook, Buffers
+from gradwire.ddp._finalization import Finalizing
 from gradwire.ddp._group import check_group
 from gradwire.ddp._hook_state import Layout, rekey
 from gradwire.ddp._join import Plans, Uneven, agree_on_rank
@@ -30,9 +32,11 @@ from gradwire.ddp._outputs import map_tensors, tensors_in
 from gradwire.ddp._planning import BucketLayout, names_by_bucket
 from gradwire.ddp._precision import Precision, resolve_precision
 from gradwire.ddp._saving import Saving
+from gradwire.ddp._torch_names import ModuleNames
 from gradwire.ddp._verify import describe, verify_same
 from gradwire.ddp._watch import Watch
 from gradwire.ddp.broadcast import broadcast_coalesced
+from gradwire.ddp.faults.fault_domain import FaultDomain
 from gradwire.ddp.reducer import Reducer
 from gradwire.errors import ArgumentTypeError
 from gradwire.gradients import CommHook, check_hook
@@ -41,7 +45,7 @@ from gradwire.hooks import by_name
 __all__ = ["DistributedDataParallel"]
 
 
-class DistributedDataParallel(Uneven, Saving):
+class DistributedDataParallel(Uneven, Saving, Finalizing, ModuleNames):
     """Wraps a module so that each backward averages its gradients over ranks.
 
     Every rank holds a replica and its own batch. Parameters and buffers start as rank 0's. After
@@ -83,8 +87,13 @@ class DistributedDataParallel(Uneven, Saving):
         bucket_cap_mb_list: MiB in the first bucket, in the second, …; the last repeats.
         batched_grad_copy: Of no effect: gradients are always copied with one call a bucket.
         forward_sync_buffers: As `broadcast_buffers`, but buffers start as rank 0's in any case.
+        lazy_bucket_allocation: Allocate a bucket's memory when its first gradient arrives, and let
+            go of it after backward, so that it does not lie beside the next forward's activations.
         bucket_layout: A function from names and parameters to the names in each bucket, in the
             order of launch; the same on every rank. Caps are then of no effect.
+        rebuild_buckets: Plan the buckets anew after the first backward, in the order in which
+            gradients became ready on rank 0. None is as PyTorch does: with `static_graph`, or
+            without `find_unused_parameters`.
 
     Attributes:
         module: The wrapped module.
@@ -130,8 +139,10 @@ class DistributedDataParallel(Uneven, Saving):
         bucket_cap_mb_list: Sequence[float] | None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
+        lazy_bucket_allocation: bool = False,
         *,
         bucket_layout: BucketLayout | None = None,
+        rebuild_buckets: bool | None = None,
     ) -> None:
         nn.Module.__init__(self)
         Joinable.__init__(self)
@@ -152,6 +163,7 @@ class DistributedDataParallel(Uneven, Saving):
             start = list(self._buffers_synced.named().items()) if at_start else []
             verify_same(self._group, describe(named, "parameter") + describe(start, "buffer"))
             broadcast_coalesced(self._group, [t for _, t in [*named, *start]])
+            FaultDomain.of(self._group).connect()
         self.mixed_precision = resolve_precision(mixed_precision)
         self._hook: CommHook | None = None
         self._hook_state: Any = None
@@ -163,6 +175,8 @@ class DistributedDataParallel(Uneven, Saving):
             "skip_unused": skip_all_reduce_unused_params,
             "last": resolve_delayed(named, delay_all_reduce_named_params, param_to_hook_all_reduce),
             "bucket_layout": bucket_layout,
+            "rebuild": rebuild_buckets,
+            "lazy": lazy_bucket_allocation,
         }
         self._make_reducer()
 
@@ -195,6 +209,7 @@ class DistributedDataParallel(Uneven, Saving):
         if hook is not None or self.reducer.has_hook:
             self.reducer.register_comm_hook(self._hook_state, hook)
 
+    @compile_callees_only
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the module; with gradients enabled, expect a backward to be reduced.
 
@@ -205,28 +220,30 @@ class DistributedDataParallel(Uneven, Saving):
             BrokenGroupError: The group cannot be used again after an earlier error.
         """
         syncing = torch.is_grad_enabled() and self.require_backward_grad_sync
-        if torch.compiler.is_compiling():
-            _before_uncompiled(self, syncing)
-        else:
-            self._before(syncing)
+        self._before(syncing)
         if self.device is not None:
             inputs, kwargs = map_tensors(self._to_device, (inputs, kwargs))
-        if self._precision is not None:
-            inputs, kwargs = self._precision.inputs((inputs, kwargs))
-            with self._precision.forward():
-                output = self.module(*inputs, **kwargs)
-        else:
-            output = self.module(*inputs, **kwargs)
-        if torch.compiler.is_compiling():
-            _after_uncompiled(self, output, syncing)
-        else:
-            self._after(output, syncing)
+        outer = TORCHS_DDP._active_ddp_module
+        TORCHS_DDP._active_ddp_module = cast(Any, self)  # torch.compile cuts graphs at its buckets
+        try:
+            if self._precision is not None:
+                inputs, kwargs = self._precision.inputs((inputs, kwargs))
+                with self._precision.forward():
+                    output = _call(self.module, inputs, kwargs)
+            else:
+                output = _call(self.module, inputs, kwargs)
+        finally:
+            TORCHS_DDP._active_ddp_module = outer
+        self._after(output, syncing and self.require_backward_grad_sync)
         return output
 
+    @run_as_written
     def _before(self, syncing: bool) -> None:
         """What ranks do together before a forward."""
         plans: Plans | None = None
         if self._join_config.enable:
+            if syncing:
+                self.reducer.recover()  # before the ranks do anything together
             plans = self._tell_joined(syncing)
         if syncing:
             self._watch.check()
@@ -241,6 +258,7 @@ class DistributedDataParallel(Uneven, Saving):
             buffers.sync(self._group, root=root)
         self.require_forward_param_sync = syncing
 
+    @run_as_written
     def _after(self, output: Any, syncing: bool) -> None:
         """What ranks do together after a forward."""
         if self._buffers_synced.after_forward and syncing and self._syncs_buffers():
@@ -286,8 +304,8 @@ class DistributedDataParallel(Uneven, Saving):
         May be called again to replace the hook; None brings back the mean.
 
         Args:
-            state: Handed to the hook; for the stock hooks the process group, or None. What it
-                holds becomes part of `state_dict`; it differs between ranks where the state does.
+            state: Handed to the hook; for the stock hooks the process group, or None.
+                `comm_hook_state_dict` gives what it holds, for saving.
             hook: As `gradwire.gradients.CommHook` has it, or the name of one of `gradwire.hooks`;
                 PyTorch's own hooks run unchanged. The same on every rank.
 
@@ -363,5 +381,9 @@ class DistributedDataParallel(Uneven, Saving):
         return self.reducer.logging_data()
 
 
-_before_uncompiled = torch._disable_dynamo(DistributedDataParallel._before)
-_after_uncompiled = torch._disable_dynamo(DistributedDataParallel._after)
+def _call(module: nn.Module, inputs: Any, kwargs: Any) -> Any:
+    """A frame that torch.compile compiles: it passes over those of torch.nn's own containers."""
+    return module(*inputs, **kwargs)
+
+
+TORCHS_DDP.register(DistributedDataParallel)  # isinstance says so; nothing is inherited

@@ -23,15 +23,18 @@ from gradwire.ddp._group import check_group
 from gradwire.ddp._hook_state import Part, replace_group
 from gradwire.ddp._in_backward import take_over
 from gradwire.ddp._log import LoggingData
+from gradwire.ddp._ownership import Registration
 from gradwire.ddp._planning import BucketLayout, Planner, check_layout
+from gradwire.ddp._rpc import refuse_rpc_context
+from gradwire.ddp._torch_names import ReducerNames
 from gradwire.ddp._usage import Usage
-from gradwire.errors import ArgumentError
+from gradwire.errors import ArgumentError, ReductionError
 from gradwire.gradients import CommHook, check_hook, name_of
 
 __all__ = ["Reducer"]
 
 
-class Reducer:
+class Reducer(ReducerNames):
     """Averages the gradients of parameters over the ranks of a group, in buckets.
 
     After `prepare`, the next backward that gives every parameter a gradient leaves in each
@@ -54,6 +57,12 @@ class Reducer:
         last: Names of parameters that travel together, after all others.
         bucket_layout: From the parameters to the names in each bucket, in the order of launch;
             the same on every rank. Buckets are then not planned, nor rebuilt.
+        lazy: Allocate a bucket's memory when its first gradient arrives, and let go of it when
+            the backward has ended: it lives on in gradients that lie in it.
+        manual_finalization: A backward ends with `finalize` instead of by itself.
+        rebuild: Plan the buckets anew after the first backward, in the order in which gradients
+            became ready on rank 0; if None, only where every backward uses the same parameters:
+            with `static_graph`, or without `find_unused_parameters`.
 
     Raises:
         ArgumentError: There are no parameters, caps are not positive, or the layout does not fit.
@@ -85,6 +94,9 @@ class Reducer:
         sparse: Collection[str] = (),
         last: Collection[str] = (),
         bucket_layout: BucketLayout | None = None,
+        lazy: bool = False,
+        manual_finalization: bool = False,
+        rebuild: bool | None = None,
     ) -> None:
         check_group(group)
         if not parameters:
@@ -97,6 +109,7 @@ class Reducer:
             group,
             caps=None if caps is None else list(caps),
             keep=gradient_as_bucket_view,
+            lazy=lazy,
             sparse={i for i, name in enumerate(names) if name in sparse},
             last={i for i, name in enumerate(names) if name in last},
             layout=check_layout(bucket_layout, parameters),
@@ -104,13 +117,16 @@ class Reducer:
         # the nodes that accumulate gradients: their hooks run after all hooks of the parameters
         nodes = [torch.autograd.graph.get_gradient_edge(p).node for _, p in parameters]
         usage = Usage(nodes, find_unused=find_unused_parameters, static=static_graph)
-        self._skip_unused = skip_unused
+        self._skip_unused, self._rebuilt = skip_unused, False
+        self._rebuild = static_graph or not find_unused_parameters if rebuild is None else rebuild
         self._backward = Backward(planner, usage)
+        self._backward.manual = manual_finalization
         reference = weakref.ref(self._backward)
         handles = [
             node.register_hook(partial(on_gradient, reference, i)) for i, node in enumerate(nodes)
         ]
-        self._hooks = weakref.finalize(self, _remove, handles)
+        registration = Registration(nodes, planner.ownership)
+        self._hooks = weakref.finalize(self, _remove, [*handles, registration])
         self._hooks.atexit = False
 
     def register_comm_hook(self, state: Any, hook: CommHook | None) -> None:
@@ -146,6 +162,11 @@ class Reducer:
         return [list(bucket.names) for bucket in self._backward.buckets]
 
     @property
+    def rebuilt(self) -> bool:
+        """Whether buckets are as they stay, made in the order of a backward."""
+        return self._rebuilt and self._backward.order is None
+
+    @property
     def layout(self) -> list[list[Part]]:
         """The buckets' parameters, with their sizes."""
         return self._backward.buckets.layout
@@ -171,20 +192,32 @@ class Reducer:
             ReductionError: The backward before left parameters without a gradient.
             PeerFailedError: Another rank reported an error.
             BrokenGroupError: The group cannot be used again after an earlier error.
+            NotSupportedError: Inside of a context of `torch.distributed.autograd`.
         """
+        refuse_rpc_context()
         backward = self._backward
-        backward.recovery.raise_waiting()
-        if backward.unfinished:
-            backward.end_unfinished()
+        backward.recover()
         if not backward.flight.step:
             backward.optimized = take_over(p for _, p in self._named)
-        if backward.order is not None and backward.reduced_once:
-            backward.rebuild(backward.order)
-            backward.recovery.raise_waiting()  # told while waiting for the order
-        backward.flight.step += 1
-        backward.clock.start()
+        if backward.order is not None and backward.ready is not None:
+            self._rebuilt = self._rebuild
+            if self._rebuild:
+                backward.rebuild(backward.ready)
+                backward.domain.raise_waiting()  # heard while waiting for the order
+            else:
+                backward.order = backward.ready = None
         backward.skip_unused = self._skip_unused and not uneven
-        backward.arm(ranks or backward.planner.group.size())
+        backward.prepare(ranks or backward.planner.group.size())
+
+    def recover(self) -> None:
+        """What `prepare` begins with: to be called before anything else that ranks do together.
+
+        Raises:
+            ReductionError: The backward before left parameters without a gradient.
+            PeerFailedError: Another rank reported an error.
+            BrokenGroupError: The group cannot be used again after an earlier error.
+        """
+        self._backward.recover()
 
     def expect(self, outputs: Iterable[Tensor]) -> None:
         """The backward begins at these outputs of a forward, each time it is run.
@@ -195,6 +228,35 @@ class Reducer:
         for tensor in outputs:
             if tensor.requires_grad and tensor.grad_fn is not None:
                 tensor.register_hook(partial(on_output, weakref.ref(self._backward)))
+
+    @property
+    def manual_finalization(self) -> bool:
+        """Whether a backward ends with `finalize` instead of by itself."""
+        return self._backward.manual
+
+    @manual_finalization.setter
+    def manual_finalization(self, required: bool) -> None:
+        if required != self._backward.manual and self._backward.unfinished:
+            raise ReductionError(
+                "manual finalization was switched amid a backward: set it before a forward, or "
+                "after finalize_backward()"
+            )
+        self._backward.manual = required
+
+    @property
+    def must_return_first(self) -> bool:
+        """Whether the next backward has to return before `finalize` is called."""
+        backward = self._backward
+        return backward.manual and (backward.order is not None or backward.usage.recording)
+
+    def finalize(self) -> None:
+        """End a backward, after it or in one of its hooks: with `manual_finalization`.
+
+        Raises:
+            ReductionError: That is not set, nothing was reduced, or gradients are yet to come.
+            PeerFailedError: Another rank reported an error.
+        """
+        self._backward.finalize()
 
     def shadow(self) -> None:
         """Take part in the other ranks' backward with zeros, after `prepare`."""
@@ -207,7 +269,7 @@ class Reducer:
         """
         backward, old = self._backward, self._backward.planner.group
         hook, state = backward.launcher.hook, backward.launcher.state
-        backward.connect(check_group(group))
+        backward.set_group(check_group(group))
         backward.launcher.hook = hook
         backward.launcher.state = replace_group(state, old, group)
         backward.start_over()
@@ -225,7 +287,7 @@ class Reducer:
             steps=backward.flight.step,
             buckets=backward.clock.buckets(backward.buckets),
             buckets_sent=backward.clock.sent,
-            rebuilt=backward.order is None,
+            rebuilt=self.rebuilt,
             unused=unused if asked else None,
             unused_here=backward.unused_here,
             hook=None if hook is None else name_of(hook),

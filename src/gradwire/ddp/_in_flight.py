@@ -1,4 +1,4 @@
-"""What a backward has under way: buckets that were launched, and the ledger of what was sent."""
+"""What a backward has under way: the buckets that were launched."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed import ProcessGroup, Work
+from torch.distributed import Work
 
-from gradwire.ddp._alarm import Pending, pending_future, pending_work
 from gradwire.ddp._bucket import Bucket
-from gradwire.ddp._ledger import Ledger
+from gradwire.ddp.faults.waiting import Pending, pending_future, pending_work
 from gradwire.gradients import GradBucket
 from gradwire.hooks.sparse import SparseSum
 
-__all__ = ["Flight", "Launched"]
+__all__ = ["InFlight", "Launched"]
 
 
 @dataclass
@@ -29,21 +28,17 @@ class Launched:
     sparse: SparseSum | None = None
 
 
-class Flight:
+class InFlight:
     """One backward's communication.
 
     Attributes:
-        step: The number of the backward, the same on every rank.
+        step: The number of the backward on this rank.
         launched: Buckets, in the order of their launch.
-        extra: Messages besides the buckets'.
-        ledger: The collectives that were sent.
     """
 
-    def __init__(self, group: ProcessGroup) -> None:
+    def __init__(self) -> None:
         self.step = 0
         self.launched: list[Launched] = []
-        self.extra: list[Work] = []
-        self.ledger = Ledger(group)
 
     @property
     def sent(self) -> int:
@@ -54,12 +49,8 @@ class Flight:
         """All that may still be under way."""
         works = [w for launched in self.launched for w in launched.works]
         futures = [launched.future for launched in self.launched if launched.future is not None]
-        return [pending_work(w) for w in [*works, *self.extra]] + [
-            pending_future(f) for f in futures
-        ]
+        return [*map(pending_work, works), *map(pending_future, futures)]
 
     def clear(self) -> None:
         """All that was sent has been completed, or given up."""
         self.launched.clear()
-        self.extra.clear()
-        self.ledger.clear()

@@ -1,0 +1,194 @@
+"""Who else uses a gradient's memory: the one place that says what a reducer may write to.
+
+A gradient that arrives may lie in memory that autograd has queued for another branch, that another
+parameter's gradient, a saved tensor or the user looks at. It is written to only where that is ruled
+out: every reference to the memory is one that is known. What cannot be ruled out is copied.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+__all__ = ["Ownership", "Registration", "is_lazy", "uses"]
+
+REDUCERS = "gradwire.ddp.reducers"
+
+
+class Ownership:
+    """What a reducer knows about its parameters' gradients.
+
+    Attributes:
+        shared: Indices of parameters that other reducers reduce, too: they read what is in `.grad`.
+        present: Indices of those that had a gradient before this backward. What somebody else sees
+            in its memory is to see the result, as after PyTorch's. Memory that autograd made in
+            this backward is shared by accident.
+    """
+
+    def __init__(self) -> None:
+        self.shared: set[int] = set()
+        self.present: set[int] = set()
+
+    def begin(
+        self,
+        parameters: Sequence[Parameter],
+        arrived: int | None = None,
+        incoming: Tensor | None = None,
+    ) -> None:
+        """A backward begins, at an output, or when the first gradient has `arrived`."""
+        self.present = {i for i, p in enumerate(parameters) if p.grad is not None}
+        if arrived is not None and _is_taken(parameters[arrived].grad, incoming):
+            self.present.discard(arrived)
+
+    def may_write(self, index: int, gradient: Tensor, incoming: Tensor) -> bool:
+        """Whether nobody but the parameter reads its gradient's memory, now or later.
+
+        `incoming` is what backward gave the parameter. If it was made the gradient, then it, and
+        the tensor that it is a view of, use the memory until this step of backward ends.
+        """
+        storage = gradient.untyped_storage()
+        if index in self.shared or is_lazy(gradient) or not storage.resizable():
+            return False  # what cannot be resized is not torch's: an array's, a file's
+        if _holders(gradient) > ITSELF_AND_ITS_OBJECT:
+            return False
+        known = 1
+        if _is_taken(gradient, incoming):
+            if _is_held(incoming, INCOMING_REFERENCES):
+                return False
+            known += 1
+            if (base := incoming._base) is not None:
+                if _is_held(base, LOCAL_REFERENCES):
+                    return False  # queued for another branch, or kept
+                known += 1
+        return _count(storage) == known
+
+    def may_move(
+        self, index: int, gradient: Tensor, *, listed: int = 0, over: bool = False
+    ) -> bool:
+        """Whether the gradient's tensor may be pointed at other memory.
+
+        Args:
+            index: The parameter's.
+            gradient: Its gradient.
+            listed: How many references the caller has to it besides a local name.
+            over: Whether backward has ended, and other reducers have read it.
+        """
+        if (index in self.shared and not over) or _holders(gradient) > ITSELF_AND_ITS_OBJECT:
+            return False
+        if sys.getrefcount(gradient) > GRADIENT_REFERENCES + listed:
+            return False  # who has it may have taken its address
+        return index not in self.present or uses(gradient) == 1
+
+    def is_foreign(self, index: int, gradient: Tensor) -> bool:
+        """Whether, after backward, a gradient that is new lies in memory that others use."""
+        return index not in self.present and uses(gradient) > 1
+
+    def make_private(self, index: int, parameter: Parameter, incoming: Tensor) -> None:
+        """Outside of reductions: give a new gradient memory of its own if others read its.
+
+        The next backward adds to it: two gradients in one memory would each be added to both.
+        """
+        gradient = parameter.grad
+        if _is_taken(gradient, incoming):
+            assert gradient is not None
+            if not self.may_write(index, gradient, incoming):
+                parameter.grad = gradient.clone()
+
+
+class Registration:
+    """A reducer's entry at the nodes of its parameters, by which several learn of each other."""
+
+    def __init__(self, nodes: Sequence[Any], ownership: Ownership) -> None:
+        self._nodes, self._ownership = nodes, weakref.ref(ownership)
+        for i, node in enumerate(nodes):
+            self._entries(node).append((self._ownership, i))
+            self._tell(node)
+
+    def remove(self) -> None:
+        """The reducer reduces no more."""
+        for node in self._nodes:
+            entries = self._entries(node)
+            entries[:] = [e for e in entries if e[0] is not self._ownership]
+            self._tell(node)
+
+    @staticmethod
+    def _entries(node: Any) -> list[tuple[weakref.ref[Ownership], int]]:
+        entries: list[tuple[weakref.ref[Ownership], int]] = node.metadata.setdefault(REDUCERS, [])
+        return entries
+
+    def _tell(self, node: Any) -> None:
+        entries = self._entries(node)
+        for reference, index in entries:
+            if ownership := reference():
+                (ownership.shared.add if len(entries) > 1 else ownership.shared.discard)(index)
+
+
+def is_lazy(tensor: Tensor) -> bool:
+    """Whether the values are conjugated or negated only when they are read."""
+    return tensor.is_conj() or tensor.is_neg()
+
+
+def uses(tensor: Tensor) -> int:
+    """How many tensors share this one's storage, itself included."""
+    return _count(tensor.untyped_storage())
+
+
+def _count(storage: torch.UntypedStorage) -> int:
+    count: int = torch._C._storage_Use_Count(storage._cdata)
+    return count - 1  # without the object in our hands
+
+
+def _is_taken(gradient: Tensor | None, incoming: Tensor | None) -> bool:
+    """Whether autograd made what came in the gradient, instead of adding it or copying it."""
+    if gradient is None or incoming is None or incoming.layout != torch.strided:
+        return False
+    return gradient.layout == torch.strided and gradient.data_ptr() == incoming.data_ptr()
+
+
+def _is_held(tensor: Tensor, references: int) -> bool:
+    return _holders(tensor) > ITSELF_AND_ITS_OBJECT or sys.getrefcount(tensor) > references
+
+
+def _holders(tensor: Tensor) -> int:
+    """How many references there are to the tensor itself in C++."""
+    count: int = tensor._use_count()  # type: ignore[attr-defined]  # torch's stub lacks it
+    return count
+
+
+ITSELF_AND_ITS_OBJECT = 2
+"""References to a tensor in C++: from where it belongs, and from its Python object."""
+
+
+def _references() -> tuple[int, int, int]:
+    """What `sys.getrefcount` says, down here, where nobody else holds a tensor.
+
+    Versions of Python and PyTorch differ, so it is tried: with tensors that C++ holds, passed on as
+    gradients are.
+    """
+
+    def held(tensor: Any, _: int) -> int:
+        return sys.getrefcount(tensor)
+
+    def may_write(index: int, gradient: Any, incoming: Any) -> tuple[int, int, int]:
+        base = incoming._base
+        return held(incoming, 0), sys.getrefcount(gradient), held(base, 0)
+
+    def gather_early(index: int, incoming: Any) -> tuple[int, int, int]:
+        gradient = parameter.grad
+        return may_write(index, gradient, incoming)
+
+    def on_gradient(incoming: tuple[Any, ...]) -> tuple[int, int, int]:
+        return gather_early(0, incoming[0])
+
+    parameter, other = (torch.zeros(1, requires_grad=True) for _ in range(2))
+    parameter.grad, other.grad = torch.zeros(1), torch.zeros(1).view(1)
+    return on_gradient((other.grad,))
+
+
+INCOMING_REFERENCES, GRADIENT_REFERENCES, LOCAL_REFERENCES = _references()

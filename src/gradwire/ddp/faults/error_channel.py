@@ -1,0 +1,152 @@
+"""How ranks tell each other of errors while their collectives hang: through the group's store.
+
+Keys begin with a random token that rank 0 gave the group's ranks through the group itself: nothing
+is counted on each rank alone, so that a copy made on one rank shifts nothing, nor does what an
+earlier group left in the same store. After it comes the round: how often the ranks were
+resynchronized, all of them each time.
+
+The store may hang, where the process that serves it is stopped. So it is asked in a thread of its
+own, which is waited for as long as the asker can spare.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, ProcessGroup, Store
+
+from gradwire.ddp.faults.liveness import is_alive, this_process
+from gradwire.errors import NotSupportedError, PeerLostError
+
+__all__ = ["ErrorChannel", "store_of"]
+
+ANSWER_SECONDS = 1.0
+"""A store that takes longer has not answered this time; it is asked again."""
+
+
+class ErrorChannel:
+    """What one rank tells the others of its group, and hears of them.
+
+    Args:
+        group: The group.
+        token: A name that is this group's alone, the same on every rank.
+
+    Every method that asks the store returns "nothing yet" if it does not answer in time, and raises
+    PeerLostError if it is gone.
+    """
+
+    def __init__(self, group: ProcessGroup, token: str) -> None:
+        self._rank, self._size = group.rank(), group.size()
+        self._store = PrefixStore(f"gradwire/{token}", store_of(group))
+        self._round = 0
+        self._asking: threading.Thread | None = None
+        self._ask(lambda: self._store.set(f"process/{self._rank}", this_process()))
+
+    def report(self) -> bool:
+        """Ask all ranks to resynchronize; whether the store took it."""
+        return self._ask(lambda: self._store.set(self._key("reported"), "")) is not _NOTHING
+
+    def error_reported(self) -> bool:
+        """Whether any rank has asked to resynchronize in this round."""
+        return self._ask(lambda: self._store.check([self._key("reported")])) is True
+
+    def report_lost(self, error: str) -> None:
+        """Tell the others that the group itself failed, so that nobody waits for this rank."""
+        text = f"rank {self._rank} saw the group fail: {error}"
+        with suppress(PeerLostError):  # the store may be what was lost: then nobody can be told
+            self._ask(lambda: self._store.compare_set("lost", "", text))
+
+    def lost(self) -> PeerLostError | None:
+        """That the group failed, if a rank has told."""
+        if self._ask(lambda: self._store.check(["lost"])) is not True:
+            return None
+        told = self._ask(lambda: self._store.get("lost"))
+        return None if told is _NOTHING else PeerLostError(bytes(told).decode())
+
+    def publish(self, topic: str, value: Any) -> bool:
+        """Give this rank's value for a topic of this round; whether the store took it."""
+        text = json.dumps(value)
+        key = self._key(f"{topic}/{self._rank}")
+        return self._ask(lambda: self._store.set(key, text)) is not _NOTHING
+
+    def published(self, topic: str) -> list[Any] | None:
+        """Every rank's value, in rank order, when all are there."""
+        keys = [self._key(f"{topic}/{rank}") for rank in range(self._size)]
+        if self._ask(lambda: self._store.check(keys)) is not True:
+            return None
+        values = self._ask(lambda: self._store.multi_get(keys))
+        return None if values is _NOTHING else [json.loads(value) for value in values]
+
+    def absent(self, topic: str) -> list[int]:
+        """Ranks whose value is not there, as far as the store says."""
+        keys = {rank: self._key(f"{topic}/{rank}") for rank in range(self._size)}
+        there = self._ask(lambda: [r for r, key in keys.items() if self._store.check([key])])
+        return [] if there is _NOTHING else [rank for rank in keys if rank not in there]
+
+    def dead(self, ranks: list[int]) -> list[int]:
+        """Those of the ranks whose processes, on this host, have ended."""
+        found = []
+        for rank in ranks:
+            key = f"process/{rank}"
+            if self._ask(lambda key=key: self._store.check([key])) is True:  # type: ignore[misc]
+                process = self._ask(lambda key=key: self._store.get(key))  # type: ignore[misc]
+                if process is not _NOTHING and not is_alive(bytes(process).decode()):
+                    found.append(rank)
+        return found
+
+    def next_round(self) -> None:
+        """All ranks were resynchronized."""
+        self._round += 1
+
+    def _key(self, name: str) -> str:
+        return f"{self._round}/{name}"
+
+    def _ask(self, request: Callable[[], Any]) -> Any:
+        if self._asking is not None and self._asking.is_alive():
+            return _NOTHING  # the last request is not answered yet
+        answer: list[Any] = []
+
+        def ask() -> None:
+            try:
+                answer.append(request())
+            except BaseException as error:  # raised below, in the thread that asked
+                answer.append(error)
+
+        self._asking = threading.Thread(target=ask, name="gradwire-store", daemon=True)
+        self._asking.start()
+        self._asking.join(ANSWER_SECONDS)
+        if not answer:
+            return _NOTHING
+        if isinstance(answer[0], dist.DistError):
+            raise PeerLostError(
+                f"the group's store does not answer (the rank that hosts it is gone): {answer[0]}"
+            ) from answer[0]
+        if isinstance(answer[0], BaseException):
+            raise answer[0]
+        return answer[0]
+
+
+_NOTHING = object()
+
+
+def store_of(group: ProcessGroup) -> Store:
+    """The group's store.
+
+    Raises:
+        NotSupportedError: It has none.
+    """
+    try:
+        store: Store | None = dist.distributed_c10d._get_process_group_store(group)
+    except KeyError:  # made by hand, unknown to torch.distributed
+        store = None
+    if store is None:
+        raise NotSupportedError(
+            "the group has no store, through which ranks tell each other of errors: use a group "
+            "that torch.distributed made with one (init_process_group or new_group; not MPI)"
+        )
+    return store

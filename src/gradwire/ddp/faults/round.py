@@ -1,0 +1,181 @@
+"""One resynchronization, on one rank: it advances without ever waiting."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from torch.distributed import ProcessGroup
+
+from gradwire.ddp.faults.collective_log import CollectiveLog, group_named, join
+from gradwire.ddp.faults.error_channel import ErrorChannel
+from gradwire.ddp.faults.resynchronisation import (
+    Phase,
+    Statement,
+    diverged,
+    missing,
+    missing_elsewhere,
+    next_phase,
+)
+from gradwire.ddp.faults.waiting import Pending, first_failure, pending_work
+from gradwire.errors import BrokenGroupError, CollectiveTimeoutError, PeerLostError
+
+__all__ = ["PATIENCE_SECONDS", "Round"]
+
+PATIENCE_SECONDS = 300.0
+"""How long, at most, a rank waits for others to finish what they compute and hear of an error."""
+LIVENESS_SECONDS = 0.5
+"""How often it is looked whether ranks that have not answered still run."""
+
+
+class Round:
+    """States where this rank is, joins what it missed, and says how that went.
+
+    Args:
+        group: The group.
+        channel: Its error channel.
+        log: Its log.
+        statement: This rank's.
+        pending: What this rank has under way.
+        seconds: The group's timeout.
+
+    Attributes:
+        own: This rank's error, or None.
+        failures: By rank, what went wrong there; valid when `advance` has returned True, as are
+        positions: each rank's position as it was stated,
+        diverged: ranks that an exception kept from a step that others may have taken, and
+        broken: why the ranks could not be made level, if so.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        channel: ErrorChannel,
+        log: CollectiveLog,
+        statement: Statement,
+        pending: Sequence[Pending],
+        seconds: float,
+    ) -> None:
+        self._group, self._channel, self._log = group, channel, log
+        self._statement, self._pending = statement, list(pending)
+        self.own = statement.error
+        self.failures: dict[int, str] = {}
+        self.positions: list[int] = []
+        self.diverged: list[int] = []
+        self.broken: BrokenGroupError | None = None
+        self._patience = min(PATIENCE_SECONDS, seconds)
+        self._deadline = time.monotonic() + self._patience
+        self._look_at = 0.0
+        self._phase = Phase.STATED
+        self._goal = statement.position
+        self._verdict: str | None = None
+        self._reported = statement.error is None
+        self._published: set[str] = set()
+
+    def advance(self) -> bool:
+        """Go on as far as is possible without waiting; whether the round is over.
+
+        Raises:
+            PeerLostError: A rank died, or the group failed.
+            CollectiveTimeoutError: A rank did not answer in time.
+        """
+        if (lost := self._channel.lost()) is not None:
+            raise lost
+        while True:
+            before = self._phase
+            if before is Phase.STATED:
+                self._state()
+            elif before is Phase.JOINING:
+                ended = self._ended()
+                self._phase = next_phase(before, stated=True, ended=ended, joined=False)
+            elif before is Phase.JOINED:
+                self._hear()
+            if self._phase is Phase.DONE:
+                return True
+            if self._phase is before:
+                self._look()
+                return False
+
+    def _state(self) -> None:
+        self._publish("statement", asdict(self._statement))
+        self._reported = self._reported or self._channel.report()
+        told = self._channel.published("statement")
+        if told is None:
+            return
+        statements = [Statement(**one) for one in told]
+        self.positions = [s.position for s in statements]
+        self.diverged = diverged([s.undecided for s in statements], self.positions)
+        self.failures = {r: s.error for r, s in enumerate(statements) if s.error is not None}
+        self._goal = max(self.positions)
+        try:
+            self._join(statements)
+        except BrokenGroupError as broken:
+            self._verdict = str(broken)
+        # last: a signal handler's exception before it leaves what was joined to be seen again
+        self._phase = next_phase(self._phase, stated=True, ended=False, joined=False)
+
+    def _join(self, statements: Sequence[Statement]) -> None:
+        own = self._log.position(self._group)
+        for entry in missing(own, [(s.position, s.sent) for s in statements]):
+            self._pending.append(pending_work(join(self._group, entry)))
+        for name in sorted({name for s in statements for name in s.elsewhere}):
+            group = group_named(name)
+            if group is not None:
+                at = int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
+                for entry in missing_elsewhere(name, at, statements):
+                    self._pending.append(pending_work(join(group, entry)))
+
+    def _ended(self) -> bool:
+        """Whether all that is under way has ended, or it is known that it cannot."""
+        if self._verdict is not None:
+            return True
+        if self._log.position(self._group) > self._goal:
+            self._verdict = "a hook went on to further collectives after the error"
+        elif all(p.done() for p in self._pending):
+            self._raise_failure()
+        elif time.monotonic() > self._deadline:
+            self._verdict = f"collectives were still under way after {self._patience:g} s"
+        else:
+            return False
+        return True
+
+    def _hear(self) -> None:
+        self._publish("joined", self._verdict)
+        verdicts = self._channel.published("joined")
+        joined = verdicts is not None
+        self._phase = next_phase(self._phase, stated=True, ended=True, joined=joined)
+        if verdicts is not None and any(verdicts):
+            reason = "; ".join(f"rank {r}: {v}" for r, v in enumerate(verdicts) if v)
+            causes = "; ".join(f"rank {r}: {text}" for r, text in self.failures.items())
+            self.broken = BrokenGroupError(
+                f"after an error ({causes}) the group's ranks cannot be brought back in step "
+                f"({reason}): make a new process group, or restart"
+            )
+
+    def _look(self) -> None:
+        """While there is no answer: whether it can still come."""
+        now = time.monotonic()
+        if now < self._look_at or self._phase is Phase.JOINING:
+            return
+        self._look_at = now + LIVENESS_SECONDS
+        self._raise_failure()
+        topic = "joined" if self._phase is Phase.JOINED else "statement"
+        absent = self._channel.absent(topic)
+        dead = self._channel.dead(absent)
+        # asked again: one that answered and ended since is none that will not answer
+        if dead and (dead := [r for r in self._channel.absent(topic) if r in dead]):
+            raise PeerLostError(f"ranks {dead} ended while resynchronizing after an error")
+        if now > self._deadline + self._patience * (self._phase is Phase.JOINED):
+            raise CollectiveTimeoutError(
+                f"ranks {absent} did not answer within {self._patience:g} s after an error"
+            )
+
+    def _raise_failure(self) -> None:
+        if failure := first_failure(self._pending):
+            raise PeerLostError(f"a rank was lost while resynchronizing: {failure}") from failure
+
+    def _publish(self, topic: str, value: Any) -> None:
+        if topic not in self._published and self._channel.publish(topic, value):
+            self._published.add(topic)

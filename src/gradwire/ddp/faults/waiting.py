@@ -1,0 +1,158 @@
+"""Waiting for communication without waiting for a rank that has failed.
+
+A wait looks up from time to time and polls for errors that other ranks report; each has a
+deadline. An engine's failures become gradwire's by their type, and by how long the engine had:
+never by their words.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import Work
+
+from gradwire._torch import is_done
+from gradwire.errors import CollectiveTimeoutError, DistributedError, PeerLostError
+
+__all__ = [
+    "POLL_SECONDS",
+    "Pending",
+    "engine_failure",
+    "failure_of",
+    "first_failure",
+    "is_transport",
+    "pending_future",
+    "pending_work",
+    "wait_done",
+    "wait_future",
+    "wait_work",
+]
+
+POLL_SECONDS = 0.2
+"""How often a wait polls. A wait that ends sooner never does."""
+GRACE_SECONDS = 5.0
+"""How much later than the engine's own deadline ours is: the engine's error says more."""
+
+
+@dataclass(frozen=True)
+class Pending:
+    """Communication that a rank has under way: whether it has ended, and the engine's error."""
+
+    done: Callable[[], bool]
+    error: Callable[[], BaseException | None]
+
+
+def pending_work(work: Work) -> Pending:
+    """A work handle as something pending."""
+    return Pending(lambda: is_done(work), lambda: failure_of(work))
+
+
+def pending_future(future: torch._C.Future[Any]) -> Pending:
+    """A hook's future as something pending. Its error may be the hook's own, and does not count."""
+    return Pending(future.done, lambda: None)
+
+
+def failure_of(work: Work) -> BaseException | None:
+    """What a work handle that has ended failed with, if it did."""
+    try:
+        work.wait(timedelta(seconds=1))
+    except RuntimeError as error:
+        return error
+    return None
+
+
+def is_transport(error: BaseException) -> bool:
+    """Whether an error that a collective under way ended with is of its transport, by its type.
+
+    Gloo's are plain RuntimeErrors, torch.distributed's DistErrors, those of shm ours. What is of
+    another type, NotImplementedError for a dtype or OutOfMemoryError, says nothing of other ranks.
+    """
+    return isinstance(error, DistributedError | dist.DistError) or type(error) is RuntimeError
+
+
+def engine_failure(error: BaseException, what: str, *, timed_out: bool) -> DistributedError:
+    """What an engine reported of a collective that was under way, as an error of ours.
+
+    Args:
+        error: The engine's.
+        what: What was under way.
+        timed_out: Whether the engine's time for it was over.
+    """
+    if isinstance(error, DistributedError):  # an engine of our own
+        return type(error)(f"{what}: {error}")
+    kind = CollectiveTimeoutError if timed_out else PeerLostError
+    if isinstance(error, dist.DistNetworkError):
+        kind = PeerLostError
+    return kind(f"{what}: {error}")
+
+
+def wait_work(
+    work: Work, poll: Callable[[], None], *, on_cpu: bool, seconds: float
+) -> BaseException | None:
+    """Wait for a work handle; on an accelerator, let the current stream wait.
+
+    Returns:
+        What the engine raised, if it failed. What `poll` raises is raised.
+    """
+    if not on_cpu:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            return error
+        return None
+    deadline = time.monotonic() + seconds + GRACE_SECONDS
+    while True:
+        try:
+            work.wait(timedelta(seconds=POLL_SECONDS))
+            return None
+        except RuntimeError:
+            if is_done(work):  # failed, or ended just after the time was over
+                return failure_of(work)
+        poll()
+        if time.monotonic() > deadline:
+            return CollectiveTimeoutError(f"not done {GRACE_SECONDS:g} s after {seconds:g} s")
+
+
+def wait_done(work: Work, poll: Callable[[], None]) -> None:
+    """Wait until an accelerator's collective has ended; the engine has a deadline for it."""
+    pause = 0.0
+    polled = time.monotonic()
+    while not is_done(work):
+        time.sleep(pause)
+        pause = min(2 * pause + 2e-5, 1e-3)
+        if time.monotonic() - polled > POLL_SECONDS:
+            poll()
+            polled = time.monotonic()
+
+
+def wait_future(
+    future: torch._C.Future[Any], poll: Callable[[], None], seconds: float
+) -> BaseException | None:
+    """Wait until a future has its value or its error. What `poll` raises is raised.
+
+    Returns:
+        An error if it has neither in time.
+    """
+    if future.done():
+        return None
+    done = threading.Event()
+    future.add_done_callback(lambda _: done.set())
+    deadline = time.monotonic() + seconds + GRACE_SECONDS
+    while not done.wait(POLL_SECONDS):
+        poll()
+        if time.monotonic() > deadline:
+            return CollectiveTimeoutError(f"the hook's future is not done after {seconds:g} s")
+    return None
+
+
+def first_failure(pending: Sequence[Pending]) -> BaseException | None:
+    """The first engine failure among what has ended."""
+    errors = (p.error() for p in pending if p.done())
+    return next((error for error in errors if error and is_transport(error)), None)
