@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
 
-__all__ = ["Replacement", "is_installed", "put", "put_back"]
+__all__ = ["Replacement", "is_installed", "put", "put_back", "replaced"]
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,11 @@ _everywhere: list[tuple[object, object]] = []
 def is_installed() -> bool:
     """Whether a table is in place."""
     return bool(_originals)
+
+
+def replaced() -> list[object]:
+    """PyTorch's own objects that ours are in the place of."""
+    return [original for _, _, original in _originals]
 
 
 def put(table: Iterable[Replacement]) -> None:

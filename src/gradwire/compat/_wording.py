@@ -6,13 +6,19 @@ our messages, which name parameters and remedies, are followed by the phrases th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parameter import is_lazy
 
 from gradwire.errors import ArgumentError, ReductionError
 
-__all__ = ["ConstructionError", "refused", "unfinished"]
+__all__ = ["RefusedError", "as_torchs", "refused", "unfinished"]
+
+T = TypeVar("T")
 
 UNFINISHED = "Expected to have finished reduction in the prior iteration"
 REMEDIES = (
@@ -24,18 +30,45 @@ INDICES = "Parameter indices which did not receive grad for rank"
 NAMES = "Parameters which did not receive grad for rank"
 
 
-class ConstructionError(ArgumentError, RuntimeError):
-    """An argument cannot be used; a RuntimeError too, as which PyTorch raises it."""
+class RefusedError(ArgumentError, RuntimeError):
+    """An argument cannot be used; a RuntimeError too, as which PyTorch raises many."""
 
 
-def refused(error: ArgumentError, group: object, mesh: object) -> ConstructionError:
+def as_torchs(
+    function: Callable[..., T], words: Callable[..., str | None] | None = None
+) -> Callable[..., T]:
+    """The function with errors of arguments that are RuntimeErrors besides ValueErrors.
+
+    Args:
+        function: Ours.
+        words: From the same arguments, the phrase that programs look for, if there is one.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> T:
+        try:
+            return function(*args, **kwargs)
+        except ArgumentError as error:
+            phrase = None if words is None else words(*args, **kwargs)
+            raise RefusedError(_with(str(error), phrase)) from error
+
+    return call
+
+
+def refused(error: ArgumentError, module: object, group: object, mesh: object) -> RefusedError:
     """The error of a constructor that cannot use its arguments."""
-    words = ""
+    words = None
     if mesh is not None:
         words = "Only 1D device mesh is supported, but got another"
         if group is not None:
             words = "Cannot specify both process_group and device_mesh arguments."
-    return ConstructionError(f"{error} (PyTorch's words: {words})" if words else str(error))
+    elif isinstance(module, nn.Module) and any(map(is_lazy, module.parameters())):
+        words = "Modules with uninitialized parameters can't be used"
+    return RefusedError(_with(str(error), words))
+
+
+def _with(text: str, words: str | None) -> str:
+    return f"{text} (PyTorch's words: {words})" if words else text
 
 
 def unfinished(error: ReductionError, rank: int, names: Sequence[str]) -> ReductionError:

@@ -18,6 +18,7 @@ from gradwire import collectives as ours
 from gradwire.collectives.apart import apart
 from gradwire.collectives.ranks import dense_tensor
 from gradwire.compat._registry import Replacement
+from gradwire.compat._wording import as_torchs
 from gradwire.errors import ArgumentError
 
 __all__ = ["TABLE"]
@@ -158,16 +159,24 @@ def _check_output(name: str, output: Tensor, shape: Sequence[int], dtype: torch.
 _FUNCTIONAL = "torch.distributed.nn.functional"
 _BOTH = (_FUNCTIONAL, "torch.distributed.nn")
 
-TABLE = (
-    Replacement(broadcast, "broadcast", _BOTH),
-    Replacement(gather, "gather", _BOTH),
-    Replacement(scatter, "scatter", _BOTH),
-    Replacement(reduce, "reduce", _BOTH),
-    Replacement(reduce_scatter, "reduce_scatter", _BOTH),
-    Replacement(all_gather, "all_gather", _BOTH),
-    Replacement(_all_gather_base, "_all_gather_base", (_FUNCTIONAL,)),
-    Replacement(all_to_all, "all_to_all", _BOTH),
-    Replacement(all_to_all_single, "all_to_all_single", _BOTH),
-    Replacement(all_reduce, "all_reduce", _BOTH),
+TABLE = tuple(
+    Replacement(
+        as_torchs(function),
+        function.__name__,
+        (_FUNCTIONAL,) if function is _all_gather_base else _BOTH,
+        wherever_loaded=True,
+    )
+    for function in (
+        broadcast,
+        gather,
+        scatter,
+        reduce,
+        reduce_scatter,
+        all_gather,
+        _all_gather_base,
+        all_to_all,
+        all_to_all_single,
+        all_reduce,
+    )
 )
 """What goes where."""

@@ -19,9 +19,16 @@ from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from gradwire import ddp as ours
 from gradwire import hooks
+from gradwire._torch import (
+    BROADCAST_BUFFERS_DEPRECATED,
+    TORCHS_DDP,
+    narrowed_to_torchs_ddp,
+    run_as_written,
+)
 from gradwire.compat._figures import logging_dict
+from gradwire.compat._hook import RaisesItsOwn, check_annotations
 from gradwire.compat._registry import Replacement
-from gradwire.compat._wording import refused, unfinished
+from gradwire.compat._wording import RefusedError, refused, unfinished
 from gradwire.compat.buckets import BUCKET_TABLE, _broadcast_coalesced
 from gradwire.ddp._join import ShadowHook, agree_on_rank
 from gradwire.ddp._outputs import map_tensors
@@ -31,10 +38,10 @@ from gradwire.errors import (
     NotSupportedError,
     ReductionError,
 )
+from gradwire.gradients import check_hook
 
 __all__ = ["TABLE", "DistributedDataParallel"]
 
-BUCKET_MB = 25
 BROADCAST_BYTES = 250 << 20
 
 
@@ -43,6 +50,7 @@ class DistributedDataParallel(ours.DistributedDataParallel):
 
     _active_ddp_module: ClassVar[Any] = None
 
+    @narrowed_to_torchs_ddp
     def __init__(
         self,
         module: nn.Module,
@@ -65,12 +73,13 @@ class DistributedDataParallel(ours.DistributedDataParallel):
         bucket_cap_mb_list: Sequence[float] | None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
+        lazy_bucket_allocation: bool = False,
     ) -> None:
-        if broadcast_buffers is not None:
+        if broadcast_buffers is not None and BROADCAST_BUFFERS_DEPRECATED:
             warnings.warn(
                 "broadcast_buffers is deprecated in PyTorch: pass forward_sync_buffers",
                 FutureWarning,
-                stacklevel=2,
+                stacklevel=3,
             )
         try:
             super().__init__(
@@ -94,16 +103,16 @@ class DistributedDataParallel(ours.DistributedDataParallel):
                 bucket_cap_mb_list,
                 batched_grad_copy,
                 forward_sync_buffers,
+                lazy_bucket_allocation,
             )
         except ArgumentError as error:
-            raise refused(error, process_group, device_mesh) from error
+            raise refused(error, module, process_group, device_mesh) from error
         first = next(module.parameters()).device
         self.device_ids = None if self.device is None else [first]
         self.output_device = None if self.device is None else first
         self.device_type = first.type
         self.device_mesh = device_mesh
         self.is_multi_device_module = len({p.device for p in module.parameters()}) > 1
-        self.bucket_bytes_cap = int((bucket_cap_mb or BUCKET_MB) * (1 << 20))
         self.bucket_bytes_cap_list = [int(mb * (1 << 20)) for mb in bucket_cap_mb_list or ()]
         self.broadcast_bucket_size = BROADCAST_BYTES
         self._builtin_hook: dist.BuiltinCommHookType | None = None
@@ -173,9 +182,25 @@ class DistributedDataParallel(ours.DistributedDataParallel):
     # -- hooks, groups and graphs ----------------------------------------------------------
 
     def register_comm_hook(self, state: object, hook: Any) -> None:
-        """See gradwire.ddp.DistributedDataParallel.register_comm_hook."""
+        """See gradwire.ddp.DistributedDataParallel.register_comm_hook; once, as in PyTorch.
+
+        Raises:
+            RefusedError: A hook is registered already, or this one's annotations are others.
+        """
         try:
+            if hook is not None and self._hook is not None:
+                raise RefusedError(
+                    "a hook is registered: take it away first, by register_comm_hook(None, None) "
+                    "(PyTorch's words: register_comm_hook or register_builtin_comm_hook can only "
+                    "be called once.)"
+                )
+            if callable(hook):
+                check_annotations(hook)
+                hook = RaisesItsOwn(check_hook(hook))
             super().register_comm_hook(state, hook)
+        except RefusedError as error:
+            self._error = str(error)
+            raise
         except ArgumentTypeError as error:
             self._error = f"{error} (PyTorch's words: Communication hook must be callable.)"
             raise ArgumentTypeError(self._error) from error
@@ -243,8 +268,8 @@ class DistributedDataParallel(ours.DistributedDataParallel):
 
     @classmethod
     def _get_active_ddp_module(cls) -> Any:
-        """The module of PyTorch's class, wrapped before installing, whose forward runs."""
-        return cls._active_ddp_module
+        """The module whose forward runs, of PyTorch's class or ours."""
+        return cls._active_ddp_module or TORCHS_DDP._active_ddp_module
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
         """What comes before the forward, for `replicate`, which runs the module itself."""
@@ -267,6 +292,7 @@ class DistributedDataParallel(ours.DistributedDataParallel):
 
     # -- errors and figures ----------------------------------------------------------------
 
+    @run_as_written
     def _before(self, syncing: bool) -> None:
         try:
             super()._before(syncing)

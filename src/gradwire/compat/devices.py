@@ -12,6 +12,7 @@ from torch.nn import Module
 
 from gradwire import devices as ours
 from gradwire.compat._registry import Replacement
+from gradwire.compat._wording import as_torchs
 from gradwire.devices.placement import Device
 
 __all__ = ["TABLE"]
@@ -151,17 +152,26 @@ _MODULE = "torch.nn.parallel.data_parallel"
 _DDP = "torch.nn.parallel.distributed"
 _PACKAGE = "torch.nn.parallel"
 
+
+def _sizes(inputs: Sequence[Tensor], *_: Any, **__: Any) -> str | None:
+    return "invalid size" if len({tuple(t.shape) for t in inputs}) > 1 else None
+
+
 TABLE = (
-    Replacement(ours.broadcast, "broadcast", _COMM),
+    Replacement(as_torchs(ours.broadcast), "broadcast", _COMM),
     Replacement(
-        _narrowed(ours.broadcast_coalesced, "detach_buffers"), "broadcast_coalesced", _COMM
+        as_torchs(_narrowed(ours.broadcast_coalesced, "detach_buffers")),
+        "broadcast_coalesced",
+        _COMM,
     ),
-    Replacement(_narrowed(ours.reduce_add, "out"), "reduce_add", _COMM),
+    Replacement(as_torchs(_narrowed(ours.reduce_add, "out"), _sizes), "reduce_add", _COMM),
     Replacement(
-        _narrowed(ours.reduce_add_coalesced, "detach_buffers"), "reduce_add_coalesced", _COMM
+        as_torchs(_narrowed(ours.reduce_add_coalesced, "detach_buffers")),
+        "reduce_add_coalesced",
+        _COMM,
     ),
-    Replacement(_narrowed(ours.scatter, "strict"), "scatter", _COMM),
-    Replacement(ours.gather, "gather", _COMM),
+    Replacement(as_torchs(_narrowed(ours.scatter, "strict")), "scatter", _COMM),
+    Replacement(as_torchs(ours.gather), "gather", _COMM),
     Replacement(Broadcast, "Broadcast", (_FUNCTIONS,)),
     Replacement(ReduceAddCoalesced, "ReduceAddCoalesced", (_FUNCTIONS,)),
     Replacement(Scatter, "Scatter", (_FUNCTIONS, _NESTED)),

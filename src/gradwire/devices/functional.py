@@ -71,14 +71,16 @@ class _Broadcast(Function):
         copier: Copier,
         devices: tuple[torch.device, ...],
         tracked: tuple[bool, ...],
+        zeros: bool,
         *tensors: Tensor,
     ) -> Any:
         return tuple(t for replica in copier(tensors) for t in replica)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        _, ctx.devices, tracked, *tensors = inputs
+        _, ctx.devices, tracked, zeros, *tensors = inputs
         ctx.set_materialize_grads(False)
+        ctx.like = [(t.shape, t.dtype) for t in tensors] if zeros else None
         ctx.home = tensors[0].device
         ctx.n = n = len(tensors)
         untracked = [i for i, follow in enumerate(tracked) if not follow]
@@ -86,11 +88,17 @@ class _Broadcast(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        n = ctx.n
-        return None, None, None, *_sums(_split(grads, n), ctx.home)
+        sums = _sums(_split(grads, ctx.n), ctx.home)
+        for i, needed in enumerate(ctx.needs_input_grad[4:] if ctx.like else ()):
+            if needed and sums[i] is None:
+                shape, dtype = ctx.like[i]
+                sums[i] = torch.zeros(shape, dtype=dtype, device=ctx.home)
+        return None, None, None, None, *sums
 
     @staticmethod
-    def jvp(ctx: Any, _copier: None, _devices: None, _tracked: None, *tangents: Any) -> Any:
+    def jvp(
+        ctx: Any, _copier: None, _devices: None, _tracked: None, _zeros: None, *tangents: Any
+    ) -> Any:
         given = {i: tangent for i, tangent in enumerate(tangents) if tangent is not None}
         replicas = broadcast_lists(list(given.values()), ctx.devices)
         own = own_place(ctx.home, ctx.devices)
@@ -213,6 +221,8 @@ def broadcast_lists(
     devices: Sequence[torch.device],
     buffer_size: int = BUFFER_SIZE,
     copier: Copier | None = None,
+    *,
+    zeros: bool = False,
 ) -> list[list[Tensor]]:
     """For each place, every tensor. Adjoint: the sum over the places.
 
@@ -221,6 +231,7 @@ def broadcast_lists(
         devices: The places.
         buffer_size: Bytes after which a buffer is closed.
         copier: What makes the replicas' tensors instead, for a caller that has them already.
+        zeros: Where others have gradients, give zeros to tensors that no place has used.
     """
     places = tuple(devices)
 
@@ -232,7 +243,7 @@ def broadcast_lists(
         return (copier or fresh)(tensors)
     tensors = _all_with_tangents(tensors, tracked)
     flat = _Broadcast.apply(  # type: ignore[no-untyped-call]
-        copier or fresh, places, tuple(tracked), *tensors
+        copier or fresh, places, tuple(tracked), zeros, *tensors
     )
     replicas = _split(flat, len(tensors))
     own = own_place(tensors[0].device, places)

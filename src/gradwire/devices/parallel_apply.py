@@ -107,7 +107,8 @@ class _Call:
         """The result; raises what the call raised."""
         if self.error is None:
             return self.result
-        raise _located(self.error, f"in replica {self.index} on {self.device or 'no device'}")
+        what = f"Caught {type(self.error).__name__} in replica {self.index}"  # PyTorch's words
+        raise _located(self.error, f"{what} on {self.device or 'no device'}")
 
 
 def _located(error: BaseException, where: str) -> BaseException:

@@ -106,10 +106,11 @@ def as_destination(
 
 def default_devices() -> tuple[torch.device, ...]:
     """Every accelerator of this machine, or the host once where there is none."""
-    kind = torch.accelerator.current_accelerator()
-    if kind is None:
+    kind = torch.accelerator.current_accelerator()  # what torch was built for: may be none there
+    count = torch.accelerator.device_count()
+    if kind is None or count == 0:
         return (torch.device("cpu"),)
-    return tuple(torch.device(kind.type, i) for i in range(torch.accelerator.device_count()))
+    return tuple(torch.device(kind.type, i) for i in range(count))
 
 
 def own_place(home: torch.device, devices: Sequence[torch.device]) -> int | None:

@@ -145,7 +145,8 @@ def replicate(
         k modules of the same types. Their parameters are plain attributes, not leaves; the first
         replica's share storage with the module's, and its buffers are the module's own.
 
-    Adjoint: `reduce_add_coalesced` of the replicas' gradients to the module's.
+    Adjoint: `reduce_add_coalesced` of the replicas' gradients to the module's; zeros for a
+    parameter that no replica has used, as PyTorch has it.
 
     Raises:
         ArgumentError: A parameter or buffer on another device, or not yet initialised.
@@ -172,7 +173,9 @@ def replicate(
     held = ReplicaCache() if cache is None else cache
     with torch.set_grad_enabled(torch.is_grad_enabled() and not detach):
         copied = zip(
-            broadcast_lists(parameters, places, copier=lambda ts: held.copies(ts, places)),
+            broadcast_lists(
+                parameters, places, copier=lambda ts: held.copies(ts, places), zeros=True
+            ),
             broadcast_lists(buffers, places),
             strict=True,
         )
