@@ -1,14 +1,48 @@
-"""Fixtures of the whole suite."""
+"""Fixtures of the whole suite, and which combinations of parameters are run each time."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from gradwire.testing import run_ranks
 from gradwire.testing.pool import close_pool
+
+ROOT = Path(__file__).parents[1]
+POINTS = re.compile(r'^\[project\.entry-points\."(.+?)"\].*\n((?:.+\n)+)', re.M)
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as wide what a test's `narrow` mark does not name."""
+    for item in items:
+        narrow = item.get_closest_marker("narrow")
+        if narrow is not None and not _is_one_of(item, narrow.args):
+            item.add_marker(pytest.mark.wide)
+
+
+def _is_one_of(item: pytest.Item, combinations: Collection[Mapping[str, object]]) -> bool:
+    """Whether a test's parameters are as one of the combinations has them."""
+    parameters: dict[str, Any] = item.callspec.params  # type: ignore[attr-defined]
+    unknown = {name for combination in combinations for name in combination} - parameters.keys()
+    if unknown or not combinations:
+        raise pytest.UsageError(f"{item.nodeid}: narrow names {sorted(unknown) or 'nothing'}")
+    return any(
+        all(
+            parameters[name] in (wanted if isinstance(wanted, list) else [wanted])
+            for name, wanted in combination.items()
+        )
+        for combination in combinations
+    )
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -24,3 +58,62 @@ def each_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     backend: str = request.param
     monkeypatch.setattr(request.module, "run_ranks", partial(run_ranks, backend=backend))
     return backend
+
+
+def install_at(place: Path) -> None:
+    """Write the metadata of a distribution with the entry points that pyproject.toml has."""
+    metadata = place / "gradwire-0.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: gradwire\nVersion: 0\n")
+    groups = POINTS.findall((ROOT / "pyproject.toml").read_text())
+    assert {name for name, _ in groups} >= {"torch.backends"}
+    text = "".join(f"[{name}]\n{points}\n" for name, points in groups)
+    (metadata / "entry_points.txt").write_text(text.replace('"', ""))
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for PYTHONPATH in which this tree's gradwire is installed."""
+    place = tmp_path_factory.mktemp("site")
+    install_at(place)
+    return place
+
+
+@pytest.fixture
+def run(site: Path, tmp_path: Path) -> Run:
+    """Run a script, or a file, where gradwire is installed; variables are keywords."""
+
+    def run(
+        script: str | Path,
+        *paths: Path,
+        args: Sequence[str] = (),
+        ranks: int = 0,
+        timeout: float = 110,
+        **variables: str,
+    ) -> subprocess.CompletedProcess[str]:
+        file = script if isinstance(script, Path) else tmp_path / "script.py"
+        if isinstance(script, str):
+            file.write_text(script)
+        found = [*map(str, paths), str(site), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("GRADWIRE_", "TORCH_"))}
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        with subprocess.Popen(
+            [sys.executable, *(torchrun if ranks else []), str(file), *args],
+            env=kept
+            | {"PYTHONPATH": os.pathsep.join(found), "OMP_NUM_THREADS": "1"}
+            | {"CUDA_VISIBLE_DEVICES": ""}
+            | variables,
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as process:
+            try:
+                out, err = process.communicate(timeout=timeout)
+            except subprocess.TimeoutExpired:
+                process.terminate()  # not killed: torchrun ends its ranks
+                out, err = process.communicate()
+                raise AssertionError(f"no end after {timeout} s:\n{out}\n{err}") from None
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+    return run

@@ -39,6 +39,7 @@ def check_figures(case: CaseResult) -> None:
             assert math.isfinite(estimate.value)
 
 
+@pytest.mark.wide
 def test_broadcast_from_end_to_end(tmp_path: Path) -> None:
     tiny = [
         broadcast.Case("small", partial(shapes._norm, 8), "any", times=2),
@@ -55,6 +56,7 @@ def test_broadcast_from_end_to_end(tmp_path: Path) -> None:
     Result.of("broadcast", OPTIONS, cases).write(tmp_path / "broadcast.json")
 
 
+@pytest.mark.narrow({"op": "all_reduce"})
 @pytest.mark.parametrize("op", collectives.OPERATIONS)
 def test_collectives_from_end_to_end(op: str) -> None:
     large = collectives.Case(op, 1 << 20)
@@ -65,6 +67,7 @@ def test_collectives_from_end_to_end(op: str) -> None:
         assert list(measure.ratios) == ["Gloo", "bare passes"]
 
 
+@pytest.mark.wide
 def test_broadcast_on_shm_has_gloo_as_a_peer() -> None:
     tiny = broadcast.Case("small", partial(shapes._norm, 8), "any")
     (case,) = broadcast.measure([tiny], ON_SHM)
@@ -72,6 +75,7 @@ def test_broadcast_on_shm_has_gloo_as_a_peer() -> None:
     assert list(case.measures[0].ratios) == ["torch", "torch on Gloo"]
 
 
+@pytest.mark.wide
 def test_ddp_from_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ddp, "MEMORY_LAUNCHES", 1)
     (case,) = ddp.measure([TINY], OPTIONS)
@@ -82,6 +86,7 @@ def test_ddp_from_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
     assert case.prediction.startswith("6 gradients")
 
 
+@pytest.mark.wide
 def test_ddp_on_shm_has_gloo_as_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ddp, "MEMORY_LAUNCHES", 1)
     (case,) = ddp.measure([TINY], ON_SHM)

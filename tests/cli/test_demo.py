@@ -7,6 +7,8 @@ import re
 import signal
 from pathlib import Path
 
+import pytest
+
 FOREVER = ("-m", "gradwire", "demo", "--epochs", "100000")
 FIRST_EPOCH = "1/100000 "
 
@@ -49,6 +51,7 @@ def test_two_processes_train_as_one(command):
     assert not run.survivors()
 
 
+@pytest.mark.wide
 def test_the_same_under_torchrun(command):
     run = command(
         *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
@@ -60,6 +63,7 @@ def test_the_same_under_torchrun(command):
     assert not run.survivors()
 
 
+@pytest.mark.wide
 def test_a_lossy_hook_is_no_failure(command):
     code, out, err = command("-m", "gradwire", "demo", "--epochs", "1", "--hook", "bf16").end()
     assert (code, err) == (0, "")
@@ -79,6 +83,7 @@ def test_ctrl_c_leaves_nothing(command):
     assert not run.survivors()
 
 
+@pytest.mark.wide
 def test_the_ranks_do_not_outlive_a_killed_parent(command):
     run = command(*FOREVER)
     run.read_until(FIRST_EPOCH)
@@ -87,6 +92,7 @@ def test_the_ranks_do_not_outlive_a_killed_parent(command):
     assert not run.survivors()
 
 
+@pytest.mark.wide
 def test_a_rank_that_dies_ends_the_demo(command):
     run = command(*FOREVER)
     run.read_until(FIRST_EPOCH)

@@ -194,7 +194,7 @@ def test_on_shm_checks_are_on_unless_switched_off(each_backend):
             C.all_reduce(y, "avg", check=on).sum().backward()
             operations.append(group._get_sequence_number_for_group() - before)
         handle = C.all_gather(torch.ones(2, 3) if rank else torch.ones(3, 2), async_op=True)
-        with pytest.raises(MismatchError, match="GRADWIRE_CHECKS=1"):
+        with pytest.raises(MismatchError, match="shape"):
             handle.wait()
         C.all_reduce(torch.ones(0 if rank else 2)[:0])  # nothing to send
         dist.all_reduce(torch.ones(1 + rank)[:1])  # no call of ours

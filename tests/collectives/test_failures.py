@@ -44,6 +44,10 @@ def checked():
     lost(lambda: C.all_reduce(torch.ones(2), check=True))
 
 
+@pytest.mark.narrow(
+    {"death": in_forward, "each_backend": "shm"},
+    {"death": [in_backward, checked], "each_backend": "gloo"},
+)
 @pytest.mark.parametrize("death", [in_forward, in_backward, in_wait, checked])
 def test_a_rank_that_dies(death):
     run_ranks(death, may_die=[1])

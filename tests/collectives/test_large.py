@@ -44,6 +44,10 @@ def gathered(async_op, dtype):
     check(lambda x: C.all_gather(x, 1, **options), wide, world)
 
 
+@pytest.mark.narrow(
+    {"world": 2, "async_op": False, "dtype": torch.complex64},
+    {"world": 3, "async_op": True, "dtype": torch.float32},
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
 @pytest.mark.parametrize("async_op", [False, True])
 @pytest.mark.parametrize("world", [2, 3, 5])

@@ -22,6 +22,9 @@ from gradwire.compat.collectives import TABLE
 from gradwire.testing import adjoint_check, gradcheck, run_ranks
 
 pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.filterwarnings("ignore::gradwire.errors.BoundEarlyWarning")
+"""This and other tests' modules hold PyTorch's objects to compare with."""
+
 NAMES = [entry.name for entry in TABLE]
 ORIGINALS = {name: getattr(theirs, name) for name in NAMES}
 
@@ -62,6 +65,12 @@ def test_every_module_that_holds_a_name_is_in_the_table(entry: _registry.Replace
         assert all(
             getattr(importlib.import_module(m), entry.name) is entry.value for m in entry.modules
         )
+
+
+def test_the_table_has_every_collective_of_this_pytorch() -> None:
+    functions = vars(theirs).items()
+    own = {n for n, f in functions if inspect.isfunction(f) and f.__module__ == theirs.__name__}
+    assert {n for n in own if not n.startswith("_")} | {"_all_gather_base"} == set(NAMES)
 
 
 @pytest.mark.parametrize("entry", TABLE, ids=NAMES)
@@ -230,6 +239,7 @@ def test_shapes_that_do_not_fit_raise_before_anything_is_sent(run: Run) -> None:
         for call in bad:
             with pytest.raises(ValueError, match=r"give|receives") as caught:
                 call()
+            assert isinstance(caught.value, RuntimeError)  # as which PyTorch raises most
             told.append(str(caught.value))
         return told
 

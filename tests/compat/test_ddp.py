@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import pickle
 import sys
 import warnings
 from collections.abc import Iterator
@@ -15,12 +16,16 @@ import torch.distributed as dist
 import torch.distributed.algorithms.ddp_comm_hooks as torch_hooks
 from torch import nn
 
+import gradwire.hooks
 from gradwire import compat
 from gradwire.compat import _registry
 from gradwire.compat.ddp import TABLE, DistributedDataParallel
 from gradwire.ddp import DistributedDataParallel as Ours
-from gradwire.errors import ArgumentError, ReductionError
+from gradwire.errors import ArgumentError, BoundEarlyWarning, HookError, ReductionError
 from gradwire.testing import run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore::gradwire.errors.BoundEarlyWarning")
+"""This and other tests' modules hold PyTorch's objects to compare with."""
 
 THEIRS = nn.parallel.DistributedDataParallel
 
@@ -93,9 +98,11 @@ def test_signatures_are_pytorchs(entry: _registry.Replacement) -> None:
 
 
 def test_our_class_has_the_methods_that_scripts_call() -> None:
-    public = {n for n in vars(THEIRS) if not n.startswith("_") and callable(getattr(THEIRS, n))}
+    public = {n for n in vars(THEIRS) if not n.startswith("_") and n != "T_destination"}
     for_devices_of_old = {"scatter", "gather", "to_kwargs"}
-    assert public - for_devices_of_old <= set(dir(DistributedDataParallel))
+    set_by_the_constructor = {"broadcast_buffers"}
+    ours = set(dir(DistributedDataParallel)) | set_by_the_constructor
+    assert public - for_devices_of_old <= ours
 
 
 # -- buckets ---------------------------------------------------------------------------------
@@ -276,8 +283,114 @@ def test_errors_have_pytorchs_classes_and_words() -> None:
             assert "Expected to have finished reduction in the prior iteration" in str(caught.value)
             assert f"did not receive grad for rank {dist.get_rank()}: 1)" in str(caught.value)
             assert model._get_ddp_logging_data()["error"] == str(caught.value)
-            with pytest.warns(FutureWarning, match="forward_sync_buffers"):
+
+    run_ranks(main, 2)
+
+
+def test_what_a_hook_raises_is_of_its_own_class() -> None:
+    class Own(Exception):
+        def __init__(self, code: int, text: str) -> None:
+            super().__init__(code, text)
+            self.code = code
+
+    def main() -> None:
+        for raised in (KeyError("left"), OSError(5, "disk"), Own(3, "own"), TypeError("peer")):
+
+            def hook(state: Any, bucket: Any) -> Any:
+                raise raised  # noqa: B023
+
+            with compat.installed():
+                model = nn.parallel.DistributedDataParallel(nn.Linear(1, 1))
+                model.register_comm_hook(None, hook)
+                with pytest.raises(type(raised)) as caught:
+                    model(torch.ones(1, 1)).sum().backward()
+                assert isinstance(caught.value, HookError)
+                assert caught.value.args == raised.args
+                assert str(raised) in str(caught.value)
+                if isinstance(raised, OSError):
+                    assert caught.value.errno == 5
+                if isinstance(raised, Own):
+                    assert caught.value.code == 3
+
+    run_ranks(main, 2)
+
+
+class Doubling:
+    """A hook that is an object, with a single collective."""
+
+    single_collective = True
+
+    def __call__(self, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer() * 2)
+        return future
+
+
+def test_hooks_are_registered_as_pytorch_has_it() -> None:
+    def wrong_bucket(state: Any, bucket: int) -> Any: ...
+
+    def wrong_result(state: Any, bucket: dist.GradBucket) -> int: ...
+
+    def main() -> None:
+        with compat.installed():
+            model = nn.parallel.DistributedDataParallel(nn.Linear(1, 1, bias=False))
+            for hook, words in (
+                (wrong_bucket, "bucket annotation should be dist.GradBucket"),
+                (wrong_result, "return annotation should be torch.futures.Future"),
+            ):
+                with pytest.raises(ValueError, match=words):
+                    model.register_comm_hook(None, hook)
+            model.register_comm_hook(None, Doubling())
+            model = pickle.loads(pickle.dumps(model))
+            assert model._hook.single_collective
+            model(torch.ones(1, 1)).sum().backward()
+            assert model.module.weight.grad.item() == 2.0
+            with pytest.raises(RuntimeError, match="can only be called once"):
+                model.register_comm_hook(None, Doubling())
+            model.register_comm_hook(None, None)
+            for hook in (*vars(gradwire.hooks).values(), torch_hooks.powerSGD_hook.powerSGD_hook):
+                if hook in (gradwire.hooks.allreduce, gradwire.hooks.fp16, gradwire.hooks.noop):
+                    model.register_comm_hook(None, hook)
+                    model.register_comm_hook(None, None)
+
+    run_ranks(main, 2)
+
+
+def test_uninitialized_parameters_have_pytorchs_words() -> None:
+    def main() -> None:
+        with compat.installed(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with pytest.raises(RuntimeError, match="Modules with uninitialized parameters"):
+                nn.parallel.DistributedDataParallel(nn.LazyLinear(2))
+
+    run_ranks(main, 2)
+
+
+def test_what_this_pytorch_deprecates_warns() -> None:
+    def main() -> None:
+        told = []
+        for wrapper in (THEIRS, DistributedDataParallel):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
                 wrapper(nn.Linear(1, 1), broadcast_buffers=True)
+            told.append([w.category for w in caught if "forward_sync_buffers" in str(w.message)])
+        assert told[0] == told[1]
+
+    run_ranks(main, 2, backend="gloo")
+
+
+def test_arguments_that_this_pytorch_lacks_are_refused() -> None:
+    theirs = set(inspect.signature(THEIRS).parameters)
+    newer = {"batched_grad_copy", "forward_sync_buffers", "lazy_bucket_allocation"} - theirs
+
+    def main() -> None:
+        for name in [*newer, "bucket_layout"]:
+            with pytest.raises(TypeError, match=name):
+                DistributedDataParallel(nn.Linear(1, 1), **{name: True})
+        with pytest.raises(TypeError, match="arguments"):
+            DistributedDataParallel(nn.Linear(1, 1), *[None] * len(theirs))
+        for name in newer:  # ours has them with every version
+            assert Ours(nn.Linear(1, 1), **{name: True})
 
     run_ranks(main, 2)
 
@@ -334,6 +447,7 @@ def test_a_training_script_written_for_pytorch() -> None:
 
     def main() -> tuple[list[float], list[float]]:
         warnings.simplefilter("error")
+        warnings.simplefilter("ignore", BoundEarlyWarning)  # of this very file
         theirs = train()
         with compat.installed():
             return theirs, train()

@@ -16,6 +16,9 @@ from gradwire import compat
 from gradwire.compat import _registry
 from gradwire.compat.devices import TABLE
 
+pytestmark = pytest.mark.filterwarnings("ignore::gradwire.errors.BoundEarlyWarning")
+"""This and other tests' modules hold PyTorch's objects to compare with."""
+
 CPUS = ["cpu", "cpu"]
 
 
@@ -97,6 +100,21 @@ def test_comm_on_logical_replicas() -> None:
     assert torch.equal(comm.reduce_add_coalesced([[x], [x]])[0], x + x)
     assert torch.equal(comm.scatter(x, CPUS, [1, 3])[1], x[1:])
     assert torch.equal(comm.gather([x, x], 1), torch.cat([x, x], 1))
+
+
+@pytest.mark.usefixtures("installed")
+def test_comm_refuses_as_pytorch_does() -> None:
+    comm, x = torch.nn.parallel.comm, torch.randn(4, 3)
+    for call in (
+        lambda: comm.broadcast(x),
+        lambda: comm.scatter(x, CPUS, [1, 1]),
+        lambda: comm.gather([x], destination="cpu", out=x),
+    ):
+        for kind in (RuntimeError, ValueError):
+            with pytest.raises(kind):
+                call()
+    with pytest.raises(ValueError, match="invalid size"):
+        comm.reduce_add([x, x[1:]])
 
 
 @pytest.mark.usefixtures("installed")

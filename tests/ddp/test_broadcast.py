@@ -128,6 +128,17 @@ def test_parameters_and_version_counters():
     assert run_ranks(main, 2) == [((True, True), [1.0], [1.0]), ((False, False), [1.0], [1.0])]
 
 
+def test_buffers_beside_parameters_need_no_gradient():
+    """A batch norm's running mean that required one would fail in its next forward."""
+
+    def main():
+        net = torch.nn.BatchNorm1d(3)
+        broadcast_coalesced(dist.group.WORLD, [*net.parameters(), net.running_mean])
+        return net.weight.requires_grad, net.running_mean.requires_grad, net.weight.is_leaf
+
+    assert run_ranks(main, 2) == [(True, False, True)] * 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "kind", "message"),
     [

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gradwire.ddp import DistributedDataParallel, MixedPrecision, Reducer, _launch
-from gradwire.ddp._wait import wait_work
+from gradwire.ddp.faults.waiting import wait_work
 from gradwire.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -408,13 +408,13 @@ def test_a_failure_one_step_ahead_is_told_a_step_later():
             net.module.sprung = False
             assert_good_step(net)  # rings, and meets rank 1 in its step 3
         else:
-            alarm = net.reducer._backward.recovery._alarm
+            channel = net.reducer._backward.domain._channel
 
-            def held(work, look, *, on_cpu):
-                while not alarm.rung():
+            def held(work, poll, **options):
+                while not channel.error_reported():
                     pass
-                look()
-                return wait_work(work, look, on_cpu=on_cpu)
+                poll()
+                return wait_work(work, poll, **options)
 
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(_launch, "wait_work", held)
@@ -430,6 +430,9 @@ def test_a_failure_one_step_ahead_is_told_a_step_later():
 # -- ranks that die ------------------------------------------------------------------------
 
 
+@pytest.mark.narrow(
+    {"with_hook": True, "each_backend": "shm"}, {"with_hook": False, "each_backend": "gloo"}
+)
 @pytest.mark.parametrize("with_hook", [False, True])
 def test_a_rank_that_dies_in_backward(with_hook):
     def main():

@@ -153,6 +153,7 @@ def train(plan, options, hook, accumulate):
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.narrow({"world_size": 2})
 @pytest.mark.parametrize(("world_size", "backend"), [(2, "gloo"), (3, "gloo"), (2, "shm")])
 def test_random_models(world_size, backend):
     @settings(

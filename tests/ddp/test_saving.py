@@ -66,6 +66,24 @@ def test_a_state_dict_has_torchs_keys():
     run_ranks(main, 1)
 
 
+def test_a_state_dict_is_the_modules_whatever_the_hook():
+    """It loads elsewhere, and into a wrapper whose hook has another state, or none."""
+
+    def main():
+        ours, plain = DistributedDataParallel(mlp()), DistributedDataParallel(mlp())
+        ours.register_comm_hook(power_sgd(), powerSGD_hook)
+        step(ours)
+        saved = ours.state_dict()
+        assert list(saved) == [f"module.{n}" for n in mlp().state_dict()]
+        assert all(isinstance(value, torch.Tensor) for value in saved.values())
+        for other in (plain, nn.parallel.DistributedDataParallel(mlp())):
+            other.load_state_dict(saved)
+        assert ours.comm_hook_state_dict()["plain"]["iter"] == 1
+        assert plain.comm_hook_state_dict() == {}
+
+    run_ranks(main, 1)
+
+
 def power_sgd():
     return PowerSGDState(
         None, matrix_approximation_rank=1, start_powerSGD_iter=3, min_compression_rate=0.5
@@ -91,12 +109,14 @@ def test_power_sgd_resumes_with_the_same_gradients(view):
             step(net, optimizer, number)
         assert len(net.reducer.buckets) >= 3
         saved = io.BytesIO()
-        torch.save(net.state_dict(), saved)
+        torch.save([net.state_dict(), net.comm_hook_state_dict()], saved)
         want = [step(net, optimizer, number) for number in range(5, 10)]
 
         saved.seek(0)
         net, optimizer = fresh()
-        net.load_state_dict(torch.load(saved, weights_only=True))
+        model, hook = torch.load(saved, weights_only=True)
+        net.load_state_dict(model)
+        net.load_comm_hook_state_dict(hook)
         got = [step(net, optimizer, number) for number in range(5, 10)]
         for a, b in zip(got, want, strict=True):
             for x, y in zip(a, b, strict=True):
@@ -163,10 +183,11 @@ def test_states_with_a_state_dict_of_their_own():
         for net, state in zip(nets, states, strict=True):
             net.register_comm_hook(state, hook)
         step(nets[0])
-        nets[1].load_state_dict(nets[0].state_dict())
+        nets[1].load_comm_hook_state_dict(nets[0].comm_hook_state_dict())
         assert states[1].calls["(16, 16)"] == 1
         plain = DistributedDataParallel(mlp())
         with pytest.raises(ArgumentError, match="call register_comm_hook before"):
-            plain.load_state_dict(nets[0].state_dict())
+            plain.load_comm_hook_state_dict(nets[0].comm_hook_state_dict())
+        plain.load_comm_hook_state_dict(plain.comm_hook_state_dict())  # nothing
 
     run_ranks(main, 1)

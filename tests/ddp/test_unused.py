@@ -300,3 +300,23 @@ def test_skipping_what_is_unused():
         return sent[2] < sent[1] - 1
 
     assert run_ranks(main, 2) == [True, True]
+
+
+@pytest.mark.parametrize(("asked", "rebuilt"), [(None, False), (True, True)])
+def test_buckets_are_rebuilt_if_asked_to(asked, rebuilt):
+    """PyTorch does not rebuild them where parameters may be unused, and programs rely on it."""
+
+    def main():
+        net = nn.ModuleDict({"late": nn.Linear(2, 2), "early": nn.Linear(2, 2)})
+        net.forward = lambda x: net["late"](net["early"](x))
+        model = DistributedDataParallel(
+            net, bucket_cap_mb=1e-6, find_unused_parameters=True, rebuild_buckets=asked
+        )
+        planned = model.reducer.buckets
+        for _ in range(2):
+            model(torch.ones(1, 2)).sum().backward()
+        model(torch.ones(1, 2))
+        assert model.logging_data().rebuilt == rebuilt
+        assert (model.reducer.buckets == planned) != rebuilt
+
+    run_ranks(main, 2)

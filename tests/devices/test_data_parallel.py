@@ -314,6 +314,28 @@ def test_dataclasses_ints_and_strings_are_outputs() -> None:
     assert (word, none) == (["word"] * 4, None)
 
 
+def test_what_no_replica_uses_has_gradients_of_zeros() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(2, 1), nn.Linear(2, 1, dtype=torch.complex64)
+            self.turned = nn.Parameter(torch.tensor(1.0 + 2.0j))
+            self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.used(x) + (x * self.turned).real.sum()
+
+    net = Net()
+    DataParallel(net, CPUS[:2])(torch.ones(4, 2)).sum().backward()
+    gradients = {name: p.grad for name, p in net.named_parameters()}
+    assert gradients.pop("frozen") is None
+    for name, gradient in gradients.items():
+        assert gradient is not None
+        assert gradient.dtype == net.get_parameter(name).dtype
+        assert gradient.any() == (not name.startswith("unused"))
+    assert net.turned.grad == 16  # each replica's four numbers count for both of its rows
+
+
 def test_errors_name_the_replica() -> None:
     class Net(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -321,7 +343,7 @@ def test_errors_name_the_replica() -> None:
                 raise KeyError("large")
             return x
 
-    with pytest.raises(KeyError, match=r"large \(in replica 2 on cpu\)"):
+    with pytest.raises(KeyError, match=r"large \(Caught KeyError in replica 2 on cpu\)"):
         DataParallel(Net(), CPUS)(torch.arange(8))
 
 
@@ -491,6 +513,16 @@ def test_the_output_device() -> None:
 def test_no_devices_are_every_device() -> None:
     expected = torch.accelerator.device_count() or 1
     assert len(DataParallel(nn.Linear(1, 1)).devices) == expected
+
+
+def test_a_torch_built_for_accelerators_that_are_not_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)
+    module = DataParallel(nn.Linear(1, 1))
+    assert module.devices == (torch.device("cpu"),)
+    assert module(torch.ones(2, 1)).shape == (2, 1)
 
 
 def test_two_threads_share_one_data_parallel() -> None:

@@ -43,6 +43,9 @@ def test_broadcast(places: list[str], dtype: torch.dtype, shape: tuple[int, ...]
     check(lambda x: broadcast(x, places), leaf(*shape, dtype=dtype, device=places[0]))
 
 
+@pytest.mark.narrow(
+    {"dtype": torch.float64, "frozen": [None, 1]}, {"dtype": torch.complex128, "frozen": 0}
+)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("frozen", [None, 0, 1])
 def test_broadcast_coalesced(places: list[str], dtype: torch.dtype, frozen: int | None) -> None:
@@ -55,6 +58,9 @@ def test_broadcast_coalesced(places: list[str], dtype: torch.dtype, frozen: int 
     check(lambda *tensors: tuple(op(*tensors)), *inputs)
 
 
+@pytest.mark.narrow(
+    {"dtype": torch.float64, "frozen": [None, 1]}, {"dtype": torch.complex128, "frozen": 0}
+)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("frozen", [None, 0, 1])
 @pytest.mark.parametrize("shape", [(), (2, 3), (0, 2)])
@@ -80,6 +86,7 @@ def test_reduce_add_coalesced(places: list[str], dtype: torch.dtype) -> None:
     check(op, *inputs)
 
 
+@pytest.mark.narrow({"dtype": torch.float64, "dim": 0}, {"dtype": torch.complex128, "dim": [1, -1]})
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [0, 1, -1])
 @pytest.mark.parametrize("conjugated", [False, True])
@@ -114,6 +121,7 @@ def test_a_chunk_alone_has_a_gradient() -> None:
     assert not x.grad[2:].any()
 
 
+@pytest.mark.narrow({"dtype": torch.float64, "dim": 0}, {"dtype": torch.complex128, "dim": [1, -1]})
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [0, 1, -1])
 @pytest.mark.parametrize("frozen", [None, 0])

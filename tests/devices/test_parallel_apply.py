@@ -82,10 +82,12 @@ def test_the_first_exception_comes_back_as_it_was(failing: int) -> None:
     error = caught.value
     assert type(error) is [KeyError, Odd, ValueError][failing]
     if failing != 1:
-        assert f"in replica {failing}" in str(error)
+        assert f"Caught {type(error).__name__} in replica {failing}" in str(error)
     else:
         assert error.code == 7
-        assert sys.version_info < (3, 11) or error.__notes__ == ["in replica 1 on no device"]
+        assert sys.version_info < (3, 11) or error.__notes__ == [
+            "Caught Odd in replica 1 on no device"
+        ]
     assert sorted(ended) == [0, 1, 2]
     assert "run" in {frame.name for frame in caught.traceback}
 

@@ -17,6 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 )
 
 from gradwire import hooks
+from gradwire._torch import PYTHON_BACKENDS
 from gradwire.ddp import DistributedDataParallel, _naive
 from gradwire.errors import ArgumentError, ArgumentTypeError, HookError
 from gradwire.testing import FakeBucket, run_ranks
@@ -156,6 +157,7 @@ def test_the_noop_hook_leaves_local_gradients():
     assert first != second
 
 
+@pytest.mark.skipif(PYTHON_BACKENDS, reason="this torch's hooks read Gloo's results")
 def test_a_stock_hook_that_cannot_read_gloos_results_is_reported():
     """The quantization hooks take apart what NCCL's all_gather gives; Gloo's is another list."""
 

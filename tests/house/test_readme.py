@@ -13,6 +13,9 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+from gradwire._torch import NEWEST_TESTED
 
 ROOT = Path(__file__).parents[2]
 BLOCK = "```sh\n{}\n```\n"
@@ -65,10 +68,15 @@ def test_links_lead_somewhere(page: str) -> None:
     assert [target for target in local if not (ROOT / target).exists()] == []
 
 
-def test_every_requirement_has_a_pin_that_satisfies_it() -> None:
-    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+def pins_of(file: str) -> dict[str, str]:
+    lines = (ROOT / file).read_text(encoding="utf-8").splitlines()
     pins = dict(line.split("==") for line in lines if not line.startswith("#"))
-    pins = {canonicalize_name(name): version for name, version in pins.items()}
+    return {canonicalize_name(name): version for name, version in pins.items()}
+
+
+@pytest.mark.parametrize("file", ["constraints.txt", "constraints-newest.txt"])
+def test_every_requirement_has_a_pin_that_satisfies_it(file: str) -> None:
+    pins = pins_of(file)
     requirements = [Requirement(r) for r in importlib.metadata.requires("gradwire") or []]
     unmet = [
         str(requirement)
@@ -78,3 +86,9 @@ def test_every_requirement_has_a_pin_that_satisfies_it() -> None:
     ]
     assert requirements
     assert unmet == []
+
+
+def test_the_newest_torch_is_the_newest_that_counts_as_tested() -> None:
+    version = Version(pins_of("constraints-newest.txt")["torch"])
+    assert version > Version(pins_of("constraints.txt")["torch"])
+    assert version.release[:2] == NEWEST_TESTED

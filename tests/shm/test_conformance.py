@@ -9,12 +9,18 @@ import torch
 import torch.distributed as dist
 
 import gradwire.shm
+from gradwire._torch import PYTHON_BACKENDS, is_done
+from gradwire.shm.register import member_of
 from gradwire.testing import run_ranks
 
 SIZES = [0, 1, 17, 9_000, 300_001]  # with the header, and through the slots in several pieces
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 INTEGERS = [torch.uint8, torch.int8, torch.int32, torch.int64]
 SUM, MIN, MAX = dist.ReduceOp.SUM, dist.ReduceOp.MIN, dist.ReduceOp.MAX
+ON_BOTH = pytest.mark.narrow(
+    {"backend": "shm", "world": [1, 2, 3]}, {"backend": "gloo", "world": 2}
+)
+ON_SHM = pytest.mark.narrow({"world": [1, 2, 3]})
 
 
 @pytest.fixture(params=["gloo", "shm"])
@@ -64,6 +70,7 @@ def reductions(inside):
                     equal(x, expected)
 
 
+@ON_BOTH
 @pytest.mark.parametrize("inside", [False, True])
 def test_all_reduce_and_reduce(backend, world, inside):
     run_ranks(reductions, world, backend=backend, timeout=20.0, args=(inside,))
@@ -85,6 +92,7 @@ def scattered():
                 equal(out, expected)
 
 
+@ON_BOTH
 def test_reduce_scatter(backend, world):
     run_ranks(scattered, world, backend=backend, timeout=20.0)
 
@@ -117,6 +125,7 @@ def moved():
                     equal(x, values[rank])
 
 
+@ON_BOTH
 def test_movement(backend, world):
     run_ranks(moved, world, backend=backend, timeout=20.0)
 
@@ -137,12 +146,14 @@ def streamed():
         options = dist.BroadcastOptions()
         options.rootRank = root
         versions = [t._version for t in lists[rank]]
-        dist.group.WORLD.broadcast(lists[rank], options).wait()
+        # not through torch's dispatcher, which gives copies of what is conjugated
+        member_of(dist.group.WORLD).broadcast(lists[rank], options).wait()
         for got, expected, before in zip(lists[rank], lists[root], versions, strict=True):
             equal(got.detach(), expected.detach())
             assert not got.numel() or (got._version > before) == (rank != root)
 
 
+@ON_SHM
 def test_broadcast_of_a_list(world):
     run_ranks(streamed, world, backend="shm", timeout=20.0)
 
@@ -157,6 +168,7 @@ def broadcast_between_places():
                 equal(x, value(root, count, torch.float32))
 
 
+@ON_SHM
 def test_broadcast_whoever_has_its_tensor_in_the_segment(world):
     run_ranks(broadcast_between_places, world, backend="shm", timeout=20.0)
 
@@ -178,6 +190,7 @@ def exchanged():
         equal(out, torch.cat([torch.full((n, count), float(s)) for s, n in enumerate(cols)]))
 
 
+@ON_BOTH
 def test_all_to_all(backend, world):
     run_ranks(exchanged, world, backend=backend, timeout=20.0)
 
@@ -202,6 +215,7 @@ def listed():
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
+@ON_SHM
 def test_blocks_of_different_sizes(world):
     run_ranks(listed, world, backend="shm", timeout=20.0)
 
@@ -225,6 +239,7 @@ def strided():
         assert leaf._version > before
 
 
+@ON_SHM
 def test_any_strides(world):
     run_ranks(strided, world, backend="shm", timeout=20.0)
 
@@ -242,6 +257,7 @@ def averaged():
         equal(x, torch.full((9,), expected))
 
 
+@ON_SHM
 def test_average_product_and_bits(world):
     run_ranks(averaged, world, backend="shm", timeout=20.0)
 
@@ -278,10 +294,17 @@ def messages():
         equal(first, value(source, count, torch.float32, 1))
         equal(second, value(source, count, torch.float32, 2))
     if rank == 0:
-        found = {dist.recv(torch.zeros(3), tag=9) for _ in range(world - 1)}
-        assert found == set(range(1, world))
+        # torch does not tell whom a Backend written in Python has heard
+        hears = not PYTHON_BACKENDS or dist.get_backend() != "shm"
+        for _ in range(world - 1):
+            x = torch.zeros(3)
+            if hears:
+                assert dist.recv(x, tag=9) == x[0].item()
+            else:
+                dist.irecv(x, tag=9).wait()
+            assert x[0] in range(1, world)
     else:
-        dist.send(torch.ones(3), 0, tag=9)
+        dist.send(torch.full((3,), float(rank)), 0, tag=9)
     x = torch.zeros(4, 4)
     ops = [dist.P2POp(dist.isend, torch.full((4, 4), float(rank)), (rank + 1) % world)]
     ops.append(dist.P2POp(dist.irecv, x, (rank - 1) % world))
@@ -291,6 +314,7 @@ def messages():
 
 
 @pytest.mark.parametrize("world", [2, 3])
+@ON_BOTH
 def test_point_to_point(backend, world):
     run_ranks(messages, world, backend=backend, timeout=20.0)
 
@@ -301,7 +325,7 @@ def in_flight():
     works = [dist.all_reduce(x, async_op=True) for x in xs]
     futures = [work.get_future() for work in works]
     dist.barrier()  # runs after all of them
-    assert all(work.is_completed() for work in works)
+    assert all(is_done(work) for work in works)
     for x, work, future in zip(xs, works, futures, strict=True):
         work.wait()
         equal(x, torch.full_like(x, float(sum(range(world)))))
@@ -309,6 +333,7 @@ def in_flight():
         assert work.get_future().value()[0].data_ptr() == x.data_ptr()
 
 
+@ON_SHM
 def test_several_operations_in_flight(world):
     run_ranks(in_flight, world, backend="shm", timeout=20.0)
 
@@ -351,5 +376,6 @@ def objects():
     assert into is None or into == list(range(world))
 
 
+@ON_BOTH
 def test_objects(backend, world):
     run_ranks(objects, world, backend=backend, timeout=20.0)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import gradwire.shm
 from gradwire.errors import BrokenGroupError, DistributedError, PeerFailedError
 from gradwire.shm import segment
+from gradwire.shm.cgroups import cores
 from gradwire.shm.room import check_room
 from gradwire.testing import run_ranks
 
@@ -169,3 +170,25 @@ def no_room(size):
 def test_a_collective_without_room_for_staging_fails_on_every_rank():
     kinds = run_ranks(crowded_out, 3, backend="shm", timeout=20)
     assert kinds == [PeerFailedError.__name__, DistributedError.__name__, PeerFailedError.__name__]
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "files", "expected"),
+    [
+        ("0::/job", {"job/cpu.max": "50000 100000"}, 0.5),
+        ("0::/job/part", {"job/cpu.max": "50000 100000", "job/part/cpu.max": "max 100000"}, 0.5),
+        ("3:cpu:/", {"cpu/cpu.cfs_quota_us": "25000", "cpu/cpu.cfs_period_us": "100000"}, 0.25),
+        (
+            "3:cpu,cpuacct:/gone",
+            {"cpu,cpuacct/cpu.cfs_quota_us": "50000", "cpu,cpuacct/cpu.cfs_period_us": "100000"},
+            0.5,
+        ),
+        ("3:cpu:/", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
+        ("0::/", {}, None),
+    ],
+)
+def test_a_cgroup_s_quota_limits_the_cores(
+    tmp_path: Path, cgroup: str, files: dict[str, str], expected: float | None
+) -> None:
+    places = host(tmp_path, cgroup=cgroup, files=files)
+    assert cores(**places) == (expected or len(os.sched_getaffinity(0)))

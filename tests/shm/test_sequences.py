@@ -169,6 +169,7 @@ def busy_until_killed(delay):
         return time.monotonic() - last
 
 
+@pytest.mark.wide
 @pytest.mark.timeout(1200)
 def test_deaths_at_random_points():
     chance = random.Random(0)

@@ -12,7 +12,7 @@ NAMESPACES = ["unshare", "--user", "--net", "--mount", "--map-root-user"]
 
 SCRIPT = """
 set -eu
-python=$1; folder=$2
+python=$1; folder=$2; ranks=$3
 unshare --net --mount sleep 300 & other=$!
 trap 'kill $other' EXIT
 until [ "$(readlink /proc/$other/ns/net)" != "$(readlink /proc/self/ns/net)" ]; do sleep 0.05; done
@@ -24,7 +24,7 @@ ip link set left up
 there ip link set lo up
 there ip addr add 10.83.0.2/24 dev right
 there ip link set right up
-run="-m torch.distributed.run --nnodes 2 --nproc-per-node 2"
+run="-m torch.distributed.run --nnodes 2 --nproc-per-node $ranks"
 run="$run --master-addr 10.83.0.1 --master-port 29500"
 demo="-m gradwire demo --epochs 1"
 GLOO_SOCKET_IFNAME=left $python $run --node-rank 0 $demo > $folder/left 2>&1 & first=$!
@@ -43,8 +43,10 @@ def has_namespaces() -> bool:
 
 
 @pytest.mark.skipif(not has_namespaces(), reason="this system allows no namespaces of one's own")
-def test_ranks_on_two_hosts_train_on_gloo_and_say_so_once(tmp_path: Path) -> None:
-    command = [*NAMESPACES, "bash", "-c", SCRIPT, "two-hosts", sys.executable, str(tmp_path)]
+@pytest.mark.wide
+@pytest.mark.parametrize("ranks", ["1", "2"])  # on each host
+def test_ranks_on_two_hosts_train_on_gloo_and_say_so_once(tmp_path: Path, ranks: str) -> None:
+    command = [*NAMESPACES, "bash", "-c", SCRIPT, "two-hosts", sys.executable, str(tmp_path), ranks]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     left, right = (tmp_path / "left").read_text(), (tmp_path / "right").read_text()
     assert done.returncode == 0, done.stderr + left + right

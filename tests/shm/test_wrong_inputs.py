@@ -11,13 +11,16 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import gradwire.shm
+from gradwire._torch import PYTHON_BACKENDS
 from gradwire.errors import ArgumentError, ArgumentTypeError, DistributedError, NotSupportedError
+from gradwire.shm.register import member_of
 from gradwire.testing import run_ranks
 
 
 def mistakes():
     """Calls that all ranks get wrong alike, and what they are told."""
-    world, group = dist.get_world_size(), dist.group.WORLD
+    # the methods themselves: torch 2.15's own face refuses some before it calls them
+    world, group = dist.get_world_size(), member_of(dist.group.WORLD)
     with FakeTensorMode():
         fake = torch.ones(3)
     x, overlapping = torch.ones(4), torch.ones(1).expand(4)
@@ -27,9 +30,13 @@ def mistakes():
     average.reduceOp = dist.ReduceOp.AVG
     return [
         (lambda: group.allreduce([None]), ArgumentTypeError, "NoneType"),
-        (lambda: dist.all_reduce(torch.ones(3, device="meta")), NotSupportedError, "meta"),
-        (lambda: dist.all_reduce(fake), ArgumentTypeError, "FakeTensor"),
-        (lambda: torch.vmap(dist.all_reduce)(x), ArgumentTypeError, "vmap.*collectives"),
+        (lambda: group.allreduce([torch.ones(3, device="meta")]), NotSupportedError, "meta"),
+        (lambda: group.allreduce([fake]), ArgumentTypeError, "FakeTensor"),
+        (
+            lambda: torch.vmap(lambda t: group.allreduce([t]) and t)(x),
+            ArgumentTypeError,
+            "vmap.*collectives",
+        ),
         (lambda: group.allreduce([nested]), ArgumentError, "nested|layout"),
         (lambda: dist.all_reduce(overlapping), ArgumentError, "share memory.*clone"),
         (lambda: dist.broadcast(overlapping, 0), ArgumentError, "share memory"),
@@ -106,6 +113,7 @@ def of_two_devices():
     return x.tolist()
 
 
+@pytest.mark.skipif(PYTHON_BACKENDS, reason="this torch makes the other half: test_backend.py")
 def test_a_group_for_cuda_too_carries_cpu_tensors_and_says_what_to_do_for_others():
     assert run_ranks(of_two_devices, 2, backend="shm", timeout=20) == [[2.0] * 3] * 2
 
@@ -116,7 +124,8 @@ def dtensors():
 
     mesh = init_device_mesh("cpu", (2,))
     sharded = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
-    with pytest.raises(ArgumentTypeError, match="to_local"):
+    refusal = NotImplementedError if PYTHON_BACKENDS else ArgumentTypeError
+    with pytest.raises(refusal, match=r"to_local|sharding"):
         dist.all_reduce(sharded)
     dist.all_reduce(sharded.to_local())
     return sharded.full_tensor().tolist()

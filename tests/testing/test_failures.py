@@ -148,6 +148,7 @@ def test_ranks_that_do_not_end_after_a_failure_are_killed(
     assert "in sleeps_for_ever" in str(caught.value)
 
 
+@pytest.mark.narrow({"text": "was killed by SIGKILL"})
 @pytest.mark.parametrize(
     ("death", "text"),
     [
@@ -187,6 +188,7 @@ def test_a_death_is_seen_though_a_child_keeps_the_socket_open(tmp_path: Path) ->
     os.kill(int(child.read_text()), signal.SIGKILL)  # it was still there
 
 
+@pytest.mark.wide
 def test_sizes_that_differ_between_ranks_are_a_death_on_gloo() -> None:
     with pytest.raises(RankError, match="SIGABRT") as caught:
         run_ranks(lambda: dist.all_reduce(torch.zeros(2 + 100 * dist.get_rank())), backend="gloo")
@@ -212,6 +214,7 @@ def test_a_rank_that_may_die_but_does_not_is_like_any_other() -> None:
         run_ranks(on_rank(1, lambda: fail(Custom())), may_die=[1])
 
 
+@pytest.mark.wide
 def test_only_the_ranks_that_may_die_may() -> None:
     with pytest.raises(RankError, match="rank 0 of 2: exited with code 1"):
         run_ranks(on_rank(0, lambda: os._exit(1)), may_die=[1])
@@ -260,6 +263,7 @@ def test_a_group_that_cannot_be_left_is_an_error(monkeypatch: pytest.MonkeyPatch
         run_ranks(on_rank(1, spoils_the_end))
 
 
+@pytest.mark.wide
 def test_an_error_in_leaving_the_group_is_an_error() -> None:
     def spoils_the_end() -> None:
         dist.destroy_process_group = lambda: fail(Custom("at the end"))  # type: ignore[assignment]
@@ -348,6 +352,7 @@ def test_a_process_that_cannot_start_is_an_error(monkeypatch: pytest.MonkeyPatch
             run_ranks(dist.get_rank)
 
 
+@pytest.mark.wide
 def test_a_process_that_is_slow_to_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     close_pool()
     monkeypatch.setattr("gradwire.testing.pool.START_LIMIT", 0.01)

@@ -93,6 +93,7 @@ def test_a_script_ends_cleanly_with_idle_workers(start: Start) -> None:
     wait_until_gone([int(p) for p in out.split()])
 
 
+@pytest.mark.narrow({"action": "lambda: ctypes.PyDLL(None).sleep(100)"})
 @pytest.mark.parametrize(
     "action",
     [
@@ -116,6 +117,7 @@ def test_sigkill_of_the_parent_between_calls(start: Start) -> None:
     wait_until_gone(pids)
 
 
+@pytest.mark.wide
 def test_sigkill_of_the_parent_while_workers_start(start: Start) -> None:
     process = start(
         "from gradwire.testing.pool import Worker\n"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
 import os
 import random
 import sys
@@ -195,6 +197,17 @@ def test_what_a_call_changes_in_its_process_is_put_back() -> None:
     assert run_ranks(state) == before
     assert before[0][:4] == (None, os.getcwd(), sys.path[0], 1)
     assert before[0][4:] != before[1][4:]  # ranks do not draw the same numbers
+
+
+def test_what_a_call_imports_is_not_looked_through_after_each_later_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "imported_late.py").write_text("things = [[] for _ in range(5000)]")
+    monkeypatch.syspath_prepend(tmp_path)
+    (before,) = run_ranks(gc.get_freeze_count, 1)
+    run_ranks(lambda: len(importlib.import_module("imported_late").things), 1)
+    (after,) = run_ranks(gc.get_freeze_count, 1)
+    assert after > before + 5000
 
 
 def test_warning_filters_end_with_the_call() -> None:

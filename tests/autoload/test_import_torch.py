@@ -1,0 +1,155 @@
+"""What `import torch` does where gradwire is installed."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from pathlib import Path
+
+import pytest
+
+BARE = "import sys, torch; print([m for m in sys.modules if m.partition('.')[0] == 'gradwire'])"
+SHM_GROUP = """
+import torch, torch.distributed as dist
+dist.init_process_group("shm")
+x = torch.ones(3) * dist.get_rank()
+dist.all_reduce(x)
+assert x.tolist() == [1.0] * 3
+print(dist.get_backend(), dist.group.WORLD.name() if dist.get_rank() == 0 else "")
+dist.destroy_process_group()
+"""
+
+
+def test_torch_knows_shm_and_imports_nothing_of_gradwire(run):
+    ended = run(BARE + "\nassert 'shm' in torch.distributed.Backend.backend_list")
+    assert (ended.returncode, ended.stdout.strip(), ended.stderr) == (0, "[]", "")
+
+
+def test_an_unedited_script_runs_on_shm(run):
+    ended = run(SHM_GROUP, ranks=2)
+    assert ended.returncode == 0, ended.stderr
+    assert "shm" in ended.stdout
+
+
+@pytest.mark.wide
+def test_importing_gradwire_afterwards_changes_nothing(run):
+    ended = run(
+        "import torch\n"
+        "plugin = torch.distributed.Backend._plugins['SHM']\n"
+        "import gradwire.shm\n"
+        "gradwire.shm.register()\n"
+        "assert torch.distributed.Backend._plugins['SHM'] is plugin\n"
+        "assert torch.distributed.Backend.backend_list.count('shm') == 1\n"
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+@pytest.mark.wide
+def test_without_pytorch_s_autoload_importing_gradwire_registers_shm(run):
+    ended = run(
+        "import torch\n"
+        "assert 'shm' not in torch.distributed.Backend.backend_list\n"
+        "import gradwire\n"
+        "assert 'shm' in torch.distributed.Backend.backend_list\n",
+        TORCH_DEVICE_BACKEND_AUTOLOAD="0",
+        GRADWIRE_COMPAT="1",
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+@pytest.mark.narrow({"backend": "cpu:gloo"})
+@pytest.mark.parametrize("backend", ["cpu:gloo", "cpu:gloo,meta:fake", "gloo"])
+def test_groups_that_shm_is_not_in_stay_what_they_were(run, backend):
+    """Before 2.14, torch gives a group of pairs no default backend once any plugin is listed."""
+    told = """
+import torch, torch.distributed as dist
+if "fake" in "BACKEND":
+    from torch.testing._internal.distributed import fake_pg
+dist.init_process_group("BACKEND", store=dist.HashStore(), rank=0, world_size=1)
+group = dist.group.WORLD
+try:
+    print(group.name(), group._get_sequence_number_for_group(), dist.get_backend_config())
+except RuntimeError as error:
+    print(error)
+dist.destroy_process_group()
+""".replace("BACKEND", backend)
+    with_ours, without = (run(told, TORCH_DEVICE_BACKEND_AUTOLOAD=on) for on in "10")
+    assert without.returncode == 0, without.stderr
+    assert with_ours.stdout == without.stdout
+    assert ("No backend" in with_ours.stderr) == ("No backend" in without.stderr)
+
+
+@pytest.mark.narrow({"first": "gradwire"})
+@pytest.mark.parametrize("first", ["gradwire", "gradwire.shm.register"])
+def test_compat_is_installed_whatever_is_imported_first(run, first):
+    ended = run(
+        f"import {first}\n"
+        "from torch.nn.parallel import DistributedDataParallel as DDP\n"
+        "from torch.distributed.nn.functional import all_reduce\n"
+        "print(DDP.__module__, all_reduce.__module__)\n",
+        GRADWIRE_COMPAT="1",
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout == "gradwire.compat.ddp gradwire.compat.collectives\n"
+
+
+def test_compat_comes_with_import_torch(run):
+    ended = run(
+        "from torch.nn.parallel import DistributedDataParallel as DDP\nprint(DDP.__module__)",
+        GRADWIRE_COMPAT="1",
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "gradwire.compat.ddp\n", "")
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("off", [{}, {"GRADWIRE_COMPAT": "0"}, {"GRADWIRE_COMPAT": ""}])
+def test_compat_is_off_by_default(run, off):
+    ended = run(
+        "from torch.nn.parallel import DistributedDataParallel as DDP\nprint(DDP.__module__)", **off
+    )
+    assert (ended.stdout, ended.stderr) == ("torch.nn.parallel.distributed\n", "")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "legal"),
+    [("GRADWIRE_COMPAT", "yes", "1"), ("GRADWIRE_BACKEND", "shmm", "shm")],
+)
+def test_an_unknown_value_is_a_warning(run, variable, value, legal):
+    ended = run("import torch; print(torch.ones(1).item())", **{variable: value})
+    assert (ended.returncode, ended.stdout) == (0, "1.0\n")
+    assert f"{variable} is {value!r}" in ended.stderr
+    assert f"set it to {legal}" in ended.stderr
+
+
+BROKEN = {
+    "not Python": "def (",
+    "another torch": "import torch\ntorch.no_such_name",
+    "a package missing": "import no_such_package",
+}
+
+
+@pytest.mark.parametrize("code", BROKEN.values(), ids=BROKEN)
+def test_a_broken_gradwire_does_not_break_import_torch(run, tmp_path: Path, code):
+    (tmp_path / "gradwire").mkdir()
+    (tmp_path / "gradwire" / "__init__.py").write_text(code)
+    ended = run(
+        "import torch, torch.distributed as dist\n"
+        "print(torch.ones(1).item())\n"
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n",
+        tmp_path,
+        GRADWIRE_COMPAT="1",
+        GRADWIRE_BACKEND="shm",
+        PYTHONWARNINGS="error",
+    )
+    assert ended.stdout == "1.0\n"
+    assert "GRADWIRE_COMPAT=1 is without effect" in ended.stderr
+    assert ended.returncode == 1, "a group that should be on shm was made without it"
+
+
+def test_the_installed_package_has_the_entry_points():
+    try:
+        files = importlib.metadata.distribution("gradwire")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("gradwire is on the path here, not installed")
+    points = {(point.group, point.name, point.value) for point in files.entry_points}
+    ours = ("torch.backends", "gradwire", "gradwire_autoload:load")
+    assert ours in points, "installed before the entry point was there: pip install -e . again"

@@ -1,0 +1,94 @@
+"""The marks of checked calls: they go with one submission, and beside unmarked ones are nothing."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gradwire import all_reduce, broadcast
+from gradwire.errors import MismatchError
+from gradwire.testing import run_ranks
+
+BACKENDS = pytest.mark.parametrize("backend", ["gloo", "shm"])
+SOON_S = 10.0
+
+
+def nothing_sent():
+    """A backward without communication on one rank leaves no mark for the next operation."""
+    x = torch.ones(2, requires_grad=True)
+    y = all_reduce(x, invariant=True)
+    if dist.get_rank() == 0:
+        y.sum().backward()
+    z = torch.ones(3)
+    dist.all_reduce(z)
+    dist.barrier()
+    return z.tolist()
+
+
+@BACKENDS
+def test_a_backward_that_sends_nothing_leaves_no_mark(backend):
+    assert run_ranks(nothing_sent, 2, backend=backend, timeout=30) == [[2.0] * 3] * 2
+
+
+def beside_torch():
+    x = torch.ones(3) * (1 + dist.get_rank())
+    if dist.get_rank() == 0:
+        x = all_reduce(x)
+    else:
+        dist.all_reduce(x)
+    return x.tolist()
+
+
+@BACKENDS
+def test_a_marked_call_beside_torch_s_own_works(backend):
+    assert run_ranks(beside_torch, 2, backend=backend, timeout=30) == [[3.0] * 3] * 2
+
+
+def beside_a_barrier(marked):
+    started, x = time.monotonic(), torch.ones(3)
+    other = (lambda: broadcast(x, 0)) if marked else dist.barrier
+    with pytest.raises(MismatchError, match="all_reduce"):
+        (other if dist.get_rank() else lambda: all_reduce(x))()
+    assert time.monotonic() - started < SOON_S
+    dist.all_reduce(x)  # in step again
+    return x.tolist()
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_another_call_beside_a_marked_one_is_an_error_on_all(marked):
+    assert (
+        run_ranks(beside_a_barrier, 2, backend="shm", timeout=30, args=(marked,)) == [[2.0] * 3] * 2
+    )
+
+
+def backward_beside_forward():
+    x = torch.ones(3, requires_grad=True)
+    y = all_reduce(x)
+    started = time.monotonic()
+    with pytest.raises(MismatchError):
+        (y.sum().backward if dist.get_rank() == 0 else lambda: all_reduce(torch.ones(3)))()
+    assert time.monotonic() - started < SOON_S
+    dist.barrier()
+
+
+def test_a_backward_beside_a_forward_is_an_error_on_all():
+    run_ranks(backward_beside_forward, 2, backend="shm", timeout=30)
+
+
+def wanted_on_one(async_op):
+    x = torch.ones(2, requires_grad=dist.get_rank() == 1)
+    first, second = (all_reduce(x * n, async_op=async_op) for n in (1, 2))
+    if async_op:
+        first, second = first.wait(), second.wait()
+    assert first.requires_grad
+    (first + second).sum().backward()
+    return None if x.grad is None else x.grad.tolist()
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+def test_a_gradient_that_one_rank_wants(async_op):
+    results = run_ranks(wanted_on_one, 2, backend="shm", timeout=30, args=(async_op,))
+    assert results == [None, [6.0, 6.0]]

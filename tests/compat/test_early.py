@@ -1,0 +1,79 @@
+"""Modules that took PyTorch's names before gradwire was put in place are named in a warning."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+import torch
+
+from gradwire import compat
+from gradwire.compat import _early
+from gradwire.errors import BoundEarlyWarning
+
+THEIRS = (torch.nn.parallel.DistributedDataParallel,)  # not a name that holds the class
+PIECES = "fake_framework.wrapping"
+
+
+@pytest.fixture
+def module() -> Iterator[ModuleType]:
+    made = ModuleType(PIECES)
+    sys.modules[PIECES] = made
+    yield made
+    del sys.modules[PIECES]
+
+
+def test_a_name_that_was_bound_early_is_told(module: ModuleType) -> None:
+    module.DDP = THEIRS[0]
+    with pytest.warns(BoundEarlyWarning, match=r"fake_framework\.wrapping \(DDP\)") as caught:
+        compat.install()
+    compat.uninstall()
+    assert caught[0].filename == __file__
+    with pytest.warns(BoundEarlyWarning) as caught, compat.installed():
+        assert module.DDP is THEIRS[0]
+    assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize("value", [torch, torch.nn.parallel, torch.nn, compat, sys, 1])
+def test_a_module_that_takes_names_later_is_not(module: ModuleType, value: object) -> None:
+    module.held = value
+    module.names = ["DistributedDataParallel"]
+    assert PIECES not in _early.holders(THEIRS)
+
+
+def test_neither_is_one_that_has_gradwire_s(module: ModuleType) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", BoundEarlyWarning)  # other tests hold what they compare
+        with compat.installed():
+            module.DDP = torch.nn.parallel.DistributedDataParallel
+            assert PIECES not in _early.holders(THEIRS)
+
+
+def test_neither_are_pytorch_and_gradwire() -> None:
+    import gradwire.cli.demo.wrap  # noqa: F401  # compares with PyTorch's class, which it holds
+
+    found = {name.partition(".")[0] for name in _early.holders(THEIRS)}
+    assert not found & {"torch", "gradwire"}
+
+
+def test_a_long_list_is_cut(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    for i in range(20):
+        other = ModuleType(f"fake_framework.part{i}")
+        other.DDP = THEIRS[0]
+        monkeypatch.setitem(sys.modules, other.__name__, other)
+    with pytest.warns(BoundEarlyWarning, match=r"part1 .* and \d+ more\. Call install"):
+        _early.warn_of_holders(THEIRS, stacklevel=1)
+
+
+def test_modules_of_pytorch_take_collectives_whenever_they_are_imported() -> None:
+    from torch.distributed._shard.sharded_tensor import reshard
+
+    before = reshard.all_to_all
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", BoundEarlyWarning)
+        with compat.installed():
+            assert reshard.all_to_all.__module__ == "gradwire.compat.collectives"
+    assert reshard.all_to_all is before

@@ -1,0 +1,225 @@
+"""Programs take the class for PyTorch's, and use what PyTorch's has."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.nn.parallel import DistributedDataParallel as TorchsDDP
+
+from gradwire.compat.ddp import DistributedDataParallel as CompatDDP
+from gradwire.ddp import DistributedDataParallel
+from gradwire.testing import run_ranks
+
+
+class MLP(nn.Module):
+    """Three layers of 1 MiB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(512, 512) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x
+
+
+def linear() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(3, 2)
+
+
+def own_batch(step: int = 0) -> Tensor:
+    torch.manual_seed(10 * step + dist.get_rank() + 1)
+    return torch.randn(4, 3)
+
+
+def test_isinstance_says_torchs_and_nothing_is_inherited() -> None:
+    def main() -> None:
+        for cls in (DistributedDataParallel, CompatDDP):
+            net = cls(linear())
+            assert isinstance(net, TorchsDDP)
+            assert issubclass(cls, TorchsDDP)
+            assert TorchsDDP not in cls.__mro__
+            for again in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+                assert type(again) is cls
+                assert isinstance(again, TorchsDDP)
+        assert not isinstance(linear(), TorchsDDP)
+        if dist.get_backend() == "gloo":
+            assert not isinstance(TorchsDDP(linear()), DistributedDataParallel)
+
+    run_ranks(main, 2, backend="gloo")
+
+
+def test_checkpoints_have_the_modules_keys() -> None:
+    def main() -> None:
+        net = DistributedDataParallel(linear())
+        saved = get_model_state_dict(net)
+        assert sorted(saved) == ["bias", "weight"]
+        other = DistributedDataParallel(nn.Linear(3, 2))
+        set_model_state_dict(other, saved)
+        assert torch.equal(other.module.weight, net.module.weight)
+
+    run_ranks(main, 2)
+
+
+def test_accelerate_takes_the_wrapper_off() -> None:
+    accelerate = pytest.importorskip("accelerate")
+
+    def main() -> None:
+        module = linear()
+        net = DistributedDataParallel(module)
+        assert accelerate.utils.extract_model_from_parallel(net) is module
+
+    run_ranks(main, 2)
+
+
+# -- the reducer -----------------------------------------------------------------------------
+
+
+def gradients(cls: type, train: Any, **options: Any) -> list[list[float]]:
+    net = cls(linear(), **options)
+    train(net)
+    return [p.grad.flatten().tolist() for p in net.module.parameters()]
+
+
+def sync_in_backward(net: Any) -> None:
+    """As Accelerate's trigger_sync_in_backward: forwards without, then a backward with it."""
+    for _ in range(2):
+        net.zero_grad()
+        with net.no_sync():
+            losses = [net(own_batch(step)).square().mean() for step in range(3)]
+            losses[0].backward()
+        before, net.require_backward_grad_sync = net.require_backward_grad_sync, True
+        net.reducer.prepare_for_backward([])
+        losses[1].backward()
+        net.require_backward_grad_sync = before
+
+
+def pipeline(net: Any) -> None:
+    """As torch.distributed.pipelining: the last of several micro-batches is reduced."""
+    for _ in range(2):
+        net.zero_grad()
+        with net.no_sync():
+            outputs = [net(own_batch(step)) for step in range(3)]
+            for output in outputs[:-1]:
+                output.sum().backward()
+        net.reducer.prepare_for_backward(outputs[-1:])
+        outputs[-1].square().sum().backward()
+
+
+@pytest.mark.parametrize("train", [sync_in_backward, pipeline])
+@pytest.mark.parametrize("find_unused_parameters", [False, True])
+def test_a_backward_that_is_prepared_by_hand(train: Any, find_unused_parameters: bool) -> None:
+    def main() -> None:
+        expected = gradients(TorchsDDP, train)  # it takes no empty list where some may be unused
+        options = {"find_unused_parameters": find_unused_parameters}
+        for cls in (DistributedDataParallel, CompatDDP):
+            torch.testing.assert_close(gradients(cls, train, **options), expected)
+
+    run_ranks(main, 2, backend="gloo")
+
+
+class Manual(nn.Module):
+    """A forward that runs two backwards, each of its own half, as Lightning's GANs do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.generator, self.critic = nn.Linear(3, 3), nn.Linear(3, 1)
+        self.outer: list[Any] = []  # hidden from torch.nn, which would find a circle
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        outer = self.outer[0]
+        for half in (self.generator, self.critic):
+            self.requires_grad_(False)
+            half.requires_grad_(True)
+            loss = self.critic(self.generator(x)).square().mean()
+            outer.reducer._rebuild_buckets()
+            outer.reducer.prepare_for_backward([loss])
+            loss.backward()
+            outer.optimizers[half].step()
+            outer.optimizers[half].zero_grad()
+        self.requires_grad_(True)
+        outer.require_backward_grad_sync = False
+        return {"loss": loss.detach(), "again": self.critic(x)}
+
+
+def test_backwards_inside_a_forward() -> None:
+    def trained(cls: type) -> list[list[float]]:
+        module = Manual()
+        net = cls(module, find_unused_parameters=True)
+        module.outer.append(net)
+        halves = (module.generator, module.critic)
+        net.optimizers = {h: torch.optim.SGD(h.parameters(), 0.1) for h in halves}
+        for step in range(4):
+            net.require_backward_grad_sync = True
+            net(own_batch(step))
+        return [p.flatten().tolist() for p in module.parameters()]
+
+    def main() -> None:
+        expected = trained(TorchsDDP)
+        for cls in (DistributedDataParallel, CompatDDP):
+            torch.testing.assert_close(trained(cls), expected)
+
+    run_ranks(main, 2, backend="gloo")
+
+
+def test_it_says_when_its_buckets_are_as_they_stay() -> None:
+    def main() -> None:
+        net = DistributedDataParallel(linear())
+        told = []
+        for step in range(2):
+            net(own_batch(step)).sum().backward()
+            told.append(net._has_rebuilt_buckets)
+        assert told == [False, True]
+        assert net.reducer._rebuild_buckets() is False
+        net.reducer._delay_all_reduce()
+
+    run_ranks(main, 2)
+
+
+# -- torch.compile ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cls", [DistributedDataParallel, CompatDDP])
+def test_a_compiled_graph_is_cut_at_the_buckets(cls: type) -> None:
+    def main() -> None:
+        graphs = []
+
+        def backend(graph: Any, inputs: Any) -> Any:
+            graphs.append(graph)
+            return graph
+
+        net = cls(MLP(), bucket_cap_mb=1)
+        call = torch.compile(net, backend=backend)
+        call(torch.ones(2, 512)).sum().backward()
+        assert len(graphs) > 1
+        assert TorchsDDP._active_ddp_module is None
+        with pytest.raises(RuntimeError, match="shape"):
+            net(torch.ones(2, 3))
+        assert TorchsDDP._active_ddp_module is None
+
+    run_ranks(main, 1, timeout=100)
+
+
+def test_a_container_of_torchs_own_is_compiled() -> None:
+    def main() -> None:
+        graphs = []
+
+        def backend(graph: Any, inputs: Any) -> Any:
+            graphs.append(graph)
+            return graph
+
+        net = DistributedDataParallel(nn.Sequential(linear()))
+        torch.compile(net, backend=backend)(own_batch()).sum().backward()
+        assert len(graphs) == 1
+
+    run_ranks(main, 1, timeout=100)

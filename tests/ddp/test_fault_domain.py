@@ -1,0 +1,533 @@
+"""One fault domain per group: copies, votes, several reducers, groups and threads."""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+import threading
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gradwire.ddp import DistributedDataParallel, Reducer
+from gradwire.ddp.faults import round as faults_round
+from gradwire.ddp.faults.backward_state import BackwardState
+from gradwire.ddp.faults.error_channel import ErrorChannel
+from gradwire.ddp.faults.fault_domain import FaultDomain
+from gradwire.errors import (
+    BrokenGroupError,
+    CollectiveTimeoutError,
+    DistributedError,
+    HookError,
+    PeerFailedError,
+    PeerLostError,
+    ReductionError,
+)
+from gradwire.testing import run_ranks
+
+pytestmark = pytest.mark.usefixtures("each_backend")
+
+
+def mlp(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def inputs(rank):
+    return torch.full((2, 4), rank + 1.0)
+
+
+def step(*nets, loss=lambda outputs: sum(y.square().mean() for y in outputs)):
+    for net in nets:
+        net.zero_grad()
+    loss([net(inputs(dist.get_rank())) for net in nets]).backward()
+
+
+def assert_good_step(*nets):
+    step(*nets)
+    for net in nets:
+        plain, total = copy.deepcopy(net.module), None
+        for rank in range(dist.get_world_size(net.process_group)):
+            plain.zero_grad()
+            plain(
+                inputs(dist.get_process_group_ranks(net.process_group)[rank])
+            ).square().mean().backward()
+            grads = [p.grad for p in plain.parameters()]
+            total = grads if total is None else [a + b for a, b in zip(total, grads, strict=True)]
+        for p, want in zip(net.module.parameters(), total, strict=True):
+            torch.testing.assert_close(p.grad, want / dist.get_world_size(net.process_group))
+
+
+def mean(state, bucket):
+    group = state or dist.group.WORLD
+    work = dist.all_reduce(bucket.buffer().div_(group.size()), group=group, async_op=True)
+    return work.get_future().then(lambda f: f.value()[0])
+
+
+class Trap(torch.autograd.Function):
+    """Raises in backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ArithmeticError("trap")
+
+
+def sprung(where, rank=1):
+    """An mlp; on one rank its backward raises at a layer: 0 after all gradients, 5 before any."""
+
+    class Sprung(nn.Sequential):
+        on = False
+
+        def forward(self, x):
+            for i, layer in enumerate((*self, nn.Identity())):
+                if i == where and self.on and dist.get_rank() == rank:
+                    x = Trap.apply(x.requires_grad_() if i == 0 else x)
+                x = layer(x)
+            return x
+
+    return Sprung(*mlp())
+
+
+# -- construction and copies -----------------------------------------------------------------
+
+
+def test_a_copy_on_one_rank_shifts_nothing():
+    """EMA on rank 0 alone: what is wrapped next still hears of errors, and its hook still runs."""
+
+    def main():
+        net = DistributedDataParallel(mlp())
+        assert_good_step(net)
+        averaged = copy.deepcopy(net) if dist.get_rank() == 0 else None
+        after = DistributedDataParallel(sprung(2), bucket_cap_mb=1e-4)
+        after.register_comm_hook(None, mean)
+        for _ in range(2):
+            assert_good_step(after)
+            after.module.on = True
+            with pytest.raises(ArithmeticError if dist.get_rank() == 1 else PeerFailedError):
+                step(after)
+            after.module.on = False
+        assert_good_step(after)
+        assert_good_step(net)
+        return averaged is None
+
+    assert run_ranks(main, 2, timeout=60) == [False, True]
+
+
+def test_reducers_made_without_a_message():
+    """init_sync=False: the group's name is agreed on in the first backward, failed or not."""
+
+    def main():
+        net = DistributedDataParallel(sprung(5), init_sync=False)
+        if dist.get_rank():
+            copy.deepcopy(net)
+        net.module.on = True
+        with pytest.raises(ArithmeticError if dist.get_rank() == 1 else PeerFailedError):
+            step(net)
+        net.module.on = False
+        assert_good_step(net)
+
+    run_ranks(main, 2, timeout=60)
+
+
+# -- votes ---------------------------------------------------------------------------------
+
+
+def test_a_rank_that_dies_before_its_vote():
+    def main():
+        net = DistributedDataParallel(mlp())
+        net.register_comm_hook(None, mean)
+        assert_good_step(net)
+        if dist.get_rank() == 1:
+            launcher = net.reducer._backward.launcher
+            launcher.vote = lambda: os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(PeerLostError):
+            step(net)
+        return True
+
+    assert run_ranks(main, 3, may_die=[1], timeout=60) == [True, None, True]
+
+
+@pytest.mark.parametrize("hook", [None, mean])
+def test_an_exception_while_waiting_for_the_last_message(hook):
+    """As a signal handler raises it: others take the step, and all ranks hear that one did not."""
+
+    def main():
+        net = DistributedDataParallel(mlp())
+        net.register_comm_hook(None, hook)
+        assert_good_step(net)
+        store = dist.distributed_c10d._get_default_store()
+        if dist.get_rank() == 1:
+            domain = net.reducer._backward.domain
+
+            def interrupted(waiter):
+                assert waiter.state is BackwardState.COMMITTING
+                domain.poll = FaultDomain.poll.__get__(domain)
+                store.set("interrupted", "")
+                raise KeyboardInterrupt
+
+            domain.poll = interrupted
+            with pytest.raises(KeyboardInterrupt):
+                step(net)
+            with pytest.raises(ReductionError, match=r"ranks \[1\].*same parameters"):
+                step(net)
+        else:
+            backward = net.reducer._backward
+            launch, vote = backward.launcher.launch, backward.launcher.vote
+            late = backward.launcher
+
+            def held(send):
+                def hold(*args, **options):
+                    store.wait(["interrupted"])
+                    return send(*args, **options)
+
+                return hold
+
+            late.vote, late.launch = held(vote), held(launch) if hook is None else launch
+            assert_good_step(net)
+            late.vote, late.launch = vote, launch
+            with pytest.raises(PeerFailedError, match=r"rank 1: .*same parameters"):
+                step(net)
+        for _ in range(2):
+            assert_good_step(net)
+
+    run_ranks(main, 2, timeout=60)
+
+
+def test_a_good_step_asks_the_store_for_nothing():
+    def main():
+        net = DistributedDataParallel(mlp())
+        net.register_comm_hook(None, mean)
+        assert_good_step(net)
+        with pytest.MonkeyPatch.context() as patch:
+            asked = []
+            patch.setattr(ErrorChannel, "_ask", lambda self, request: asked.append(request))
+            patch.setattr("gradwire.ddp.faults.waiting.POLL_SECONDS", 60.0)
+            for _ in range(3):
+                assert_good_step(net)
+            assert not asked
+
+    run_ranks(main, 2)
+
+
+# -- several reducers, forwards and groups ---------------------------------------------------
+
+
+@pytest.mark.parametrize("where", [0, 2, 5])
+@pytest.mark.parametrize("hook", [None, mean])
+def test_two_wrappers_in_one_loss(where, hook):
+    def main():
+        actor = DistributedDataParallel(sprung(where), bucket_cap_mb=1e-4)
+        critic = DistributedDataParallel(mlp(1), bucket_cap_mb=1e-4)
+        for net in (actor, critic):
+            net.register_comm_hook(None, hook)
+        for _ in range(2):
+            assert_good_step(actor, critic)
+            actor.module.on = True
+            with pytest.raises(ArithmeticError if dist.get_rank() == 1 else PeerFailedError):
+                step(critic, actor)
+            actor.module.on = False
+        for _ in range(3):
+            assert_good_step(actor, critic)
+
+    run_ranks(main, 2, timeout=60)
+
+
+def test_a_parameter_missing_in_two_wrappers():
+    class Short(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.short = nn.Linear(4, 4), nn.Linear(4, 2), False
+
+        def forward(self, x):
+            return (self.b.weight.sum() + self.b.bias.sum()) if self.short else self.b(self.a(x))
+
+    def main():
+        nets = [DistributedDataParallel(Short(), bucket_cap_mb=1e-5) for _ in range(2)]
+        assert_good_step(*nets)
+        for net in nets:
+            net.module.short = dist.get_rank() == 1
+        if dist.get_rank() == 1:
+            step(*nets)  # nobody can know yet that no more will come
+            with pytest.raises(ReductionError, match=r"a\.weight"):
+                nets[0](torch.zeros(2, 4))
+        else:
+            with pytest.raises(PeerFailedError, match=r"a\.weight"):
+                step(*nets)
+        for net in nets:
+            net.module.short = False
+        for _ in range(2):
+            assert_good_step(*nets)
+
+    run_ranks(main, 2, timeout=60)
+
+
+@pytest.mark.parametrize("hook", [None, mean])
+def test_a_forward_more_on_one_rank(hook):
+    """Then a backward that fails there: nobody takes zeros for gradients."""
+
+    def main():
+        net = DistributedDataParallel(sprung(2), bucket_cap_mb=1e-4)
+        net.register_comm_hook(None, hook)
+        assert_good_step(net)
+        assert_good_step(net)
+        for extra in range(1, 3):
+            for _ in range(extra if dist.get_rank() == 1 else 0):
+                net(inputs(0))
+            net.module.on = True
+            with pytest.raises(ArithmeticError if dist.get_rank() == 1 else PeerFailedError):
+                step(net)
+            net.module.on = False
+            assert_good_step(net)
+            assert_good_step(net)
+
+    run_ranks(main, 2, timeout=60)
+
+
+def test_an_exception_in_a_forward_of_one_rank():
+    def main():
+        net = DistributedDataParallel(mlp())
+        assert_good_step(net)
+        if dist.get_rank() == 1:
+            with pytest.raises(RuntimeError, match="shapes"):
+                net(torch.zeros(3, 3))
+        assert_good_step(net)
+
+    run_ranks(main, 2, timeout=60)
+
+
+def test_another_backward_after_one_that_failed():
+    """Without a forward between them: the ranks meet before anything of it is sent."""
+
+    def main():
+        first = DistributedDataParallel(sprung(2), bucket_cap_mb=1e-4)
+        second = DistributedDataParallel(mlp(1), bucket_cap_mb=1e-4)
+        assert_good_step(first, second)
+        first.module.on = True
+        for net in (first, second):
+            net.zero_grad()
+        x = inputs(dist.get_rank())
+        one, two = first(x).sum(), second(x).sum()
+        with pytest.raises(ArithmeticError if dist.get_rank() == 1 else PeerFailedError):
+            one.backward()
+        two.backward()
+        want = copy.deepcopy(second.module)
+        want.zero_grad()
+        sum(want(inputs(r)).sum() / 2 for r in range(2)).backward()
+        for got, p in zip(second.module.parameters(), want.parameters(), strict=True):
+            torch.testing.assert_close(got.grad, p.grad)
+        first.module.on = False
+        assert_good_step(first, second)
+
+    run_ranks(main, 2, timeout=60)
+
+
+def test_an_error_while_the_order_of_buckets_is_agreed_on():
+    """Rank 1 waits for rank 0's order, which has failed in a second backward: it takes no zeros."""
+
+    def fail(gradient):
+        raise ArithmeticError("trap")
+
+    def main():
+        net = DistributedDataParallel(mlp(), bucket_cap_mb=1e-4)
+        out = net(inputs(dist.get_rank()))
+        out.square().mean().backward(retain_graph=True)
+        if dist.get_rank() == 0:
+            handle = net.module[4].bias.register_hook(fail)
+            with pytest.raises(ArithmeticError):
+                out.sum().backward()
+            handle.remove()
+        else:
+            with pytest.raises(PeerFailedError):
+                net(inputs(1))
+        for _ in range(3):
+            assert_good_step(net)
+
+    run_ranks(main, 2, timeout=60)
+
+
+def test_a_wrapper_on_a_subgroup_beside_one_on_all_ranks():
+    """Rank 1 is in both: its exception ends the backwards in both, on all their ranks."""
+
+    def main():
+        pair = dist.new_group([0, 1])
+        whole = DistributedDataParallel(sprung(2), bucket_cap_mb=1e-4)
+        nets = [whole]
+        if dist.get_rank() < 2:
+            nets.append(DistributedDataParallel(mlp(1), process_group=pair, bucket_cap_mb=1e-4))
+        for _ in range(2):
+            assert_good_step(*nets)
+            whole.module.on = True
+            with pytest.raises(ArithmeticError if dist.get_rank() == 1 else PeerFailedError):
+                step(*nets)
+            whole.module.on = False
+        for _ in range(3):
+            assert_good_step(*nets)
+
+    run_ranks(main, 3, timeout=60)
+
+
+# -- hooks ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["peer", "timed out", "connection closed", "socket"])
+def test_what_a_hook_s_error_says_does_not_break_the_group(text):
+    def main():
+        fail = False
+
+        def hook(state, bucket):
+            def callback(future):
+                if fail and dist.get_rank() == 1:
+                    raise TypeError(text)
+                return future.value()
+
+            return mean(state, bucket).then(callback)
+
+        net = DistributedDataParallel(mlp())
+        net.register_comm_hook(None, hook)
+        for _ in range(2):
+            assert_good_step(net)
+            fail = True
+            with pytest.raises(HookError if dist.get_rank() == 1 else PeerFailedError, match=text):
+                step(net)
+            fail = False
+        assert_good_step(net)
+
+    run_ranks(main, 2, timeout=60)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_hook_that_fails_while_others_wait_in_a_subgroup(before):
+    """Within a host first, then between all: rank 1 fails before one or the other."""
+
+    def main():
+        pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        pair = pairs[dist.get_rank() // 2]
+        fail = False
+
+        def hook(state, bucket):
+            if before and fail and dist.get_rank() == 1:
+                raise KeyError("out of luck")
+            dist.all_reduce(bucket.buffer(), group=pair, async_op=True).get_future()
+            if fail and dist.get_rank() == 1:
+                raise KeyError("out of luck")
+            bucket.buffer().div_(2)
+            return mean(None, bucket)
+
+        def wait_first(state, bucket):
+            buffer = bucket.buffer()
+            future = dist.all_reduce(buffer, group=pair, async_op=True).get_future()
+            if fail and dist.get_rank() == 1:
+                raise KeyError("out of luck")
+            return future.then(lambda f: f.value()[0] / 4)
+
+        net = DistributedDataParallel(mlp(), bucket_cap_mb=1e-4)
+        net.register_comm_hook(None, wait_first if not before else hook)
+        step(net)
+        for _ in range(2):
+            fail = True
+            kind = HookError if dist.get_rank() == 1 else PeerFailedError
+            with pytest.raises(kind, match="out of luck"):
+                step(net)
+            fail = False
+            step(net)
+
+    run_ranks(main, 4, timeout=60)
+
+
+def test_a_rank_that_is_not_heard_of_in_time():
+    """It is busy elsewhere: the others do not wait for it for good."""
+
+    def main():
+        net = DistributedDataParallel(sprung(2))
+        for _ in range(2):
+            assert_good_step(net)
+        store = dist.distributed_c10d._get_default_store()
+        net.module.on = True
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(faults_round, "PATIENCE_SECONDS", 1.0)
+            if dist.get_rank() == 2:
+                store.wait(["gone"])
+                with pytest.raises(DistributedError):
+                    step(net)
+            elif dist.get_rank() == 1:
+                with pytest.raises(ArithmeticError):
+                    step(net)
+                with pytest.raises(CollectiveTimeoutError, match=r"ranks \[2\] did not answer"):
+                    step(net)
+                store.set("gone", "")
+            else:
+                with pytest.raises(DistributedError, match=r"ranks \[2\] did not answer"):
+                    step(net)
+            with pytest.raises(BrokenGroupError):
+                net(inputs(0))
+        os._exit(0)  # collectives are under way that nobody will join: leaving would wait for them
+
+    assert run_ranks(main, 3, may_die=[0, 1, 2], timeout=60) == [None] * 3
+
+
+# -- threads -------------------------------------------------------------------------------
+
+
+def test_buckets_are_launched_once_and_in_order_by_several_threads():
+    """Autograd has a thread for each device: two buckets are full at once."""
+
+    def main():
+        parameters = [(f"p{i}", nn.Parameter(torch.zeros(4))) for i in range(8)]
+        reducer = Reducer(parameters, dist.group.WORLD, caps=[16])
+        backward = reducer._backward
+        assert len(backward.buckets) == 8
+        reducer.prepare()
+        launched, inside = [], threading.Event()
+
+        def launch(bucket, *, is_last):
+            launched.append(bucket)
+            inside.set()
+            threading.Event().wait(0.05)  # as long as an engine may keep a thread
+            backward.flight.launched.append(
+                type("Launched", (), {"future": None, "works": (), "bucket": bucket})
+            )
+
+        backward.launcher.launch, backward.launcher.gather = launch, lambda bucket: None
+        backward.state = type(backward.state).RUNNING
+        for bucket in backward.buckets:
+            bucket.arrived.append(bucket.members[0])
+        threads = [
+            threading.Thread(target=backward.on_full, args=(backward.buckets[i],)) for i in (0, 1)
+        ]
+        threads[0].start()
+        inside.wait()  # the first is in the middle of a launch
+        threads[1].start()
+        for thread in threads:
+            thread.join()
+        assert launched == list(backward.buckets)[:-1]  # the last one is for the end
+        backward.flight.clear()
+
+    run_ranks(main, 1, timeout=30)
+
+
+def test_the_log_does_not_grow():
+    def main():
+        net = DistributedDataParallel(mlp(), bucket_cap_mb=1e-4, find_unused_parameters=True)
+        domain = net.reducer._backward.domain
+        for _ in range(3):
+            assert_good_step(net)
+            assert not domain.log.sent
+            assert not domain._small
+
+    run_ranks(main, 2)
+
+
+def test_a_timeout_is_the_group_s_own():
+    def main():
+        group = dist.new_group([0, 1], timeout=timedelta(seconds=77))
+        return FaultDomain.of(group).seconds
+
+    assert run_ranks(main, 2) == [77.0, 77.0]

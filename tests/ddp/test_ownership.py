@@ -1,0 +1,296 @@
+"""Memory that autograd, another parameter or the user still reads is not written to."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+from gradwire.ddp import DistributedDataParallel
+from gradwire.testing import run_ranks
+
+pytestmark = pytest.mark.usefixtures("each_backend")
+SIZES = [20, 2_000, 20_000, 1_200_000]  # 80 B, 8 KB, 80 KB, 4.8 MB: each travels in its own way
+
+
+class Made(nn.Module):
+    """Parameters of given shapes, and a function of them and of a number."""
+
+    def __init__(self, function, **shapes):
+        super().__init__()
+        torch.manual_seed(0)
+        self.function = function
+        for name, shape in shapes.items():
+            dtype = torch.complex64 if name.startswith("complex") else torch.float32
+            setattr(self, name, nn.Parameter(torch.randn(shape, dtype=dtype)))
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+def number(step=0):
+    return 1.0 + dist.get_rank() + step
+
+
+def private(parameter):
+    """Let a parameter's gradients share memory with nothing, however they are computed."""
+    parameter.register_hook(lambda g: None if g is None else g.resolve_conj().resolve_neg().clone())
+
+
+def check(net, twin, step=""):
+    """Gradients of the one are the mean over ranks of those of the other, which get that value."""
+    for (name, p), q in zip(net.named_parameters(), twin.parameters(), strict=True):
+        mean = torch.zeros_like(q) if q.grad is None else q.grad.detach().clone()
+        real = torch.view_as_real(mean) if mean.is_complex() else mean
+        dist.all_reduce(real.div_(dist.get_world_size()))
+        q.grad = mean
+        scale = mean.abs().max().item() or 1.0
+        error = (p.grad - mean).abs().max().item() / scale
+        assert error < 1e-5, f"{name} is off by {error:.0%} of the largest gradient {step}"
+
+
+def train(make, *, steps=2, set_to_none=True, local=0, hook=None, **options):
+    """Steps of ours, held against the plain mean of a twin's gradients."""
+    net, twin = DistributedDataParallel(make(), **options), make()
+    if hook is not None:
+        net.register_comm_hook(None, hook)
+    for p in twin.parameters():
+        private(p)
+    for step in range(steps):
+        net.zero_grad(set_to_none)
+        twin.zero_grad(set_to_none)
+        for _ in range(local):
+            with net.no_sync():
+                net(number(step)).abs().square().sum().backward()
+            twin(number(step)).abs().square().sum().backward()
+        net(number(step)).abs().square().sum().backward()
+        twin(number(step)).abs().square().sum().backward()
+        check(net, twin, f"in step {step}")
+    return net
+
+
+def test_a_gradient_that_is_queued_for_another_branch():
+    """Scaled in place it would halve all that comes before it."""
+
+    def position(m, x):
+        return ((m.up * x).tanh().unsqueeze(0) + m.pos.unsqueeze(0)) * x
+
+    def two_views(m, x):
+        return ((m.up * x).tanh().view(-1) + m.pos.view(-1)) * x
+
+    def main():
+        for n in SIZES:
+            train(lambda n=n: Made(position, up=n, pos=n))
+            train(lambda n=n: Made(two_views, up=(n // 4, 4), pos=(4, n // 4)))
+
+    run_ranks(main, 2)
+
+
+def test_gradients_that_are_read_as_conjugated_or_negated():
+    def conjugated(m, x):
+        return m.complex_a.conj() * x + m.complex_b * (1 + 2j)
+
+    def negated(m, x):
+        return torch._neg_view(m.a) * x + torch._neg_view(m.b)
+
+    def main():
+        for n in SIZES:
+            for options in ({}, {"gradient_as_bucket_view": True}):
+                train(lambda n=n: Made(conjugated, complex_a=n // 2, complex_b=n // 2), **options)
+                train(lambda n=n: Made(negated, a=n, b=n), set_to_none=False, **options)
+
+    run_ranks(main, 2)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_parameter_of_two_wrappers(nested):
+    """Each takes what backward computed, not what the other made of it."""
+
+    class Outer(nn.Module):
+        def __init__(self, inner, own):
+            super().__init__()
+            self.inner, self.own = inner, own
+
+        def forward(self, x):
+            return self.inner(x) * self.own
+
+    def build(n, wrap):
+        trunk = Made(lambda m, x: m.a * x, a=n)
+        own = [nn.Parameter(torch.full((n,), 0.5)) for _ in range(2)]
+        if nested:
+            return trunk, own[:1], [wrap(Outer(wrap(trunk), own[0]))]
+        return trunk, own, [wrap(Outer(trunk, w)) for w in own]
+
+    def main():
+        for n in SIZES:
+            for options in ({}, {"gradient_as_bucket_view": True}):
+                trunk, own, nets = build(n, lambda m: DistributedDataParallel(m, **options))  # noqa: B023
+                twin, twins, plain = build(n, lambda m: m)
+                ours = nn.ParameterList([trunk.a, *own])
+                theirs = nn.ParameterList([twin.a, *twins])
+                for step in range(3):
+                    for these, models in ((ours, nets), (theirs, plain)):
+                        for p in these:
+                            p.grad = None if step < 2 or p.grad is None else p.grad.zero_()
+                        sum((m(number(step)) ** 2).sum() for m in models).backward()
+                    check(ours, theirs, f"of {n} in step {step}, {options}")
+
+    run_ranks(main, 2)
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": False, "bucket_cap_mb": 50}])
+def test_kept_gradients_stay_when_others_of_their_bucket_are_absent(options):
+    def forward(m, x):
+        early = (m.early * x).sum() + (m.batch * x).sum() if x < 3 else 0.0
+        return early + m.tiny * x
+
+    def main():
+        net = DistributedDataParallel(
+            Made(forward, early=20_000, batch=2_000, tiny=4), find_unused_parameters=True, **options
+        )
+        for _ in range(3):  # buckets are made anew after the first
+            net.zero_grad()
+            net(number()).sum().backward()
+        kept = [(p.grad, p.grad.clone()) for p in net.parameters()]
+        for step in (3, 4):
+            net.zero_grad()
+            net(number(step)).sum().backward()
+        for gradient, was in kept:
+            assert torch.equal(gradient, was)
+
+    run_ranks(main, 2)
+
+
+def test_gradients_that_alias_each_other_are_added_up_once():
+    def stacked(m, x):
+        return torch.stack([m.a, m.b]) * x
+
+    def added(m, x):
+        return m.a.view(-1) * 1.0 + (m.b.view(-1) + m.c.view(-1)) * x
+
+    def main():
+        for n in SIZES:
+            for local in (0, 2):
+                train(lambda n=n: Made(stacked, a=n, b=n), steps=3, set_to_none=False, local=local)
+                train(
+                    lambda n=n: Made(added, a=n, b=n, c=(n // 4, 4)),
+                    steps=3,
+                    set_to_none=False,
+                    local=local,
+                )
+
+    run_ranks(main, 2)
+
+
+class Kept(torch.autograd.Function):
+    """Gives an alias of a tensor that it keeps."""
+
+    @staticmethod
+    def forward(ctx, p, kept):
+        ctx.kept = kept
+        return (p * kept).sum()
+
+    @staticmethod
+    def backward(ctx, g):
+        return ctx.kept.detach(), None
+
+
+def test_what_a_function_keeps_is_not_changed():
+    def main():
+        for n in SIZES:
+            keep = [torch.full((n,), number())]
+            net = DistributedDataParallel(
+                Made(lambda m, x, keep=keep: Kept.apply(m.a, keep[0]), a=n)
+            )
+            for _ in range(2):
+                net.zero_grad()
+                net(number()).backward()
+                assert keep[0].unique().tolist() == [number()]
+                assert net.module.a.grad.unique().tolist() == [1.5]
+
+    run_ranks(main, 2)
+
+
+def test_gradients_that_the_user_has_made():
+    """Results are put where they lie."""
+
+    def main():
+        for n in SIZES:
+            net = DistributedDataParallel(Made(lambda m, x: (m.a + m.b) * x, a=n, b=n))
+            flat = torch.zeros(2 * n)
+            net.module.a.grad, net.module.b.grad = flat[:n], flat[n:]
+            for _ in range(2):
+                flat.zero_()
+                net(number()).sum().backward()
+                assert flat.unique().tolist() == [1.5]
+
+    run_ranks(main, 2)
+
+
+class Nothing(torch.autograd.Function):
+    """Uses a parameter, and gives it no gradient."""
+
+    @staticmethod
+    def forward(ctx, h, p):
+        return h + p.sum() * 0
+
+    @staticmethod
+    def backward(ctx, g):
+        return g, None
+
+
+@pytest.mark.parametrize("where", ["on one rank", "everywhere"])
+def test_a_function_that_gives_no_gradient_for_a_parameter(where):
+    """It counts as zeros, also where none of the parameters gets one."""
+
+    def forward(m, x):
+        if where == "on one rank" and dist.get_rank() == 0:
+            return (m.a * x).sum() + m.b.sum()
+        return Nothing.apply(m.b.sum(), m.a)
+
+    def nothing(m, x):
+        return Nothing.apply(x, m.a)
+
+    def main():
+        for n in SIZES:
+            train(lambda n=n: Made(forward, a=n, b=3))
+        net = DistributedDataParallel(Made(nothing, a=5))
+        for _ in range(2):
+            net(torch.ones(5, requires_grad=True)).sum().backward()
+            assert net.module.a.grad.tolist() == [0.0] * 5
+
+    run_ranks(main, 2)
+
+
+def test_pytorchs_hook_on_complex_buckets():
+    """On Gloo its future holds pairs of reals."""
+
+    def main():
+        for n in SIZES[:3]:
+            train(
+                lambda n=n: Made(lambda m, x: m.complex_a * x, complex_a=n // 2),
+                hook=default_hooks.allreduce_hook,
+            )
+
+    run_ranks(main, 2)
+
+
+def test_what_a_forked_process_does_with_gradients():
+    """It may clear those that it inherited without clearing ours."""
+
+    def main():
+        net = DistributedDataParallel(Made(lambda m, x: m.a * x, a=20_000))
+        for _ in range(2):
+            net.zero_grad()
+            net(number()).sum().backward()
+        if (child := os.fork()) == 0:
+            net.module.a.grad.zero_()
+            os._exit(0)
+        os.waitpid(child, 0)
+        return net.module.a.grad.unique().tolist()
+
+    assert run_ranks(main, 2) == [[1.5]] * 2

@@ -1,0 +1,39 @@
+"""Contexts of torch.distributed.autograd, which keep gradients to themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gradwire.ddp import DistributedDataParallel
+from gradwire.errors import NotSupportedError
+from gradwire.testing import run_ranks
+
+rpc = pytest.importorskip("torch.distributed.rpc")
+if not rpc.is_available():
+    pytest.skip("this PyTorch has no RPC", allow_module_level=True)
+
+
+def test_a_forward_in_a_context_of_distributed_autograd_is_refused(tmp_path: Path) -> None:
+    def main() -> float:
+        options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{tmp_path / 'rpc'}")
+        rank = dist.get_rank()
+        rpc.init_rpc(f"rank{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+        try:
+            net = DistributedDataParallel(nn.Linear(1, 1, bias=False))
+            x = torch.tensor([[1.0 + rank]])
+            with (
+                dist.autograd.context(),
+                pytest.raises(NotSupportedError, match=r"distributed\.autograd"),
+            ):
+                net(x)
+            net(x).sum().backward()  # outside of it all is as before
+            return net.module.weight.grad.item()
+        finally:
+            rpc.shutdown()
+
+    assert run_ranks(main, 2) == [1.5, 1.5]

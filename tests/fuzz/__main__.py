@@ -1,0 +1,82 @@
+"""Runs the fuzzer by hand; see the package."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from fuzz.plan import make_plan
+from fuzz.run import run_many, run_one
+from fuzz.shrink import shown, shrink
+from gradwire.testing.pool import close_pool
+
+STEP = 40
+
+
+def main() -> int:
+    """Runs what the command line asks for; 1 if ours failed anywhere."""
+    parser = argparse.ArgumentParser(prog="python tests/fuzz", description=__doc__)
+    parser.add_argument("--models", type=int, default=100)
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--seed", type=int, help="only this one, shrunk if it fails")
+    parser.add_argument("--whole", action="store_true", help="with --seed: do not shrink")
+    parser.add_argument("--backends", nargs="+", default=["gloo", "shm"])
+    parser.add_argument("--stop-after", type=int, default=20, help="failures")
+    arguments = parser.parse_args()
+    if arguments.seed is not None:
+        return max(one(arguments.seed, b, whole=arguments.whole) for b in arguments.backends)
+    return max(many(arguments, backend) for backend in arguments.backends)
+
+
+def one(seed: int, backend: str, *, whole: bool) -> int:
+    """A seed; 1 if it fails."""
+    plan = make_plan(seed)
+    outcome = run_one(plan, backend)
+    print(f"{backend} {seed}:", outcome.problems or outcome.invalid or "as the naive average")
+    if outcome.torch:
+        print("PyTorch's class:", *outcome.torch)
+    if not outcome.problems:
+        return 0
+    if not whole:
+        plan = shrink(plan, lambda p: bool(run_one(p, backend).problems))
+        print(*run_one(plan, backend).problems, sep="\n")
+    print(shown(plan, backend))
+    return 1
+
+
+def many(arguments: argparse.Namespace, backend: str) -> int:
+    """Many seeds; 1 if one fails."""
+    ran, failed, invalid, torchs = 0, 0, Counter[str](), 0
+    began = time.monotonic()
+    for first in range(arguments.first, arguments.first + arguments.models, STEP):
+        seeds = range(first, min(first + STEP, arguments.first + arguments.models))
+        tally = run_many(map(make_plan, seeds), backend)
+        ran, failed = ran + tally.ran, failed + len(tally.failed)
+        invalid.update(tally.invalid)
+        torchs += len(tally.torch)
+        for seed, problems in tally.failed.items():
+            print(f"FAILED --seed {seed} --backends {backend}: {problems[0][:300]}", flush=True)
+        for seed, problem in tally.torch.items():
+            print(f"torch differs: {seed}: {problem[:160]}", flush=True)
+        rate = ran / (time.monotonic() - began)
+        print(
+            f"{backend}: to seed {seeds[-1]}: {ran} ran, {failed} failed, "
+            f"{sum(invalid.values())} invalid, torch's differs in {torchs}; {rate:.1f} a second",
+            flush=True,
+        )
+        if failed >= arguments.stop_after:
+            break
+    for reason, count in invalid.items():
+        print(f"invalid: {count}: {reason}")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    status = main()
+    close_pool()
+    sys.exit(status)

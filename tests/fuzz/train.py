@@ -1,0 +1,262 @@
+"""One rank's part of a case: three copies of the model, trained side by side.
+
+Each step's gradients, outputs, activations and what hooks saw are compared with those of the naive
+copy, whose gradients share memory with nothing. Then all go on from the naive copy's weights.
+"""
+
+from __future__ import annotations
+
+import inspect
+import zlib
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+from fuzz.plan import VIEW, Plan, Step
+from fuzz.source import build
+from gradwire.ddp import DistributedDataParallel
+
+__all__ = ["Side", "differences", "reduce_naively"]
+
+THEIRS = nn.parallel.DistributedDataParallel
+EPS = {"fp16": 1e-3, "bf16": 8e-3, "torch_bf16": 8e-3}
+Seen = list[tuple[str, "Tensor | None"]]
+
+
+class Side:
+    """A copy of the model under one of the three.
+
+    Args:
+        plan: The case.
+        kind: "naive", "torch" or "ours".
+        group: What it communicates over.
+    """
+
+    def __init__(self, plan: Plan, kind: str, group: Any) -> None:
+        self.plan, self.kind, self.group = plan, kind, group
+        wrap: Callable[[nn.Module], nn.Module] = {
+            "naive": lambda module: module,
+            "torch": self._wrap_theirs,
+            "ours": self._wrap_ours,
+        }[kind]
+        parts, self.extra, self.parameters = build(plan, wrap)
+        self.parts = [wrap(part) for part in parts]
+        self.bases = [m for part in parts for m in part.modules() if hasattr(m, "seen")]
+        self.named = _Named(self.parameters)
+        self.scale: dict[str, float] = {}
+        self.touched: set[str] = set()
+        self.noted: Seen = []
+        self.kept: list[tuple[str, Tensor, Tensor]] = []
+        self.flat: dict[torch.dtype, Tensor] = {}
+        self._register()
+        if plan.flat_grads:
+            self._make_flat()
+
+    def _wrap_theirs(self, module: nn.Module) -> nn.Module:
+        known = inspect.signature(THEIRS.__init__).parameters
+        options = {k: v for k, v in self.plan.options.items() if k in known}
+        net = THEIRS(module, process_group=self.group, **options)
+        if self.plan.hook is not None:  # it refuses bf16 on Gloo, and drops imaginary parts
+            real = not any(p.is_complex() for p in module.parameters())
+            fp16 = self.plan.hook == "fp16" and real
+            hook = default_hooks.fp16_compress_hook if fp16 else default_hooks.allreduce_hook
+            net.register_comm_hook(self.group, hook)
+        return net
+
+    def _wrap_ours(self, module: nn.Module) -> nn.Module:
+        net = DistributedDataParallel(module, process_group=self.group, **self.plan.options)
+        theirs = {
+            "torch_allreduce": default_hooks.allreduce_hook,
+            "torch_bf16": default_hooks.bf16_compress_hook,
+        }
+        if self.plan.hook is not None:
+            net.register_comm_hook(None, theirs.get(self.plan.hook, self.plan.hook))
+        return net
+
+    def _register(self) -> None:
+        noted, touched = self.noted, self.touched
+        for name, what in self.plan.hooks:
+            p = self.parameters[name]
+            if what == "scale":
+                p.register_hook(lambda g: g * 0.75)
+            elif what == "note":
+                p.register_hook(lambda g, name=name: noted.append((f"incoming {name}", g)))
+            else:
+                p.register_post_accumulate_grad_hook(
+                    lambda p, name=name: noted.append((f"local {name}", p.grad.clone()))
+                )
+        if self.kind == "naive":
+            for name, p in self.parameters.items():
+                p.register_hook(_private)
+                p.register_post_accumulate_grad_hook(
+                    lambda p, name=name: None if p.grad is None else touched.add(name)
+                )
+
+    def close(self) -> None:
+        """Let go of all that a cycle through hooks, which Python does not see, would keep."""
+        for base in self.bases:
+            base.seen.clear()
+        for part in (*self.bases, *self.parts):
+            part.__dict__.clear()
+        self.noted.clear()
+        self.kept.clear()
+        self.parameters.clear()
+
+    def _make_flat(self) -> None:
+        for dtype in {p.dtype for p in self.parameters.values()}:
+            own = [p for p in self.parameters.values() if p.dtype == dtype]
+            flat = self.flat[dtype] = torch.zeros(sum(p.numel() for p in own), dtype=dtype)
+            for p, part in zip(own, flat.split([p.numel() for p in own]), strict=True):
+                p.grad = part.view(p.shape)
+
+    def step(self, number: int, step: Step, batches: list[Tensor]) -> Seen:
+        """One training step's backwards; what could be seen of it."""
+        self._zero(step)
+        self.noted.clear()
+        for base in self.bases:
+            base.seen.clear()
+        at, told = (dist.get_rank(), number), Seen()
+        feeds = [b.clone().requires_grad_() for b in batches]
+        for x in feeds[: step.local]:
+            with ExitStack() as stack:
+                for part in self.parts if self.kind != "naive" else ():
+                    stack.enter_context(part.no_sync())
+                self._loss(x, at, told).backward()
+        x = feeds[step.local]
+        loss = self._loss(x, at, told)
+        if step.form == "two":
+            loss = loss + self._loss(feeds[-1], at, told)
+        loss.backward(retain_graph=step.form == "again")
+        self._reduce()
+        if step.form == "again":
+            loss.backward()
+            self._reduce()
+        told += [(f"grad of batch {i}", x.grad) for i, x in enumerate(feeds)]
+        told += [entry for base in self.bases for entry in base.seen] + self.noted
+        told += [(f"flat {dtype}", flat) for dtype, flat in self.flat.items()]
+        return told + [(f"grad of {n}", p.grad) for n, p in self.parameters.items()]
+
+    def _zero(self, step: Step) -> None:
+        zero = "zeros" if self.flat and step.zero == "none" else step.zero
+        if zero == "none" and not self.plan.options.get(VIEW):
+            grads = [(n, p.grad) for n, p in self.parameters.items()]
+            self.kept += [(n, g, g.clone()) for n, g in grads if g is not None]
+        if zero != "keep":
+            for name, p in self.parameters.items():
+                if zero == "none" or p.grad is None or name.startswith("e"):  # sparse
+                    p.grad = None
+                else:
+                    p.grad.zero_()
+
+    def _loss(self, x: Tensor, at: tuple[int, int], told: Seen) -> Tensor:
+        rows, cols = self.plan.shape
+        start = x[torch.arange(rows * cols) % 16].view(rows, cols)
+        start = start.to(getattr(torch, self.plan.dtype))
+        loss = torch.zeros((), dtype=torch.float64)
+        for part in self.parts:
+            h = part(start, x, at)
+            h = h / (1 + h.abs())
+            told.append(("output", h.detach()))
+            loss = loss + h.abs().square().sum().double()
+        return self.extra(loss, self.named).float()
+
+    def _reduce(self) -> None:
+        if self.kind == "naive":
+            reduce_naively(self)
+
+    def changed(self) -> list[str]:
+        """Gradients of earlier steps that were kept and are no longer what they were."""
+        return [
+            f"kept grad of {n}"
+            for n, g, was in self.kept
+            if not torch.equal(_dense(g), _dense(was))
+        ]
+
+    def digest(self) -> int:
+        """Of the gradients' bits."""
+        number = 0
+        for p in self.parameters.values():
+            if p.grad is not None:
+                flat = _dense(p.grad.detach()).resolve_conj().resolve_neg().contiguous()
+                number = zlib.crc32(flat.view(-1).view(torch.uint8).numpy().tobytes(), number)
+        return number
+
+
+class _Named:
+    def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
+        self.__dict__.update(parameters)
+
+
+def _private(g: Tensor | None) -> Tensor | None:
+    """A gradient in memory of its own, so that nothing is aliased, accumulated or not."""
+    return None if g is None else g.resolve_conj().resolve_neg().clone()
+
+
+def _dense(t: Tensor) -> Tensor:
+    return t.to_dense() if t.is_sparse else t
+
+
+def reduce_naively(side: Side) -> None:
+    """The mean over ranks of what each rank has, one parameter at a time."""
+    size = dist.get_world_size()
+    options = side.plan.options
+    tolerant = options.get("find_unused_parameters") or options.get("static_graph")
+    for name, p in side.parameters.items():
+        have = torch.tensor([name in side.touched], dtype=torch.int32)
+        dist.all_reduce(have, group=side.group)
+        mine = torch.zeros_like(p) if p.grad is None else _dense(p.grad.detach())
+        real = torch.view_as_real(mine.resolve_conj()) if mine.is_complex() else mine
+        scale = real.abs().max().double().view(1)
+        dist.all_reduce(scale, op=dist.ReduceOp.MAX, group=side.group)
+        side.scale[name] = max(scale.item(), side.scale.get(name, 0.0))
+        if tolerant and not have.item():
+            continue
+        total = real.clone().contiguous()
+        dist.all_reduce(total, group=side.group)
+        total /= size
+        mean = torch.view_as_complex(total) if mine.is_complex() else total
+        with torch.no_grad():
+            if p.grad is None or p.grad.is_sparse:
+                p.grad = mean.clone()
+            else:
+                p.grad.copy_(mean)
+    side.touched.clear()
+
+
+def differences(plan: Plan, wanted: Seen, got: Seen, scale: dict[str, float]) -> list[str]:
+    """What is not as it should be."""
+    found = []
+    for (label, want), (also, have) in zip(wanted, got, strict=False):
+        name = label.split()[-1]
+        if label != also or (want is None) != (have is None):
+            found.append(f"{label}: {_short(want)}, but {also}: {_short(have)}")
+        elif want is not None and have is not None:
+            problem = _compare(plan, _dense(want.detach()), _dense(have.detach()), scale.get(name))
+            if problem:
+                found.append(f"{label}: {problem}")
+    if len(wanted) != len(got):
+        found.append(f"{len(got)} observations, not {len(wanted)}")
+    return found
+
+
+def _compare(plan: Plan, want: Tensor, have: Tensor, scale: float | None) -> str:
+    if want.shape != have.shape or want.dtype != have.dtype:
+        return f"{want.dtype} {tuple(want.shape)}, but {have.dtype} {tuple(have.shape)}"
+    if not want.numel():
+        return ""
+    eps = max(torch.finfo(want.dtype).eps, EPS.get(plan.hook or "", 0.0))
+    scale = max(want.abs().max().item(), scale or 0.0)
+    off = (want - have).abs().max().item()
+    if off <= 8 * eps * scale + (1e-6 if plan.hook == "fp16" else 0.0):
+        return ""
+    at = (want - have).abs().view(-1).argmax()
+    return f"{have.view(-1)[at].item():.6g} for {want.view(-1)[at].item():.6g} (scale {scale:.3g})"
+
+
+def _short(t: Tensor | None) -> str:
+    return "None" if t is None else f"tensor of {tuple(t.shape)}"

@@ -1,0 +1,137 @@
+"""What CI runs: the versions that are said to be supported, all tests, whole packages."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from gradwire._torch import NEWEST_TESTED
+
+pytest_plugins = ["pytester"]
+
+ROOT = Path(__file__).parents[2]
+WORKFLOW = (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
+PROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+
+
+def matrix(name: str) -> list[str]:
+    """The versions of one kind that the workflow combines."""
+    (row,) = re.findall(rf"^ +{name}: \[(.*)\]$", WORKFLOW, re.MULTILINE)
+    return re.findall(r'"([\d.]+)"', row)
+
+
+def test_the_versions_of_python_are_those_of_the_classifiers() -> None:
+    classifiers = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', PROJECT)
+    (oldest,) = re.findall(r'requires-python = ">=(.*)"', PROJECT)
+    assert matrix("python") == classifiers
+    assert classifiers[0] == oldest
+
+
+def test_the_versions_of_torch_are_all_that_count_as_tested() -> None:
+    (oldest,) = re.findall(r'"torch>=2\.(\d+)"', PROJECT)
+    minors = [int(version.split(".")[1]) for version in matrix("torch")]
+    assert minors == list(range(int(oldest), NEWEST_TESTED[1] + 1))
+
+
+TESTS = """
+import pytest
+
+@pytest.mark.narrow({"a": 1}, {"a": [2, 3], "b": 2})
+@pytest.mark.parametrize("b", [1, 2])
+@pytest.mark.parametrize("a", [1, 2, 3])
+def test_some(a, b): pass
+
+@pytest.mark.wide
+def test_wide(): pass
+
+def test_always(): pass
+"""
+
+
+@pytest.fixture
+def suite(pytester: pytest.Pytester) -> pytest.Pytester:
+    """A directory with our conftest and settings, and tests of its own."""
+    for name, content in (
+        ("pyproject.toml", PROJECT.replace('testpaths = ["tests"]', "")),
+        ("conftest.py", (ROOT / "tests" / "conftest.py").read_text(encoding="utf-8")),
+        ("test_sample.py", TESTS),
+    ):
+        (pytester.path / name).write_text(content, encoding="utf-8")
+    return pytester
+
+
+def names(suite: pytest.Pytester, *options: str) -> list[str]:
+    """The tests that pytest chooses there."""
+    result = suite.runpytest_inprocess("--collect-only", "-q", *options)
+    assert result.ret == 0
+    return [line.partition("::")[2] for line in result.outlines if "::" in line]
+
+
+def test_narrow_and_wide_tests_are_all_tests(suite: pytest.Pytester) -> None:
+    narrow, wide = names(suite), names(suite, "-m", "wide")
+    assert narrow == [f"test_some[{x}]" for x in ("1-1", "1-2", "2-2", "3-2")] + ["test_always"]
+    assert wide == ["test_some[2-1]", "test_some[3-1]", "test_wide"]
+    assert sorted(names(suite, "-m", "")) == sorted(narrow + wide)
+
+
+@pytest.mark.parametrize(("mark", "said"), [('narrow({"c": 1})', "['c']"), ("narrow()", "nothing")])
+def test_a_narrow_mark_without_a_meaning_is_refused(
+    suite: pytest.Pytester, mark: str, said: str
+) -> None:
+    suite.path.joinpath("test_sample.py").write_text(
+        TESTS.replace('narrow({"a": 1}, {"a": [2, 3], "b": 2})', mark), encoding="utf-8"
+    )
+    result = suite.runpytest_inprocess("--collect-only", "-q")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert f"narrow names {said}" in str(result.errlines)
+
+
+COMMAND = "gradwire = gradwire.cli:main"
+LICENCE = "gradwire-1.dist-info/licenses/LICENSE"
+
+
+def complaints(
+    directory: Path, wheel: Iterable[str], sdist: Iterable[str], command: str = COMMAND
+) -> str:
+    """What the check says of packages with these files."""
+    with zipfile.ZipFile(directory / "gradwire-1-py3-none-any.whl", "w") as archive:
+        archive.writestr("gradwire-1.dist-info/entry_points.txt", command)
+        for name in wheel:
+            archive.writestr(name, "")
+    with tarfile.open(directory / "gradwire-1.tar.gz", "w:gz") as archive:
+        for name in sdist:
+            archive.add(ROOT / "LICENSE", f"gradwire-1/{name}")
+    script = ROOT / ".ci" / "check_packages.py"
+    checked = subprocess.run(
+        [sys.executable, script, directory], capture_output=True, text=True, check=False, timeout=60
+    )
+    return checked.stdout + checked.stderr
+
+
+def test_packages_that_lack_files_or_have_others_are_refused(tmp_path: Path) -> None:
+    source = ROOT / "src"
+    ours = {
+        str(p.relative_to(source))
+        for p in source.rglob("*")
+        if p.is_file() and "__pycache__" not in p.parts
+    }
+    wheel = ours - {"gradwire/py.typed"} | {"tests/conftest.py"}
+    said = complaints(tmp_path, wheel, ["src/gradwire/__pycache__/x.pyc", "PKG-INFO"], "")
+    for complaint in (
+        "py3-none-any.whl lacks gradwire/py.typed",
+        f"py3-none-any.whl lacks {LICENCE}",
+        "py3-none-any.whl should not have tests/conftest.py",
+        "py3-none-any.whl has no command gradwire",
+        "tar.gz lacks tests/house/test_ci.py",
+        "tar.gz lacks src/gradwire/py.typed",
+        "tar.gz should not have src/gradwire/__pycache__/x.pyc",
+    ):
+        assert complaint in said
+    assert "whl" not in complaints(tmp_path, ours | {LICENCE}, ["PKG-INFO"])

@@ -1,0 +1,267 @@
+"""What torch's own groups have besides the usual calls: sparse sums, named absentees, all forms."""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gradwire.errors import ArgumentError, CollectiveTimeoutError, MismatchError
+from gradwire.shm import mailbox
+from gradwire.shm.register import member_of
+from gradwire.shm.rings import Ring
+from gradwire.testing import run_ranks
+
+SECOND = timedelta(seconds=1)
+
+
+def on_ranks(function, world=2, backend="shm", args=()):
+    return run_ranks(function, world, backend=backend, timeout=60, args=args)
+
+
+def entries(rank, dtype):
+    """Rows 0 of all, one of its own twice, and of the last rank none."""
+    if rank == dist.get_world_size() - 1 and rank:
+        return torch.sparse_coo_tensor(
+            torch.empty(1, 0, dtype=torch.int64), torch.empty(0, 3), (9, 3)
+        ).to(dtype)
+    indices = torch.tensor([[rank + 1, 0, rank + 1]])
+    return torch.sparse_coo_tensor(indices, torch.arange(9).view(3, 3), (9, 3)).to(dtype)
+
+
+def sparse_sums():
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int64):
+        expected = sum(entries(r, dtype).to_dense() for r in range(world))
+        for async_op in (False, True):
+            x = entries(rank, dtype)
+            work = dist.all_reduce(x, async_op=async_op)
+            if async_op:
+                work.wait()
+            assert x.is_coalesced()
+            assert x.dtype == dtype
+            torch.testing.assert_close(x.to_dense(), expected, rtol=0, atol=0)
+    wide = torch.eye(300).to_sparse()  # too much to travel with the header
+    x = torch.sparse_coo_tensor(wide.indices(), torch.rand(300), (300, 300)).requires_grad_()
+    dist.all_reduce(x)
+    assert x.is_leaf
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_sparse_tensors_are_summed(world):
+    on_ranks(sparse_sums, world)
+
+
+def sparse_mistakes():
+    rank, messages = dist.get_rank(), []
+    with pytest.raises(ArgumentError, match="by SUM alone"):
+        dist.all_reduce(torch.eye(3).to_sparse(), dist.ReduceOp.MAX)
+    for mine in (
+        torch.eye(3 + rank).to_sparse(),
+        torch.eye(3) if rank else torch.eye(3).to_sparse(),
+    ):
+        with pytest.raises(MismatchError) as caught:
+            dist.all_reduce(mine)
+        messages.append(str(caught.value))
+    x = torch.eye(3).to_sparse()
+    dist.all_reduce(x)
+    assert x.to_dense().equal(2 * torch.eye(3))
+    return messages
+
+
+def test_sparse_tensors_that_differ_are_an_error_on_all_ranks():
+    first, second = on_ranks(sparse_mistakes)
+    assert first == second
+
+
+def embeddings():
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.EmbeddingBag(20, 4, sparse=True, mode="sum"), nn.Linear(4, 1))
+    model = nn.parallel.DistributedDataParallel(net)
+    rank = dist.get_rank()
+    model(torch.tensor([[rank, 5, 7 + rank]])).sum().backward()
+    return [p.grad.to_dense().tolist() for p in net.parameters()]
+
+
+def test_torch_s_ddp_with_sparse_gradients_is_as_on_gloo():
+    assert on_ranks(embeddings) == on_ranks(embeddings, backend="gloo")
+
+
+def absent():
+    group, rank = dist.group.WORLD, dist.get_rank()
+    group.monitored_barrier(SECOND * 30)
+    if rank == 0:
+        with pytest.raises(CollectiveTimeoutError, match=r"monitored_barrier.*ranks \[1, 2\]"):
+            group.monitored_barrier(SECOND, True)
+        return
+    while not _links(group).lost:  # this rank never calls
+        time.sleep(0.02)
+
+
+def _links(group):
+    return member_of(group)._team.links
+
+
+def test_monitored_barrier_names_the_ranks_that_are_missing():
+    on_ranks(absent, 3)
+
+
+def forms():
+    rank, world = dist.get_rank(), dist.get_world_size()
+    group = dist.group.WORLD
+    own, patient = torch.full((2,), rank + 1.0), timedelta(seconds=50)
+
+    def same(work, got, expected):
+        work.wait()
+        assert [float(x[0]) for x in got] == expected
+
+    for call in (
+        lambda x: group.allreduce(x, dist.ReduceOp.MAX),
+        lambda x: group.allreduce([x], dist.ReduceOp.MAX),
+        lambda x: group.allreduce([x], op=dist.ReduceOp.MAX, timeout=patient),
+        lambda x: group.allreduce(tensor=x, op=dist.ReduceOp.MAX),
+        lambda x: group.broadcast(x, world - 1),
+        lambda x: group.broadcast(tensor=x, root=world - 1, timeout=patient),
+    ):
+        x = own.clone()
+        same(call(x), [x], [float(world)])
+    x = own.clone()
+    same(group.allreduce(x), [x], [3.0])
+    x = own.clone()
+    same(group.reduce(x, root=0, op=dist.ReduceOp.MAX), [x], [2.0])
+    out = [torch.zeros(2) for _ in range(world)]
+    same(group.allgather(out, own), out, [1.0, 2.0])
+    out = [torch.zeros(2) for _ in range(world)] if rank == 1 else []
+    same(group.gather(out, own, root=1), out, [1.0, 2.0] if rank == 1 else [])
+    x = torch.zeros(2)
+    parts = [torch.full((2,), 5.0), torch.full((2,), 6.0)] if rank == 0 else []
+    same(group.scatter(x, parts, 0), [x], [5.0 + rank])
+    parts = [own.clone(), own.clone()]
+    same(group.reduce_scatter(x, parts, dist.ReduceOp.MAX), [x], [2.0])
+    group.barrier().wait()
+    group.barrier(timeout=patient).wait()
+    for wrong in (
+        lambda: group.allreduce(own, 3),
+        lambda: group.broadcast(own),
+        lambda: group.broadcast(own, "0"),
+        lambda: group.reduce(own, op=dist.ReduceOp.MAX),
+        lambda: group.allreduce(own, opp=dist.ReduceOp.MAX),
+    ):
+        with pytest.raises(TypeError):
+            wrong()
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_all_of_torch_s_forms(backend):
+    on_ranks(forms, backend=backend)
+
+
+def own_timeout():
+    group = dist.group.WORLD
+    group.set_timeout(SECOND)
+    if dist.get_rank() == 0:
+        with pytest.raises(CollectiveTimeoutError, match="waited 1 s"):
+            dist.barrier()
+    else:
+        while not _links(group).lost:
+            time.sleep(0.02)
+
+
+def test_the_group_s_timeout_can_be_set():
+    on_ranks(own_timeout)
+
+
+def large_beside_others():
+    """Operations whose ranks differ in whether they wait: those that do not ask for long steps."""
+    rank, world, count = dist.get_rank(), dist.get_world_size(), 10_000_001
+    x = torch.empty(count)
+    for here in (rank == 0, True):
+        x.fill_(rank + 1.0)
+        work = dist.all_reduce(x, async_op=here)
+        if here:
+            work.wait()
+        assert x.eq(sum(range(1, world + 1))).all()
+        x.fill_(rank)
+        works = [dist.broadcast(x, world - 1, async_op=here)]
+        out = torch.empty(count * world)
+        works.append(dist.all_gather_into_tensor(out, x, async_op=here))
+        back = torch.empty(count)
+        works.append(dist.reduce_scatter_tensor(back, out, async_op=here))
+        for work in works:
+            if here:
+                work.wait()
+        assert out.eq(world - 1).all()
+        assert back.eq(world * (world - 1)).all()
+    team = member_of(dist.group.WORLD)._team
+    return sorted(len(region) >> 20 for region in team._staging.values())
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_large_operations_of_a_thread_take_long_steps_on_all_ranks(world):
+    assert on_ranks(large_beside_others, world) == [[32], *[[6, 32]] * (world - 1)]
+
+
+@pytest.mark.parametrize("slots", [1, 3, 6])
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("pieces", [1, 2, 7])
+def test_no_slot_is_used_again_before_all_ranks_are_done_with_it(slots, stages, pieces):
+    ring = Ring(slots, 1)
+    turns = list(ring.schedule(pieces, stages))
+    for stage in range(stages):
+        assert [turn[stage] for turn in turns if turn[stage] >= 0] == list(range(pieces))
+    at = {(n, s): i for i, turn in enumerate(turns) for s, n in enumerate(turn) if n >= 0}
+    for (piece, stage), turn in at.items():
+        if stage:  # what all did in the stage before was posted, and taken
+            assert turn - at[piece, stage - 1] > ring.lag(stages)
+        if stage == 0 and piece >= slots:
+            assert turn - at[piece - slots, stages - 1] > 0
+
+
+def copied_without_the_lock():
+    rank, group = dist.get_rank(), dist.group.WORLD
+    large = torch.full((1 << 20,), 3.0)
+    if rank == 0:
+        dist.send(large, 1)
+        dist.send(large, 1)
+        dist.barrier()
+        return
+    copying, go_on, fill = threading.Event(), threading.Event(), mailbox._hand_over
+
+    def slow(wanted, letter):
+        copying.set()
+        assert go_on.wait(30)
+        fill(wanted, letter)
+
+    mailbox._hand_over = slow
+    try:
+        x = torch.zeros(1 << 20)
+        work = dist.irecv(x, 0)
+        assert copying.wait(30)
+        free = _links(group).changed.acquire(timeout=5)
+        if free:
+            _links(group).changed.release()
+        late = threading.Thread(target=late_wait, args=(work, go_on))
+        late.start()
+        late.join()
+        assert free, "the lock is held while a message is copied"
+        assert x.eq(3).all()
+    finally:
+        go_on.set()
+        mailbox._hand_over = fill
+    dist.recv(x, 0)
+    dist.barrier()
+
+
+def late_wait(work, go_on):
+    """A wait whose time is over while the tensor is written ends when that does, and well."""
+    threading.Timer(0.5, go_on.set).start()
+    work.wait(timedelta(milliseconds=50))
+
+
+def test_messages_are_copied_without_the_lock():
+    on_ranks(copied_without_the_lock)
