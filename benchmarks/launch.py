@@ -65,6 +65,9 @@ def _rank(
     # Ctrl-C ends a rank at once, even in the middle of a collective, where Python cannot react.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     torch.set_num_threads(1)
+    # as under torchrun: libraries look at these
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    os.environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world_size))
     store = dist.TCPStore(HOST, port, is_master=False, timeout=TIMEOUT)
     dist.init_process_group(
         backend,
