@@ -19,11 +19,10 @@ from torch import Tensor
 from gradwire import compat
 from gradwire.compat import _registry
 from gradwire.compat.collectives import TABLE
+from gradwire.errors import BoundEarlyWarning
 from gradwire.testing import adjoint_check, gradcheck, run_ranks
 
 pytestmark = pytest.mark.timeout(60)
-pytestmark = pytest.mark.filterwarnings("ignore::gradwire.errors.BoundEarlyWarning")
-"""This and other tests' modules hold PyTorch's objects to compare with."""
 
 NAMES = [entry.name for entry in TABLE]
 ORIGINALS = {name: getattr(theirs, name) for name in NAMES}
@@ -39,6 +38,7 @@ def run(request: pytest.FixtureRequest) -> Run:
     def on_ranks(fn: Callable[[], Any], world_size: int = 2) -> list[Any]:
         def member() -> Any:
             warnings.simplefilter("error")
+            warnings.simplefilter("ignore", BoundEarlyWarning)  # of other tests' modules, in a kept process
             with compat.installed():
                 return fn()
 

@@ -24,9 +24,6 @@ from gradwire.ddp import DistributedDataParallel as Ours
 from gradwire.errors import ArgumentError, BoundEarlyWarning, HookError, ReductionError
 from gradwire.testing import run_ranks
 
-pytestmark = pytest.mark.filterwarnings("ignore::gradwire.errors.BoundEarlyWarning")
-"""This and other tests' modules hold PyTorch's objects to compare with."""
-
 THEIRS = nn.parallel.DistributedDataParallel
 
 

@@ -16,9 +16,6 @@ from gradwire import compat
 from gradwire.compat import _registry
 from gradwire.compat.devices import TABLE
 
-pytestmark = pytest.mark.filterwarnings("ignore::gradwire.errors.BoundEarlyWarning")
-"""This and other tests' modules hold PyTorch's objects to compare with."""
-
 CPUS = ["cpu", "cpu"]
 
 

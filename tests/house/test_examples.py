@@ -32,9 +32,6 @@ KNOWN = {"torch": torch, "dist": dist, "run_ranks": run_ranks}
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
-pytestmark = pytest.mark.filterwarnings("ignore::gradwire.errors.BoundEarlyWarning")
-"""Pages put gradwire in place in a process in which other tests hold PyTorch's objects."""
-
 
 @dataclass(frozen=True)
 class Block:
