@@ -38,7 +38,7 @@ def run(request: pytest.FixtureRequest) -> Run:
     def on_ranks(fn: Callable[[], Any], world_size: int = 2) -> list[Any]:
         def member() -> Any:
             warnings.simplefilter("error")
-            warnings.simplefilter("ignore", BoundEarlyWarning)  # of other tests' modules, in a kept process
+            warnings.simplefilter("ignore", BoundEarlyWarning)  # of others, in a kept process
             with compat.installed():
                 return fn()
 

@@ -32,7 +32,6 @@ KNOWN = {"torch": torch, "dist": dist, "run_ranks": run_ranks}
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
-
 @dataclass(frozen=True)
 class Block:
     page: str
