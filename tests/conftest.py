@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,17 +18,42 @@ from gradwire.testing import run_ranks
 from gradwire.testing.pool import close_pool
 
 ROOT = Path(__file__).parents[1]
+BACKENDS = ("gloo", "shm")
 POINTS = re.compile(r'^\[project\.entry-points\."(.+?)"\].*\n((?:.+\n)+)', re.M)
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as wide what a test's `narrow` mark does not name."""
+    """Mark as wide what a test's `narrow` mark does not name, and each case's second backend."""
+    cases: dict[str, dict[str, str]] = {}
     for item in items:
         narrow = item.get_closest_marker("narrow")
-        if narrow is not None and not _is_one_of(item, narrow.args):
+        chosen = narrow is None or _is_one_of(item, narrow.args)
+        if not (chosen and _is_run_on_the_backend_of_its_turn(item, cases)):
             item.add_marker(pytest.mark.wide)
+
+
+def _is_run_on_the_backend_of_its_turn(item: pytest.Item, cases: dict[str, dict[str, str]]) -> bool:
+    """Whether a case that runs on Gloo and on shm is the one of the two to be run each time.
+
+    The two take turns from case to case of a function, which begins with one or the other by its
+    name: a choice that does not change from run to run.
+
+    Args:
+        item: The test.
+        cases: For each function so far, its cases with their backends; this one is added.
+    """
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    by_backend = [name for name, value in parameters.items() if value in BACKENDS]
+    narrow = item.get_closest_marker("narrow")
+    if len(by_backend) != 1 or (narrow and any(by_backend[0] in c for c in narrow.args)):
+        return True
+    function = item.nodeid.partition("[")[0]
+    others = repr(sorted((n, repr(v)) for n, v in parameters.items() if n != by_backend[0]))
+    of_function = cases.setdefault(function, {})
+    turn = zlib.crc32(function.encode()) + len(of_function)
+    return parameters[by_backend[0]] == of_function.setdefault(others, BACKENDS[turn % 2])
 
 
 def _is_one_of(item: pytest.Item, combinations: Collection[Mapping[str, object]]) -> bool:

@@ -279,6 +279,7 @@ def test_pytorchs_hook_on_complex_buckets():
     run_ranks(main, 2)
 
 
+@pytest.mark.narrow({"each_backend": "shm"})  # whose memory a child would share
 def test_what_a_forked_process_does_with_gradients():
     """It may clear those that it inherited without clearing ours."""
 

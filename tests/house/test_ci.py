@@ -48,6 +48,10 @@ import pytest
 @pytest.mark.parametrize("a", [1, 2, 3])
 def test_some(a, b): pass
 
+@pytest.mark.parametrize("each", [1, 2])
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_by_turns(backend, each): pass
+
 @pytest.mark.wide
 def test_wide(): pass
 
@@ -76,8 +80,14 @@ def names(suite: pytest.Pytester, *options: str) -> list[str]:
 
 def test_narrow_and_wide_tests_are_all_tests(suite: pytest.Pytester) -> None:
     narrow, wide = names(suite), names(suite, "-m", "wide")
-    assert narrow == [f"test_some[{x}]" for x in ("1-1", "1-2", "2-2", "3-2")] + ["test_always"]
-    assert wide == ["test_some[2-1]", "test_some[3-1]", "test_wide"]
+    turns, others = (
+        [f"test_by_turns[{x}]" for x in pair] for pair in (("gloo-1", "shm-2"), ("gloo-2", "shm-1"))
+    )
+    if turns[0] not in narrow:  # which comes first goes by the function's name
+        turns, others = others, turns
+    some = [f"test_some[{x}]" for x in ("1-1", "1-2", "2-2", "3-2")]
+    assert narrow == [*some, *turns, "test_always"]
+    assert wide == ["test_some[2-1]", "test_some[3-1]", *others, "test_wide"]
     assert sorted(names(suite, "-m", "")) == sorted(narrow + wide)
 
 

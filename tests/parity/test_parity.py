@@ -44,6 +44,7 @@ def test_what_passes_with_pytorchs_class_passes_with_ours() -> None:
     assert set().union(*others) == private()
 
 
+@pytest.mark.wide
 def test_the_quick_ones_pass() -> None:
     """On two ranks, those that took the least time when the results were made."""
     pytest.importorskip("expecttest", reason="PyTorch's tests import expecttest")

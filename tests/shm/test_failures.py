@@ -258,15 +258,19 @@ def test_a_rank_that_leaves_early():
     assert results[1] == 2.0
 
 
-def descriptors_and_threads():
+def taken():
+    """Descriptors, threads and mappings of shared memory of this process."""
+    import gc
     import threading
 
+    gc.collect()  # groups of earlier tests, in a process that is kept
     dist.barrier()
-    return len(os.listdir("/proc/self/fd")), threading.active_count()
+    maps = Path("/proc/self/maps").read_text().count("memfd:gradwire")
+    return len(os.listdir("/proc/self/fd")), threading.active_count(), maps
 
 
 def churn():
-    before = descriptors_and_threads()
+    before = taken()
     for _ in range(5):
         group = dist.new_group(backend="shm")
         x = gradwire.shm.empty(100_000, group=group).fill_(1.0)
@@ -277,15 +281,12 @@ def churn():
             del y
         dist.destroy_process_group(group)
         del group, x
-    after = descriptors_and_threads()
-    maps = Path("/proc/self/maps").read_text().count("memfd:gradwire")
-    return before, after, maps
+    return before, taken()
 
 
 def test_groups_give_everything_back():
-    for before, after, maps in run_ranks(churn, 2, backend="shm", timeout=30):
+    for before, after in run_ranks(churn, 2, backend="shm", timeout=30):
         assert before == after
-        assert maps <= 8, "regions of groups that are gone are still mapped"
 
 
 def no_room():

@@ -110,6 +110,7 @@ def test_sigkill_of_the_parent_in_a_call(start: Start, action: str) -> None:
     wait_until_gone(pids)
 
 
+@pytest.mark.wide
 def test_sigkill_of_the_parent_between_calls(start: Start) -> None:
     process = start("run_ranks(told(lambda: None)); time.sleep(100)")
     pids = read_pids(process)
@@ -176,6 +177,7 @@ def test_a_fork_neither_uses_nor_ends_its_parent_s_workers(start: Start) -> None
     assert (process.returncode, err) == (0, "")
 
 
+@pytest.mark.wide
 def test_a_fork_does_not_keep_the_workers_of_a_dead_parent(start: Start) -> None:
     process = start(
         "run_ranks(told(lambda: None))\n"
