@@ -50,15 +50,17 @@ def random_tensors(seed: int, rank: int) -> list[torch.Tensor]:
 
 def like_naive(world_size, in_place_bytes, message_bytes):
     module = importlib.import_module("gradwire.ddp.broadcast")
-    module.IN_PLACE_BYTES, module.MESSAGE_BYTES = in_place_bytes, message_bytes
     group, rank = dist.group.WORLD, dist.get_rank()
-    for seed in range(12):
-        src = seed % world_size
-        ours, naive = random_tensors(seed, rank), random_tensors(seed, rank)
-        broadcast_coalesced(group, ours, [100, 5000, 1 << 20][seed % 3], group_src=src)
-        _naive.broadcast(group, naive, src)
-        for a, b in zip(ours, naive, strict=True):
-            torch.testing.assert_close(a, b, rtol=0, atol=0)
+    with pytest.MonkeyPatch.context() as patch:  # the process is kept for other tests
+        patch.setattr(module, "IN_PLACE_BYTES", in_place_bytes)
+        patch.setattr(module, "MESSAGE_BYTES", message_bytes)
+        for seed in range(12):
+            src = seed % world_size
+            ours, naive = random_tensors(seed, rank), random_tensors(seed, rank)
+            broadcast_coalesced(group, ours, [100, 5000, 1 << 20][seed % 3], group_src=src)
+            _naive.broadcast(group, naive, src)
+            for a, b in zip(ours, naive, strict=True):
+                torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
