@@ -1,4 +1,4 @@
-"""The command: `python -m benchmarks broadcast`, `… ddp`, and `… tables` for the pages."""
+"""The command: `python -m benchmarks ddp` and others; `tables` and `plot` for the pages."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from benchmarks import (
 )
 from benchmarks.benchmark import Benchmark
 from benchmarks.options import Options
-from benchmarks.pages import PAGES, RESULTS, rewritten
+from benchmarks.pages import PAGES, PLOT, RESULTS, rewritten
 from benchmarks.report import conditions, figures, terminal
+from benchmarks.results import Result
 
 BENCHMARKS: dict[str, Benchmark[Any]] = {
     benchmark.name: benchmark
@@ -57,6 +58,20 @@ def tables(check: bool) -> None:
         if current != text:
             path.write_text(current, encoding="utf-8")
             click.echo(f"{path.name} rewritten")
+
+
+@main.command()
+@click.argument("name", default="ddp_shm")
+@click.option("--svg", default=PLOT, type=click.Path(dir_okay=False, path_type=Path))
+def plot(name: str, svg: Path) -> None:
+    """Draw the first measure of results/NAME.json, a bar for each contender, as an SVG."""
+    path = RESULTS / f"{name}.json"
+    if not path.exists():
+        raise click.BadParameter(f"there are no results {path.name}; run with --json {path}")
+    from benchmarks.plot import bars  # matplotlib is not needed to measure
+
+    svg.write_text(bars(Result.read(path)), encoding="utf-8")
+    click.echo(f"{svg} written")
 
 
 def _command(benchmark: Benchmark[Any]) -> click.Command:

@@ -1,9 +1,9 @@
 """Tables in the pages, written from the results that are kept in `benchmarks/results/`.
 
 A page says where: between `<!-- benchmarks:NAME -->` and `<!-- /benchmarks -->`, each on a line of
-its own, stands the table of `results/NAME.json`; for `NAME predictions` it is the one of what was
-expected. What stood there before is replaced. What was run with `--backend shm`, `--world-size 4`
-or `--busy 1` is kept under `NAME_shm`, `NAME_4` or `NAME_busy`.
+its own, stands the table of `results/NAME.json`; for `NAME headline` only its first measure, for
+`NAME predictions` what was expected. What stood there before is replaced. What was run with
+`--backend shm`, `--world-size 4` or `--busy 1` is kept under `NAME_shm`, `NAME_4` or `NAME_busy`.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from benchmarks.report import conditions, figures, markdown, predictions
+from benchmarks.report import conditions, figures, headline, markdown, predictions
 from benchmarks.results import Result
 
-__all__ = ["PAGES", "RESULTS", "rewritten"]
+__all__ = ["PAGES", "PLOT", "RESULTS", "rewritten"]
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+PLOT = ROOT / "docs" / "step_time.svg"
 PAGES = [ROOT / "README.md", ROOT / "docs" / "benchmarks.md"]
 
 BLOCK = re.compile(
@@ -42,7 +43,7 @@ def rewritten(page: str, results: Path, benchmarks: Mapping[str, object]) -> str
         if VARIANT.sub("", name) not in benchmarks or view not in VIEWS:
             raise ValueError(
                 f"the page has a block benchmarks:{name}{view}: the benchmarks are "
-                f"{', '.join(benchmarks)}, each alone or followed by 'predictions'"
+                f"{', '.join(benchmarks)}, each alone or followed by 'headline' or 'predictions'"
             )
         path = results / f"{name}.json"
         if not path.exists():
@@ -57,8 +58,12 @@ def _figures(result: Result) -> str:
     return f"{markdown(figures(result))}\n\n{conditions(result)}"
 
 
+def _headline(result: Result) -> str:
+    return f"{markdown(headline(result))}\n\n{conditions(result)}"
+
+
 def _predictions(result: Result) -> str:
     return markdown(predictions(result))
 
 
-VIEWS = {"": _figures, " predictions": _predictions}
+VIEWS = {"": _figures, " headline": _headline, " predictions": _predictions}

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich.table import Table
 
 from benchmarks.results import CaseResult, Measure, Result
 from benchmarks.stats import Estimate, Spread
 
-__all__ = ["Rows", "conditions", "figures", "markdown", "predictions", "terminal"]
+__all__ = ["Rows", "conditions", "figures", "headline", "markdown", "predictions", "terminal"]
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,17 @@ def figures(result: Result) -> Rows:
         for measure in case.measures
     ]
     for name in dict.fromkeys(measure.name for measure in measures):
-        means = {s.peer: s.geometric_mean for s in result.summary if s.measure == name}
-        ratios = [f"{mean:.3f}" if (mean := means.get(peer)) else "" for peer in peers]
+        by_peer = {s.peer: s.geometric_mean for s in result.summary if s.measure == name}
+        ratios = [f"{mean:.3f}" if (mean := by_peer.get(peer)) else "" for peer in peers]
         rows.append(["geometric mean", name, *("" for _ in contenders), *ratios])
     return Rows(header, rows)
+
+
+def headline(result: Result) -> Rows:
+    """Each case's first measure alone: the one that a reader asks for first."""
+    firsts = [replace(case, measures=case.measures[:1]) for case in result.cases]
+    rows = figures(replace(result, cases=firsts))
+    return Rows(rows.header, rows.rows[: len(firsts)])
 
 
 def predictions(result: Result) -> Rows:

@@ -97,6 +97,13 @@ def test_predictions_stand_beside_ratios(results: Path) -> None:
     assert "| case 1 | expected of case 1 | step 2.00 of torch's; memory 1.00 of torch's |" in page
 
 
+def test_a_headline_is_the_first_measure_of_each_case(results: Path) -> None:
+    page = rewritten(PAGE.replace("NAME", "ddp headline", 1), results, BENCHMARKS)
+    assert "| case 1 | step, ms |" in page
+    assert "memory" not in page
+    assert "geometric mean" not in page
+
+
 def test_without_results_a_page_stays_as_it_is(results: Path) -> None:
     page = PAGE.replace("NAME", "broadcast", 1)
     assert rewritten(page, results, BENCHMARKS) == page
