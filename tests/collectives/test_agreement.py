@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire import collectives as C
+from gradwire.collectives.checks import consistency
 from gradwire.errors import ArgumentError, MismatchError
 from gradwire.testing import run_ranks
 
@@ -143,7 +144,7 @@ def test_sizes_and_shapes_that_only_the_root_knows():
 
 def test_who_decides_whether_checks_are_on(monkeypatch):
     def on(check=None):
-        return C.agreement.enabled(check)
+        return consistency.enabled(check)
 
     assert [on(), on(True), on(False)] == [False, True, False]
     with C.checks():
@@ -209,15 +210,15 @@ def test_on_shm_checks_are_on_unless_switched_off(each_backend):
 def test_with_checks_off_nothing_more_is_sent():
     def main():
         sent = []
-        numbers = C.numbers.gather_numbers
+        numbers = consistency.gather_numbers
         try:
-            C.agreement.gather_numbers = lambda *args: sent.append(1) or numbers(*args)
+            consistency.gather_numbers = lambda *args: sent.append(1) or numbers(*args)
             x = torch.ones(2, requires_grad=True)
             C.all_reduce(C.all_gather(x, check=False), check=False).sum().backward()
             off = len(sent)
             C.all_reduce(C.all_gather(x, check=True), check=True).sum().backward()
         finally:
-            C.agreement.gather_numbers = numbers
+            consistency.gather_numbers = numbers
         return off, len(sent)
 
     assert run_ranks(main, 2) == [(0, 4)] * 2

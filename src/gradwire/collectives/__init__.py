@@ -1,51 +1,51 @@
 """Every collective of torch.distributed as a differentiable function with its true adjoint."""
 
-from gradwire.collectives.agreement import checks
-from gradwire.collectives.all_gather_list import all_gather_list
-from gradwire.collectives.all_gather_reduce_scatter import (
+from gradwire.collectives.args.reductions import Premul
+from gradwire.collectives.autograd.handles import Handle
+from gradwire.collectives.checks.consistency import checks
+from gradwire.collectives.ops.all_gather_list import all_gather_list
+from gradwire.collectives.ops.all_gather_reduce_scatter import (
     all_gather,
     reduce_scatter,
 )
-from gradwire.collectives.all_reduce import (
+from gradwire.collectives.ops.all_reduce import (
     all_reduce,
     invariant,
     vary,
 )
-from gradwire.collectives.all_to_all import all_to_all
-from gradwire.collectives.broadcast_reduce import (
+from gradwire.collectives.ops.all_to_all import all_to_all
+from gradwire.collectives.ops.broadcast_reduce import (
     broadcast,
     reduce,
 )
-from gradwire.collectives.coalesced import (
+from gradwire.collectives.ops.coalesced import (
     all_gather_coalesced,
     all_reduce_coalesced,
     broadcast_coalesced,
     reduce_coalesced,
     reduce_scatter_coalesced,
 )
-from gradwire.collectives.gather_scatter import (
+from gradwire.collectives.ops.gather_scatter import (
     gather,
     scatter,
 )
-from gradwire.collectives.halo import halo_exchange
-from gradwire.collectives.handles import Handle
-from gradwire.collectives.objects import (
+from gradwire.collectives.ops.halo import halo_exchange
+from gradwire.collectives.ops.objects import (
     all_gather_object,
     barrier,
 )
-from gradwire.collectives.permute import ppermute, shift
-from gradwire.collectives.point_to_point import (
+from gradwire.collectives.ops.permute import ppermute, shift
+from gradwire.collectives.ops.point_to_point import (
     join,
     recv,
     send,
     send_recv,
 )
-from gradwire.collectives.prefix import (
+from gradwire.collectives.ops.prefix import (
     exscan,
     scan,
 )
-from gradwire.collectives.reductions import Premul
-from gradwire.collectives.statistics import (
+from gradwire.collectives.ops.statistics import (
     logsumexp,
     mean,
     norm,

@@ -14,7 +14,7 @@ from gradwire.cli.demo.timing import StepTimes, time_steps
 from gradwire.cli.demo.train import Epoch, same_bits, train
 from gradwire.cli.launch import Send
 from gradwire.cli.places import Place, join_group
-from gradwire.collectives.engines import engine
+from gradwire.collectives.wire.backends import engine
 
 __all__ = ["Engine", "Result", "Round", "run_rank"]
 

@@ -11,7 +11,16 @@ from torch.distributed import ProcessGroup, Work
 from torch.distributed.distributed_c10d import AllgatherOptions
 
 from gradwire._torch import ALL_GATHER_SINGLE, ALL_TO_ALL_SINGLE
-from gradwire.collectives.engines import by_rows, dense, direct, empty, engine, flat, fresh, like
+from gradwire.collectives.wire.backends import (
+    by_rows,
+    dense,
+    direct,
+    empty,
+    engine,
+    flat,
+    fresh,
+    like,
+)
 from gradwire.collectives.wire.pending import Pending, done
 
 __all__ = [

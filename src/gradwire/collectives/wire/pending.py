@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 from torch.distributed import Work
 
-from gradwire.collectives.failures import translated
+from gradwire.collectives.wire.failures import translated
 
 __all__ = ["Pending", "done"]
 

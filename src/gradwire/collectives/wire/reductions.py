@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from gradwire._torch import REDUCE_SCATTER_SINGLE
-from gradwire.collectives import ordering
-from gradwire.collectives.engines import NATIVE, dense, direct, empty, engine, fresh, plain
+from gradwire.collectives.wire import float_order
+from gradwire.collectives.wire.backends import NATIVE, dense, direct, empty, engine, fresh, plain
 from gradwire.collectives.wire.movement import all_gather, all_to_all
 from gradwire.collectives.wire.pending import Pending, done
 
@@ -131,8 +131,8 @@ def _reduction_buffer(
 ) -> tuple[Tensor, Callable[[], Tensor]]:
     """What the engine reduces in place, and how it becomes the result."""
     if op in ("max", "min") and x.is_floating_point() and engine(group, x) != "shm":
-        wire = ordering.encode(plain(x), op)
-        return wire, lambda: ordering.decode(wire, x.dtype)
+        wire = float_order.encode(plain(x), op)
+        return wire, lambda: float_order.decode(wire, x.dtype)
     out = fresh(x)
     if x.is_complex():
         return torch.view_as_real(out), lambda: out

@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
-from gradwire.collectives.agreement import Note, in_backward
-from gradwire.collectives.handles import Handle, Ticket, after, run, waited
-from gradwire.collectives.linear import (
+from gradwire.collectives.args.reductions import BITWISE
+from gradwire.collectives.args.transforms import refuse_split
+from gradwire.collectives.autograd.handles import Handle, Ticket, after, run, waited
+from gradwire.collectives.autograd.linear import (
     Linear,
     compiling,
     graph_is_needed,
@@ -25,9 +26,8 @@ from gradwire.collectives.linear import (
     restored_linear,
     result_like,
 )
-from gradwire.collectives.parts import exclusive_product
-from gradwire.collectives.reductions import BITWISE
-from gradwire.collectives.transforms import refuse_split
+from gradwire.collectives.checks.consistency import Note, in_backward
+from gradwire.collectives.ops.sharded import exclusive_product
 from gradwire.collectives.wire import Pending
 
 __all__ = ["Reducing", "reduce_with", "scaled"]

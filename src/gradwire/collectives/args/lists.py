@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from gradwire.collectives.ranks import dense_tensor
-from gradwire.collectives.sizes import valid_dim, valid_sizes
+from gradwire.collectives.args.ranks import dense_tensor
+from gradwire.collectives.args.sizes import valid_dim, valid_sizes
 from gradwire.errors import ArgumentError, ArgumentTypeError
 
 __all__ = ["piece_sizes", "pieces_of"]

@@ -10,18 +10,19 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from gradwire.collectives import agreement, wire
-from gradwire.collectives.all_reduce import AllReduce
-from gradwire.collectives.fingerprint import Call
-from gradwire.collectives.handles import Handle, run
-from gradwire.collectives.linear import Linear, linear, register
-from gradwire.collectives.marks import agreed
-from gradwire.collectives.nonlinear import Reducing, reduce_with
-from gradwire.collectives.numbers import device_of
-from gradwire.collectives.ranks import dense_tensor, member, root_of, with_data
-from gradwire.collectives.reductions import Op, as_reduction, check_reducible, premultiplied
-from gradwire.collectives.transforms import refuse_in_transforms
+from gradwire.collectives import wire
+from gradwire.collectives.args.ranks import dense_tensor, member, root_of, with_data
+from gradwire.collectives.args.reductions import Op, as_reduction, check_reducible, premultiplied
+from gradwire.collectives.args.transforms import refuse_in_transforms
+from gradwire.collectives.autograd.handles import Handle, run
+from gradwire.collectives.autograd.linear import Linear, linear, register
+from gradwire.collectives.checks import consistency
+from gradwire.collectives.checks.call_signature import Call
+from gradwire.collectives.ops.all_reduce import AllReduce
+from gradwire.collectives.ops.checked import agreed
+from gradwire.collectives.ops.nonlinear import Reducing, reduce_with
 from gradwire.collectives.wire import Pending
+from gradwire.collectives.wire.ints import device_of
 from gradwire.errors import ArgumentError, ArgumentTypeError
 
 __all__ = ["broadcast", "reduce"]
@@ -152,7 +153,7 @@ def reduce(
         group,
         x,
         check,
-        lambda x: agreement.describe("reduce", x, reduce=reduction, root=root),
+        lambda x: consistency.describe("reduce", x, reduce=reduction, root=root),
         lambda x, note: reduce_with(Reduce(group, root), x, reduction, note, async_op),
     )
 
@@ -225,7 +226,7 @@ def broadcast(
         dense_tensor(x)
         if group.rank() == root:
             with_data(x, "x")
-    checked = agreement.enabled(check)
+    checked = consistency.enabled(check)
     given = x if isinstance(x, Tensor) else _receiver(x, group.rank() == root, checked)
     op = Broadcast(group, root)
     if checked:
@@ -236,23 +237,23 @@ def broadcast(
         group,
         _stand_in(given, group),
         check,
-        lambda x: agreement.describe("broadcast", x, root=root),
+        lambda x: consistency.describe("broadcast", x, root=root),
         lambda x, note: run(op, x, note, async_op),
     )
 
 
 def _told(
     x: Tensor | Sequence[int] | None, root: int, group: ProcessGroup
-) -> tuple[Tensor, agreement.Note]:
+) -> tuple[Tensor, consistency.Note]:
     """What takes part in the broadcast, once ranks agree; the root tells those without a tensor."""
     if isinstance(x, Tensor):
-        call, given = agreement.describe("broadcast", x, root=root), x
+        call, given = consistency.describe("broadcast", x, root=root), x
     else:
         shape = None if x is None else tuple(x)
-        call = Call("broadcast", shape, None, agreement.grad_mode(), root=root)
+        call = Call("broadcast", shape, None, consistency.grad_mode(), root=root)
         given = torch.empty(())
-    y, note, rows = agreement.agree(group, given, call)
-    if agreement.check_told(rows, root):
+    y, note, rows = consistency.agree(group, given, call)
+    if consistency.check_told(rows, root):
         refuse_in_transforms("a receiver without a tensor", "give every rank a tensor")
     if call.dtype is None:
         like = rows[root]

@@ -17,11 +17,11 @@ from typing import Any, TypeVar, cast
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from gradwire.collectives import agreement
-from gradwire.collectives.agreement import Note
-from gradwire.collectives.engines import behind
-from gradwire.collectives.fingerprint import Call, fingerprint
-from gradwire.collectives.handles import Handle
+from gradwire.collectives.autograd.handles import Handle
+from gradwire.collectives.checks import consistency
+from gradwire.collectives.checks.call_signature import Call, fingerprint
+from gradwire.collectives.checks.consistency import Note
+from gradwire.collectives.wire.backends import behind
 from gradwire.errors import CheckedMismatchError
 
 __all__ = ["agreed"]
@@ -55,17 +55,17 @@ def agreed(
     Raises:
         MismatchError: On every rank, if they disagree.
     """
-    asked = agreement.asked_for(check)
+    asked = consistency.asked_for(check)
     if asked:
-        x, note, _ = agreement.agree(group, x, describe(x))
+        x, note, _ = consistency.agree(group, x, describe(x))
         return run(x, note)
     carrier = behind(group, x)
     if asked is not None or not alike or not _carries_marks(carrier):
         return run(x, None)
-    call, number = describe(x), agreement.next_number(group)
+    call, number = describe(x), consistency.next_number(group)
 
     def again() -> T:
-        y, note, _ = agreement.agree(group, x, call)
+        y, note, _ = consistency.agree(group, x, call)
         return run(y, note)
 
     try:

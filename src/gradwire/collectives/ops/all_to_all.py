@@ -10,17 +10,24 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from gradwire.collectives import agreement, wire
-from gradwire.collectives.apart import apart
-from gradwire.collectives.fingerprint import Call
-from gradwire.collectives.handles import Handle, after, run
-from gradwire.collectives.linear import Linear, register
-from gradwire.collectives.lists import pieces_of
-from gradwire.collectives.marks import agreed
-from gradwire.collectives.numbers import swap_numbers
-from gradwire.collectives.ranks import member
-from gradwire.collectives.sizes import dim_back, dim_in_front, equal_part, valid_dim, valid_sizes
+from gradwire.collectives import wire
+from gradwire.collectives.args.lists import pieces_of
+from gradwire.collectives.args.ranks import member
+from gradwire.collectives.args.sizes import (
+    dim_back,
+    dim_in_front,
+    equal_part,
+    valid_dim,
+    valid_sizes,
+)
+from gradwire.collectives.autograd.handles import Handle, after, run
+from gradwire.collectives.autograd.linear import Linear, register
+from gradwire.collectives.autograd.unstack import apart
+from gradwire.collectives.checks import consistency
+from gradwire.collectives.checks.call_signature import Call
+from gradwire.collectives.ops.checked import agreed
 from gradwire.collectives.wire import Pending
+from gradwire.collectives.wire.ints import swap_numbers
 from gradwire.errors import ArgumentError
 
 __all__ = ["all_to_all"]
@@ -198,9 +205,9 @@ def _exchanged(
     if output_splits is not None:
         receive = valid_sizes(output_splits, group, "output_splits")
     note = None
-    if agreement.enabled(check):
+    if consistency.enabled(check):
         call = _described(rows, detail, group, send, receive)
-        rows, note, told = agreement.agree(group, rows, call)
+        rows, note, told = consistency.agree(group, rows, call)
         if send is not None or any(row.send != told[0].send for row in told):
             send = send or _equal(rows, group)
             receive = tuple(row.send[group.rank()] for row in told)
@@ -230,7 +237,7 @@ def _described(
     send: tuple[int, ...] | None,
     receive: tuple[int, ...] | None,
 ) -> Call:
-    return agreement.describe(
+    return consistency.describe(
         "all_to_all",
         rows,
         detail=detail,

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import Function, forward_ad
 
-from gradwire.collectives.engines import empty
-from gradwire.collectives.linear import compiling
+from gradwire.collectives.autograd.linear import compiling
+from gradwire.collectives.wire.backends import empty
 
 __all__ = ["apart", "joined"]
 

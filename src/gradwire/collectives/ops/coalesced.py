@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils import _pytree
 
-from gradwire.collectives.all_gather_reduce_scatter import all_gather, reduce_scatter
-from gradwire.collectives.all_reduce import all_reduce
-from gradwire.collectives.broadcast_reduce import broadcast, reduce
-from gradwire.collectives.ranks import dense_tensor, member
-from gradwire.collectives.reductions import Op
-from gradwire.collectives.sizes import equal_part
+from gradwire.collectives.args.ranks import dense_tensor, member
+from gradwire.collectives.args.reductions import Op
+from gradwire.collectives.args.sizes import equal_part
+from gradwire.collectives.ops.all_gather_reduce_scatter import all_gather, reduce_scatter
+from gradwire.collectives.ops.all_reduce import all_reduce
+from gradwire.collectives.ops.broadcast_reduce import broadcast, reduce
 from gradwire.errors import ArgumentError
 
 __all__ = [

@@ -20,7 +20,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import Function, forward_ad
 from torch.distributed import ProcessGroup
 
-from gradwire.collectives.agreement import Note, in_backward
+from gradwire.collectives.checks.consistency import Note, in_backward
 from gradwire.collectives.wire import Pending
 
 __all__ = [

@@ -13,13 +13,9 @@ from typing import Any, Literal, overload
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from gradwire.collectives import agreement, wire
-from gradwire.collectives.fingerprint import Call
-from gradwire.collectives.handles import Handle, after, run
-from gradwire.collectives.linear import Linear, register
-from gradwire.collectives.marks import agreed
-from gradwire.collectives.ranks import dense_tensor, member, root_of
-from gradwire.collectives.sizes import (
+from gradwire.collectives import wire
+from gradwire.collectives.args.ranks import dense_tensor, member, root_of
+from gradwire.collectives.args.sizes import (
     Sizes,
     dim_back,
     dim_in_front,
@@ -27,8 +23,13 @@ from gradwire.collectives.sizes import (
     sizes_in_words,
     valid_dim,
 )
-from gradwire.collectives.transforms import refuse_in_transforms
-from gradwire.collectives.whole import Whole, told
+from gradwire.collectives.args.transforms import refuse_in_transforms
+from gradwire.collectives.autograd.handles import Handle, after, run
+from gradwire.collectives.autograd.linear import Linear, register
+from gradwire.collectives.checks import consistency
+from gradwire.collectives.checks.call_signature import Call
+from gradwire.collectives.ops.checked import agreed
+from gradwire.collectives.ops.scatter_source import Whole, told
 from gradwire.collectives.wire import Pending
 
 __all__ = ["gather", "scatter"]
@@ -167,9 +168,11 @@ def gather(
 
     def describe(front: Tensor) -> Call:
         text = f"dim={dim}, {sizes_in_words(sizes)}"
-        return agreement.describe("gather", front, root=root, detail=text, ragged=sizes is not None)
+        return consistency.describe(
+            "gather", front, root=root, detail=text, ragged=sizes is not None
+        )
 
-    def go(front: Tensor, note: agreement.Note | None) -> Any:
+    def go(front: Tensor, note: consistency.Note | None) -> Any:
         known = resolve_sizes(sizes, len(front), group) or (len(front),) * group.size()
         return run(Gather(group, root, known, sum(known)), front, note, async_op)
 
@@ -262,7 +265,7 @@ def scatter(
     note = None
     if like is None:
         refuse_in_transforms("scatter without like", "give it on every rank")
-    if like is None or agreement.enabled(check):
+    if like is None or consistency.enabled(check):
         whole, note = told(whole, root, dim, group)
     elif whole is not None and group.rank() != root:
         resolve_sizes(whole.sizes, whole.expected_rows, group)

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from gradwire.collectives import agreement
-from gradwire.collectives.fingerprint import Call
-from gradwire.collectives.lists import piece_sizes, pieces_of
-from gradwire.collectives.numbers import device_of
-from gradwire.collectives.ranks import dense_tensor, with_data
-from gradwire.collectives.sizes import dim_in_front, equal_part, valid_sizes
-from gradwire.collectives.transforms import refuse_in_transforms
+from gradwire.collectives.args.lists import piece_sizes, pieces_of
+from gradwire.collectives.args.ranks import dense_tensor, with_data
+from gradwire.collectives.args.sizes import dim_in_front, equal_part, valid_sizes
+from gradwire.collectives.args.transforms import refuse_in_transforms
+from gradwire.collectives.checks import consistency
+from gradwire.collectives.checks.call_signature import Call
+from gradwire.collectives.wire.ints import device_of
 from gradwire.errors import ArgumentError
 
 __all__ = ["Whole", "told"]
@@ -85,23 +85,23 @@ class Whole:
 
 def told(
     whole: Whole | None, root: int, dim: int, group: ProcessGroup
-) -> tuple[Whole, agreement.Note]:
+) -> tuple[Whole, consistency.Note]:
     """The root tells what it is about to cut; the same on all ranks."""
     at_root = group.rank() == root
     rows = torch.empty(0) if whole is None else whole.rows
     call = Call("scatter", None, None, root=root, detail=f"dim={dim}", ragged=True)
     if whole is None:
-        call = call._replace(wants_grad=agreement.grad_mode())
+        call = call._replace(wants_grad=consistency.grad_mode())
     else:
         call = call._replace(
             shape=() if whole.numbers else tuple(rows.shape),
             dtype=rows.dtype,
-            wants_grad=agreement.wants_grad(rows),
+            wants_grad=consistency.wants_grad(rows),
             send=whole.sizes if at_root else (),
             receive=() if at_root else _expects(whole.expected_rows, root, group),
         )
-    rows, note, answers = agreement.agree(group, rows, call)
-    agreement.check_told(answers, root)
+    rows, note, answers = consistency.agree(group, rows, call)
+    consistency.check_told(answers, root)
     if whole is not None:
         return replace(whole, rows=rows, sizes=tuple(answers[root].send)), note
     shape, dtype, sizes = answers[root].shape, answers[root].dtype, tuple(answers[root].send)

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from gradwire.collectives import agreement
-from gradwire.collectives.parts import combine, running
-from gradwire.collectives.ranks import member
-from gradwire.collectives.reductions import check_reducible
+from gradwire.collectives.args.ranks import member
+from gradwire.collectives.args.reductions import check_reducible
+from gradwire.collectives.checks import consistency
+from gradwire.collectives.ops.sharded import combine, running
 from gradwire.errors import ArgumentError
 
 __all__ = ["exscan", "scan"]
@@ -88,8 +88,8 @@ def _prefix(name: str, x: Tensor, op: str, group: ProcessGroup, check: bool | No
     if op not in _OPS:
         raise ArgumentError(f"op is {op!r}: {name} takes {', '.join(_OPS)}")
     check_reducible(x, op)
-    if agreement.enabled(check):
-        x, _, _ = agreement.agree(group, x, agreement.describe(name, x, reduce=op))
+    if consistency.enabled(check):
+        x, _, _ = consistency.agree(group, x, consistency.describe(name, x, reduce=op))
 
     def before(pieces: Tensor) -> Tensor:
         if op in ("max", "min"):

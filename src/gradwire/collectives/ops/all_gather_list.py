@@ -10,13 +10,13 @@ from torch.autograd import Function, forward_ad
 from torch.distributed import ProcessGroup
 
 from gradwire.collectives import wire
-from gradwire.collectives.agreement import Note, in_backward
-from gradwire.collectives.all_gather_reduce_scatter import AllGather, agreed_gather
-from gradwire.collectives.apart import apart, joined
-from gradwire.collectives.handles import Handle, after, run
-from gradwire.collectives.linear import compiling, graph_is_needed, linear
-from gradwire.collectives.ranks import dense_tensor, member
-from gradwire.collectives.sizes import Sizes
+from gradwire.collectives.args.ranks import dense_tensor, member
+from gradwire.collectives.args.sizes import Sizes
+from gradwire.collectives.autograd.handles import Handle, after, run
+from gradwire.collectives.autograd.linear import compiling, graph_is_needed, linear
+from gradwire.collectives.autograd.unstack import apart, joined
+from gradwire.collectives.checks.consistency import Note, in_backward
+from gradwire.collectives.ops.all_gather_reduce_scatter import AllGather, agreed_gather
 from gradwire.errors import ArgumentError
 
 __all__ = ["all_gather_list"]

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from gradwire.collectives import agreement, wire
-from gradwire.collectives.engines import fresh
-from gradwire.collectives.handles import Handle, run
-from gradwire.collectives.linear import Linear, register
-from gradwire.collectives.marks import agreed
-from gradwire.collectives.ranks import dense_tensor, member
+from gradwire.collectives import wire
+from gradwire.collectives.args.ranks import dense_tensor, member
+from gradwire.collectives.autograd.handles import Handle, run
+from gradwire.collectives.autograd.linear import Linear, register
+from gradwire.collectives.checks import consistency
+from gradwire.collectives.ops.checked import agreed
 from gradwire.collectives.wire import Pending
+from gradwire.collectives.wire.backends import fresh
 from gradwire.errors import ArgumentError, ArgumentTypeError
 
 __all__ = ["ppermute", "shift"]
@@ -204,7 +205,7 @@ def _permuted(
         group,
         x,
         check,
-        lambda x: agreement.describe(name, x, detail=f"pairs={moves}"),
+        lambda x: consistency.describe(name, x, detail=f"pairs={moves}"),
         lambda x, note: run(Permute(group, moves), x, note, async_op),
     )
 

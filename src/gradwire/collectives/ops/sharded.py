@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from gradwire.collectives.all_to_all import AllToAll
-from gradwire.collectives.linear import linear
+from gradwire.collectives.autograd.linear import linear
+from gradwire.collectives.ops.all_to_all import AllToAll
 
 __all__ = ["combine", "exclusive_product", "part_sizes", "running"]
 

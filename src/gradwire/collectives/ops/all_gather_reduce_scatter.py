@@ -10,17 +10,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from gradwire.collectives import agreement, wire
-from gradwire.collectives.all_reduce import AllReduce
-from gradwire.collectives.fingerprint import Call
-from gradwire.collectives.handles import Handle, after, run
-from gradwire.collectives.linear import Linear, linear, register
-from gradwire.collectives.lists import piece_sizes, pieces_of
-from gradwire.collectives.marks import agreed
-from gradwire.collectives.nonlinear import Reducing, reduce_with
-from gradwire.collectives.ranks import dense_tensor, member
-from gradwire.collectives.reductions import Op, as_reduction, check_reducible, premultiplied
-from gradwire.collectives.sizes import (
+from gradwire.collectives import wire
+from gradwire.collectives.args.lists import piece_sizes, pieces_of
+from gradwire.collectives.args.ranks import dense_tensor, member
+from gradwire.collectives.args.reductions import Op, as_reduction, check_reducible, premultiplied
+from gradwire.collectives.args.sizes import (
     Sizes,
     dim_back,
     dim_in_front,
@@ -30,6 +24,13 @@ from gradwire.collectives.sizes import (
     valid_dim,
     valid_sizes,
 )
+from gradwire.collectives.autograd.handles import Handle, after, run
+from gradwire.collectives.autograd.linear import Linear, linear, register
+from gradwire.collectives.checks import consistency
+from gradwire.collectives.checks.call_signature import Call
+from gradwire.collectives.ops.all_reduce import AllReduce
+from gradwire.collectives.ops.checked import agreed
+from gradwire.collectives.ops.nonlinear import Reducing, reduce_with
 from gradwire.collectives.wire import Pending
 from gradwire.errors import ArgumentError
 
@@ -182,15 +183,15 @@ def agreed_gather(
     detail: str,
     group: ProcessGroup,
     check: bool | None,
-    go: Callable[[AllGather, Tensor, agreement.Note | None], Any],
+    go: Callable[[AllGather, Tensor, consistency.Note | None], Any],
 ) -> Any:
     """What `go` makes of the op that gathers these rows, once ranks agree."""
 
     def describe(front: Tensor) -> Call:
         text = f"{detail}, {sizes_in_words(sizes)}"
-        return agreement.describe("all_gather", front, detail=text, ragged=sizes is not None)
+        return consistency.describe("all_gather", front, detail=text, ragged=sizes is not None)
 
-    def gathered(front: Tensor, note: agreement.Note | None) -> Any:
+    def gathered(front: Tensor, note: consistency.Note | None) -> Any:
         return go(AllGather(group, resolve_sizes(sizes, len(front), group)), front, note)
 
     return agreed(group, front, check, describe, gathered, alike=sizes is None)
@@ -277,7 +278,7 @@ def reduce_scatter(
         group,
         front,
         check,
-        lambda x: agreement.describe(
+        lambda x: consistency.describe(
             "reduce_scatter", x, reduce=reduction, detail=f"dim={dim}, sizes={known}"
         ),
         lambda x, note: reduce_with(ReduceScatter(group, known), x, reduction, note, async_op),

@@ -15,7 +15,7 @@ from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
 from gradwire.collectives import wire
-from gradwire.collectives.ranks import dense_tensor, member, peer, root_of
+from gradwire.collectives.args.ranks import dense_tensor, member, peer, root_of
 from gradwire.errors import ArgumentError
 
 __all__ = ["join", "recv", "send", "send_recv"]

@@ -14,9 +14,9 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor
 from torch.autograd import Function
 
-from gradwire.collectives.agreement import Note, in_backward
-from gradwire.collectives.linear import Linear, graph_is_needed, linear
-from gradwire.collectives.transforms import refuse_split
+from gradwire.collectives.args.transforms import refuse_split
+from gradwire.collectives.autograd.linear import Linear, graph_is_needed, linear
+from gradwire.collectives.checks.consistency import Note, in_backward
 from gradwire.collectives.wire import Pending
 
 __all__ = ["Handle", "Ticket", "after", "run", "waited"]

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from gradwire.collectives import agreement
-from gradwire.collectives.permute import shift
-from gradwire.collectives.ranks import dense_tensor, member
-from gradwire.collectives.sizes import valid_dim
+from gradwire.collectives.args.ranks import dense_tensor, member
+from gradwire.collectives.args.sizes import valid_dim
+from gradwire.collectives.checks import consistency
+from gradwire.collectives.ops.permute import shift
 from gradwire.errors import ArgumentError, ArgumentTypeError
 
 __all__ = ["halo_exchange"]
@@ -62,14 +62,14 @@ def halo_exchange(
     before, after = _both(widths)
     size = x.shape[dim]
     sizes = {group.rank(): size}
-    if agreement.enabled(check):
-        call = agreement.describe(
+    if consistency.enabled(check):
+        call = consistency.describe(
             "halo_exchange",
             x.movedim(dim, 0),
             detail=f"widths={(before, after)}, dim={dim}, wrap={wrap}",
             ragged=True,
         )
-        x, _, rows = agreement.agree(group, x, call)
+        x, _, rows = consistency.agree(group, x, call)
         sizes |= {rank: row.shape[0] for rank, row in enumerate(rows) if row.shape}
     for rank, its_size in sizes.items():
         if max(before, after) > its_size:

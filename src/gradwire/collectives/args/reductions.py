@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.collectives.ranks import dense_tensor
+from gradwire.collectives.args.ranks import dense_tensor
 from gradwire.errors import ArgumentError, ArgumentTypeError
 
 __all__ = ["BITWISE", "Op", "Premul", "as_reduction", "check_reducible", "premultiplied"]

@@ -16,16 +16,17 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from gradwire.collectives import agreement, wire
-from gradwire.collectives.agreement import Note
-from gradwire.collectives.engines import fresh
-from gradwire.collectives.handles import Handle, run
-from gradwire.collectives.linear import Linear, linear, register
-from gradwire.collectives.marks import agreed
-from gradwire.collectives.nonlinear import Reducing, reduce_with, scaled
-from gradwire.collectives.ranks import dense_tensor, member
-from gradwire.collectives.reductions import Op, as_reduction, check_reducible, premultiplied
+from gradwire.collectives import wire
+from gradwire.collectives.args.ranks import dense_tensor, member
+from gradwire.collectives.args.reductions import Op, as_reduction, check_reducible, premultiplied
+from gradwire.collectives.autograd.handles import Handle, run
+from gradwire.collectives.autograd.linear import Linear, linear, register
+from gradwire.collectives.checks import consistency
+from gradwire.collectives.checks.consistency import Note
+from gradwire.collectives.ops.checked import agreed
+from gradwire.collectives.ops.nonlinear import Reducing, reduce_with, scaled
 from gradwire.collectives.wire import Pending
+from gradwire.collectives.wire.backends import fresh
 from gradwire.errors import ArgumentError
 
 __all__ = ["all_reduce", "invariant", "vary"]
@@ -178,7 +179,7 @@ def all_reduce(
         group,
         x,
         check,
-        lambda x: agreement.describe(
+        lambda x: consistency.describe(
             "all_reduce", x, reduce=reduction, detail="invariant" if invariant else ""
         ),
         go,
@@ -210,8 +211,8 @@ def vary(x: Tensor, *, group: ProcessGroup | None = None, check: bool | None = N
     group = member(group)
     dense_tensor(x)
     note = None
-    if agreement.enabled(check):
-        x, note, _ = agreement.agree(group, x, agreement.describe("vary", x))
+    if consistency.enabled(check):
+        x, note, _ = consistency.agree(group, x, consistency.describe("vary", x))
     return linear(Vary(group), x, note)
 
 
@@ -233,6 +234,8 @@ def invariant(x: Tensor, *, group: ProcessGroup | None = None, check: bool | Non
     """
     group = member(group)
     dense_tensor(x)
-    if agreement.enabled(check):
-        agreement.agree(group, x, agreement.describe("invariant", x, detail=agreement.digest(x)))
+    if consistency.enabled(check):
+        consistency.agree(
+            group, x, consistency.describe("invariant", x, detail=consistency.digest(x))
+        )
     return x.clone(memory_format=torch.contiguous_format)

@@ -8,8 +8,8 @@ from typing import Literal
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from gradwire.collectives.numbers import gather_numbers
-from gradwire.collectives.ranks import dense_tensor
+from gradwire.collectives.args.ranks import dense_tensor
+from gradwire.collectives.wire.ints import gather_numbers
 from gradwire.errors import ArgumentError, ArgumentTypeError
 
 __all__ = [

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from gradwire.collectives.all_reduce import all_reduce
-from gradwire.collectives.ranks import dense_tensor, member
-from gradwire.collectives.sizes import valid_dim
+from gradwire.collectives.args.ranks import dense_tensor, member
+from gradwire.collectives.args.sizes import valid_dim
+from gradwire.collectives.ops.all_reduce import all_reduce
 from gradwire.errors import ArgumentError
 
 __all__ = ["logsumexp", "mean", "norm", "softmax", "var"]

@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from gradwire.collectives import wire
-from gradwire.collectives.engines import fresh
-from gradwire.collectives.linear import Linear, linear, register
-from gradwire.collectives.numbers import device_of, gather_numbers
-from gradwire.collectives.ranks import dense_tensor, member
+from gradwire.collectives.args.ranks import dense_tensor, member
+from gradwire.collectives.autograd.linear import Linear, linear, register
 from gradwire.collectives.wire import Pending
+from gradwire.collectives.wire.backends import fresh
+from gradwire.collectives.wire.ints import device_of, gather_numbers
 
 __all__ = ["all_gather_object", "barrier"]
 

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from gradwire.collectives.engines import dense
-from gradwire.collectives.fingerprint import (
+from gradwire.collectives.args.transforms import refuse_in_transforms
+from gradwire.collectives.checks.call_signature import (
     MAX_DIMS,
     Call,
     Row,
@@ -31,8 +31,8 @@ from gradwire.collectives.fingerprint import (
     encode,
     first_difference,
 )
-from gradwire.collectives.numbers import gather_numbers
-from gradwire.collectives.transforms import refuse_in_transforms
+from gradwire.collectives.wire.backends import dense
+from gradwire.collectives.wire.ints import gather_numbers
 from gradwire.errors import ArgumentError, MismatchError
 
 __all__ = [

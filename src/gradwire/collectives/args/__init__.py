@@ -1,0 +1,1 @@
+"""Arguments: groups and ranks, sizes, reduce ops, lists, what torch.func allows."""

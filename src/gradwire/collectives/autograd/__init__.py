@@ -1,0 +1,1 @@
+"""How collectives are differentiated: the rules of every plan, handles, results without a copy."""

@@ -1,0 +1,1 @@
+"""Ranks compare their calls before data is sent."""

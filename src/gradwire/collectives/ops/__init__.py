@@ -1,0 +1,1 @@
+"""The public collectives, and the plans that they make."""
