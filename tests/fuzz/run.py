@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from fuzz import mirror
-from fuzz.plan import Op, Plan
+from fuzz.plan import Plan, operations, uses_nothing
 from fuzz.train import Side, differences
 from gradwire.errors import CollectiveTimeoutError
 from gradwire.testing import RankError, run_ranks
@@ -45,11 +45,11 @@ def suits_torch(plan: Plan) -> bool:
     """Whether PyTorch's class can be run: it ends in a hang or crash where ranks use other parts.
 
     With find_unused_parameters it refuses reentrant checkpoints, and parameters that only the loss
-    uses, on the ranks that have them.
+    uses, on the ranks that have them; a rank that uses none at all sends nothing.
     """
-    kinds = {op.kind for op in _all(plan.ops)}
+    kinds = {op.kind for op in operations(plan.ops)}
     return not plan.options.get("find_unused_parameters") or not (
-        plan.loss or kinds & {"reentrant", "sparse"}
+        plan.loss or kinds & {"reentrant", "sparse"} or uses_nothing(plan)
     )
 
 
@@ -60,10 +60,6 @@ def _refused(found: dict[str, str], *, with_torch: bool) -> bool:
     """
     ours = "got a gradient twice in one backward" in found.get("ours", "")
     return ours and ("torch: " in found.get("torch", "") or not with_torch)
-
-
-def _all(ops: Sequence[Op]) -> list[Op]:
-    return [o for op in ops for o in (op, *_all(op.body))]
 
 
 class _Case:

@@ -254,8 +254,9 @@ def _compare(plan: Plan, want: Tensor, have: Tensor, scale: float | None) -> str
     off = (want - have).abs().max().item()
     if off <= 8 * eps * scale + (1e-6 if plan.hook == "fp16" else 0.0):
         return ""
-    at = (want - have).abs().view(-1).argmax()
-    return f"{have.view(-1)[at].item():.6g} for {want.view(-1)[at].item():.6g} (scale {scale:.3g})"
+    want, have = want.reshape(-1), have.reshape(-1)
+    at = (want - have).abs().argmax()
+    return f"{have[at].item():.6g} for {want[at].item():.6g} (scale {scale:.3g})"
 
 
 def _short(t: Tensor | None) -> str:
