@@ -83,12 +83,14 @@ class Side:
         for name, what in self.plan.hooks:
             p = self.parameters[name]
             if what == "scale":
-                p.register_hook(lambda g: g * 0.75)
+                p.register_hook(lambda g: None if g is None else g * 0.75)
             elif what == "note":
                 p.register_hook(lambda g, name=name: noted.append((f"incoming {name}", g)))
             else:
                 p.register_post_accumulate_grad_hook(
-                    lambda p, name=name: noted.append((f"local {name}", p.grad.clone()))
+                    lambda p, name=name: noted.append(
+                        (f"local {name}", None if p.grad is None else p.grad.clone())
+                    )
                 )
         if self.kind == "naive":
             for name, p in self.parameters.items():
