@@ -27,6 +27,7 @@ def main() -> int:
     parser.add_argument("--whole", action="store_true", help="with --seed: do not shrink")
     parser.add_argument("--backends", nargs="+", default=["gloo", "shm"])
     parser.add_argument("--stop-after", type=int, default=20, help="failures")
+    parser.add_argument("--no-torch", action="store_true", help="leave PyTorch's class out: faster")
     arguments = parser.parse_args()
     if arguments.seed is not None:
         return max(one(arguments.seed, b, whole=arguments.whole) for b in arguments.backends)
@@ -55,7 +56,7 @@ def many(arguments: argparse.Namespace, backend: str) -> int:
     began = time.monotonic()
     for first in range(arguments.first, arguments.first + arguments.models, STEP):
         seeds = range(first, min(first + STEP, arguments.first + arguments.models))
-        tally = run_many(map(make_plan, seeds), backend)
+        tally = run_many(map(make_plan, seeds), backend, with_torch=not arguments.no_torch)
         ran, failed = ran + tally.ran, failed + len(tally.failed)
         invalid.update(tally.invalid)
         torchs += len(tally.torch)

@@ -71,10 +71,6 @@ class _Mirror(ProcessGroup):
     _set_group_desc = setGroupDesc
 
     @property
-    def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
-
-    @property
     def bound_device_id(self) -> None:
         return
 
@@ -114,8 +110,7 @@ def start() -> None:
 
 
 def _be_alone() -> None:
-    """The other rank does not vote, nor does it come when this one has an error."""
-    from gradwire.ddp import _recovery
+    """The other rank does not come when this one has an error."""
+    from gradwire.ddp.faults.fault_domain import FaultDomain
 
-    _recovery.Recovery.vote = lambda self: None  # type: ignore[method-assign]
-    _recovery.Recovery._meet = lambda self, error: ({}, False)  # type: ignore[method-assign]
+    FaultDomain._state = lambda self, error: True  # type: ignore[method-assign]

@@ -91,5 +91,5 @@ class SameGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         if ctx.alias:
-            return g, g.detach(), g.view(-1).view(g.shape), None
+            return g, g.detach(), g.view(g.shape), None
         return g, g, g, None

@@ -5,9 +5,20 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any
 
-__all__ = ["BODIES", "Op", "Param", "Plan", "Step", "make_plan", "params_in"]
+__all__ = [
+    "BODIES",
+    "Op",
+    "Param",
+    "Plan",
+    "Step",
+    "make_plan",
+    "operations",
+    "params_in",
+    "uses_nothing",
+]
 
 COMPLEX = ("complex64",)
 BODIES = ("residual", "checkpoint", "reentrant", "inner")
@@ -93,6 +104,24 @@ class Plan:
     flat_grads: bool = False
 
 
+def operations(ops: tuple[Op, ...]) -> Iterator[Op]:
+    """Operations and those inside."""
+    for op in ops:
+        yield op
+        yield from operations(op.body)
+
+
+def uses_nothing(plan: Plan) -> bool:
+    """Whether there is a rank that uses no parameter in some step."""
+
+    def used(ops: tuple[Op, ...], at: tuple[int, int]) -> bool:
+        here = [op for op in ops if at not in op.skip and op.kind != "spare"]
+        return any(op.params or used(op.body, at) for op in here)
+
+    every = product(range(plan.ranks), range(len(plan.steps)))
+    return not all(used(plan.ops, at) for at in every)
+
+
 def params_in(ops: tuple[Op, ...]) -> Iterator[Param]:
     """The parameters of operations and of those inside; shared ones as often as they are used."""
     for op in ops:
@@ -105,6 +134,19 @@ def _always(ops: tuple[Op, ...]) -> tuple[Op, ...]:
     used = (op for op in ops if op.kind != "spare")
     kept = (replace(op, skip=(), body=_always(op.body)) for op in used)
     return tuple(op for op in kept if op.kind != "inner" or [*params_in(op.body)])
+
+
+def _possible(plan: Plan) -> Plan:
+    """Without what neither class can do, or what is not the same for the naive average."""
+    kinds = {op.kind for op in operations(plan.ops)}
+    if "reentrant" in kinds:  # two forwards: two gradients of one parameter in one backward
+        steps = (replace(s, form="once") if s.form == "two" else s for s in plan.steps)
+        plan = replace(plan, steps=tuple(steps))
+    if "inner" in kinds and any(step.local for step in plan.steps):
+        # only the outer wrapper is in no_sync: the inner one, PyTorch's too, reduces in local steps
+        hooks = ((name, "note" if what == "after" else what) for name, what in plan.hooks)
+        plan = replace(plan, hooks=tuple(hooks))
+    return plan
 
 
 class _Maker:
@@ -133,11 +175,6 @@ class _Maker:
         ops = tuple(self.op(depth=0) for _ in range(count))
         if not [*params_in(ops)]:
             ops = (*ops, self.leaf("mul"))
-        if self.unused and not any(not op.skip and op.params and op.kind != "spare" for op in ops):
-            ops = (
-                *ops,
-                replace(self.leaf("mul"), skip=()),
-            )  # a rank that uses nothing: see RESULTS
         if self.hook == "torch_bf16" and any(p.dtype in COMPLEX for p in params_in(ops)):
             self.hook = "torch_allreduce"  # PyTorch's casts drop imaginary parts
         loss = tuple(self.in_loss() for _ in range(rng.choice([0, 0, 0, 1])))
@@ -151,13 +188,12 @@ class _Maker:
                 ops = (replace(self.leaf("mul"), skip=()), *ops)
             if self.hook and self.hook.startswith("torch"):
                 self.hook = "allreduce"  # without `single_collective`, two reducers' orders differ
-        if self.unused and any(step.form == "again" for step in self.steps):
-            loss = ()  # a gradient that comes before an output's is not seen to be repeated
         loss = tuple(op for op in loss if {*op.params} <= {*params_in(ops)} and op.params)
-        return Plan(
+        plan = Plan(
             self.seed, self.ranks, (rows, cols), self.dtype, ops, loss, self.hooks(ops), wrap,
             options, self.hook, self.steps, self.chance(0.05) and not options.get(VIEW),
         )  # fmt: skip
+        return _possible(plan)
 
     def step(self, number: int) -> Step:
         zero = "none" if number == 0 else self.rng.choice(["none"] * 4 + ["zeros"] * 3 + ["keep"])
@@ -201,6 +237,8 @@ class _Maker:
         if depth < 2 and self.chance(0.2):
             kind = rng.choice(BODIES if depth == 0 else BODIES[:3])
             before = list(self.known)
+            if kind == "reentrant" and self.unused:
+                kind = "checkpoint"  # both refuse the other
             if kind == "reentrant":  # what is used there is used nowhere else
                 self.known = []
             body = tuple(self.op(depth + 1) for _ in range(rng.choice([1, 1, 2, 3])))
@@ -217,7 +255,7 @@ class _Maker:
             kind = "flat2"
         if kind == "sparse" and (self.hook is not None or self.dtype in (*COMPLEX, "bfloat16")):
             kind = "norm"
-        if self.dtype in COMPLEX and kind in ("conv", "norm", "imag", "tanh"):
+        if self.dtype in COMPLEX and kind in ("conv", "embedding", "norm", "imag", "tanh"):
             kind = "conj"
         return self.leaf(kind)
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from fuzz import mirror
-from fuzz.plan import Op, Plan
+from fuzz.plan import Plan, operations, uses_nothing
 from fuzz.train import Side, differences
 from gradwire.errors import CollectiveTimeoutError
 from gradwire.testing import RankError, run_ranks
@@ -22,7 +22,7 @@ from gradwire.testing import RankError, run_ranks
 __all__ = ["Outcome", "Tally", "run_many", "run_one"]
 
 LR = 0.01
-LIMIT = 60
+LIMIT = 180
 """Seconds that a case may take on a busy machine: what takes longer hangs."""
 
 
@@ -45,11 +45,11 @@ def suits_torch(plan: Plan) -> bool:
     """Whether PyTorch's class can be run: it ends in a hang or crash where ranks use other parts.
 
     With find_unused_parameters it refuses reentrant checkpoints, and parameters that only the loss
-    uses, on the ranks that have them.
+    uses, on the ranks that have them; a rank that uses none at all sends nothing.
     """
-    kinds = {op.kind for op in _all(plan.ops)}
+    kinds = {op.kind for op in operations(plan.ops)}
     return not plan.options.get("find_unused_parameters") or not (
-        plan.loss or kinds & {"reentrant", "sparse"}
+        plan.loss or kinds & {"reentrant", "sparse"} or uses_nothing(plan)
     )
 
 
@@ -60,10 +60,6 @@ def _refused(found: dict[str, str], *, with_torch: bool) -> bool:
     """
     ours = "got a gradient twice in one backward" in found.get("ours", "")
     return ours and ("torch: " in found.get("torch", "") or not with_torch)
-
-
-def _all(ops: Sequence[Op]) -> list[Op]:
-    return [o for op in ops for o in (op, *_all(op.body))]
 
 
 class _Case:
@@ -186,7 +182,7 @@ class _Case:
                         side.parameters[name].copy_(p)
 
 
-def _on_ranks(plans: Sequence[Plan], told: str) -> None:
+def _on_ranks(plans: Sequence[Plan], told: str, with_torch: bool = True) -> None:
     """On each rank: the first plans, up to one that leaves groups in doubt; outcomes go to a file.
 
     A case that hangs ends the process, with the threads' stacks on stderr.
@@ -195,7 +191,7 @@ def _on_ranks(plans: Sequence[Plan], told: str) -> None:
     with open(told, "ab", buffering=0) as file:
         for plan in plans:
             faulthandler.dump_traceback_later(LIMIT, exit=True)
-            outcome = _Case(plan, control, theirs).run()
+            outcome = _Case(plan, control, theirs, with_torch=with_torch).run()
             faulthandler.cancel_dump_traceback_later()
             if dist.get_rank() == 0:
                 pickle.dump(outcome, file)
@@ -212,7 +208,7 @@ def _mirrored(plan: Plan) -> Outcome:
     return case.run()
 
 
-def run_batch(plans: Sequence[Plan], backend: str) -> list[Outcome]:
+def run_batch(plans: Sequence[Plan], backend: str, *, with_torch: bool = True) -> list[Outcome]:
     """The outcomes of the first plans, up to one after which ranks have to begin anew."""
     if backend == "mirror":
         return [_mirrored(plan) for plan in plans]
@@ -222,7 +218,7 @@ def run_batch(plans: Sequence[Plan], backend: str) -> list[Outcome]:
             run_ranks(
                 _on_ranks,
                 plans[0].ranks,
-                args=(plans, told.name),
+                args=(plans, told.name, with_torch),
                 backend=backend,
                 timeout=(LIMIT + 5.0) * len(plans),
             )
@@ -264,8 +260,10 @@ class Tally:
             self.failed[plan.seed] = outcome.problems
 
 
-def run_many(plans: Iterable[Plan], backend: str, *, at_once: int = 50) -> Tally:
-    """Cases, with as many ranks as each has."""
+def run_many(
+    plans: Iterable[Plan], backend: str, *, at_once: int = 50, with_torch: bool = True
+) -> Tally:
+    """Cases, with as many ranks as each has; without PyTorch's class they take less time."""
     tally = Tally()
     by_ranks: dict[int, list[Plan]] = {}
     for plan in plans:
@@ -273,7 +271,7 @@ def run_many(plans: Iterable[Plan], backend: str, *, at_once: int = 50) -> Tally
     for waiting in by_ranks.values():
         while waiting:
             batch = waiting[:at_once]
-            outcomes = run_batch(batch, backend)
+            outcomes = run_batch(batch, backend, with_torch=with_torch)
             for plan, outcome in zip(batch, outcomes, strict=False):
                 tally.add(plan, outcome)
             waiting = waiting[len(outcomes) :]

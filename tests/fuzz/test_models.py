@@ -5,50 +5,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import count, islice
 
 import pytest
 
-from fuzz.plan import make_plan
+from fuzz.plan import Plan, make_plan
 from fuzz.run import run_many
 from fuzz.shrink import shown, shrink
 
-OPEN = (1039, 1204)
-"""Seeds whose failure is known and open: see RESULTS.md."""
+SMALL = 10_000
+"""Elements of a parameter: buckets of all kinds but those that travel in place."""
 
 
-def run(seeds, backend):
-    """Run seeds; say which fail, and how to look at one."""
-    tally = run_many(map(make_plan, seeds), backend)
+def small_plans() -> Iterator[Plan]:
+    """Cases that take little time: between two ranks, with small parameters."""
+    plans = map(make_plan, count())
+    return (p for p in plans if p.ranks == 2 and p.shape[0] * p.shape[1] < SMALL)
+
+
+def run(plans, backend):
+    """Run cases; say which fail, and how to look at one."""
+    plans = list(plans)
+    tally = run_many(plans, backend)
     told = [
         f"python tests/fuzz --seed {seed} --backends {backend}: {problems[0][:300]}"
         for seed, problems in tally.failed.items()
     ]
     assert not told, "\n".join(told)
-    assert tally.ran >= 0.7 * len(seeds), tally.invalid
+    assert tally.ran >= 0.7 * len(plans), tally.invalid
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 def test_random_models(backend):
-    run(range(25), backend)
+    run(islice(small_plans(), 12), backend)
 
 
 @pytest.mark.wide
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 def test_many_random_models(backend):
-    run([seed for seed in range(1000, 1302) if seed not in OPEN], backend)
-
-
-@pytest.mark.wide
-@pytest.mark.timeout(300)
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="found, and not understood yet")
-@pytest.mark.parametrize("seed", OPEN)
-@pytest.mark.parametrize("backend", ["gloo", "shm"])
-def test_open_cases(backend, seed):
-    tally = run_many([make_plan(seed)], backend)
-    assert not tally.failed
+    run(map(make_plan, range(1000, 1300)), backend)
 
 
 def test_a_failing_case_is_made_small():

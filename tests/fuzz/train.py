@@ -83,12 +83,14 @@ class Side:
         for name, what in self.plan.hooks:
             p = self.parameters[name]
             if what == "scale":
-                p.register_hook(lambda g: g * 0.75)
+                p.register_hook(lambda g: None if g is None else g * 0.75)
             elif what == "note":
                 p.register_hook(lambda g, name=name: noted.append((f"incoming {name}", g)))
             else:
                 p.register_post_accumulate_grad_hook(
-                    lambda p, name=name: noted.append((f"local {name}", p.grad.clone()))
+                    lambda p, name=name: noted.append(
+                        (f"local {name}", None if p.grad is None else p.grad.clone())
+                    )
                 )
         if self.kind == "naive":
             for name, p in self.parameters.items():
@@ -254,8 +256,9 @@ def _compare(plan: Plan, want: Tensor, have: Tensor, scale: float | None) -> str
     off = (want - have).abs().max().item()
     if off <= 8 * eps * scale + (1e-6 if plan.hook == "fp16" else 0.0):
         return ""
-    at = (want - have).abs().view(-1).argmax()
-    return f"{have.view(-1)[at].item():.6g} for {want.view(-1)[at].item():.6g} (scale {scale:.3g})"
+    want, have = want.reshape(-1), have.reshape(-1)
+    at = (want - have).abs().argmax()
+    return f"{have[at].item():.6g} for {want[at].item():.6g} (scale {scale:.3g})"
 
 
 def _short(t: Tensor | None) -> str:

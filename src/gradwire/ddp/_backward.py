@@ -68,7 +68,7 @@ class Backward:
         self.buckets, self.clock = BucketSet(planner), Clock()
         self.state, self.end, self.runs = LOCAL, 0, 0
         self.before: set[Backward] = set()
-        self._had_nothing = False
+        self._had_nothing = self._takes_part = False
         self.unused_here: tuple[str, ...] = ()
         self.optimized: Sequence[Parameter] = ()
         self.order: list[int] | None = []
@@ -92,8 +92,8 @@ class Backward:
 
     @property
     def _untouched(self) -> bool:
-        """Whether no parameter's node has run yet."""
-        return self.buckets.untouched and not self._had_nothing
+        """Whether it is a backward of other things than parameters, as far as is known."""
+        return self.buckets.untouched and not (self._had_nothing or self._takes_part)
 
     def pending(self) -> list[Pending]:
         """What is under way."""
@@ -141,12 +141,28 @@ class Backward:
         if torch.is_grad_enabled():
             self.buckets.defer(with_graph=True)
         if self.usage.find_unused:
-            self.buckets.leave_out(self.usage.absent())
+            self._leave_out_absent(at_output=index is None)
+
+    def _leave_out_absent(self, *, at_output: bool) -> None:
+        """What the graph does not have is absent.
+
+        If that is all, it is known when backward has ended: until then a reentrant checkpoint,
+        whose graph is not there yet, may bring some.
+        """
+        absent = self.usage.absent()
+        if absent is None:
+            return
+        used = len(absent) < len(self._parameters)
+        if used:
+            self.buckets.leave_out(absent)
+        if at_output and any(p.requires_grad for p in self._parameters):
+            # gradients may all have come before the output's, from the loss, or none may come
+            self._takes_part = used or self.usage.runs_all()
 
     def on_nothing(self, index: int) -> None:
         """A parameter's node was run, and had no gradient: others may have one."""
         if not (self.state is RUNNING or self.state is RUNNING_AGAIN):
-            self.begin()
+            self.begin(index)
         if self.order is not None:
             self.order.append(index)
         self._had_nothing = True
@@ -443,7 +459,7 @@ class Backward:
 
     def _clear(self) -> None:
         """Nothing has arrived, nothing is under way."""
-        self._had_nothing = False
+        self._had_nothing = self._takes_part = False
         self.flight.clear()
         self.before.clear()
         for other in self._others():

@@ -53,17 +53,38 @@ class Usage:
         """Whether parameters may be left out of a backward."""
         return self.find_unused or self.recording
 
-    def absent(self) -> list[int]:
-        """Parameters that the running backward's graph leaves out.
+    def absent(self) -> list[int] | None:
+        """Parameters that the running backward leaves out.
 
-        Nothing if it leaves out all: then it is not a backward of parameters.
+        None in torch.autograd.grad of parameters, whose .grad stays as it is.
         """
         will = torch._C._will_engine_execute_node
         try:
-            absent = [i for i, node in enumerate(self._nodes) if not will(node)]
-        except RuntimeError:  # torch.autograd.grad of parameters, whose .grad stays as it is
-            return []
-        return absent if len(absent) < self._count else []
+            return [i for i, node in enumerate(self._nodes) if not will(node)]
+        except RuntimeError:
+            return None
+
+    @staticmethod
+    def runs_all() -> bool:
+        """Whether the running backward goes from the node it is at to all leaves.
+
+        `torch.autograd.grad` and `backward(inputs=...)` do not: they are for the gradients of some
+        tensors, and leave the others alone.
+        """
+        will = torch._C._will_engine_execute_node
+        reached = [torch._C._current_autograd_node()]
+        seen = set(reached)
+        try:
+            while reached:
+                node = reached.pop()
+                if not will(node):
+                    return False
+                below = {n for n, _ in node.next_functions if n is not None} - seen
+                seen |= below
+                reached += below
+        except RuntimeError:  # a leaf of torch.autograd.grad
+            return False
+        return True
 
     def record(self, arrived: Iterable[int]) -> None:
         """Keeps how often each gradient arrived, for a static graph."""

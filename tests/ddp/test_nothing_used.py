@@ -1,0 +1,168 @@
+"""A rank whose backward uses no parameter at all, where others' do."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from gradwire.ddp import DistributedDataParallel, _naive
+from gradwire.testing import run_ranks
+
+pytestmark = pytest.mark.usefixtures("each_backend")
+SMALL = {"bucket_cap_mb": 1e-6}
+
+
+def average_used(net):
+    """What find_unused_parameters has to do: a mean over ranks of what any of them used."""
+    for p in net.parameters():
+        used = torch.tensor(0.0 if p.grad is None else 1.0)
+        dist.all_reduce(used)
+        if used:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            _naive.average_gradients(dist.group.WORLD, [p])
+
+
+def assert_same(net, twin):
+    for (n, p), q in zip(net.module.named_parameters(), twin.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None), n
+        if q.grad is not None:
+            torch.testing.assert_close(p.grad, q.grad, msg=n)
+
+
+class Layers(nn.Module):
+    """Layers, of which a forward takes those it is told: none of them, if it is told so."""
+
+    def __init__(self, width=4):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
+
+    def forward(self, x, take):
+        for i in take:
+            x = self.layers[i](x).tanh()
+        return x * 2
+
+
+def own_input(step=0, width=4):
+    return torch.full((2, width), (1.0 + dist.get_rank() + step) / width, requires_grad=True)
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}, SMALL])
+@pytest.mark.parametrize("width", [4, 1100])
+@pytest.mark.parametrize("hook", [None, "allreduce"])
+@pytest.mark.narrow({"options": {}, "width": 4}, {"options": SMALL, "width": 1100, "hook": None})
+def test_a_rank_that_uses_nothing(options, width, hook):
+    """It takes part with zeros, in each backward through its outputs."""
+
+    def main():
+        net = DistributedDataParallel(Layers(width), find_unused_parameters=True, **options)
+        net.register_comm_hook(None, hook)
+        twin = copy.deepcopy(net.module)
+        takes = [[[], [0, 1]], [[1], []], [[], []], [[0], [1]], [[], [0]]]
+        for step, take in enumerate(takes):
+            if step != 4:  # there, gradients of the step before are there
+                net.zero_grad()
+                twin.zero_grad()
+            for model in (net, twin):
+                loss = model(own_input(step, width), take[dist.get_rank()]).square().sum()
+                loss.backward(retain_graph=True)
+                if step == 1:
+                    loss.backward()
+            average_used(twin)
+            assert_same(net, twin)
+
+    run_ranks(main, 2)
+
+
+def test_a_rank_that_uses_nothing_after_it_accumulated():
+    def main():
+        net = DistributedDataParallel(Layers(), find_unused_parameters=True)
+        twin = copy.deepcopy(net.module)
+        with net.no_sync():
+            net(own_input(), [0]).sum().backward()
+        net(own_input(), [[], [1]][dist.get_rank()]).sum().backward()
+        twin(own_input(), [0]).sum().backward()
+        twin(own_input(), [[], [1]][dist.get_rank()]).sum().backward()
+        average_used(twin)
+        assert_same(net, twin)
+
+    run_ranks(main, 2)
+
+
+def test_a_rank_that_uses_nothing_and_finalizes_by_hand():
+    def main():
+        net = DistributedDataParallel(Layers(), find_unused_parameters=True)
+        net.require_manual_backward_finalization = True
+        net(own_input(), [[], [0, 1]][dist.get_rank()]).sum().backward()
+        net.finalize_backward()
+        return [p.grad is None for p in net.parameters()]
+
+    assert run_ranks(main, 2) == [[False] * 4] * 2
+
+
+@pytest.mark.parametrize("take", [[[0], [0]], [[], [0, 1]]])
+def test_all_in_one_reentrant_checkpoint(take):
+    """The graph of the outputs has no parameters: what is unused shows when backward ends."""
+
+    class Whole(Layers):
+        def forward(self, x, take):
+            return checkpoint(super().forward, x, take, use_reentrant=True)
+
+    def main():
+        net = DistributedDataParallel(Whole(), find_unused_parameters=True)
+        twin = copy.deepcopy(net.module)
+        for model in (net, twin):
+            model(own_input(), take[dist.get_rank()]).sum().backward()
+        average_used(twin)
+        assert_same(net, twin)
+
+    run_ranks(main, 2)
+
+
+@pytest.mark.parametrize("take", [[[], [0]], [[1], [0, 1]]])
+def test_a_repeated_backward_in_which_the_loss_uses_parameters(take):
+    """On a rank where only the loss uses it, its gradient comes before the outputs'."""
+
+    def main():
+        net = DistributedDataParallel(Layers(), find_unused_parameters=True)
+        twin = copy.deepcopy(net.module)
+        for step in range(2):
+            for model in (net, twin):
+                loss = model(own_input(step), take[dist.get_rank()]).sum()
+                loss = loss + getattr(model, "module", model).layers[0].weight.square().sum()
+                loss.backward(retain_graph=True)
+                loss.backward()
+            average_used(twin)
+            assert_same(net, twin)
+            net.zero_grad()
+            twin.zero_grad()
+
+    run_ranks(main, 2)
+
+
+def test_backwards_of_other_things_send_nothing():
+    """On a rank that uses nothing as on others: gradients of inputs, and of frozen modules."""
+
+    def main():
+        net = DistributedDataParallel(Layers(), find_unused_parameters=True)
+        x, other = own_input(), torch.ones(4, requires_grad=True)
+        before = dist.group.WORLD._get_sequence_number_for_group()
+        out = net(x, [[], [0, 1]][dist.get_rank()]).sum()
+        torch.autograd.grad(out, x, retain_graph=True, create_graph=True)
+        between = x * other
+        out = net(between, [[], [0, 1]][dist.get_rank()]).sum()
+        torch.autograd.grad(out, between, retain_graph=True)
+        out.backward(inputs=[x], retain_graph=True)
+        assert dist.group.WORLD._get_sequence_number_for_group() == before
+        out.backward()
+        assert net.module.layers[0].weight.grad.any()
+        before = dist.group.WORLD._get_sequence_number_for_group()
+        net.requires_grad_(False)
+        net(own_input(), [0, 1]).sum().backward()
+        assert dist.group.WORLD._get_sequence_number_for_group() == before
+
+    run_ranks(main, 2)
