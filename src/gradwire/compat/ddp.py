@@ -26,7 +26,7 @@ from gradwire._torch import (
     run_as_written,
 )
 from gradwire.compat._figures import logging_dict
-from gradwire.compat._hook import RaisesItsOwn, check_annotations
+from gradwire.compat._hook import RaisesItsOwn, StatefulRaisesItsOwn, check_annotations
 from gradwire.compat._registry import Replacement
 from gradwire.compat._wording import RefusedError, refused, unfinished
 from gradwire.compat.buckets import BUCKET_TABLE, _broadcast_coalesced
@@ -38,7 +38,7 @@ from gradwire.errors import (
     NotSupportedError,
     ReductionError,
 )
-from gradwire.gradients import check_hook
+from gradwire.gradients import StatefulHook, bind_hook, check_hook
 
 __all__ = ["TABLE", "DistributedDataParallel"]
 
@@ -194,7 +194,10 @@ class DistributedDataParallel(ours.DistributedDataParallel):
                     "(PyTorch's words: register_comm_hook or register_builtin_comm_hook can only "
                     "be called once.)"
                 )
-            if callable(hook):
+            if isinstance(hook, StatefulHook):
+                bind_hook(state, hook)
+                hook = StatefulRaisesItsOwn(hook)
+            elif callable(hook):
                 check_annotations(hook)
                 hook = RaisesItsOwn(check_hook(hook))
             super().register_comm_hook(state, hook)

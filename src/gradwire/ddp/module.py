@@ -39,7 +39,7 @@ from gradwire.ddp.broadcast import broadcast_coalesced
 from gradwire.ddp.faults.fault_domain import FaultDomain
 from gradwire.ddp.reducer import Reducer
 from gradwire.errors import ArgumentTypeError
-from gradwire.gradients import CommHook, check_hook
+from gradwire.gradients import CommHook, StatefulHook, bind_hook
 from gradwire.hooks import by_name
 
 __all__ = ["DistributedDataParallel"]
@@ -165,7 +165,7 @@ class DistributedDataParallel(Uneven, Saving, Finalizing, ModuleNames):
             broadcast_coalesced(self._group, [t for _, t in [*named, *start]])
             FaultDomain.of(self._group).connect()
         self.mixed_precision = resolve_precision(mixed_precision)
-        self._hook: CommHook | None = None
+        self._hook: CommHook | StatefulHook[Any] | None = None
         self._hook_state: Any = None
         self._reducer_options: dict[str, Any] = {
             "caps": resolve_caps(bucket_cap_mb, bucket_cap_mb_list),
@@ -202,7 +202,7 @@ class DistributedDataParallel(Uneven, Saving, Finalizing, ModuleNames):
         )
         self._apply_hook()
         if before:
-            rekey(self._hook_state, before, self.reducer.layout)
+            rekey(self.reducer.hook_state, before, self.reducer.layout)
 
     def _apply_hook(self) -> None:
         hook = self._hook if self._precision is None else self._precision.hook(self._hook)
@@ -298,20 +298,24 @@ class DistributedDataParallel(Uneven, Saving, Finalizing, ModuleNames):
         finally:
             self.require_backward_grad_sync = before
 
-    def register_comm_hook(self, state: Any, hook: CommHook | str | None) -> None:
+    def register_comm_hook(
+        self, state: Any, hook: CommHook | StatefulHook[Any] | str | None
+    ) -> None:
         """Let `hook(state, bucket)` communicate gradients, from the next forward on.
 
         May be called again to replace the hook; None brings back the mean.
 
         Args:
-            state: Handed to the hook; for the stock hooks the process group, or None.
-                `comm_hook_state_dict` gives what it holds, for saving.
-            hook: As `gradwire.gradients.CommHook` has it, or the name of one of `gradwire.hooks`;
-                PyTorch's own hooks run unchanged. The same on every rank.
+            state: Handed to the hook; for the stock hooks the process group, or None; None for a
+                `StatefulHook`, which has its own. `comm_hook_state_dict` gives what it holds, for
+                saving.
+            hook: As `gradwire.gradients.CommHook` has it, a `gradwire.gradients.StatefulHook`, or
+                the name of one of `gradwire.hooks`; PyTorch's own hooks run unchanged. The same on
+                every rank.
 
         Raises:
             ArgumentTypeError: Not a hook.
-            ArgumentError: No hook of that name.
+            ArgumentError: No hook of that name, or a `StatefulHook` and another state.
         """
         if hook is None and state is not None:
             raise ArgumentTypeError(
@@ -319,8 +323,9 @@ class DistributedDataParallel(Uneven, Saving, Finalizing, ModuleNames):
                 "register_comm_hook(None, None) brings back the mean"
             )
         chosen = by_name(hook) if isinstance(hook, str) else hook
-        self._hook = None if chosen is None else check_hook(chosen)
-        self._hook_state = state
+        if chosen is not None:
+            bind_hook(state, chosen)  # raises what is to be raised before anything is changed
+        self._hook, self._hook_state = chosen, state
         self._apply_hook()
 
     def register_buffer_hook(self, hook: BufferHook, *, after_forward: bool = False) -> None:
@@ -361,7 +366,8 @@ class DistributedDataParallel(Uneven, Saving, Finalizing, ModuleNames):
     def process_group(self, group: ProcessGroup) -> None:
         self._group = check_group(group)
         self.reducer.replace_group(group)
-        self._hook_state = self.reducer.hook_state
+        if not isinstance(self._hook, StatefulHook):
+            self._hook_state = self.reducer.hook_state
 
     def refit(self) -> None:
         """Take in parameters that were added, replaced, frozen or thawed: every rank calls.

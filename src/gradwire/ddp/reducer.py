@@ -29,7 +29,7 @@ from gradwire.ddp._rpc import refuse_rpc_context
 from gradwire.ddp._torch_names import ReducerNames
 from gradwire.ddp._usage import Usage
 from gradwire.errors import ArgumentError, ReductionError
-from gradwire.gradients import CommHook, check_hook, name_of
+from gradwire.gradients import CommHook, StatefulHook, bind_hook, name_of
 
 __all__ = ["Reducer"]
 
@@ -129,7 +129,7 @@ class Reducer(ReducerNames):
         self._hooks = weakref.finalize(self, _remove, [*handles, registration])
         self._hooks.atexit = False
 
-    def register_comm_hook(self, state: Any, hook: CommHook | None) -> None:
+    def register_comm_hook(self, state: Any, hook: CommHook | StatefulHook[Any] | None) -> None:
         """Let `hook(state, bucket)` communicate from the next `prepare` on; None: the mean.
 
         Every rank registers the same hook. Hooks are called one at a time in bucket order, the
@@ -139,10 +139,10 @@ class Reducer(ReducerNames):
 
         Raises:
             ArgumentTypeError: Not a hook.
+            ArgumentError: A `StatefulHook`, and another state.
         """
         backward = self._backward
-        backward.launcher.hook = None if hook is None else check_hook(hook)
-        backward.launcher.state = state
+        backward.launcher.hook = None if hook is None else bind_hook(state, hook)
         order = [i for bucket in backward.buckets for i in bucket.members]
         backward.plan_anew(order, keep_state=False)
 
@@ -268,10 +268,11 @@ class Reducer(ReducerNames):
         A hook's state that is the old group, or has it as its `process_group`, gets the new one.
         """
         backward, old = self._backward, self._backward.planner.group
-        hook, state = backward.launcher.hook, backward.launcher.state
+        hook = backward.launcher.hook
         backward.set_group(check_group(group))
         backward.launcher.hook = hook
-        backward.launcher.state = replace_group(state, old, group)
+        if hook is not None:
+            hook.state = replace_group(hook.state, old, group)
         backward.start_over()
 
     def close(self) -> None:
