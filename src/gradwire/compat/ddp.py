@@ -120,6 +120,11 @@ class DistributedDataParallel(ours.DistributedDataParallel):
         self._authoritative_rank = -1
         self._error = ""
 
+    @property
+    def weight(self) -> None:  # type: ignore[override]
+        """Not there: programs initialize whatever module has a `weight`. See `reducer.weight`."""
+        raise AttributeError("weight")
+
     # -- parameters and buffers ------------------------------------------------------------
 
     @staticmethod

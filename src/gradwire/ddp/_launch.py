@@ -154,15 +154,17 @@ class Launcher:
         self._domain.sent(all_reduce_entry(flags), work)
         return flags, work
 
-    def vote(self) -> tuple[Tensor, Work]:
-        """Begin to tell all ranks that nothing has failed on this one."""
-        return self.add_up(torch.ones(1, dtype=torch.int32))
+    def vote(self, numbers: Sequence[float]) -> tuple[Tensor, Work]:
+        """Begin to tell all ranks that nothing has failed on this one, and numbers to add up."""
+        return self.add_up(torch.tensor([1.0, *numbers]))
 
-    def count(self, votes: Tensor, work: Work) -> None:
-        """Return when all ranks have voted; raises if one fails before it does."""
+    def count(self, votes: Tensor, work: Work) -> list[float]:
+        """The sums of the numbers when all ranks have voted; raises if one fails before it does."""
         self.wait_small(work)
-        if int(votes) != self._group.size():
-            raise BrokenGroupError(f"{int(votes)} of {self._group.size()} ranks have voted")
+        voted, *sums = votes.tolist()
+        if voted != self._group.size():
+            raise BrokenGroupError(f"{voted:g} of {self._group.size()} ranks have voted")
+        return sums
 
     def wait_small(self, work: Work) -> None:
         """Wait for a message whose values this rank needs."""

@@ -241,6 +241,8 @@ class DistributedDataParallel(Uneven, Saving, Finalizing, ModuleNames):
     def _before(self, syncing: bool) -> None:
         """What ranks do together before a forward."""
         plans: Plans | None = None
+        if torch.is_grad_enabled():
+            self.reducer.begin_forward()
         if self._join_config.enable:
             if syncing:
                 self.reducer.recover()  # before the ranks do anything together
@@ -297,6 +299,48 @@ class DistributedDataParallel(Uneven, Saving, Finalizing, ModuleNames):
             yield
         finally:
             self.require_backward_grad_sync = before
+
+    def weight(self, weight: float) -> None:
+        """Give the next backward a weight: its number of samples or tokens, say.
+
+        Gradients become Σ n g / Σ n over ranks and over the backwards that have accumulated, where
+        g is the gradient of one rank's mean loss and n its weight: the gradient of the mean over
+        all samples, however they are divided. Call it before each backward, also under
+        `no_sync()`, on every rank or on none; `zero_grad()` after each reduction. Weights travel
+        with the gradients, in no message of their own. A rank of weight 0 takes no part, even if
+        its gradients are NaN; where all are 0, the gradients are.
+
+        Until they are reduced, gradients are n g: so hooks see them, which are to return the mean
+        or the sum over ranks; in float16 keep n near 1, dividing by a number all ranks know.
+
+        Args:
+            weight: Finite and 0 or more. It counts once, for all gradients until the next forward.
+
+        Raises:
+            ArgumentTypeError: Not a number.
+            ArgumentError: Negative, infinite or NaN.
+            NotSupportedError: There is no bucket of float32 or float64, or with
+                `skip_all_reduce_unused_params`: register a communication hook.
+            ReductionError: The backward before is to be finalized first.
+
+        In backward, on every rank: MismatchError if only some ranks gave a weight; ReductionError
+        if there is none, and weighted gradients of earlier ones; NotSupportedError with
+        `create_graph`, with parameters of two wrappers, and onto gradients already reduced.
+
+        Example:
+            One sample on rank 0, three on rank 1: the mean is over four.
+
+            >>> from gradwire.testing import run_ranks
+            >>> def main():
+            ...     net = DistributedDataParallel(nn.Linear(1, 1, bias=False))
+            ...     x = torch.tensor([[[8.0]], [[0.0], [0.0], [0.0]]][dist.get_rank()])
+            ...     net.weight(len(x))
+            ...     net(x).mean().backward()
+            ...     return net.module.weight.grad.item()
+            >>> run_ranks(main, world_size=2)
+            [2.0, 2.0]
+        """
+        self.reducer.weight(weight)
 
     def register_comm_hook(
         self, state: Any, hook: CommHook | StatefulHook[Any] | str | None

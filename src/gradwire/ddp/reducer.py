@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from gradwire.ddp._backward import Backward, on_gradient, on_output
+from gradwire.ddp._backward import NO_ROOM, Backward, on_gradient, on_output
 from gradwire.ddp._group import check_group
 from gradwire.ddp._hook_state import Part, replace_group
 from gradwire.ddp._in_backward import take_over
@@ -28,7 +28,8 @@ from gradwire.ddp._planning import BucketLayout, Planner, check_layout
 from gradwire.ddp._rpc import refuse_rpc_context
 from gradwire.ddp._torch_names import ReducerNames
 from gradwire.ddp._usage import Usage
-from gradwire.errors import ArgumentError, ReductionError
+from gradwire.ddp._weights import NUMBERS
+from gradwire.errors import ArgumentError, NotSupportedError, ReductionError
 from gradwire.gradients import CommHook, StatefulHook, bind_hook, name_of
 
 __all__ = ["Reducer"]
@@ -113,6 +114,7 @@ class Reducer(ReducerNames):
             sparse={i for i, name in enumerate(names) if name in sparse},
             last={i for i, name in enumerate(names) if name in last},
             layout=check_layout(bucket_layout, parameters),
+            further=0 if skip_unused else NUMBERS,  # which may skip the bucket that has them
         )
         # the nodes that accumulate gradients: their hooks run after all hooks of the parameters
         nodes = [torch.autograd.graph.get_gradient_edge(p).node for _, p in parameters]
@@ -208,6 +210,19 @@ class Reducer(ReducerNames):
                 backward.order = backward.ready = None
         backward.skip_unused = self._skip_unused and not uneven
         backward.prepare(ranks or backward.planner.group.size())
+
+    def weight(self, weight: float) -> None:
+        """See DistributedDataParallel.weight."""
+        backward = self._backward
+        if not self.has_hook and backward.buckets.carrier is None:
+            raise NotSupportedError(NO_ROOM)
+        if backward.awaits_finalization:
+            raise ReductionError("weight(n) before finalize_backward(): finalize first")
+        backward.weights.give(weight)
+
+    def begin_forward(self) -> None:
+        """A forward begins, of a backward that is reduced or not: it has a weight of its own."""
+        self._backward.weights.on_forward()
 
     def recover(self) -> None:
         """What `prepare` begins with: to be called before anything else that ranks do together.
