@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter_ns
 from typing import NoReturn, cast
 
@@ -66,6 +66,7 @@ class Backward:
         manual: Whether a backward ends with `finalize` instead of by itself.
         unused_here: Names of what was absent on this rank in the last one.
         weights: What gradients weigh.
+        reword: Makes of an error of surplus gradients the one that all ranks are told.
         optimized: Parameters whose optimizers step during backward.
     """
 
@@ -77,6 +78,7 @@ class Backward:
         self.state, self.end, self.runs = LOCAL, 0, 0
         self.before: set[Backward] = set()
         self._had_nothing = False
+        self.reword: Callable[[ReductionError], ReductionError] | None = None
         self.unused_here: tuple[str, ...] = ()
         self.optimized: Sequence[Parameter] = ()
         self.order: list[int] | None = []
@@ -174,15 +176,14 @@ class Backward:
     def on_full(self, bucket: Bucket) -> None:
         """A bucket has all its gradients, or more."""
         if surplus := bucket.surplus():
-            self.domain.fail(
-                ReductionError(
-                    f"parameters {surplus} got a gradient twice in one backward, or one that was "
-                    "not expected: they are used in several reentrant checkpoints (use "
-                    "use_reentrant=False, or static_graph=True), or with static_graph=True the "
-                    "graph is another than in the first backward",
-                    surplus,
-                )
+            error = ReductionError(
+                f"parameters {surplus} got a gradient twice in one backward, or one that was "
+                "not expected: they are used in several reentrant checkpoints (use "
+                "use_reentrant=False, or static_graph=True), or with static_graph=True the "
+                "graph is another than in the first backward",
+                surplus,
             )
+            self.domain.fail(error if self.reword is None else self.reword(error))
         if not self.has_only_last_left():
             with torch.no_grad():
                 self._launch_in_order(final=False)

@@ -9,7 +9,7 @@ same without buckets or overlap.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -147,6 +147,10 @@ class Reducer(ReducerNames):
         backward.launcher.hook = None if hook is None else bind_hook(state, hook)
         order = [i for bucket in backward.buckets for i in bucket.members]
         backward.plan_anew(order, keep_state=False)
+
+    def reword_surplus(self, reword: Callable[[ReductionError], ReductionError]) -> None:
+        """Let a function have the last word on errors of gradients that are one too many."""
+        self._backward.reword = reword
 
     @property
     def has_hook(self) -> bool:
