@@ -23,6 +23,7 @@ from gradwire.ddp._in_flight import InFlight, Launched
 from gradwire.ddp._launch import Launcher
 from gradwire.ddp._log import Clock
 from gradwire.ddp._planning import Planner
+from gradwire.ddp._rpc import rpc_context_error
 from gradwire.ddp._sparse import SparseBucket
 from gradwire.ddp._usage import Usage
 from gradwire.ddp._weights import NUMBERS, Weights
@@ -143,6 +144,9 @@ class Backward:
                 self._not_finalized()
             self.domain.recover()
             self.domain.poll_known(self)
+            if (error := rpc_context_error()) is not None:  # of an output made outside of it
+                logger.error("%s", error)  # that engine hands on no more than "python_error"
+                self.domain.fail(error)
             if self.state is REDUCED:
                 self.flight.step += 1
                 self.state = after(self.state, Event.BEGIN_AGAIN)

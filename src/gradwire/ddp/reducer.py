@@ -25,7 +25,7 @@ from gradwire.ddp._in_backward import take_over
 from gradwire.ddp._log import LoggingData
 from gradwire.ddp._ownership import Registration
 from gradwire.ddp._planning import BucketLayout, Planner, check_layout
-from gradwire.ddp._rpc import refuse_rpc_context
+from gradwire.ddp._rpc import rpc_context_error
 from gradwire.ddp._torch_names import ReducerNames
 from gradwire.ddp._usage import Usage
 from gradwire.ddp._weights import NUMBERS
@@ -200,7 +200,8 @@ class Reducer(ReducerNames):
             BrokenGroupError: The group cannot be used again after an earlier error.
             NotSupportedError: Inside of a context of `torch.distributed.autograd`.
         """
-        refuse_rpc_context()
+        if (error := rpc_context_error()) is not None:
+            raise error
         backward = self._backward
         backward.recover()
         if not backward.flight.step:
