@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.algorithms.ddp_comm_hooks as torch_hooks
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import gradwire.hooks
 from gradwire import compat
@@ -361,6 +362,62 @@ def test_uninitialized_parameters_have_pytorchs_words() -> None:
                 nn.parallel.DistributedDataParallel(nn.LazyLinear(2))
 
     run_ranks(main, 2)
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(1, 1), nn.Linear(1, 1)
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        return self.second(self.first(x)) if both else self.first(x)
+
+
+class Twice(nn.Module):
+    """One layer in two reentrant checkpoints."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layer = nn.Linear(1, 1), nn.Linear(1, 1)
+
+    def forward(self, x: torch.Tensor, _: bool) -> torch.Tensor:
+        x = self.first(x)
+        for _ in range(2):
+            x = checkpoint(self.layer, x, use_reentrant=True)
+        return x
+
+
+def wording(wrapper: Any, case: str) -> str:
+    """What a failing step says."""
+    twice = case == "twice"
+    net = wrapper(Twice() if twice else Branches(), static_graph=not twice)
+
+    def train() -> None:
+        for both in (False, True) if case == "more" else (True, False, True):
+            net(torch.ones(1, 1), both).sum().backward()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(RuntimeError) as caught:
+            train()
+    assert wrapper is THEIRS or net._get_ddp_logging_data()["has_error"]
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("case", "phrase"),
+    [
+        ("twice", "Expected to mark a variable ready only once."),
+        ("more", "Your training graph has changed in this iteration"),
+        ("less", "your training graph has changed in this iteration"),
+    ],
+)
+def test_phrases_that_programs_look_for_in_backward(case: str, phrase: str) -> None:
+    def main() -> None:
+        for wrapper in (THEIRS, DistributedDataParallel):
+            assert phrase in wording(wrapper, case)
+
+    run_ranks(main, 1)
 
 
 def test_what_this_pytorch_deprecates_warns() -> None:

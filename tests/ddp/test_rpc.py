@@ -37,3 +37,35 @@ def test_a_forward_in_a_context_of_distributed_autograd_is_refused(tmp_path: Pat
             rpc.shutdown()
 
     assert run_ranks(main, 2) == [1.5, 1.5]
+
+
+@pytest.mark.parametrize("reduced_before", [False, True])
+def test_a_backward_in_a_context_never_reduces_what_is_in_grad(
+    tmp_path: Path, reduced_before: bool
+) -> None:
+    def main() -> float:
+        options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{tmp_path / 'rpc'}")
+        rank = dist.get_rank()
+        rpc.init_rpc(f"rank{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+        try:
+            net = DistributedDataParallel(nn.Linear(1, 1, bias=False))
+            x = torch.tensor([[1.0 + rank]])
+            out = net(x).sum()
+            if reduced_before:
+                out.backward(retain_graph=True)
+            stale = net.module.weight.grad = torch.tensor([[7.0 + rank]])
+            with dist.autograd.context() as context:
+                with pytest.raises(RuntimeError):
+                    dist.autograd.backward(context, [out])
+                with net.no_sync():
+                    dist.autograd.backward(context, [net(x).sum()])
+                (own,) = dist.autograd.get_gradients(context).values()
+            assert stale.item() == 7.0 + rank
+            assert own.item() == 1.0 + rank
+            net.zero_grad()
+            net(x).sum().backward()
+            return net.module.weight.grad.item()
+        finally:
+            rpc.shutdown()
+
+    assert run_ranks(main, 2) == [1.5, 1.5]

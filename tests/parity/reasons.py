@@ -18,7 +18,7 @@ PRIVATE = {
     "test_detect_ddp_is_actually_static": "reads `reducer._ddp_graph_static()`",
     "test_ddp_hook_pickling_powerSGD": "loads a state_dict into a module without a hook: ours "
     "holds the hook's state, and asks for the hook first",
-    "test_invalid_static_graph": "looks for one phrase of PyTorch's message, then for the whole "
-    "text of another; both errors are raised, in words of ours, with the parameters' names",
+    "test_invalid_static_graph": "looks for the whole text of one of PyTorch's messages; both "
+    "errors are raised, with its phrases in them and the parameters' names",
 }
 """They pass with PyTorch's class and not with ours: most because they look into its insides."""

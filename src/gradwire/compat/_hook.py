@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -14,8 +15,9 @@ from torch import Tensor
 from gradwire.compat._wording import RefusedError
 from gradwire.errors import DistributedError, HookError
 from gradwire.gradients import CommHook, GradBucket, HookReturn, name_of
+from gradwire.gradients.stateful import DelegatingHook
 
-__all__ = ["RaisesItsOwn", "check_annotations"]
+__all__ = ["RaisesItsOwn", "StatefulRaisesItsOwn", "check_annotations"]
 
 BUCKETS = (dist.GradBucket, GradBucket, Any)
 RETURNS = (torch.futures.Future[Tensor], torch.futures.Future[Any], HookReturn, Any)
@@ -74,13 +76,33 @@ class RaisesItsOwn:
 
     def __call__(self, state: Any, bucket: Any, /) -> Any:
         """Calls the hook."""
-        try:
+        with _own_errors(self.hook):
             return self.hook(state, bucket)
-        except Exception as error:
-            # what engines raise is for the reducer to tell from the hook's own
-            if isinstance(error, DistributedError | dist.DistError) or type(error) is RuntimeError:
-                raise
-            raise _own(error, self.hook) from error
+
+
+class StatefulRaisesItsOwn(DelegatingHook):
+    """As `RaisesItsOwn`, for a hook with a state of its own."""
+
+    def run_hook(self, bucket: GradBucket) -> HookReturn:
+        """Runs the hook."""
+        with _own_errors(self.hook):
+            return self.hook.run_hook(bucket)
+
+    def parse_hook_result(self, result: Any) -> Tensor:
+        """Reads a result as the hook does."""
+        with _own_errors(self.hook):
+            return self.hook.parse_hook_result(result)
+
+
+@contextmanager
+def _own_errors(hook: CommHook) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        # what engines raise is for the reducer to tell from the hook's own
+        if isinstance(error, DistributedError | dist.DistError) or type(error) is RuntimeError:
+            raise
+        raise _own(error, hook) from error
 
 
 def _own(error: Exception, hook: CommHook) -> HookError:

@@ -16,11 +16,13 @@ from torch.nn.parameter import is_lazy
 
 from gradwire.errors import ArgumentError, ReductionError
 
-__all__ = ["RefusedError", "as_torchs", "refused", "unfinished"]
+__all__ = ["RefusedError", "as_torchs", "refused", "surplus", "unfinished"]
 
 T = TypeVar("T")
 
 UNFINISHED = "Expected to have finished reduction in the prior iteration"
+READY_TWICE = "Expected to mark a variable ready only once."
+CHANGED = "Your training graph has changed in this iteration"
 REMEDIES = (
     "passing the keyword argument `find_unused_parameters=True`",
     "making sure all `forward` function outputs participate in calculating loss",
@@ -71,13 +73,22 @@ def _with(text: str, words: str | None) -> str:
     return f"{text} (PyTorch's words: {words})" if words else text
 
 
-def unfinished(error: ReductionError, rank: int, names: Sequence[str]) -> ReductionError:
+def surplus(error: ReductionError, *, static: bool) -> ReductionError:
+    """The error of a gradient that is one too many, or with a static graph was never there."""
+    words = CHANGED if static else READY_TWICE
+    return ReductionError(_with(str(error), words), error.parameters)
+
+
+def unfinished(
+    error: ReductionError, rank: int, names: Sequence[str], *, static: bool
+) -> ReductionError:
     """The error of a backward that left parameters out, with what PyTorch says of it.
 
     Args:
         error: Ours; its `parameters` got no gradient.
         rank: In the group.
         names: All parameters, in the order in which PyTorch counts them.
+        static: Whether the graph was to stay as it was.
     """
     if not error.parameters:
         return error
@@ -85,5 +96,6 @@ def unfinished(error: ReductionError, rank: int, names: Sequence[str]) -> Reduct
     told = f"{NAMES} {rank}: {', '.join(error.parameters)}"
     if dist.get_debug_level() == dist.DebugLevel.OFF:
         told = f"for their names here, {DEBUG}"
-    words = f"{UNFINISHED}; {'; '.join(REMEDIES)}. {told}. {INDICES} {rank}: {indices}"
+    changed = f"; {CHANGED.lower()}" if static else ""
+    words = f"{UNFINISHED}{changed}; {'; '.join(REMEDIES)}. {told}. {INDICES} {rank}: {indices}"
     return ReductionError(f"{error}\n(PyTorch's words: {words})", error.parameters)

@@ -15,6 +15,7 @@ from gradwire import hooks
 from gradwire.buckets import plan_buckets
 from gradwire.compat._registry import Replacement
 from gradwire.errors import NotSupportedError
+from gradwire.gradients import StatefulHook
 
 __all__ = ["BUCKET_TABLE"]
 
@@ -81,6 +82,8 @@ def bf16_compress_wrapper(hook: Hook) -> Hook:
 
 def _wrapper(hook: Hook, dtype: torch.dtype, name: str) -> Hook:
     inner = hooks.compressed(hook, dtype)
+    if isinstance(inner, StatefulHook):
+        return inner
 
     def wrapped(hook_state: Any, bucket: Any) -> Any:
         return inner(hook_state, bucket)

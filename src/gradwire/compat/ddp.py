@@ -7,6 +7,7 @@ PyTorch's own reducer and logger is not here: ours has another shape.
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -26,10 +27,11 @@ from gradwire._torch import (
     run_as_written,
 )
 from gradwire.compat._figures import logging_dict
-from gradwire.compat._hook import RaisesItsOwn, check_annotations
+from gradwire.compat._hook import RaisesItsOwn, StatefulRaisesItsOwn, check_annotations
 from gradwire.compat._registry import Replacement
-from gradwire.compat._wording import RefusedError, refused, unfinished
+from gradwire.compat._wording import RefusedError, refused, surplus, unfinished
 from gradwire.compat.buckets import BUCKET_TABLE, _broadcast_coalesced
+from gradwire.ddp._hook_state import Layout
 from gradwire.ddp._join import ShadowHook, agree_on_rank
 from gradwire.ddp._outputs import map_tensors
 from gradwire.errors import (
@@ -38,7 +40,7 @@ from gradwire.errors import (
     NotSupportedError,
     ReductionError,
 )
-from gradwire.gradients import check_hook
+from gradwire.gradients import StatefulHook, bind_hook, check_hook
 
 __all__ = ["TABLE", "DistributedDataParallel"]
 
@@ -120,6 +122,11 @@ class DistributedDataParallel(ours.DistributedDataParallel):
         self._authoritative_rank = -1
         self._error = ""
 
+    @property
+    def weight(self) -> None:  # type: ignore[override]
+        """Not there: programs initialize whatever module has a `weight`. See `reducer.weight`."""
+        raise AttributeError("weight")
+
     # -- parameters and buffers ------------------------------------------------------------
 
     @staticmethod
@@ -194,7 +201,10 @@ class DistributedDataParallel(ours.DistributedDataParallel):
                     "(PyTorch's words: register_comm_hook or register_builtin_comm_hook can only "
                     "be called once.)"
                 )
-            if callable(hook):
+            if isinstance(hook, StatefulHook):
+                bind_hook(state, hook)
+                hook = StatefulRaisesItsOwn(hook)
+            elif callable(hook):
                 check_annotations(hook)
                 hook = RaisesItsOwn(check_hook(hook))
             super().register_comm_hook(state, hook)
@@ -297,9 +307,22 @@ class DistributedDataParallel(ours.DistributedDataParallel):
         try:
             super()._before(syncing)
         except ReductionError as error:
-            told = unfinished(error, self.process_group.rank(), self._reduced())
+            rank, names = self.process_group.rank(), self._reduced()
+            told = unfinished(error, rank, names, static=self.static_graph)
             self._error = str(told)
             raise told from error
+
+    def _make_reducer(self, before: Layout = ()) -> None:
+        super()._make_reducer(before)
+        method = weakref.WeakMethod(self._surplus)  # the reducer must not keep the module
+        self.reducer.reword_surplus(
+            lambda error: error if (reword := method()) is None else reword(error)
+        )
+
+    def _surplus(self, error: ReductionError) -> ReductionError:
+        told = surplus(error, static=self.static_graph)
+        self._error = str(told)
+        return told
 
     def _reduced(self) -> list[str]:
         """The names of the parameters that are reduced, as PyTorch counts them."""

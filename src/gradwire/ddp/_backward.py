@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter_ns
 from typing import NoReturn, cast
 
@@ -23,14 +23,16 @@ from gradwire.ddp._in_flight import InFlight, Launched
 from gradwire.ddp._launch import Launcher
 from gradwire.ddp._log import Clock
 from gradwire.ddp._planning import Planner
+from gradwire.ddp._rpc import rpc_context_error
 from gradwire.ddp._sparse import SparseBucket
 from gradwire.ddp._usage import Usage
+from gradwire.ddp._weights import NUMBERS, Weights
 from gradwire.ddp.faults.backward_state import BackwardState, Event, after
 from gradwire.ddp.faults.fault_domain import FaultDomain
 from gradwire.ddp.faults.waiting import Pending
 from gradwire.errors import NotSupportedError, ReductionError
 
-__all__ = ["Backward", "on_gradient", "on_output"]
+__all__ = ["NO_ROOM", "Backward", "on_gradient", "on_output"]
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +42,12 @@ EXPECTED, SHORT = BackwardState.EXPECTED, BackwardState.SHORT
 RUNNING, RUNNING_AGAIN = BackwardState.RUNNING, BackwardState.RUNNING_AGAIN
 AWAITING, COMMITTING = BackwardState.AWAITING, BackwardState.COMMITTING
 FINALIZED = BackwardState.FINALIZED
+
+
+NO_ROOM = (
+    "weight(n): the weights travel with a bucket of float32 or float64, and there is none, or with "
+    "the vote that follows a communication hook: register_comm_hook(None, 'allreduce')"
+)
 
 
 class Backward:
@@ -58,6 +66,8 @@ class Backward:
         skip_unused: Whether buckets are skipped that are unused.
         manual: Whether a backward ends with `finalize` instead of by itself.
         unused_here: Names of what was absent on this rank in the last one.
+        weights: What gradients weigh.
+        reword: Makes of an error of surplus gradients the one that all ranks are told.
         optimized: Parameters whose optimizers step during backward.
     """
 
@@ -69,10 +79,13 @@ class Backward:
         self.state, self.end, self.runs = LOCAL, 0, 0
         self.before: set[Backward] = set()
         self._had_nothing = self._takes_part = False
+        self.reword: Callable[[ReductionError], ReductionError] | None = None
         self.unused_here: tuple[str, ...] = ()
         self.optimized: Sequence[Parameter] = ()
         self.order: list[int] | None = []
         self.ready: Sequence[int] | None = None
+        self._factor: float | None = None
+        self.weights = Weights(planner.parameters, usage.nodes, planner.ownership)
         self.set_group(planner.group)
         self._make_buckets(planner.first_order())
 
@@ -83,12 +96,18 @@ class Backward:
         self.flight = InFlight()
         self.domain = FaultDomain.of(group)
         self.domain.register(self)
+        self.weights.fail = self.domain.fail
         self.launcher = Launcher(group, self.flight, self.domain, self)
 
     @property
     def unfinished(self) -> bool:
         """Whether a backward began, and did not end with everything reduced."""
         return self.state not in (LOCAL, EXPECTED, REDUCED, FINALIZED)
+
+    @property
+    def awaits_finalization(self) -> bool:
+        """Whether a backward has ended that its caller has yet to finalize."""
+        return self.manual and self.state in (AWAITING, COMMITTING)
 
     @property
     def _untouched(self) -> bool:
@@ -121,10 +140,13 @@ class Backward:
         with self.domain.lock:  # on several devices, autograd has a thread for each
             if self.state is RUNNING or self.state is RUNNING_AGAIN:
                 return
-            if self.manual and self.state in (AWAITING, COMMITTING):
+            if self.awaits_finalization:
                 self._not_finalized()
             self.domain.recover()
             self.domain.poll_known(self)
+            if (error := rpc_context_error()) is not None:  # of an output made outside of it
+                logger.error("%s", error)  # that engine hands on no more than "python_error"
+                self.domain.fail(error)
             if self.state is REDUCED:
                 self.flight.step += 1
                 self.state = after(self.state, Event.BEGIN_AGAIN)
@@ -174,15 +196,14 @@ class Backward:
     def on_full(self, bucket: Bucket) -> None:
         """A bucket has all its gradients, or more."""
         if surplus := bucket.surplus():
-            self.domain.fail(
-                ReductionError(
-                    f"parameters {surplus} got a gradient twice in one backward, or one that was "
-                    "not expected: they are used in several reentrant checkpoints (use "
-                    "use_reentrant=False, or static_graph=True), or with static_graph=True the "
-                    "graph is another than in the first backward",
-                    surplus,
-                )
+            error = ReductionError(
+                f"parameters {surplus} got a gradient twice in one backward, or one that was "
+                "not expected: they are used in several reentrant checkpoints (use "
+                "use_reentrant=False, or static_graph=True), or with static_graph=True the "
+                "graph is another than in the first backward",
+                surplus,
             )
+            self.domain.fail(error if self.reword is None else self.reword(error))
         if not self.has_only_last_left():
             with torch.no_grad():
                 self._launch_in_order(final=False)
@@ -226,6 +247,8 @@ class Backward:
                     launched.append(Launched(bucket))
                     continue
                 self.launcher.gather(bucket)
+                if bucket.further:
+                    self.weights.write(bucket.flat)
                 self.clock.launch = self.clock.launch or perf_counter_ns()
                 self._launch(bucket, is_last=is_last)
 
@@ -348,11 +371,11 @@ class Backward:
         """Waits for the buckets and hands the gradients what came back."""
         absent = self.buckets.absent()
         untouched = {i for i in absent if not self._parameters[i].requires_grad}
-        results = self._receive(self.buckets.arrived())
+        results = self._receive(self.buckets.arrived(), self.weights.numbers())
         if self.usage.tolerant:
             untouched |= self.usage.unused
         for launched, reduced in zip(self.flight.launched, results, strict=True):
-            launched.bucket.scatter(reduced, untouched)
+            launched.bucket.scatter(self._weighted(launched, reduced), untouched)
         step_and_clear(self.optimized)
         self.clock.sent = self.flight.sent
         self.unused_here = tuple(self._names[i] for i in sorted(absent))
@@ -361,13 +384,23 @@ class Backward:
         self.clock.finished = perf_counter_ns()
         self._commit(self.buckets.arrived())
 
-    def _receive(self, used: Iterable[int]) -> list[Tensor | None]:
+    def _weighted(self, launched: Launched, reduced: Tensor | None) -> Tensor | None:
+        """The mean over samples, where weights were given, from that over ranks."""
+        sent = launched.works or launched.future is not None
+        if self._factor is None or not sent:
+            return reduced
+        if reduced is not None:
+            return reduced * self._factor
+        launched.bucket.flat.mul_(self._factor)
+        return None
+
+    def _receive(self, used: Iterable[int], numbers: Sequence[float]) -> list[Tensor | None]:
         """Sends what is left to be sent and waits for everything.
 
         What comes back is the same on all ranks, or comes back on none: with a hook, which may fail
         after its collectives, ranks vote; without one, the last message is the vote.
         """
-        launcher, sums, results = self.launcher, None, []
+        launcher, sums, results, self._factor = self.launcher, None, [], None
         if self.usage.tolerant:
             if launcher.hook is None:
                 self._sending_last()
@@ -384,7 +417,15 @@ class Backward:
             self.clock.waits.append(perf_counter_ns() - since)
         if launcher.hook is not None:
             self._sending_last()
-            launcher.count(*launcher.vote())
+            added = launcher.count(*launcher.vote(numbers))
+            self._factor = self.weights.factor(added, self._ranks)
+        elif (carrier := self.buckets.carrier) is not None:
+            # elsewhere the CPU would wait; ranks with a weight tell those without if they differ
+            if self.weights.given is not None or carrier.flat.device.type == "cpu":
+                added = carrier.flat[-NUMBERS:].tolist()
+                self._factor = self.weights.factor(added, self._ranks)
+        elif self.weights.given is not None:
+            self.domain.fail(NotSupportedError(NO_ROOM))
         return results
 
     def _commit(self, used: Sequence[int]) -> None:
@@ -394,6 +435,7 @@ class Backward:
             self.ready = [*dict.fromkeys([*(self.ready or ()), *self.order])]
         if self.usage.recording:
             self.usage.record(used)
+        self.weights.clear()
         self.state = after(self.state, Event.COMMIT)
         self._clear()
 
@@ -405,7 +447,7 @@ class Backward:
                 for number, bucket in enumerate(self.buckets, 1):
                     bucket.blank()
                     self._launch(bucket, is_last=number == len(self.buckets))
-                self._receive(())
+                self._receive((), NUMBERS * [0.0])
         except BaseException:
             self.interrupt()
             raise
@@ -440,7 +482,7 @@ class Backward:
         """
         if self.state is RUNNING or self.state is RUNNING_AGAIN:
             self.interrupt()
-        if self.manual and self.state in (AWAITING, COMMITTING):
+        if self.awaits_finalization:
             self._not_finalized()
         self.domain.recover()
         self.domain.raise_waiting()
@@ -471,6 +513,7 @@ class Backward:
     def reset(self) -> None:
         """Give the running backward up."""
         self.state = after(self.state, Event.RESET)
+        self.weights.clear()
         self.launcher.forget()
         self._clear()
 

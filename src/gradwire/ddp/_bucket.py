@@ -48,9 +48,11 @@ class Bucket(ABC):
         expected: How many arrivals make the bucket full.
         scale: What gradients are multiplied by on their way.
         flat: What travels; valid from `gather` to `scatter`.
+        further: How many elements of `flat` follow the gradients, for numbers that travel along.
     """
 
     flat: Tensor
+    further = 0
 
     def __init__(self, members: Sequence[Member], *, scale: float, early: Collection[int]) -> None:
         self.members = tuple(m.index for m in members)

@@ -23,12 +23,14 @@ class BucketSet:
 
     Attributes:
         of: For each parameter, its bucket.
+        carrier: The bucket with which numbers travel, if there is one.
     """
 
     def __init__(self, planner: Planner) -> None:
         self._planner = planner
         self._buckets: list[Bucket] = []
         self.of: list[Bucket] = []
+        self.carrier: Bucket | None = None
 
     def __len__(self) -> int:
         return len(self._buckets)
@@ -50,8 +52,13 @@ class BucketSet:
         surplus.
         """
         before = self.layout
-        self.of = self._buckets = []  # the old buckets' memory is free from here on
+        self.of, self._buckets, self.carrier = (
+            [],
+            [],
+            None,
+        )  # the old buckets' memory is free from here on
         self._buckets = self._planner.make(order, with_hook=with_hook)
+        self.carrier = next((b for b in self._buckets if b.further), None)
         if before and state is not None:
             rekey(state, before, self.layout)
         named = zip(self._planner.names, self._planner.parameters, strict=True)

@@ -18,7 +18,7 @@ from gradwire.ddp.faults.collective_log import LogMode, all_reduce_entry, broadc
 from gradwire.ddp.faults.fault_domain import FaultDomain, Participant
 from gradwire.ddp.faults.waiting import is_transport, wait_done, wait_future, wait_work
 from gradwire.errors import BrokenGroupError, DistributedError, NotSupportedError, ReductionError
-from gradwire.gradients import CommHook, as_future, parse_hook_result
+from gradwire.gradients import StatefulHook, as_future, parse_hook_result
 from gradwire.hooks.sparse import SparseSum
 
 __all__ = ["Launcher"]
@@ -34,8 +34,7 @@ class Launcher:
         owner: Whose buckets they are: waits poll for errors on its behalf.
 
     Attributes:
-        hook: The communication hook; None: the mean.
-        state: The hook's.
+        hook: The communication hook with its state; None: the mean.
         correction: What a hook's results are multiplied by: where ranks have run out of input,
             the hook has divided by more ranks than took part.
     """
@@ -47,9 +46,13 @@ class Launcher:
         self._owner = weakref.ref(owner)
         self._options = AllreduceOptions()
         self._agreeing: tuple[Tensor, Work] | None = None
-        self.hook: CommHook | None = None
-        self.state: Any = None
+        self.hook: StatefulHook[Any] | None = None
         self.correction = 1.0
+
+    @property
+    def state(self) -> Any:
+        """The hook's state."""
+        return None if self.hook is None else self.hook.state
 
     def launch(self, bucket: Bucket, *, is_last: bool) -> None:
         """Send a bucket whose gradients are gathered."""
@@ -88,11 +91,11 @@ class Launcher:
         seen = bucket.as_grad_bucket(len(self._flight.launched), is_last=is_last)
         try:
             with LogMode(self._group, self._domain.log):
-                future = as_future(self.hook(self.state, seen), self.hook)
+                future = as_future(self.hook.run_hook(seen), self.hook)
         except Exception as error:
             self._domain.hook_failed(error, bucket.what)
         self._flight.launched.append(Launched(bucket, future=future, seen=seen))
-        if not getattr(self.hook, "single_collective", False):
+        if not self.hook.single_collective:
             self._domain.chain = future
 
     def _wait_for_chain(self) -> None:
@@ -151,15 +154,17 @@ class Launcher:
         self._domain.sent(all_reduce_entry(flags), work)
         return flags, work
 
-    def vote(self) -> tuple[Tensor, Work]:
-        """Begin to tell all ranks that nothing has failed on this one."""
-        return self.add_up(torch.ones(1, dtype=torch.int32))
+    def vote(self, numbers: Sequence[float]) -> tuple[Tensor, Work]:
+        """Begin to tell all ranks that nothing has failed on this one, and numbers to add up."""
+        return self.add_up(torch.tensor([1.0, *numbers]))
 
-    def count(self, votes: Tensor, work: Work) -> None:
-        """Return when all ranks have voted; raises if one fails before it does."""
+    def count(self, votes: Tensor, work: Work) -> list[float]:
+        """The sums of the numbers when all ranks have voted; raises if one fails before it does."""
         self.wait_small(work)
-        if int(votes) != self._group.size():
-            raise BrokenGroupError(f"{int(votes)} of {self._group.size()} ranks have voted")
+        voted, *sums = votes.tolist()
+        if voted != self._group.size():
+            raise BrokenGroupError(f"{voted:g} of {self._group.size()} ranks have voted")
+        return sums
 
     def wait_small(self, work: Work) -> None:
         """Wait for a message whose values this rank needs."""

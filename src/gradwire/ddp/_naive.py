@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-__all__ = ["average_gradients", "broadcast"]
+__all__ = ["average_gradients", "broadcast", "weighted_average"]
 
 
 def broadcast(group: ProcessGroup, tensors: Sequence[Tensor], group_src: int = 0) -> None:
@@ -31,3 +31,20 @@ def average_gradients(group: ProcessGroup, parameters: Iterable[Tensor]) -> None
             mean = parameter.grad.contiguous() / group.size()
             dist.all_reduce(mean, group=group)
             parameter.grad.copy_(mean)
+
+
+def weighted_average(group: ProcessGroup, parameters: Iterable[Tensor], weight: float) -> None:
+    """After backwards of n × loss: replace each gradient by Σ n g / Σ n over ranks.
+
+    Args:
+        group: The ranks.
+        parameters: With Σ n g of this rank's backwards.
+        weight: The Σ n of this rank's backwards.
+    """
+    total = torch.tensor(weight, dtype=torch.float64)
+    dist.all_reduce(total, group=group)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            sums = parameter.grad.contiguous()
+            dist.all_reduce(sums, group=group)
+            parameter.grad.copy_(sums / total.item() if total else torch.zeros_like(sums))

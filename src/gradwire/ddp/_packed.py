@@ -43,6 +43,7 @@ class PackedBucket(Bucket):
         group: The group that reduces; on shm the buffer lies in memory that its ranks share.
         ownership: What is known about the parameters' gradients.
         lazy: Whether the buffer is allocated in each backward, and let go after it.
+        further: How many elements the buffer has after the gradients.
     """
 
     def __init__(
@@ -54,12 +55,14 @@ class PackedBucket(Bucket):
         group: ProcessGroup | None = None,
         ownership: Ownership | None = None,
         lazy: bool = False,
+        further: int = 0,
     ) -> None:
         sizes = {m.index: m.parameter.nbytes if m.count == 1 else 0 for m in members}
         if scale != 1.0:
             members = sorted(members, key=lambda m: sizes[m.index] < AT_ONCE_BYTES)
         self._keep, self._group, self._lazy = keep, group, lazy
         self._ownership = ownership or Ownership()
+        self.further = further
         self._allocated = False
         self._place = {
             m.index: (i, sizes[m.index])
@@ -75,7 +78,7 @@ class PackedBucket(Bucket):
 
     def _allocate(self) -> None:
         first = self.parameters[0]
-        count = sum(p.numel() for p in self.parameters)
+        count = sum(p.numel() for p in self.parameters) + self.further
         if self._group is not None and first.device.type == "cpu":
             self.flat = empty(count, dtype=first.dtype, group=self._group)
         else:

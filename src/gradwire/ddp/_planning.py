@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
@@ -46,6 +47,8 @@ class Planner:
         lazy: Whether buckets have memory during backward only.
         sparse: Indices of parameters with sparse gradients.
         last: Indices of parameters that travel together after all others.
+        further: How many numbers the first bucket with room for them has after its gradients, where
+            there is no hook: it is one of float32 or float64.
         layout: Indices in each bucket, if they are given; no other order is then followed.
         ownership: What is known about the parameters' gradients.
     """
@@ -58,6 +61,7 @@ class Planner:
     lazy: bool = False
     sparse: Collection[int] = ()
     last: Collection[int] = ()
+    further: int = 0
     layout: Sequence[Sequence[int]] | None = None
     counts: Mapping[int, int] = field(default_factory=dict)
     ownership: Ownership = field(default_factory=Ownership)
@@ -70,6 +74,7 @@ class Planner:
         """Buckets for parameters that become ready in this order; those not in it have none."""
         kept = {i: self.parameters[i].grad for i in order} if self.keep else {}
         buckets: list[Bucket] = []
+        further = 0 if with_hook else self.further
         for members in self._groups(order, with_hook=with_hook):
             packed = []
             for i in members:
@@ -81,13 +86,16 @@ class Planner:
                 else:
                     packed.append(self._member(i))
             if packed:
-                buckets.append(self._packed(packed, self._scale(with_hook)))
+                exact = packed[0].parameter.dtype in (torch.float32, torch.float64)
+                room = further if exact else 0
+                buckets.append(self._packed(packed, self._scale(with_hook), room))
+                further -= room
         for i, gradient in kept.items():  # views of buckets that are no more
             if gradient is not None:
                 self.parameters[i].grad = gradient.clone()
         return buckets
 
-    def _packed(self, members: Sequence[Member], scale: float) -> PackedBucket:
+    def _packed(self, members: Sequence[Member], scale: float, further: int) -> PackedBucket:
         return PackedBucket(
             members,
             scale=scale,
@@ -95,6 +103,7 @@ class Planner:
             group=self.group,
             ownership=self.ownership,
             lazy=self.lazy,
+            further=further,
         )
 
     def _groups(self, order: Sequence[int], *, with_hook: bool) -> list[Sequence[int]]:

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
 from gradwire.ddp._hook_state import Layout, has_state, load_state, save_state
 from gradwire.ddp.reducer import Reducer
+from gradwire.gradients.group_name import group_from, name_if_group
 
 __all__ = ["Saving"]
 
@@ -47,7 +47,7 @@ class Saving(nn.Module):
             >>> run_ranks(main, world_size=1)
             [(1, ['module.weight', 'module.bias'])]
         """
-        return save_state(self._hook_state, self.reducer.layout)
+        return save_state(self.reducer.hook_state, self.reducer.layout)
 
     def load_comm_hook_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Put what `comm_hook_state_dict` gave into the state of the hook that is registered.
@@ -59,34 +59,22 @@ class Saving(nn.Module):
         """
         if not saved:
             return
-        if "layout" in saved and has_state(self._hook_state):
+        if "layout" in saved and has_state(self.reducer.hook_state):
             self.reducer.set_layout(saved["layout"])
-        load_state(self._hook_state, saved, self.reducer.layout)
+        load_state(self.reducer.hook_state, saved, self.reducer.layout)
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
         for name in MADE_ANEW:
             del state[name]
-        state["_group"] = self._group.group_name
+        state["_group"] = name_if_group(self._group)
         state["_layout"] = self.reducer.layout
-        if isinstance(self._hook_state, ProcessGroup):
-            state["_hook_state"] = _GroupName(self._hook_state.group_name)
+        state["_hook_state"] = name_if_group(self._hook_state)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         before = state.pop("_layout")
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._group = _group_named(state["_group"])
-        if isinstance(self._hook_state, _GroupName):
-            named = self._hook_state
-            self._hook_state = _group_named(named)
+        self._group = group_from(self._group)
+        self._hook_state = group_from(self._hook_state)
         self._make_reducer(before)
-
-
-class _GroupName(str):
-    """Stands for a process group in a pickle."""
-
-
-def _group_named(name: str) -> ProcessGroup:
-    group: ProcessGroup = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
-    return group

@@ -25,6 +25,7 @@ class Usage:
         static: Ask in the first one and rely on it.
 
     Attributes:
+        nodes: The same.
         touched: Parameters that got a gradient since the last reduction, in `no_sync` too.
         counts: In a static graph, from its first backward on: how often each gradient arrives.
         unused: Parameters that no rank used, as far as is known.
@@ -37,7 +38,7 @@ class Usage:
         find_unused: bool,
         static: bool,
     ) -> None:
-        self._count, self._nodes = len(nodes), nodes
+        self._count, self.nodes = len(nodes), nodes
         self.find_unused, self.static = find_unused and not static, static
         self.touched: set[int] = set()
         self.counts: dict[int, int] = {}
@@ -60,7 +61,7 @@ class Usage:
         """
         will = torch._C._will_engine_execute_node
         try:
-            return [i for i, node in enumerate(self._nodes) if not will(node)]
+            return [i for i, node in enumerate(self.nodes) if not will(node)]
         except RuntimeError:
             return None
 

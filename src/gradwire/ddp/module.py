@@ -39,7 +39,7 @@ from gradwire.ddp.broadcast import broadcast_coalesced
 from gradwire.ddp.faults.fault_domain import FaultDomain
 from gradwire.ddp.reducer import Reducer
 from gradwire.errors import ArgumentTypeError
-from gradwire.gradients import CommHook, check_hook
+from gradwire.gradients import CommHook, StatefulHook, bind_hook
 from gradwire.hooks import by_name
 
 __all__ = ["DistributedDataParallel"]
@@ -165,7 +165,7 @@ class DistributedDataParallel(Uneven, Saving, Finalizing, ModuleNames):
             broadcast_coalesced(self._group, [t for _, t in [*named, *start]])
             FaultDomain.of(self._group).connect()
         self.mixed_precision = resolve_precision(mixed_precision)
-        self._hook: CommHook | None = None
+        self._hook: CommHook | StatefulHook[Any] | None = None
         self._hook_state: Any = None
         self._reducer_options: dict[str, Any] = {
             "caps": resolve_caps(bucket_cap_mb, bucket_cap_mb_list),
@@ -202,7 +202,7 @@ class DistributedDataParallel(Uneven, Saving, Finalizing, ModuleNames):
         )
         self._apply_hook()
         if before:
-            rekey(self._hook_state, before, self.reducer.layout)
+            rekey(self.reducer.hook_state, before, self.reducer.layout)
 
     def _apply_hook(self) -> None:
         hook = self._hook if self._precision is None else self._precision.hook(self._hook)
@@ -241,6 +241,8 @@ class DistributedDataParallel(Uneven, Saving, Finalizing, ModuleNames):
     def _before(self, syncing: bool) -> None:
         """What ranks do together before a forward."""
         plans: Plans | None = None
+        if torch.is_grad_enabled():
+            self.reducer.begin_forward()
         if self._join_config.enable:
             if syncing:
                 self.reducer.recover()  # before the ranks do anything together
@@ -298,20 +300,66 @@ class DistributedDataParallel(Uneven, Saving, Finalizing, ModuleNames):
         finally:
             self.require_backward_grad_sync = before
 
-    def register_comm_hook(self, state: Any, hook: CommHook | str | None) -> None:
+    def weight(self, weight: float) -> None:
+        """Give the next backward a weight: its number of samples or tokens, say.
+
+        Gradients become Σ n g / Σ n over ranks and over the backwards that have accumulated, where
+        g is the gradient of one rank's mean loss and n its weight: the gradient of the mean over
+        all samples, however they are divided. Call it before each backward, also under
+        `no_sync()`, on every rank or on none; `zero_grad()` after each reduction. Weights travel
+        with the gradients, in no message of their own. A rank of weight 0 takes no part, even if
+        its gradients are NaN; where all are 0, the gradients are.
+
+        Until they are reduced, gradients are n g: so hooks see them, which are to return the mean
+        or the sum over ranks; in float16 keep n near 1, dividing by a number all ranks know.
+
+        Args:
+            weight: Finite and 0 or more. It counts once, for all gradients until the next forward.
+
+        Raises:
+            ArgumentTypeError: Not a number.
+            ArgumentError: Negative, infinite or NaN.
+            NotSupportedError: There is no bucket of float32 or float64, or with
+                `skip_all_reduce_unused_params`: register a communication hook.
+            ReductionError: The backward before is to be finalized first.
+
+        In backward, on every rank: MismatchError if only some ranks gave a weight; ReductionError
+        if there is none, and weighted gradients of earlier ones; NotSupportedError with
+        `create_graph`, with parameters of two wrappers, and onto gradients already reduced.
+
+        Example:
+            One sample on rank 0, three on rank 1: the mean is over four.
+
+            >>> from gradwire.testing import run_ranks
+            >>> def main():
+            ...     net = DistributedDataParallel(nn.Linear(1, 1, bias=False))
+            ...     x = torch.tensor([[[8.0]], [[0.0], [0.0], [0.0]]][dist.get_rank()])
+            ...     net.weight(len(x))
+            ...     net(x).mean().backward()
+            ...     return net.module.weight.grad.item()
+            >>> run_ranks(main, world_size=2)
+            [2.0, 2.0]
+        """
+        self.reducer.weight(weight)
+
+    def register_comm_hook(
+        self, state: Any, hook: CommHook | StatefulHook[Any] | str | None
+    ) -> None:
         """Let `hook(state, bucket)` communicate gradients, from the next forward on.
 
         May be called again to replace the hook; None brings back the mean.
 
         Args:
-            state: Handed to the hook; for the stock hooks the process group, or None.
-                `comm_hook_state_dict` gives what it holds, for saving.
-            hook: As `gradwire.gradients.CommHook` has it, or the name of one of `gradwire.hooks`;
-                PyTorch's own hooks run unchanged. The same on every rank.
+            state: Handed to the hook; for the stock hooks the process group, or None; None for a
+                `StatefulHook`, which has its own. `comm_hook_state_dict` gives what it holds, for
+                saving.
+            hook: As `gradwire.gradients.CommHook` has it, a `gradwire.gradients.StatefulHook`, or
+                the name of one of `gradwire.hooks`; PyTorch's own hooks run unchanged. The same on
+                every rank.
 
         Raises:
             ArgumentTypeError: Not a hook.
-            ArgumentError: No hook of that name.
+            ArgumentError: No hook of that name, or a `StatefulHook` and another state.
         """
         if hook is None and state is not None:
             raise ArgumentTypeError(
@@ -319,8 +367,9 @@ class DistributedDataParallel(Uneven, Saving, Finalizing, ModuleNames):
                 "register_comm_hook(None, None) brings back the mean"
             )
         chosen = by_name(hook) if isinstance(hook, str) else hook
-        self._hook = None if chosen is None else check_hook(chosen)
-        self._hook_state = state
+        if chosen is not None:
+            bind_hook(state, chosen)  # raises what is to be raised before anything is changed
+        self._hook, self._hook_state = chosen, state
         self._apply_hook()
 
     def register_buffer_hook(self, hook: BufferHook, *, after_forward: bool = False) -> None:
@@ -361,7 +410,8 @@ class DistributedDataParallel(Uneven, Saving, Finalizing, ModuleNames):
     def process_group(self, group: ProcessGroup) -> None:
         self._group = check_group(group)
         self.reducer.replace_group(group)
-        self._hook_state = self.reducer.hook_state
+        if not isinstance(self._hook, StatefulHook):
+            self._hook_state = self.reducer.hook_state
 
     def refit(self) -> None:
         """Take in parameters that were added, replaced, frozen or thawed: every rank calls.

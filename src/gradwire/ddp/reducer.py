@@ -9,7 +9,7 @@ same without buckets or overlap.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,18 +18,19 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from gradwire.ddp._backward import Backward, on_gradient, on_output
+from gradwire.ddp._backward import NO_ROOM, Backward, on_gradient, on_output
 from gradwire.ddp._group import check_group
 from gradwire.ddp._hook_state import Part, replace_group
 from gradwire.ddp._in_backward import take_over
 from gradwire.ddp._log import LoggingData
 from gradwire.ddp._ownership import Registration
 from gradwire.ddp._planning import BucketLayout, Planner, check_layout
-from gradwire.ddp._rpc import refuse_rpc_context
+from gradwire.ddp._rpc import rpc_context_error
 from gradwire.ddp._torch_names import ReducerNames
 from gradwire.ddp._usage import Usage
-from gradwire.errors import ArgumentError, ReductionError
-from gradwire.gradients import CommHook, check_hook, name_of
+from gradwire.ddp._weights import NUMBERS
+from gradwire.errors import ArgumentError, NotSupportedError, ReductionError
+from gradwire.gradients import CommHook, StatefulHook, bind_hook, name_of
 
 __all__ = ["Reducer"]
 
@@ -113,6 +114,7 @@ class Reducer(ReducerNames):
             sparse={i for i, name in enumerate(names) if name in sparse},
             last={i for i, name in enumerate(names) if name in last},
             layout=check_layout(bucket_layout, parameters),
+            further=0 if skip_unused else NUMBERS,  # which may skip the bucket that has them
         )
         # the nodes that accumulate gradients: their hooks run after all hooks of the parameters
         nodes = [torch.autograd.graph.get_gradient_edge(p).node for _, p in parameters]
@@ -129,7 +131,7 @@ class Reducer(ReducerNames):
         self._hooks = weakref.finalize(self, _remove, [*handles, registration])
         self._hooks.atexit = False
 
-    def register_comm_hook(self, state: Any, hook: CommHook | None) -> None:
+    def register_comm_hook(self, state: Any, hook: CommHook | StatefulHook[Any] | None) -> None:
         """Let `hook(state, bucket)` communicate from the next `prepare` on; None: the mean.
 
         Every rank registers the same hook. Hooks are called one at a time in bucket order, the
@@ -139,12 +141,16 @@ class Reducer(ReducerNames):
 
         Raises:
             ArgumentTypeError: Not a hook.
+            ArgumentError: A `StatefulHook`, and another state.
         """
         backward = self._backward
-        backward.launcher.hook = None if hook is None else check_hook(hook)
-        backward.launcher.state = state
+        backward.launcher.hook = None if hook is None else bind_hook(state, hook)
         order = [i for bucket in backward.buckets for i in bucket.members]
         backward.plan_anew(order, keep_state=False)
+
+    def reword_surplus(self, reword: Callable[[ReductionError], ReductionError]) -> None:
+        """Let a function have the last word on errors of gradients that are one too many."""
+        self._backward.reword = reword
 
     @property
     def has_hook(self) -> bool:
@@ -194,7 +200,8 @@ class Reducer(ReducerNames):
             BrokenGroupError: The group cannot be used again after an earlier error.
             NotSupportedError: Inside of a context of `torch.distributed.autograd`.
         """
-        refuse_rpc_context()
+        if (error := rpc_context_error()) is not None:
+            raise error
         backward = self._backward
         backward.recover()
         if not backward.flight.step:
@@ -208,6 +215,19 @@ class Reducer(ReducerNames):
                 backward.order = backward.ready = None
         backward.skip_unused = self._skip_unused and not uneven
         backward.prepare(ranks or backward.planner.group.size())
+
+    def weight(self, weight: float) -> None:
+        """See DistributedDataParallel.weight."""
+        backward = self._backward
+        if not self.has_hook and backward.buckets.carrier is None:
+            raise NotSupportedError(NO_ROOM)
+        if backward.awaits_finalization:
+            raise ReductionError("weight(n) before finalize_backward(): finalize first")
+        backward.weights.give(weight)
+
+    def begin_forward(self) -> None:
+        """A forward begins, of a backward that is reduced or not: it has a weight of its own."""
+        self._backward.weights.on_forward()
 
     def recover(self) -> None:
         """What `prepare` begins with: to be called before anything else that ranks do together.
@@ -268,10 +288,11 @@ class Reducer(ReducerNames):
         A hook's state that is the old group, or has it as its `process_group`, gets the new one.
         """
         backward, old = self._backward, self._backward.planner.group
-        hook, state = backward.launcher.hook, backward.launcher.state
+        hook = backward.launcher.hook
         backward.set_group(check_group(group))
         backward.launcher.hook = hook
-        backward.launcher.state = replace_group(state, old, group)
+        if hook is not None:
+            hook.state = replace_group(hook.state, old, group)
         backward.start_over()
 
     def close(self) -> None:

@@ -1,8 +1,4 @@
-"""CommHook: what a communication hook is, and how what it returns is read.
-
-A hook may return a future, a tensor or a work handle; `as_future` makes one thing of them, and
-`parse_hook_result` takes the tensor out and holds it against the bucket.
-"""
+"""CommHook: what a communication hook is."""
 
 from __future__ import annotations
 
@@ -10,15 +6,13 @@ import inspect
 from collections.abc import Callable
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
-import torch
 from torch import Tensor
 from torch.distributed import Work
 from torch.futures import Future
 
-from gradwire.errors import ArgumentTypeError, HookError
-from gradwire.gradients.bucket import GradBucket
+from gradwire.errors import ArgumentTypeError
 
-__all__ = ["CommHook", "HookReturn", "as_future", "check_hook", "name_of", "parse_hook_result"]
+__all__ = ["CommHook", "HookReturn", "check_hook", "name_of"]
 
 HookReturn: TypeAlias = "Future[Any] | Tensor | list[Tensor] | Work"
 """What a hook may return: of a future or a work handle, the result is a tensor or a list of one."""
@@ -64,74 +58,3 @@ def name_of(hook: Callable[..., object]) -> str:
     """A hook's name for messages."""
     inner = getattr(hook, "func", hook)
     return str(getattr(inner, "__qualname__", type(inner).__qualname__))
-
-
-def as_future(returned: object, hook: Callable[..., object]) -> torch._C.Future[Any]:
-    """One kind of thing for all that a hook may return.
-
-    Raises:
-        HookError: The hook returned None or something else that is no result.
-
-    Example:
-        >>> as_future(torch.ones(2), len).wait()
-        tensor([1., 1.])
-    """
-    if isinstance(returned, torch._C.Future):
-        return returned
-    if isinstance(returned, Work):
-        return returned.get_future()
-    if isinstance(returned, Tensor | list | tuple):
-        done: Future[Any] = Future()
-        done.set_result(returned)
-        return done
-    raise HookError(
-        f"hook {name_of(hook)} returned {returned!r}: return a torch.futures.Future, a tensor or "
-        "a work handle whose result is the reduced buffer"
-    )
-
-
-def parse_hook_result(result: object, bucket: GradBucket, hook: Callable[..., object]) -> Tensor:
-    """The reduced tensor in what a hook's future held.
-
-    Args:
-        result: A tensor, or a list or tuple of one. For a complex bucket, real and imaginary parts
-            in turn will do: Gloo's futures hold the real view that it has sent.
-        bucket: The bucket the hook was called with.
-        hook: Named in messages.
-
-    Returns:
-        The tensor: the bucket's dtype, device and number of elements.
-
-    Raises:
-        HookError: No such tensor.
-
-    Example:
-        >>> bucket = GradBucket(0, torch.zeros(2), [torch.zeros(2)], is_last=True)
-        >>> parse_hook_result([torch.ones(2)], bucket, len)
-        tensor([1., 1.])
-    """
-    if isinstance(result, list | tuple) and len(result) == 1:
-        result = result[0]
-    buffer = bucket.buffer()
-    prefix = f"hook {name_of(hook)}, bucket {bucket.index()}: the result is"
-    if not isinstance(result, Tensor):
-        raise HookError(f"{prefix} {result!r}: give one tensor, or a list of one")
-    if buffer.is_complex() and result.dtype == buffer.dtype.to_real():
-        result = _as_complex(result, buffer)
-    if result.layout != buffer.layout:
-        raise HookError(f"{prefix} of layout {result.layout}, the bucket of {buffer.layout}")
-    if result.dtype != buffer.dtype or result.device != buffer.device:
-        raise HookError(
-            f"{prefix} {result.dtype} on {result.device}, the bucket is {buffer.dtype} on "
-            f"{buffer.device}: convert it back before returning it"
-        )
-    if result.layout == torch.strided and result.numel() != buffer.numel():
-        raise HookError(f"{prefix} of {result.numel()} elements, the bucket of {buffer.numel()}")
-    return result
-
-
-def _as_complex(result: Tensor, buffer: Tensor) -> Tensor:
-    """Pairs of reals as the complex numbers of a bucket; what is no such thing, as it is."""
-    if result.layout != torch.strided or result.numel() != 2 * buffer.numel():
-        return result
-    return torch.view_as_complex(result.reshape(-1, 2))

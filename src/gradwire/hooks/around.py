@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradwire.errors import ArgumentError
-from gradwire.gradients import CommHook, GradBucket, as_future, check_hook, parse_hook_result
+from gradwire.gradients import CommHook, GradBucket, as_future, compose, parse_hook_result
 
 __all__ = ["around"]
 
@@ -19,11 +19,12 @@ def around(
     *,
     before: Callable[[GradBucket], None] | None = None,
     after: Callable[[Tensor, GradBucket], Tensor] | None = None,
-) -> Callable[[Any, GradBucket], Any]:
+) -> CommHook:
     """Wrap a hook; the result is a hook, so that wrappers compose.
 
     Args:
-        hook: The hook that communicates; its state is passed through.
+        hook: The hook that communicates; its state is passed through. Of a `StatefulHook` the
+            result is one, with the same state.
         before: Gets the bucket of local gradients; may change the buffer in place, or set another.
         after: Gets the reduced buffer and the bucket, and returns the result.
 
@@ -43,11 +44,10 @@ def around(
         >>> hook(None, FakeBucket(torch.tensor([0.5, 9.0]))).wait()
         tensor([0.5000, 1.0000])
     """
-    check_hook(hook)
     if before is None and after is None:
         raise ArgumentError("neither before nor after is given: use the hook itself")
 
-    def wrapped_hook(state: Any, bucket: GradBucket) -> torch._C.Future[Any]:
+    def run(hook: CommHook, state: Any, bucket: GradBucket) -> torch._C.Future[Any]:
         if before is not None:
             before(bucket)
         future = as_future(hook(state, bucket), hook)
@@ -55,5 +55,4 @@ def around(
             return future
         return future.then(lambda f: after(parse_hook_result(f.value(), bucket, hook), bucket))
 
-    wrapped_hook.single_collective = getattr(hook, "single_collective", False)  # type: ignore[attr-defined]
-    return wrapped_hook
+    return compose(run, hook)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,13 +9,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from gradwire.errors import ArgumentError
-from gradwire.gradients import CommHook, GradBucket, as_future, check_hook, parse_hook_result
+from gradwire.gradients import CommHook, GradBucket, as_future, compose, parse_hook_result
 from gradwire.hooks.allreduce import allreduce
 
 __all__ = ["bf16", "compressed", "fp16"]
 
 
-def compressed(hook: CommHook, dtype: torch.dtype) -> Callable[[Any, GradBucket], Any]:
+def compressed(hook: CommHook, dtype: torch.dtype) -> CommHook:
     """Let any hook work on gradients cast to a smaller dtype.
 
     The inner hook sees a bucket with the same index, parameters and `is_last`, whose buffer is the
@@ -28,7 +27,8 @@ def compressed(hook: CommHook, dtype: torch.dtype) -> Callable[[Any, GradBucket]
         dtype: A floating-point dtype.
 
     Returns:
-        A hook. Complex buckets are cast as pairs of reals; integer ones are passed as they are.
+        A hook, a `StatefulHook` of the same state where `hook` is one. Complex buckets are cast as
+        pairs of reals; integer ones are passed as they are.
 
     Raises:
         ArgumentError: `dtype` is not floating-point.
@@ -46,11 +46,10 @@ def compressed(hook: CommHook, dtype: torch.dtype) -> Callable[[Any, GradBucket]
         >>> seen
         [torch.bfloat16]
     """
-    check_hook(hook)
     if not dtype.is_floating_point:
         raise ArgumentError(f"dtype is {dtype}: give a floating-point one, such as torch.bfloat16")
 
-    def compressed_hook(state: Any, bucket: GradBucket) -> torch._C.Future[Tensor]:
+    def run(hook: CommHook, state: Any, bucket: GradBucket) -> torch._C.Future[Tensor]:
         buffer = bucket.buffer()
         dense = buffer.layout == torch.strided
         real = torch.view_as_real(buffer).view(-1) if dense and buffer.is_complex() else buffer
@@ -74,8 +73,7 @@ def compressed(hook: CommHook, dtype: torch.dtype) -> Callable[[Any, GradBucket]
 
         return as_future(hook(state, small), hook).then(decompress)
 
-    compressed_hook.single_collective = getattr(hook, "single_collective", False)  # type: ignore[attr-defined]
-    return compressed_hook
+    return compose(run, hook)
 
 
 _fp16 = compressed(allreduce, torch.float16)

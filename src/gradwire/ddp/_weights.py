@@ -1,0 +1,249 @@
+"""Weighted averages: each backward counts by its samples or tokens, not as one among equals.
+
+What autograd hands to a parameter is multiplied by the weight before it is accumulated, so that
+`.grad` holds Σ n g of this rank's backwards, whatever the loss used. The sum of n over ranks comes
+with the gradients: in further elements of a bucket, or in the vote that ends a hook's backward.
+`weighted_average` in `_naive.py` is the same without buckets.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from numbers import Real
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from gradwire.ddp._ownership import Ownership
+from gradwire.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    MismatchError,
+    NotSupportedError,
+    ReductionError,
+)
+
+__all__ = ["NUMBERS", "Weights", "check_weight"]
+
+NUMBERS = 3
+"""What ranks add up: their weights, how many gave one, and how many did not."""
+UNWEIGHTED = (0.0, 0.0, 1.0)
+
+
+class Weights:
+    """What one rank's gradients weigh.
+
+    Args:
+        parameters: The reducer's.
+        nodes: For each, the node that accumulates its gradient.
+        ownership: Which of them other reducers reduce, too.
+
+    Attributes:
+        fail: Ends the backward on every rank, and raises.
+        given: The weight of gradients that arrive; None: 1, and no rank may give one.
+        total: The sum of the weights whose gradients have accumulated since the last reduction.
+    """
+
+    fail: Callable[[Exception], NoReturn]
+
+    def __init__(
+        self, parameters: Sequence[Parameter], nodes: Sequence[Any], ownership: Ownership
+    ) -> None:
+        self._parameters, self._nodes, self._ownership = parameters, nodes, ownership
+        self._lock = threading.Lock()  # on several devices, autograd has a thread for each
+        self._handles: list[Any] = []
+        self.given: float | None = None
+        self.total = 0.0
+        self._used = self._counted = False
+        self._accumulated: set[int] = set()
+        self._witness, self._stamp = 0, (0, 0)
+        self._unweighted: Tensor | None = None
+
+    def give(self, weight: float) -> None:
+        """The weight of the next backward."""
+        self.given = check_weight(weight)
+        self._used = self._counted = False
+        if not self._handles:
+            reference = weakref.ref(self)
+            for i, node in enumerate(self._nodes):
+                self._handles.append(node.register_prehook(partial(_on_incoming, reference, i)))
+                self._handles.append(node.register_hook(partial(_on_accumulated, reference, i)))
+            weakref.finalize(self, _remove, self._handles).atexit = False
+
+    def on_forward(self) -> None:
+        """A weight that a backward has used is not the next forward's."""
+        if self._used:
+            self.given = None
+
+    def clear(self) -> None:
+        """Gradients have been reduced, or were given up."""
+        self.total, self._counted = 0.0, False
+        self._accumulated.clear()
+
+    def numbers(self) -> Sequence[float]:
+        """What this rank adds to the ranks' sums."""
+        if self.given is None:
+            return UNWEIGHTED
+        self._count()
+        return self.total, 1.0, 0.0
+
+    def write(self, flat: Tensor) -> None:
+        """Put this rank's numbers at the end of a bucket."""
+        if self.given is not None:
+            flat[-NUMBERS:] = torch.tensor(self.numbers(), dtype=flat.dtype)
+            return
+        if self._unweighted is None:  # kept, as it is written in each step
+            self._unweighted = torch.tensor(UNWEIGHTED, dtype=flat.dtype, device=flat.device)
+        flat[-NUMBERS:] = self._unweighted
+
+    def factor(self, sums: Sequence[float], ranks: int) -> float | None:
+        """What sums of gradients that were divided by `ranks` are multiplied by; None: nothing.
+
+        Where all weights are 0, so are the gradients.
+        """
+        total, weighted, unweighted = sums
+        if weighted and unweighted:
+            self.fail(
+                MismatchError(
+                    f"{weighted:g} ranks called weight(n) for this backward and {unweighted:g} did "
+                    "not: call it on every rank, or on none"
+                )
+            )
+        if not weighted:
+            return None
+        return ranks / total if total else 0.0
+
+    def on_incoming(self, index: int, gradient: Tensor | None) -> Tensor | None:
+        """A gradient is about to be accumulated: what is to be accumulated instead, or None."""
+        weight = self.given
+        if weight is None:
+            if self._accumulated and not self._forget_if_cleared():
+                self.fail(
+                    ReductionError(
+                        "no weight was given for this backward, while .grad holds weighted "
+                        "gradients of earlier ones: call weight(n) before each backward"
+                    )
+                )
+            return None
+        self._count()
+        if gradient is None:
+            return None
+        if index not in self._accumulated:
+            self._check_first(index)
+            if not self._accumulated:
+                self._witness = index
+            self._accumulated.add(index)
+        if torch.is_grad_enabled():
+            self.fail(
+                NotSupportedError(
+                    "weight(n) and backward(create_graph=True): use torch.autograd.grad for "
+                    "gradients that are differentiated again"
+                )
+            )
+        if weight == 1.0:
+            return None
+        # a mean over no samples is NaN, and 0 * NaN is
+        return gradient * weight if weight else torch.zeros_like(gradient)
+
+    def on_accumulated(self, index: int) -> None:
+        """A gradient was accumulated."""
+        gradient = self._parameters[index].grad
+        if index == self._witness and gradient is not None:
+            self._stamp = _stamp(gradient)
+
+    def _count(self) -> None:
+        """Add the weight to the total: once for each that is given."""
+        with self._lock:
+            if self._counted or self.given is None:
+                return
+            self._forget_if_cleared()
+            self.total += self.given
+            self._used = self._counted = True
+
+    def _forget_if_cleared(self) -> bool:
+        """Forget what has accumulated where it was cleared since; whether nothing is left.
+
+        Gradients that are zero by themselves count: their memory has not been written to.
+        """
+        if self._accumulated and all(map(self._is_cleared, (self._witness, *self._accumulated))):
+            self.total = 0.0
+            self._accumulated.clear()
+        return not self._accumulated
+
+    def _is_cleared(self, index: int) -> bool:
+        gradient = self._parameters[index].grad
+        if gradient is None:
+            return True
+        if index == self._witness and _stamp(gradient) == self._stamp:
+            return False
+        return _is_zero(gradient)
+
+    def _check_first(self, index: int) -> None:
+        """The first weighted gradient since the last reduction must not meet another one."""
+        gradient = self._parameters[index].grad
+        if index in self._ownership.shared:
+            self.fail(
+                NotSupportedError(
+                    "weight(n) with parameters that two wrappers reduce: wrap them once"
+                )
+            )
+        if gradient is not None and not _is_zero(gradient):
+            self.fail(
+                NotSupportedError(
+                    "weight(n), and .grad holds gradients that were reduced before or got no "
+                    "weight: call zero_grad() after each reduction, accumulate under no_sync(), "
+                    "and call weight(n) before each backward"
+                )
+            )
+
+
+def check_weight(weight: object) -> float:
+    """The weight, as a float.
+
+    Raises:
+        ArgumentTypeError: Not a number.
+        ArgumentError: Negative, infinite or NaN.
+    """
+    if isinstance(weight, bool) or not isinstance(weight, Real):
+        raise ArgumentTypeError(
+            f"weight is {weight!r}: pass an int or a float, such as a tensor's .item()"
+        )
+    value = float(weight)
+    if not (math.isfinite(value) and value >= 0):
+        raise ArgumentError(f"weight is {weight}: pass a finite number that is 0 or more")
+    return value
+
+
+def _stamp(gradient: Tensor) -> tuple[int, int]:
+    """Changes when a gradient is replaced or written to."""
+    dense = gradient.layout == torch.strided
+    return gradient.data_ptr() if dense else 0, gradient._version
+
+
+def _is_zero(gradient: Tensor) -> bool:
+    values = gradient if gradient.layout == torch.strided else gradient.coalesce().values()
+    return not bool(values.any())
+
+
+def _on_incoming(
+    reference: weakref.ref[Weights], index: int, incoming: tuple[Tensor | None, ...]
+) -> tuple[Tensor, ...] | None:
+    weights = reference()
+    scaled = None if weights is None else weights.on_incoming(index, incoming[0])
+    return None if scaled is None else (scaled,)
+
+
+def _on_accumulated(reference: weakref.ref[Weights], index: int, *_: object) -> None:
+    if weights := reference():
+        weights.on_accumulated(index)
+
+
+def _remove(handles: Sequence[Any]) -> None:
+    for handle in handles:
+        handle.remove()

@@ -1,0 +1,199 @@
+"""StatefulHook: a communication hook and its state in one object, which the reducer runs.
+
+The interface has two parts, as `CommHookInterface` of PyTorch's C++ has: one starts communication,
+the other takes the reduced tensor out of what the communication's future holds. Functions are
+adapted to it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+from torch import Tensor
+
+from gradwire.errors import ArgumentError, ArgumentTypeError, HookError
+from gradwire.gradients.bucket import GradBucket
+from gradwire.gradients.group_name import group_from, name_if_group
+from gradwire.gradients.hook import CommHook, HookReturn, check_hook, name_of
+
+__all__ = ["DelegatingHook", "StatefulHook", "bind_hook", "compose", "tensor_in"]
+
+S = TypeVar("S")
+
+
+class StatefulHook(ABC, Generic[S]):
+    """A communication hook that is an object, and says itself how its results are read.
+
+    Register it without another state: `model.register_comm_hook(None, hook)`. As every hook, it
+    divides by the world size itself, and runs once for each bucket, in the same order on every
+    rank. It can be called as a function, too, and so be given to `hooks.compressed` and
+    `hooks.around`.
+
+    Args:
+        state: What the hook keeps: saved by `comm_hook_state_dict`, and exchanged where it is, or
+            has as `process_group`, a group that is replaced.
+
+    Attributes:
+        state: The same.
+        single_collective: Whether each bucket has one collective, which is started at once: the
+            next bucket then need not wait for it.
+
+    Example:
+        The future holds what was reduced in half precision; it becomes float32 when it is read.
+
+        >>> import torch
+        >>> import torch.distributed as dist
+        >>> from gradwire.ddp import DistributedDataParallel
+        >>> from gradwire.testing import run_ranks
+        >>> class Half(StatefulHook[dist.ProcessGroup]):
+        ...     single_collective = True
+        ...     def run_hook(self, bucket):
+        ...         half = (bucket.buffer() / self.state.size()).half()
+        ...         return dist.all_reduce(half, group=self.state, async_op=True)
+        ...     def parse_hook_result(self, result):
+        ...         return super().parse_hook_result(result).float()
+        >>> def main():
+        ...     net = DistributedDataParallel(torch.nn.Linear(1, 1, bias=False))
+        ...     net.register_comm_hook(None, Half(dist.group.WORLD))
+        ...     net(torch.tensor([[1.0 + dist.get_rank()]])).sum().backward()
+        ...     return net.module.weight.grad.item()
+        >>> run_ranks(main, world_size=2)
+        [1.5, 1.5]
+    """
+
+    single_collective: bool = False
+
+    def __init__(self, state: S) -> None:
+        self.state = state
+
+    @abstractmethod
+    def run_hook(self, bucket: GradBucket) -> HookReturn:
+        """Start communicating a bucket of local gradients.
+
+        Returns:
+            Best a `torch.futures.Future`; what it holds goes to `parse_hook_result`.
+        """
+
+    def parse_hook_result(self, result: Any) -> Tensor:
+        """The reduced buffer in what the future held: a tensor, or a list or tuple of one.
+
+        The reducer then holds it against the bucket: dtype, device and number of elements.
+
+        Raises:
+            HookError: No such thing. Whatever it raises ends the backward on all ranks.
+        """
+        return tensor_in(result, self)
+
+    def __call__(self, state: None, bucket: Any, /) -> Any:
+        """Run as a function of a state, which is None, and a bucket."""
+        return self.run_hook(bucket)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: name_if_group(value) for name, value in self.__dict__.items()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update({name: group_from(value) for name, value in state.items()})
+
+
+class _FunctionHook(StatefulHook[Any]):
+    """A hook that is a function of a state and a bucket."""
+
+    def __init__(self, state: Any, func: Callable[[Any, Any], Any]) -> None:
+        super().__init__(state)
+        self.func = func  # by this name `name_of` finds the function's
+        self.single_collective = getattr(func, "single_collective", False)
+
+    def run_hook(self, bucket: GradBucket) -> HookReturn:
+        """Calls the function."""
+        returned: HookReturn = self.func(self.state, bucket)
+        return returned
+
+
+Run = Callable[[CommHook, Any, GradBucket], Any]
+
+
+class DelegatingHook(StatefulHook[Any]):
+    """Something around a `StatefulHook`, whose state is that hook's."""
+
+    def __init__(self, hook: StatefulHook[Any]) -> None:
+        self.hook = hook
+        self.single_collective = hook.single_collective
+
+    @property
+    def state(self) -> Any:
+        """The inner hook's."""
+        return self.hook.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.hook.state = state
+
+
+class _ComposedHook(DelegatingHook):
+    """A function around a `StatefulHook`."""
+
+    def __init__(self, run: Run, hook: StatefulHook[Any]) -> None:
+        super().__init__(hook)
+        self.run = run
+
+    def run_hook(self, bucket: GradBucket) -> HookReturn:
+        """Runs what is around the hook."""
+        returned: HookReturn = self.run(self.hook, None, bucket)
+        return returned
+
+
+def compose(run: Run, hook: CommHook) -> CommHook:
+    """A hook that runs `run(hook, state, bucket)`: with a state of its own where `hook` has one.
+
+    Raises:
+        ArgumentTypeError: Not a hook.
+    """
+    check_hook(hook)
+    if isinstance(hook, StatefulHook):
+        return _ComposedHook(run, hook)
+
+    def composed(state: Any, bucket: GradBucket) -> Any:
+        return run(hook, state, bucket)
+
+    composed.single_collective = getattr(hook, "single_collective", False)  # type: ignore[attr-defined]
+    return composed
+
+
+def tensor_in(result: Any, hook: Callable[..., object]) -> Tensor:
+    """A tensor, or the only element of a list or tuple; raises HookError for anything else."""
+    if isinstance(result, list | tuple) and len(result) == 1:
+        result = result[0]
+    if not isinstance(result, Tensor):
+        raise HookError(
+            f"hook {name_of(hook)}: the result is {result!r}: give one tensor, or a list of one"
+        )
+    return result
+
+
+def bind_hook(state: Any, hook: object) -> StatefulHook[Any]:
+    """A hook and its state as one object; a `StatefulHook` is one already.
+
+    Raises:
+        ArgumentTypeError: Not a hook.
+        ArgumentError: A `StatefulHook` is given another state than its own.
+
+    Example:
+        >>> from gradwire.testing import FakeBucket
+        >>> import torch
+        >>> bind_hook(3, lambda state, bucket: bucket.buffer() * state).run_hook(
+        ...     FakeBucket(torch.ones(2))
+        ... )
+        tensor([3., 3.])
+    """
+    checked = check_hook(hook)
+    if isinstance(checked, type) and issubclass(checked, StatefulHook):
+        raise ArgumentTypeError(f"hook is the class {checked.__qualname__}: pass an instance")
+    if not isinstance(checked, StatefulHook):
+        return _FunctionHook(state, checked)
+    if state is not None and state is not checked.state:
+        raise ArgumentError(
+            f"state is {state!r}, and hook {name_of(checked)} has a state of its own: pass None"
+        )
+    return checked

@@ -1,0 +1,400 @@
+"""Weighted averages: the gradient of the mean over all samples, however they are divided."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from gradwire import compat, hooks
+from gradwire.ddp import DistributedDataParallel, MixedPrecision, _naive
+from gradwire.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    MismatchError,
+    NotSupportedError,
+    PeerFailedError,
+    ReductionError,
+)
+from gradwire.testing import run_ranks
+
+pytestmark = pytest.mark.usefixtures("each_backend")
+
+
+class Net(nn.Module):
+    """Parameters of all kinds of buckets; the loss uses one of them without the forward."""
+
+    def __init__(self, sparse=False, reentrant=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(5, 6, sparse=sparse)
+        self.first = nn.Linear(6, 1024)
+        self.large = nn.Linear(1024, 1030)
+        self.wide = nn.Linear(1030, 2, dtype=torch.float64)
+        self.rotation = nn.Parameter(torch.randn(2, dtype=torch.complex64))
+        self.sometimes = nn.Linear(6, 2)
+        self.reentrant = reentrant
+
+    def forward(self, words, *, extra=False):
+        x = self.embedding(words)
+        hidden = self.first(x).tanh()
+        if self.reentrant is not None:
+            hidden = checkpoint(self.large, hidden, use_reentrant=self.reentrant)
+        else:
+            hidden = self.large(hidden)
+        out = self.wide(hidden.double()) * self.rotation.abs()
+        return out + self.sometimes(x) if extra else out
+
+
+def loss_of(net, words, extra=True):
+    inner = getattr(net, "module", net)
+    penalty = inner.first.bias.square().sum() if len(words) else 0
+    return net(words, extra=extra).square().mean() + penalty
+
+
+def batches(steps, micro):
+    """Words of each backward of each step; ranks and backwards differ in how many."""
+    torch.manual_seed(10 + dist.get_rank())
+    return [
+        [
+            torch.randint(5, (1 + (3 * step + 2 * i + 4 * dist.get_rank()) % 7,))
+            for i in range(micro)
+        ]
+        for step in range(steps)
+    ]
+
+
+def assert_same(ours, twin, rtol=1e-4):
+    for (name, p), q in zip(ours.named_parameters(), twin.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None), name
+        if p.grad is not None:
+            got, want = p.grad.to_dense(), q.grad.to_dense()
+            torch.testing.assert_close(got, want, rtol=rtol, atol=rtol / 100, msg=name)
+
+
+def train(net, *, steps=2, micro=1, none=True, rtol=1e-4, extra=lambda step: True):
+    """Each step held against the naive twin, and against one process with the whole batch."""
+    twin = copy.deepcopy(net.module)
+    for number, step in enumerate(batches(steps, micro)):
+        net.zero_grad(set_to_none=none)
+        twin.zero_grad(set_to_none=none)
+        for i, words in enumerate(step):
+            if i + 1 < len(step):
+                with net.no_sync():
+                    net.weight(len(words))
+                    loss_of(net, words, extra(number)).backward()
+            else:
+                net.weight(len(words))
+                loss_of(net, words, extra(number)).backward()
+            (loss_of(twin, words, extra(number)) * len(words)).backward()
+        if net.require_manual_backward_finalization:
+            net.finalize_backward()
+        group = dist.group.WORLD
+        for p in twin.parameters():  # a rank that does not use one takes part
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad.to_dense()
+        _naive.weighted_average(group, twin.parameters(), sum(map(len, step)))
+        assert_same(net, twin, rtol)
+
+
+def always(step):
+    return True
+
+
+def one_rank(step):
+    return dist.get_rank() == step % 2
+
+
+@pytest.mark.parametrize("micro", [1, 3])
+@pytest.mark.parametrize(
+    ("options", "hook", "extra"),
+    [
+        ({}, None, always),
+        ({"gradient_as_bucket_view": True}, None, always),
+        ({"bucket_cap_mb": 1e-3, "lazy_bucket_allocation": True}, None, always),
+        ({"find_unused_parameters": True}, None, one_rank),
+        ({"find_unused_parameters": True}, hooks.allreduce, one_rank),
+        ({"static_graph": True}, None, always),
+        ({}, hooks.allreduce, always),
+        (
+            {"skip_all_reduce_unused_params": True, "find_unused_parameters": True},
+            hooks.allreduce,
+            always,
+        ),
+    ],
+    ids=["plain", "view", "lazy", "unused", "unused-hook", "static", "hook", "skip"],
+)
+@pytest.mark.narrow(
+    {
+        "micro": 3,
+        "each_backend": "gloo",
+        "extra": one_rank,
+        "options": {"find_unused_parameters": True},
+    },
+    {"micro": 1, "each_backend": "shm", "options": {"gradient_as_bucket_view": True}},
+)
+def test_the_mean_over_samples(options, hook, extra, micro):
+    def main():
+        net = DistributedDataParallel(Net(), **options)
+        net.register_comm_hook(None, hook)
+        train(net, micro=micro, extra=extra)
+
+    run_ranks(main, 2)
+
+
+@pytest.mark.parametrize(
+    "case", ["sparse", "sparse-hook", "reentrant", "checkpoint", "zeros", "finalize", "mixed"]
+)
+@pytest.mark.narrow(
+    {"case": ["sparse", "zeros"], "each_backend": "gloo"},
+    {"case": ["finalize", "mixed"], "each_backend": "shm"},
+)
+def test_with_other_features(case):
+    def main():
+        reentrant = {"reentrant": True, "checkpoint": False}.get(case)
+        mixed = MixedPrecision(reduce_dtype=torch.bfloat16) if case == "mixed" else None
+        module = Net(sparse="sparse" in case, reentrant=reentrant)
+        net = DistributedDataParallel(module, mixed_precision=mixed)
+        net.register_comm_hook(None, hooks.allreduce if case == "sparse-hook" else None)
+        net.require_manual_backward_finalization = case == "finalize"
+        train(net, micro=2, none=case != "zeros", rtol=0.05 if case == "mixed" else 1e-4)
+
+    run_ranks(main, 2)
+
+
+def linear(**options):
+    torch.manual_seed(0)
+    return DistributedDataParallel(nn.Linear(2, 1, bias=False), **options)
+
+
+def rows(count, value=1.0):
+    return torch.full((count, 2), value)
+
+
+def backward(net, weight, x):
+    if weight is not None:
+        net.weight(weight)
+    net(x).mean().backward()
+    return net.module.weight.grad
+
+
+@pytest.mark.parametrize("hook", [None, hooks.allreduce])
+def test_ranks_of_weight_zero(hook):
+    def main():
+        net = linear()
+        net.register_comm_hook(None, hook)
+        own = dist.get_rank()  # rank 0 has no samples: its mean is NaN
+        assert backward(net, own, rows(own)).tolist() == [[1.0, 1.0]]
+        net.zero_grad()
+        assert backward(net, 0, rows(0)).tolist() == [[0.0, 0.0]]  # nobody has any
+        net.zero_grad()
+        assert backward(net, 0.25, rows(1)).tolist() == [[1.0, 1.0]]
+
+    run_ranks(main, 2)
+
+
+@pytest.mark.parametrize("hook", [None, hooks.allreduce])
+def test_steps_with_and_without_weights(hook):
+    def main():
+        net = linear()
+        net.register_comm_hook(None, hook)
+        x = rows(1, dist.get_rank() + 1.0)
+        want = [(None, 1.5), (1 + 2 * dist.get_rank(), 1.75), (None, 1.5)]
+        for weight, mean in want:
+            assert backward(net, weight, x).tolist() == [[mean, mean]]
+            net.zero_grad()
+
+    run_ranks(main, 2)
+
+
+@pytest.mark.parametrize("hook", [None, hooks.allreduce])
+def test_weights_need_no_message_of_their_own(hook):
+    def main():
+        net = linear()
+        net.register_comm_hook(None, hook)
+        ends = []
+        for weight in (None, None, None, 2, 3):  # the second step begins with the buckets' order
+            backward(net, weight, rows(1))
+            net.zero_grad()
+            ends.append(net.reducer._backward.end)
+        sent = [after - before for before, after in itertools.pairwise(ends)]
+        return sent[1] == sent[2] == sent[3] == (1 if hook is None else 2)
+
+    assert run_ranks(main, 2) == [True, True]
+
+
+@pytest.mark.parametrize("hook", [None, hooks.allreduce])
+def test_ranks_that_disagree_whether_there_are_weights(hook):
+    def main():
+        net = linear()
+        net.register_comm_hook(None, hook)
+        for with_weight in (0, 1):
+            weight = 0 if dist.get_rank() == with_weight else None
+            with pytest.raises(MismatchError, match=r"1 ranks called weight\(n\).*1 did not"):
+                backward(net, weight, rows(1))
+            net.zero_grad()
+            assert backward(net, 3, rows(1)).tolist() == [[1.0, 1.0]]
+            net.zero_grad()
+
+    run_ranks(main, 2)
+
+
+@pytest.mark.parametrize("forgetful", [(0, 1), (1,)])
+def test_a_weight_that_is_forgotten_after_others(forgetful):
+    def main():
+        net = linear()
+        rank = dist.get_rank()
+        with net.no_sync():
+            backward(net, 2, rows(1))
+        error = ReductionError if rank in forgetful else PeerFailedError
+        with pytest.raises(error, match="no weight was given"):
+            backward(net, None if rank in forgetful else 1, rows(1))
+        net.zero_grad()
+        assert backward(net, 3, rows(1)).tolist() == [[1.0, 1.0]]
+
+    run_ranks(main, 2)
+
+
+def test_gradients_that_were_reduced_or_unweighted_before():
+    def main():
+        net = linear()
+        backward(net, 2, rows(1))
+        with pytest.raises(NotSupportedError, match="zero_grad"):
+            backward(net, 2, rows(1))
+        net.zero_grad()
+        with net.no_sync():
+            backward(net, None, rows(1))
+        with pytest.raises(NotSupportedError, match="zero_grad"):
+            backward(net, 2, rows(1))
+        net.zero_grad()
+        assert backward(net, 3, rows(1)).tolist() == [[1.0, 1.0]]
+
+    run_ranks(main, 2)
+
+
+@pytest.mark.parametrize("none", [False, True])
+def test_accumulation_that_is_given_up(none):
+    """What was cleared does not count, what was zero by itself does."""
+
+    def main():
+        net = linear()
+        rank = dist.get_rank()
+        with net.no_sync():
+            backward(net, 100, rows(1))
+        net.zero_grad(set_to_none=none)
+        with net.no_sync():
+            backward(net, 3, rows(1, 0.0))
+        assert backward(net, 1, rows(1, 4.0 * rank)).tolist() == [[0.5, 0.5]]  # 4 of 8 samples
+
+    run_ranks(main, 2)
+
+
+def test_two_backwards_of_one_forward_count_once():
+    def main():
+        net = linear()
+        with net.no_sync():
+            net.weight(1 + dist.get_rank())
+            out = net(rows(1))
+            out.sum().backward(retain_graph=True)
+            out.sum().backward()
+        return backward(net, 1, rows(1, 3.0))[0, 0].item()
+
+    # (1 * 2 + 2 * 2 + 3 + 3) / (1 + 2 + 1 + 1)
+    assert run_ranks(main, 2) == pytest.approx([12 / 5] * 2)
+
+
+def test_join():
+    def main():
+        net = linear()
+        rank, found = dist.get_rank(), []
+        for by_initial in (False, True):
+            with net.join(divide_by_initial_world_size=by_initial):
+                for step in range(1 + rank):
+                    net.zero_grad()
+                    found += backward(net, 1 + 2 * rank, rows(1, 1.0 + rank + step)).tolist()[0][:1]
+        return found
+
+    assert run_ranks(main, 2) == [[1.75, 1.75], [1.75, 3.0, 1.75, 3.0]]
+
+
+def test_other_numbers_of_ranks():
+    def main():
+        net = linear()
+        rank = dist.get_rank()
+        return backward(net, rank + 1, rows(1, rank + 1.0))[0, 0].item()
+
+    assert run_ranks(main, 3) == pytest.approx([(1 + 4 + 9) / 6] * 3)
+    assert run_ranks(main, 1) == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("weight", "error"),
+    [
+        (-1, ArgumentError),
+        (math.nan, ArgumentError),
+        (math.inf, ArgumentError),
+        ("3", ArgumentTypeError),
+        (True, ArgumentTypeError),
+        (torch.tensor(3.0), ArgumentTypeError),
+    ],
+)
+def test_what_is_no_weight(weight, error):
+    def main():
+        net = linear()
+        with pytest.raises(error, match="weight is"):
+            net.weight(weight)
+        return backward(net, None, rows(1)).tolist()
+
+    assert run_ranks(main, 2) == [[[1.0, 1.0]]] * 2
+
+
+def test_what_is_refused():
+    def main():
+        half = DistributedDataParallel(nn.Linear(2, 1, dtype=torch.bfloat16))
+        skipping = linear(find_unused_parameters=True, skip_all_reduce_unused_params=True)
+        for net in (half, skipping):
+            with pytest.raises(NotSupportedError, match="register_comm_hook"):
+                net.weight(2)
+            net.register_comm_hook(None, "allreduce")
+            net.weight(2)
+        net = linear()
+        net.weight(2)
+        with pytest.raises(NotSupportedError, match=r"torch\.autograd\.grad"):
+            net(rows(1)).sum().backward(create_graph=True)
+        net.zero_grad()
+        outer = DistributedDataParallel(nn.Sequential(net.module))
+        outer.weight(2)
+        with pytest.raises(NotSupportedError, match="wrap them once"):
+            outer(rows(1)).sum().backward()
+
+    run_ranks(main, 2)
+
+
+def test_bfloat16_with_a_hook():
+    def main():
+        net = linear().bfloat16()
+        net = DistributedDataParallel(net.module)
+        net.register_comm_hook(None, "allreduce")
+        own = dist.get_rank()
+        return backward(net, 1 + 2 * own, rows(1, 1.0 + own).bfloat16()).tolist()
+
+    assert run_ranks(main, 2) == [[[1.75, 1.75]]] * 2
+
+
+def test_under_compat_the_wrapper_has_no_weight():
+    """Programs initialize every module that has one."""
+
+    def main():
+        with compat.installed():
+            net = nn.parallel.DistributedDataParallel(nn.Linear(2, 1, bias=False))
+            assert not hasattr(net, "weight")
+            net.reducer.weight(1 + 2 * dist.get_rank())
+            net(rows(1, 1.0 + dist.get_rank())).sum().backward()
+            return net.module.weight.grad.tolist()
+
+    assert run_ranks(main, 2) == [[[1.75, 1.75]]] * 2

@@ -1,0 +1,174 @@
+"""Hooks that are objects with a state of their own, and read their results themselves."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gradwire import compat, hooks
+from gradwire.ddp import DistributedDataParallel, MixedPrecision
+from gradwire.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    DistributedError,
+    HookError,
+    PeerFailedError,
+)
+from gradwire.gradients import GradBucket, StatefulHook, bind_hook, parse_hook_result
+from gradwire.testing import FakeBucket, run_ranks
+
+pytestmark = pytest.mark.usefixtures("each_backend")
+
+
+class Halving(StatefulHook):
+    """Its future holds a dict with halves; `bad` ranks read it in another way."""
+
+    single_collective = True
+
+    def __init__(self, state=None, bad=(), how="raise"):
+        super().__init__(state)
+        self.bad, self.how = bad, how
+
+    def run_hook(self, bucket: GradBucket):
+        group = self.state if isinstance(self.state, dist.ProcessGroup) else dist.group.WORLD
+        half = (bucket.buffer() / group.size()).half()
+        work = dist.all_reduce(half, group=group, async_op=True)
+        return work.get_future().then(lambda _: {"half": half, "dtype": bucket.buffer().dtype})
+
+    def parse_hook_result(self, result):
+        reduced = result["half"].to(result["dtype"])
+        if dist.is_initialized() and dist.get_rank() in self.bad:
+            if self.how == "raise":
+                raise KeyError("out of luck")
+            return {"shape": reduced[:-1], "dtype": reduced.double(), "None": None}[self.how]
+        return reduced
+
+
+def step(net):
+    net.zero_grad()
+    net(torch.full((1, 2), dist.get_rank() + 1.0)).sum().backward()
+    return net.module.weight.grad.tolist()
+
+
+def made(hook, **options):
+    net = DistributedDataParallel(nn.Linear(2, 1, bias=False), **options)
+    net.register_comm_hook(None, hook)
+    return net
+
+
+def composed(hook):
+    return hooks.around(hooks.compressed(hook, torch.bfloat16), after=lambda r, _: r * 2)
+
+
+@pytest.mark.narrow({"mixed": True})
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize(("wrap", "factor"), [(lambda hook: hook, 1), (composed, 2)])
+def test_gradients_are_what_it_reads(wrap, factor, mixed):
+    def main():
+        config = MixedPrecision(reduce_dtype=torch.bfloat16) if mixed else None
+        net = made(wrap(Halving()), mixed_precision=config)
+        return [step(net) for _ in range(3)]
+
+    want = [[[1.5 * factor] * 2]] * 3
+    assert run_ranks(main, 2) == [want, want]
+
+
+@pytest.mark.narrow({"how": "raise"}, {"how": ["shape", "dtype"], "bad": (1,)})
+@pytest.mark.parametrize("how", ["raise", "shape", "dtype", "None"])
+@pytest.mark.parametrize("bad", [(0, 1), (1,)])
+def test_a_result_that_cannot_be_read_ends_the_backward_on_every_rank(bad, how):
+    def main():
+        hook = Halving(None, bad, how)
+        net = made(hook)
+        with pytest.raises(DistributedError) as caught:
+            step(net)
+        hook.bad = ()
+        assert step(net) == [[1.5, 1.5]]  # the next step is as if nothing had been
+        return type(caught.value)
+
+    assert run_ranks(main, 2) == [HookError if r in bad else PeerFailedError for r in (0, 1)]
+
+
+def test_its_state_is_saved_rekeyed_and_copied_with_it():
+    class Remembering(Halving):
+        def run_hook(self, bucket):
+            self.state["memory"][bucket.index()] = bucket.buffer().clone()
+            return super().run_hook(bucket)
+
+    class State(dict):
+        def state_dict(self):
+            return dict(self)
+
+    def main():
+        hook = Remembering(State(memory={}))
+        net = made(hooks.compressed(hook, torch.bfloat16))
+        step(net)
+        assert net.comm_hook_state_dict()["own"]["memory"].keys() == {0}
+        net = made(Halving(dist.group.WORLD))
+        other = copy.deepcopy(net)
+        assert other._hook is not net._hook
+        assert other._hook.state is dist.group.WORLD
+        assert pickle.loads(pickle.dumps(Halving(dist.group.WORLD))).state is dist.group.WORLD
+        return step(other)
+
+    assert run_ranks(main, 2) == [[[1.5, 1.5]]] * 2
+
+
+def test_a_group_that_is_replaced():
+    def main():
+        hook = Halving(dist.group.WORLD)
+        net = made(composed(hook))
+        net.process_group = again = dist.new_group([0, 1])
+        assert hook.state is again
+        return step(net)
+
+    assert run_ranks(main, 2) == [[[3.0, 3.0]]] * 2
+
+
+def test_under_compat_errors_are_its_own():
+    def main():
+        with compat.installed():
+            net = nn.parallel.DistributedDataParallel(nn.Linear(2, 1, bias=False))
+            hook = Halving(None, (0, 1))
+            net.register_comm_hook(None, hook)
+            with pytest.raises(KeyError, match="out of luck") as caught:
+                step(net)
+            assert isinstance(caught.value, HookError)
+            hook.bad = ()
+            return step(net)
+
+    assert run_ranks(main, 2) == [[[1.5, 1.5]]] * 2
+
+
+def test_functions_are_adapted():
+    def add(state, bucket):
+        return [bucket.buffer() + state]
+
+    bucket = FakeBucket(torch.zeros(2))
+    adapted = bind_hook(3, add)
+    assert adapted.parse_hook_result(adapted.run_hook(bucket)).tolist() == [3.0, 3.0]
+    assert parse_hook_result([torch.ones(2)], bucket, adapted).tolist() == [1.0, 1.0]
+    hook = Halving()
+    assert bind_hook(None, hook) is hook
+
+
+def test_what_is_refused():
+    with pytest.raises(ArgumentError, match="state of its own"):
+        bind_hook(3, Halving(4))
+    with pytest.raises(ArgumentTypeError, match="an instance"):
+        bind_hook(None, Halving)
+    with pytest.raises(TypeError, match="abstract"):
+        StatefulHook(None)
+
+    def main():
+        net = DistributedDataParallel(nn.Linear(2, 1, bias=False))
+        with pytest.raises(ArgumentError, match="state of its own"):
+            net.register_comm_hook(3, Halving(4))
+        return step(net)  # nothing was registered
+
+    assert run_ranks(main, 2) == [[[1.5, 1.5]]] * 2
