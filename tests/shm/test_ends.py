@@ -29,7 +29,7 @@ from gradwire.errors import (
 from gradwire.shm import links as links_module
 from gradwire.shm.links import Kind, Links
 from gradwire.shm.regions import Regions
-from gradwire.shm.register import make, member_of
+from gradwire.shm.register import make_backend, member_of
 from gradwire.shm.sync import Deadline
 from gradwire.testing import run_ranks
 
@@ -146,7 +146,7 @@ def short_of(what):
     deadline = time.monotonic() + 5
     while (
         dist.get_rank() == 1
-        and not member_of(group)._team.links.lost
+        and not member_of(group)._state.links.lost
         and time.monotonic() < deadline
     ):
         time.sleep(0.01)
@@ -172,7 +172,7 @@ def anew(path):
     rank, world = dist.get_rank(), dist.get_world_size()
     store = dist.FileStore(path)
     for _ in range(3):
-        group = make(store, rank, world, timedelta(seconds=10))
+        group = make_backend(store, rank, world, timedelta(seconds=10))
         assert gradwire.shm.shares_memory(group)
         x = torch.ones(3)
         group.allreduce([x]).wait()

@@ -18,19 +18,19 @@ from gradwire.errors import CheckedMismatchError, MismatchError
 __all__ = [
     "DTYPES",
     "INLINE",
-    "NOWHERE",
     "NUMBERS",
+    "PRIVATE",
     "Call",
-    "Place",
-    "check_agreement",
+    "Location",
+    "check_consistent",
     "header_bytes",
-    "place_of",
+    "location_of",
     "read",
     "write",
 ]
 
 _FIXED = struct.Struct("<10q")
-_AGREED = 7 * 8  # what must be equal: six numbers that describe the call, and its mark
+_COMPARED = 7 * 8  # what must be equal: six numbers that describe the call, and its mark
 _MARK = 6 * 8
 
 DTYPES: tuple[torch.dtype, ...] = tuple(
@@ -63,7 +63,7 @@ class Call:
         root: The root's rank in the group; -1 where there is none.
         sends: Elements for each rank, where they may differ; else empty.
         receives: Elements expected from each rank; as long as `sends`.
-        layout: A checksum of what a list holds; 0 for what is no list.
+        checksum: Of the dtypes and sizes in a list of tensors; 0 where there is no list.
     """
 
     kind: str
@@ -73,15 +73,15 @@ class Call:
     root: int = -1
     sends: tuple[int, ...] = ()
     receives: tuple[int, ...] = ()
-    layout: int = 0
+    checksum: int = 0
 
 
 @dataclass(frozen=True)
-class Place:
+class Location:
     """Where a rank's data for a collective lies.
 
     Args:
-        region: The number of one of the rank's regions; `INLINE` with the header, `NOWHERE` in
+        region: The number of one of the rank's regions; `INLINE` with the header, `PRIVATE` in
             memory that it does not share.
         offset: Bytes from the region's start.
     """
@@ -90,7 +90,7 @@ class Place:
     offset: int = 0
 
 
-INLINE, NOWHERE = -1, -2
+INLINE, PRIVATE = -1, -2
 
 
 def header_bytes(size: int) -> int:
@@ -98,8 +98,8 @@ def header_bytes(size: int) -> int:
     return (_FIXED.size + 16 * size + 63) // 64 * 64
 
 
-def write(buffer: memoryview, call: Call, place: Place, mark: int) -> None:
-    """Put a header into its place in shared memory, with the call's mark, 0 for none."""
+def write(buffer: memoryview, call: Call, location: Location, mark: int) -> None:
+    """Put a header into its location in shared memory, with the call's mark, 0 for none."""
     _FIXED.pack_into(
         buffer,
         0,
@@ -108,11 +108,11 @@ def write(buffer: memoryview, call: Call, place: Place, mark: int) -> None:
         call.op,
         call.root,
         call.numel,
-        call.layout,
+        call.checksum,
         mark,
         len(call.sends),
-        place.region,
-        place.offset,
+        location.region,
+        location.offset,
     )
     if call.sends:
         struct.pack_into(
@@ -120,20 +120,20 @@ def write(buffer: memoryview, call: Call, place: Place, mark: int) -> None:
         )
 
 
-def read(buffer: memoryview) -> tuple[Call, Place]:
+def read(buffer: memoryview) -> tuple[Call, Location]:
     """A header as it was written."""
-    kind, dtype, op, root, numel, layout, _, count, region, offset = _FIXED.unpack_from(buffer)
+    kind, dtype, op, root, numel, checksum, _, count, region, offset = _FIXED.unpack_from(buffer)
     table = struct.unpack_from(f"<{2 * count}q", buffer, _FIXED.size) if count else ()
-    call = Call(KINDS[kind], DTYPES[dtype], numel, op, root, table[:count], table[count:], layout)
-    return call, Place(region, offset)
+    call = Call(KINDS[kind], DTYPES[dtype], numel, op, root, table[:count], table[count:], checksum)
+    return call, Location(region, offset)
 
 
-def place_of(buffer: memoryview) -> Place:
-    """The place alone, quicker than `read`."""
-    return Place(*struct.unpack_from("<2q", buffer, _AGREED + 8))
+def location_of(buffer: memoryview) -> Location:
+    """The location alone, quicker than `read`."""
+    return Location(*struct.unpack_from("<2q", buffer, _COMPARED + 8))
 
 
-def check_agreement(headers: Sequence[memoryview], rank: int) -> None:
+def check_consistent(headers: Sequence[memoryview], rank: int) -> None:
     """Raise unless all ranks call the same collective with arguments that fit.
 
     Marks are compared only if all calls have one.
@@ -142,14 +142,14 @@ def check_agreement(headers: Sequence[memoryview], rank: int) -> None:
         CheckedMismatchError: They do not, and all have marks whose lowest bit is set.
         MismatchError: They do not. Every rank that looks at these headers raises the same.
     """
-    own = headers[rank][:_AGREED]
-    if any(header[:_AGREED] != own for header in headers):
+    own = headers[rank][:_COMPARED]
+    if any(header[:_COMPARED] != own for header in headers):
         marks = [_mark_of(header) for header in headers]
         described = own[:_MARK]
         if all(marks) or any(header[:_MARK] != described for header in headers):
-            error = _disagreement([read(header)[0] for header in headers])
+            error = _mismatch([read(header)[0] for header in headers])
             raise CheckedMismatchError(str(error)) if all(mark & 1 for mark in marks) else error
-    (tables,) = struct.unpack_from("<q", headers[rank], _AGREED)
+    (tables,) = struct.unpack_from("<q", headers[rank], _COMPARED)
     if tables:
         _check_tables([read(header)[0] for header in headers])
 
@@ -159,7 +159,7 @@ def _mark_of(header: memoryview) -> int:
     return mark
 
 
-def _disagreement(calls: Sequence[Call]) -> MismatchError:
+def _mismatch(calls: Sequence[Call]) -> MismatchError:
     kinds = [call.kind for call in calls]
     if len(set(kinds)) > 1:
         return MismatchError(f"ranks call different collectives: {_by_rank(kinds)}")
@@ -168,7 +168,7 @@ def _disagreement(calls: Sequence[Call]) -> MismatchError:
         "reduce op": [_op_name(call.op) for call in calls],
         "root": [call.root for call in calls],
         "number of elements": [call.numel for call in calls],
-        "tensors' dtypes and sizes (by checksum)": [call.layout for call in calls],
+        "tensors' dtypes and sizes (by checksum)": [call.checksum for call in calls],
     }
     for field, values in fields.items():
         if len(set(values)) > 1:

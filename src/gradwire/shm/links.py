@@ -34,7 +34,7 @@ _FD_BYTES = array.array("i").itemsize
 _MAX_BYTES = 1 << 17
 _FULL = {errno.EAGAIN, errno.EWOULDBLOCK, errno.ETOOMANYREFS, errno.ENOBUFS}
 """A connection is full, or too many descriptors are in flight: the peer is not lost for that."""
-_GLANCE_MS = 50
+_POLL_MS = 50
 _JOIN_S = 1.0
 
 
@@ -45,7 +45,7 @@ class Kind(IntEnum):
     RELEASE = 1  # a: the region's number
     DATA = 2  # a point-to-point message; a: dtype, b: elements; inline or in a descriptor
     FAILED = 3  # the sender gave the group up; the text says why; a: whether a peer was lost
-    GOODBYE = 4  # the sender left in order
+    LEFT = 4  # the sender left in order
 
 
 class Message:
@@ -92,7 +92,7 @@ class Links:
         self._peers = peers
         self._receive = receive
         self._on_lost = on_lost
-        self._later: list[Callable[[], None]] = []  # of the reading thread alone
+        self._deferred: list[Callable[[], None]] = []  # of the reading thread alone
         self._wake, self._woken = os.pipe()
         for peer in peers.values():
             peer.setblocking(False)
@@ -153,9 +153,9 @@ class Links:
         else:
             poll = select.poll()  # select.select has no descriptors from 1024 on
             poll.register(self._peers[peer], select.POLLOUT)
-            poll.poll(_GLANCE_MS)
+            poll.poll(_POLL_MS)
 
-    def tell(
+    def send_to_all(
         self,
         kind: Kind,
         deadline: Deadline,
@@ -169,7 +169,7 @@ class Links:
             with contextlib.suppress(PeerLostError, PeerFailedError):
                 self.send(peer, kind, deadline, a=a, data=data, fd=fd)
 
-    def give_up(self, reason: BaseException) -> None:
+    def report_failure(self, reason: BaseException) -> None:
         """Tell the peers that this rank takes part no more, so that none waits for it."""
         text = f"{type(reason).__name__}: {reason}".encode()[:_MAX_BYTES]
         head = _HEAD.pack(Kind.FAILED, 0, int(isinstance(reason, PeerLostError)), 0)
@@ -194,7 +194,7 @@ class Links:
         """Say goodbye and end the thread; peers see that this rank left in order."""
         for connection in self._peers.values():
             with contextlib.suppress(OSError):
-                connection.send(_HEAD.pack(Kind.GOODBYE, 0, 0, 0))
+                connection.send(_HEAD.pack(Kind.LEFT, 0, 0, 0))
         os.close(self._woken)
         if threading.current_thread() is not self._thread:
             # not for ever: a signal's handler may be here while its thread holds `changed`
@@ -221,8 +221,8 @@ class Links:
                     if not self._read_one(ranks[fd]):
                         poll.unregister(fd)
                 self.changed.notify_all()
-            while self._later:
-                self._later.pop(0)()
+            while self._deferred:
+                self._deferred.pop(0)()
         for connection in self._peers.values():
             connection.close()
         os.close(self._wake)
@@ -237,10 +237,10 @@ class Links:
         except ConnectionResetError:
             return True  # it left without reading all; what it sent before can still be read
         except OSError as error:
-            self._lose(peer, PeerLostError(f"rank {peer} cannot be heard any more ({error})"))
+            self._mark_lost(peer, PeerLostError(f"rank {peer} cannot be heard any more ({error})"))
             return False
         if not data:
-            self._lose(peer, PeerLostError(f"rank {peer} died or left without a word"))
+            self._mark_lost(peer, PeerLostError(f"rank {peer} died or left without a word"))
             return False
         fd = array.array("i", extra[0][2][:_FD_BYTES])[0] if extra else -1
         try:
@@ -251,37 +251,39 @@ class Links:
                 )
             if fd >= 0:
                 check_sealed(fd)
-            self._take_in(peer, data, fd)
+            self._handle(peer, data, fd)
         except Exception as error:  # whatever it is must not end the thread
-            self._lose(peer, _as_ours(peer, error))
+            self._mark_lost(peer, _as_distributed_error(peer, error))
             return False
         finally:
             if fd >= 0:
                 os.close(fd)
         return True
 
-    def _take_in(self, peer: int, data: bytes, fd: int) -> None:
+    def _handle(self, peer: int, data: bytes, fd: int) -> None:
         kind, tag, a, b = _HEAD.unpack_from(data)
         text = data[_HEAD.size :]
-        if kind == Kind.GOODBYE:
-            self._lose(peer, PeerLostError(f"rank {peer} left the group before this operation"))
+        if kind == Kind.LEFT:
+            self._mark_lost(
+                peer, PeerLostError(f"rank {peer} left the group before this operation")
+            )
         elif kind == Kind.FAILED:
             error = PeerLostError if a else PeerFailedError
-            self._lose(
+            self._mark_lost(
                 peer, error(f"rank {peer} gave the group up: {text.decode(errors='replace')}")
             )
         else:
             later = self._receive(peer, Message(Kind(kind), tag, a, b, text, fd))
             if later is not None:
-                self._later.append(later)
+                self._deferred.append(later)
 
-    def _lose(self, peer: int, error: DistributedError) -> None:
+    def _mark_lost(self, peer: int, error: DistributedError) -> None:
         if peer not in self.lost:
             self.lost[peer] = error
             self._on_lost(peer, error)
 
 
-def _as_ours(peer: int, error: Exception) -> DistributedError:
+def _as_distributed_error(peer: int, error: Exception) -> DistributedError:
     if isinstance(error, DistributedError):
         return error
     return DistributedError(

@@ -21,8 +21,8 @@ from torch.distributed.distributed_c10d import BarrierOptions
 
 from gradwire._torch import BackendBase, outside_graphs
 from gradwire.errors import DistributedError, NotSupportedError
-from gradwire.shm.forms import with_forms
 from gradwire.shm.movement import Movement
+from gradwire.shm.overloads import with_overloads
 from gradwire.shm.point_to_point import PointToPoint
 from gradwire.shm.reductions import Reductions
 from gradwire.shm.sync import Deadline
@@ -42,7 +42,7 @@ class Operations(Reductions, Movement, PointToPoint):
     alltoall_base = Movement.all_to_all_single
 
 
-@with_forms
+@with_overloads
 class ShmProcessGroup(Operations, ProcessGroup):
     """The ranks of one host as a process group.
 

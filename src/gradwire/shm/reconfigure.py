@@ -87,7 +87,7 @@ class ReconfigurableGroup(ShmProcessGroup):
         timeout = options.timeout or self._timeout
         deadline = Deadline(timeout.total_seconds())
         if not self._closed:  # what waits for a lost peer must not hold this up
-            self._team.links.aborted = BrokenGroupError("the group was reconfigured")
+            self._state.links.aborted = BrokenGroupError("the group was reconfigured")
         self._leave("the group has no members since its last reconfigure failed: call it again")
         assert self._listener is not None
         rank = names.index(own)
@@ -95,7 +95,7 @@ class ReconfigurableGroup(ShmProcessGroup):
         self._join(rank, len(names), peers, deadline)
         self.barrier().wait()  # whoever comes out can rely on all others
         work = ShmWork([])
-        work.done_at_once()
+        work.mark_done()
         return work
 
     def shutdown(self) -> None:

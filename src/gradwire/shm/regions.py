@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gradwire.errors import CollectiveTimeoutError, DistributedError
 from gradwire.shm import segment
-from gradwire.shm.header import NOWHERE, Place
+from gradwire.shm.header import PRIVATE, Location
 from gradwire.shm.links import Kind, Links, Message
 from gradwire.shm.sync import Deadline
 
@@ -37,7 +37,7 @@ class Regions:
         self._next = count(len(STAGING))
         self._ended: deque[int] = deque()
         self._pieces: dict[int, tuple[int, int]] = {}
-        self._memory: segment.Growing | None = None
+        self._memory: segment.GrowingMemory | None = None
         self._sent = False
         self._lock = threading.Lock()  # the descriptor has to arrive ahead of all later words
         self._theirs: dict[tuple[int, int], Tensor] = {}
@@ -60,7 +60,7 @@ class Regions:
         self.release_ended(links, deadline)
         with self._lock:
             if self._memory is None:
-                self._memory = segment.Growing()
+                self._memory = segment.GrowingMemory()
             offset = self._memory.take(size)
             numbers, ended = self._numbers, self._ended
             known = next(self._next) if number is None else number
@@ -73,7 +73,7 @@ class Regions:
             flat = segment.map_for_user(self._memory, offset, max(size, 1), forget)
             numbers[flat.data_ptr()] = known
             fd = None if self._sent else self._memory.fd
-            links.tell(Kind.REGION, deadline, a=known, data=_PIECE.pack(offset, size), fd=fd)
+            links.send_to_all(Kind.REGION, deadline, a=known, data=_PIECE.pack(offset, size), fd=fd)
             self._sent = True
         return flat[:size]
 
@@ -87,15 +87,15 @@ class Regions:
                 number = self._ended.popleft()
             except IndexError:
                 return
-            links.tell(Kind.RELEASE, deadline, a=number)
+            links.send_to_all(Kind.RELEASE, deadline, a=number)
             assert self._memory is not None
-            self._memory.give_back(*self._pieces.pop(number))
+            self._memory.free(*self._pieces.pop(number))
 
-    def locate(self, tensor: Tensor) -> Place:
-        """Where a tensor of this rank lies; `NOWHERE` if in no region."""
+    def locate(self, tensor: Tensor) -> Location:
+        """Where a tensor of this rank lies; `PRIVATE` if in no region."""
         start = tensor.untyped_storage().data_ptr()
-        number = self._numbers.get(start, NOWHERE)
-        return Place(number, tensor.data_ptr() - start if number >= 0 else 0)
+        number = self._numbers.get(start, PRIVATE)
+        return Location(number, tensor.data_ptr() - start if number >= 0 else 0)
 
     def receive(self, peer: int, message: Message) -> None:
         """Take in news of a peer's regions, under the links' lock.

@@ -22,10 +22,18 @@ from gradwire._torch import PYTHON_BACKENDS, wants_reconfigure
 from gradwire.errors import ArgumentError, ArgumentTypeError, DistributedError
 from gradwire.shm.process_group import Operations, ShmBackend, ShmProcessGroup
 from gradwire.shm.reconfigure import ReconfigurableGroup
-from gradwire.shm.rendezvous import connect_all, give_up
+from gradwire.shm.rendezvous import connect_all, report_failure
 from gradwire.shm.sync import has_semaphores
 
-__all__ = ["create", "empty", "is_available", "make", "member_of", "register", "shares_memory"]
+__all__ = [
+    "create_backend",
+    "empty",
+    "is_available",
+    "make_backend",
+    "member_of",
+    "register",
+    "shares_memory",
+]
 
 _members: WeakKeyDictionary[ProcessGroup, Operations | None] = WeakKeyDictionary()
 
@@ -134,14 +142,14 @@ def empty(
     return member.allocate(prod(size) * dtype.itemsize).view(dtype).view(size)
 
 
-def create(options: Any, _: object) -> Any:
+def create_backend(options: Any, _: object) -> Any:
     """What torch.distributed calls for a group, with its own options and the caller's, if any."""
     if wants_reconfigure(options):
         return ReconfigurableGroup(options.group_rank, options.group_size, options.timeout)
-    return make(options.store, options.group_rank, options.group_size, options.timeout)
+    return make_backend(options.store, options.group_rank, options.group_size, options.timeout)
 
 
-def make(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
+def make_backend(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     """What carries a group's CPU tensors: shm, or Gloo where memory cannot be shared."""
     # a store may outlive a group: torchrun's has what a destroyed one of the same name left there
     store = PrefixStore(f"time {store.add(f'times/{rank}', 1)}", store)
@@ -169,12 +177,12 @@ def _form(store: Store, rank: int, size: int, timeout: timedelta) -> Operations 
         peers = connect_all(store, rank, size, timeout)
         if peers is None:
             return None
-        group = _face(rank, size, peers, timeout)
+        group = _make_group(rank, size, peers, timeout)
         waited_for = BarrierOptions()
         waited_for.asyncOp = False
         group.barrier(waited_for)  # a rank that failed since has closed its connections
     except Exception as error:
-        give_up(store, rank, error)
+        report_failure(store, rank, error)
         if group is not None:
             group.shutdown()
         if isinstance(error, OSError) and not isinstance(error, DistributedError):
@@ -186,7 +194,7 @@ def _form(store: Store, rank: int, size: int, timeout: timedelta) -> Operations 
     return group
 
 
-def _face(rank: int, size: int, peers: dict[int, Any], timeout: timedelta) -> Operations:
+def _make_group(rank: int, size: int, peers: dict[int, Any], timeout: timedelta) -> Operations:
     if PYTHON_BACKENDS:
-        return ShmBackend(rank, size, peers, timeout, make)
+        return ShmBackend(rank, size, peers, timeout, make_backend)
     return ShmProcessGroup(rank, size, peers, timeout)

@@ -19,7 +19,7 @@ from torch.distributed import Store
 from gradwire.errors import CollectiveTimeoutError, PeerFailedError, PeerLostError
 from gradwire.shm.sync import Deadline
 
-__all__ = ["Listener", "connect_all", "connect_by_name", "give_up"]
+__all__ = ["Listener", "connect_all", "connect_by_name", "report_failure"]
 
 _FAILED = b"failed: "
 
@@ -27,7 +27,7 @@ _GREETING = struct.Struct("<qi")  # which forming of the group, and a rank; ~ran
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid of the process at the other end
 
 
-def give_up(store: Store, rank: int, reason: Exception) -> None:
+def report_failure(store: Store, rank: int, reason: Exception) -> None:
     """Let no rank wait in `connect_all` for this one."""
     for step in ("address", "reached"):
         store.set(f"{step}/{rank}", _FAILED.decode() + str(reason))
@@ -133,7 +133,7 @@ class Listener:
             self._socket.settimeout(_left(deadline))
             connection, _ = self._socket.accept()
             connection.settimeout(_left(deadline))
-            theirs, rank = _greeting(connection) if _is_ours(connection) else (None, 0)
+            theirs, rank = _greeting(connection) if _same_user(connection) else (None, 0)
             if theirs == forming and rank in ranks and rank not in peers:
                 peers[rank] = connection
                 continue
@@ -194,7 +194,7 @@ def _connect(name: bytes, forming: int, rank: int) -> socket.socket | None:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         connection.connect(b"\0" + name)
-        if _is_ours(connection):
+        if _same_user(connection):
             connection.send(_GREETING.pack(forming, rank))
             return connection
     except OSError:
@@ -212,7 +212,7 @@ def _greeting(connection: socket.socket) -> tuple[int | None, int]:
     return _GREETING.unpack(data) if len(data) == _GREETING.size else (None, 0)
 
 
-def _is_ours(connection: socket.socket) -> bool:
+def _same_user(connection: socket.socket) -> bool:
     """Whether a process of the same user is at the other end."""
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     uid: int = _CREDENTIALS.unpack(data)[1]

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-__all__ = ["RINGS", "Ring", "wanted"]
+__all__ = ["RINGS", "Ring", "ring_for"]
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ _LONG_FROM = 4 << 20
 """From here on a thread beside others asks for the second ring."""
 
 
-def wanted(nbytes: int) -> int:
+def ring_for(nbytes: int) -> int:
     """The number of the ring that this thread would have so much data pass through."""
     beside_others = threading.current_thread() is not threading.main_thread()
     return int(nbytes > _LONG_FROM and beside_others)

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from gradwire.errors import DistributedError
-from gradwire.shm.room import check_room
+from gradwire.shm.available_memory import check_available
 
-__all__ = ["Growing", "Mapping", "check_sealed", "create", "map_for_user", "map_tensor"]
+__all__ = ["GrowingMemory", "Mapping", "check_sealed", "create", "map_for_user", "map_tensor"]
 
 _KEEP_SIZE, _PUNCH_HOLE, _MAP_FIXED = 1, 2, 0x10  # Linux's, which Python does not name
 _TAKEN_AT_ONCE = 64 << 20
@@ -33,12 +33,12 @@ def create(size: int) -> int:
     Raises:
         DistributedError: The host has not that much memory for this process; none is taken.
     """
-    with _no_room(size):
+    with _as_distributed_error(size):
         return _create(size)
 
 
 @contextmanager
-def _no_room(size: int) -> Iterator[None]:
+def _as_distributed_error(size: int) -> Iterator[None]:
     try:
         yield
     except (OSError, MemoryError) as error:
@@ -64,11 +64,11 @@ def _create(size: int) -> int:
 
 def _take(fd: int, offset: int, size: int) -> None:
     for start in range(0, size, _TAKEN_AT_ONCE):
-        check_room(size - start)
+        check_available(size - start)
         os.posix_fallocate(fd, offset + start, min(_TAKEN_AT_ONCE, size - start))
 
 
-class Growing:
+class GrowingMemory:
     """One descriptor for all the memory that a rank shares: it grows, and is sent to peers once.
 
     A descriptor for each piece would have to be in flight to every peer at the same time, of which
@@ -92,16 +92,16 @@ class Growing:
             DistributedError: The host has not that much memory for this process; none is taken.
         """
         offset = self._end
-        with _no_room(size):
+        with _as_distributed_error(size):
             try:
                 _take(self.fd, offset, max(size, 1))  # it is mapped, and so has to be there
             except BaseException:
-                self.give_back(offset, size)
+                self.free(offset, size)
                 raise
         self._end += _whole_pages(size)
         return offset
 
-    def give_back(self, offset: int, size: int) -> None:
+    def free(self, offset: int, size: int) -> None:
         """Let the system have the memory of a piece that nobody looks at any more.
 
         Offsets are never used again: a file may be much longer than any memory.
@@ -168,11 +168,13 @@ def map_tensor(fd: int) -> Tensor:
     return Mapping(fd).flat
 
 
-_PRIVATE_IN_CHILDREN: dict[int, tuple[Growing, int, int]] = {}
+_PRIVATE_IN_CHILDREN: dict[int, tuple[GrowingMemory, int, int]] = {}
 """By address: what a user's tensors lie in, as its descriptor, the offset there and the size."""
 
 
-def map_for_user(memory: Growing, offset: int, size: int, ended: Callable[[int], None]) -> Tensor:
+def map_for_user(
+    memory: GrowingMemory, offset: int, size: int, ended: Callable[[int], None]
+) -> Tensor:
     """A piece of this rank's memory as a uint8 tensor, which a forked child cannot change.
 
     Args:

@@ -9,40 +9,40 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gradwire.shm import algorithms
 from gradwire.shm.arithmetic import HALF
+from gradwire.shm.exchange_algorithms import exchange
+from gradwire.shm.group_state import GroupState
 from gradwire.shm.header import NUMBERS, Call
 from gradwire.shm.sync import Deadline
-from gradwire.shm.team import Team
 
 __all__ = ["all_reduce"]
 
 
-def all_reduce(team: Team, tensor: Tensor, op: int, deadline: Deadline) -> None:
+def all_reduce(state: GroupState, tensor: Tensor, op: int, deadline: Deadline) -> None:
     """Let a sparse COO tensor be the sum of all ranks', coalesced.
 
     Entries are added in the order of the ranks; half precision in float32, rounded once.
 
     Args:
-        team: The group.
+        state: This rank's state of the group.
         tensor: Of one shape, dtype and number of sparse dims on all ranks.
         op: The number of SUM.
         deadline: When to give up.
     """
     own = tensor.detach().coalesce()
     dims = own.sparse_dim()
-    layout = zlib.crc32(array("q", [NUMBERS[own.dtype], dims, *own.shape]))
+    checksum = zlib.crc32(array("q", [NUMBERS[own.dtype], dims, *own.shape]))
     count = torch.tensor([own._nnz()])
-    counts = torch.empty(team.size, dtype=torch.int64)
-    call = Call("all_reduce_sparse", count.dtype, 1, op, layout=layout)
-    algorithms.exchange(team, call, [count], counts.split(1), deadline, shared=True)
+    counts = torch.empty(state.size, dtype=torch.int64)
+    call = Call("all_reduce_sparse", count.dtype, 1, op, checksum=checksum)
+    exchange(state, call, [count], counts.split(1), deadline, shared=True)
     sizes: list[int] = counts.tolist()
-    keys = _gather(team, _keys(own), sizes, deadline)
-    values = _gather(team, own.values(), sizes, deadline)
-    distinct, places = torch.unique(torch.cat(keys), return_inverse=True)
+    keys = _gather(state, _keys(own), sizes, deadline)
+    values = _gather(state, own.values(), sizes, deadline)
+    distinct, inverse = torch.unique(torch.cat(keys), return_inverse=True)
     wide = torch.float32 if own.dtype in HALF else own.dtype
     total = torch.zeros((len(distinct), *own.shape[dims:]), dtype=wide)
-    for where, entries in zip(places.split(sizes), values, strict=True):
+    for where, entries in zip(inverse.split(sizes), values, strict=True):
         total.index_add_(0, where, entries.to(wide))
     indices = torch.stack(torch.unravel_index(distinct, own.shape[:dims]))
     result = torch.sparse_coo_tensor(
@@ -60,7 +60,9 @@ def _keys(own: Tensor) -> Tensor:
     return keys
 
 
-def _gather(team: Team, own: Tensor, rows: Sequence[int], deadline: Deadline) -> list[Tensor]:
+def _gather(
+    state: GroupState, own: Tensor, rows: Sequence[int], deadline: Deadline
+) -> list[Tensor]:
     """Every rank's rows."""
     flat = own.contiguous().view(-1)
     each = [torch.empty((count, *own.shape[1:]), dtype=own.dtype) for count in rows]
@@ -68,8 +70,8 @@ def _gather(team: Team, own: Tensor, rows: Sequence[int], deadline: Deadline) ->
     call = Call(
         "all_gather",
         own.dtype,
-        sends=(flat.numel(),) * team.size,
+        sends=(flat.numel(),) * state.size,
         receives=tuple(f.numel() for f in flats),
     )
-    algorithms.exchange(team, call, [flat], flats, deadline, shared=True)
+    exchange(state, call, [flat], flats, deadline, shared=True)
     return each

@@ -16,9 +16,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from gradwire.shm.group_state import GroupState
 from gradwire.shm.header import NUMBERS, Call
 from gradwire.shm.sync import Deadline
-from gradwire.shm.team import Team
 
 __all__ = ["broadcast"]
 
@@ -28,36 +28,36 @@ _PIECE_BYTES = 128 << 10
 """… but none shorter than this, which would cost more in waits than it gains."""
 
 
-def broadcast(team: Team, flats: Sequence[Tensor], root: int, deadline: Deadline) -> None:
+def broadcast(state: GroupState, flats: Sequence[Tensor], root: int, deadline: Deadline) -> None:
     """Give the root's values to all ranks' tensors.
 
     Args:
-        team: The group.
+        state: This rank's state of the group.
         flats: 1-d and contiguous, of any dtypes; the same sizes and dtypes on all ranks.
         root: The root's rank in the group.
         deadline: When to give up.
     """
     runs = _runs(flats)
     total = sum(sum(run.sizes) * run.dtype.itemsize for run in runs)
-    place = team.nowhere(total, sends=team.rank == root)
-    call = Call("broadcast_coalesced", numel=total, root=root, layout=_checksum(flats, runs))
-    team.announce(call, place, deadline)
-    if team.size == 1:
+    location = state.staged_location(total, sends=state.rank == root)
+    call = Call("broadcast_coalesced", numel=total, root=root, checksum=_checksum(flats, runs))
+    state.announce(call, location, deadline)
+    if state.size == 1:
         return
-    ring = team.ring
+    ring = state.ring
     limit = min(ring.slot_bytes, max(_PIECE_BYTES, total // _PIECES))
     pieces = [piece for run in runs for piece in _pieces(run, limit // run.dtype.itemsize)]
     slots: dict[torch.dtype, list[Tensor]] = {}
-    for fill, fetch in team.turns(len(pieces), stages=2):
-        now = fill if team.rank == root else fetch
+    for fill, fetch in state.turns(len(pieces), stages=2):
+        now = fill if state.rank == root else fetch
         if now < 0:
             continue
         own, sizes = pieces[now]
         dtype = own[0].dtype
         if dtype not in slots:
-            slots[dtype] = team.slots(root, dtype)
+            slots[dtype] = state.slots(root, dtype)
         shared = slots[dtype][now % ring.slots][: sum(sizes)]
-        if team.rank == root:
+        if state.rank == root:
             torch.cat(own, out=shared)
         else:
             torch.split_with_sizes_copy(shared, sizes, out=own)

@@ -23,7 +23,7 @@ SEMAPHORE_BYTES = 64
 
 _SPINS = 200  # some 30 µs; more keeps other threads from the GIL
 _YIELD_S = 300e-6  # about what waking up takes on a virtual machine
-_GLANCE_S = 0.05
+_POLL_SECONDS = 0.05
 _CLOCK_MONOTONIC = time.CLOCK_MONOTONIC if sys.platform == "linux" else 1
 
 
@@ -139,7 +139,7 @@ class Semaphores:
         look: Callable[[Sequence[int]], None],
     ) -> None:
         while True:
-            until = time.monotonic() + _GLANCE_S
+            until = time.monotonic() + _POLL_SECONDS
             spec = _Timespec(int(until), int(until % 1 * 1e9))
             if self._wait(source, _CLOCK_MONOTONIC, ctypes.byref(spec)) == 0:
                 return

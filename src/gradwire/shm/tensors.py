@@ -18,16 +18,16 @@ __all__ = [
     "check_results",
     "check_sparse",
     "check_tensors",
+    "checksum_of",
+    "common_base",
     "equal_parts",
     "flat_of",
-    "layout_of",
-    "one",
-    "overwritten",
+    "only",
+    "overwrites",
     "paired",
-    "put_all_back",
-    "put_back",
     "row_counts",
-    "start_of",
+    "write_all_back",
+    "write_back",
 ]
 
 T = TypeVar("T")
@@ -127,16 +127,16 @@ def flat_of(tensor: Tensor) -> Tensor:
     return flat if flat.dim() == 1 else flat.view(-1)
 
 
-def put_back(tensor: Tensor, flat: Tensor) -> None:
+def write_back(tensor: Tensor, flat: Tensor) -> None:
     """Let the tensor have the elements of what `flat_of` gave for it."""
     if flat is not tensor and flat.data_ptr() != tensor.data_ptr() and flat.numel():
         tensor.detach().copy_(flat.view(tensor.shape))
 
 
-def put_all_back(tensors: Sequence[Tensor], flats: Sequence[Tensor]) -> None:
-    """`put_back` for several."""
+def write_all_back(tensors: Sequence[Tensor], flats: Sequence[Tensor]) -> None:
+    """`write_back` for several."""
     for tensor, flat in zip(tensors, flats, strict=True):
-        put_back(tensor, flat)
+        write_back(tensor, flat)
 
 
 def equal_parts(flat: Tensor, size: int) -> list[Tensor]:
@@ -144,7 +144,7 @@ def equal_parts(flat: Tensor, size: int) -> list[Tensor]:
     return list(flat.view(size, -1).unbind(0))
 
 
-def start_of(blocks: Sequence[Tensor]) -> Tensor | None:
+def common_base(blocks: Sequence[Tensor]) -> Tensor | None:
     """The first of 1-d tensors that lie one after the other in one storage; None if they do not."""
     for before, after in pairwise(blocks):
         together = after.untyped_storage().data_ptr() == before.untyped_storage().data_ptr()
@@ -153,7 +153,7 @@ def start_of(blocks: Sequence[Tensor]) -> Tensor | None:
     return blocks[0]
 
 
-def overwritten(
+def overwrites(
     blocks: Sequence[Tensor], results: Sequence[Tensor | None], rank: int, own: Tensor | None
 ) -> bool:
     """Whether results are written over blocks that others are still to read.
@@ -188,7 +188,7 @@ def _hull(spans: Sequence[tuple[int, int]]) -> tuple[int, int]:
     return min(start for start, _ in spans), max(stop for _, stop in spans)
 
 
-def one(items: Sequence[T]) -> T:
+def only(items: Sequence[T]) -> T:
     """The only item: torch's interface has lists for several devices, of which there is one.
 
     Raises:
@@ -199,7 +199,7 @@ def one(items: Sequence[T]) -> T:
     return items[0]
 
 
-def layout_of(tensors: Sequence[Tensor]) -> int:
+def checksum_of(tensors: Sequence[Tensor]) -> int:
     """A checksum of a list's dtypes and sizes, for its header; 0 for a single tensor."""
     if len(tensors) < 2:
         return 0

@@ -26,7 +26,7 @@ class ShmWork(Work):
 
     Args:
         tensors: What its future gives.
-        patience: Seconds that `wait` waits by default; None for no limit of its own.
+        default_timeout: Seconds that `wait` waits by default; None for no limit of its own.
         on_timeout: Called when `wait` gives up.
         apart: Whether its future's callbacks run in a thread of their own, and not in the one that
             calls `finish`: that of the links would wait for itself in a callback that waits.
@@ -35,14 +35,14 @@ class ShmWork(Work):
     def __init__(
         self,
         tensors: Sequence[Tensor],
-        patience: float | None = None,
+        default_timeout: float | None = None,
         on_timeout: Callable[[], None] | None = None,
         *,
         apart: bool = False,
     ) -> None:
         super().__init__()
         self._tensors = list(tensors)
-        self._patience, self._on_timeout, self._apart = patience, on_timeout, apart
+        self._default_timeout, self._on_timeout, self._apart = default_timeout, on_timeout, apart
         self._done = False
         self._error: BaseException | None = None
         self._future: torch.futures.Future[list[Tensor]] | None = None
@@ -59,11 +59,11 @@ class ShmWork(Work):
         elif future is not None:
             future.set_result(self._tensors)
 
-    def done_at_once(self) -> None:
+    def mark_done(self) -> None:
         """Mark it as done, before anyone else has the handle."""
         self._done = True
 
-    def settle(self) -> None:
+    def wait_until_done(self) -> None:
         """Wait until it is done, however long; for one that nothing but this process ends."""
         with _CHANGED:
             _CHANGED.wait_for(lambda: self._done)
@@ -77,7 +77,7 @@ class ShmWork(Work):
         """
         if not self._done:
             given = timeout.total_seconds()
-            seconds = given if given > 0 else self._patience
+            seconds = given if given > 0 else self._default_timeout
             with _CHANGED:
                 done = _CHANGED.wait_for(lambda: self._done, seconds)
             if not done:
@@ -164,7 +164,7 @@ class Queue:
             NotSupportedError: This thread is in a job already, which a signal interrupted.
             Exception: What the job raises, if it ran here.
         """
-        if self.runs_here():
+        if self.runs_in_this_thread():
             raise NotSupportedError(
                 "this thread is in another operation of the group, which a signal interrupted: let "
                 "the signal's handler set a flag, and call the operation after the interrupted one"
@@ -191,10 +191,10 @@ class Queue:
                 self._inline_in = 0
                 with self._order:
                     self._pending -= 1
-            work.done_at_once()
+            work.mark_done()
         return work
 
-    def runs_here(self) -> bool:
+    def runs_in_this_thread(self) -> bool:
         """Whether this thread is amid a job: then a signal's handler asks, or a finaliser."""
         return self._inline_in == threading.get_ident()
 

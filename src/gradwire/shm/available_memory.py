@@ -9,7 +9,7 @@ from pathlib import Path
 
 from gradwire.shm.cgroups import CGROUPS, PROC, folders, number_in, text_of
 
-__all__ = ["check_room"]
+__all__ = ["check_available"]
 
 _WORTH_ASKING = 4 << 20
 """Asking takes a fraction of a millisecond, about as long as the system needs for so many bytes."""
@@ -21,7 +21,7 @@ _CGROUP_FILES = (  # limit, use, and those of swap: of version 2 and of version 
 )
 
 
-def check_room(size: int, *, proc: Path = PROC, cgroups: Path = CGROUPS) -> None:
+def check_available(size: int, *, proc: Path = PROC, cgroups: Path = CGROUPS) -> None:
     """Raise if `size` bytes more would be too many; what is not known limits nothing.
 
     Args:

@@ -24,15 +24,15 @@ from gradwire.errors import (
     DistributedError,
     MismatchError,
 )
+from gradwire.shm.group_state import GroupState
 from gradwire.shm.links import Message
 from gradwire.shm.mailbox import Mailbox
 from gradwire.shm.sync import Deadline
-from gradwire.shm.team import Team
 from gradwire.shm.work import Queue, ShmWork
 
-__all__ = ["Member"]
+__all__ = ["GroupBase"]
 
-_MEMBERS: WeakSet[Member] = WeakSet()
+_GROUPS: WeakSet[GroupBase] = WeakSet()
 """For the two events that a process can tell nobody about but all at once: its fork and its end."""
 
 Job = Callable[[Deadline], None]
@@ -41,7 +41,7 @@ Observer = Callable[[str, int, Sequence[Sequence[Tensor]]], None]
 tensors; what torch's dispatcher does for groups that are written in C++."""
 
 
-class Member:
+class GroupBase:
     """What all operations stand on, whichever of torch.distributed's classes it is shown as.
 
     It can be used once it has joined.
@@ -61,13 +61,13 @@ class Member:
         self._submitted = 0
         self._leaving = False  # whether `_let_go` is still to come
         self._marks = threading.local()
-        _MEMBERS.add(self)
+        _GROUPS.add(self)
 
     def _join(self, rank: int, size: int, peers: dict[int, Any], deadline: Deadline) -> None:
         """Be this rank of the group that `peers` are connections to, from now on."""
         self._rank, self._size = rank, size
         self._mailbox, self._lost = Mailbox(), 0
-        self._team = Team(rank, size, peers, self._deliver, self._on_lost, deadline)
+        self._state = GroupState(rank, size, peers, self._deliver, self._on_lost, deadline)
         self._queue = Queue(f"gradwire-shm-{rank}")
         self._broken, self._closed = None, ""
 
@@ -94,7 +94,7 @@ class Member:
     def allocate(self, nbytes: int) -> Tensor:
         """New bytes in memory that the ranks share."""
         self._check_usable()
-        return self._team.allocate(nbytes)
+        return self._state.allocate(nbytes)
 
     # --- its end ---
 
@@ -106,10 +106,10 @@ class Member:
         joined, self._closed = not self._closed, reason
         if not joined:
             return
-        if self._queue.runs_here():
+        if self._queue.runs_in_this_thread():
             # a signal interrupted an operation of this very thread, which needs the memory: it
             # fails when the handler is done, and what is left to do here is done then
-            self._team.links.aborted = BrokenGroupError(reason)
+            self._state.links.aborted = BrokenGroupError(reason)
             self._leaving = True
         else:
             self._let_go()
@@ -117,7 +117,7 @@ class Member:
     def _let_go(self) -> None:
         self._leaving = False
         self._queue.close()
-        self._team.close()
+        self._state.close()
         self._mailbox.fail_all(BrokenGroupError(self._closed))
 
     def abort(self) -> None:
@@ -125,7 +125,7 @@ class Member:
         if not self._closed:
             error = BrokenGroupError("the group was aborted on this rank")
             self._break(error)
-            links = self._team.links
+            links = self._state.links
             links.aborted = error
             with links.changed:
                 self._mailbox.fail_all(error)
@@ -134,13 +134,13 @@ class Member:
     def _leave_at_exit(self) -> None:
         # what the others take part in may end; what they do not must not hold up the process
         if not self._closed:
-            self._team.links.aborted = BrokenGroupError("the process of this rank ends")
+            self._state.links.aborted = BrokenGroupError("the process of this rank ends")
         self.shutdown()
 
     def _leave_in_child(self) -> None:
         if not self._closed:
             self._closed = "this process was forked from a rank: only the rank can use its groups"
-            self._team.links.close_in_child()
+            self._state.links.close_in_child()
 
     def _get_sequence_number_for_group(self) -> int:
         """How many collectives were submitted: equal on ranks that are in step."""
@@ -166,7 +166,7 @@ class Member:
 
         def guarded() -> None:
             self._check_usable()
-            self._team.mark = mark
+            self._state.mark = mark
             try:
                 if inference:  # such tensors can only be written there, in whatever thread
                     with torch.inference_mode():
@@ -182,7 +182,7 @@ class Member:
         try:
             return self._queue.submit(guarded, ShmWork(tensors), wait=not opts.asyncOp)
         finally:
-            if self._leaving and not self._queue.runs_here():
+            if self._leaving and not self._queue.runs_in_this_thread():
                 self._let_go()
 
     @contextmanager
@@ -209,7 +209,7 @@ class Member:
     def _break(self, error: BaseException) -> None:
         if self._broken is None:
             self._broken = error
-            self._team.links.give_up(error)
+            self._state.links.report_failure(error)
 
     def _check_usable(self) -> None:
         if self._closed:
@@ -251,18 +251,18 @@ class Member:
         return self._mailbox.deliver(peer, message)
 
     def _on_lost(self, peer: int, error: DistributedError) -> None:
-        self._lost += 1  # counted here: a peer may be lost before there is a team
+        self._lost += 1  # counted here: a peer may be lost before there is a state
         self._mailbox.fail(peer, error, others_left=self._lost < self._size - 1)
 
 
 def _at_exit() -> None:
     """End the groups' threads: Python does not let them, and one amid a kernel would crash."""
-    for member in list(_MEMBERS):
+    for member in list(_GROUPS):
         member._leave_at_exit()
 
 
 def _in_child() -> None:
-    for member in list(_MEMBERS):
+    for member in list(_GROUPS):
         member._leave_in_child()
 
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 import gradwire.shm
 from gradwire.errors import BrokenGroupError, DistributedError, PeerFailedError
 from gradwire.shm import segment
+from gradwire.shm.available_memory import check_available
 from gradwire.shm.cgroups import cores
-from gradwire.shm.room import check_room
 from gradwire.testing import run_ranks
 
 GIB = 1 << 30
@@ -28,7 +28,7 @@ def host(
     available: int = 4 * GIB,
     swap: int = 0,
 ) -> dict[str, Path]:
-    """A system that tells of 4 GiB, and of what else is given; for `check_room`."""
+    """A system that tells of 4 GiB, and of what else is given; for `check_available`."""
     proc, cgroups = root / "proc", root / "cgroup"
     (proc / "self").mkdir(parents=True)
     (proc / "self" / "cgroup").write_text(f"{cgroup}\n")
@@ -46,7 +46,7 @@ def room(places: dict[str, Path]) -> int:
     while high - low > 1:
         middle = (low + high) // 2
         try:
-            check_room(middle << 20, **places)
+            check_available(middle << 20, **places)
             low = middle
         except MemoryError:
             high = middle
@@ -98,7 +98,7 @@ def test_version_1_inside_and_outside_of_a_container(tmp_path: Path, folder: str
 
 
 def test_a_system_that_does_not_tell_limits_nothing(tmp_path: Path) -> None:
-    check_room(1 << 50, proc=tmp_path / "none", cgroups=tmp_path / "none")
+    check_available(1 << 50, proc=tmp_path / "none", cgroups=tmp_path / "none")
 
 
 def memory_of_host() -> int:
@@ -124,7 +124,7 @@ def test_what_others_take_meanwhile_is_seen(monkeypatch: pytest.MonkeyPatch) -> 
         if error is not None:
             raise error
 
-    monkeypatch.setattr(segment, "check_room", check)
+    monkeypatch.setattr(segment, "check_available", check)
     with pytest.raises(DistributedError, match="leaves 0 bytes"):
         segment.create(3 * segment._TAKEN_AT_ONCE)
 
@@ -149,14 +149,14 @@ def crowded_out():
     """Rank 1 has no memory for staging: no rank waits for it."""
     group = dist.new_group(backend="shm")
     x = torch.ones(300_000)
-    original = segment.check_room
+    original = segment.check_available
     if dist.get_rank() == 1:
-        segment.check_room = no_room
+        segment.check_available = no_room
     try:
         with pytest.raises(DistributedError, match="the host leaves 0 bytes") as caught:
             dist.all_reduce(x, group=group)
     finally:
-        segment.check_room = original
+        segment.check_available = original
     with pytest.raises(BrokenGroupError, match="make a new one"):
         dist.all_reduce(x, group=group)
     dist.barrier()

@@ -26,11 +26,11 @@ from torch.distributed.distributed_c10d import (
 
 from gradwire.errors import ArgumentTypeError
 
-__all__ = ["with_forms"]
+__all__ = ["with_overloads"]
 
 _TENSOR, _LIST, _LISTS = "a tensor", "a list", "a list of lists"
 _DATA = (_TENSOR, _LIST, _LISTS)  # by depth
-_FORMS: dict[str, tuple[type[Any], str, str]] = {  # torch's names: with options, and without
+_OVERLOADS: dict[str, tuple[type[Any], str, str]] = {  # torch's names: with options, and without
     "broadcast": (BroadcastOptions, "tensors", "tensor root timeout"),
     "allreduce": (AllreduceOptions, "tensors", "tensor op timeout"),
     "reduce": (ReduceOptions, "tensors", "tensor root op timeout"),
@@ -59,13 +59,13 @@ _FORMS: dict[str, tuple[type[Any], str, str]] = {  # torch's names: with options
 _FIELDS = {"root": "rootRank", "op": "reduceOp", "timeout": "timeout"}
 
 
-def with_forms(cls: type[Any]) -> type[Any]:
+def with_overloads(cls: type[Any]) -> type[Any]:
     """Let the class's collectives be called in all of torch's forms, by position and by name."""
-    for name, (options, listed, plain) in _FORMS.items():
+    for name, (options, listed, plain) in _OVERLOADS.items():
         forms = [_form(f"{listed} opts", 1), _form(plain, 0)]
         if name == "allreduce":
             forms.append(_form(f"{listed} op timeout", 1))
-        setattr(cls, name, _with_forms(name, options, forms, getattr(cls, name)))
+        setattr(cls, name, _dispatching(name, options, forms, getattr(cls, name)))
     return cls
 
 
@@ -87,7 +87,7 @@ def _form(text: str, depth: int) -> Signature:
     return Signature(parameters)
 
 
-def _with_forms(
+def _dispatching(
     name: str, options: type[Any], forms: list[Signature], method: Callable[..., Any]
 ) -> Callable[..., Any]:
     count = len(forms[0].parameters) - 1  # of what is not opts
