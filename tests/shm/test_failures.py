@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -24,6 +25,7 @@ from gradwire.errors import (
     PeerLostError,
 )
 from gradwire.shm import segment
+from gradwire.shm.register import member_of
 from gradwire.testing import run_ranks
 
 SOON_S = 1.0
@@ -239,6 +241,53 @@ def test_a_silent_rank_is_named():
     assert any(r[0] == CollectiveTimeoutError.__name__ and "[1" in r[1] for r in results[::2])
 
 
+STOPPED_S = 1.0
+
+
+def beside_a_stopped_rank(kind, amid):
+    """Rank 1 is stopped by a signal; how long another rank's last call took, and its error."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    control, pids = dist.new_group(backend="shm"), [None] * world
+    dist.all_gather_object(pids, os.getpid(), group=control)
+    call = collectives(300_000)[kind]
+    call()
+    member_of(dist.group.WORLD).set_timeout(timedelta(seconds=STOPPED_S))
+    if rank == 1 and amid:
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGSTOP)).start()
+    elif rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    try:
+        while True:
+            started = time.monotonic()
+            call()
+    except DistributedError as error:
+        taken, found = time.monotonic() - started, (type(error), str(error))
+    finally:
+        if rank == 0:
+            for other in range(2, world):  # they have their error before rank 1 goes on
+                dist.recv(torch.empty(1), other, control)
+            os.kill(pids[1], signal.SIGCONT)
+        elif rank > 1:
+            dist.send(torch.empty(1), 0, control)
+    dist.barrier(control)
+    return taken, *found
+
+
+@pytest.mark.narrow({"kind": "all_reduce"}, {"kind": "barrier", "amid": False})
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("amid", [False, True])
+def test_a_stopped_rank_is_a_timeout_on_the_others(kind, amid):
+    # amid an operation of three ranks, one may fail because another did so before it
+    world = 2 if amid else 3
+    results = run_ranks(beside_a_stopped_rank, world, backend="shm", timeout=20, args=(kind, amid))
+    for taken, error, message in results[:1] + results[2:]:
+        assert error is CollectiveTimeoutError
+        assert STOPPED_S <= taken < STOPPED_S + SOON_S
+        assert "[1]" in message
+    _, error, _ = results[1]
+    assert issubclass(error, DistributedError)  # it goes on, and finds that the others failed
+
+
 def departed():
     """What rank 1 did before it left counts; what it did not do is an error."""
     group = dist.new_group(backend="shm")
@@ -288,14 +337,14 @@ def test_groups_give_everything_back():
         assert maps <= 8, "regions of groups that are gone are still mapped"
 
 
-def no_room():
+def no_memory():
     import resource
 
     soft = resource.getrlimit(resource.RLIMIT_FSIZE)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, soft[1]))
     try:
-        with pytest.raises(DistributedError, match="no room for 8388608 bytes"):
+        with pytest.raises(DistributedError, match="not enough memory for 8388608 bytes"):
             gradwire.shm.empty(1 << 21)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, soft)
@@ -305,4 +354,4 @@ def no_room():
 
 
 def test_a_full_limit_is_an_error_and_no_crash():
-    assert run_ranks(no_room, 2, backend="shm", timeout=20) == [2000.0, 2000.0]
+    assert run_ranks(no_memory, 2, backend="shm", timeout=20) == [2000.0, 2000.0]

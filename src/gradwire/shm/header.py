@@ -1,7 +1,8 @@
-"""What a rank says of a collective before it takes part: all ranks compare, and see the same.
+"""Headers: each rank's description of the collective it calls, which all ranks compare.
 
-A header is some numbers in shared memory. The first part must be equal on all ranks; the tables
-of block sizes must fit each other; the rest says where the rank's data lies.
+A header is a row of integers in shared memory. The first seven must be equal on all ranks; the
+tables of block sizes must match each other; the rest is the location of the rank's data. All ranks
+read the same headers, and so raise the same error.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ __all__ = [
 ]
 
 _FIXED = struct.Struct("<10q")
-_COMPARED = 7 * 8  # what must be equal: six numbers that describe the call, and its mark
+_COMPARED = 7 * 8  # bytes that must be equal: six numbers that describe the call, and its mark
 _MARK = 6 * 8
 
 DTYPES: tuple[torch.dtype, ...] = tuple(
@@ -41,7 +42,7 @@ DTYPES: tuple[torch.dtype, ...] = tuple(
         *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"),
     )
 )
-"""The dtypes that travel; a header has the index."""
+"""The dtypes that shm carries; a header has the index."""
 NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
 
 KINDS = (
@@ -58,10 +59,10 @@ class Call:
     Args:
         kind: Its name, one of `KINDS`.
         dtype: Of the tensors.
-        numel: Elements of one block, where all ranks must have the same; else 0.
-        op: The reduce op's number; -1 where nothing is reduced.
-        root: The root's rank in the group; -1 where there is none.
-        sends: Elements for each rank, where they may differ; else empty.
+        numel: Elements of one block if all ranks must have the same number; else 0.
+        op: The reduce op's number; -1 if nothing is reduced.
+        root: The root's rank in the group; -1 if there is none.
+        sends: Elements for each rank if these may differ; else empty.
         receives: Elements expected from each rank; as long as `sends`.
         checksum: Of the dtypes and sizes in a list of tensors; 0 where there is no list.
     """
@@ -81,9 +82,10 @@ class Location:
     """Where a rank's data for a collective lies.
 
     Args:
-        region: The number of one of the rank's regions; `INLINE` with the header, `PRIVATE` in
-            memory that it does not share.
-        offset: Bytes from the region's start.
+        region: The number of one of the rank's regions; `INLINE` for data beside the header,
+            `PRIVATE` for data in memory that the rank does not share.
+        offset: Bytes from the region's start; for private data, the index in `RINGS` of the ring
+            that the rank asks for.
     """
 
     region: int
@@ -94,12 +96,12 @@ INLINE, PRIVATE = -1, -2
 
 
 def header_bytes(size: int) -> int:
-    """Bytes of a header in a group of `size` ranks, whole cache lines."""
+    """Bytes of a header in a group of `size` ranks, rounded up to whole cache lines."""
     return (_FIXED.size + 16 * size + 63) // 64 * 64
 
 
 def write(buffer: memoryview, call: Call, location: Location, mark: int) -> None:
-    """Put a header into its location in shared memory, with the call's mark, 0 for none."""
+    """Write a header; `mark` is the call's, 0 for none."""
     _FIXED.pack_into(
         buffer,
         0,
@@ -121,7 +123,7 @@ def write(buffer: memoryview, call: Call, location: Location, mark: int) -> None
 
 
 def read(buffer: memoryview) -> tuple[Call, Location]:
-    """A header as it was written."""
+    """The call and the location in a header."""
     kind, dtype, op, root, numel, checksum, _, count, region, offset = _FIXED.unpack_from(buffer)
     table = struct.unpack_from(f"<{2 * count}q", buffer, _FIXED.size) if count else ()
     call = Call(KINDS[kind], DTYPES[dtype], numel, op, root, table[:count], table[count:], checksum)
@@ -129,18 +131,18 @@ def read(buffer: memoryview) -> tuple[Call, Location]:
 
 
 def location_of(buffer: memoryview) -> Location:
-    """The location alone, quicker than `read`."""
+    """The location in a header; faster than `read`."""
     return Location(*struct.unpack_from("<2q", buffer, _COMPARED + 8))
 
 
 def check_consistent(headers: Sequence[memoryview], rank: int) -> None:
-    """Raise unless all ranks call the same collective with arguments that fit.
+    """Raise unless all ranks call the same collective with matching arguments.
 
     Marks are compared only if all calls have one.
 
     Raises:
         CheckedMismatchError: They do not, and all have marks whose lowest bit is set.
-        MismatchError: They do not. Every rank that looks at these headers raises the same.
+        MismatchError: They do not. Every rank raises the same.
     """
     own = headers[rank][:_COMPARED]
     if any(header[:_COMPARED] != own for header in headers):
@@ -174,8 +176,8 @@ def _mismatch(calls: Sequence[Call]) -> MismatchError:
         if len(set(values)) > 1:
             return MismatchError(f"ranks disagree on {kinds[0]}'s {field}: {_by_rank(values)}")
     return MismatchError(
-        f"ranks mean different things by their {kinds[0]}: their calls of gradwire.collectives are "
-        "not of one shape, or not for one call's backward; GRADWIRE_CHECKS=1 tells what differs"
+        f"ranks call {kinds[0]} for different operations: their calls of gradwire.collectives have "
+        "other arguments, or belong to other calls' backward; GRADWIRE_CHECKS=1 shows what differs"
     )
 
 

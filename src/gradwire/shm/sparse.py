@@ -1,4 +1,4 @@
-"""The sum of sparse tensors: ranks exchange their entries, and each adds up all of them alike."""
+"""all_reduce of sparse tensors: ranks exchange their entries, and each adds all of them up."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ __all__ = ["all_reduce"]
 
 
 def all_reduce(state: GroupState, tensor: Tensor, op: int, deadline: Deadline) -> None:
-    """Let a sparse COO tensor be the sum of all ranks', coalesced.
+    """Set a sparse COO tensor to the sum over all ranks, coalesced.
 
-    Entries are added in the order of the ranks; half precision in float32, rounded once.
+    Entries are added in the order of the ranks, half precision in float32 and rounded once.
 
     Args:
         state: This rank's state of the group.
@@ -53,7 +53,7 @@ def all_reduce(state: GroupState, tensor: Tensor, op: int, deadline: Deadline) -
 
 
 def _keys(own: Tensor) -> Tensor:
-    """One number for each entry's place."""
+    """The flat index of each entry in the sparse dims."""
     keys = torch.zeros(own._nnz(), dtype=torch.int64)
     for length, index in zip(own.shape, own.indices(), strict=False):  # its sparse dims alone
         keys.mul_(length).add_(index)
@@ -63,7 +63,7 @@ def _keys(own: Tensor) -> Tensor:
 def _gather(
     state: GroupState, own: Tensor, rows: Sequence[int], deadline: Deadline
 ) -> list[Tensor]:
-    """Every rank's rows."""
+    """all_gather of tensors whose numbers of rows differ."""
     flat = own.contiguous().view(-1)
     each = [torch.empty((count, *own.shape[1:]), dtype=own.dtype) for count in rows]
     flats = [tensor.view(-1) for tensor in each]
