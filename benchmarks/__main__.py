@@ -22,8 +22,8 @@ from benchmarks import (
 )
 from benchmarks.benchmark import Benchmark
 from benchmarks.options import Options
-from benchmarks.pages import PAGES, RESULTS, rewritten
 from benchmarks.report import conditions, figures, terminal
+from benchmarks.tables import PAGES, RESULTS, rewritten
 
 BENCHMARKS: dict[str, Benchmark[Any]] = {
     benchmark.name: benchmark

@@ -8,7 +8,7 @@ import textwrap
 import pytest
 
 from gradwire.cli.launch import RankFailure, launch
-from gradwire.cli.places import Place
+from gradwire.cli.rank_env import RankEnv
 
 JOBS = """
 import os, threading
@@ -16,24 +16,24 @@ from datetime import timedelta
 
 import torch
 
-from gradwire.cli.places import join_group
+from gradwire.cli.rank_env import join_group
 
 
-def tell(place, send):
-    join_group(place, "gloo", timedelta(seconds=30))
-    total = torch.full((), place.rank + 1.0)
+def tell(env, send):
+    join_group(env, "gloo", timedelta(seconds=30))
+    total = torch.full((), env.rank + 1.0)
     torch.distributed.all_reduce(total)
-    send((place, total.item()))
+    send((env, total.item()))
 
 
-def one_raises(place, send):
-    if place.rank == 1:
+def one_raises(env, send):
+    if env.rank == 1:
         raise ValueError("two\\nlines")
     threading.Event().wait()
 
 
-def one_exits(place, send):
-    if place.rank == 1:
+def one_exits(env, send):
+    if env.rank == 1:
         os._exit(3)
     threading.Event().wait()
 """
@@ -53,9 +53,9 @@ def jobs(tmp_path_factory):
 def test_ranks_meet_and_what_they_send_arrives(jobs):
     received = []
     launch(jobs.tell, 2, received.append)
-    places = sorted((place for place, _ in received), key=lambda place: place.rank)
-    port = places[0].store_port
-    assert places == [Place(0, 2, 0, 2, port), Place(1, 2, 1, 2, port)]
+    envs = sorted((env for env, _ in received), key=lambda env: env.rank)
+    port = envs[0].store_port
+    assert envs == [RankEnv(0, 2, 0, 2, port), RankEnv(1, 2, 1, 2, port)]
     assert [total for _, total in received] == [3.0, 3.0]
 
 

@@ -20,7 +20,7 @@ from gradwire.cli.demo.rank import Result
 from gradwire.cli.demo.report import failures, show_result
 from gradwire.cli.demo.timing import StepTimes
 from gradwire.cli.demo.train import TOLERANCE, Difference, Epoch, largest_difference, train
-from gradwire.cli.places import Place
+from gradwire.cli.rank_env import RankEnv
 from gradwire.testing import run_ranks
 
 CPU = torch.device("cpu")
@@ -50,9 +50,9 @@ def test_half_a_bucket_lost_in_one_step_is_no_rounding(lost_in_step):
             return hooks.allreduce(group, bucket)
 
         wrap.HOOKS["lose"] = wrap.Hook(lambda group: (group, lose), None, lossy=False)
-        place = Place(dist.get_rank(), 2, dist.get_rank(), 2)
+        env = RankEnv(dist.get_rank(), 2, dist.get_rank(), 2)
         options = DemoOptions(epochs=2, hook="lose")
-        _, last = train(options, place, dist.group.WORLD, load_digits(0, CPU), lambda epoch: None)
+        _, last = train(options, env, dist.group.WORLD, load_digits(0, CPU), lambda epoch: None)
         return last and last.difference
 
     difference, _ = run_ranks(main, world_size=2)

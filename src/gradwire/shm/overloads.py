@@ -112,13 +112,9 @@ def _dispatching(
                 given = each.bind(*args, **kwargs).arguments
             except TypeError:
                 continue
-            if all(
-                _is(each.parameters[key].annotation, options, x) for key, x in given.items()
-            ):
+            if all(_is(each.parameters[key].annotation, options, x) for key, x in given.items()):
                 return method(self, *_as_lists(given, signatures[0], options))
-        shown = " or ".join(
-            f"{name}({', '.join(each.parameters)})" for each in signatures
-        )
+        shown = " or ".join(f"{name}({', '.join(each.parameters)})" for each in signatures)
         raise ArgumentTypeError(f"the arguments of {name} fit none of: {shown}")
 
     return call

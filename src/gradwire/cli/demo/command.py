@@ -29,7 +29,7 @@ from gradwire.cli.demo.report import (
 from gradwire.cli.demo.view import View
 from gradwire.cli.demo.wrap import HOOKS
 from gradwire.cli.launch import RankFailure, Send, launch
-from gradwire.cli.places import Place, leave
+from gradwire.cli.rank_env import RankEnv, exit_rank
 from gradwire.errors import ArgumentError
 
 __all__ = ["demo"]
@@ -90,28 +90,28 @@ def demo(
 
     With --mode devices, one process trains with DataParallel on 4 replicas on the CPU.
     """
-    place = None
+    env = None
     try:
-        place = Place.from_environment(os.environ)
+        env = RankEnv.from_environment(os.environ)
         if mode == "devices":
-            _refuse_processes(context, place)
+            _refuse_processes(context, env)
             devices_options = DevicesOptions(epochs, seed, batch_size)
         else:
-            count = _process_count(nproc, place)
+            count = _process_count(nproc, env)
             options = DemoOptions(count, backend, epochs, hook, seed, batch_size)
-            check_backend(backend, options.nproc if place is None else place.local_size)
+            check_backend(backend, options.nproc if env is None else env.local_size)
     except ArgumentError as error:
-        if place is not None and place.rank != 0:
+        if env is not None and env.rank != 0:
             sys.exit(_USAGE)  # rank 0 says it for all
         raise click.UsageError(str(error)) from error
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    exitcode = _run_devices(devices_options) if mode == "devices" else _run(options, place)
-    if place is not None:
-        leave(exitcode)
+    exitcode = _run_devices(devices_options) if mode == "devices" else _run(options, env)
+    if env is not None:
+        exit_rank(exitcode)
     sys.exit(exitcode)
 
 
-def _refuse_processes(context: click.Context, place: Place | None) -> None:
+def _refuse_processes(context: click.Context, env: RankEnv | None) -> None:
     """Refuse what is about processes where there is only one."""
     for name in ("nproc", "backend", "hook"):
         if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
@@ -119,9 +119,9 @@ def _refuse_processes(context: click.Context, place: Place | None) -> None:
                 f"--{name} is {context.params[name]}, but --mode devices runs in one process, "
                 f"without communication between processes: leave out --{name}"
             )
-    if place is not None:
+    if env is not None:
         raise ArgumentError(
-            f"{place.world_size} processes were started from outside (WORLD_SIZE), but --mode "
+            f"{env.world_size} processes were started from outside (WORLD_SIZE), but --mode "
             "devices runs in one: start it without torchrun"
         )
 
@@ -138,41 +138,41 @@ def _run_devices(options: DevicesOptions) -> int:
     return 1 if devices_failures(result) else 0
 
 
-def _run(options: DemoOptions, place: Place | None) -> int:
+def _run(options: DemoOptions, env: RankEnv | None) -> int:
     """Run and show the demo, errors included; returns the exit code."""
     try:
-        if place is None:
+        if env is None:
             return _show(options, partial(launch, partial(run_rank, options), options.nproc))
-        if place.rank == 0:
-            return _show(options, partial(_run_here, options, place))
-        _run_here(options, place, lambda news: None)
+        if env.rank == 0:
+            return _show(options, partial(_run_here, options, env))
+        _run_here(options, env, lambda news: None)
     except RankFailure as failure:
         click.echo(f"{failure.details}gradwire demo: {failure}", err=True)
         return 1
     except KeyboardInterrupt:
-        if place is None or place.rank == 0:
+        if env is None or env.rank == 0:
             click.echo("Interrupted; every process of the demo has been stopped.", err=True)
         return _INTERRUPTED
     return 0
 
 
-def _process_count(nproc: int | None, place: Place | None) -> int:
-    if place is None:
+def _process_count(nproc: int | None, env: RankEnv | None) -> int:
+    if env is None:
         return 2 if nproc is None else nproc
-    if nproc not in (None, place.world_size):
+    if nproc not in (None, env.world_size):
         raise ArgumentError(
-            f"--nproc is {nproc}, but {place.world_size} processes were started from outside "
+            f"--nproc is {nproc}, but {env.world_size} processes were started from outside "
             "(WORLD_SIZE): leave out --nproc under torchrun"
         )
-    return place.world_size
+    return env.world_size
 
 
-def _run_here(options: DemoOptions, place: Place, send: Send) -> None:
+def _run_here(options: DemoOptions, env: RankEnv, send: Send) -> None:
     """Run as the rank that this process is."""
     try:
-        run_rank(options, place, send)
+        run_rank(options, env, send)
     except Exception as error:
-        raise RankFailure.of(place.rank, error) from error
+        raise RankFailure.of(env.rank, error) from error
 
 
 def _show(options: DemoOptions, run: Callable[[Send], None]) -> int:

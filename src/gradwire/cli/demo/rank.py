@@ -13,7 +13,7 @@ from gradwire.cli.demo.options import DemoOptions
 from gradwire.cli.demo.timing import StepTimes, time_steps
 from gradwire.cli.demo.train import Epoch, same_bits, train
 from gradwire.cli.launch import Send
-from gradwire.cli.places import Place, join_group
+from gradwire.cli.rank_env import RankEnv, join_group
 from gradwire.collectives.engines import engine
 
 __all__ = ["Engine", "Result", "Round", "run_rank"]
@@ -50,7 +50,7 @@ class Result:
     times: StepTimes
 
 
-def run_rank(options: DemoOptions, place: Place, send: Send) -> None:
+def run_rank(options: DemoOptions, env: RankEnv, send: Send) -> None:
     """Train, compare and time on one rank; on rank 0, `send` what there is to show.
 
     That is the Engine, every Epoch, Rounds and the Result.
@@ -59,19 +59,19 @@ def run_rank(options: DemoOptions, place: Place, send: Send) -> None:
         DistributedError: Ranks could not work together.
     """
     torch.set_num_threads(1)  # more threads only get into each other's way in so small a network
-    group = join_group(place, options.backend, _SILENCE)
-    device = place.device(options.backend)
-    if place.rank == 0:
+    group = join_group(env, options.backend, _SILENCE)
+    device = env.device(options.backend)
+    if env.rank == 0:
         send(Engine(engine(group, torch.empty(0, device=device))))
     digits = load_digits(options.seed, device)
-    model, last = train(options, place, group, digits, on_epoch=send)
+    model, last = train(options, env, group, digits, on_epoch=send)
     same = same_bits(model, group)
 
     def on_round(number: int) -> None:
-        if place.rank == 0 and number % 5 == 1:  # showing each one would disturb the timing
+        if env.rank == 0 and number % 5 == 1:  # showing each one would disturb the timing
             send(Round(number))
 
-    times = time_steps(options, place, group, digits, on_round)
+    times = time_steps(options, env, group, digits, on_round)
     if last is not None:
         send(Result(last, same, times))
     dist.destroy_process_group()

@@ -18,7 +18,7 @@ from gradwire.cli.demo.data import Digits
 from gradwire.cli.demo.model import build_model, build_optimizer, train_step
 from gradwire.cli.demo.options import DemoOptions
 from gradwire.cli.demo.wrap import HOOKS, wrap_ours, wrap_torch
-from gradwire.cli.places import Place
+from gradwire.cli.rank_env import RankEnv
 
 __all__ = ["ROUNDS", "TIMED_ROUNDS", "Step", "StepTimes", "take_turns", "time_steps"]
 
@@ -46,13 +46,13 @@ class StepTimes:
 
 def time_steps(
     options: DemoOptions,
-    place: Place,
+    env: RankEnv,
     group: dist.ProcessGroup,
     digits: Digits,
     on_round: Callable[[int], None],
 ) -> StepTimes:
     """Take the medians of `ROUNDS` rounds; calls `on_round` with the number of each, once done."""
-    steps = _contestants(options, place, group, digits)
+    steps = _contestants(options, env, group, digits)
     device = digits.train_images.device
     rounds = take_turns(steps, lambda step: _timed(step, group, device), on_round)
     slowest = torch.tensor(rounds, device=device)
@@ -82,11 +82,11 @@ def take_turns(
 
 
 def _contestants(
-    options: DemoOptions, place: Place, group: dist.ProcessGroup, digits: Digits
+    options: DemoOptions, env: RankEnv, group: dist.ProcessGroup, digits: Digits
 ) -> list[Step]:
     hook = HOOKS[options.hook]
     device = digits.train_images.device
-    mine = slice(place.rank, options.batch_size, place.world_size)
+    mine = slice(env.rank, options.batch_size, env.world_size)
     images, labels = digits.train_images[mine], digits.train_labels[mine]
     models = [
         build_model(options.seed, device),
@@ -100,7 +100,7 @@ def _contestants(
             build_optimizer(model, options.batch_size),
             images,
             labels,
-            place.world_size / options.batch_size,
+            env.world_size / options.batch_size,
         )
         for model in models
         if model is not None

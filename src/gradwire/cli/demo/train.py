@@ -18,7 +18,7 @@ from gradwire.cli.demo.data import Digits, batches
 from gradwire.cli.demo.model import build_model, build_optimizer, train_step
 from gradwire.cli.demo.options import DemoOptions
 from gradwire.cli.demo.wrap import HOOKS, wrap_ours
-from gradwire.cli.places import Place
+from gradwire.cli.rank_env import RankEnv
 
 __all__ = [
     "TOLERANCE",
@@ -71,7 +71,7 @@ class Epoch:
 
 def train(
     options: DemoOptions,
-    place: Place,
+    env: RankEnv,
     group: dist.ProcessGroup,
     digits: Digits,
     on_epoch: Callable[[Epoch], None],
@@ -83,23 +83,23 @@ def train(
     """
     device = digits.train_images.device
     # Only rank 0's first parameters are the twin's: the others must receive them.
-    model = build_model(options.seed + place.rank, device)
+    model = build_model(options.seed + env.rank, device)
     wrapped = wrap_ours(model, group, HOOKS[options.hook])
     optimizer = build_optimizer(model, options.batch_size)
     twin = build_model(options.seed, device)
     twin_optimizer = build_optimizer(twin, options.batch_size)
-    share = place.world_size / options.batch_size  # the mean over ranks is the mean over the batch
+    share = env.world_size / options.batch_size  # the mean over ranks is the mean over the batch
 
     epoch = None
     for number in range(1, options.epochs + 1):
         losses: list[Tensor] = []
         for batch in batches(options.seed, number, options.batch_size):
-            mine = batch[place.rank :: place.world_size]
+            mine = batch[env.rank :: env.world_size]
             images, labels = digits.train_images[mine], digits.train_labels[mine]
             losses.append(train_step(wrapped, optimizer, images, labels, share))
-        loss = torch.stack(losses).mean() / place.world_size
+        loss = torch.stack(losses).mean() / env.world_size
         dist.all_reduce(loss, group=group)
-        if place.rank == 0:
+        if env.rank == 0:
             train_twin(twin, twin_optimizer, digits, options.seed, number, options.batch_size)
             difference = largest_difference(model, twin)
             epoch = Epoch(number, loss.item(), correct(model, digits), difference)

@@ -77,7 +77,7 @@ class View:
         self._bar.stop()
 
     def show(self, news: Any) -> None:
-        """Show one thing that rank 0 sent; what has no place here is left to others."""
+        """Show one thing that rank 0 sent; what has no env here is left to others."""
         if isinstance(news, Engine):
             self._console.print(f"[dim]  engine   {news.name} carries the gradients[/]")
         elif isinstance(news, Epoch):
