@@ -70,7 +70,7 @@ def test_another_nproc_than_torchruns_is_refused_once(monkeypatch):
     assert refusal("--nproc", "3") == ""
 
 
-def test_a_place_comes_whole_or_not_at_all(monkeypatch):
+def test_an_environment_comes_whole_or_not_at_all(monkeypatch):
     assert RankEnv.from_environment({"WORLD_SIZE": "8"}) is None
     assert RankEnv.from_environment(TORCHRUN) == RankEnv(0, 2, 0, 2)
     for name in TORCHRUN:

@@ -19,7 +19,7 @@ import torch
 from gradwire.cli.rank_env import join_group
 
 
-def tell(env, send):
+def send_sum(env, send):
     join_group(env, "gloo", timedelta(seconds=30))
     total = torch.full((), env.rank + 1.0)
     torch.distributed.all_reduce(total)
@@ -52,7 +52,7 @@ def jobs(tmp_path_factory):
 
 def test_ranks_meet_and_what_they_send_arrives(jobs):
     received = []
-    launch(jobs.tell, 2, received.append)
+    launch(jobs.send_sum, 2, received.append)
     envs = sorted((env for env, _ in received), key=lambda env: env.rank)
     port = envs[0].store_port
     assert envs == [RankEnv(0, 2, 0, 2, port), RankEnv(1, 2, 1, 2, port)]
@@ -61,18 +61,18 @@ def test_ranks_meet_and_what_they_send_arrives(jobs):
 
 def test_a_rank_that_raises_ends_the_others(jobs):
     with pytest.raises(RankFailure, match=r"^rank 1 failed: ValueError: two\nlines$") as caught:
-        launch(jobs.one_raises, 2, lambda news: None)
+        launch(jobs.one_raises, 2, lambda message: None)
     assert "in one_raises" in caught.value.details
 
 
 def test_a_rank_that_exits_early_ends_the_others(jobs):
     with pytest.raises(RankFailure, match=r"^rank 1 ended with exit code 3 before its work"):
-        launch(jobs.one_exits, 2, lambda news: None)
+        launch(jobs.one_exits, 2, lambda message: None)
 
 
 def test_an_error_of_the_receiver_ends_the_ranks(jobs):
-    def receive(news):
+    def receive(message):
         raise LookupError("enough")
 
     with pytest.raises(LookupError, match="enough"):
-        launch(jobs.tell, 2, receive)
+        launch(jobs.send_sum, 2, receive)
