@@ -78,7 +78,7 @@ def forked():
             time.sleep(2 * SOON_S)
             os._exit(0)
         assert b"forked" in os.read(reading, 1000)
-    dist.all_reduce(x)  # the child's goodbye was not this rank's
+    dist.all_reduce(x)  # the child's end is not taken for this rank's
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     started = time.monotonic()
@@ -163,8 +163,8 @@ def short_of(what):
     [(resource.RLIMIT_AS, "cannot be mapped"), (resource.RLIMIT_NOFILE, "ulimit -n")],
 )
 def test_memory_that_cannot_be_taken_is_an_error_on_all(what, message):
-    for told in run_ranks(short_of, 2, backend="shm", timeout=20, args=(what,)):
-        assert message in told
+    for error in run_ranks(short_of, 2, backend="shm", timeout=20, args=(what,)):
+        assert message in error
 
 
 def anew(path):
@@ -269,7 +269,7 @@ def test_a_peer_that_reads_nothing_still_gets_the_failure() -> None:
         fill(listening.links)
     listening.links.report_failure(ValueError("over"))
     while there.recv(2000):
-        pass  # to the end, which it would not see without the news
+        pass  # until end-of-file, which needs the peer's failure to be reported
     listening.links.close()
     there.close()
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -1,4 +1,4 @@
-"""Ranks that disagree, die, stall or leave: every other rank gets an error, and soon."""
+"""Ranks that disagree, die, stop or leave: every other rank raises an error within a second."""
 
 from __future__ import annotations
 
@@ -156,8 +156,8 @@ def test_arguments_are_refused_before_anything_is_sent():
     assert run_ranks(refused, 2, backend="shm", timeout=20) == [[2.0] * 3] * 2
 
 
-def bereaved(kind, count, after, how):
-    """How long a survivor waited, and what it got; rank 1 ends itself."""
+def lost_peer(kind, count, after, how):
+    """How long another rank waited, and its error; rank 1 ends itself."""
     call = collectives(count)[kind]
     for _ in range(after):
         call()
@@ -193,10 +193,10 @@ KINDS = [
     ("how", "kind"),
     [("killed", k) for k in KINDS] + [("left", k) for k in ("all_reduce", "all_gather", "barrier")],
 )
-def test_a_death_reaches_all_survivors(how, kind, count):
+def test_a_death_is_an_error_on_all_other_ranks(how, kind, count):
     after = KINDS.index(kind)
     results = run_ranks(
-        bereaved, 3, backend="shm", timeout=20, may_die=[1], args=(kind, count, after, how)
+        lost_peer, 3, backend="shm", timeout=20, may_die=[1], args=(kind, count, after, how)
     )
     assert results[1] is None
     for taken, message in (results[0], results[2]):
@@ -204,7 +204,7 @@ def test_a_death_reaches_all_survivors(how, kind, count):
         assert "rank 1" in message
 
 
-def bereaved_of_a_message():
+def lost_sender():
     rank = dist.get_rank()
     if rank == 1:
         time.sleep(0.1)
@@ -219,8 +219,8 @@ def bereaved_of_a_message():
     return True
 
 
-def test_a_death_reaches_receivers_and_handles():
-    results = run_ranks(bereaved_of_a_message, 3, backend="shm", timeout=20, may_die=[1])
+def test_a_death_is_an_error_of_receives_and_handles():
+    results = run_ranks(lost_sender, 3, backend="shm", timeout=20, may_die=[1])
     assert results == [True, None, True]
 
 
@@ -288,7 +288,7 @@ def test_a_stopped_rank_is_a_timeout_on_the_others(kind, amid):
     assert issubclass(error, DistributedError)  # it goes on, and finds that the others failed
 
 
-def departed():
+def left_early():
     """What rank 1 did before it left counts; what it did not do is an error."""
     group = dist.new_group(backend="shm")
     x = torch.ones(200_000)
@@ -303,7 +303,7 @@ def departed():
 
 
 def test_a_rank_that_leaves_early():
-    results = run_ranks(departed, 2, backend="shm", timeout=20)
+    results = run_ranks(left_early, 2, backend="shm", timeout=20)
     assert results[1] == 2.0
 
 

@@ -18,7 +18,7 @@ from gradwire.testing import run_ranks
 
 
 def mistakes():
-    """Calls that all ranks get wrong alike, and what they are told."""
+    """Calls that all ranks get wrong alike, and their errors."""
     # the methods themselves: torch 2.15's own face refuses some before it calls them
     world, group = dist.get_world_size(), member_of(dist.group.WORLD)
     with FakeTensorMode():
