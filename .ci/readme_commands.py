@@ -1,4 +1,4 @@
-"""README's quick start as commands, so that what newcomers are told is what CI runs.
+"""README's quick start as commands, so that CI runs the commands that newcomers read.
 
 Prints the NUMBER-th of the two ``sh`` blocks under "Quick start", and fails when there are
 not exactly two: `python readme_commands.py README.md NUMBER`.

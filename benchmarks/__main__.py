@@ -22,9 +22,9 @@ from benchmarks import (
 )
 from benchmarks.benchmark import Benchmark
 from benchmarks.options import Options
-from benchmarks.pages import PAGES, PLOT, RESULTS, rewritten
 from benchmarks.report import conditions, figures, terminal
 from benchmarks.results import Result
+from benchmarks.tables import PAGES, PLOT, RESULTS, rewritten
 
 BENCHMARKS: dict[str, Benchmark[Any]] = {
     benchmark.name: benchmark

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from benchmarks import shapes
+from benchmarks.alternate import OURS, alternate
 from benchmarks.benchmark import Benchmark
-from benchmarks.contest import OURS, alternate
 from benchmarks.launch import launch
 from benchmarks.options import Options
 from benchmarks.progress import say

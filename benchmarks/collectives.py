@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from benchmarks.alternate import OURS, alternate
 from benchmarks.bare import bare_passes
 from benchmarks.benchmark import Benchmark
-from benchmarks.contest import OURS, alternate
 from benchmarks.launch import launch
 from benchmarks.options import Options
 from benchmarks.progress import say

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks import models
+from benchmarks.alternate import OURS, alternate, order
 from benchmarks.benchmark import Benchmark
-from benchmarks.contest import OURS, alternate, order
 from benchmarks.launch import launch
 from benchmarks.memory import peak
 from benchmarks.options import Options

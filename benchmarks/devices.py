@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 
 from benchmarks import shapes
+from benchmarks.alternate import OURS, alternate
 from benchmarks.benchmark import Benchmark
-from benchmarks.contest import OURS, alternate
 from benchmarks.launch import launch
 from benchmarks.options import Options
 from benchmarks.progress import say

@@ -8,8 +8,8 @@ from functools import partial
 import click
 import torch
 
+from benchmarks.alternate import OURS
 from benchmarks.benchmark import Benchmark
-from benchmarks.contest import OURS
 from benchmarks.devices import Case, Steps
 from benchmarks.devices import measure as measure_here
 from benchmarks.options import Options

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.nn import functional as theirs
 
+from benchmarks.alternate import OURS, alternate
 from benchmarks.benchmark import Benchmark
-from benchmarks.contest import OURS, alternate
 from benchmarks.launch import launch
 from benchmarks.options import Options
 from benchmarks.progress import say

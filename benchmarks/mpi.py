@@ -18,8 +18,8 @@ from time import perf_counter
 import torch
 import torch.distributed as dist
 
+from benchmarks.alternate import OURS, order
 from benchmarks.benchmark import Benchmark
-from benchmarks.contest import OURS, order
 from benchmarks.launch import launch
 from benchmarks.options import Options
 from benchmarks.progress import say

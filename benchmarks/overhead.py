@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from benchmarks.alternate import OURS, alternate
 from benchmarks.benchmark import Benchmark
-from benchmarks.contest import OURS, alternate
 from benchmarks.differentiable import OPS, RAW, TORCH, Call, Op
 from benchmarks.options import Options
 from benchmarks.progress import say

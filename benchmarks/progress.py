@@ -1,4 +1,4 @@
-"""What a running benchmark tells the person who waits for it."""
+"""The progress of a running benchmark, on stderr."""
 
 from __future__ import annotations
 

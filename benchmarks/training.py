@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
-from benchmarks.contest import OURS
+from benchmarks.alternate import OURS
 from gradwire.ddp import DistributedDataParallel
 
 __all__ = ["BARE", "GLOO", "TORCH", "Case", "Training", "Wrapper", "peers", "wrappers"]

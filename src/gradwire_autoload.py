@@ -57,9 +57,9 @@ class _Unlisted(dict[str, Any]):
 
 def _create(options: object, of_caller: object) -> Any:
     """What torch.distributed calls for a group of "shm"."""
-    from gradwire.shm.register import create
+    from gradwire.shm.register import create_backend
 
-    return create(options, of_caller)
+    return create_backend(options, of_caller)
 
 
 def _stand_in_for_gloo() -> None:
@@ -78,7 +78,7 @@ def _stand_in_for_gloo() -> None:
         *a: Any,
         **k: Any,
     ) -> Any:
-        from gradwire.shm.stand_in import make_group
+        from gradwire.shm.gloo_replacement import make_group
 
         def original(name: str) -> Any:
             return theirs(group_size, group_rank, global_ranks_in_group, name, *a, **k)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gradwire.shm import stand_in
+from gradwire.shm import gloo_replacement
 
 ON = {"GRADWIRE_BACKEND": "shm"}
 GROUPS = """
@@ -90,8 +90,8 @@ def test_what_a_backend_becomes_without_accelerators(monkeypatch, asked, instead
     monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
     monkeypatch.setattr("torch.accelerator.current_accelerator", lambda *a, **k: None)
     monkeypatch.setattr("torch._C._get_accelerator", lambda: __import__("torch").device("cpu"))
-    monkeypatch.setattr(stand_in, "PYTHON_BACKENDS", True)
-    assert stand_in.with_shm(asked) == instead
+    monkeypatch.setattr(gloo_replacement, "PYTHON_BACKENDS", True)
+    assert gloo_replacement.with_shm(asked) == instead
 
 
 @pytest.mark.parametrize("asked", ["gloo", "cpu:gloo,cuda:nccl"])
@@ -104,10 +104,10 @@ def test_what_a_backend_becomes_with_a_gpu(monkeypatch, asked, routed):
     monkeypatch.setattr(
         "torch.accelerator.current_accelerator", lambda *a, **k: torch.device("cuda")
     )
-    monkeypatch.setattr(stand_in, "PYTHON_BACKENDS", routed)
+    monkeypatch.setattr(gloo_replacement, "PYTHON_BACKENDS", routed)
     if routed:
         second = asked.partition("cuda:")[2] or "gloo"
-        assert stand_in.with_shm(asked) == f"cpu:shm,cuda:{second}"
+        assert gloo_replacement.with_shm(asked) == f"cpu:shm,cuda:{second}"
     else:
         with pytest.warns(UserWarning, match="stays as it is"):
-            assert stand_in.with_shm(asked) == asked
+            assert gloo_replacement.with_shm(asked) == asked

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 from benchmarks.__main__ import main
-from benchmarks.pages import PLOT, RESULTS
 from benchmarks.plot import bars, in_words
 from benchmarks.report import conditions
 from benchmarks.results import Result
+from benchmarks.tables import PLOT, RESULTS
 from click.testing import CliRunner
 
 

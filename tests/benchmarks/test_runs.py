@@ -21,8 +21,8 @@ from benchmarks.options import Options
 from benchmarks.results import CaseResult, Result
 from benchmarks.training import Case, Training, wrappers
 from click.testing import CliRunner
-from torch.multiprocessing import ProcessRaisedException
 
+from gradwire.cli.launch import RankFailure
 from gradwire.testing import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -177,8 +177,8 @@ def test_other_bits_on_another_rank_are_found_out() -> None:
     assert "careless left other bits in the gradients of rank 1" in other
 
 
-def test_a_rank_that_raises_is_heard() -> None:
-    with pytest.raises(ProcessRaisedException, match="ZeroDivisionError"):
+def test_an_error_of_a_rank_ends_the_launch() -> None:
+    with pytest.raises(RankFailure, match="ZeroDivisionError"):
         launch(divmod, 1, 0, world_size=2, backend="gloo")
 
 

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 import gradwire.cli
 from gradwire._version import __version__
 from gradwire.cli.app import app
-from gradwire.cli.places import Place
+from gradwire.cli.rank_env import RankEnv
 
 TORCHRUN = {
     "RANK": "0",
@@ -70,9 +70,9 @@ def test_another_nproc_than_torchruns_is_refused_once(monkeypatch):
     assert refusal("--nproc", "3") == ""
 
 
-def test_a_place_comes_whole_or_not_at_all(monkeypatch):
-    assert Place.from_environment({"WORLD_SIZE": "8"}) is None
-    assert Place.from_environment(TORCHRUN) == Place(0, 2, 0, 2)
+def test_an_environment_comes_whole_or_not_at_all(monkeypatch):
+    assert RankEnv.from_environment({"WORLD_SIZE": "8"}) is None
+    assert RankEnv.from_environment(TORCHRUN) == RankEnv(0, 2, 0, 2)
     for name in TORCHRUN:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("RANK", "0")

@@ -11,12 +11,16 @@ import torch
 from click.testing import CliRunner
 
 from gradwire.cli.app import app
-from gradwire.cli.demo import devices
+from gradwire.cli.demo import wrap
 from gradwire.cli.demo.data import load_digits
-from gradwire.cli.demo.devices import DevicesResult
-from gradwire.cli.demo.options import DevicesOptions
-from gradwire.cli.demo.report import devices_failures
-from gradwire.cli.demo.train import TOLERANCE, Difference, Epoch
+from gradwire.cli.demo.options import DEVICES, DemoOptions
+from gradwire.cli.demo.rank import Result
+from gradwire.cli.demo.report import failures
+from gradwire.cli.demo.train import TOLERANCE, Difference, Epoch, train
+from gradwire.cli.rank_env import RankEnv
+
+OPTIONS = DemoOptions(4, epochs=1, mode=DEVICES)
+TIMES = {"compute": 0.1, "gradwire": 0.1}
 
 
 def refusal(*arguments: str) -> str:
@@ -81,10 +85,9 @@ def test_torchrun_is_refused_once(monkeypatch):
 
 
 def test_a_replica_lost_in_one_step_is_no_rounding():
-    options = DevicesOptions(epochs=1)
     steps = 0
 
-    class Losing(devices.DataParallel):
+    class Losing(wrap.DataParallel):
         """Its last replica's gradients are lost in the third step."""
 
         def gather(self, outputs, output_device):
@@ -94,13 +97,14 @@ def test_a_replica_lost_in_one_step_is_no_rounding():
                 outputs = [*outputs[:-1], outputs[-1].detach()]
             return super().gather(outputs, output_device)
 
-    with mock.patch.object(devices, "DataParallel", Losing):
-        last = devices._train(options, load_digits(0, torch.device("cpu")), lambda news: None)
+    with mock.patch.object(wrap, "DataParallel", Losing):
+        digits = load_digits(0, torch.device("cpu"))
+        _, last = train(OPTIONS, RankEnv(0, 1, 0, 1), None, digits, lambda epoch: None)
     assert last.difference.relative > 10 * TOLERANCE
-    (said,) = devices_failures(DevicesResult(last, 0.1, 0.1))
+    (said,) = failures(Result(last, True, TIMES), OPTIONS)
     assert "more than rounding" in said
 
 
 def test_rounding_is_no_failure():
     last = Epoch(1, 0.5, 300, Difference(1e-7, TOLERANCE))
-    assert devices_failures(DevicesResult(last, 0.1, 0.1)) == []
+    assert failures(Result(last, True, TIMES), OPTIONS) == []

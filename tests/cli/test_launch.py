@@ -8,7 +8,7 @@ import textwrap
 import pytest
 
 from gradwire.cli.launch import RankFailure, launch
-from gradwire.cli.places import Place
+from gradwire.cli.rank_env import RankEnv
 
 JOBS = """
 import os, threading
@@ -16,24 +16,24 @@ from datetime import timedelta
 
 import torch
 
-from gradwire.cli.places import join_group
+from gradwire.cli.rank_env import join_group
 
 
-def tell(place, send):
-    join_group(place, "gloo", timedelta(seconds=30))
-    total = torch.full((), place.rank + 1.0)
+def send_sum(env, send):
+    join_group(env, "gloo", timedelta(seconds=30))
+    total = torch.full((), env.rank + 1.0)
     torch.distributed.all_reduce(total)
-    send((place, total.item()))
+    send((env, total.item()))
 
 
-def one_raises(place, send):
-    if place.rank == 1:
+def one_raises(env, send):
+    if env.rank == 1:
         raise ValueError("two\\nlines")
     threading.Event().wait()
 
 
-def one_exits(place, send):
-    if place.rank == 1:
+def one_exits(env, send):
+    if env.rank == 1:
         os._exit(3)
     threading.Event().wait()
 """
@@ -52,27 +52,27 @@ def jobs(tmp_path_factory):
 
 def test_ranks_meet_and_what_they_send_arrives(jobs):
     received = []
-    launch(jobs.tell, 2, received.append)
-    places = sorted((place for place, _ in received), key=lambda place: place.rank)
-    port = places[0].store_port
-    assert places == [Place(0, 2, 0, 2, port), Place(1, 2, 1, 2, port)]
+    launch(jobs.send_sum, 2, received.append)
+    envs = sorted((env for env, _ in received), key=lambda env: env.rank)
+    port = envs[0].store_port
+    assert envs == [RankEnv(0, 2, 0, 2, port), RankEnv(1, 2, 1, 2, port)]
     assert [total for _, total in received] == [3.0, 3.0]
 
 
 def test_a_rank_that_raises_ends_the_others(jobs):
     with pytest.raises(RankFailure, match=r"^rank 1 failed: ValueError: two\nlines$") as caught:
-        launch(jobs.one_raises, 2, lambda news: None)
+        launch(jobs.one_raises, 2, lambda message: None)
     assert "in one_raises" in caught.value.details
 
 
 def test_a_rank_that_exits_early_ends_the_others(jobs):
     with pytest.raises(RankFailure, match=r"^rank 1 ended with exit code 3 before its work"):
-        launch(jobs.one_exits, 2, lambda news: None)
+        launch(jobs.one_exits, 2, lambda message: None)
 
 
 def test_an_error_of_the_receiver_ends_the_ranks(jobs):
-    def receive(news):
+    def receive(message):
         raise LookupError("enough")
 
     with pytest.raises(LookupError, match="enough"):
-        launch(jobs.tell, 2, receive)
+        launch(jobs.send_sum, 2, receive)

@@ -294,11 +294,11 @@ def messages():
         equal(first, value(source, count, torch.float32, 1))
         equal(second, value(source, count, torch.float32, 2))
     if rank == 0:
-        # torch does not tell whom a Backend written in Python has heard
-        hears = not PYTHON_BACKENDS or dist.get_backend() != "shm"
+        # torch does not pass on the source rank of a Backend written in Python
+        has_source = not PYTHON_BACKENDS or dist.get_backend() != "shm"
         for _ in range(world - 1):
             x = torch.zeros(3)
-            if hears:
+            if has_source:
                 assert dist.recv(x, tag=9) == x[0].item()
             else:
                 dist.irecv(x, tag=9).wait()

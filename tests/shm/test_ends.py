@@ -1,4 +1,4 @@
-"""Ranks that end without a word, are forked, abort, or run out of something; groups made anew."""
+"""Ranks that die, are forked, abort, or run out of something; groups made anew."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from gradwire.errors import (
 from gradwire.shm import links as links_module
 from gradwire.shm.links import Kind, Links
 from gradwire.shm.regions import Regions
-from gradwire.shm.register import make, member_of
+from gradwire.shm.register import make_backend, member_of
 from gradwire.shm.sync import Deadline
 from gradwire.testing import run_ranks
 
@@ -78,7 +78,7 @@ def forked():
             time.sleep(2 * SOON_S)
             os._exit(0)
         assert b"forked" in os.read(reading, 1000)
-    dist.all_reduce(x)  # the child's goodbye was not this rank's
+    dist.all_reduce(x)  # the child's end is not taken for this rank's
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     started = time.monotonic()
@@ -146,7 +146,7 @@ def short_of(what):
     deadline = time.monotonic() + 5
     while (
         dist.get_rank() == 1
-        and not member_of(group)._team.links.lost
+        and not member_of(group)._state.links.lost
         and time.monotonic() < deadline
     ):
         time.sleep(0.01)
@@ -163,8 +163,8 @@ def short_of(what):
     [(resource.RLIMIT_AS, "cannot be mapped"), (resource.RLIMIT_NOFILE, "ulimit -n")],
 )
 def test_memory_that_cannot_be_taken_is_an_error_on_all(what, message):
-    for told in run_ranks(short_of, 2, backend="shm", timeout=20, args=(what,)):
-        assert message in told
+    for error in run_ranks(short_of, 2, backend="shm", timeout=20, args=(what,)):
+        assert message in error
 
 
 def anew(path):
@@ -172,7 +172,7 @@ def anew(path):
     rank, world = dist.get_rank(), dist.get_world_size()
     store = dist.FileStore(path)
     for _ in range(3):
-        group = make(store, rank, world, timedelta(seconds=10))
+        group = make_backend(store, rank, world, timedelta(seconds=10))
         assert gradwire.shm.shares_memory(group)
         x = torch.ones(3)
         group.allreduce([x]).wait()
@@ -247,7 +247,7 @@ def test_an_error_of_the_receiver_loses_the_peer_and_not_the_thread() -> None:
     listening = Listening(here)
     there.send(links_module._HEAD.pack(99, 0, 0, 0))
     assert listening.lost.wait(5)
-    with pytest.raises(DistributedError, match="could not be taken in"):
+    with pytest.raises(DistributedError, match="could not be handled"):
         listening.links.check([1])
     listening.links.close()
     there.close()
@@ -258,7 +258,7 @@ def fill(links: Links) -> None:
         links.send(1, Kind.DATA, Deadline(0.05), data=b"x" * 1000)
 
 
-def test_a_peer_that_reads_nothing_hears_of_the_end_all_the_same() -> None:
+def test_a_peer_that_reads_nothing_still_gets_the_failure() -> None:
     here, there = pair()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4096)), hard))
@@ -267,9 +267,9 @@ def test_a_peer_that_reads_nothing_hears_of_the_end_all_the_same() -> None:
     listening = Listening(far)
     with pytest.raises(CollectiveTimeoutError):
         fill(listening.links)
-    listening.links.give_up(ValueError("over"))
+    listening.links.report_failure(ValueError("over"))
     while there.recv(2000):
-        pass  # to the end, which it would not see without the news
+        pass  # until end-of-file, which needs the peer's failure to be reported
     listening.links.close()
     there.close()
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

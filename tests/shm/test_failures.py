@@ -1,9 +1,10 @@
-"""Ranks that disagree, die, stall or leave: every other rank gets an error, and soon."""
+"""Ranks that disagree, die, stop or leave: every other rank raises an error within a second."""
 
 from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -24,6 +25,7 @@ from gradwire.errors import (
     PeerLostError,
 )
 from gradwire.shm import segment
+from gradwire.shm.register import member_of
 from gradwire.testing import run_ranks
 
 SOON_S = 1.0
@@ -154,8 +156,8 @@ def test_arguments_are_refused_before_anything_is_sent():
     assert run_ranks(refused, 2, backend="shm", timeout=20) == [[2.0] * 3] * 2
 
 
-def bereaved(kind, count, after, how):
-    """How long a survivor waited, and what it got; rank 1 ends itself."""
+def lost_peer(kind, count, after, how):
+    """How long another rank waited, and its error; rank 1 ends itself."""
     call = collectives(count)[kind]
     for _ in range(after):
         call()
@@ -191,10 +193,10 @@ KINDS = [
     ("how", "kind"),
     [("killed", k) for k in KINDS] + [("left", k) for k in ("all_reduce", "all_gather", "barrier")],
 )
-def test_a_death_reaches_all_survivors(how, kind, count):
+def test_a_death_is_an_error_on_all_other_ranks(how, kind, count):
     after = KINDS.index(kind)
     results = run_ranks(
-        bereaved, 3, backend="shm", timeout=20, may_die=[1], args=(kind, count, after, how)
+        lost_peer, 3, backend="shm", timeout=20, may_die=[1], args=(kind, count, after, how)
     )
     assert results[1] is None
     for taken, message in (results[0], results[2]):
@@ -202,7 +204,7 @@ def test_a_death_reaches_all_survivors(how, kind, count):
         assert "rank 1" in message
 
 
-def bereaved_of_a_message():
+def lost_sender():
     rank = dist.get_rank()
     if rank == 1:
         time.sleep(0.1)
@@ -217,8 +219,8 @@ def bereaved_of_a_message():
     return True
 
 
-def test_a_death_reaches_receivers_and_handles():
-    results = run_ranks(bereaved_of_a_message, 3, backend="shm", timeout=20, may_die=[1])
+def test_a_death_is_an_error_of_receives_and_handles():
+    results = run_ranks(lost_sender, 3, backend="shm", timeout=20, may_die=[1])
     assert results == [True, None, True]
 
 
@@ -239,7 +241,54 @@ def test_a_silent_rank_is_named():
     assert any(r[0] == CollectiveTimeoutError.__name__ and "[1" in r[1] for r in results[::2])
 
 
-def departed():
+STOPPED_S = 1.0
+
+
+def beside_a_stopped_rank(kind, amid):
+    """Rank 1 is stopped by a signal; how long another rank's last call took, and its error."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    control, pids = dist.new_group(backend="shm"), [None] * world
+    dist.all_gather_object(pids, os.getpid(), group=control)
+    call = collectives(300_000)[kind]
+    call()
+    member_of(dist.group.WORLD).set_timeout(timedelta(seconds=STOPPED_S))
+    if rank == 1 and amid:
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGSTOP)).start()
+    elif rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    try:
+        while True:
+            started = time.monotonic()
+            call()
+    except DistributedError as error:
+        taken, found = time.monotonic() - started, (type(error), str(error))
+    finally:
+        if rank == 0:
+            for other in range(2, world):  # they have their error before rank 1 goes on
+                dist.recv(torch.empty(1), other, control)
+            os.kill(pids[1], signal.SIGCONT)
+        elif rank > 1:
+            dist.send(torch.empty(1), 0, control)
+    dist.barrier(control)
+    return taken, *found
+
+
+@pytest.mark.narrow({"kind": "all_reduce"}, {"kind": "barrier", "amid": False})
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("amid", [False, True])
+def test_a_stopped_rank_is_a_timeout_on_the_others(kind, amid):
+    # amid an operation of three ranks, one may fail because another did so before it
+    world = 2 if amid else 3
+    results = run_ranks(beside_a_stopped_rank, world, backend="shm", timeout=20, args=(kind, amid))
+    for taken, error, message in results[:1] + results[2:]:
+        assert error is CollectiveTimeoutError
+        assert STOPPED_S <= taken < STOPPED_S + SOON_S
+        assert "[1]" in message
+    _, error, _ = results[1]
+    assert issubclass(error, DistributedError)  # it goes on, and finds that the others failed
+
+
+def left_early():
     """What rank 1 did before it left counts; what it did not do is an error."""
     group = dist.new_group(backend="shm")
     x = torch.ones(200_000)
@@ -254,7 +303,7 @@ def departed():
 
 
 def test_a_rank_that_leaves_early():
-    results = run_ranks(departed, 2, backend="shm", timeout=20)
+    results = run_ranks(left_early, 2, backend="shm", timeout=20)
     assert results[1] == 2.0
 
 
@@ -289,14 +338,14 @@ def test_groups_give_everything_back():
         assert before == after
 
 
-def no_room():
+def no_memory():
     import resource
 
     soft = resource.getrlimit(resource.RLIMIT_FSIZE)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, soft[1]))
     try:
-        with pytest.raises(DistributedError, match="no room for 8388608 bytes"):
+        with pytest.raises(DistributedError, match="not enough memory for 8388608 bytes"):
             gradwire.shm.empty(1 << 21)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, soft)
@@ -306,4 +355,4 @@ def no_room():
 
 
 def test_a_full_limit_is_an_error_and_no_crash():
-    assert run_ranks(no_room, 2, backend="shm", timeout=20) == [2000.0, 2000.0]
+    assert run_ranks(no_memory, 2, backend="shm", timeout=20) == [2000.0, 2000.0]

@@ -81,7 +81,7 @@ def killed_amid_forming():
 
     place = nullcontext()
     if dist.get_rank() == 1:
-        place = mock.patch.object(register, "_face", connected)
+        place = mock.patch.object(register, "_make_group", connected)
     with place, pytest.raises(PeerLostError, match="died"):
         dist.new_group(backend="shm")
     return True

@@ -104,7 +104,7 @@ def absent():
 
 
 def _links(group):
-    return member_of(group)._team.links
+    return member_of(group)._state.links
 
 
 def test_monitored_barrier_names_the_ranks_that_are_missing():
@@ -197,8 +197,8 @@ def large_beside_others():
                 work.wait()
         assert out.eq(world - 1).all()
         assert back.eq(world * (world - 1)).all()
-    team = member_of(dist.group.WORLD)._team
-    return sorted(len(region) >> 20 for region in team._staging.values())
+    state = member_of(dist.group.WORLD)._state
+    return sorted(len(region) >> 20 for region in state._staging.values())
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -230,14 +230,14 @@ def copied_without_the_lock():
         dist.send(large, 1)
         dist.barrier()
         return
-    copying, go_on, fill = threading.Event(), threading.Event(), mailbox._hand_over
+    copying, go_on, fill = threading.Event(), threading.Event(), mailbox._complete
 
-    def slow(wanted, letter):
+    def slow(wanted, envelope):
         copying.set()
         assert go_on.wait(30)
-        fill(wanted, letter)
+        fill(wanted, envelope)
 
-    mailbox._hand_over = slow
+    mailbox._complete = slow
     try:
         x = torch.zeros(1 << 20)
         work = dist.irecv(x, 0)
@@ -252,7 +252,7 @@ def copied_without_the_lock():
         assert x.eq(3).all()
     finally:
         go_on.set()
-        mailbox._hand_over = fill
+        mailbox._complete = fill
     dist.recv(x, 0)
     dist.barrier()
 

@@ -18,7 +18,7 @@ from gradwire.testing import run_ranks
 
 
 def mistakes():
-    """Calls that all ranks get wrong alike, and what they are told."""
+    """Calls that all ranks get wrong alike, and their errors."""
     # the methods themselves: torch 2.15's own face refuses some before it calls them
     world, group = dist.get_world_size(), member_of(dist.group.WORLD)
     with FakeTensorMode():
@@ -69,7 +69,7 @@ def mistakes():
         (lambda: gradwire.shm.empty(2.5), ArgumentTypeError, r"2\.5"),
         (lambda: gradwire.shm.empty("a"), ArgumentTypeError, "'a'"),
         (lambda: gradwire.shm.empty(2, dtype="f"), ArgumentTypeError, "torch.dtype"),
-        (lambda: gradwire.shm.empty(1 << 61), DistributedError, "no room"),
+        (lambda: gradwire.shm.empty(1 << 61), DistributedError, "not enough memory"),
         (lambda: group.send([x], 1 - dist.get_rank(), 2**40), ArgumentError, "32 bits"),
     ]
 

@@ -134,7 +134,7 @@ def test_ranks_that_wait_for_a_failed_one_end_soon() -> None:
 def test_ranks_that_do_not_end_after_a_failure_are_killed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("gradwire.testing.call.GRACE", 0.3)
+    monkeypatch.setattr("gradwire.testing.run.FAILURE_SECONDS", 0.3)
 
     def sleeps_for_ever() -> None:
         if dist.get_rank() == 1:
@@ -254,7 +254,7 @@ def test_a_stopped_rank_ends_in_an_error() -> None:
 
 
 def test_a_group_that_cannot_be_left_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradwire.testing.call.LEAVING", 0.3)
+    monkeypatch.setattr("gradwire.testing.run.LEAVE_SECONDS", 0.3)
 
     def spoils_the_end() -> None:
         dist.destroy_process_group = lambda: time.sleep(100)  # type: ignore[assignment]
@@ -273,7 +273,7 @@ def test_an_error_in_leaving_the_group_is_an_error() -> None:
 
 
 def test_a_group_that_one_rank_cannot_join_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradwire.testing.call.GRACE", 0.3)
+    monkeypatch.setattr("gradwire.testing.run.FAILURE_SECONDS", 0.3)
 
     def spoils_the_next_start() -> None:
         if dist.get_rank() == 1:
@@ -355,6 +355,6 @@ def test_a_process_that_cannot_start_is_an_error(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.wide
 def test_a_process_that_is_slow_to_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     close_pool()
-    monkeypatch.setattr("gradwire.testing.pool.START_LIMIT", 0.01)
+    monkeypatch.setattr("gradwire.testing.pool.START_SECONDS", 0.01)
     with pytest.raises(DistributedError, match=r"not ready within 0\.01 s"):
         run_ranks(dist.get_rank)

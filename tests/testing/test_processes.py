@@ -29,7 +29,7 @@ from gradwire.testing import run_ranks
 def pid():
     return os.getpid()
 
-def told(action):
+def reporting(action):
     def fn():
         os.write(1, f"{os.getpid()}\\n".encode())
         action()
@@ -104,7 +104,7 @@ def test_a_script_ends_cleanly_with_idle_workers(start: Start) -> None:
     ids=["sleeping", "holding the GIL", "in a collective"],
 )
 def test_sigkill_of_the_parent_in_a_call(start: Start, action: str) -> None:
-    process = start(f"run_ranks(told({action}))")
+    process = start(f"run_ranks(reporting({action}))")
     pids = read_pids(process)
     process.kill()
     wait_until_gone(pids)
@@ -112,7 +112,7 @@ def test_sigkill_of_the_parent_in_a_call(start: Start, action: str) -> None:
 
 @pytest.mark.wide
 def test_sigkill_of_the_parent_between_calls(start: Start) -> None:
-    process = start("run_ranks(told(lambda: None)); time.sleep(100)")
+    process = start("run_ranks(reporting(lambda: None)); time.sleep(100)")
     pids = read_pids(process)
     process.kill()
     wait_until_gone(pids)
@@ -132,7 +132,7 @@ def test_sigkill_of_the_parent_while_workers_start(start: Start) -> None:
 
 
 def test_ctrl_c(start: Start) -> None:
-    process = start("run_ranks(told(lambda: time.sleep(100)))")
+    process = start("run_ranks(reporting(lambda: time.sleep(100)))")
     pids = read_pids(process)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=20)
@@ -142,7 +142,7 @@ def test_ctrl_c(start: Start) -> None:
 
 def test_ctrl_c_in_an_interactive_session_leaves_run_ranks_usable(start: Start) -> None:
     process = start(
-        "try: run_ranks(told(lambda: time.sleep(100)))\n"
+        "try: run_ranks(reporting(lambda: time.sleep(100)))\n"
         "except KeyboardInterrupt: print(*run_ranks(dist.get_rank), flush=True)"
     )
     pids = read_pids(process)
@@ -154,7 +154,7 @@ def test_ctrl_c_in_an_interactive_session_leaves_run_ranks_usable(start: Start) 
 
 def test_exit_of_the_main_thread_while_another_is_in_a_call(start: Start) -> None:
     process = start(
-        "call = lambda: run_ranks(told(lambda: time.sleep(100)))\n"
+        "call = lambda: run_ranks(reporting(lambda: time.sleep(100)))\n"
         "threading.Thread(target=call, daemon=True).start()\n"
         "sys.stdin.close(); time.sleep(100)"
     )
@@ -180,7 +180,7 @@ def test_a_fork_neither_uses_nor_ends_its_parent_s_workers(start: Start) -> None
 @pytest.mark.wide
 def test_a_fork_does_not_keep_the_workers_of_a_dead_parent(start: Start) -> None:
     process = start(
-        "run_ranks(told(lambda: None))\n"
+        "run_ranks(reporting(lambda: None))\n"
         "if os.fork() == 0: os.write(1, f'{os.getpid()}\\n'.encode())\n"
         "time.sleep(100)\n"
     )

@@ -1,4 +1,4 @@
-"""Buckets: which tensors travel together (`plan`), and how they get there (`pack`)."""
+"""Buckets: which tensors share a buffer (`plan`), and copies into and out of it (`pack`)."""
 
 from gradwire.buckets.pack import memory_strides, pack, unpack, views
 from gradwire.buckets.plan import BucketPlan, plan_buckets

@@ -1,4 +1,4 @@
-"""Which tensors travel together: integers in, integers out.
+"""Assigns tensors to buckets: integers in, integers out.
 
 Nothing here sees a tensor or a process group, so every rule can be tested without processes.
 """
@@ -44,8 +44,8 @@ def plan_buckets(
 
     Args:
         sizes: Bytes of each tensor, ≥ 0.
-        dtypes: Anything hashable that tells the tensors' dtypes apart.
-        devices: Anything hashable that tells the tensors' devices apart.
+        dtypes: Of each tensor, hashable: anything that compares as its dtype.
+        devices: Of each tensor, hashable: anything that compares as its device.
         caps: Limits in bytes, at least one, each > 0: of the first bucket of a pair, of the
             second, and so on.
         alone: Per tensor *index*, whether it gets a bucket of its own, as sparse gradients do;

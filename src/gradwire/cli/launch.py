@@ -1,7 +1,8 @@
-"""Run one job in several processes of this host, and end all of them when one ends badly.
+"""The launcher of the command and of the benchmarks: one job in several processes of this host.
 
-The parent keeps the store at which the ranks meet (on a port of its own, on the loopback
-interface only), passes on what they send, and stops them. No rank outlives it.
+The parent keeps the ranks' store (on a port of its own, on the loopback interface only), receives
+what they send, and kills all of them when one fails. No rank outlives it. `run_ranks` of
+gradwire.testing is apart: it keeps its processes from call to call.
 """
 
 from __future__ import annotations
@@ -22,23 +23,23 @@ from typing import Any
 
 import torch.distributed as dist
 
-from gradwire.cli.places import Place, leave
+from gradwire.cli.rank_env import RankEnv, exit_rank
 
 __all__ = ["Job", "RankFailure", "Send", "launch"]
 
 Send = Callable[[Any], None]
-Job = Callable[[Place, Send], None]
+Job = Callable[[RankEnv, Send], None]
 
-_LAST_WORDS_S = 1.0  # how long a rank that reported an error may take to end
+_EXIT_SECONDS = 1.0  # how long a rank that reported an error may take to end
 
 
 class RankFailure(Exception):
-    """A rank raised or died, and the others were stopped.
+    """A rank raised or died, and the others were killed.
 
     Args:
         rank: The rank that failed first.
-        reason: What happened to it, in a few words.
-        details: Its traceback, or "" where it left none.
+        reason: Its error, or how its process ended.
+        details: Its traceback; "" if it died.
     """
 
     def __init__(self, rank: int, reason: str, details: str) -> None:
@@ -52,13 +53,13 @@ class RankFailure(Exception):
 
     @classmethod
     def of(cls, rank: int, error: Exception) -> RankFailure:
-        """The failure of a rank that raised `error`, which is being handled."""
+        """The failure of a rank that raised `error`; called while that is being handled."""
         return cls(rank, f"failed: {type(error).__name__}: {error}", traceback.format_exc())
 
 
 @dataclass(frozen=True)
 class _Raised:
-    """What a rank sends as its last words."""
+    """The last message of a rank that raised."""
 
     when: float
     failure: RankFailure
@@ -66,7 +67,7 @@ class _Raised:
 
 @dataclass
 class _Rank:
-    """One started process, and what the parent knows of it."""
+    """The parent's side of one rank's process."""
 
     number: int
     process: multiprocessing.process.BaseProcess
@@ -74,7 +75,7 @@ class _Rank:
     raised: _Raised | None = None
 
     def read(self, receive: Send) -> None:
-        """Pass on everything the rank has sent so far."""
+        """Receive all messages that the rank has sent so far."""
         while not self.inbox.closed and self.inbox.poll():
             try:
                 message = self.inbox.recv()
@@ -88,17 +89,17 @@ class _Rank:
 
     @property
     def died(self) -> bool:
-        """Whether it ended badly, without a word."""
+        """Whether it ended with an error that it did not report."""
         return self.raised is None and self.process.exitcode not in (None, 0)
 
 
 def launch(job: Job, nproc: int, receive: Send) -> None:
-    """Run `job(place, send)` in `nproc` new processes and wait until all have ended.
+    """Run `job(env, send)` in `nproc` new processes and wait until all have ended.
 
     Args:
-        job: What each process runs; it is pickled, and so must be importable by its name.
+        job: Called in each process; it is pickled, and so must be importable by its name.
         nproc: How many processes.
-        receive: Is called here with each object that a rank gives to its `send`.
+        receive: Called in this process with each object that a rank passes to its `send`.
 
     Raises:
         RankFailure: A rank raised or died. Whatever is raised, no process is left.
@@ -116,7 +117,7 @@ def launch(job: Job, nproc: int, receive: Send) -> None:
     try:
         with _interrupts_held():
             for number in range(nproc):
-                ranks.append(_start(job, Place(number, nproc, number, nproc, port)))
+                ranks.append(_start(job, RankEnv(number, nproc, number, nproc, port)))
         _watch(ranks, receive)
     finally:
         for rank in ranks:
@@ -126,30 +127,30 @@ def launch(job: Job, nproc: int, receive: Send) -> None:
         del store  # only now: a rank that is still alive may be talking to it
 
 
-def _start(job: Job, place: Place) -> _Rank:
+def _start(job: Job, env: RankEnv) -> _Rank:
     context = multiprocessing.get_context("spawn")
     inbox, outbox = context.Pipe(duplex=False)
-    process = context.Process(target=_run, args=(job, place, outbox), daemon=True)
+    process = context.Process(target=_run, args=(job, env, outbox), daemon=True)
     process.start()
-    outbox.close()  # the rank's copy is the only one left, so that its death ends the pipe
-    return _Rank(place.rank, process, inbox)
+    outbox.close()  # leaves the rank's copy alone, so that the pipe ends with the rank
+    return _Rank(env.rank, process, inbox)
 
 
-def _run(job: Job, place: Place, outbox: Connection) -> None:
-    """The whole life of one rank's process, after which it is gone."""
+def _run(job: Job, env: RankEnv, outbox: Connection) -> None:
+    """The main function of a rank's process; ends it."""
     _exit_with_parent()
     if "lo" in (name for _, name in socket.if_nameindex()):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # needs no host name that resolves
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # or Gloo resolves the host's name
     try:
-        job(place, outbox.send)
+        job(env, outbox.send)
     except Exception as error:
-        outbox.send(_Raised(time.monotonic(), RankFailure.of(place.rank, error)))
-        leave(1)
-    leave(0)
+        outbox.send(_Raised(time.monotonic(), RankFailure.of(env.rank, error)))
+        exit_rank(1)
+    exit_rank(0)
 
 
 def _exit_with_parent() -> None:
-    """End this process when the parent is gone, however that went (SIGKILL included)."""
+    """End this process when the parent has ended, by SIGKILL too."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -162,8 +163,8 @@ def _exit_with_parent() -> None:
 
 @contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """Keep Ctrl-C for later; processes started meanwhile never see it: stopping is our task."""
-    resource_tracker.ensure_running()  # or the first start would, and let interrupts through again
+    """Block SIGINT; processes started meanwhile inherit that, as the parent ends them."""
+    resource_tracker.ensure_running()  # or the first start would do it, and unblock SIGINT
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -172,7 +173,7 @@ def _interrupts_held() -> Iterator[None]:
 
 
 def _watch(ranks: list[_Rank], receive: Send) -> None:
-    """Pass messages on until every rank has ended; raise when one ends badly."""
+    """Receive messages until every rank has ended; raise as soon as one fails."""
     while True:
         running = [rank for rank in ranks if rank.process.exitcode is None]
         for rank in ranks:
@@ -181,33 +182,33 @@ def _watch(ranks: list[_Rank], receive: Send) -> None:
             raise _first_failure(ranks)
         if not running:
             return
-        wait(_signs_of_life(running))
+        wait(_wait_handles(running))
 
 
-def _signs_of_life(ranks: list[_Rank]) -> list[Any]:
+def _wait_handles(ranks: list[_Rank]) -> list[Any]:
     inboxes = [rank.inbox for rank in ranks if not rank.inbox.closed]
     return [*inboxes, *(rank.process.sentinel for rank in ranks)]
 
 
 def _first_failure(ranks: list[_Rank]) -> RankFailure:
-    """The failure that the others follow from.
+    """The failure that caused the others.
 
-    A rank that dies takes the connections of the others with it, and their complaints may arrive
-    before the news of its death. So those who complain get a moment to end, and a death found
-    then comes before any complaint, and an earlier complaint before a later one.
+    When a rank dies, the errors that this causes on other ranks may arrive before its death is
+    seen. So ranks that reported an error get a second to end; then a death comes before any error,
+    and an earlier error before a later one.
     """
-    deadline = time.monotonic() + _LAST_WORDS_S
+    deadline = time.monotonic() + _EXIT_SECONDS
     for rank in ranks:
         rank.process.join(max(0.0, deadline - time.monotonic()))
         rank.read(lambda message: None)
     for rank in ranks:
         if rank.died:
-            return RankFailure(rank.number, _how_it_ended(rank.process.exitcode), "")
-    told = [rank.raised for rank in ranks if rank.raised]
-    return min(told, key=lambda raised: raised.when).failure
+            return RankFailure(rank.number, _exit_reason(rank.process.exitcode), "")
+    reported = [rank.raised for rank in ranks if rank.raised]
+    return min(reported, key=lambda raised: raised.when).failure
 
 
-def _how_it_ended(exitcode: int | None) -> str:
+def _exit_reason(exitcode: int | None) -> str:
     if exitcode is not None and exitcode < 0:
         return f"was ended by {signal.Signals(-exitcode).name}"
     return f"ended with exit code {exitcode} before its work was done"

@@ -1,4 +1,4 @@
-"""What only accelerators need: copy streams, pinned host memory, NCCL. The CPU never comes here.
+"""Copy streams, pinned host memory and NCCL: used for accelerators, never for the CPU.
 
 Between two accelerators torch's own peer copy orders both sides' streams. Between the host and an
 accelerator that order is made here.
@@ -43,19 +43,20 @@ def from_host(source: Tensor, target: Tensor, stream: torch.Stream | None = None
     side.wait_stream(current)
     with side:
         target.copy_(source, non_blocking=True)
-    # The target was allocated for the current stream: tell the allocator who else uses it.
+    # the target was allocated on the current stream: the allocator must not reuse its memory before
+    # the side stream is done with it
     target.record_stream(side)
     current.wait_stream(side)
 
 
 def wait_for(devices: set[torch.device]) -> None:
-    """Block the host until each device has done what its current stream holds."""
+    """Block the host until the work on each device's current stream is done."""
     for device in devices:
         torch.accelerator.current_stream(device).synchronize()
 
 
 def nccl_takes(tensors: Sequence[Tensor]) -> bool:
-    """Whether NCCL can serve these: CUDA devices that differ, dense, contiguous and not lazy."""
+    """Whether NCCL can copy these: on different CUDA devices, dense, contiguous and not lazy."""
     return all(
         t.is_cuda and t.numel() and not t.is_conj() and not t.is_neg() for t in tensors
     ) and bool(torch.cuda.nccl.is_available(tensors))

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from gradwire.devices import _checks
+from gradwire.devices import checks
 from gradwire.devices.copying import copy_into
 from gradwire.devices.functional import BUFFER_SIZE, broadcast_lists, reduce_lists
 from gradwire.devices.placement import Device, as_destination, as_devices
@@ -49,15 +49,15 @@ def broadcast(
         >>> x.grad
         tensor([4., 4.])
     """
-    _checks.one_tensor(tensor, "tensor")
-    _checks.exactly_one(devices, out)
+    checks.one_tensor(tensor, "tensor")
+    checks.exactly_one(devices, out)
     if devices is not None:
         replicas = broadcast_lists([tensor], as_devices(devices))
         return tuple(replica[0] for replica in replicas)
-    targets = _checks.tensor_list(() if out is None else out, "out")
-    _checks.check_untracked_out(targets, [tensor])
+    targets = checks.tensor_list(() if out is None else out, "out")
+    checks.check_untracked_out(targets, [tensor])
     for i, target in enumerate(targets):
-        _checks.check_out(target, tensor, tensor.shape, f"out[{i}]")
+        checks.check_out(target, tensor, tensor.shape, f"out[{i}]")
     with torch.no_grad():
         copy_into(targets, [tensor] * len(targets))
     return tuple(targets)
@@ -94,11 +94,11 @@ def broadcast_coalesced(
         [tensor([1., 1.]), tensor([0, 1, 2])]
     """
     places = as_devices(devices)
-    found = _checks.listed(tensors, "tensors")
+    found = checks.listed(tensors, "tensors")
     if not found:
         return [[] for _ in places]
-    _checks.tensor_list(found, "tensors")
-    home = _checks.one_device(found, "tensors")
+    checks.tensor_list(found, "tensors")
+    home = checks.one_device(found, "tensors")
     if home != places[0]:
         raise ArgumentError(
             f"tensors are on {home}, devices[0] is {places[0]}: the first device is where the "
@@ -133,14 +133,14 @@ def reduce_add(
         >>> reduce_add([torch.tensor([1.0, 2.0]), torch.tensor([10.0, 20.0])])
         tensor([11., 22.])
     """
-    found = _checks.tensor_list(inputs, "inputs")
-    _checks.check_alike(found, "inputs")
+    found = checks.tensor_list(inputs, "inputs")
+    checks.check_alike(found, "inputs")
     if out is None:
         home = as_destination(destination, found[0].device)
         return reduce_lists([[t] for t in found], home)[0]
-    _checks.refuse_destination(destination)
-    _checks.check_out(out, found[0], found[0].shape, "out")
-    _checks.check_untracked_out([out], found)
+    checks.refuse_destination(destination)
+    checks.check_out(out, found[0], found[0].shape, "out")
+    checks.check_untracked_out([out], found)
     for i, tensor in enumerate(found):
         if _share_memory(out, tensor) and not (i == 0 and _same_place(out, tensor)):
             raise ArgumentError(
@@ -188,8 +188,8 @@ def reduce_add_coalesced(
         (tensor([2., 2.]), tensor(6))
     """
     replicas = [
-        _checks.listed(tensors, f"inputs[{i}]")
-        for i, tensors in enumerate(_checks.listed(inputs, "inputs"))
+        checks.listed(tensors, f"inputs[{i}]")
+        for i, tensors in enumerate(checks.listed(inputs, "inputs"))
     ]
     if not replicas:
         raise ArgumentError("inputs is empty: give one list of tensors for each place")
@@ -202,10 +202,10 @@ def reduce_add_coalesced(
     if not replicas[0]:
         return ()
     for i, tensors in enumerate(replicas):
-        _checks.tensor_list(tensors, f"inputs[{i}]")
-        _checks.one_device(tensors, f"inputs[{i}]")
+        checks.tensor_list(tensors, f"inputs[{i}]")
+        checks.one_device(tensors, f"inputs[{i}]")
     for j, column in enumerate(zip(*replicas, strict=True)):
-        _checks.check_alike(column, f"position {j} of inputs", layout=False)
+        checks.check_alike(column, f"position {j} of inputs", layout=False)
     home = as_destination(destination, replicas[0][0].device)
     return tuple(reduce_lists(replicas, home, _buffer_bytes(buffer_size, detach_buffers)))
 

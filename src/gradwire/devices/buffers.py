@@ -1,4 +1,4 @@
-"""What becomes of the buffers that replicas write, as batch norm its running statistics.
+"""Policies for the buffers that replicas write, such as batch norm's running statistics.
 
 The first replica's buffers are the module's own; those of the others are copies that are dropped.
 """
@@ -51,9 +51,10 @@ class BufferWatch:
             if self.policy == "error":
                 _refuse_written(name, before, after)
             elif before.is_floating_point() or before.is_complex():
-                # Differences of equal values are skipped: for infinities they would be NaN.
+                # equal values are skipped: the difference of infinities would be NaN
                 change = sum(torch.where(a == before, 0, a - before) for a in after)
-                # Past the version counter, as batch norm does: backward does not need the value.
+                # without a change of the version counter, as batch norm does: backward does not
+                # read the value
                 own[name].data.copy_(before + change / len(after))
 
 

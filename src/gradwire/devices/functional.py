@@ -21,7 +21,7 @@ from gradwire.devices.summing import summed_coalesced
 __all__ = ["BUFFER_SIZE", "broadcast_lists", "gather_chunks", "reduce_lists", "scatter_chunks"]
 
 BUFFER_SIZE = 10 << 20
-"""Bytes after which a buffer of coalesced tensors is closed, if not said otherwise."""
+"""Bytes after which a buffer of coalesced tensors is closed, by default."""
 
 T = TypeVar("T")
 Copier: TypeAlias = Callable[[Sequence[Tensor]], list[list[Tensor]]]
@@ -36,7 +36,7 @@ def _tangent(tensor: Tensor) -> Tensor | None:
 def _tracked(tensors: Sequence[Tensor]) -> list[bool]:
     """For each tensor, whether autograd follows it, backward or forward."""
     grad = torch.is_grad_enabled()
-    if forward_ad._current_level < 0:  # asking every tensor for its tangent would take longer
+    if forward_ad._current_level < 0:  # faster than a look at every tensor's tangent
         return [grad and t.requires_grad for t in tensors]
     return [(grad and t.requires_grad) or _tangent(t) is not None for t in tensors]
 
@@ -103,7 +103,7 @@ class _Broadcast(Function):
         replicas = broadcast_lists(list(given.values()), ctx.devices)
         own = own_place(ctx.home, ctx.devices)
         if own is not None:
-            # What is a view of the input must have a tangent that is a view of its tangent.
+            # the tangent of a view of the input has to be a view of the input's tangent
             replicas[own] = [t.view_as(t) for t in given.values()]
         found = [dict(zip(given, replica, strict=True)) for replica in replicas]
         return tuple(replica.get(i) for replica in found for i in range(ctx.n))
@@ -155,7 +155,8 @@ class _ReduceAdd(Function):
     def jvp(ctx: Any, _home: None, _size: None, _k: None, *tangents: Any) -> Any:
         n = len(tangents) // len(ctx.devices)
         sums = _sums(_split(tangents, n), ctx.home)
-        # A position's only tangent is its sum; in-place ops on one must not reach the other.
+        # a position's only tangent is the sum itself: cloned, so that in-place ops on one do not
+        # change the other
         given = {id(tangent) for tangent in tangents}
         sums = [s.clone() if s is not None and id(s) in given else s for s in sums]
         return tuple(

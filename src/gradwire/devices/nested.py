@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire.devices import _checks
+from gradwire.devices import checks
 from gradwire.devices.containers import open_container
 from gradwire.devices.functional import scatter_chunks
 from gradwire.devices.placement import Device, as_device, as_devices
@@ -113,7 +113,7 @@ def _batch_sizes(inputs: Any, dim: int, places: int) -> list[int]:
                 "that is no container, or make it a buffer of the module"
             )
         found, size = found or name, tensor.shape[dim]
-    return _checks.chunk_sizes_of(size, places, None, strict=False)
+    return checks.chunk_sizes_of(size, places, None, strict=False)
 
 
 def _scattered(

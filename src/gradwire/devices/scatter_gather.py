@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from gradwire.devices import _checks
+from gradwire.devices import checks
 from gradwire.devices.chunks import cut, join_into
 from gradwire.devices.copying import copy_into
 from gradwire.devices.functional import gather_chunks, scatter_chunks
@@ -60,21 +60,21 @@ def scatter(
         >>> scatter(torch.arange(5), ["cpu"] * 2, chunk_sizes=[1, 4])
         (tensor([0]), tensor([1, 2, 3, 4]))
     """
-    _checks.one_tensor(tensor, "tensor")
-    _checks.exactly_one(devices, out)
+    checks.one_tensor(tensor, "tensor")
+    checks.exactly_one(devices, out)
     if tensor.is_nested:
         raise ArgumentError("tensor is a nested tensor: scatter cuts dense tensors")
-    dim = _checks.positive_dim(dim, tensor.dim())
+    dim = checks.positive_dim(dim, tensor.dim())
     if tensor.layout != torch.strided:
         raise ArgumentError(f"tensor has layout {tensor.layout}: scatter cuts dense tensors")
     if devices is not None:
         places = as_devices(devices)
-        sizes = _checks.chunk_sizes_of(tensor.shape[dim], len(places), chunk_sizes, strict=strict)
+        sizes = checks.chunk_sizes_of(tensor.shape[dim], len(places), chunk_sizes, strict=strict)
         _check_streams(streams, len(places))
         return scatter_chunks(tensor, places[: len(sizes)], sizes, dim, streams)
     if chunk_sizes is not None:
         raise ArgumentError("chunk_sizes and out are given: the sizes of out are the chunk sizes")
-    targets = _checks.tensor_list(() if out is None else out, "out")
+    targets = checks.tensor_list(() if out is None else out, "out")
     _scatter_into(targets, tensor, dim, streams)
     return tuple(targets)
 
@@ -109,7 +109,7 @@ def gather(
         >>> gather([torch.zeros(1, 2), torch.ones(2, 2)], destination="cpu").shape
         torch.Size([3, 2])
     """
-    found = _checks.tensor_list(tensors, "tensors")
+    found = checks.tensor_list(tensors, "tensors")
     if dim in (0, -1) and all(t.dim() == 0 for t in found):
         warnings.warn(
             "gather was given scalars: it returns a vector of them. Unsqueeze them to be rid of "
@@ -117,14 +117,14 @@ def gather(
             stacklevel=2,
         )
         found = [t.reshape(1) for t in found]
-    dim = _checks.check_joinable(found, dim)
+    dim = checks.check_joinable(found, dim)
     if out is None:
         return gather_chunks(found, dim, as_destination(destination, found[0].device))
-    _checks.refuse_destination(destination)
+    checks.refuse_destination(destination)
     shape = list(found[0].shape)
     shape[dim] = sum(t.shape[dim] for t in found)
-    _checks.check_out(out, found[0], shape, "out")
-    _checks.check_untracked_out([out], found)
+    checks.check_out(out, found[0], shape, "out")
+    checks.check_untracked_out([out], found)
     with torch.no_grad():
         join_into(out, found, dim)
     return out
@@ -133,12 +133,12 @@ def gather(
 def _scatter_into(
     targets: list[Tensor], tensor: Tensor, dim: int, streams: Sequence[torch.Stream | None] | None
 ) -> None:
-    _checks.check_untracked_out(targets, [tensor])
+    checks.check_untracked_out(targets, [tensor])
     for i, target in enumerate(targets):
         shape = list(tensor.shape)
         if target.dim() == tensor.dim():
             shape[dim] = target.shape[dim]
-        _checks.check_out(target, tensor, shape, f"out[{i}]")
+        checks.check_out(target, tensor, shape, f"out[{i}]")
     sizes = [target.shape[dim] for target in targets]
     if sum(sizes) != tensor.shape[dim]:
         raise ArgumentError(

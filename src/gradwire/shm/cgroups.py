@@ -1,4 +1,4 @@
-"""What the system tells of the limits of groups of processes, such as containers."""
+"""The limits of the process's cgroups, of version 1 and 2: those of its container, for instance."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 
 def cores(*, proc: Path = PROC, cgroups: Path = CGROUPS) -> float:
-    """How many cores this process can keep busy; what is not known limits nothing.
+    """How many cores this process may use, by its affinity and its cgroups' quotas.
 
     Args:
-        proc: Where the system tells of this process's cgroups.
-        cgroups: Where it tells of their limits.
+        proc: Where procfs is mounted.
+        cgroups: Where the cgroups' file system is mounted.
     """
     quotas = map(_quota, folders("cpu", proc, cgroups))
     return min([float(len(os.sched_getaffinity(0))), *(q for q in quotas if q is not None)])
 
 
 def _quota(folder: Path) -> float | None:
-    """CPU time per time: of version 2 in one file, of version 1 in two."""
+    """A cgroup's quota in cores; None for no limit. Version 2 has it in one file, 1 in two."""
     words = text_of(folder / "cpu.max").split()
     if len(words) == 2 and words[0].isdigit() and words[1].isdigit():
         return int(words[0]) / int(words[1])
@@ -33,12 +33,13 @@ def _quota(folder: Path) -> float | None:
 
 
 def folders(controller: str, proc: Path, cgroups: Path) -> Iterator[Path]:
-    """Where limits of this process may stand: its cgroups' and those of all around them.
+    """The folders of this process's cgroup and its ancestors.
 
-    In a container the path may be the one outside, which is not there: the root is then its own.
+    In a container the path in /proc may be the host's, which does not exist inside: the mounted
+    root is then the container's own cgroup.
 
     Args:
-        controller: What is limited, as the kernel calls it; version 2 has one tree for all.
+        controller: The kernel's name of it, "cpu" for instance; version 2 has one tree for all.
         proc: As for `cores`.
         cgroups: As for `cores`.
     """
@@ -51,7 +52,7 @@ def folders(controller: str, proc: Path, cgroups: Path) -> Iterator[Path]:
 
 
 def text_of(file: Path) -> str:
-    """What a file says; nothing, where this system, or this container, does not tell."""
+    """A file's text; empty if it cannot be read."""
     try:
         return file.read_text()
     except OSError:
@@ -59,6 +60,6 @@ def text_of(file: Path) -> str:
 
 
 def number_in(file: Path) -> int | None:
-    """The number that a file says; None if it is not there, negative, or "max"."""
+    """The number in a file; None if it cannot be read, is negative, or "max"."""
     text = text_of(file).strip()
     return int(text) if text.isdigit() else None

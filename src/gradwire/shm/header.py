@@ -1,7 +1,8 @@
-"""What a rank says of a collective before it takes part: all ranks compare, and see the same.
+"""Headers: each rank's description of the collective it calls, which all ranks compare.
 
-A header is some numbers in shared memory. The first part must be equal on all ranks; the tables
-of block sizes must fit each other; the rest says where the rank's data lies.
+A header is a row of integers in shared memory. The first seven must be equal on all ranks; the
+tables of block sizes must match each other; the rest is the location of the rank's data. All ranks
+read the same headers, and so raise the same error.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ from gradwire.errors import CheckedMismatchError, MismatchError
 __all__ = [
     "DTYPES",
     "INLINE",
-    "NOWHERE",
     "NUMBERS",
+    "PRIVATE",
     "Call",
-    "Place",
-    "check_agreement",
+    "Location",
+    "check_consistent",
     "header_bytes",
-    "place_of",
+    "location_of",
     "read",
     "write",
 ]
 
 _FIXED = struct.Struct("<10q")
-_AGREED = 7 * 8  # what must be equal: six numbers that describe the call, and its mark
+_COMPARED = 7 * 8  # bytes that must be equal: six numbers that describe the call, and its mark
 _MARK = 6 * 8
 
 DTYPES: tuple[torch.dtype, ...] = tuple(
@@ -41,7 +42,7 @@ DTYPES: tuple[torch.dtype, ...] = tuple(
         *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"),
     )
 )
-"""The dtypes that travel; a header has the index."""
+"""The dtypes that shm carries; a header has the index."""
 NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
 
 KINDS = (
@@ -58,12 +59,12 @@ class Call:
     Args:
         kind: Its name, one of `KINDS`.
         dtype: Of the tensors.
-        numel: Elements of one block, where all ranks must have the same; else 0.
-        op: The reduce op's number; -1 where nothing is reduced.
-        root: The root's rank in the group; -1 where there is none.
-        sends: Elements for each rank, where they may differ; else empty.
+        numel: Elements of one block if all ranks must have the same number; else 0.
+        op: The reduce op's number; -1 if nothing is reduced.
+        root: The root's rank in the group; -1 if there is none.
+        sends: Elements for each rank if these may differ; else empty.
         receives: Elements expected from each rank; as long as `sends`.
-        layout: A checksum of what a list holds; 0 for what is no list.
+        checksum: Of the dtypes and sizes in a list of tensors; 0 where there is no list.
     """
 
     kind: str
@@ -73,33 +74,34 @@ class Call:
     root: int = -1
     sends: tuple[int, ...] = ()
     receives: tuple[int, ...] = ()
-    layout: int = 0
+    checksum: int = 0
 
 
 @dataclass(frozen=True)
-class Place:
+class Location:
     """Where a rank's data for a collective lies.
 
     Args:
-        region: The number of one of the rank's regions; `INLINE` with the header, `NOWHERE` in
-            memory that it does not share.
-        offset: Bytes from the region's start.
+        region: The number of one of the rank's regions; `INLINE` for data beside the header,
+            `PRIVATE` for data in memory that the rank does not share.
+        offset: Bytes from the region's start; for private data, the index in `RINGS` of the ring
+            that the rank asks for.
     """
 
     region: int
     offset: int = 0
 
 
-INLINE, NOWHERE = -1, -2
+INLINE, PRIVATE = -1, -2
 
 
 def header_bytes(size: int) -> int:
-    """Bytes of a header in a group of `size` ranks, whole cache lines."""
+    """Bytes of a header in a group of `size` ranks, rounded up to whole cache lines."""
     return (_FIXED.size + 16 * size + 63) // 64 * 64
 
 
-def write(buffer: memoryview, call: Call, place: Place, mark: int) -> None:
-    """Put a header into its place in shared memory, with the call's mark, 0 for none."""
+def write(buffer: memoryview, call: Call, location: Location, mark: int) -> None:
+    """Write a header; `mark` is the call's, 0 for none."""
     _FIXED.pack_into(
         buffer,
         0,
@@ -108,11 +110,11 @@ def write(buffer: memoryview, call: Call, place: Place, mark: int) -> None:
         call.op,
         call.root,
         call.numel,
-        call.layout,
+        call.checksum,
         mark,
         len(call.sends),
-        place.region,
-        place.offset,
+        location.region,
+        location.offset,
     )
     if call.sends:
         struct.pack_into(
@@ -120,36 +122,36 @@ def write(buffer: memoryview, call: Call, place: Place, mark: int) -> None:
         )
 
 
-def read(buffer: memoryview) -> tuple[Call, Place]:
-    """A header as it was written."""
-    kind, dtype, op, root, numel, layout, _, count, region, offset = _FIXED.unpack_from(buffer)
+def read(buffer: memoryview) -> tuple[Call, Location]:
+    """The call and the location in a header."""
+    kind, dtype, op, root, numel, checksum, _, count, region, offset = _FIXED.unpack_from(buffer)
     table = struct.unpack_from(f"<{2 * count}q", buffer, _FIXED.size) if count else ()
-    call = Call(KINDS[kind], DTYPES[dtype], numel, op, root, table[:count], table[count:], layout)
-    return call, Place(region, offset)
+    call = Call(KINDS[kind], DTYPES[dtype], numel, op, root, table[:count], table[count:], checksum)
+    return call, Location(region, offset)
 
 
-def place_of(buffer: memoryview) -> Place:
-    """The place alone, quicker than `read`."""
-    return Place(*struct.unpack_from("<2q", buffer, _AGREED + 8))
+def location_of(buffer: memoryview) -> Location:
+    """The location in a header; faster than `read`."""
+    return Location(*struct.unpack_from("<2q", buffer, _COMPARED + 8))
 
 
-def check_agreement(headers: Sequence[memoryview], rank: int) -> None:
-    """Raise unless all ranks call the same collective with arguments that fit.
+def check_consistent(headers: Sequence[memoryview], rank: int) -> None:
+    """Raise unless all ranks call the same collective with matching arguments.
 
     Marks are compared only if all calls have one.
 
     Raises:
         CheckedMismatchError: They do not, and all have marks whose lowest bit is set.
-        MismatchError: They do not. Every rank that looks at these headers raises the same.
+        MismatchError: They do not. Every rank raises the same.
     """
-    own = headers[rank][:_AGREED]
-    if any(header[:_AGREED] != own for header in headers):
+    own = headers[rank][:_COMPARED]
+    if any(header[:_COMPARED] != own for header in headers):
         marks = [_mark_of(header) for header in headers]
         described = own[:_MARK]
         if all(marks) or any(header[:_MARK] != described for header in headers):
-            error = _disagreement([read(header)[0] for header in headers])
+            error = _mismatch([read(header)[0] for header in headers])
             raise CheckedMismatchError(str(error)) if all(mark & 1 for mark in marks) else error
-    (tables,) = struct.unpack_from("<q", headers[rank], _AGREED)
+    (tables,) = struct.unpack_from("<q", headers[rank], _COMPARED)
     if tables:
         _check_tables([read(header)[0] for header in headers])
 
@@ -159,7 +161,7 @@ def _mark_of(header: memoryview) -> int:
     return mark
 
 
-def _disagreement(calls: Sequence[Call]) -> MismatchError:
+def _mismatch(calls: Sequence[Call]) -> MismatchError:
     kinds = [call.kind for call in calls]
     if len(set(kinds)) > 1:
         return MismatchError(f"ranks call different collectives: {_by_rank(kinds)}")
@@ -168,14 +170,14 @@ def _disagreement(calls: Sequence[Call]) -> MismatchError:
         "reduce op": [_op_name(call.op) for call in calls],
         "root": [call.root for call in calls],
         "number of elements": [call.numel for call in calls],
-        "tensors' dtypes and sizes (by checksum)": [call.layout for call in calls],
+        "tensors' dtypes and sizes (by checksum)": [call.checksum for call in calls],
     }
     for field, values in fields.items():
         if len(set(values)) > 1:
             return MismatchError(f"ranks disagree on {kinds[0]}'s {field}: {_by_rank(values)}")
     return MismatchError(
-        f"ranks mean different things by their {kinds[0]}: their calls of gradwire.collectives are "
-        "not of one shape, or not for one call's backward; GRADWIRE_CHECKS=1 tells what differs"
+        f"ranks call {kinds[0]} for different operations: their calls of gradwire.collectives have "
+        "other arguments, or belong to other calls' backward; GRADWIRE_CHECKS=1 shows what differs"
     )
 
 

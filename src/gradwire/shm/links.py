@@ -1,7 +1,7 @@
-"""A rank's connections to the others: news, memory to share, and the end of a peer.
+"""A rank's connections to its peers: messages, descriptors of shared memory, and lost peers.
 
-Only what is not a collective goes here. A thread sleeps on all connections at once; what it hears
-it files where waiting threads look, and wakes them.
+Collectives do not use them. One thread per group polls all connections, hands on what arrives and
+wakes the threads that wait for it.
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ _HEAD = struct.Struct("<Biqq")  # kind, tag, and two numbers that mean what the 
 _FD_BYTES = array.array("i").itemsize
 _MAX_BYTES = 1 << 17
 _FULL = {errno.EAGAIN, errno.EWOULDBLOCK, errno.ETOOMANYREFS, errno.ENOBUFS}
-"""A connection is full, or too many descriptors are in flight: the peer is not lost for that."""
-_GLANCE_MS = 50
+"""A connection is full, or too many descriptors are in flight: the peer is not lost."""
+_POLL_MS = 50
 _JOIN_S = 1.0
 
 
 class Kind(IntEnum):
-    """What a message is."""
+    """The kinds of messages, and what a message's fields hold."""
 
-    REGION = 0  # a: the region's number; the text says where it lies; the first has a descriptor
+    REGION = 0  # a: the region's number; text: its offset and size; the first has a descriptor
     RELEASE = 1  # a: the region's number
-    DATA = 2  # a point-to-point message; a: dtype, b: elements; inline or in a descriptor
-    FAILED = 3  # the sender gave the group up; the text says why; a: whether a peer was lost
-    GOODBYE = 4  # the sender left in order
+    DATA = 2  # a point-to-point message; a: dtype, b: elements; data: in text or a descriptor
+    FAILED = 3  # an operation failed at the sender; text: its error; a: whether it lost a peer
+    LEFT = 4  # the sender left the group in order
 
 
 class Message:
     """One message.
 
     Attributes:
-        kind, tag, a, b: As `Kind` says.
-        text: Bytes that came with it.
-        fd: A descriptor that came with it, or -1; closed when it was received.
+        kind, tag, a, b: See `Kind`.
+        text: The bytes after the head.
+        fd: A descriptor that came with it, or -1; closed once `receive` has returned.
     """
 
     def __init__(self, kind: Kind, tag: int, a: int, b: int, text: bytes, fd: int) -> None:
@@ -62,7 +62,7 @@ class Message:
 
 
 Receive = Callable[[int, Message], Callable[[], None] | None]
-"""Takes in a message of a peer, and returns what is left to do with it without the lock."""
+"""Handles a peer's message under the lock; what it returns is called without the lock."""
 
 
 class Links:
@@ -71,13 +71,13 @@ class Links:
     Args:
         peers: A connected socket for each other rank.
         receive: Called in the reading thread, under `changed`, with a peer and its message; what it
-            returns is called there after that, without the lock.
-        on_lost: Called likewise with a peer that is lost and why.
+            returns is called in that thread after releasing `changed`.
+        on_lost: Called in the same way, with a peer that is lost and the error.
 
     Attributes:
         changed: Held and notified whenever something was received or a peer was lost.
-        lost: Why each peer that is lost can take part no more.
-        aborted: Why this rank itself does, if so: whatever it waits for fails.
+        lost: The error of each lost peer.
+        aborted: The error with which all waits of this rank fail, once it aborted.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Links:
         self._peers = peers
         self._receive = receive
         self._on_lost = on_lost
-        self._later: list[Callable[[], None]] = []  # of the reading thread alone
+        self._deferred: list[Callable[[], None]] = []  # of the reading thread alone
         self._wake, self._woken = os.pipe()
         for peer in peers.values():
             peer.setblocking(False)
@@ -130,32 +130,33 @@ class Links:
                 return
             except OSError as error:
                 if error.errno in _FULL:
-                    self._wait_for_room(peer, error.errno, deadline)
+                    self._wait_until_writable(peer, error.errno, deadline)
                     continue
                 raise self.lost.get(peer) or PeerLostError(
                     f"rank {peer} is gone ({error.strerror})"
                 ) from error
 
-    def _wait_for_room(self, peer: int, errno_: int, deadline: Deadline) -> None:
+    def _wait_until_writable(self, peer: int, errno_: int, deadline: Deadline) -> None:
         """Wait, for a moment, until a peer has read what is before a message.
 
         Raises:
             CollectiveTimeoutError: The time is over.
-            BrokenGroupError: This rank gave up meanwhile.
+            BrokenGroupError: This rank aborted meanwhile.
         """
         self.check([])
         if deadline.over():
             raise CollectiveTimeoutError(
                 f"rank {peer} did not read its messages within {deadline.seconds:g} s"
             )
-        if errno_ == errno.ETOOMANYREFS:  # of all this user's processes: no connection tells
+        if errno_ == errno.ETOOMANYREFS:
+            # the limit is on all of this user's processes: there is nothing to poll
             time.sleep(0.001)
         else:
-            poll = select.poll()  # select.select has no descriptors from 1024 on
+            poll = select.poll()  # select.select takes no descriptor of 1024 or more
             poll.register(self._peers[peer], select.POLLOUT)
-            poll.poll(_GLANCE_MS)
+            poll.poll(_POLL_MS)
 
-    def tell(
+    def send_to_all(
         self,
         kind: Kind,
         deadline: Deadline,
@@ -164,44 +165,45 @@ class Links:
         data: bytes = b"",
         fd: int | None = None,
     ) -> None:
-        """Send one message to every peer that is still there."""
+        """Send one message to every peer that is not lost."""
         for peer in self._peers:
             with contextlib.suppress(PeerLostError, PeerFailedError):
                 self.send(peer, kind, deadline, a=a, data=data, fd=fd)
 
-    def give_up(self, reason: BaseException) -> None:
-        """Tell the peers that this rank takes part no more, so that none waits for it."""
+    def report_failure(self, reason: BaseException) -> None:
+        """Send the peers the error with which this rank failed, so that none waits for it."""
         text = f"{type(reason).__name__}: {reason}".encode()[:_MAX_BYTES]
         head = _HEAD.pack(Kind.FAILED, 0, int(isinstance(reason, PeerLostError)), 0)
         for connection in self._peers.values():
-            with contextlib.suppress(OSError):  # a peer that is gone has no use for the news
+            with contextlib.suppress(OSError):  # the peer may have ended
                 try:
                     connection.sendmsg([head, text])
-                except BlockingIOError:  # no room: it reads of the end after all that is there
+                except BlockingIOError:  # full: the peer reads all of it, and then end-of-file
                     connection.shutdown(socket.SHUT_WR)
 
     def check(self, peers: Sequence[int]) -> None:
-        """Raise why this rank aborted, or what is known of the first of `peers` that is lost."""
+        """Raise the error of this rank's abort, or of the first of `peers` that is lost."""
         for error in (self.aborted, *(self.lost.get(peer) for peer in peers)):
             if error is not None:
-                raise type(error)(*error.args)
+                raise type(error)(*error.args)  # a copy: each raise adds to its own traceback
 
     def all_lost(self) -> bool:
         """Whether no peer is left."""
         return len(self.lost) == len(self._peers)
 
     def close(self) -> None:
-        """Say goodbye and end the thread; peers see that this rank left in order."""
+        """Send `LEFT` to all peers and end the thread."""
         for connection in self._peers.values():
             with contextlib.suppress(OSError):
-                connection.send(_HEAD.pack(Kind.GOODBYE, 0, 0, 0))
+                connection.send(_HEAD.pack(Kind.LEFT, 0, 0, 0))
         os.close(self._woken)
         if threading.current_thread() is not self._thread:
-            # not for ever: a signal's handler may be here while its thread holds `changed`
+            # with a limit: a signal handler may run this in a thread that holds `changed`, for
+            # which the reading thread waits
             self._thread.join(_JOIN_S)
 
     def close_in_child(self) -> None:
-        """Let go of what a forked process inherited, or peers would not see this one's end."""
+        """In a forked child: close the inherited sockets, which would hide the parent's death."""
         for connection in self._peers.values():
             connection.close()
         os.close(self._woken)
@@ -221,69 +223,71 @@ class Links:
                     if not self._read_one(ranks[fd]):
                         poll.unregister(fd)
                 self.changed.notify_all()
-            while self._later:
-                self._later.pop(0)()
+            while self._deferred:
+                self._deferred.pop(0)()
         for connection in self._peers.values():
             connection.close()
         os.close(self._wake)
 
     def _read_one(self, peer: int) -> bool:
-        """Take in one message; whether more can come."""
+        """Receive and handle one message; returns whether more can come."""
         space = socket.CMSG_LEN(_FD_BYTES)
         try:
             data, extra, flags, _ = self._peers[peer].recvmsg(
                 _MAX_BYTES + _HEAD.size, space, socket.MSG_CMSG_CLOEXEC
             )
         except ConnectionResetError:
-            return True  # it left without reading all; what it sent before can still be read
+            return True  # the peer closed with messages unread; what it sent can still be received
         except OSError as error:
-            self._lose(peer, PeerLostError(f"rank {peer} cannot be heard any more ({error})"))
+            self._mark_lost(peer, PeerLostError(f"the connection to rank {peer} failed ({error})"))
             return False
-        if not data:
-            self._lose(peer, PeerLostError(f"rank {peer} died or left without a word"))
+        if not data:  # end-of-file without LEFT
+            self._mark_lost(peer, PeerLostError(f"rank {peer} died"))
             return False
         fd = array.array("i", extra[0][2][:_FD_BYTES])[0] if extra else -1
         try:
             if flags & socket.MSG_CTRUNC:
                 raise DistributedError(
-                    f"memory that rank {peer} shares cannot be taken: this process may open no "
+                    f"memory that rank {peer} shares cannot be mapped: this process may open no "
                     "more files (see ulimit -n)"
                 )
             if fd >= 0:
                 check_sealed(fd)
-            self._take_in(peer, data, fd)
-        except Exception as error:  # whatever it is must not end the thread
-            self._lose(peer, _as_ours(peer, error))
+            self._handle(peer, data, fd)
+        except Exception as error:  # the thread serves the other peers as well: it has to go on
+            self._mark_lost(peer, _as_distributed_error(peer, error))
             return False
         finally:
             if fd >= 0:
                 os.close(fd)
         return True
 
-    def _take_in(self, peer: int, data: bytes, fd: int) -> None:
+    def _handle(self, peer: int, data: bytes, fd: int) -> None:
         kind, tag, a, b = _HEAD.unpack_from(data)
         text = data[_HEAD.size :]
-        if kind == Kind.GOODBYE:
-            self._lose(peer, PeerLostError(f"rank {peer} left the group before this operation"))
+        if kind == Kind.LEFT:
+            self._mark_lost(
+                peer, PeerLostError(f"rank {peer} left the group before this operation")
+            )
         elif kind == Kind.FAILED:
             error = PeerLostError if a else PeerFailedError
-            self._lose(
-                peer, error(f"rank {peer} gave the group up: {text.decode(errors='replace')}")
+            self._mark_lost(
+                peer, error(f"an operation failed on rank {peer}: {text.decode(errors='replace')}")
             )
         else:
             later = self._receive(peer, Message(Kind(kind), tag, a, b, text, fd))
             if later is not None:
-                self._later.append(later)
+                self._deferred.append(later)
 
-    def _lose(self, peer: int, error: DistributedError) -> None:
+    def _mark_lost(self, peer: int, error: DistributedError) -> None:
         if peer not in self.lost:
             self.lost[peer] = error
             self._on_lost(peer, error)
 
 
-def _as_ours(peer: int, error: Exception) -> DistributedError:
+def _as_distributed_error(peer: int, error: Exception) -> DistributedError:
     if isinstance(error, DistributedError):
         return error
     return DistributedError(
-        f"a message of rank {peer} could not be taken in ({type(error).__name__}: {error})"
+        f"a message of rank {peer} could not be handled ({type(error).__name__}: {error})"
     )

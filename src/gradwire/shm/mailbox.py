@@ -1,7 +1,8 @@
-"""Point-to-point messages: sent at once, kept at the receiver until they are asked for.
+"""Point-to-point messages: sent at once, kept at the receiver until a receive matches them.
 
-Short ones travel on the link itself, long ones in shared memory of their own whose descriptor
-travels there. They meet a receive of their tag, in the order in which they came.
+Short messages travel over the connection itself, long ones in shared memory of their own, whose
+descriptor travels over it. As in MPI, a message matches a receive by source and tag, in the order
+in which they were sent.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ def send(links: Links, peer: int, tag: int, flat: Tensor, deadline: Deadline) ->
 
 
 @dataclass(eq=False)
-class _Wanted:
+class _PostedReceive:
+    """A receive whose message has not arrived; its source is None for any."""
+
     source: int | None
     tag: int
     tensor: Tensor
@@ -57,73 +60,76 @@ class _Wanted:
 
 
 @dataclass(eq=False)
-class _Letter:
+class _Envelope:
+    """A message that has arrived."""
+
     source: int
     tag: int
     data: Tensor
 
 
 class Mailbox:
-    """The messages that came to a rank, and those it waits for; used under the links' lock.
+    """A rank's unexpected messages and its posted receives; used under the links' lock.
 
-    What fits is taken out under the lock, and copied by who took it out when that has let go of the
-    lock: a large message must hold up neither other receives nor news of lost peers.
+    Whoever matches a message with a receive removes both under the lock, and copies the data after
+    releasing it: the copy of a large message must not delay other receives, nor the errors of those
+    whose peer is lost.
     """
 
     def __init__(self) -> None:
-        self._letters: deque[_Letter] = deque()
-        self._wanted: deque[_Wanted] = deque()
+        self._unexpected: deque[_Envelope] = deque()
+        self._posted: deque[_PostedReceive] = deque()
 
-    def want(
+    def post_receive(
         self, source: int | None, tag: int, tensor: Tensor, work: ShmWork
     ) -> Callable[[], None] | None:
-        """Have a tensor filled with the next message; None is any source.
+        """Fill a tensor with the next message from `source`, None for any rank.
 
         Returns:
-            If the message was there, what fills the tensor, to be called without the lock.
+            If the message has arrived, the function that copies it, to be called without the lock.
         """
-        wanted = _Wanted(source, tag, tensor, work)
-        for letter in self._letters:
-            if _fits(wanted, letter):
-                self._letters.remove(letter)
-                return partial(_hand_over, wanted, letter)
-        self._wanted.append(wanted)
+        receive = _PostedReceive(source, tag, tensor, work)
+        for envelope in self._unexpected:
+            if _fits(receive, envelope):
+                self._unexpected.remove(envelope)
+                return partial(_complete, receive, envelope)
+        self._posted.append(receive)
         return None
 
     def deliver(self, source: int, message: Message) -> Callable[[], None] | None:
-        """Take in a message.
+        """Match a message that arrived with a receive, or keep it.
 
         Returns:
-            If it is waited for, what fills the tensor, to be called without the lock.
+            If a receive matched, the function that copies it, to be called without the lock.
         """
-        letter = _Letter(source, message.tag, _content(message))
-        for wanted in self._wanted:
-            if _fits(wanted, letter):
-                self._wanted.remove(wanted)
-                return partial(_hand_over, wanted, letter)
-        self._letters.append(letter)
+        envelope = _Envelope(source, message.tag, _content(message))
+        for receive in self._posted:
+            if _fits(receive, envelope):
+                self._posted.remove(receive)
+                return partial(_complete, receive, envelope)
+        self._unexpected.append(envelope)
         return None
 
     def fail(self, source: int, error: DistributedError, *, others_left: bool) -> None:
-        """Let those who wait for a lost peer know; and those for any, if it could be no other."""
-        hit = [
-            w for w in self._wanted if w.source == source or (w.source is None and not others_left)
+        """Fail the receives from a lost peer, and if no peer is left, those from any rank."""
+        failed = [
+            w for w in self._posted if w.source == source or (w.source is None and not others_left)
         ]
-        for wanted in hit:
-            self._wanted.remove(wanted)
-            wanted.work.finish(error)
+        for receive in failed:
+            self._posted.remove(receive)
+            receive.work.finish(error)
 
     def fail_all(self, error: DistributedError) -> None:
-        """Let all that wait know that nothing more will come."""
-        while self._wanted:
-            self._wanted.popleft().work.finish(error)
+        """Fail all posted receives."""
+        while self._posted:
+            self._posted.popleft().work.finish(error)
 
-    def forget(self, work: ShmWork) -> bool:
-        """Wait no more for the message of a receive; whether it had not come."""
-        kept = deque(w for w in self._wanted if w.work is not work)
-        forgotten = len(kept) < len(self._wanted)
-        self._wanted = kept
-        return forgotten
+    def cancel(self, work: ShmWork) -> bool:
+        """Remove a receive; whether its message had not arrived."""
+        kept = deque(w for w in self._posted if w.work is not work)
+        cancelled = len(kept) < len(self._posted)
+        self._posted = kept
+        return cancelled
 
 
 def _content(message: Message) -> Tensor:
@@ -135,26 +141,29 @@ def _content(message: Message) -> Tensor:
     return torch.frombuffer(bytearray(message.text), dtype=dtype)
 
 
-def _fits(wanted: _Wanted, letter: _Letter) -> bool:
-    return wanted.tag == letter.tag and wanted.source in (letter.source, None)
+def _fits(receive: _PostedReceive, envelope: _Envelope) -> bool:
+    return receive.tag == envelope.tag and receive.source in (envelope.source, None)
 
 
-def _hand_over(wanted: _Wanted, letter: _Letter) -> None:
-    """End a receive; nothing else does once its message was found, so that nobody waits in vain."""
+def _complete(receive: _PostedReceive, envelope: _Envelope) -> None:
+    """Copy the message and finish the receive.
+
+    Once a message is matched, nothing else finishes its receive: every path here has to.
+    """
     try:
-        _fill(wanted.tensor, letter)
-    except Exception as error:  # of the receiver's tensor: the sender and the link are well
-        wanted.work.finish(error)
+        _fill(receive.tensor, envelope)
+    except Exception as error:  # the receiver's tensor is at fault: the group stays usable
+        receive.work.finish(error)
     else:
-        wanted.work.finish(source=letter.source)
+        receive.work.finish(source=envelope.source)
 
 
-def _fill(tensor: Tensor, letter: _Letter) -> None:
-    data = letter.data
+def _fill(tensor: Tensor, envelope: _Envelope) -> None:
+    data = envelope.data
     if (tensor.numel(), tensor.dtype) != (data.numel(), data.dtype):
         raise MismatchError(
-            f"rank {letter.source} sent {data.numel()} elements of {data.dtype} (tag "
-            f"{letter.tag}), but recv was given a tensor of "
+            f"rank {envelope.source} sent {data.numel()} elements of {data.dtype} (tag "
+            f"{envelope.tag}), but recv was given a tensor of "
             f"{tensor.numel()} elements of {tensor.dtype}"
         )
     with torch.inference_mode(tensor.is_inference()):

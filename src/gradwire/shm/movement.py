@@ -18,28 +18,29 @@ from torch.distributed.distributed_c10d import (
     ScatterOptions,
 )
 
-from gradwire.shm import algorithms, stream
+from gradwire.shm import stream
+from gradwire.shm.exchange_algorithms import barrier, broadcast, exchange
+from gradwire.shm.group_base import GroupBase
 from gradwire.shm.header import Call
-from gradwire.shm.member import Member
 from gradwire.shm.sync import Deadline
 from gradwire.shm.tensors import (
     check_results,
     check_tensors,
+    checksum_of,
+    common_base,
     equal_parts,
     flat_of,
-    layout_of,
-    one,
+    only,
     paired,
-    put_all_back,
-    put_back,
     row_counts,
-    start_of,
+    write_all_back,
+    write_back,
 )
 
 __all__ = ["Movement"]
 
 
-class Movement(Member):
+class Movement(GroupBase):
     """The part of a group that moves values."""
 
     def broadcast(self, tensors: list[Tensor], opts: BroadcastOptions | None = None) -> Work:
@@ -52,11 +53,11 @@ class Movement(Member):
             flats = [flat_of(tensor) for tensor in tensors]
             if len(flats) == 1:
                 call = Call("broadcast", flats[0].dtype, flats[0].numel(), -1, root)
-                algorithms.broadcast(self._team, call, flats[0], deadline)
+                broadcast(self._state, call, flats[0], deadline)
             else:
-                stream.broadcast(self._team, flats, root, deadline)
+                stream.broadcast(self._state, flats, root, deadline)
             if root != self._rank:
-                put_all_back(tensors, flats)
+                write_all_back(tensors, flats)
 
         return self._submit(job, tensors, opts, ("broadcast_", root, [tensors]))
 
@@ -89,10 +90,8 @@ class Movement(Member):
                     sends=(flat.numel(),) * self._size,
                     receives=tuple(f.numel() for f in into),
                 )
-                algorithms.exchange(
-                    self._team, call, [flat], into, deadline, base=flat, shared=True
-                )
-                put_all_back(outputs, into)
+                exchange(self._state, call, [flat], into, deadline, base=flat, shared=True)
+                write_all_back(outputs, into)
 
         everything = [output for outputs in output_lists for output in outputs]
         seen = ("allgather_", 0, [everything, inputs])
@@ -115,17 +114,15 @@ class Movement(Member):
             check_tensors([source, output], same_dtype=True)
             check_results([output])
             self._check_parts(whole=output, part=source)
-        layout = layout_of(inputs)
+        checksum = checksum_of(inputs)
 
         def job(deadline: Deadline) -> None:
             for output, source in zip(outputs, inputs, strict=True):
                 flat, into = flat_of(source), flat_of(output)
-                call = Call("all_gather_single", flat.dtype, flat.numel(), layout=layout)
+                call = Call("all_gather_single", flat.dtype, flat.numel(), checksum=checksum)
                 parts = equal_parts(into, self._size)
-                algorithms.exchange(
-                    self._team, call, [flat], parts, deadline, base=flat, shared=True
-                )
-                put_back(output, into)
+                exchange(self._state, call, [flat], parts, deadline, base=flat, shared=True)
+                write_back(output, into)
 
         return self._submit(job, outputs, opts or AllgatherOptions())
 
@@ -137,8 +134,8 @@ class Movement(Member):
     ) -> Work:
         """The root's list becomes all ranks' tensors; these may differ in size."""
         opts = opts or GatherOptions()
-        root, source = self._root(opts), one(inputs)
-        into = self._one_each(one(outputs), "gather_list") if root == self._rank else []
+        root, source = self._root(opts), only(inputs)
+        into = self._one_each(only(outputs), "gather_list") if root == self._rank else []
         check_tensors([source, *into], same_dtype=True)
         check_results(into)
 
@@ -148,7 +145,7 @@ class Movement(Member):
             outgoing[root] = flat
             incoming = flats or [flat.new_empty(0)] * self._size
             self._exchange("gather", outgoing, incoming, deadline, root=root, base=flat)
-            put_all_back(into, flats)
+            write_all_back(into, flats)
 
         return self._submit(job, into, opts)
 
@@ -160,8 +157,8 @@ class Movement(Member):
     ) -> Work:
         """Every rank's tensor becomes its entry of the root's list; these may differ in size."""
         opts = opts or ScatterOptions()
-        root, output = self._root(opts), one(outputs)
-        blocks = self._one_each(one(inputs), "scatter_list") if root == self._rank else []
+        root, output = self._root(opts), only(outputs)
+        blocks = self._one_each(only(inputs), "scatter_list") if root == self._rank else []
         check_tensors([output, *blocks], same_dtype=True)
         check_results([output])
 
@@ -171,7 +168,7 @@ class Movement(Member):
             incoming = [out[:0]] * self._size
             incoming[root] = out
             self._exchange("scatter", outgoing, incoming, deadline, root=root)
-            put_back(output, out)
+            write_back(output, out)
 
         return self._submit(job, outputs, opts)
 
@@ -190,7 +187,7 @@ class Movement(Member):
         def job(deadline: Deadline) -> None:
             into = [flat_of(output) for output in outputs]
             self._exchange("all_to_all", [flat_of(i) for i in inputs], into, deadline)
-            put_all_back(outputs, into)
+            write_all_back(outputs, into)
 
         return self._submit(job, outputs, opts or AllToAllOptions())
 
@@ -212,7 +209,7 @@ class Movement(Member):
             out, flat = flat_of(output), flat_of(input)
             blocks, into = list(flat.split(sends)), list(out.split(receives))
             self._exchange("all_to_all", blocks, into, deadline, base=flat)
-            put_back(output, out)
+            write_back(output, out)
 
         return self._submit(job, [output], opts or AllToAllOptions())
 
@@ -233,13 +230,13 @@ class Movement(Member):
             sends=tuple(block.numel() for block in outgoing),
             receives=tuple(block.numel() for block in incoming),
         )
-        base = start_of(outgoing) if base is None else base
-        algorithms.exchange(self._team, call, outgoing, incoming, deadline, base=base)
+        base = common_base(outgoing) if base is None else base
+        exchange(self._state, call, outgoing, incoming, deadline, base=base)
 
     def barrier(self, opts: BarrierOptions | None = None) -> Work:
         """Done when every rank has called it."""
         return self._submit(
-            lambda deadline: algorithms.barrier(self._team, deadline), [], opts or BarrierOptions()
+            lambda deadline: barrier(self._state, deadline), [], opts or BarrierOptions()
         )
 
     def monitored_barrier(
@@ -257,6 +254,6 @@ class Movement(Member):
         opts = opts or BarrierOptions()
 
         def job(deadline: Deadline) -> None:
-            algorithms.barrier(self._team, deadline, "monitored_barrier")
+            barrier(self._state, deadline, "monitored_barrier")
 
         self._submit(job, [], opts).wait()

@@ -9,16 +9,16 @@ from torch import Tensor
 from torch.distributed import Work
 
 from gradwire.errors import ArgumentError
+from gradwire.shm.group_base import GroupBase
 from gradwire.shm.mailbox import send
-from gradwire.shm.member import Member
 from gradwire.shm.sync import Deadline
-from gradwire.shm.tensors import check_results, check_tensors, flat_of, one
+from gradwire.shm.tensors import check_results, check_tensors, flat_of, only
 from gradwire.shm.work import ShmWork
 
 __all__ = ["PointToPoint"]
 
 
-class PointToPoint(Member):
+class PointToPoint(GroupBase):
     """The part of a group that sends and receives."""
 
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> Work:
@@ -28,7 +28,7 @@ class PointToPoint(Member):
         _check_tag(tag)
         check_tensors(tensors)
         deadline = Deadline(self._timeout.total_seconds())
-        send(self._team.links, dst, tag, flat_of(one(tensors)), deadline)
+        send(self._state.links, dst, tag, flat_of(only(tensors)), deadline)
         work = ShmWork(tensors)
         work.finish()
         return work
@@ -46,17 +46,17 @@ class PointToPoint(Member):
         self._check_usable()
         _check_tag(tag)
         check_results(tensors)
-        links, mailbox = self._team.links, self._mailbox
+        links, mailbox = self._state.links, self._mailbox
 
-        def forget() -> None:
+        def cancel() -> None:
             with links.changed:
-                forgotten = mailbox.forget(work)
-            if not forgotten:
-                work.settle()  # the tensor is being written
+                cancelled = mailbox.cancel(work)
+            if not cancelled:
+                work.wait_until_done()  # the message has arrived: the tensor is being written
 
-        work = ShmWork(tensors, self._timeout.total_seconds(), forget, apart=True)
+        work = ShmWork(tensors, self._timeout.total_seconds(), cancel, callbacks_apart=True)
         with links.changed:
-            fill = mailbox.want(src, tag, one(tensors).detach(), work)
+            fill = mailbox.post_receive(src, tag, only(tensors).detach(), work)
             if fill is None:
                 if src is not None and src in links.lost:
                     mailbox.fail(src, links.lost[src], others_left=True)

@@ -1,9 +1,10 @@
-"""torch.distributed's two faces of a group's member: what callers of either kind find.
+"""The group's operations as the two classes that torch.distributed takes.
 
-C++ callers (DistributedDataParallel's reducer, functional collectives) and Python callers reach
-different methods for the same thing, and older versions of torch have other names for some, so
-that several names stand for one method here. Where torch lets Python make a Backend, the member is
-one, inside a ProcessGroup of torch's own; before, it is a ProcessGroup itself.
+From 2.14 on, torch accepts a Backend written in Python: `ShmBackend` carries the CPU tensors of
+torch's own ProcessGroup, which brings "cpu:shm,cuda:nccl", split_group and the flight recorder.
+Before, what a backend's creator returns is the whole group: `ShmProcessGroup`. C++ callers
+(DistributedDataParallel's reducer, functional collectives), Python callers and older versions of
+torch use different names for some operations, so that one method has several here.
 """
 
 # torch's stubs give overloads and names that its own callers do not use on a backend
@@ -21,8 +22,8 @@ from torch.distributed.distributed_c10d import BarrierOptions
 
 from gradwire._torch import BackendBase, outside_graphs
 from gradwire.errors import DistributedError, NotSupportedError
-from gradwire.shm.forms import with_forms
 from gradwire.shm.movement import Movement
+from gradwire.shm.overloads import with_overloads
 from gradwire.shm.point_to_point import PointToPoint
 from gradwire.shm.reductions import Reductions
 from gradwire.shm.sync import Deadline
@@ -32,7 +33,7 @@ __all__ = ["Operations", "ShmBackend", "ShmProcessGroup"]
 
 @outside_graphs
 class Operations(Reductions, Movement, PointToPoint):
-    """Everything that the ranks of one host do over shared memory."""
+    """All operations of a group over shared memory."""
 
     # the names of torch before 2.13
     _allgather_base = Movement.all_gather_single
@@ -42,7 +43,7 @@ class Operations(Reductions, Movement, PointToPoint):
     alltoall_base = Movement.all_to_all_single
 
 
-@with_forms
+@with_overloads
 class ShmProcessGroup(Operations, ProcessGroup):
     """The ranks of one host as a process group.
 
@@ -98,14 +99,14 @@ class ShmProcessGroup(Operations, ProcessGroup):
         return
 
     def _get_backend(self, device: torch.device) -> Any:
-        """None apart from the group.
+        """Not supported: the group has no separate backend.
 
         Raises:
             DistributedError: Always; a RuntimeError, as torch's is.
         """
         raise DistributedError(
-            "this shm group has no backend beside it with this version of PyTorch: call the "
-            "group's own methods, such as set_timeout"
+            "with this version of PyTorch a shm group has no separate backend: call the group's "
+            "own methods, such as set_timeout"
         )
 
     def monitored_barrier(  # torch's two classes differ in the first argument
@@ -118,7 +119,7 @@ class ShmProcessGroup(Operations, ProcessGroup):
         super().monitored_barrier(opts, wait_all_ranks)
 
     def splitGroup(self, *args: object) -> ProcessGroup:
-        """Not there.
+        """Not supported.
 
         Raises:
             NotSupportedError: Always.
@@ -138,14 +139,14 @@ class ShmProcessGroup(Operations, ProcessGroup):
 
 
 class ShmBackend(Operations, BackendBase):
-    """The ranks of one host as what carries a process group's CPU tensors.
+    """The ranks of one host as the backend for a process group's CPU tensors.
 
     Args:
         rank, size, peers, timeout: As for `ShmProcessGroup`.
         split_off: Makes a group from a store, a rank, a size and a timeout.
     """
 
-    # torch 2.15 reads them from the class, and recurs without end where they are its own
+    # torch 2.15 reads these from the class; its own properties of these names would call themselves
     supports_coalescing = supports_reconfigure = supports_shrinking = supports_window = False
     _supports_time_estimate = False
     supports_splitting = True
@@ -165,19 +166,19 @@ class ShmBackend(Operations, BackendBase):
 
     @property
     def options(self) -> Any:
-        """What a group that is split from this one starts from."""
+        """The options that a group split from this one starts with."""
         return BackendBase.Options("shm", self._timeout)
 
     def split(self, store: Any, ranks: list[int], options: Any) -> Any:
-        """A part of the group as a group of its own, in the given order of ranks.
+        """Make a group of some of the ranks, in the given order.
 
         Args:
-            store: For the new group alone.
-            ranks: Of its members, in this group.
-            options: Its options; of these the timeout.
+            store: Used by the new group alone.
+            ranks: The new group's ranks, as ranks of this group.
+            options: The new group's; only the timeout is used.
 
         Raises:
-            NotSupportedError: On a rank outside; torch would crash on what stands for no group.
+            NotSupportedError: This rank is not among them; torch would crash on a result of None.
         """
         if self._rank not in ranks:
             raise NotSupportedError(

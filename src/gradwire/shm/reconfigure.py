@@ -1,8 +1,8 @@
-"""A group whose members change: a dead peer is left out, newcomers are taken in, and it goes on.
+"""A group that can be formed anew from other processes, for instance without a dead one.
 
-This is the contract of `torch.distributed.init_process_group(..., enable_reconfigure=True)`: each
-member has a handle, the program gathers the handles of those who are to be members, by whatever
-means it has, and all of them pass the same list to `reconfigure`.
+It implements `torch.distributed.init_process_group(..., enable_reconfigure=True)`: each process has
+a handle, the program gathers the handles of the processes that are to be ranks, by any means, and
+all of them pass the same list to `reconfigure`.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _PREFIX = "shm:"
 
 
 class ReconfigurableGroup(ShmProcessGroup):
-    """A group that has no members until `reconfigure` gives it some, and again each time.
+    """A group that has no members until `reconfigure` is called, and can be reconfigured again.
 
-    It is a ProcessGroup of its own on every version of torch, as the rank and the size of a Backend
-    cannot change.
+    It is a ProcessGroup with every version of torch, as the rank and the size of a Backend cannot
+    change.
 
     Args:
-        rank: This process's rank as it was asked for; `reconfigure` gives it another.
-        size: Likewise.
+        rank: The rank that init_process_group was given; `reconfigure` sets another.
+        size: The world size, likewise.
         timeout: For each operation that has none of its own.
     """
 
@@ -50,10 +50,10 @@ class ReconfigurableGroup(ShmProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return []  # torch attaches hooks of its dispatcher, which this has not, to all with some
+        return []  # torch attaches its dispatcher's hooks, which this has not, to groups with some
 
     def get_reconfigure_handle(self) -> str:
-        """What the other members need to reach this process; it stays the same.
+        """What other processes need to connect to this one; always the same.
 
         Raises:
             BrokenGroupError: The group was destroyed.
@@ -86,26 +86,26 @@ class ReconfigurableGroup(ShmProcessGroup):
         self._used.add(uuid)
         timeout = options.timeout or self._timeout
         deadline = Deadline(timeout.total_seconds())
-        if not self._closed:  # what waits for a lost peer must not hold this up
-            self._team.links.aborted = BrokenGroupError("the group was reconfigured")
+        if not self._closed:  # operations that wait for a lost peer must not delay this
+            self._state.links.aborted = BrokenGroupError("the group was reconfigured")
         self._leave("the group has no members since its last reconfigure failed: call it again")
         assert self._listener is not None
         rank = names.index(own)
         peers = connect_by_name(self._listener, names, rank, uuid, deadline)
         self._join(rank, len(names), peers, deadline)
-        self.barrier().wait()  # whoever comes out can rely on all others
+        self.barrier().wait()  # no rank returns before all have joined
         work = ShmWork([])
-        work.done_at_once()
+        work.mark_done()
         return work
 
     def shutdown(self) -> None:
-        """Leave the group for good."""
+        """Leave the group; it cannot be reconfigured any more."""
         super().shutdown()
         self._close_listener()
 
     def _leave_in_child(self) -> None:
         super()._leave_in_child()
-        self._close_listener()  # or others could still connect when this rank has ended
+        self._close_listener()  # or others could still connect after this rank's process has ended
 
     def _close_listener(self) -> None:
         if self._listener is not None:
@@ -114,7 +114,7 @@ class ReconfigurableGroup(ShmProcessGroup):
 
 
 def _names_of(handles: Collection[str], own: str) -> tuple[list[str], str]:
-    """The names behind handles, in the order of the ranks, and this process's own.
+    """The listeners' names in the handles, in the order of the ranks, and this process's own.
 
     Raises:
         ArgumentError: They are no handles of shm groups, repeated, or without this process's.

@@ -18,28 +18,29 @@ from torch.distributed.distributed_c10d import (
 )
 
 from gradwire.errors import ArgumentError
-from gradwire.shm import algorithms, sparse
+from gradwire.shm import sparse
 from gradwire.shm.arithmetic import SUM, check_reduction, number_of
+from gradwire.shm.group_base import GroupBase
 from gradwire.shm.header import Call
-from gradwire.shm.member import Member
+from gradwire.shm.reduce_algorithms import reduce, reduce_scatter
 from gradwire.shm.sync import Deadline
 from gradwire.shm.tensors import (
     check_results,
     check_sparse,
     check_tensors,
+    checksum_of,
+    common_base,
     equal_parts,
     flat_of,
-    layout_of,
-    one,
+    only,
     paired,
-    put_back,
-    start_of,
+    write_back,
 )
 
 __all__ = ["Reductions"]
 
 
-class Reductions(Member):
+class Reductions(GroupBase):
     """The part of a group that reduces."""
 
     def allreduce(self, tensors: list[Tensor], opts: AllreduceOptions | None = None) -> Work:
@@ -54,7 +55,7 @@ class Reductions(Member):
         Raises:
             ArgumentError: Another reduce op than SUM, or no sparse COO tensor.
         """
-        opts, tensor = opts or AllreduceOptions(), one(tensors)
+        opts, tensor = opts or AllreduceOptions(), only(tensors)
         op = number_of(opts.reduceOp.op)
         check_sparse(tensor)
         check_reduction(op, tensor.dtype)
@@ -62,7 +63,7 @@ class Reductions(Member):
             raise ArgumentError("sparse tensors are reduced by SUM alone: pass to_dense()")
 
         def job(deadline: Deadline) -> None:
-            sparse.all_reduce(self._team, tensor, op, deadline)
+            sparse.all_reduce(self._state, tensor, op, deadline)
 
         return self._submit(job, tensors, opts, ("allreduce_", 0, [tensors]))
 
@@ -82,15 +83,15 @@ class Reductions(Member):
         check_results(tensors)
         for tensor in tensors:
             check_reduction(op, tensor.dtype)
-        layout = layout_of(tensors)
+        checksum = checksum_of(tensors)
 
         def job(deadline: Deadline) -> None:
             for tensor in tensors:
                 flat = flat_of(tensor)
-                call = Call(kind, flat.dtype, flat.numel(), op, root, layout=layout)
-                algorithms.reduce(self._team, call, flat, deadline)
+                call = Call(kind, flat.dtype, flat.numel(), op, root, checksum=checksum)
+                reduce(self._state, call, flat, deadline)
                 if root in (-1, self._rank):
-                    put_back(tensor, flat)
+                    write_back(tensor, flat)
 
         seen = ("allreduce_" if root < 0 else "reduce_", max(root, 0), [tensors])
         return self._submit(job, tensors, opts, seen)
@@ -103,16 +104,16 @@ class Reductions(Member):
     ) -> Work:
         """A rank's output becomes the reduction of what all ranks have for it in their list."""
         opts = opts or ReduceScatterOptions()
-        output, blocks = one(outputs), self._one_each(one(inputs), "input_list")
+        output, blocks = only(outputs), self._one_each(only(inputs), "input_list")
         op = self._check_reduce_scatter(output, blocks, opts)
         sends = tuple(block.numel() for block in blocks)
 
         def job(deadline: Deadline) -> None:
             out, flats = flat_of(output), [flat_of(block) for block in blocks]
             call = Call("reduce_scatter", out.dtype, 0, op, -1, sends, (out.numel(),) * self._size)
-            base = start_of(flats)
-            algorithms.reduce_scatter(self._team, call, flats, out, deadline, base=base)
-            put_back(output, out)
+            base = common_base(flats)
+            reduce_scatter(self._state, call, flats, out, deadline, base=base)
+            write_back(output, out)
 
         return self._submit(job, outputs, opts)
 
@@ -133,16 +134,16 @@ class Reductions(Member):
         for output, source in paired(outputs, inputs):
             op = self._check_reduce_scatter(output, [source], opts)
             self._check_parts(whole=source, part=output)
-        layout = layout_of(outputs)
+        checksum = checksum_of(outputs)
 
         def job(deadline: Deadline) -> None:
             for output, source in zip(outputs, inputs, strict=True):
                 out, flat = flat_of(output), flat_of(source)
                 kind, count = "reduce_scatter_single", out.numel()
-                call = Call(kind, out.dtype, count, op, layout=layout)
+                call = Call(kind, out.dtype, count, op, checksum=checksum)
                 blocks = equal_parts(flat, self._size)
-                algorithms.reduce_scatter(self._team, call, blocks, out, deadline, base=flat)
-                put_back(output, out)
+                reduce_scatter(self._state, call, blocks, out, deadline, base=flat)
+                write_back(output, out)
 
         return self._submit(job, outputs, opts)
 

@@ -1,8 +1,8 @@
-"""The memory that ranks of a group share: each has regions of its own, which all others can map.
+"""The memory that ranks of a group share: each rank has regions of its own, which all peers map.
 
-A region is made by one rank alone, whenever it likes; word of it goes to the others over the links,
-ahead of any collective that uses it. It ends with the last tensor over it. All regions of a rank
-are pieces of one descriptor's memory, which goes with the first word.
+A rank makes a region without the others; a message over the links makes it known to them, ahead of
+any collective that uses it. It lives as long as the last tensor over it. All regions of a rank are
+ranges of one descriptor's memory, which travels with the first message.
 """
 
 from __future__ import annotations
@@ -17,134 +17,136 @@ from torch import Tensor
 
 from gradwire.errors import CollectiveTimeoutError, DistributedError
 from gradwire.shm import segment
-from gradwire.shm.header import NOWHERE, Place
+from gradwire.shm.header import PRIVATE, Location
 from gradwire.shm.links import Kind, Links, Message
 from gradwire.shm.sync import Deadline
 
 __all__ = ["STAGING", "Regions"]
 
 STAGING = (0, 1)
-"""The numbers of every rank's staging regions, which peers know without being told."""
+"""The numbers of every rank's staging regions: the same on all ranks."""
 
-_PIECE = struct.Struct("<qq")  # where a region begins in its rank's memory, and its bytes
+_PIECE = struct.Struct("<qq")  # a region's offset in its rank's memory, and its bytes
 
 
 class Regions:
-    """The regions that one rank knows: its own by address, those of others by number."""
+    """The regions that one rank has mapped: its own, and those of its peers."""
 
     def __init__(self) -> None:
-        self._numbers: dict[int, int] = {}
+        self._numbers: dict[int, int] = {}  # of this rank's regions, by address
         self._next = count(len(STAGING))
         self._ended: deque[int] = deque()
         self._pieces: dict[int, tuple[int, int]] = {}
-        self._memory: segment.Growing | None = None
+        self._memory: segment.GrowingMemory | None = None
         self._sent = False
-        self._lock = threading.Lock()  # the descriptor has to arrive ahead of all later words
-        self._theirs: dict[tuple[int, int], Tensor] = {}
-        self._descriptors: dict[int, int] = {}
+        self._lock = threading.Lock()  # the descriptor has to be sent before any later region
+        self._mapped: dict[tuple[int, int], Tensor] = {}  # by peer and the region's number
+        self._descriptors: dict[int, int] = {}  # of peers' memory
 
     def allocate(
         self, size: int, links: Links, deadline: Deadline, number: int | None = None
     ) -> Tensor:
-        """New shared memory, zeros, and its announcement to all peers.
+        """Make a region of zeros and send its location to all peers.
 
         Args:
             size: Bytes.
             links: To the peers.
-            deadline: For telling them.
+            deadline: For sending.
             number: The region's; the next free one if None.
 
         Raises:
-            DistributedError: No room.
+            DistributedError: There is not enough memory.
         """
         self.release_ended(links, deadline)
         with self._lock:
             if self._memory is None:
-                self._memory = segment.Growing()
-            offset = self._memory.take(size)
+                self._memory = segment.GrowingMemory()
+            offset = self._memory.allocate(size)
             numbers, ended = self._numbers, self._ended
             known = next(self._next) if number is None else number
             self._pieces[known] = offset, size
 
-            def forget(address: int) -> None:
+            # runs in any thread, whenever the last tensor is freed: it takes no lock and sends
+            # nothing; `release_ended` does the rest
+            def on_unmap(address: int) -> None:
                 del numbers[address]
                 ended.append(known)
 
-            flat = segment.map_for_user(self._memory, offset, max(size, 1), forget)
+            flat = segment.map_for_user(self._memory, offset, max(size, 1), on_unmap)
             numbers[flat.data_ptr()] = known
             fd = None if self._sent else self._memory.fd
-            links.tell(Kind.REGION, deadline, a=known, data=_PIECE.pack(offset, size), fd=fd)
+            links.send_to_all(Kind.REGION, deadline, a=known, data=_PIECE.pack(offset, size), fd=fd)
             self._sent = True
         return flat[:size]
 
     def release_ended(self, links: Links, deadline: Deadline) -> None:
-        """Let peers unmap regions that are no longer in use, and the system have their memory.
+        """Have peers unmap the regions that have no tensor any more, and free their memory.
 
-        Every collective that reads regions ends only when all have read, so nobody looks there.
+        No peer reads them: a collective on regions ends after all ranks have read.
         """
         while True:
-            try:  # not asked for before: another thread may do the same
+            try:  # no check before: another thread may take the last one meanwhile
                 number = self._ended.popleft()
             except IndexError:
                 return
-            links.tell(Kind.RELEASE, deadline, a=number)
+            links.send_to_all(Kind.RELEASE, deadline, a=number)
             assert self._memory is not None
-            self._memory.give_back(*self._pieces.pop(number))
+            self._memory.free(*self._pieces.pop(number))
 
-    def locate(self, tensor: Tensor) -> Place:
-        """Where a tensor of this rank lies; `NOWHERE` if in no region."""
+    def locate(self, tensor: Tensor) -> Location:
+        """The location of a tensor of this rank; `PRIVATE` if it lies in no region."""
         start = tensor.untyped_storage().data_ptr()
-        number = self._numbers.get(start, NOWHERE)
-        return Place(number, tensor.data_ptr() - start if number >= 0 else 0)
+        number = self._numbers.get(start, PRIVATE)
+        return Location(number, tensor.data_ptr() - start if number >= 0 else 0)
 
     def receive(self, peer: int, message: Message) -> None:
-        """Take in news of a peer's regions, under the links' lock.
+        """Map or unmap a peer's region; called under the links' lock.
 
         Raises:
-            DistributedError: It tells of memory that is not there, or that cannot be mapped.
+            DistributedError: The peer's memory is too small for it, or cannot be mapped.
         """
         if message.kind == Kind.RELEASE:
-            self._theirs.pop((peer, message.a), None)
+            self._mapped.pop((peer, message.a), None)
             return
         if message.fd >= 0:
-            self._let_go(peer)
+            self._close_descriptor(peer)
             self._descriptors[peer] = os.dup(message.fd)
         offset, size = _PIECE.unpack(message.text)
         fd = self._descriptors.get(peer, -1)
         if fd < 0 or min(offset, size) < 0 or offset + size > os.fstat(fd).st_size:
             raise DistributedError(
-                f"rank {peer} tells of {size} bytes at {offset} of memory that is not there: have "
-                "all ranks the same version of gradwire?"
+                f"rank {peer} sent a region of {size} bytes at {offset}, outside of its memory: "
+                "have all ranks the same version of gradwire?"
             )
-        self._theirs[peer, message.a] = segment.Mapping(fd, None, offset, max(size, 1)).flat
+        self._mapped[peer, message.a] = segment.Mapping(fd, None, offset, max(size, 1)).flat
 
     def of_peer(self, peer: int, number: int, links: Links, deadline: Deadline) -> Tensor:
-        """A peer's region; its descriptor may still be on the way.
+        """A peer's region; waits for it, as its message may not have been read yet.
 
         Raises:
-            PeerLostError, CollectiveTimeoutError: It will not come.
+            PeerLostError, CollectiveTimeoutError: It does not arrive.
         """
-        found = self._theirs.get((peer, number))
+        found = self._mapped.get((peer, number))
         if found is not None:
             return found
         with links.changed:
-            while (peer, number) not in self._theirs:
+            while (peer, number) not in self._mapped:
                 links.check([peer])
                 if deadline.over():
                     raise CollectiveTimeoutError(
                         f"rank {peer} did not share its memory within {deadline.seconds:g} s"
                     )
                 links.changed.wait(0.05)
-            return self._theirs[peer, number]
+            return self._mapped[peer, number]
 
     def close(self) -> None:
-        """Unmap what belongs to peers, and let go of the descriptors."""
-        self._theirs.clear()
+        """Unmap the peers' regions, and close the descriptors."""
+        self._mapped.clear()
         for peer in list(self._descriptors):
-            self._let_go(peer)
+            self._close_descriptor(peer)
         self._memory = None
 
-    def _let_go(self, peer: int) -> None:
+    def _close_descriptor(self, peer: int) -> None:
         fd = self._descriptors.pop(peer, -1)
         if fd >= 0:
             os.close(fd)

@@ -1,4 +1,4 @@
-"""The backend's entry in torch.distributed, and the way out where memory cannot be shared."""
+"""The backend's entry in torch.distributed, and the fallback to Gloo where memory is not shared."""
 
 from __future__ import annotations
 
@@ -22,10 +22,18 @@ from gradwire._torch import PYTHON_BACKENDS, wants_reconfigure
 from gradwire.errors import ArgumentError, ArgumentTypeError, DistributedError
 from gradwire.shm.process_group import Operations, ShmBackend, ShmProcessGroup
 from gradwire.shm.reconfigure import ReconfigurableGroup
-from gradwire.shm.rendezvous import connect_all, give_up
+from gradwire.shm.rendezvous import connect_all, report_failure
 from gradwire.shm.sync import has_semaphores
 
-__all__ = ["create", "empty", "is_available", "make", "member_of", "register", "shares_memory"]
+__all__ = [
+    "create_backend",
+    "empty",
+    "is_available",
+    "make_backend",
+    "member_of",
+    "register",
+    "shares_memory",
+]
 
 _members: WeakKeyDictionary[ProcessGroup, Operations | None] = WeakKeyDictionary()
 
@@ -61,7 +69,7 @@ def shares_memory(group: ProcessGroup) -> bool:
 
 
 def member_of(group: ProcessGroup) -> Operations | None:
-    """What carries the group's CPU tensors, if that is shm: the group itself, or its backend."""
+    """The group itself or its backend for CPU tensors, if that is shm; None if it is not."""
     if isinstance(group, Operations):
         return group
     if group not in _members:
@@ -84,16 +92,16 @@ def empty(
     dtype: torch.dtype | None = None,
     group: ProcessGroup | None = None,
 ) -> Tensor:
-    """A tensor in memory that the group's ranks share: collectives on it copy as little as can be.
+    """A tensor in memory that the group's ranks share: collectives read and write it in place.
 
-    Only this rank calls; the others see the memory when they take part in a collective with it.
-    Making one takes the system some time: make it once and use it often. Where the group is not
-    on shm, or fell back to Gloo, it is a tensor like any other, and programs need not care.
+    Only this rank calls; the others map the memory when they take part in a collective with it.
+    Memory is new to the process each time: allocate once and use it often. If the group is not on
+    shm, or fell back to Gloo, the result is an ordinary tensor.
 
     Args:
         shape: Its shape.
         dtype: Its dtype; torch's default if None.
-        group: The group whose collectives are to find it; the default group if None.
+        group: The group whose ranks share it; the default group if None.
 
     Returns:
         A contiguous CPU tensor; its values are undefined.
@@ -101,7 +109,7 @@ def empty(
     Raises:
         ArgumentTypeError: `group` is no process group, `shape` no int or ints, `dtype` no dtype.
         ArgumentError: A negative length.
-        DistributedError: There is no room for it; no memory is taken then.
+        DistributedError: There is not enough memory; none is allocated then.
 
     Example:
         >>> import torch, torch.distributed as dist, gradwire.shm
@@ -134,20 +142,20 @@ def empty(
     return member.allocate(prod(size) * dtype.itemsize).view(dtype).view(size)
 
 
-def create(options: Any, _: object) -> Any:
-    """What torch.distributed calls for a group, with its own options and the caller's, if any."""
+def create_backend(options: Any, _: object) -> Any:
+    """Make a group's backend: the function that torch.distributed calls."""
     if wants_reconfigure(options):
         return ReconfigurableGroup(options.group_rank, options.group_size, options.timeout)
-    return make(options.store, options.group_rank, options.group_size, options.timeout)
+    return make_backend(options.store, options.group_rank, options.group_size, options.timeout)
 
 
-def make(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
-    """What carries a group's CPU tensors: shm, or Gloo where memory cannot be shared."""
-    # a store may outlive a group: torchrun's has what a destroyed one of the same name left there
+def make_backend(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
+    """The backend for a group's CPU tensors: shm, or Gloo where ranks cannot share memory."""
+    # a store may outlive a group: torchrun's still has the keys of a destroyed one of this name
     store = PrefixStore(f"time {store.add(f'times/{rank}', 1)}", store)
     store.set(f"available/{rank}", "yes" if is_available() else "no")
     if all(store.get(f"available/{other}") == b"yes" for other in range(size)):
-        group = _form(store, rank, size, timeout)
+        group = _connect_group(store, rank, size, timeout)
         if group is not None:
             return group
         reason = "its ranks are on several hosts, or in containers that cannot reach each other"
@@ -158,23 +166,23 @@ def make(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     return dist.ProcessGroupGloo(store, rank, size, timeout)
 
 
-def _form(store: Store, rank: int, size: int, timeout: timedelta) -> Operations | None:
-    """The group on all ranks, None on all, or an error on all: none waits for one that failed.
+def _connect_group(store: Store, rank: int, size: int, timeout: timedelta) -> Operations | None:
+    """Connect to the other ranks; the group on all of them, None on all, or an error on all.
 
     Raises:
-        DistributedError: A rank could not do its part.
+        DistributedError: A rank failed: no rank waits for it.
     """
     group = None
     try:
         peers = connect_all(store, rank, size, timeout)
         if peers is None:
             return None
-        group = _face(rank, size, peers, timeout)
-        waited_for = BarrierOptions()
-        waited_for.asyncOp = False
-        group.barrier(waited_for)  # a rank that failed since has closed its connections
+        group = _make_group(rank, size, peers, timeout)
+        opts = BarrierOptions()
+        opts.asyncOp = False
+        group.barrier(opts)  # raises if a rank failed meanwhile: it has closed its connections
     except Exception as error:
-        give_up(store, rank, error)
+        report_failure(store, rank, error)
         if group is not None:
             group.shutdown()
         if isinstance(error, OSError) and not isinstance(error, DistributedError):
@@ -186,7 +194,7 @@ def _form(store: Store, rank: int, size: int, timeout: timedelta) -> Operations 
     return group
 
 
-def _face(rank: int, size: int, peers: dict[int, Any], timeout: timedelta) -> Operations:
+def _make_group(rank: int, size: int, peers: dict[int, Any], timeout: timedelta) -> Operations:
     if PYTHON_BACKENDS:
-        return ShmBackend(rank, size, peers, timeout, make)
+        return ShmBackend(rank, size, peers, timeout, make_backend)
     return ShmProcessGroup(rank, size, peers, timeout)

@@ -1,8 +1,9 @@
-"""How the ranks of a group find out that they share a host: each one reaches every other.
+"""How the ranks of a group connect, and find out whether they share a host.
 
-Unix sockets do not leave a host, so whoever answers there can share memory. The names are random,
-live in no file system and are gone with their sockets; only processes of the same user are let
-in. If any rank cannot reach any other, all of them learn it and none uses shared memory.
+Each rank connects to every other over a unix socket, which does not leave the host: ranks that
+connect can share memory. The sockets' names are random and abstract (in no file system); only
+processes of the same user are accepted. If any pair of ranks cannot connect, no rank uses shared
+memory.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from torch.distributed import Store
 from gradwire.errors import CollectiveTimeoutError, PeerFailedError, PeerLostError
 from gradwire.shm.sync import Deadline
 
-__all__ = ["Listener", "connect_all", "connect_by_name", "give_up"]
+__all__ = ["Listener", "connect_all", "connect_by_name", "report_failure"]
 
 _FAILED = b"failed: "
 
-_GREETING = struct.Struct("<qi")  # which forming of the group, and a rank; ~rank if it gave up
-_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid of the process at the other end
+_GREETING = struct.Struct("<qi")  # the group's uuid, and a rank; ~rank if it failed
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid of the peer, as of SO_PEERCRED
 
 
-def give_up(store: Store, rank: int, reason: Exception) -> None:
-    """Let no rank wait in `connect_all` for this one."""
+def report_failure(store: Store, rank: int, reason: Exception) -> None:
+    """Have all ranks raise this rank's error in `connect_all`, instead of waiting for it."""
     for step in ("address", "reached"):
         store.set(f"{step}/{rank}", _FAILED.decode() + str(reason))
 
@@ -39,8 +40,8 @@ def connect_all(
     """A connection to every other rank, or None on all ranks if they are not on one host.
 
     Raises:
-        CollectiveTimeoutError: A rank that was reached did not answer.
-        PeerFailedError: A rank gave up.
+        CollectiveTimeoutError: A rank did not connect in time.
+        PeerFailedError: A rank failed.
         OSError: The system refuses, for instance to open as many files.
     """
     peers: dict[int, socket.socket] = {}
@@ -63,7 +64,7 @@ def connect_all(
 def _connect_or_not(
     store: Store, rank: int, size: int, timeout: timedelta, peers: dict[int, socket.socket]
 ) -> bool:
-    """Fill `peers`; whether every rank reached every other."""
+    """Fill `peers`; whether every rank connected to every other."""
     with Listener() as listener:
         store.set(f"address/{rank}", listener.name)
         for lower in range(rank):
@@ -88,10 +89,10 @@ def _all_reached_all(store: Store, size: int) -> bool:
 
 
 class Listener:
-    """Where other processes of this user on this host reach this one.
+    """A socket to which other processes of this user on this host connect.
 
     Attributes:
-        name: Random, and gone with the process; others need it to connect.
+        name: Its address, random; gone with the process.
     """
 
     def __init__(self) -> None:
@@ -111,69 +112,69 @@ class Listener:
         self.close()
 
     def close(self) -> None:
-        """Let nobody in any more."""
+        """Accept no more connections."""
         self._socket.close()
 
     def accept(
-        self, peers: dict[int, socket.socket], ranks: range, forming: int, deadline: Deadline
+        self, peers: dict[int, socket.socket], ranks: range, uuid: int, deadline: Deadline
     ) -> None:
         """Fill `peers` with a connection from each of these ranks.
 
         Args:
-            peers: Connections that there are, by rank.
-            ranks: Whose connections are awaited.
-            forming: The number that they give; whoever gives another is turned away.
+            peers: The connections so far, by rank.
+            ranks: Whose connections to wait for.
+            uuid: The group's uuid; connections that give another are closed.
             deadline: When to give up.
 
         Raises:
-            PeerFailedError: One of them gave up.
+            PeerFailedError: One of the ranks failed.
             TimeoutError: They did not connect in time.
         """
         while not peers.keys() >= set(ranks):
             self._socket.settimeout(_left(deadline))
             connection, _ = self._socket.accept()
             connection.settimeout(_left(deadline))
-            theirs, rank = _greeting(connection) if _is_ours(connection) else (None, 0)
-            if theirs == forming and rank in ranks and rank not in peers:
+            theirs, rank = _greeting(connection) if _same_user(connection) else (None, 0)
+            if theirs == uuid and rank in ranks and rank not in peers:
                 peers[rank] = connection
                 continue
             connection.close()
-            if theirs == forming and rank < 0:
+            if theirs == uuid and rank < 0:
                 raise PeerFailedError(f"rank {~rank} of the new group could not form it")
 
 
 def connect_by_name(
-    listener: Listener, names: Sequence[str], rank: int, forming: int, deadline: Deadline
+    listener: Listener, names: Sequence[str], rank: int, uuid: int, deadline: Deadline
 ) -> dict[int, socket.socket]:
-    """A connection to every other rank, each of which listens under a name that all know.
+    """A connection to every other rank, by the names of the ranks' listeners.
 
     Args:
-        listener: This rank's, under its own name.
-        names: All ranks' names.
+        listener: This rank's.
+        names: Of all ranks' listeners.
         rank: This rank.
-        forming: A number that all ranks give, and gave never before.
+        uuid: The group's uuid: the same on all ranks, and never used before.
         deadline: When to give up.
 
     Raises:
-        PeerLostError: Nobody of this user on this host listens under a name.
-        PeerFailedError: Another rank gave up.
-        CollectiveTimeoutError: Another rank did not answer in time.
+        PeerLostError: No process of this user on this host listens under one of the names.
+        PeerFailedError: Another rank failed.
+        CollectiveTimeoutError: Another rank did not connect in time.
     """
     peers: dict[int, socket.socket] = {}
     try:
         for lower in range(rank):
-            connection = _connect(names[lower].encode(), forming, rank)
+            connection = _connect(names[lower].encode(), uuid, rank)
             if connection is None:
                 raise PeerLostError(f"rank {lower} of the new group has ended, or is elsewhere")
             peers[lower] = connection
-        listener.accept(peers, range(rank + 1, len(names)), forming, deadline)
+        listener.accept(peers, range(rank + 1, len(names)), uuid, deadline)
     except (PeerLostError, PeerFailedError, TimeoutError) as error:
         for connection in peers.values():
             connection.close()
-        for name in names:  # so that none waits for this rank
-            told = None if name == listener.name else _connect(name.encode(), forming, ~rank)
-            if told is not None:
-                told.close()
+        for name in names:  # report the failure, so that no rank waits for this one
+            other = None if name == listener.name else _connect(name.encode(), uuid, ~rank)
+            if other is not None:
+                other.close()
         if isinstance(error, TimeoutError):
             missing = sorted(set(range(len(names))) - set(peers) - {rank})
             raise CollectiveTimeoutError(
@@ -184,27 +185,27 @@ def connect_by_name(
 
 
 def _left(deadline: Deadline) -> float | None:
-    """Seconds until a deadline, never 0, which would mean not to wait at all."""
+    """Seconds until a deadline, never 0, which would make the socket non-blocking."""
     left = deadline.left()
     return None if left is None else max(left, 1e-3)
 
 
-def _connect(name: bytes, forming: int, rank: int) -> socket.socket | None:
-    """A connection to the rank that listens there, if it is here and of this user."""
+def _connect(name: bytes, uuid: int, rank: int) -> socket.socket | None:
+    """A connection to a listener; None if it is not on this host, or of another user."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         connection.connect(b"\0" + name)
-        if _is_ours(connection):
-            connection.send(_GREETING.pack(forming, rank))
+        if _same_user(connection):
+            connection.send(_GREETING.pack(uuid, rank))
             return connection
     except OSError:
-        pass  # nobody of that name here: the rank is on another host, or has ended
+        pass  # no socket of that name: the rank is on another host, or has ended
     connection.close()
     return None
 
 
 def _greeting(connection: socket.socket) -> tuple[int | None, int]:
-    """What a connection says it is: the forming's number and the rank; None for nothing."""
+    """The group's uuid and the rank that a new connection sends; None if it sends neither."""
     try:
         data = connection.recv(_GREETING.size + 1)
     except ConnectionResetError:
@@ -212,8 +213,8 @@ def _greeting(connection: socket.socket) -> tuple[int | None, int]:
     return _GREETING.unpack(data) if len(data) == _GREETING.size else (None, 0)
 
 
-def _is_ours(connection: socket.socket) -> bool:
-    """Whether a process of the same user is at the other end."""
+def _same_user(connection: socket.socket) -> bool:
+    """Whether the peer's process belongs to the same user."""
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     uid: int = _CREDENTIALS.unpack(data)[1]
     return uid == os.geteuid()

@@ -1,7 +1,7 @@
 """Shared memory without a name: a memfd that cannot shrink, and tensors over it.
 
-Its memory is taken when it is made, so that a host without room is an error here and not a crash
-at first touch, and given back by the kernel when the last process that maps it is gone.
+The memory is allocated at once, so that a host without enough raises an error here and does not
+crash at the first access. The kernel frees it when the last process that maps it ends.
 """
 
 from __future__ import annotations
@@ -18,43 +18,43 @@ import torch
 from torch import Tensor
 
 from gradwire.errors import DistributedError
-from gradwire.shm.room import check_room
+from gradwire.shm.available_memory import check_available
 
-__all__ = ["Growing", "Mapping", "check_sealed", "create", "map_for_user", "map_tensor"]
+__all__ = ["GrowingMemory", "Mapping", "check_sealed", "create", "map_for_user", "map_tensor"]
 
 _KEEP_SIZE, _PUNCH_HOLE, _MAP_FIXED = 1, 2, 0x10  # Linux's, which Python does not name
-_TAKEN_AT_ONCE = 64 << 20
-"""Before each such piece the question is asked anew: other ranks take memory at the same time."""
+_ALLOCATED_AT_ONCE = 64 << 20
+"""Available memory is checked before each such piece: other ranks allocate at the same time."""
 
 
 def create(size: int) -> int:
     """A descriptor of `size` bytes of new memory, zeros; the caller closes it.
 
     Raises:
-        DistributedError: The host has not that much memory for this process; none is taken.
+        DistributedError: There is not enough memory; none is allocated.
     """
-    with _no_room(size):
+    with _as_distributed_error(size):
         return _create(size)
 
 
 @contextmanager
-def _no_room(size: int) -> Iterator[None]:
+def _as_distributed_error(size: int) -> Iterator[None]:
     try:
         yield
     except (OSError, MemoryError) as error:
         raise DistributedError(
-            f"no room for {size} bytes of shared memory ({error}): free memory, raise the "
+            f"not enough memory for {size} bytes of shared memory ({error}): free some, raise the "
             "process's or container's limit, or use the gloo backend"
         ) from error
 
 
 def _create(size: int) -> int:
-    import fcntl  # not there, or without seals, where there is no Linux
+    import fcntl  # here: missing, or without seals, on systems other than Linux
 
     seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
     fd = os.memfd_create("gradwire", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        _take(fd, 0, size)
+        _allocate(fd, 0, size)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
     except BaseException:
         os.close(fd)
@@ -62,49 +62,50 @@ def _create(size: int) -> int:
     return fd
 
 
-def _take(fd: int, offset: int, size: int) -> None:
-    for start in range(0, size, _TAKEN_AT_ONCE):
-        check_room(size - start)
-        os.posix_fallocate(fd, offset + start, min(_TAKEN_AT_ONCE, size - start))
+def _allocate(fd: int, offset: int, size: int) -> None:
+    for start in range(0, size, _ALLOCATED_AT_ONCE):
+        check_available(size - start)
+        os.posix_fallocate(fd, offset + start, min(_ALLOCATED_AT_ONCE, size - start))
 
 
-class Growing:
+class GrowingMemory:
     """One descriptor for all the memory that a rank shares: it grows, and is sent to peers once.
 
-    A descriptor for each piece would have to be in flight to every peer at the same time, of which
-    the kernel allows a process no more than it may have open (`ulimit -n`).
+    A descriptor for each allocation would be in flight to every peer at the same time, and the
+    kernel allows a process no more of them in flight than open (`ulimit -n`).
 
     Attributes:
-        fd: The descriptor; closed with the last that uses this.
+        fd: The descriptor; closed when this object is deleted.
     """
 
     def __init__(self) -> None:
         import fcntl
 
         self.fd = os.memfd_create("gradwire", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        # `os` may be gone when `__del__` runs at the interpreter's exit
         self._close, self._end = os.close, 0
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
 
-    def take(self, size: int) -> int:
-        """Where `size` bytes of new memory begin, zeros.
+    def allocate(self, size: int) -> int:
+        """Allocate `size` bytes of zeros; returns their offset.
 
         Raises:
-            DistributedError: The host has not that much memory for this process; none is taken.
+            DistributedError: There is not enough memory; none is allocated.
         """
         offset = self._end
-        with _no_room(size):
+        with _as_distributed_error(size):
             try:
-                _take(self.fd, offset, max(size, 1))  # it is mapped, and so has to be there
+                _allocate(self.fd, offset, max(size, 1))  # an empty tensor too is mapped
             except BaseException:
-                self.give_back(offset, size)
+                self.free(offset, size)
                 raise
         self._end += _whole_pages(size)
         return offset
 
-    def give_back(self, offset: int, size: int) -> None:
-        """Let the system have the memory of a piece that nobody looks at any more.
+    def free(self, offset: int, size: int) -> None:
+        """Free an allocation that no rank reads any more.
 
-        Offsets are never used again: a file may be much longer than any memory.
+        Its offset is never used again: a file may be much longer than the host's memory.
         """
         flags = _KEEP_SIZE | _PUNCH_HOLE
         _libc().fallocate(self.fd, flags, offset, _whole_pages(size))
@@ -118,10 +119,10 @@ def _whole_pages(size: int) -> int:
 
 
 def check_sealed(fd: int, size: int = 0) -> None:
-    """Raise if memory from a peer is too small or could become so: touching it would crash.
+    """Raise unless memory from a peer is, and stays, large enough: an access would crash.
 
     Raises:
-        DistributedError: It could.
+        DistributedError: It is too small, or not sealed against shrinking.
     """
     import fcntl
 
@@ -135,11 +136,11 @@ def check_sealed(fd: int, size: int = 0) -> None:
 
 
 class Mapping:
-    """What a process knows of a descriptor's memory that it maps.
+    """A descriptor's memory in this process's address space.
 
     Args:
         fd: The descriptor; it can be closed afterwards.
-        ended: Called just before the memory is unmapped, in whatever thread that is.
+        on_unmap: Called just before the memory is unmapped, in any thread.
         offset: Where in the descriptor's memory to begin, in whole pages.
         size: How many bytes; all there are if None.
 
@@ -151,15 +152,15 @@ class Mapping:
     def __init__(
         self,
         fd: int,
-        ended: Callable[[], None] | None = None,
+        on_unmap: Callable[[], None] | None = None,
         offset: int = 0,
         size: int | None = None,
     ) -> None:
         size = os.fstat(fd).st_size if size is None else size
         memory = _array_type(size).from_address(_map(fd, size, offset))
-        memory.ended = ended
+        memory.on_unmap = on_unmap
         self.bytes = memoryview(memory).cast("B")
-        with torch.inference_mode(False):  # it may be used outside, whoever made it
+        with torch.inference_mode(False):  # it may be written outside of inference mode later
             self.flat = torch.frombuffer(memory, dtype=torch.uint8)
 
 
@@ -168,24 +169,26 @@ def map_tensor(fd: int) -> Tensor:
     return Mapping(fd).flat
 
 
-_PRIVATE_IN_CHILDREN: dict[int, tuple[Growing, int, int]] = {}
-"""By address: what a user's tensors lie in, as its descriptor, the offset there and the size."""
+_PRIVATE_IN_CHILDREN: dict[int, tuple[GrowingMemory, int, int]] = {}
+"""The memory of users' tensors by address: the descriptor, the offset in it and the size."""
 
 
-def map_for_user(memory: Growing, offset: int, size: int, ended: Callable[[int], None]) -> Tensor:
-    """A piece of this rank's memory as a uint8 tensor, which a forked child cannot change.
+def map_for_user(
+    memory: GrowingMemory, offset: int, size: int, on_unmap: Callable[[int], None]
+) -> Tensor:
+    """Map an allocation of this rank as a uint8 tensor, which a forked child cannot change.
 
     Args:
-        memory: What the piece was taken from.
+        memory: What it was allocated from.
         offset: Where it begins.
         size: Its bytes.
-        ended: Called with its address just before it is unmapped; it may do only what is atomic,
-            as it runs amid anything, in any thread.
+        on_unmap: Called with its address just before it is unmapped, at any point of any thread: it
+            may take no lock.
     """
 
     def end() -> None:
         _PRIVATE_IN_CHILDREN.pop(address, None)
-        ended(address)
+        on_unmap(address)
 
     flat = Mapping(memory.fd, end, offset, size).flat
     address = flat.data_ptr()
@@ -194,9 +197,9 @@ def map_for_user(memory: Growing, offset: int, size: int, ended: Callable[[int],
 
 
 def _make_private() -> None:
-    """In a forked child: what it writes to its parent's tensors is its own from now on.
+    """In a forked child: map the parent's tensors copy-on-write.
 
-    A data loader's worker, say, that clears the gradients it inherited must not clear its parent's.
+    A data loader's worker that zeroes the gradients it inherited must not zero its parent's.
     """
     for address, (memory, offset, size) in list(_PRIVATE_IN_CHILDREN.items()):
         flags = mmap.MAP_PRIVATE | _MAP_FIXED
@@ -209,7 +212,7 @@ if hasattr(os, "register_at_fork"):
 
 @cache
 def _libc() -> Any:
-    """Python's own mmap would keep a descriptor open for as long as the memory is mapped."""
+    """The C library: Python's mmap keeps a descriptor open for as long as the memory is mapped."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
@@ -231,13 +234,14 @@ def _map(fd: int, size: int, offset: int) -> int:
 
 
 def _array_type(size: int) -> Any:
-    """An array over memory that someone else mapped, which unmaps it at its end."""
+    """A ctypes array type over memory that is mapped already; unmaps it when it is deleted."""
 
-    unmap, address_of = _libc().munmap, ctypes.addressof  # this module may be gone before them
+    # bound now: the module's globals may be gone when the last array is deleted
+    unmap, address_of = _libc().munmap, ctypes.addressof
 
     def end(self: Any) -> None:
-        if self.ended is not None:
-            self.ended()
+        if self.on_unmap is not None:
+            self.on_unmap()
         unmap(address_of(self), size)
 
     return type("SharedBytes", (ctypes.c_ubyte * size,), {"__del__": end})

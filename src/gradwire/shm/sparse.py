@@ -1,4 +1,4 @@
-"""The sum of sparse tensors: ranks exchange their entries, and each adds up all of them alike."""
+"""all_reduce of sparse tensors: ranks exchange their entries, and each adds all of them up."""
 
 from __future__ import annotations
 
@@ -9,40 +9,40 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gradwire.shm import algorithms
 from gradwire.shm.arithmetic import HALF
+from gradwire.shm.exchange_algorithms import exchange
+from gradwire.shm.group_state import GroupState
 from gradwire.shm.header import NUMBERS, Call
 from gradwire.shm.sync import Deadline
-from gradwire.shm.team import Team
 
 __all__ = ["all_reduce"]
 
 
-def all_reduce(team: Team, tensor: Tensor, op: int, deadline: Deadline) -> None:
-    """Let a sparse COO tensor be the sum of all ranks', coalesced.
+def all_reduce(state: GroupState, tensor: Tensor, op: int, deadline: Deadline) -> None:
+    """Set a sparse COO tensor to the sum over all ranks, coalesced.
 
-    Entries are added in the order of the ranks; half precision in float32, rounded once.
+    Entries are added in the order of the ranks, half precision in float32 and rounded once.
 
     Args:
-        team: The group.
+        state: This rank's state of the group.
         tensor: Of one shape, dtype and number of sparse dims on all ranks.
         op: The number of SUM.
         deadline: When to give up.
     """
     own = tensor.detach().coalesce()
     dims = own.sparse_dim()
-    layout = zlib.crc32(array("q", [NUMBERS[own.dtype], dims, *own.shape]))
+    checksum = zlib.crc32(array("q", [NUMBERS[own.dtype], dims, *own.shape]))
     count = torch.tensor([own._nnz()])
-    counts = torch.empty(team.size, dtype=torch.int64)
-    call = Call("all_reduce_sparse", count.dtype, 1, op, layout=layout)
-    algorithms.exchange(team, call, [count], counts.split(1), deadline, shared=True)
+    counts = torch.empty(state.size, dtype=torch.int64)
+    call = Call("all_reduce_sparse", count.dtype, 1, op, checksum=checksum)
+    exchange(state, call, [count], counts.split(1), deadline, shared=True)
     sizes: list[int] = counts.tolist()
-    keys = _gather(team, _keys(own), sizes, deadline)
-    values = _gather(team, own.values(), sizes, deadline)
-    distinct, places = torch.unique(torch.cat(keys), return_inverse=True)
+    keys = _gather(state, _keys(own), sizes, deadline)
+    values = _gather(state, own.values(), sizes, deadline)
+    distinct, inverse = torch.unique(torch.cat(keys), return_inverse=True)
     wide = torch.float32 if own.dtype in HALF else own.dtype
     total = torch.zeros((len(distinct), *own.shape[dims:]), dtype=wide)
-    for where, entries in zip(places.split(sizes), values, strict=True):
+    for where, entries in zip(inverse.split(sizes), values, strict=True):
         total.index_add_(0, where, entries.to(wide))
     indices = torch.stack(torch.unravel_index(distinct, own.shape[:dims]))
     result = torch.sparse_coo_tensor(
@@ -53,23 +53,25 @@ def all_reduce(team: Team, tensor: Tensor, op: int, deadline: Deadline) -> None:
 
 
 def _keys(own: Tensor) -> Tensor:
-    """One number for each entry's place."""
+    """The flat index of each entry in the sparse dims."""
     keys = torch.zeros(own._nnz(), dtype=torch.int64)
     for length, index in zip(own.shape, own.indices(), strict=False):  # its sparse dims alone
         keys.mul_(length).add_(index)
     return keys
 
 
-def _gather(team: Team, own: Tensor, rows: Sequence[int], deadline: Deadline) -> list[Tensor]:
-    """Every rank's rows."""
+def _gather(
+    state: GroupState, own: Tensor, rows: Sequence[int], deadline: Deadline
+) -> list[Tensor]:
+    """all_gather of tensors whose numbers of rows differ."""
     flat = own.contiguous().view(-1)
     each = [torch.empty((count, *own.shape[1:]), dtype=own.dtype) for count in rows]
     flats = [tensor.view(-1) for tensor in each]
     call = Call(
         "all_gather",
         own.dtype,
-        sends=(flat.numel(),) * team.size,
+        sends=(flat.numel(),) * state.size,
         receives=tuple(f.numel() for f in flats),
     )
-    algorithms.exchange(team, call, [flat], flats, deadline, shared=True)
+    exchange(state, call, [flat], flats, deadline, shared=True)
     return each

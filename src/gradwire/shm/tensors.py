@@ -1,4 +1,4 @@
-"""Callers' tensors as algorithms want them: 1-d, contiguous, of this host."""
+"""Checks of callers' tensors, and their conversion to 1-d contiguous ones and back."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ __all__ = [
     "check_results",
     "check_sparse",
     "check_tensors",
+    "checksum_of",
+    "common_base",
     "equal_parts",
     "flat_of",
-    "layout_of",
-    "one",
-    "overwritten",
+    "only",
+    "overwrites",
     "paired",
-    "put_all_back",
-    "put_back",
     "row_counts",
-    "start_of",
+    "write_all_back",
+    "write_back",
 ]
 
 T = TypeVar("T")
@@ -35,10 +35,10 @@ _PLAIN = {Tensor, torch.nn.Parameter}
 
 
 def check_results(tensors: Sequence[Tensor], *, same_dtype: bool = False) -> None:
-    """`check_tensors` of tensors that are written.
+    """`check_tensors` for tensors that are written.
 
     Raises:
-        ArgumentError: Besides: elements of one share their memory.
+        ArgumentError: As of `check_tensors`, or elements of a tensor overlap in memory.
     """
     check_tensors(tensors, same_dtype=same_dtype)
     for tensor in tensors:
@@ -58,14 +58,14 @@ def check_tensors(tensors: Sequence[Tensor], *, same_dtype: bool = False) -> Non
         NotSupportedError: A tensor is on another device than the CPU.
     """
     if torch._C._are_functorch_transforms_active():
-        _check_real(tensors)
+        _check_no_transform(tensors)
     for tensor in tensors:
-        if (  # the one step that most tensors take: lists may be long
+        if (  # one condition for ordinary tensors: a list may have thousands
             isinstance(tensor, Tensor)
             and tensor.is_cpu
             and tensor.layout is torch.strided
             and not tensor.is_nested
-            and (type(tensor) in _PLAIN or not _stands_for_another(tensor))
+            and (type(tensor) in _PLAIN or not _is_wrapper(tensor))
             and tensor.dtype in NUMBERS
             and not same_dtype
         ):
@@ -107,45 +107,45 @@ def check_sparse(tensor: Tensor) -> None:
     check_tensors([tensor.detach()._values()])
 
 
-def _check_real(tensors: Sequence[Tensor]) -> None:
+def _check_no_transform(tensors: Sequence[Tensor]) -> None:
     if any(torch._C._functorch.is_functorch_wrapped_tensor(tensor) for tensor in tensors):
         raise ArgumentTypeError(
-            "a tensor belongs to a transform of torch.func, such as vmap, which this cannot go "
-            "through: call the function of gradwire.collectives instead"
+            "a tensor belongs to a transform of torch.func, such as vmap, which process groups do "
+            "not support: call the function of gradwire.collectives instead"
         )
 
 
-def _stands_for_another(tensor: Tensor) -> bool:
+def _is_wrapper(tensor: Tensor) -> bool:
     return hasattr(tensor, "to_local") or hasattr(tensor, "fake_mode")
 
 
 def flat_of(tensor: Tensor) -> Tensor:
-    """The elements in order: the tensor's own memory if it is contiguous, else a copy."""
+    """The elements in row-major order: a view if the tensor is contiguous, else a copy."""
     flat = tensor.detach() if tensor.requires_grad else tensor
     if not flat.is_contiguous() or flat.is_conj() or flat.is_neg():
         flat = flat.resolve_conj().resolve_neg().contiguous()
     return flat if flat.dim() == 1 else flat.view(-1)
 
 
-def put_back(tensor: Tensor, flat: Tensor) -> None:
-    """Let the tensor have the elements of what `flat_of` gave for it."""
+def write_back(tensor: Tensor, flat: Tensor) -> None:
+    """Copy the result of `flat_of(tensor)` back, if that was not a view."""
     if flat is not tensor and flat.data_ptr() != tensor.data_ptr() and flat.numel():
         tensor.detach().copy_(flat.view(tensor.shape))
 
 
-def put_all_back(tensors: Sequence[Tensor], flats: Sequence[Tensor]) -> None:
-    """`put_back` for several."""
+def write_all_back(tensors: Sequence[Tensor], flats: Sequence[Tensor]) -> None:
+    """`write_back` for several tensors."""
     for tensor, flat in zip(tensors, flats, strict=True):
-        put_back(tensor, flat)
+        write_back(tensor, flat)
 
 
 def equal_parts(flat: Tensor, size: int) -> list[Tensor]:
-    """As many equal parts of a 1-d tensor."""
+    """Views of `size` equal parts of a 1-d tensor."""
     return list(flat.view(size, -1).unbind(0))
 
 
-def start_of(blocks: Sequence[Tensor]) -> Tensor | None:
-    """The first of 1-d tensors that lie one after the other in one storage; None if they do not."""
+def common_base(blocks: Sequence[Tensor]) -> Tensor | None:
+    """The first of 1-d tensors that are adjacent in one storage, in order; None if they are not."""
     for before, after in pairwise(blocks):
         together = after.untyped_storage().data_ptr() == before.untyped_storage().data_ptr()
         if not together or after.data_ptr() != before.data_ptr() + before.nbytes:
@@ -153,16 +153,16 @@ def start_of(blocks: Sequence[Tensor]) -> Tensor | None:
     return blocks[0]
 
 
-def overwritten(
+def overwrites(
     blocks: Sequence[Tensor], results: Sequence[Tensor | None], rank: int, own: Tensor | None
 ) -> bool:
-    """Whether results are written over blocks that others are still to read.
+    """Whether writing the results would overwrite blocks that other ranks have yet to read.
 
     Args:
-        blocks: What others read, 1-d and contiguous.
-        results: What is written, 1-d and contiguous, by rank.
+        blocks: The blocks that others read, 1-d and contiguous.
+        results: The tensors that are written, 1-d and contiguous, by rank.
         rank: This rank.
-        own: Its own block, which nobody else reads: its result may be the same memory.
+        own: This rank's block for itself, which no other reads: its result may be the same memory.
     """
     reads = [_span(block) for block in blocks]
     writes = [
@@ -175,7 +175,7 @@ def overwritten(
         return False
     (start, stop), (first, last) = _hull(reads), _hull(writes)
     if stop <= first or last <= start:
-        return False  # nearly always: what is read and what is written lie apart
+        return False  # the usual case, without comparing every pair
     return any(a < d and c < b for a, b in reads for c, d in writes)
 
 
@@ -188,18 +188,18 @@ def _hull(spans: Sequence[tuple[int, int]]) -> tuple[int, int]:
     return min(start for start, _ in spans), max(stop for _, stop in spans)
 
 
-def one(items: Sequence[T]) -> T:
-    """The only item: torch's interface has lists for several devices, of which there is one.
+def only(items: Sequence[T]) -> T:
+    """The only item of a list. torch's interface has lists for several devices; shm has one.
 
     Raises:
-        ArgumentError: There are more, or none.
+        ArgumentError: There are several, or none.
     """
     if len(items) != 1:
         raise ArgumentError(f"got {len(items)} tensors (or lists) for this rank: pass one")
     return items[0]
 
 
-def layout_of(tensors: Sequence[Tensor]) -> int:
+def checksum_of(tensors: Sequence[Tensor]) -> int:
     """A checksum of a list's dtypes and sizes, for its header; 0 for a single tensor."""
     if len(tensors) < 2:
         return 0
@@ -208,10 +208,10 @@ def layout_of(tensors: Sequence[Tensor]) -> int:
 
 
 def paired(outputs: Sequence[T], inputs: Sequence[Tensor]) -> list[tuple[T, Tensor]]:
-    """Each output with its input.
+    """Pairs of an output and its input.
 
     Raises:
-        ArgumentError: There are more of one than of the other.
+        ArgumentError: Their numbers differ.
     """
     if len(outputs) != len(inputs):
         raise ArgumentError(f"got {len(outputs)} outputs for {len(inputs)} inputs: pass as many")
@@ -219,10 +219,10 @@ def paired(outputs: Sequence[T], inputs: Sequence[Tensor]) -> list[tuple[T, Tens
 
 
 def row_counts(tensor: Tensor, rows: Sequence[int], size: int, name: str) -> list[int]:
-    """Elements in each rank's part of a tensor, from the rows of each, or equal parts for none.
+    """Elements in each rank's part of a tensor: of the given rows each, or equal if none are given.
 
     Raises:
-        ArgumentError: The rows are not the tensor's.
+        ArgumentError: The rows do not add up to the tensor's.
     """
     total = tensor.shape[0] if tensor.dim() else 1
     if not rows:

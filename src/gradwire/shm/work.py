@@ -1,4 +1,4 @@
-"""What a collective returns, and the thread that runs those the caller does not wait for."""
+"""The handle that a collective returns, and the queue that runs asynchronous ones in a thread."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gradwire.errors import BrokenGroupError, CollectiveTimeoutError, NotSupport
 __all__ = ["Queue", "ShmWork"]
 
 _CHANGED = threading.Condition()
-"""Notified when any operation is done; one for all, as making one takes longer than a small one."""
+"""Notified when any operation is done; one for all, as making one costs more than a small one."""
 
 
 @outside_graphs
@@ -25,24 +25,28 @@ class ShmWork(Work):
     """The handle of one operation.
 
     Args:
-        tensors: What its future gives.
-        patience: Seconds that `wait` waits by default; None for no limit of its own.
-        on_timeout: Called when `wait` gives up.
-        apart: Whether its future's callbacks run in a thread of their own, and not in the one that
-            calls `finish`: that of the links would wait for itself in a callback that waits.
+        tensors: The value of its future.
+        default_timeout: Seconds that `wait` waits if it is given none; None for no limit.
+        on_timeout: Called when `wait` times out.
+        callbacks_apart: Whether its future's callbacks run in a thread of their own, and not in the
+            one that calls `finish`. The links' thread would deadlock in a callback that waits.
     """
 
     def __init__(
         self,
         tensors: Sequence[Tensor],
-        patience: float | None = None,
+        default_timeout: float | None = None,
         on_timeout: Callable[[], None] | None = None,
         *,
-        apart: bool = False,
+        callbacks_apart: bool = False,
     ) -> None:
         super().__init__()
         self._tensors = list(tensors)
-        self._patience, self._on_timeout, self._apart = patience, on_timeout, apart
+        self._default_timeout, self._on_timeout, self._callbacks_apart = (
+            default_timeout,
+            on_timeout,
+            callbacks_apart,
+        )
         self._done = False
         self._error: BaseException | None = None
         self._future: torch.futures.Future[list[Tensor]] | None = None
@@ -54,22 +58,22 @@ class ShmWork(Work):
             self._error, self._source, self._done = error, source, True
             _CHANGED.notify_all()
             future = self._future
-        if future is not None and self._apart:
+        if future is not None and self._callbacks_apart:
             threading.Thread(target=future.set_result, args=(self._tensors,), daemon=True).start()
         elif future is not None:
             future.set_result(self._tensors)
 
-    def done_at_once(self) -> None:
+    def mark_done(self) -> None:
         """Mark it as done, before anyone else has the handle."""
         self._done = True
 
-    def settle(self) -> None:
-        """Wait until it is done, however long; for one that nothing but this process ends."""
+    def wait_until_done(self) -> None:
+        """Wait without a limit; for operations that depend on no other rank any more."""
         with _CHANGED:
             _CHANGED.wait_for(lambda: self._done)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait until it is done; zero and less are the operation's own limit.
+        """Wait until it is done; with a timeout of zero or less, for the operation's own.
 
         Raises:
             CollectiveTimeoutError: It is not done in time.
@@ -77,13 +81,13 @@ class ShmWork(Work):
         """
         if not self._done:
             given = timeout.total_seconds()
-            seconds = given if given > 0 else self._patience
+            seconds = given if given > 0 else self._default_timeout
             with _CHANGED:
                 done = _CHANGED.wait_for(lambda: self._done, seconds)
             if not done:
                 if self._on_timeout is not None:
                     self._on_timeout()
-                if not self._done:  # it may have come at the last moment
+                if not self._done:  # a receive may have been finished while `on_timeout` ran
                     raise CollectiveTimeoutError(f"the operation is not done after {seconds:g} s")
         if self._error is not None:
             raise self._error
@@ -94,11 +98,11 @@ class ShmWork(Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        """Whether it is done, well or not."""
+        """Whether it is done, with or without an error."""
         return self._done
 
     def is_success(self) -> bool:
-        """Whether it is done, and well."""
+        """Whether it is done without an error."""
         return self._done and self._error is None
 
     def exception(self) -> BaseException | None:
@@ -142,18 +146,19 @@ Job = Callable[[], None]
 class Queue:
     """Runs operations one at a time, in the order of the calls.
 
-    An operation whose caller waits runs in the caller's thread if nothing is before it, which
-    saves two changes of thread; all others run in a thread that is started for the first of them.
+    An operation whose caller waits runs in the caller's thread if none is before it, which saves
+    two switches of threads; all others run in a thread that is started for the first of them.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._running = threading.Lock()  # held by whoever runs an operation
-        self._order = threading.RLock()  # a signal's handler may come while its thread has it
+        self._running = threading.Lock()  # held by the thread that runs an operation
+        # reentrant: a signal handler may submit in the thread that holds it
+        self._order = threading.RLock()
         self._pending = 0
         self._jobs: SimpleQueue[tuple[Job, ShmWork] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._inline_in = 0  # the thread that runs an operation of its own; 0 for none
+        self._inline_in = 0  # the thread that runs an operation it submitted; 0 for none
         self._closed = False
 
     def submit(self, job: Job, work: ShmWork, *, wait: bool) -> ShmWork:
@@ -164,7 +169,7 @@ class Queue:
             NotSupportedError: This thread is in a job already, which a signal interrupted.
             Exception: What the job raises, if it ran here.
         """
-        if self.runs_here():
+        if self.runs_in_this_thread():
             raise NotSupportedError(
                 "this thread is in another operation of the group, which a signal interrupted: let "
                 "the signal's handler set a flag, and call the operation after the interrupted one"
@@ -175,35 +180,38 @@ class Queue:
             inline = wait and self._pending == 0 and threading.current_thread() is not self._thread
             self._pending += 1
             if inline:
-                # first this, so that a handler that comes between finds out
+                # before the lock is acquired: a signal handler that runs between the two would
+                # wait for its own thread if `submit` did not refuse it
                 self._inline_in = threading.get_ident()
                 self._running.acquire()
             else:
                 self._start()
                 self._jobs.put((job, work))
         if threading.current_thread() is self._thread:
-            self._run(until=work)  # a callback, which may wait for it, and nobody else runs it
+            # called by a future's callback, which may wait for the operation: no other thread runs
+            # it, so run what is pending here
+            self._run(until=work)
         if inline:
             try:
                 job()
             finally:
-                self._running.release()  # first, as above
+                self._running.release()  # before `_inline_in` is reset, as above
                 self._inline_in = 0
                 with self._order:
                     self._pending -= 1
-            work.done_at_once()
+            work.mark_done()
         return work
 
-    def runs_here(self) -> bool:
-        """Whether this thread is amid a job: then a signal's handler asks, or a finaliser."""
+    def runs_in_this_thread(self) -> bool:
+        """Whether this thread runs a job, which a signal handler or a finalizer has interrupted."""
         return self._inline_in == threading.get_ident()
 
     def close(self) -> None:
-        """Take no more, let what was submitted run, then end the thread; not amid a job."""
+        """Refuse new jobs, run the submitted ones, then end the thread; not from within a job."""
         with self._order:
             self._closed = True
         with self._running:
-            pass  # an operation that runs in a caller's thread
+            pass  # wait for an operation that runs in a caller's thread
         if self._thread is not None:
             self._jobs.put(None)
             if threading.current_thread() is not self._thread:
@@ -216,11 +224,11 @@ class Queue:
             self._thread.start()
 
     def _run(self, until: ShmWork | None = None) -> None:
-        """Run what is submitted, up to and with an operation; without one, until the end."""
+        """Run submitted jobs up to and including `until`; if that is None, until `close`."""
         while until is None or not until.is_completed():
             item = self._jobs.get()
             if item is None:
-                self._jobs.put(None)  # for whoever else runs operations further out
+                self._jobs.put(None)  # for the `_run` further up this thread's stack
                 return
             job, work = item
             error: BaseException | None = None
@@ -232,4 +240,4 @@ class Queue:
                 with self._order:
                     self._pending -= 1
             work.finish(error)
-            del item, job, work, error  # nothing is kept alive while waiting for the next
+            del item, job, work, error  # keep no tensors alive while waiting for the next job

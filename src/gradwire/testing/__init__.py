@@ -5,6 +5,6 @@ from gradwire.testing.failures import RankError
 from gradwire.testing.fake_bucket import FakeBucket
 from gradwire.testing.gradcheck import gradcheck
 from gradwire.testing.ranks import run_ranks
-from gradwire.testing.verdict import GradientError
+from gradwire.testing.report import GradientError
 
 __all__ = ["FakeBucket", "GradientError", "RankError", "adjoint_check", "gradcheck", "run_ranks"]

@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from gradwire.testing import point
-from gradwire.testing.exchange import Exchange
-from gradwire.testing.point import Coordinate, Fn
-from gradwire.testing.verdict import GradientError, agree, conclude, line
+from gradwire.testing import coordinates
+from gradwire.testing.coordinates import Coordinate, Fn
+from gradwire.testing.report import GradientError, check_same_options, line, raise_if_wrong
+from gradwire.testing.store_gather import StoreGather
 
 __all__ = ["adjoint_check"]
 
 ROUNDINGS = 8
-"""How many roundings of the coarsest dtype one entry may have gone through, each way."""
+"""The default tolerance, in units of the coarsest dtype's rounding error."""
 
 
 def adjoint_check(
@@ -89,30 +89,30 @@ def adjoint_check(
         R. J. Hewett, T. J. Grady II, "A Linear Algebraic Approach to Model Parallelism in Deep
         Learning", 2020: adjoint tests of communication.
     """
-    exchange = Exchange(group)
-    with exchange.guarded():
-        arguments = point.as_inputs(inputs)
-    agree(exchange, {"rtol": rtol, "seed": seed})
-    everyone = point.coordinates(exchange.all_gather(point.shapes(arguments)))
-    with exchange.guarded():
-        here = point.leaves(arguments)
-        outputs = point.outputs_of(op, here)
-        ys = point.random_like(outputs, torch.Generator().manual_seed(seed + exchange.rank))
-        xs = [here[i] for i in point.variables(here)]
-        pulled = point.pulled_back(outputs, xs, ys, create_graph=False)[: len(xs)]
-        forward, backward = point.inner(outputs, ys), point.inner(xs, pulled)
-        units = [_at_unit(op, arguments, ys, c, exchange.rank) for c in everyone]
+    store = StoreGather(group)
+    with store.guarded():
+        arguments = coordinates.as_inputs(inputs)
+    check_same_options(store, {"rtol": rtol, "seed": seed})
+    everyone = coordinates.all_coordinates(store.all_gather(coordinates.shapes(arguments)))
+    with store.guarded():
+        here = coordinates.leaves(arguments)
+        outputs = coordinates.outputs_of(op, here)
+        ys = coordinates.random_like(outputs, torch.Generator().manual_seed(seed + store.rank))
+        xs = [here[i] for i in coordinates.variables(here)]
+        gradients = coordinates.vjp(outputs, xs, ys, create_graph=False)[: len(xs)]
+        forward, backward = coordinates.inner(outputs, ys), coordinates.inner(xs, gradients)
+        units = [_at_unit(op, arguments, ys, c, store.rank) for c in everyone]
         coarsest = max((torch.finfo(t.dtype).eps for t in [*xs, *outputs]), default=0.0)
-    told = exchange.all_gather([point.parts(pulled), units, forward, backward, coarsest])
-    have = [number for rank in told for number in rank[0]]
-    tolerance = ROUNDINGS * max(rank[4] for rank in told) if rtol is None else rtol
+    gathered = store.all_gather([coordinates.parts(gradients), units, forward, backward, coarsest])
+    have = [number for rank in gathered for number in rank[0]]
+    tolerance = ROUNDINGS * max(rank[4] for rank in gathered) if rtol is None else rtol
     wrong = []
     for k, (c, a) in enumerate(zip(everyone, have, strict=True)):
-        b, size = _summed(rank[1][k] for rank in told)
+        b, size = _summed(rank[1][k] for rank in gathered)
         if not abs(a - b) <= tolerance * max(size, abs(a)):
             wrong.append(line(c, ("backward gives", a), ("the adjoint", b)))
-    conclude("adjoint", wrong, len(everyone))
-    sides = _summed(rank[2] for rank in told), _summed(rank[3] for rank in told)
+    raise_if_wrong("adjoint", wrong, len(everyone))
+    sides = _summed(rank[2] for rank in gathered), _summed(rank[3] for rank in gathered)
     _check_linear(*sides, tolerance)
     return True
 
@@ -128,7 +128,7 @@ def _at_unit(
             x[to.index] = to.unit
         return x
 
-    return point.inner(point.outputs_of(op, point.leaves(inputs, change)), ys)
+    return coordinates.inner(coordinates.outputs_of(op, coordinates.leaves(inputs, change)), ys)
 
 
 def _summed(pairs: Iterable[Sequence[float]]) -> tuple[float, float]:
@@ -139,7 +139,7 @@ def _summed(pairs: Iterable[Sequence[float]]) -> tuple[float, float]:
 def _check_linear(
     forward: tuple[float, float], backward: tuple[float, float], tolerance: float
 ) -> None:
-    """Both sides at the given x; entries agree by now, so that only op itself can be at fault."""
+    """Compare both sides at the given x. The entries agree by now: else op is not linear."""
     if not abs(forward[0] - backward[0]) <= tolerance * max(forward[1], backward[1]):
         raise GradientError(
             f"op is not linear: ⟨op(x), y⟩ is {forward[0]:.9g} and ⟨x, backward(y)⟩ is "

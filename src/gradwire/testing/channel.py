@@ -1,7 +1,7 @@
-"""What `run_ranks` and its worker processes say to each other, and how it crosses a socket.
+"""The messages between `run_ranks` and its worker processes, and the socket that carries them.
 
-A message is a pickled object behind its length. Every wait has a deadline, so that a process that
-stops in the middle of a message cannot take the other one with it.
+A message is a pickled object behind its length. Every wait has a deadline: a process that stops
+within a message does not block the other one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LENGTH = struct.Struct("!Q")
 class Task:
     """To a worker: join a group as `rank` and call the pickled function.
 
-    The descriptor of the file in which the ranks meet follows it.
+    The descriptor of the ranks' FileStore follows it.
     """
 
     call: bytes
@@ -40,7 +40,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Release:
-    """To a worker that returned: no rank needs the group any more, leave it."""
+    """To a worker that returned: leave the group, which no rank needs any more."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Returned:
 
 @dataclass(frozen=True)
 class Raised:
-    """From a worker: an exception, as text and, where that can be done, pickled."""
+    """From a worker: an exception, as text and, if it can be pickled, as itself."""
 
     summary: str
     traceback: str
@@ -86,7 +86,7 @@ class Channel:
 
         Raises:
             TimeoutError: The deadline passed.
-            EOFError: The other process is gone.
+            EOFError: The other process has ended.
         """
         data = pickle.dumps(message)
         with self._until(deadline):
@@ -99,7 +99,7 @@ class Channel:
         return message
 
     def send_descriptor(self, descriptor: int, deadline: float | None = None) -> None:
-        """Give the other process a descriptor of its own for an open file."""
+        """Send a duplicate of a descriptor."""
         with self._until(deadline):
             socket.send_fds(self._socket, [b"\0"], [descriptor])
 
@@ -125,7 +125,7 @@ class Channel:
 
     @contextlib.contextmanager
     def _until(self, deadline: float | None) -> Iterator[None]:
-        # A timeout of 0 would mean "do not block" to the socket, which is another error.
+        # never 0, which would make the socket non-blocking: another error
         left = None if deadline is None else max(deadline - time.monotonic(), 1e-3)
         self._socket.settimeout(left)
         try:

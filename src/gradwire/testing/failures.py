@@ -1,4 +1,4 @@
-"""What `run_ranks` raises when ranks fail, and how it puts several ranks' failures in words."""
+"""The error that `run_ranks` raises when ranks fail, and its message."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class RankError(DistributedError):
     The message has each failed rank's traceback; `__cause__` is the first rank's exception.
 
     Attributes:
-        failures: For each failed rank, in the order in which they failed, its exception. Where
-            that could not be brought to this process it is a `DistributedError` that describes it,
-            and for a rank that died a `PeerLostError`.
+        failures: The exception of each failed rank, in the order in which they failed: a
+            `DistributedError` that describes it if it cannot be unpickled here, and a
+            `PeerLostError` if the rank died.
 
     Example:
         >>> try:

@@ -18,10 +18,10 @@ from torch.autograd import forward_ad
 from torch.distributed import ProcessGroup
 
 from gradwire.errors import ArgumentError
-from gradwire.testing import point
-from gradwire.testing.exchange import Exchange
-from gradwire.testing.point import Coordinate, Fn
-from gradwire.testing.verdict import agree, conclude, line
+from gradwire.testing import coordinates
+from gradwire.testing.coordinates import Coordinate, Fn
+from gradwire.testing.report import check_same_options, line, raise_if_wrong
+from gradwire.testing.store_gather import StoreGather
 
 __all__ = ["gradcheck"]
 
@@ -112,24 +112,24 @@ def gradcheck(
           rank 1, inputs[0][0]: backward gives ..., finite differences ...
     """
     options = _Options(second, forward, eps, atol, rtol, seed)
-    exchange = Exchange(group)
-    with exchange.guarded():
-        arguments = point.as_inputs(inputs)
+    store = StoreGather(group)
+    with store.guarded():
+        arguments = coordinates.as_inputs(inputs)
         _check_precision(arguments)
-    agree(exchange, asdict(options))
-    cotangents = _check_backward("first derivatives", fn, arguments, exchange, options)
+    check_same_options(store, asdict(options))
+    cotangents = _check_backward("first derivatives", fn, arguments, store, options)
     if forward:
-        _check_forward(fn, arguments, exchange, options)
+        _check_forward(fn, arguments, store, options)
     if second:
-        with exchange.guarded():
+        with store.guarded():
             ys = [y.requires_grad_() for y in cotangents]
         gradient = _gradient_of(fn, len(arguments))
-        _check_backward("second derivatives", gradient, [*arguments, *ys], exchange, options)
+        _check_backward("second derivatives", gradient, [*arguments, *ys], store, options)
     return True
 
 
 def _check_precision(inputs: Sequence[Any]) -> None:
-    for i in point.variables(inputs):
+    for i in coordinates.variables(inputs):
         if inputs[i].dtype not in (torch.float64, torch.complex128):
             raise ArgumentError(
                 f"inputs[{i}] is {inputs[i].dtype}, in which finite differences are too coarse: "
@@ -138,28 +138,28 @@ def _check_precision(inputs: Sequence[Any]) -> None:
 
 
 def _check_backward(
-    what: str, fn: Fn, inputs: Sequence[Any], exchange: Exchange, options: _Options
+    what: str, fn: Fn, inputs: Sequence[Any], store: StoreGather, options: _Options
 ) -> list[Tensor]:
     """Compare the gradient by backward with finite differences; the cotangents that were used."""
-    everyone = point.coordinates(exchange.all_gather(point.shapes(inputs)))
-    with exchange.guarded():
-        here = point.leaves(inputs)
-        outputs = point.outputs_of(fn, here)
-        generator = torch.Generator().manual_seed(options.seed + exchange.rank)
-        ys = point.random_like(outputs, generator)
-        xs = [here[i] for i in point.variables(here)]
-        gradients = point.pulled_back(outputs, xs, ys, create_graph=False)
-        have = point.parts(gradients[: len(xs)])
-        shares = [_slope(fn, inputs, ys, c, exchange.rank, options.eps) for c in everyone]
-    told = exchange.all_gather([have, shares])
-    slopes = [math.fsum(rank[1][k] for rank in told) for k in range(len(everyone))]
-    gradient = [number for rank in told for number in rank[0]]
+    everyone = coordinates.all_coordinates(store.all_gather(coordinates.shapes(inputs)))
+    with store.guarded():
+        here = coordinates.leaves(inputs)
+        outputs = coordinates.outputs_of(fn, here)
+        generator = torch.Generator().manual_seed(options.seed + store.rank)
+        ys = coordinates.random_like(outputs, generator)
+        xs = [here[i] for i in coordinates.variables(here)]
+        gradients = coordinates.vjp(outputs, xs, ys, create_graph=False)
+        have = coordinates.parts(gradients[: len(xs)])
+        shares = [_slope(fn, inputs, ys, c, store.rank, options.eps) for c in everyone]
+    gathered = store.all_gather([have, shares])
+    slopes = [math.fsum(rank[1][k] for rank in gathered) for k in range(len(everyone))]
+    gradient = [number for rank in gathered for number in rank[0]]
     wrong = [
         line(c, ("backward gives", a), ("finite differences", b))
         for c, a, b in zip(everyone, gradient, slopes, strict=True)
         if options.far(a, b)
     ]
-    conclude(what, wrong, len(everyone))
+    raise_if_wrong(what, wrong, len(everyone))
     return ys
 
 
@@ -174,7 +174,9 @@ def _slope(
                 x[to.index] += step * to.unit
             return x
 
-        return point.inner(point.outputs_of(fn, point.leaves(inputs, change)), ys)[0]
+        return coordinates.inner(
+            coordinates.outputs_of(fn, coordinates.leaves(inputs, change)), ys
+        )[0]
 
     return (loss(eps) - loss(-eps)) / (2 * eps)
 
@@ -187,40 +189,40 @@ def _gradient_of(fn: Fn, count: int) -> Fn:
 
     def gradient(*arguments: Any) -> list[Tensor]:
         inputs, ys = arguments[:count], arguments[count:]
-        xs = [inputs[i] for i in point.variables(inputs)]
-        return point.pulled_back(point.outputs_of(fn, inputs), xs, ys, create_graph=True)
+        xs = [inputs[i] for i in coordinates.variables(inputs)]
+        return coordinates.vjp(coordinates.outputs_of(fn, inputs), xs, ys, create_graph=True)
 
     return gradient
 
 
-def _check_forward(fn: Fn, inputs: Sequence[Any], exchange: Exchange, options: _Options) -> None:
+def _check_forward(fn: Fn, inputs: Sequence[Any], store: StoreGather, options: _Options) -> None:
     """Compare each output's tangent, along a random direction of all ranks' inputs."""
-    with exchange.guarded():
-        generator = torch.Generator().manual_seed(options.seed + exchange.rank)
-        numbers = point.variables(inputs)
-        drawn = point.random_like([inputs[i] for i in numbers], generator)
+    with store.guarded():
+        generator = torch.Generator().manual_seed(options.seed + store.rank)
+        numbers = coordinates.variables(inputs)
+        drawn = coordinates.random_like([inputs[i] for i in numbers], generator)
         direction = dict(zip(numbers, drawn, strict=True))
 
         def outputs_at(step: float) -> list[Tensor]:
-            moved = point.leaves(inputs, lambda i, x: x + step * direction[i])
-            return [out.detach() for out in point.outputs_of(fn, moved)]
+            moved = coordinates.leaves(inputs, lambda i, x: x + step * direction[i])
+            return [out.detach() for out in coordinates.outputs_of(fn, moved)]
 
         have = _tangents(fn, inputs, direction)
         pairs = zip(outputs_at(options.eps), outputs_at(-options.eps), strict=True)
         want = [(high - low) / (2 * options.eps) for high, low in pairs]
-        wrong = _wrong_tangents(have, want, exchange.rank, options)
-        count = len(point.parts(want))
-    told = exchange.all_gather([wrong, count])
-    wrong = [text for rank in told for text in rank[0]]
-    conclude("forward mode", wrong, sum(rank[1] for rank in told))
+        wrong = _wrong_tangents(have, want, store.rank, options)
+        count = len(coordinates.parts(want))
+    gathered = store.all_gather([wrong, count])
+    wrong = [text for rank in gathered for text in rank[0]]
+    raise_if_wrong("forward mode", wrong, sum(rank[1] for rank in gathered))
 
 
 def _tangents(fn: Fn, inputs: Sequence[Any], direction: dict[int, Tensor]) -> list[Tensor]:
     with forward_ad.dual_level():
-        duals = point.leaves(inputs)
+        duals = coordinates.leaves(inputs)
         for i, tangent in direction.items():
             duals[i] = forward_ad.make_dual(duals[i], tangent)
-        unpacked = [forward_ad.unpack_dual(out) for out in point.outputs_of(fn, duals)]
+        unpacked = [forward_ad.unpack_dual(out) for out in coordinates.outputs_of(fn, duals)]
         return [
             torch.zeros_like(u.primal) if u.tangent is None else u.tangent.detach()
             for u in unpacked
@@ -233,9 +235,9 @@ def _wrong_tangents(
     entries = [
         Coordinate(rank, number, *entry, of="outputs")
         for number, out in enumerate(want)
-        for entry in point.entries(out.shape, out.is_complex())
+        for entry in coordinates.entries(out.shape, out.is_complex())
     ]
-    triples = zip(entries, point.parts(have), point.parts(want), strict=True)
+    triples = zip(entries, coordinates.parts(have), coordinates.parts(want), strict=True)
     return [
         line(c, ("forward mode gives", a), ("finite differences", b))
         for c, a, b in triples

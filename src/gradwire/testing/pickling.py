@@ -1,7 +1,7 @@
-"""Sends functions to processes that may be unable to import the module they were written in.
+"""Pickles functions for processes that may be unable to import the modules that define them.
 
-cloudpickle sends lambdas and local functions by value, but names a module's own functions and
-classes, which fails for a test module that only pytest knows. Those go by value here as well.
+cloudpickle pickles lambdas and local functions by value, but a module's own functions and classes
+by name, which fails for a test module that only pytest can import. Those go by value here too.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def dumps(value: object) -> bytes:
 def _importable(name: str, path: tuple[str, ...]) -> bool:
     """Whether a new process with this `sys.path` could import a module that was read from a file.
 
-    Modules that packages make up as they run (`torch.ops`, parts of extension modules) have no
-    file; importing their package brings them back.
+    Modules that packages create at run time (`torch.ops`, parts of extension modules) have no file;
+    importing their package creates them again.
     """
     made_from = getattr(sys.modules[name], "__spec__", None)
     if made_from is None or not made_from.has_location or name == "__main__":

@@ -1,7 +1,7 @@
-"""The worker processes, as their parent sees them: started when needed, reused, ended for sure.
+"""The pool of worker processes: started when needed, reused, and ended with their parent.
 
-A worker holds the reading end of a pipe, its lifeline, that nobody writes to. However the parent
-ends, the kernel closes the other end, and the worker ends too.
+A worker holds the reading end of a pipe that nobody writes to, its lifeline. However the parent
+ends, the kernel closes the writing end, and the worker ends too.
 """
 
 from __future__ import annotations
@@ -23,21 +23,18 @@ from gradwire.testing.channel import Channel
 
 __all__ = ["Pool", "Worker", "close_pool", "dump_stacks", "the_pool", "worker_environment"]
 
-START_LIMIT = 120.0
-"""Seconds that new workers may take to import torch."""
+START_SECONDS = 120.0
+"""How long new workers may take to import torch."""
 
 
 def worker_environment() -> dict[str, str]:
     """This process's environment with what ranks that share a machine need."""
-    # Gloo otherwise looks up the machine's own name, which may not resolve.
+    # or Gloo resolves the host's name, for which there may be no entry
     return {"GLOO_SOCKET_IFNAME": "lo", **os.environ, "OMP_NUM_THREADS": "1"}
 
 
 class Worker:
-    """One process.
-
-    What it writes to stderr goes to a file without a name, from which errors quote.
-    """
+    """One process; its stderr goes to a file without a name, from which errors quote."""
 
     def __init__(self) -> None:
         self._log = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
@@ -64,13 +61,13 @@ class Worker:
             os.close(read_end)
 
     def kill(self) -> None:
-        """End the process, at once and for good."""
+        """Kill the process and close its descriptors."""
         self.process.kill()
         self.process.wait()
         self._close_descriptors()
 
     def forget(self) -> None:
-        """In a forked child: let go of a process that is the parent's."""
+        """In a forked child: close the descriptors of the parent's process."""
         self.process.returncode = 0  # or Popen warns that it is still running
         self._close_descriptors()
 
@@ -87,7 +84,7 @@ class Worker:
         return f"was killed by signal {-code}"
 
     def new_log(self) -> str:
-        """What the process wrote to stderr since the last call of this."""
+        """The stderr of the process since the last call."""
         text = os.pread(self._log.fileno(), self._log_size() - self._relayed, self._relayed)
         self._relayed += len(text)
         return text.decode(errors="replace")
@@ -102,10 +99,10 @@ class Worker:
 
 
 def dump_stacks(workers: Sequence[Worker]) -> list[str]:
-    """What every thread of each worker is doing, behind what it wrote to stderr before.
+    """The stacks of all threads of each worker, after what it wrote to stderr before.
 
-    faulthandler writes it from a signal handler, whatever holds the GIL. Nothing says that it is
-    whole, but that it stops growing.
+    faulthandler writes them from a signal handler, whatever holds the GIL. A dump counts as
+    complete when it has not grown for 0.25 s.
     """
     if not workers:
         return []
@@ -146,7 +143,7 @@ class Pool:
         try:
             while len(self._workers) < count:
                 self._workers.append(Worker())
-            deadline = time.monotonic() + START_LIMIT
+            deadline = time.monotonic() + START_SECONDS
             for worker in self._workers[old:]:
                 worker.channel.receive(deadline)
         except EOFError as error:
@@ -156,7 +153,7 @@ class Pool:
         except TimeoutError as error:
             self.close()
             raise DistributedError(
-                f"a worker process was not ready within {START_LIMIT:g} s"
+                f"a worker process was not ready within {START_SECONDS:g} s"
             ) from error
         except BaseException:
             self.close()
@@ -164,17 +161,17 @@ class Pool:
         return self._workers[:count]
 
     def discard(self, worker: Worker) -> None:
-        """End a worker that cannot be used again."""
+        """Kill a worker that cannot be used again."""
         self._workers.remove(worker)
         worker.kill()
 
     def close(self) -> None:
-        """End all workers; the next `take` starts new ones."""
+        """Kill all workers; the next `take` starts new ones."""
         while self._workers:
             self._workers.pop().kill()
 
     def forget(self) -> None:
-        """In a forked child: let go of workers that are the parent's."""
+        """In a forked child: close the descriptors of the parent's workers."""
         while self._workers:
             self._workers.pop().forget()
 
@@ -207,7 +204,7 @@ def _after_fork() -> None:
 
 
 def _at_exit() -> None:
-    # A thread that is still in a call keeps the lock; its workers end with their lifelines.
+    # a thread within a call holds the lock; its workers end with their lifelines
     if _pool.lock.acquire(blocking=False):
         _pool.close()
 

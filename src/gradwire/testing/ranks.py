@@ -11,10 +11,10 @@ from typing import Any
 import torch.distributed as dist
 
 from gradwire.errors import ArgumentError, ArgumentTypeError, NotSupportedError
-from gradwire.testing.call import Call
 from gradwire.testing.channel import Task
 from gradwire.testing.pickling import dumps
 from gradwire.testing.pool import the_pool, worker_environment
+from gradwire.testing.run import Run
 
 __all__ = ["run_ranks"]
 
@@ -53,8 +53,8 @@ def run_ranks(
     Raises:
         RankError: `fn` raised on a rank, or a rank's process ended. Ranks that do not end within
             a few seconds of that are killed.
-        CollectiveTimeoutError: The time is over. The message shows the stack of every thread of
-            every rank that was still running; these are killed.
+        CollectiveTimeoutError: The call took longer than `timeout`. The message shows the stack of
+            every thread of every rank that was still running; these are killed.
         ArgumentError, ArgumentTypeError: An argument cannot be used, or cannot be pickled.
         NotSupportedError: cloudpickle is not installed, or this is not Linux.
 
@@ -86,10 +86,10 @@ def run_ranks(
             )
             for rank in range(world_size)
         ]
-        # Ranks meet in a file without a name. torch's usual place, a TCPStore, looks up addresses
-        # in the DNS, for seconds where that does not answer, and is open to other users.
+        # a FileStore in a file without a name: a TCPStore resolves addresses, which takes seconds
+        # if the name server does not answer, and other users can connect to it
         store = os.memfd_create("gradwire-store")
-        running = Call(workers, may_die)
+        running = Run(workers, may_die)
         try:
             return running.run(tasks, store, timeout)
         finally:

@@ -1,4 +1,4 @@
-"""A rank's process: takes tasks from its channel, one after the other, until its parent is gone.
+"""A rank's process: runs the tasks from its channel one after the other, until its parent ends.
 
 Run as `python -m gradwire.testing.worker CHANNEL LIFELINE`, two inherited descriptors.
 """
@@ -40,13 +40,13 @@ def main(channel_fd: int, lifeline: int) -> None:
     os.set_inheritable(channel_fd, False)
     channel = Channel(socket.socket(fileno=channel_fd))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    # Tests let ranks crash on purpose: the stack is in the log, no core file is left behind.
+    # tests let ranks crash on purpose: the stack is in the log, a core file is not needed
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     faulthandler.enable(all_threads=True)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    gc.freeze()  # what is imported by now stays: the collection after each call is quick
+    gc.freeze()  # leaves the imported modules out of the collection after each call
     channel.send(Idle())
-    # The parent ends this process; an end-of-file here means that it is already gone.
+    # the parent kills this process; end-of-file here means that the parent has ended
     with contextlib.suppress(EOFError):
         for earlier in itertools.count():
             task = channel.receive()
@@ -55,8 +55,8 @@ def main(channel_fd: int, lifeline: int) -> None:
             imported = len(sys.modules)
             _serve(channel, task, store)
             if len(sys.modules) > imported:
-                # What a task imports stays too. torch.compile's modules, which torch's DDP imports
-                # as well, would cost every later collection 50 ms and more, a fresh worker's 3 ms.
+                # modules that a task imports, too: torch.compile's, which torch's DDP imports,
+                # make a collection take 50 ms and more, instead of 3 ms in a fresh worker
                 gc.freeze()
             os.close(store)
             channel.send(Idle())
@@ -64,7 +64,7 @@ def main(channel_fd: int, lifeline: int) -> None:
 
 
 def _die_with_parent(lifeline: int) -> None:
-    """End this process when the parent, which alone holds the pipe's other end, is gone."""
+    """End this process with the parent, which alone holds the pipe's writing end."""
 
     def watch() -> None:
         os.read(lifeline, 1)
@@ -72,8 +72,8 @@ def _die_with_parent(lifeline: int) -> None:
 
     os.set_inheritable(lifeline, False)
     threading.Thread(target=watch, name="gradwire-lifeline", daemon=True).start()
-    # The thread needs the GIL, which extension code may hold for good: have the kernel itself kill
-    # this process when the pipe is closed. The thread is for a pipe that is closed already.
+    # the thread needs the GIL, which extension code may hold for good: have the kernel send SIGKILL
+    # when the pipe is closed. The thread is for a pipe that was closed before that.
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(lifeline, fcntl.F_SETFL, os.O_ASYNC)
@@ -82,9 +82,9 @@ def _die_with_parent(lifeline: int) -> None:
 def _unused_number(descriptor: int, earlier: int) -> int:
     """Move the descriptor to a number that no earlier task's store had, nor any other file will.
 
-    A group that outlives its task (an autograd graph in a reference cycle may hold it) says goodbye
-    to its store when it goes, by the path of a descriptor: if another file had this number by then,
-    torch would read that file as a store, without end. A path that is gone it leaves alone.
+    A group that outlives its task (an autograd graph in a reference cycle may hold it) writes to
+    its FileStore when it is deleted, by the path of the descriptor. If another file had this number
+    by then, torch would read that file as a store, without end; it skips a path that is gone.
     """
     soft = min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], 4096)
     number = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, soft // 2 + earlier % (soft // 4))
@@ -98,11 +98,11 @@ def _serve(channel: Channel, task: Task, store: int) -> None:
     sys.stderr.flush()
     channel.send(outcome)
     if isinstance(outcome, Returned):
-        # Other ranks may still need this one's connections. After an error it leaves at once
-        # instead, so that they do not wait for it.
+        # other ranks may still need this one's connections; after an error it leaves at once, so
+        # that they do not wait for it
         channel.receive()
     elif not dist.is_initialized():
-        # A group that failed to form leaves torch counting groups differently from other ranks.
+        # where a group was not formed, torch's count of groups differs from the other ranks'
         os._exit(1)
     try:
         if dist.is_initialized():
@@ -127,7 +127,7 @@ def _outcome(task: Task, store: int) -> Returned | Raised:
 
 
 def _prepare(task: Task) -> None:
-    """Make this process look like the caller's, and like itself before earlier calls."""
+    """Set the caller's directory, path and environment, and reset threads and seeds."""
     os.chdir(task.directory)
     sys.path[:] = task.path
     _set_environment(task.environment)
@@ -145,7 +145,7 @@ def _set_environment(wanted: Mapping[str, str]) -> None:
 
 
 def _join(task: Task, store: int) -> None:
-    # Longer than the call may take: a hang is then shown where it is, not where it gives up.
+    # longer than the call may take: its error shows where a rank hangs, not a group's timeout
     timeout = timedelta(seconds=task.timeout + 30)
     shared = dist.FileStore(f"/proc/self/fd/{store}")
     dist.init_process_group(
@@ -155,7 +155,7 @@ def _join(task: Task, store: int) -> None:
         world_size=task.world_size,
         timeout=timeout,
     )
-    # A rank that failed at once would else break the connections that another still makes.
+    # wait for all: a rank that fails at once would break connections that others still make
     if shared.add("joined", 1) == task.world_size:
         shared.set("all joined", "")
     while not shared.check(["all joined"]):
@@ -174,9 +174,9 @@ def _pickled_result(result: object) -> bytes:
 
 
 def _raised(error: BaseException) -> Raised:
-    """The error as text and, if it survives the journey, as itself."""
+    """The error as text and, if it can be pickled and unpickled, as itself."""
     here = error.__traceback__
-    stack = here.tb_next if here is not None else None  # without this file's own frame
+    stack = here.tb_next if here is not None else None  # without the frame of this module
     text = "".join(traceback.format_exception(type(error), error, stack or here))
     data: bytes | None
     try:

@@ -1,7 +1,7 @@
 """The command `gradwire demo`: from options to exit code.
 
-Started by hand it launches the processes and shows what rank 0 sends; started by torchrun it is
-itself one of them, and rank 0 shows its own.
+Started by hand it launches the processes and shows the messages of rank 0; started by torchrun it
+is one of the processes, and rank 0 shows its own.
 """
 
 from __future__ import annotations
@@ -17,19 +17,13 @@ import click
 from click.core import ParameterSource
 from rich.console import Console
 
-from gradwire.cli.demo.devices import DevicesResult, run_devices
-from gradwire.cli.demo.options import DemoOptions, DevicesOptions, check_backend
-from gradwire.cli.demo.rank import Result, run_rank
-from gradwire.cli.demo.report import (
-    devices_failures,
-    failures,
-    show_devices_result,
-    show_result,
-)
+from gradwire.cli.demo.options import DEVICES, PROCESSES, REPLICAS, DemoOptions, check_backend
+from gradwire.cli.demo.rank import Result, run_devices, run_rank
+from gradwire.cli.demo.report import failures, show_result
 from gradwire.cli.demo.view import View
 from gradwire.cli.demo.wrap import HOOKS
 from gradwire.cli.launch import RankFailure, Send, launch
-from gradwire.cli.places import Place, leave
+from gradwire.cli.rank_env import RankEnv, exit_rank
 from gradwire.errors import ArgumentError
 
 __all__ = ["demo"]
@@ -41,27 +35,27 @@ _INTERRUPTED = 130  # what a shell reports after Ctrl-C
 @click.command()
 @click.option(
     "--mode",
-    type=click.Choice(["processes", "devices"]),
-    default="processes",
+    type=click.Choice([PROCESSES, DEVICES]),
+    default=PROCESSES,
     show_default=True,
     help="DistributedDataParallel over processes, or DataParallel on 4 replicas in one.",
 )
 @click.option("--nproc", type=int, help="Processes that train.  [default: 2, or torchrun's]")
-@click.option("--backend", default="shm", show_default=True, help="What carries messages.")
+@click.option("--backend", default="shm", show_default=True, help="Of torch.distributed.")
 @click.option("--epochs", type=int, default=12, show_default=True, help="Times each image is seen.")
 @click.option(
     "--hook",
     type=click.Choice(list(HOOKS)),
     default="none",
     show_default=True,
-    help="How gradients travel.",
+    help="The communication hook.",
 )
 @click.option(
     "--seed",
     type=click.IntRange(0, 2**32 - 1),
     default=0,
     show_default=True,
-    help="Of first parameters and order.",
+    help="Of initial parameters and order.",
 )
 @click.option(
     "--batch-size",
@@ -90,110 +84,98 @@ def demo(
 
     With --mode devices, one process trains with DataParallel on 4 replicas on the CPU.
     """
-    place = None
+    env = None
     try:
-        place = Place.from_environment(os.environ)
-        if mode == "devices":
-            _refuse_processes(context, place)
-            devices_options = DevicesOptions(epochs, seed, batch_size)
+        env = RankEnv.from_environment(os.environ)
+        if mode == DEVICES:
+            _refuse_processes(context, env)
+            options = DemoOptions(
+                REPLICAS, epochs=epochs, seed=seed, batch_size=batch_size, mode=DEVICES
+            )
         else:
-            count = _process_count(nproc, place)
+            count = _process_count(nproc, env)
             options = DemoOptions(count, backend, epochs, hook, seed, batch_size)
-            check_backend(backend, options.nproc if place is None else place.local_size)
+            check_backend(backend, options.shares if env is None else env.local_size)
     except ArgumentError as error:
-        if place is not None and place.rank != 0:
-            sys.exit(_USAGE)  # rank 0 says it for all
+        if env is not None and env.rank != 0:
+            sys.exit(_USAGE)  # rank 0 shows the error for all
         raise click.UsageError(str(error)) from error
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    exitcode = _run_devices(devices_options) if mode == "devices" else _run(options, place)
-    if place is not None:
-        leave(exitcode)
+    exitcode = _run(options, env)
+    if env is not None:
+        exit_rank(exitcode)
     sys.exit(exitcode)
 
 
-def _refuse_processes(context: click.Context, place: Place | None) -> None:
-    """Refuse what is about processes where there is only one."""
+def _refuse_processes(context: click.Context, env: RankEnv | None) -> None:
+    """Refuse options for processes in mode "devices"."""
     for name in ("nproc", "backend", "hook"):
         if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
             raise ArgumentError(
                 f"--{name} is {context.params[name]}, but --mode devices runs in one process, "
                 f"without communication between processes: leave out --{name}"
             )
-    if place is not None:
+    if env is not None:
         raise ArgumentError(
-            f"{place.world_size} processes were started from outside (WORLD_SIZE), but --mode "
+            f"{env.world_size} processes were started from outside (WORLD_SIZE), but --mode "
             "devices runs in one: start it without torchrun"
         )
 
 
-def _run_devices(options: DevicesOptions) -> int:
-    """Run and show the mode "devices"; returns the exit code."""
-    console = Console(highlight=False)
-    try:
-        result = _received(View(console, options), partial(run_devices, options))
-    except KeyboardInterrupt:
-        click.echo("Interrupted.", err=True)
-        return _INTERRUPTED
-    show_devices_result(console, result)
-    return 1 if devices_failures(result) else 0
-
-
-def _run(options: DemoOptions, place: Place | None) -> int:
+def _run(options: DemoOptions, env: RankEnv | None) -> int:
     """Run and show the demo, errors included; returns the exit code."""
     try:
-        if place is None:
-            return _show(options, partial(launch, partial(run_rank, options), options.nproc))
-        if place.rank == 0:
-            return _show(options, partial(_run_here, options, place))
-        _run_here(options, place, lambda news: None)
+        if options.mode == DEVICES:
+            return _show(options, partial(run_devices, options))
+        if env is None:
+            return _show(options, partial(launch, partial(run_rank, options), options.shares))
+        if env.rank == 0:
+            return _show(options, partial(_run_here, options, env))
+        _run_here(options, env, lambda message: None)
     except RankFailure as failure:
         click.echo(f"{failure.details}gradwire demo: {failure}", err=True)
         return 1
     except KeyboardInterrupt:
-        if place is None or place.rank == 0:
+        if options.mode == DEVICES:
+            click.echo("Interrupted.", err=True)
+        elif env is None or env.rank == 0:
             click.echo("Interrupted; every process of the demo has been stopped.", err=True)
         return _INTERRUPTED
     return 0
 
 
-def _process_count(nproc: int | None, place: Place | None) -> int:
-    if place is None:
+def _process_count(nproc: int | None, env: RankEnv | None) -> int:
+    if env is None:
         return 2 if nproc is None else nproc
-    if nproc not in (None, place.world_size):
+    if nproc not in (None, env.world_size):
         raise ArgumentError(
-            f"--nproc is {nproc}, but {place.world_size} processes were started from outside "
+            f"--nproc is {nproc}, but {env.world_size} processes were started from outside "
             "(WORLD_SIZE): leave out --nproc under torchrun"
         )
-    return place.world_size
+    return env.world_size
 
 
-def _run_here(options: DemoOptions, place: Place, send: Send) -> None:
+def _run_here(options: DemoOptions, env: RankEnv, send: Send) -> None:
     """Run as the rank that this process is."""
     try:
-        run_rank(options, place, send)
+        run_rank(options, env, send)
     except Exception as error:
-        raise RankFailure.of(place.rank, error) from error
+        raise RankFailure.of(env.rank, error) from error
 
 
 def _show(options: DemoOptions, run: Callable[[Send], None]) -> int:
-    """Show all that `run` sends; returns the exit code: 1 if the result is wrong."""
+    """Show the messages and the result of `run`; returns the exit code: 1 if it is wrong."""
     console = Console(highlight=False)
-    result = _received(View(console, options), run)
-    show_result(console, result, options)
-    return 1 if failures(result, options) else 0
+    results: list[Result] = []
+    with View(console, options) as view:
 
+        def receive(message: Any) -> None:
+            if isinstance(message, Result):
+                results.append(message)
+            else:
+                view.show(message)
 
-def _received(view: View, run: Callable[[Send], None]) -> Any:
-    """Show what `run` sends while it runs; returns the result that it sends at the end."""
-    results: list[Any] = []
-
-    def receive(news: Any) -> None:
-        if isinstance(news, Result | DevicesResult):
-            results.append(news)
-        else:
-            view.show(news)
-
-    with view:
         run(receive)
     (result,) = results
-    return result
+    show_result(console, result, options)
+    return 1 if failures(result, options) else 0

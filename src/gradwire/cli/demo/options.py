@@ -1,4 +1,4 @@
-"""What the demo is asked to do, checked before any process is started."""
+"""The demo's options, checked before any process is started."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ import torch.distributed as dist
 from gradwire.cli.demo.data import TRAIN_IMAGES
 from gradwire.errors import ArgumentError
 
-__all__ = ["DemoOptions", "DevicesOptions", "check_backend"]
+__all__ = ["DEVICES", "PROCESSES", "REPLICAS", "DemoOptions", "check_backend"]
 
-_NO_TRANSPORT = {"undefined", "fake"}  # names torch lists that carry nothing from rank to rank
+_NO_TRANSPORT = {"undefined", "fake"}  # torch lists them, but they send nothing
+
+
+PROCESSES, DEVICES = "processes", "devices"
+REPLICAS = 4
 
 
 @dataclass(frozen=True)
@@ -20,63 +24,40 @@ class DemoOptions:
     """The demo's settings.
 
     Args:
-        nproc: How many processes train.
-        backend: What carries their messages: a backend of torch.distributed.
+        shares: How many processes train, or how many replicas in mode "devices"; each has a share
+            of every batch.
+        backend: Of torch.distributed, for the processes' messages.
         epochs: How often each training image is seen.
         hook: The communication hook, by its name in `gradwire.cli.demo.wrap`.
-        seed: Of the first parameters and of the order of the images.
-        batch_size: Images per step, over all processes together.
+        seed: Of the initial parameters and of the order of the images.
+        batch_size: Images per step, over all shares together.
+        mode: `PROCESSES`, or `DEVICES`: replicas on the CPU of one process.
 
     Raises:
         ArgumentError: A value cannot be used.
     """
 
-    nproc: int = 2
+    shares: int = 2
     backend: str = "shm"
     epochs: int = 12
     hook: str = "none"
     seed: int = 0
     batch_size: int = 64
+    mode: str = PROCESSES
 
     def __post_init__(self) -> None:
-        if self.nproc < 1:
-            raise ArgumentError(f"--nproc is {self.nproc}; at least 1 process has to train")
-        _check_training(self.epochs, self.batch_size, self.nproc, "--nproc", "process")
-
-
-@dataclass(frozen=True)
-class DevicesOptions:
-    """The settings of the demo's mode "devices": one process, several replicas on its CPU.
-
-    Args:
-        epochs: How often each training image is seen.
-        seed: Of the first parameters and of the order of the images.
-        batch_size: Images per step, over all replicas together.
-        replicas: How many there are.
-
-    Raises:
-        ArgumentError: A value cannot be used.
-    """
-
-    epochs: int = 12
-    seed: int = 0
-    batch_size: int = 64
-    replicas: int = 4
-
-    def __post_init__(self) -> None:
-        _check_training(
-            self.epochs, self.batch_size, self.replicas, "the number of replicas", "replica"
-        )
-
-
-def _check_training(epochs: int, batch_size: int, shares: int, name: str, taker: str) -> None:
-    if epochs < 1:
-        raise ArgumentError(f"--epochs is {epochs}; at least 1 is needed to train at all")
-    if not shares <= batch_size <= TRAIN_IMAGES:
-        raise ArgumentError(
-            f"--batch-size is {batch_size}; it must be at least {name} ({shares}), so that each "
-            f"{taker} has an image, and at most {TRAIN_IMAGES}, all there are"
-        )
+        if self.shares < 1:
+            raise ArgumentError(f"--nproc is {self.shares}; at least 1 process has to train")
+        if self.epochs < 1:
+            raise ArgumentError(f"--epochs is {self.epochs}; at least 1 is needed to train at all")
+        if not self.shares <= self.batch_size <= TRAIN_IMAGES:
+            name, taker = "--nproc", "process"
+            if self.mode == DEVICES:
+                name, taker = "the number of replicas", "replica"
+            raise ArgumentError(
+                f"--batch-size is {self.batch_size}; it must be at least {name} ({self.shares}), "
+                f"so that each {taker} has an image, and at most {TRAIN_IMAGES}, all there are"
+            )
 
 
 def _usable_backends() -> str:

@@ -1,14 +1,13 @@
-"""Time per step: the model alone, in gradwire's class and in torch's, taken in turns.
+"""Time per step: of the model alone, in gradwire's class and in torch's.
 
-They take turns step by step, so that whatever else disturbs the machine disturbs them alike;
-a step lasts as long as its slowest rank's.
+They run alternately, step by step, so that other work on the machine slows all of them alike. A
+step takes as long as on its slowest rank.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -17,99 +16,60 @@ import torch.distributed as dist
 from gradwire.cli.demo.data import Digits
 from gradwire.cli.demo.model import build_model, build_optimizer, train_step
 from gradwire.cli.demo.options import DemoOptions
-from gradwire.cli.demo.wrap import HOOKS, wrap_ours, wrap_torch
-from gradwire.cli.places import Place
+from gradwire.cli.demo.wrap import wrap_ours, wrap_torch
+from gradwire.cli.rank_env import RankEnv
 
-__all__ = ["ROUNDS", "TIMED_ROUNDS", "Step", "StepTimes", "take_turns", "time_steps"]
+__all__ = ["COMPUTE", "OURS", "ROUNDS", "TIMED_ROUNDS", "TORCH", "time_steps"]
 
-_WARM_UP_ROUNDS = 15  # first steps allocate, and the classes rearrange their buckets
+_WARM_UP_ROUNDS = 15  # first steps allocate, and the classes rebuild their buckets
 TIMED_ROUNDS = 100
 ROUNDS = _WARM_UP_ROUNDS + TIMED_ROUNDS
 
-Step = Callable[[], object]
-
-
-@dataclass(frozen=True)
-class StepTimes:
-    """Median seconds per step.
-
-    Args:
-        compute: Of the model alone.
-        ours: Of the model in gradwire's class.
-        torch: Of the model in torch's class, or None where it cannot run the hook.
-    """
-
-    compute: float
-    ours: float
-    torch: float | None
+COMPUTE, OURS, TORCH = "compute", "gradwire", "torch's DDP"
 
 
 def time_steps(
     options: DemoOptions,
-    place: Place,
-    group: dist.ProcessGroup,
+    env: RankEnv,
+    group: dist.ProcessGroup | None,
     digits: Digits,
     on_round: Callable[[int], None],
-) -> StepTimes:
-    """Take the medians of `ROUNDS` rounds; calls `on_round` with the number of each, once done."""
-    steps = _contestants(options, place, group, digits)
-    device = digits.train_images.device
-    rounds = take_turns(steps, lambda step: _timed(step, group, device), on_round)
-    slowest = torch.tensor(rounds, device=device)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
-    compute, ours, *torchs = slowest.median(dim=0).values.tolist()
-    return StepTimes(compute, ours, torchs[0] if torchs else None)
+) -> dict[str, float]:
+    """Median seconds per step: `COMPUTE` of the model alone, `OURS`, and `TORCH` if it can run.
 
-
-def take_turns(
-    steps: Sequence[Step], timed: Callable[[Step], float], on_round: Callable[[int], None]
-) -> list[list[float]]:
-    """Each step's seconds in each round after the warm-up.
-
-    Args:
-        steps: What is timed.
-        timed: Does a step and gives its seconds.
-        on_round: Called with the number of each of `ROUNDS` rounds, once done.
+    `on_round` is called with the number of each of `ROUNDS` rounds, once done.
     """
-    rounds: list[list[float]] = []
+    device = digits.train_images.device
+    model, inner, torchs = (build_model(options.seed, device) for _ in range(3))
+    models = {COMPUTE: model, OURS: wrap_ours(inner, options, group)}
+    if (theirs := wrap_torch(torchs, options, group)) is not None:
+        models[TORCH] = theirs
+    mine = slice(env.rank, options.batch_size, env.world_size)
+    images, labels = digits.train_images[mine], digits.train_labels[mine]
+    weight = env.world_size / options.batch_size
+    steps = [
+        partial(train_step, m, build_optimizer(m, options.batch_size), images, labels, weight)
+        for m in models.values()
+    ]
+    rounds = []
     for number in range(1, ROUNDS + 1):
-        first = number % len(steps)  # nobody always comes after the same other
-        turn = [*range(first, len(steps)), *range(first)]
-        taken = {which: timed(steps[which]) for which in turn}
+        first = number % len(steps)  # no model always runs after the same other one
+        order = [*range(first, len(steps)), *range(first)]
+        taken = {which: _seconds(steps[which], group, device) for which in order}
         rounds.append([taken[which] for which in range(len(steps))])
         on_round(number)
-    return rounds[_WARM_UP_ROUNDS:]
+    slowest = torch.tensor(rounds[_WARM_UP_ROUNDS:], device=device)
+    if group is not None:
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
+    return dict(zip(models, slowest.median(dim=0).values.tolist(), strict=True))
 
 
-def _contestants(
-    options: DemoOptions, place: Place, group: dist.ProcessGroup, digits: Digits
-) -> list[Step]:
-    hook = HOOKS[options.hook]
-    device = digits.train_images.device
-    mine = slice(place.rank, options.batch_size, place.world_size)
-    images, labels = digits.train_images[mine], digits.train_labels[mine]
-    models = [
-        build_model(options.seed, device),
-        wrap_ours(build_model(options.seed, device), group, hook),
-        wrap_torch(build_model(options.seed, device), group, hook),
-    ]
-    return [
-        partial(
-            train_step,
-            model,
-            build_optimizer(model, options.batch_size),
-            images,
-            labels,
-            place.world_size / options.batch_size,
-        )
-        for model in models
-        if model is not None
-    ]
-
-
-def _timed(step: Step, group: dist.ProcessGroup, device: torch.device) -> float:
-    """Seconds of one step that all ranks begin together."""
-    dist.barrier(group)
+def _seconds(
+    step: Callable[[], object], group: dist.ProcessGroup | None, device: torch.device
+) -> float:
+    """The time of one step that all ranks begin together."""
+    if group is not None:
+        dist.barrier(group)
     begin = time.perf_counter()
     step()
     if device.type != "cpu":

@@ -1,7 +1,7 @@
-"""The training on one rank, epoch by epoch beside its twin: the same in one process.
+"""The training of one rank, and beside it its twin: the same training in one process.
 
-Ranks share each batch; the twin, which only rank 0 trains, takes it whole. If gradients are
-communicated right, the two stay the same up to rounding.
+Each rank trains on its share of a batch, the twin, on rank 0 alone, on all of it. If the gradients
+are averaged correctly, the parameters of both differ by rounding only.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from gradwire.cli.demo.data import Digits, batches
 from gradwire.cli.demo.model import build_model, build_optimizer, train_step
 from gradwire.cli.demo.options import DemoOptions
-from gradwire.cli.demo.wrap import HOOKS, wrap_ours
-from gradwire.cli.places import Place
+from gradwire.cli.demo.wrap import wrap_ours
+from gradwire.cli.rank_env import RankEnv
 
 __all__ = [
     "TOLERANCE",
@@ -28,7 +28,6 @@ __all__ = [
     "largest_difference",
     "same_bits",
     "train",
-    "train_twin",
 ]
 
 TOLERANCE = 1e-5
@@ -54,7 +53,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Epoch:
-    """What rank 0, which has the twin, knows after an epoch.
+    """The result of an epoch, on rank 0, where the twin is.
 
     Args:
         number: Of the epoch, from 1.
@@ -71,8 +70,8 @@ class Epoch:
 
 def train(
     options: DemoOptions,
-    place: Place,
-    group: dist.ProcessGroup,
+    env: RankEnv,
+    group: dist.ProcessGroup | None,
     digits: Digits,
     on_epoch: Callable[[Epoch], None],
 ) -> tuple[nn.Module, Epoch | None]:
@@ -82,43 +81,30 @@ def train(
         The trained model, and the last epoch on rank 0, where the twin is, or None elsewhere.
     """
     device = digits.train_images.device
-    # Only rank 0's first parameters are the twin's: the others must receive them.
-    model = build_model(options.seed + place.rank, device)
-    wrapped = wrap_ours(model, group, HOOKS[options.hook])
-    optimizer = build_optimizer(model, options.batch_size)
+    # only rank 0 starts with the twin's parameters: the others have to receive them
+    model = build_model(options.seed + env.rank, device)
+    wrapped = wrap_ours(model, options, group)
     twin = build_model(options.seed, device)
-    twin_optimizer = build_optimizer(twin, options.batch_size)
-    share = place.world_size / options.batch_size  # the mean over ranks is the mean over the batch
-
+    optimizer, twin_optimizer = (build_optimizer(m, options.batch_size) for m in (model, twin))
     epoch = None
     for number in range(1, options.epochs + 1):
         losses: list[Tensor] = []
         for batch in batches(options.seed, number, options.batch_size):
-            mine = batch[place.rank :: place.world_size]
-            images, labels = digits.train_images[mine], digits.train_labels[mine]
-            losses.append(train_step(wrapped, optimizer, images, labels, share))
-        loss = torch.stack(losses).mean() / place.world_size
-        dist.all_reduce(loss, group=group)
-        if place.rank == 0:
-            train_twin(twin, twin_optimizer, digits, options.seed, number, options.batch_size)
+            images, labels = digits.train_images[batch], digits.train_labels[batch]
+            mine = slice(env.rank, None, env.world_size)
+            # DistributedDataParallel averages over ranks: the mean over the batch is wanted
+            weight = env.world_size / options.batch_size
+            losses.append(train_step(wrapped, optimizer, images[mine], labels[mine], weight))
+            if env.rank == 0:
+                train_step(twin, twin_optimizer, images, labels, 1 / options.batch_size)
+        loss = torch.stack(losses).mean() / env.world_size
+        if group is not None:
+            dist.all_reduce(loss, group=group)
+        if env.rank == 0:
             difference = largest_difference(model, twin)
             epoch = Epoch(number, loss.item(), correct(model, digits), difference)
             on_epoch(epoch)
     return model, epoch
-
-
-def train_twin(
-    twin: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    digits: Digits,
-    seed: int,
-    epoch: int,
-    batch_size: int,
-) -> None:
-    """One epoch of the training in one process, which takes each batch whole."""
-    for batch in batches(seed, epoch, batch_size):
-        images, labels = digits.train_images[batch], digits.train_labels[batch]
-        train_step(twin, optimizer, images, labels, 1 / batch_size)
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 
 from gradwire.cli.demo.data import TEST_IMAGES, TRAIN_IMAGES
 from gradwire.cli.demo.model import build_model, parameter_count
-from gradwire.cli.demo.options import DemoOptions, DevicesOptions
+from gradwire.cli.demo.options import DEVICES, DemoOptions
 from gradwire.cli.demo.rank import Engine, Round
 from gradwire.cli.demo.timing import ROUNDS
 from gradwire.cli.demo.train import Epoch
@@ -22,33 +22,25 @@ __all__ = ["View"]
 _LINES = 12  # about how many epochs get a line
 
 
-def _workers(options: DemoOptions | DevicesOptions) -> str:
-    if isinstance(options, DevicesOptions):
-        return f"{options.replicas} replicas"
-    return "1 process" if options.nproc == 1 else f"{options.nproc} processes"
-
-
-def _headline(options: DemoOptions | DevicesOptions) -> str:
-    if isinstance(options, DevicesOptions):
-        return f"one network in {_workers(options)} on one CPU, by DataParallel"
+def _texts(options: DemoOptions) -> tuple[str, str, str]:
+    """What trains, the headline, and how the twin trains."""
+    if options.mode == DEVICES:
+        workers = f"{options.shares} replicas"
+        return workers, f"{workers} on one CPU, by DataParallel", "without replicas"
+    workers = "1 process" if options.shares == 1 else f"{options.shares} processes"
     hook = "" if options.hook == "none" else f", hook {options.hook}"
-    return f"one network in {_workers(options)}, gradients averaged{hook}"
-
-
-def _twin(options: DemoOptions | DevicesOptions) -> str:
-    where = "without replicas" if isinstance(options, DevicesOptions) else "in one process"
-    return f"the same training {where}, to compare with"
+    return workers, f"{workers}, gradients averaged{hook}", "in one process"
 
 
 class View:
-    """Shows what a demo sends, as it comes.
+    """Shows the messages of a demo while it runs.
 
     Args:
         console: Where to.
         options: Of the demo.
     """
 
-    def __init__(self, console: Console, options: DemoOptions | DevicesOptions) -> None:
+    def __init__(self, console: Console, options: DemoOptions) -> None:
         self._console = console
         self._options = options
         self._every = math.ceil(options.epochs / _LINES)
@@ -61,7 +53,7 @@ class View:
             transient=True,
             disable=not console.is_terminal,
         )
-        self._task = self._bar.add_task(f"starting {_workers(options)}", total=None)
+        self._task = self._bar.add_task(f"starting {_texts(options)[0]}", total=None)
 
     def __enter__(self) -> View:
         self._introduce()
@@ -76,26 +68,29 @@ class View:
     ) -> None:
         self._bar.stop()
 
-    def show(self, news: Any) -> None:
-        """Show one thing that rank 0 sent; what has no place here is left to others."""
-        if isinstance(news, Engine):
-            self._console.print(f"[dim]  engine   {news.name} carries the gradients[/]")
-        elif isinstance(news, Epoch):
-            self._show_epoch(news)
-        elif isinstance(news, Round):
-            if news.number == 1:
+    def show(self, message: Any) -> None:
+        """Show a message of rank 0: an Engine, an Epoch or a Round."""
+        if isinstance(message, Engine):
+            self._console.print(f"[dim]  engine   {message.name} carries the gradients[/]")
+        elif isinstance(message, Epoch):
+            self._show_epoch(message)
+        elif isinstance(message, Round):
+            if message.number == 1:
                 self._console.print("[dim]timing steps ...[/]")
-            self._bar.update(self._task, description="timing", completed=news.number, total=ROUNDS)
+            self._bar.update(
+                self._task, description="timing", completed=message.number, total=ROUNDS
+            )
 
     def _introduce(self) -> None:
         options = self._options
+        _, headline, twin = _texts(options)
         numbers = parameter_count(build_model(options.seed, torch.device("cpu")))
         self._console.print(
-            f"[bold]gradwire demo[/]: {_headline(options)}\n"
+            f"[bold]gradwire demo[/]: one network in {headline}\n"
             f"[dim]  data     {TRAIN_IMAGES} handwritten digits, 8 x 8 pixels, to learn from; "
             f"{TEST_IMAGES} to test\n"
             f"  network  2 convolutions and 2 linear layers, {numbers:,} parameters\n"
-            f"  twin     {_twin(options)}[/]"
+            f"  twin     the same training {twin}, to compare with[/]"
         )
 
     def _show_epoch(self, epoch: Epoch) -> None:

@@ -1,4 +1,4 @@
-"""The model made data-parallel, by gradwire's class and by torch's, with the same hook."""
+"""The model in gradwire's data-parallel class and in torch's, with the same hook."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_h
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from gradwire import hooks
+from gradwire.cli.demo.options import DemoOptions
 from gradwire.ddp import DistributedDataParallel
+from gradwire.devices import DataParallel
 
 __all__ = ["BUCKET_CAP_MB", "HOOKS", "Hook", "wrap_ours", "wrap_torch"]
 
@@ -23,13 +25,13 @@ _StateAndHook = tuple[Any, Callable[..., Any]]
 
 @dataclass(frozen=True)
 class Hook:
-    """A communication hook of the demo, in gradwire's make and in torch's.
+    """A communication hook of the demo: gradwire's and torch's.
 
     Args:
         ours: Makes the state and the hook for gradwire's class, or is None for no hook.
         torch: Likewise for torch's class.
-        lossy: Whether it sends less than the whole gradient.
-        torch_trouble: What torch's class does with it on CPU tensors, if it cannot be timed.
+        lossy: Whether the gradients are compressed.
+        torch_trouble: Why torch's class cannot be timed with it on CPU tensors, if it cannot.
     """
 
     ours: Callable[[dist.ProcessGroup], _StateAndHook] | None
@@ -74,18 +76,27 @@ HOOKS: dict[str, Hook] = {
 }
 
 
-def wrap_ours(model: nn.Module, group: dist.ProcessGroup, hook: Hook) -> nn.Module:
-    """`model` in gradwire's DistributedDataParallel."""
+def wrap_ours(model: nn.Module, options: DemoOptions, group: dist.ProcessGroup | None) -> nn.Module:
+    """`model` in gradwire's DistributedDataParallel, or DataParallel if there is no group."""
+    if group is None:
+        return DataParallel(model, ["cpu"] * options.shares)
     wrapped = DistributedDataParallel(model, process_group=group, bucket_cap_mb=BUCKET_CAP_MB)
-    if hook.ours is not None:
-        wrapped.register_comm_hook(*hook.ours(group))
+    hook = HOOKS[options.hook].ours
+    if hook is not None:
+        wrapped.register_comm_hook(*hook(group))
     return wrapped
 
 
-def wrap_torch(model: nn.Module, group: dist.ProcessGroup, hook: Hook) -> nn.Module | None:
-    """`model` in torch's DistributedDataParallel, or None where that has trouble with the hook."""
+def wrap_torch(
+    model: nn.Module, options: DemoOptions, group: dist.ProcessGroup | None
+) -> nn.Module | None:
+    """`model` in torch's DistributedDataParallel; None if that cannot run the hook on the CPU.
+
+    None too if there is no group: torch's DataParallel does not run on the CPU.
+    """
+    hook = HOOKS[options.hook]
     on_cpu = next(model.parameters()).device.type == "cpu"
-    if hook.torch_trouble and on_cpu:
+    if group is None or (hook.torch_trouble and on_cpu):
         return None
     wrapped = TorchDDP(model, process_group=group, bucket_cap_mb=BUCKET_CAP_MB)
     if hook.torch is not None:

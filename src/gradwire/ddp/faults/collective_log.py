@@ -19,7 +19,7 @@ from torch.distributed import BroadcastOptions, ProcessGroup, Work
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradwire.errors import BrokenGroupError
-from gradwire.shm.member import Member
+from gradwire.shm.group_base import GroupBase
 from gradwire.shm.register import member_of
 
 __all__ = [
@@ -108,7 +108,7 @@ class LogMode(TorchDispatchMode):
     def __init__(self, group: ProcessGroup, log: CollectiveLog) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._group, self._name, self._log = group, group.group_name, log
-        self._observed: list[Member] = []
+        self._observed: list[GroupBase] = []
 
     def __enter__(self) -> LogMode:
         groups = {self._group, *dist.distributed_c10d._world.pg_names}

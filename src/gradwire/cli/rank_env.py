@@ -1,6 +1,6 @@
-"""Where one process of a job stands among the others: its ranks, and how it meets them.
+"""The environment of one rank: its ranks and sizes, and how it joins the other ranks.
 
-A place comes from our own launcher or from torchrun's environment; what runs there cannot tell.
+It comes from gradwire's own launcher or from torchrun's environment variables.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ import torch.distributed as dist
 
 from gradwire.errors import ArgumentError
 
-__all__ = ["Place", "join_group", "leave"]
+__all__ = ["RankEnv", "exit_rank", "join_group"]
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True)
-class Place:
-    """One process of a job.
+class RankEnv:
+    """One rank of a job.
 
     Args:
-        rank: Its number among all processes.
+        rank: Among all processes.
         world_size: How many processes there are.
-        local_rank: Its number on this host.
+        local_rank: The rank on this host.
         local_size: How many processes this host has.
-        store_port: The port of the launcher's store on this host, or None where torchrun's
-            environment says how to meet.
+        store_port: The port of the launcher's store on this host; None under torchrun, whose
+            environment variables have the address.
     """
 
     rank: int
@@ -42,8 +42,8 @@ class Place:
     store_port: int | None = None
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str]) -> Place | None:
-        """The place torchrun gave this process, or None where no launcher started it.
+    def from_environment(cls, environment: Mapping[str, str]) -> RankEnv | None:
+        """The environment that torchrun gave this process; None if no launcher started it.
 
         Raises:
             ArgumentError: RANK is set, but what torchrun sets with it is not, or is no number.
@@ -65,24 +65,24 @@ class Place:
             ) from error
 
     def device(self, backend: str) -> torch.device:
-        """The device whose tensors `backend` carries here: the CPU, or this rank's own GPU."""
+        """The device for this rank's tensors on `backend`: the CPU, or the rank's own GPU."""
         supported = dist.Backend.backend_capability.get(backend, ["cpu"])
         if "cpu" in supported:
             return torch.device("cpu")
         return torch.device(supported[0], self.local_rank)
 
 
-def join_group(place: Place, backend: str, timeout: timedelta) -> dist.ProcessGroup:
-    """Meet the other ranks; returns the default process group."""
+def join_group(env: RankEnv, backend: str, timeout: timedelta) -> dist.ProcessGroup:
+    """Initialize the default process group, and return it."""
     store = None
-    if place.store_port is not None:
-        store = dist.TCPStore("127.0.0.1", place.store_port, is_master=False, timeout=timeout)
-    device = place.device(backend)
+    if env.store_port is not None:
+        store = dist.TCPStore("127.0.0.1", env.store_port, is_master=False, timeout=timeout)
+    device = env.device(backend)
     dist.init_process_group(
         backend,
         store=store,
-        rank=place.rank,
-        world_size=place.world_size,
+        rank=env.rank,
+        world_size=env.world_size,
         timeout=timeout,
         device_id=device if device.type != "cpu" else None,
     )
@@ -90,12 +90,11 @@ def join_group(place: Place, backend: str, timeout: timedelta) -> dist.ProcessGr
     return dist.group.WORLD
 
 
-def leave(exitcode: int) -> NoReturn:
-    """End a process that was a rank, without taking the interpreter down first.
+def exit_rank(exitcode: int) -> NoReturn:
+    """End a rank's process without finalizing the interpreter.
 
     torch's DistributedDataParallel keeps the group's threads alive even after
-    destroy_process_group, and one that has a tensor to let go of aborts the process when it finds
-    the interpreter gone.
+    destroy_process_group, and one that frees a tensor after finalization aborts the process.
     """
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,7 +1,7 @@
-"""How a check on all ranks tells itself of values and failures: through the group's store.
+"""all_gather of a check's own values and errors, through the group's store.
 
-The functions under test use the group's collectives and may do so wrongly; what the check itself
-has to say does not travel among them.
+The function under test uses the group's collectives, and may use them wrongly: a collective of the
+check could be matched with one of the function's.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from gradwire.errors import (
     PeerFailedError,
 )
 
-__all__ = ["Exchange"]
+__all__ = ["StoreGather"]
 
-LONGEST_PAUSE = 5e-3
+MAX_POLL_SECONDS = 5e-3
 
 
-class Exchange:
-    """One check's meetings on the ranks of a group; all ranks make theirs in the same order."""
+class StoreGather:
+    """The gathers of one check; every rank of the group makes them in the same order."""
 
     def __init__(self, group: ProcessGroup | None) -> None:
         group = _member(group)
@@ -39,11 +39,11 @@ class Exchange:
         number = store.add(f"gradwire/checks/{self.rank}", 1)
         self._timeout = store.timeout.total_seconds()  # type: ignore[attr-defined]
         self._store = PrefixStore(f"gradwire/check{number}", store)
-        self._met = 0
+        self._gathers = 0
 
     @contextlib.contextmanager
     def guarded(self) -> Iterator[None]:
-        """Tell the others of an error in the block, so that none of them waits for this rank."""
+        """Report an error in the block to the other ranks, so that none waits for this one."""
         try:
             yield
         except BaseException as error:
@@ -52,14 +52,14 @@ class Exchange:
             raise
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Every rank's value, in rank order; values are what JSON can hold.
+        """Every rank's value, in rank order; values are converted to JSON and back.
 
         Raises:
             PeerFailedError: Another rank's `guarded` block raised.
-            CollectiveTimeoutError: A rank did not come within the store's timeout.
+            CollectiveTimeoutError: A rank did not call it within the store's timeout.
         """
-        keys = [f"{self._met}/{rank}" for rank in range(self.size)]
-        self._met += 1
+        keys = [f"{self._gathers}/{rank}" for rank in range(self.size)]
+        self._gathers += 1
         self._store.set(keys[self.rank], json.dumps(value))
         deadline = time.monotonic() + self._timeout
         pause = 1e-4
@@ -68,11 +68,11 @@ class Exchange:
             if time.monotonic() > deadline:
                 absent = [r for r, key in enumerate(keys) if not self._store.check([key])]
                 raise CollectiveTimeoutError(
-                    f"ranks {absent} of the group did not come to the check's end within "
+                    f"ranks {absent} of the group did not finish the check within "
                     f"{self._timeout:g} s: call it on every rank of the group"
                 )
             time.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE)
+            pause = min(2 * pause, MAX_POLL_SECONDS)
         return [json.loads(self._store.get(key)) for key in keys]
 
     def _raise_failures(self) -> None:
@@ -108,7 +108,7 @@ def _store_of(group: ProcessGroup) -> Store:
         store = None
     if store is None:
         raise NotSupportedError(
-            "the group has no store, through which the check's ranks meet: use a group that "
+            "the group has no store, through which the check gathers: use a group that "
             "torch.distributed made with one (init_process_group or new_group; not MPI)"
         )
     return store

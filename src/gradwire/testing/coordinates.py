@@ -1,4 +1,4 @@
-"""All ranks' inputs as one point of a real space: its coordinates, and the points beside it.
+"""The inputs of all ranks as one real vector: its coordinates, and functions of it.
 
 A complex entry is two coordinates. The objective is L = Σ over ranks of Re⟨cotangent, output⟩.
 """
@@ -18,18 +18,18 @@ from gradwire.errors import ArgumentError, ArgumentTypeError
 
 __all__ = [
     "Coordinate",
+    "all_coordinates",
     "as_inputs",
-    "coordinates",
     "differentiable",
     "entries",
     "inner",
     "leaves",
     "outputs_of",
     "parts",
-    "pulled_back",
     "random_like",
     "shapes",
     "variables",
+    "vjp",
 ]
 
 Fn: TypeAlias = Callable[..., Any]
@@ -37,7 +37,7 @@ Fn: TypeAlias = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Coordinate:
-    """One entry of one rank's input, or of its output, or one of a complex entry's two parts."""
+    """An entry of one rank's input or output, or the real or imaginary part of a complex one."""
 
     rank: int
     number: int
@@ -51,7 +51,7 @@ class Coordinate:
 
     @property
     def unit(self) -> Tensor:
-        """A step of length 1 in its direction."""
+        """The unit step in its direction."""
         return torch.tensor(1j if self.part == IMAGINARY else 1.0)
 
 
@@ -75,11 +75,11 @@ def differentiable(value: object) -> bool:
 
 
 def variables(inputs: Sequence[Any]) -> list[int]:
-    """The numbers of the inputs that the function is differentiated by."""
+    """The indices of the inputs that the function is differentiated by."""
     return [i for i, x in enumerate(inputs) if differentiable(x) and x.requires_grad]
 
 
-def coordinates(shapes_by_rank: Iterable[Sequence[Sequence[Any]]]) -> list[Coordinate]:
+def all_coordinates(shapes_by_rank: Iterable[Sequence[Sequence[Any]]]) -> list[Coordinate]:
     """The coordinates of all ranks, from each rank's list of (input, shape, is complex).
 
     Raises:
@@ -104,19 +104,24 @@ def entries(shape: Iterable[int], is_complex: bool) -> list[tuple[tuple[int, ...
 
 
 def shapes(inputs: Sequence[Any]) -> list[tuple[int, list[int], bool]]:
-    """What `coordinates` needs to know of a rank's inputs."""
+    """The (input, shape, is complex) of each variable of a rank, for `all_coordinates`."""
     return [(i, list(inputs[i].shape), inputs[i].is_complex()) for i in variables(inputs)]
 
 
 def parts(tensors: Iterable[Tensor]) -> list[float]:
     """The tensors' entries as real numbers, in the order of the coordinates."""
     flat = [torch.view_as_real(_wide(t)) if t.is_complex() else t.detach() for t in tensors]
-    # Cloned, because autograd's zeros may have no memory.
+    # cloned: autograd's zeros may be tensors without storage
     return [number for t in flat for number in t.to(torch.float64).clone().flatten().tolist()]
 
 
 def leaves(inputs: Sequence[Any], change: Callable[[int, Tensor], Tensor] | None = None) -> Any:
-    """The inputs as fresh tensors of the same strides where these are dense, changed if asked."""
+    """Copies of the inputs, as leaves with the same strides if these are dense.
+
+    Args:
+        inputs: The arguments of the function under test.
+        change: Called with each variable's index and copy; returns the leaf.
+    """
     numbers = variables(inputs)
     fresh = list(inputs)
     for i, x in enumerate(inputs):
@@ -156,13 +161,14 @@ def _wide(x: Tensor) -> Tensor:
     return x.detach().resolve_conj().to(torch.complex128)
 
 
-def pulled_back(
+def vjp(
     outputs: Sequence[Tensor], xs: Sequence[Tensor], ys: Sequence[Tensor], *, create_graph: bool
 ) -> list[Tensor]:
-    """The gradients of the inputs, zeros where nothing depends on them, then of all other leaves.
+    """The vector-Jacobian product: gradients of the inputs, then of all other leaves.
 
-    Backward of everything, as in training: a node that leads to other leaves only would be left
-    out otherwise, and other ranks would wait for its collective.
+    Those of inputs that no output depends on are zeros. Other leaves are differentiated too, as in
+    training: autograd would skip a node that leads to them only, and the other ranks would wait for
+    that node's collective.
     """
     pairs = [(out, y) for out, y in zip(outputs, ys, strict=True) if out.requires_grad]
     if not pairs:
@@ -177,11 +183,11 @@ def pulled_back(
 
 
 def _leaves_of(outputs: Iterable[Tensor]) -> list[Tensor]:
-    """The leaves of the graph that the outputs hang on, in an order that the graph alone gives."""
+    """The leaves of the outputs' graph, breadth first: in the same order for the same graph."""
     found = [out for out in outputs if out.grad_fn is None]
     queue: list[Any] = [out.grad_fn for out in outputs if out.grad_fn is not None]
     seen = set(queue)
-    for node in queue:  # which grows
+    for node in queue:  # appended to while it is iterated
         if hasattr(node, "variable"):
             found.append(node.variable)
         for parent, _ in node.next_functions:

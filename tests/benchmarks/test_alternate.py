@@ -9,18 +9,18 @@ from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
-from benchmarks import contest
+from benchmarks import alternate
 
 from gradwire.testing import run_ranks
 
 
 def test_two_contenders_take_turns_in_being_first() -> None:
-    rounds = [contest.order(["a", "b"], number) for number in range(4)]
+    rounds = [alternate.order(["a", "b"], number) for number in range(4)]
     assert rounds == [["a", "b"], ["b", "a"], ["b", "a"], ["a", "b"]]
 
 
 def test_three_contenders_meet_in_every_order() -> None:
-    rounds = [tuple(contest.order(["a", "b", "c"], number)) for number in range(6)]
+    rounds = [tuple(alternate.order(["a", "b", "c"], number)) for number in range(6)]
     assert sorted(rounds) == sorted(permutations("abc"))
     followers = Counter(pair for order in rounds for pair in pairwise(order))
     assert set(followers.values()) == {2}
@@ -28,7 +28,7 @@ def test_three_contenders_meet_in_every_order() -> None:
 
 @pytest.mark.parametrize("names", ["abcd", "abcde", "abcdef"])
 def test_each_comes_as_often_after_each_other(names: str) -> None:
-    rounds = [contest.order(names, number) for number in range(2 * len(names))]
+    rounds = [alternate.order(names, number) for number in range(2 * len(names))]
     for place in zip(*rounds, strict=True):
         assert Counter(place) == dict.fromkeys(names, 2)
     followers = Counter(pair for order in rounds for pair in pairwise(order))
@@ -47,8 +47,8 @@ def test_each_sample_is_the_slowest_ranks() -> None:
             now += (100 if slow else 1) + calls
 
         steps = {name: partial(pass_time, name) for name in ("a", "b")}
-        with patch.object(contest, "perf_counter", lambda: now):
-            taken = contest.alternate(steps, 2, warmup=2)
+        with patch.object(alternate, "perf_counter", lambda: now):
+            taken = alternate.alternate(steps, 2, warmup=2)
         return taken, calls
 
     for taken, calls in run_ranks(ranks):

@@ -1,4 +1,4 @@
-"""What all ranks conclude, alike, from the derivatives that they have told each other."""
+"""The result of a check: the same on all ranks, from the derivatives that all of them gathered."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gradwire.errors import DistributedError, MismatchError
-from gradwire.testing.exchange import Exchange
+from gradwire.testing.store_gather import StoreGather
 
-__all__ = ["GradientError", "agree", "conclude", "line"]
+__all__ = ["GradientError", "check_same_options", "line", "raise_if_wrong"]
 
 MAX_LINES = 8
 
@@ -20,23 +20,23 @@ class GradientError(DistributedError, AssertionError):
     """
 
 
-def agree(exchange: Exchange, fields: Mapping[str, Any]) -> None:
+def check_same_options(store: StoreGather, fields: Mapping[str, Any]) -> None:
     """Raise on every rank unless all called the check with the same options."""
-    told = exchange.all_gather(dict(fields))
-    for name in sorted({name for options in told for name in options}):
-        values = [options.get(name) for options in told]
+    gathered = store.all_gather(dict(fields))
+    for name in sorted({name for options in gathered for name in options}):
+        values = [options.get(name) for options in gathered]
         if any(value != values[0] for value in values):
             each = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
             raise MismatchError(f"{name} differs by rank ({each}): give the same on every rank")
 
 
 def line(where: object, have: tuple[str, float], want: tuple[str, float]) -> str:
-    """One entry of the message: where, and what both sides say."""
+    """A line of the message: an entry, and both values of its derivative."""
     return f"{where}: {have[0]} {have[1]:.9g}, {want[0]} {want[1]:.9g}"
 
 
-def conclude(what: str, wrong: Sequence[str], count: int) -> None:
-    """Raise if anything is wrong, showing the first few."""
+def raise_if_wrong(what: str, wrong: Sequence[str], count: int) -> None:
+    """Raise `GradientError` if any entries differ, with the lines of the first few."""
     if not wrong:
         return
     shown = [f"  {text}" for text in wrong[:MAX_LINES]]

@@ -1,8 +1,8 @@
-"""One `run_ranks` call, from the first task sent to the last worker idle again.
+"""One `run_ranks` call, from sending the tasks until all workers are idle again.
 
-A rank is running, has returned (and keeps its group, which others may still need), is leaving its
-group, or is done: its worker is idle or dead. Once all have ended their function, or one has
-failed, those that returned are released.
+A rank is running, has returned (and keeps its group, which other ranks may still need), is leaving
+its group, or is done: its worker is idle or dead. When all have returned, or one has failed, those
+that returned are released.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from gradwire.testing.channel import Idle, Message, Raised, Release, Returned, T
 from gradwire.testing.failures import RankError, describe
 from gradwire.testing.pool import Worker, dump_stacks
 
-__all__ = ["Call"]
+__all__ = ["Run"]
 
-GRACE = 5.0
-"""Seconds that ranks get to end after another one's failure."""
+FAILURE_SECONDS = 5.0
+"""How long ranks may take to end after another one's failure."""
 
-LEAVING = 15.0
-"""Seconds that ranks get to leave their group, which on a busy machine takes a while: garbage is
-collected, and where torch.compile has run there is a lot to look at."""
+LEAVE_SECONDS = 15.0
+"""How long ranks may take to leave their group: each collects garbage, which takes long on a busy
+machine and after torch.compile."""
 
-TICK = 0.2
-"""Seconds between looks at the processes themselves: the socket of a dead one stays open as long
-as a child of its own holds it."""
+POLL_SECONDS = 0.2
+"""How often the processes are polled: a dead one's socket stays open as long as a child of its own
+holds it."""
 
 LOG_TAIL = 4000
-"""Characters quoted of what a rank that died wrote last."""
+"""How many of the last characters on a dead rank's stderr are quoted."""
 
 
 class _State(enum.Enum):
@@ -46,13 +46,13 @@ class _State(enum.Enum):
 
 
 class _Died:
-    """In place of a message: the worker is gone."""
+    """In place of a message: the worker's process has ended."""
 
 
 _Event: TypeAlias = Message | _Died
 
 
-class Call:
+class Run:
     """The parent's side of one call; worker i is rank i.
 
     Attributes:
@@ -72,7 +72,7 @@ class Call:
     def run(self, tasks: Sequence[Task], store: int, timeout: float) -> list[Any]:
         """Run the tasks to their end and return the ranks' results, or raise what went wrong.
 
-        `store` is the descriptor of an empty file, in which the ranks meet.
+        `store` is the descriptor of an empty file, for the ranks' FileStore.
         """
         self._limit = time.monotonic() + timeout
         try:
@@ -92,16 +92,16 @@ class Call:
         return [self._result(rank) for rank in range(len(self._workers))]
 
     def _not_done(self) -> list[int]:
-        """Ranks that are not done; after the time limit they never will be."""
+        """The ranks that are not done."""
         return [rank for rank, state in enumerate(self._states) if state is not _State.DONE]
 
     def _step(self) -> None:
-        """Wait until something happens, take note of it, and release ranks when it is time."""
+        """Wait for events and handle them; release the ranks once all have ended or one failed."""
         for rank, event in self._events():
-            self._note(rank, event)
+            self._handle(rank, event)
         if not self._ending and (self._failures or _State.RUNNING not in self._states):
             self._ending = True
-            self._limit = time.monotonic() + (GRACE if self._failures else LEAVING)
+            self._limit = time.monotonic() + (FAILURE_SECONDS if self._failures else LEAVE_SECONDS)
         if self._ending:
             for rank, state in enumerate(self._states):
                 if state is _State.RETURNED:
@@ -110,19 +110,19 @@ class Call:
 
     def _send(self, rank: int, message: Message, descriptor: int | None = None) -> None:
         channel = self._workers[rank].channel
-        # Who is gone is found by reading, who does not read by the time limit.
+        # a worker that has ended is found by reading, one that does not read by the time limit
         with contextlib.suppress(EOFError, TimeoutError):
             channel.send(message, self._limit)
             if descriptor is not None:
                 channel.send_descriptor(descriptor, self._limit)
 
     def _events(self) -> list[tuple[int, _Event]]:
-        """What the ranks have sent, deaths first: they explain what the others say."""
+        """The messages of the ranks, deaths first: they are the cause of other ranks' errors."""
         active = {self._workers[rank].channel.fileno(): rank for rank in self._not_done()}
-        patience = max(0.0, min(TICK, self._limit - time.monotonic()))
-        ready = wait(active, patience)
+        timeout = max(0.0, min(POLL_SECONDS, self._limit - time.monotonic()))
+        ready = wait(active, timeout)
         if time.monotonic() >= self._limit:
-            return []  # whatever came is late, and must not hide the hang
+            return []  # too late: a message must not hide the hang
         events: list[tuple[int, _Event]] = []
         for descriptor, rank in active.items():
             worker = self._workers[rank]
@@ -132,12 +132,12 @@ class Call:
                 except EOFError:
                     events.append((rank, _Died()))
                 except TimeoutError:
-                    pass  # stopped in the middle of a message: the time limit ends the call
+                    pass  # the worker stopped within a message: the time limit ends the call
             elif worker.process.poll() is not None and not wait([descriptor], 0):
                 events.append((rank, _Died()))
         return sorted(events, key=lambda event: not isinstance(event[1], _Died))
 
-    def _note(self, rank: int, event: _Event) -> None:
+    def _handle(self, rank: int, event: _Event) -> None:
         if isinstance(event, _Died):
             self._states[rank] = _State.DONE
             self.lost.add(self._workers[rank])
@@ -175,7 +175,7 @@ class Call:
         headline = (
             f"fn failed on {_ranks(exceptions)} of {len(self._workers)}{also}: {summaries[0]}"
         )
-        sections.update(self._stacks(f"was killed {GRACE:g} s after that; it was at"))
+        sections.update(self._stacks(f"was killed {FAILURE_SECONDS:g} s after that; it was at"))
         raise RankError(describe(headline, sections), exceptions) from exceptions[first]
 
     def _raise_if_stuck(self, timeout: float) -> None:
@@ -185,7 +185,7 @@ class Call:
             headline = (
                 f"fn returned, but {_ranks(self._not_done())} of {len(self._workers)} did not "
             )
-            headline += f"leave the process group within {LEAVING:g} s"
+            headline += f"leave the process group within {LEAVE_SECONDS:g} s"
         else:
             running = [r for r, state in enumerate(self._states) if state is _State.RUNNING]
             headline = f"fn did not return within timeout={timeout:g} s on {_ranks(running)} "
@@ -216,7 +216,7 @@ class Call:
 
 
 def _loaded(failure: Raised) -> BaseException:
-    with contextlib.suppress(Exception):  # the description below serves whatever went wrong
+    with contextlib.suppress(Exception):  # cannot be unpickled here: the summary serves
         exception = pickle.loads(failure.exception or b"")
         if isinstance(exception, BaseException):
             return exception

@@ -139,7 +139,7 @@ def test_packages_that_lack_files_or_have_others_are_refused(tmp_path: Path) -> 
         f"py3-none-any.whl lacks {LICENCE}",
         "py3-none-any.whl should not have tests/conftest.py",
         "py3-none-any.whl has no command gradwire",
-        "tar.gz lacks tests/house/test_ci.py",
+        "tar.gz lacks tests/repo/test_ci.py",
         "tar.gz lacks src/gradwire/py.typed",
         "tar.gz should not have src/gradwire/__pycache__/x.pyc",
     ):

@@ -12,8 +12,8 @@ import torch.distributed as dist
 import gradwire.shm
 from gradwire.errors import BrokenGroupError, DistributedError, PeerFailedError
 from gradwire.shm import segment
+from gradwire.shm.available_memory import check_available
 from gradwire.shm.cgroups import cores
-from gradwire.shm.room import check_room
 from gradwire.testing import run_ranks
 
 GIB = 1 << 30
@@ -28,7 +28,7 @@ def host(
     available: int = 4 * GIB,
     swap: int = 0,
 ) -> dict[str, Path]:
-    """A system that tells of 4 GiB, and of what else is given; for `check_room`."""
+    """A system that has 4 GiB, and the given files; for `check_available`."""
     proc, cgroups = root / "proc", root / "cgroup"
     (proc / "self").mkdir(parents=True)
     (proc / "self" / "cgroup").write_text(f"{cgroup}\n")
@@ -40,13 +40,13 @@ def host(
     return {"proc": proc, "cgroups": cgroups}
 
 
-def room(places: dict[str, Path]) -> int:
+def available(folders: dict[str, Path]) -> int:
     """The most that is let through, to the MiB."""
     low, high = 4, 1 << 20
     while high - low > 1:
         middle = (low + high) // 2
         try:
-            check_room(middle << 20, **places)
+            check_available(middle << 20, **folders)
             low = middle
         except MemoryError:
             high = middle
@@ -54,7 +54,7 @@ def room(places: dict[str, Path]) -> int:
 
 
 def test_a_host_has_what_is_available_and_its_swap(tmp_path: Path) -> None:
-    assert room(host(tmp_path, swap=GIB)) == 5 * GIB
+    assert available(host(tmp_path, swap=GIB)) == 5 * GIB
 
 
 def test_a_container_has_its_limit_less_its_use_without_caches(tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_a_container_has_its_limit_less_its_use_without_caches(tmp_path: Path) -
         "memory.current": str(2 * GIB),
         "memory.stat": f"anon {GIB}\nfile {GIB}\ninactive_file {GIB // 2}\nactive_file {GIB // 4}",
     }
-    assert room(host(tmp_path, files=files)) == GIB * 3 // 4
+    assert available(host(tmp_path, files=files)) == GIB * 3 // 4
 
 
 def test_a_container_has_no_more_swap_than_it_may_use(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_a_container_has_no_more_swap_than_it_may_use(tmp_path: Path) -> None:
         "memory.swap.max": "0",
         "memory.swap.current": "0",
     }
-    assert room(host(tmp_path, files=files, swap=8 * GIB)) == GIB
+    assert available(host(tmp_path, files=files, swap=8 * GIB)) == GIB
 
 
 def test_the_narrowest_limit_of_all_around_counts(tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_the_narrowest_limit_of_all_around_counts(tmp_path: Path) -> None:
         "pod/worker/memory.max": "max",
         "pod/worker/memory.current": "0",
     }
-    assert room(host(tmp_path, cgroup="0::/pod/worker", files=files)) == GIB
+    assert available(host(tmp_path, cgroup="0::/pod/worker", files=files)) == GIB
 
 
 @pytest.mark.parametrize("folder", ["memory/docker/1234", "memory"])
@@ -94,11 +94,11 @@ def test_version_1_inside_and_outside_of_a_container(tmp_path: Path, folder: str
         f"{folder}/memory.stat": f"inactive_file 0\ntotal_inactive_file {GIB // 2}",
     }
     cgroup = "5:cpu:/\n4:memory:/docker/1234\n0::/"
-    assert room(host(tmp_path, cgroup=cgroup, files=files)) == GIB * 3 // 2
+    assert available(host(tmp_path, cgroup=cgroup, files=files)) == GIB * 3 // 2
 
 
 def test_a_system_that_does_not_tell_limits_nothing(tmp_path: Path) -> None:
-    check_room(1 << 50, proc=tmp_path / "none", cgroups=tmp_path / "none")
+    check_available(1 << 50, proc=tmp_path / "none", cgroups=tmp_path / "none")
 
 
 def memory_of_host() -> int:
@@ -110,7 +110,7 @@ def test_nothing_is_taken_for_what_does_not_fit(monkeypatch: pytest.MonkeyPatch)
     before = len(os.listdir("/proc/self/fd"))
     for size in (1 << 50, 4 * memory_of_host()):
         with pytest.raises(
-            DistributedError, match=rf"no room for {size} .* leaves \d+ bytes.*free"
+            DistributedError, match=rf"not enough memory for {size} .* leaves \d+ bytes.*free"
         ):
             segment.create(size)
     assert len(os.listdir("/proc/self/fd")) == before
@@ -124,9 +124,9 @@ def test_what_others_take_meanwhile_is_seen(monkeypatch: pytest.MonkeyPatch) -> 
         if error is not None:
             raise error
 
-    monkeypatch.setattr(segment, "check_room", check)
+    monkeypatch.setattr(segment, "check_available", check)
     with pytest.raises(DistributedError, match="leaves 0 bytes"):
-        segment.create(3 * segment._TAKEN_AT_ONCE)
+        segment.create(3 * segment._ALLOCATED_AT_ONCE)
 
 
 def too_much():
@@ -134,7 +134,7 @@ def too_much():
     sizes = [1 << 50, (1 << 32, 1 << 32), 1 << 70]
     if dist.get_rank() == 0:
         for shape in sizes:
-            with pytest.raises(DistributedError, match=r"no room for \d{16,} bytes"):
+            with pytest.raises(DistributedError, match=r"not enough memory for \d{16,} bytes"):
                 gradwire.shm.empty(shape, dtype=torch.uint8)
     x = torch.ones(300_000)
     dist.all_reduce(x)
@@ -149,25 +149,25 @@ def crowded_out():
     """Rank 1 has no memory for staging: no rank waits for it."""
     group = dist.new_group(backend="shm")
     x = torch.ones(300_000)
-    original = segment.check_room
+    original = segment.check_available
     if dist.get_rank() == 1:
-        segment.check_room = no_room
+        segment.check_available = no_memory
     try:
         with pytest.raises(DistributedError, match="the host leaves 0 bytes") as caught:
             dist.all_reduce(x, group=group)
     finally:
-        segment.check_room = original
+        segment.check_available = original
     with pytest.raises(BrokenGroupError, match="make a new one"):
         dist.all_reduce(x, group=group)
     dist.barrier()
     return type(caught.value).__name__
 
 
-def no_room(size):
+def no_memory(size):
     raise MemoryError("the host leaves 0 bytes")
 
 
-def test_a_collective_without_room_for_staging_fails_on_every_rank():
+def test_a_collective_without_memory_for_staging_fails_on_every_rank():
     kinds = run_ranks(crowded_out, 3, backend="shm", timeout=20)
     assert kinds == [PeerFailedError.__name__, DistributedError.__name__, PeerFailedError.__name__]
 
@@ -190,5 +190,5 @@ def test_a_collective_without_room_for_staging_fails_on_every_rank():
 def test_a_cgroup_s_quota_limits_the_cores(
     tmp_path: Path, cgroup: str, files: dict[str, str], expected: float | None
 ) -> None:
-    places = host(tmp_path, cgroup=cgroup, files=files)
-    assert cores(**places) == (expected or len(os.sched_getaffinity(0)))
+    folders = host(tmp_path, cgroup=cgroup, files=files)
+    assert cores(**folders) == (expected or len(os.sched_getaffinity(0)))

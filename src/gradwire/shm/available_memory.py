@@ -1,6 +1,6 @@
-"""How much memory can still be had, asked before it is taken.
+"""The memory that the host and the process's cgroups leave, checked before each allocation.
 
-Linux gives out memory until none is left, and then kills a process: there would be no error.
+Linux allocates shared memory until none is left, and then kills a process: there is no error.
 """
 
 from __future__ import annotations
@@ -9,30 +9,30 @@ from pathlib import Path
 
 from gradwire.shm.cgroups import CGROUPS, PROC, folders, number_in, text_of
 
-__all__ = ["check_room"]
+__all__ = ["check_available"]
 
-_WORTH_ASKING = 4 << 20
-"""Asking takes a fraction of a millisecond, about as long as the system needs for so many bytes."""
+_CHECKED_FROM = 4 << 20
+"""Smaller sizes are not checked: a check takes 0.3 ms, as long as allocating about 1 MiB."""
 _CACHES = ("inactive_file", "active_file", "slab_reclaimable")
-"""Those of a container that count as available, as in the host's MemAvailable."""
-_CGROUP_FILES = (  # limit, use, and those of swap: of version 2 and of version 1
+"""A cgroup's caches that count as available, as in the host's MemAvailable."""
+_CGROUP_FILES = (  # limit and usage, of memory and of swap: of cgroups version 2 and version 1
     ("memory.max", "memory.current", "memory.swap.max", "memory.swap.current"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "no file", "no file"),
 )
 
 
-def check_room(size: int, *, proc: Path = PROC, cgroups: Path = CGROUPS) -> None:
-    """Raise if `size` bytes more would be too many; what is not known limits nothing.
+def check_available(size: int, *, proc: Path = PROC, cgroups: Path = CGROUPS) -> None:
+    """Raise unless `size` more bytes can be allocated; limits that cannot be read do not count.
 
     Args:
-        size: The bytes.
-        proc: Where the system tells of its memory.
-        cgroups: Where it tells of the limits of groups of processes, such as containers.
+        size: In bytes.
+        proc: Where procfs is mounted.
+        cgroups: Where the cgroups' file system is mounted.
 
     Raises:
-        MemoryError: The host, or the container, has less; the message says how much.
+        MemoryError: The host or a cgroup has less; the message says how much.
     """
-    if size < _WORTH_ASKING:
+    if size < _CHECKED_FROM:
         return
     host = {name: kib << 10 for name, kib in _table(proc / "meminfo").items()}
     if "MemAvailable:" not in host:
@@ -58,12 +58,12 @@ def _check(name: str, size: int, left: int) -> None:
 
 
 def _reclaimable(folder: Path) -> int:
-    """The bytes that a cgroup is charged for and the kernel takes back on demand."""
-    charged = _table(folder / "memory.stat")  # version 1 calls the sum over all inside "total"
+    """The bytes that a cgroup is charged for and the kernel reclaims on demand."""
+    charged = _table(folder / "memory.stat")  # in version 1, "total_" is the sum over descendants
     return sum(charged.get(f"total_{name}", charged.get(name, 0)) for name in _CACHES)
 
 
 def _table(file: Path) -> dict[str, int]:
-    """The lines of a file, each a name and a number."""
+    """A file's lines of a name and a number."""
     lines = (line.split() for line in text_of(file).splitlines())
     return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from benchmarks import pages
+from benchmarks import tables
 from benchmarks.__main__ import BENCHMARKS, main
 from benchmarks.options import Options
-from benchmarks.pages import PAGES, RESULTS, rewritten
 from benchmarks.report import figures
 from benchmarks.results import CaseResult, Measure, Result
 from benchmarks.stats import Estimate, Spread
+from benchmarks.tables import PAGES, RESULTS, rewritten
 from click.testing import CliRunner
 
 PAGE = """# A page
@@ -132,5 +132,5 @@ def test_the_command_rewrites_pages_and_checks_them(
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_the_pages_of_the_repository_show_the_results_that_are_kept(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
-    assert pages.BLOCK.search(text)
+    assert tables.BLOCK.search(text)
     assert rewritten(text, RESULTS, BENCHMARKS) == text

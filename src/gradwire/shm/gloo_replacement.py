@@ -1,6 +1,6 @@
-"""shm in Gloo's place, for programs that name Gloo: GRADWIRE_BACKEND=shm.
+"""GRADWIRE_BACKEND=shm: groups that a program asks for on Gloo use shm instead.
 
-The group keeps the name that the program gave it, because programs look at it: some refuse a
+The group keeps the backend's name that the program gave, because programs read it: some refuse a
 backend that they do not know, some train on without communication.
 """
 
@@ -20,10 +20,10 @@ __all__ = ["make_group", "with_shm"]
 
 
 def make_group(make: Callable[[str], tuple[Any, Any]], backend: str) -> tuple[Any, Any]:
-    """A group with shm where its backend says Gloo, under the name that was asked for.
+    """Make a group with shm in place of Gloo, and keep the name that was asked for.
 
     Args:
-        make: Makes the group of a backend; returns it, or that this rank is no member, and a store.
+        make: Makes the group of a backend; returns it, or `NON_GROUP_MEMBER`, and its store.
         backend: As torch.distributed names backends: "gloo", "cpu:gloo,cuda:nccl", "undefined".
     """
     instead = with_shm(backend)
@@ -35,7 +35,7 @@ def make_group(make: Callable[[str], tuple[Any, Any]], backend: str) -> tuple[An
 
 
 def with_shm(backend: str) -> str:
-    """The backend with shm for CPU tensors, if Gloo was to carry them."""
+    """The backend with shm in place of Gloo for CPU tensors."""
     if backend != Backend.UNDEFINED and Backend.GLOO not in backend:
         return backend
     asked = BackendConfig(Backend(backend))

@@ -1,4 +1,4 @@
-"""Refuses what the six ops cannot serve, before anything moves; messages name the entry."""
+"""Checks of the six ops' arguments, before any tensor is copied; messages name the entry."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The other forms in which torch lets Python call a process group: `group.broadcast(tensor, 0)`.
+"""The overloads of a process group's methods, such as `group.broadcast(tensor, 0)`.
 
-PyTorch's own groups take them in C++; a group that is written in Python has to.
+torch's own groups resolve them in C++; a ProcessGroup that is written in Python has to itself.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from torch.distributed.distributed_c10d import (
 
 from gradwire.errors import ArgumentTypeError
 
-__all__ = ["with_forms"]
+__all__ = ["with_overloads"]
 
 _TENSOR, _LIST, _LISTS = "a tensor", "a list", "a list of lists"
 _DATA = (_TENSOR, _LIST, _LISTS)  # by depth
-_FORMS: dict[str, tuple[type[Any], str, str]] = {  # torch's names: with options, and without
+_OVERLOADS: dict[str, tuple[type[Any], str, str]] = {  # torch's names: with options, and without
     "broadcast": (BroadcastOptions, "tensors", "tensor root timeout"),
     "allreduce": (AllreduceOptions, "tensors", "tensor op timeout"),
     "reduce": (ReduceOptions, "tensors", "tensor root op timeout"),
@@ -59,18 +59,23 @@ _FORMS: dict[str, tuple[type[Any], str, str]] = {  # torch's names: with options
 _FIELDS = {"root": "rootRank", "op": "reduceOp", "timeout": "timeout"}
 
 
-def with_forms(cls: type[Any]) -> type[Any]:
-    """Let the class's collectives be called in all of torch's forms, by position and by name."""
-    for name, (options, listed, plain) in _FORMS.items():
-        forms = [_form(f"{listed} opts", 1), _form(plain, 0)]
+def with_overloads(cls: type[Any]) -> type[Any]:
+    """Let the class's collectives be called by all of torch's overloads."""
+    for name, (options, listed, plain) in _OVERLOADS.items():
+        signatures = [_signature(f"{listed} opts", 1), _signature(plain, 0)]
         if name == "allreduce":
-            forms.append(_form(f"{listed} op timeout", 1))
-        setattr(cls, name, _with_forms(name, options, forms, getattr(cls, name)))
+            signatures.append(_signature(f"{listed} op timeout", 1))
+        setattr(cls, name, _dispatching(name, options, signatures, getattr(cls, name)))
     return cls
 
 
-def _form(text: str, depth: int) -> Signature:
-    """A signature whose annotations say what each argument is; data is so deep unless it says."""
+def _signature(text: str, depth: int) -> Signature:
+    """A signature from a line of `_OVERLOADS`; annotations are the arguments' kinds.
+
+    Args:
+        text: Names of arguments; "name:1" is a list of tensors, "name:2" a list of lists.
+        depth: Of the tensors' arguments that have none of their own.
+    """
     parameters = []
     for word in text.split():
         name, _, own_depth = word.partition(":")
@@ -87,14 +92,14 @@ def _form(text: str, depth: int) -> Signature:
     return Signature(parameters)
 
 
-def _with_forms(
-    name: str, options: type[Any], forms: list[Signature], method: Callable[..., Any]
+def _dispatching(
+    name: str, options: type[Any], signatures: list[Signature], method: Callable[..., Any]
 ) -> Callable[..., Any]:
-    count = len(forms[0].parameters) - 1  # of what is not opts
+    count = len(signatures[0].parameters) - 1  # of what is not opts
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # as torch itself calls it: nothing to find out
+        # with lists and options, as torch itself calls it: skip the search through the overloads
         if (
             not kwargs
             and len(args) in (count, count + 1)
@@ -102,15 +107,15 @@ def _with_forms(
             and (len(args) == count or type(args[count]) is options)
         ):
             return method(self, *args)
-        for form in forms:
+        for each in signatures:
             try:
-                given = form.bind(*args, **kwargs).arguments
+                given = each.bind(*args, **kwargs).arguments
             except TypeError:
                 continue
-            if all(_is(form.parameters[key].annotation, options, x) for key, x in given.items()):
-                return method(self, *_as_lists(given, forms[0], options))
-        shown = " or ".join(f"{name}({', '.join(form.parameters)})" for form in forms)
-        raise ArgumentTypeError(f"the arguments of {name} are not those of {shown}")
+            if all(_is(each.parameters[key].annotation, options, x) for key, x in given.items()):
+                return method(self, *_as_lists(given, signatures[0], options))
+        shown = " or ".join(f"{name}({', '.join(each.parameters)})" for each in signatures)
+        raise ArgumentTypeError(f"the arguments of {name} fit none of: {shown}")
 
     return call
 
@@ -131,7 +136,7 @@ def _is(what: str, options: type[Any], value: object) -> bool:
 
 
 def _as_lists(given: dict[str, Any], listed: Signature, options: type[Any]) -> list[Any]:
-    """The arguments of the form with lists and options."""
+    """The arguments for the overload with lists and options."""
     opts = given.get("opts") or options()
     for name, field in _FIELDS.items():
         if given.get(name) is not None:

@@ -1,4 +1,4 @@
-"""One rank's membership in a group: what it is, how its operations run, and how it ends."""
+"""The base of the shm groups: how operations are submitted, and how a rank leaves the group."""
 
 # torch's stubs give overloads and names that its own callers do not use on a backend
 # mypy: disable-error-code="override,assignment"
@@ -24,54 +24,52 @@ from gradwire.errors import (
     DistributedError,
     MismatchError,
 )
+from gradwire.shm.group_state import GroupState
 from gradwire.shm.links import Message
 from gradwire.shm.mailbox import Mailbox
 from gradwire.shm.sync import Deadline
-from gradwire.shm.team import Team
 from gradwire.shm.work import Queue, ShmWork
 
-__all__ = ["Member"]
+__all__ = ["GroupBase"]
 
-_MEMBERS: WeakSet[Member] = WeakSet()
-"""For the two events that a process can tell nobody about but all at once: its fork and its end."""
+_GROUPS: WeakSet[GroupBase] = WeakSet()
+"""All groups of this process, for the handlers of its fork and its exit."""
 
 Job = Callable[[Deadline], None]
 Observer = Callable[[str, int, Sequence[Sequence[Tensor]]], None]
-"""Told of each collective as it is submitted: its name among torch's operators, its root, and the
-tensors; what torch's dispatcher does for groups that are written in C++."""
+"""Called with each collective as it is submitted: its name among torch's operators, its root, and
+the tensors. Groups that are written in C++ are observed through torch's dispatcher instead."""
 
 
-class Member:
-    """What all operations stand on, whichever of torch.distributed's classes it is shown as.
-
-    It can be used once it has joined.
+class GroupBase:
+    """One rank of a group, without its operations; usable after `_join`.
 
     Args:
         timeout: For each operation that has none of its own.
 
     Attributes:
-        observer: Told of each collective as it is submitted, if there is one.
+        observer: Called with each collective as it is submitted, if there is one.
     """
 
     def __init__(self, timeout: timedelta) -> None:
         self._timeout = timeout
         self._broken: BaseException | None = None
-        self._closed = "the group has no members yet"  # why it cannot be used; "" if it can
+        self._closed = "the group has no members yet"  # the reason it is not usable; "" if it is
         self.observer: Observer | None = None
         self._submitted = 0
-        self._leaving = False  # whether `_let_go` is still to come
+        self._leaving = False  # whether `_release` is still to be called
         self._marks = threading.local()
-        _MEMBERS.add(self)
+        _GROUPS.add(self)
 
     def _join(self, rank: int, size: int, peers: dict[int, Any], deadline: Deadline) -> None:
-        """Be this rank of the group that `peers` are connections to, from now on."""
+        """Form the group with the ranks that `peers` are connections to."""
         self._rank, self._size = rank, size
         self._mailbox, self._lost = Mailbox(), 0
-        self._team = Team(rank, size, peers, self._deliver, self._on_lost, deadline)
+        self._state = GroupState(rank, size, peers, self._deliver, self._on_lost, deadline)
         self._queue = Queue(f"gradwire-shm-{rank}")
         self._broken, self._closed = None, ""
 
-    # --- what it is ---
+    # --- properties ---
 
     def getBackendName(self) -> str:
         """The backend's name."""
@@ -79,7 +77,7 @@ class Member:
 
     @property
     def failure(self) -> BaseException | None:
-        """Why the group cannot be used any more, if an operation failed."""
+        """The error of the operation that made the group unusable, if one did."""
         return self._broken
 
     @property
@@ -88,15 +86,15 @@ class Member:
         return self._timeout
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """The timeout of operations from now on that have none of their own."""
+        """Set the timeout of later operations that have none of their own."""
         self._timeout = timeout
 
     def allocate(self, nbytes: int) -> Tensor:
-        """New bytes in memory that the ranks share."""
+        """Allocate bytes in memory that the ranks share."""
         self._check_usable()
-        return self._team.allocate(nbytes)
+        return self._state.allocate(nbytes)
 
-    # --- its end ---
+    # --- leaving ---
 
     def shutdown(self) -> None:
         """Leave the group; peers that still wait for this rank get an error."""
@@ -106,47 +104,48 @@ class Member:
         joined, self._closed = not self._closed, reason
         if not joined:
             return
-        if self._queue.runs_here():
-            # a signal interrupted an operation of this very thread, which needs the memory: it
-            # fails when the handler is done, and what is left to do here is done then
-            self._team.links.aborted = BrokenGroupError(reason)
+        if self._queue.runs_in_this_thread():
+            # called from a signal handler that interrupted an operation of this thread: that still
+            # uses the memory. It fails when the handler returns, and `_submit` then releases
+            self._state.links.aborted = BrokenGroupError(reason)
             self._leaving = True
         else:
-            self._let_go()
+            self._release()
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         self._leaving = False
         self._queue.close()
-        self._team.close()
+        self._state.close()
         self._mailbox.fail_all(BrokenGroupError(self._closed))
 
     def abort(self) -> None:
-        """Leave the group; operations in flight fail, and are waited for no longer than that."""
+        """Leave the group at once; operations in flight fail."""
         if not self._closed:
             error = BrokenGroupError("the group was aborted on this rank")
             self._break(error)
-            links = self._team.links
+            links = self._state.links
             links.aborted = error
             with links.changed:
                 self._mailbox.fail_all(error)
             self._leave("the group was aborted on this rank: make a new one")
 
     def _leave_at_exit(self) -> None:
-        # what the others take part in may end; what they do not must not hold up the process
+        # an operation that all ranks take part in still ends; the wait for one that they do not
+        # must not delay the process's exit
         if not self._closed:
-            self._team.links.aborted = BrokenGroupError("the process of this rank ends")
+            self._state.links.aborted = BrokenGroupError("the process of this rank ends")
         self.shutdown()
 
     def _leave_in_child(self) -> None:
         if not self._closed:
             self._closed = "this process was forked from a rank: only the rank can use its groups"
-            self._team.links.close_in_child()
+            self._state.links.close_in_child()
 
     def _get_sequence_number_for_group(self) -> int:
         """How many collectives were submitted: equal on ranks that are in step."""
         return self._submitted
 
-    # --- how operations run ---
+    # --- operations ---
 
     def _submit(
         self,
@@ -166,15 +165,16 @@ class Member:
 
         def guarded() -> None:
             self._check_usable()
-            self._team.mark = mark
+            self._state.mark = mark
             try:
-                if inference:  # such tensors can only be written there, in whatever thread
+                # inference tensors can be written in inference mode alone, which is thread-local
+                if inference:
                     with torch.inference_mode():
                         job(Deadline(seconds))
                 else:
                     job(Deadline(seconds))
             except MismatchError:
-                raise  # on all ranks, before any data moved: they are still in step
+                raise  # on all ranks, before any data moved: the group stays usable
             except BaseException as error:
                 self._break(error)
                 raise
@@ -182,17 +182,17 @@ class Member:
         try:
             return self._queue.submit(guarded, ShmWork(tensors), wait=not opts.asyncOp)
         finally:
-            if self._leaving and not self._queue.runs_here():
-                self._let_go()
+            if self._leaving and not self._queue.runs_in_this_thread():
+                self._release()
 
     @contextmanager
     def marked(self, mark: int) -> Iterator[None]:
-        """Have the next collective that this thread submits carry a mark; none if it submits none.
+        """Send a mark in the header of the next collective that this thread submits in the block.
 
         Args:
-            mark: Any 64 bits but all zeros, which all ranks' collectives must have alike if all
-                have one. If they have not, all raise: CheckedMismatchError, if the lowest bit is
-                set in all of them, else MismatchError.
+            mark: 64 bits, not all zero, which must be equal on all ranks if all ranks send one. If
+                they differ, all ranks raise: CheckedMismatchError if the lowest bit is set in all
+                of them, else MismatchError.
         """
         self._marks.next = mark
         try:
@@ -209,7 +209,7 @@ class Member:
     def _break(self, error: BaseException) -> None:
         if self._broken is None:
             self._broken = error
-            self._team.links.give_up(error)
+            self._state.links.report_failure(error)
 
     def _check_usable(self) -> None:
         if self._closed:
@@ -251,19 +251,19 @@ class Member:
         return self._mailbox.deliver(peer, message)
 
     def _on_lost(self, peer: int, error: DistributedError) -> None:
-        self._lost += 1  # counted here: a peer may be lost before there is a team
+        self._lost += 1  # counted here: a peer may be lost before `_state` is set
         self._mailbox.fail(peer, error, others_left=self._lost < self._size - 1)
 
 
 def _at_exit() -> None:
-    """End the groups' threads: Python does not let them, and one amid a kernel would crash."""
-    for member in list(_MEMBERS):
-        member._leave_at_exit()
+    """End the groups' threads: one that runs a kernel while the interpreter exits would crash."""
+    for group in list(_GROUPS):
+        group._leave_at_exit()
 
 
 def _in_child() -> None:
-    for member in list(_MEMBERS):
-        member._leave_in_child()
+    for group in list(_GROUPS):
+        group._leave_in_child()
 
 
 atexit.register(_at_exit)

@@ -1,0 +1,156 @@
+"""Exchanges over shared memory: every rank has a block for each other rank, or one for all.
+
+Each rank fetches the blocks that are meant for it. There are three paths. Up to `INLINE_BYTES` a
+rank's blocks travel with its header (one wait); blocks in regions are copied from where they lie;
+all others pass in pieces through the staging slots, so that copies in and out overlap between
+ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from gradwire.shm.group_segment import INLINE_BYTES
+from gradwire.shm.group_state import GroupState
+from gradwire.shm.header import INLINE, PRIVATE, Call, Location
+from gradwire.shm.pieces import PIECE_BYTES, block_start, fill_slot, location_for, share
+from gradwire.shm.sync import Deadline
+from gradwire.shm.tensors import overwrites
+
+__all__ = ["barrier", "broadcast", "exchange"]
+
+
+def barrier(state: GroupState, deadline: Deadline, kind: str = "barrier") -> None:
+    """Wait until every rank has called."""
+    state.announce(Call(kind), Location(INLINE), deadline)
+
+
+def broadcast(state: GroupState, call: Call, flat: Tensor, deadline: Deadline) -> None:
+    """Copy the root's values to all ranks' tensors.
+
+    Args:
+        state: This rank's state of the group.
+        call: broadcast, with its root.
+        flat: 1-d and contiguous.
+        deadline: When to give up.
+    """
+    at_root, count = state.rank == call.root, flat.numel()
+    outgoing = [flat] if at_root else []
+    incoming = [flat if r == call.root and not at_root else None for r in range(state.size)]
+    if flat.nbytes <= INLINE_BYTES:
+        exchange(state, call, outgoing, incoming, deadline, shared=True)
+        return
+    state.announce(call, location_for(state, flat, flat.nbytes, sends=at_root), deadline)
+    locations = state.locations()
+    if locations[call.root].region == PRIVATE:
+        calls = [call] * state.size
+        _exchange_through_slots(state, call, calls, [call.root], outgoing, incoming, shared=True)
+        return
+    # root and receivers copy at the same time: with tensors in regions, the root writes the first
+    # share to each receiver, which fetches the rest
+    first = share(count, 0, state.size)[1]
+    if at_root:
+        for rank, location in enumerate(locations):
+            if rank != state.rank and location.region >= 0:
+                state.at(rank, location, flat.dtype, 0, first).copy_(flat[:first])
+    else:
+        start = first if locations[state.rank].region >= 0 else 0
+        source = state.at(call.root, locations[call.root], flat.dtype, start, count - start)
+        flat[start:].copy_(source)
+    state.sync()
+
+
+def exchange(
+    state: GroupState,
+    call: Call,
+    outgoing: Sequence[Tensor],
+    incoming: Sequence[Tensor | None],
+    deadline: Deadline,
+    *,
+    base: Tensor | None = None,
+    shared: bool = False,
+) -> None:
+    """Every rank fetches from every other rank the block that is meant for it.
+
+    Args:
+        state: This rank's state of the group.
+        call: With tables of block sizes, or with the one size that all blocks have.
+        outgoing: This rank's block for each rank; or one for all, if `shared`; or nothing.
+        incoming: Where each rank's block goes, 1-d and contiguous; None where there is none. What
+            lies over outgoing blocks costs a copy of these.
+        deadline: When to give up.
+        base: A contiguous tensor that holds the outgoing blocks in order, where there is one.
+        shared: Whether a rank's one block goes to all ranks.
+    """
+    own = outgoing[0 if shared else state.rank] if outgoing else None
+    if (total := sum(block.nbytes for block in outgoing)) > INLINE_BYTES:
+        if overwrites(outgoing, incoming, state.rank, own):
+            outgoing, base = [block.clone() for block in outgoing], None
+            own = outgoing[0 if shared else state.rank]
+        state.announce(call, location_for(state, base, total), deadline)
+    else:
+        state.announce(call, Location(INLINE), deadline, outgoing)
+    locations = state.locations()
+    calls = state.calls() if call.sends else [call] * state.size
+    # this rank's own block needs no other rank
+    if own is not None:
+        _copy(incoming[state.rank], own)
+    staged = []
+    for rank, (its_location, its_call) in enumerate(zip(locations, calls, strict=True)):
+        target = incoming[rank]
+        if its_location.region == PRIVATE:
+            staged.append(rank)
+        elif rank != state.rank and target is not None:
+            start = 0 if shared else block_start(its_call, state.rank)
+            count = target.numel()
+            if its_location.region == INLINE:
+                target.copy_(state.inline(rank, call.dtype, start, count))
+            else:
+                target.copy_(state.at(rank, its_location, call.dtype, start, count))
+    if staged:
+        _exchange_through_slots(state, call, calls, staged, outgoing, incoming, shared=shared)
+    if any(p.region >= 0 for p in locations):
+        state.sync()  # until then other ranks read this rank's tensors
+
+
+def _copy(target: Tensor | None, source: Tensor) -> None:
+    if target is not None and target.data_ptr() != source.data_ptr():
+        target.copy_(source)
+
+
+def _exchange_through_slots(
+    state: GroupState,
+    call: Call,
+    calls: Sequence[Call],
+    staged: Sequence[int],
+    outgoing: Sequence[Tensor],
+    incoming: Sequence[Tensor | None],
+    *,
+    shared: bool,
+) -> None:
+    columns = 1 if shared else max(1, state.size - 1)  # a slot has no block for the rank itself
+    longest = max(max(calls[rank].sends, default=call.numel) for rank in staged)
+    ring, total = state.ring, longest * columns * call.dtype.itemsize
+    # at least two pieces where the ring has two slots, so that copies in and out overlap
+    step = (
+        min(ring.slot_bytes, max(PIECE_BYTES, total // min(2, ring.slots)))
+        // call.dtype.itemsize
+        // columns
+    )
+    slots = {rank: state.slots(rank, call.dtype) for rank in staged}
+    others = outgoing if shared else [*outgoing[: state.rank], *outgoing[state.rank + 1 :]]
+    for fill, fetch in state.turns(math.ceil(longest / step), stages=2):
+        if state.rank in staged and fill >= 0:
+            lo = fill * step
+            slot = slots[state.rank][fill % ring.slots]
+            fill_slot(slot, [block[lo : lo + step] for block in others], step)
+        lo = fetch * step
+        for rank in staged:
+            target = incoming[rank]
+            if rank != state.rank and target is not None and 0 <= lo < target.numel():
+                piece, slot = target[lo : lo + step], slots[rank][fetch % ring.slots]
+                column = 0 if shared else state.rank - (rank < state.rank)
+                piece.copy_(slot[column * step :][: piece.numel()])

@@ -1,0 +1,252 @@
+"""One rank's state of a group: the headers and data that ranks share, and how they wait.
+
+Short data lies in the group's segment, beside the headers. Long data lies in regions: the caller's
+tensor, if it was allocated in one, or else the rank's staging region, whose slots it passes through
+piece by piece.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from gradwire.errors import CollectiveTimeoutError, DistributedError
+from gradwire.shm.group_segment import INLINE_BYTES, Layout, form
+from gradwire.shm.header import (
+    PRIVATE,
+    Call,
+    Location,
+    check_consistent,
+    location_of,
+    read,
+    write,
+)
+from gradwire.shm.links import Kind, Links, Message, Receive
+from gradwire.shm.regions import STAGING, Regions
+from gradwire.shm.rings import RINGS, Ring, ring_for
+from gradwire.shm.sync import Deadline
+
+__all__ = ["GroupState"]
+
+
+class GroupState:
+    """One rank's part of a group.
+
+    Args:
+        rank: This rank.
+        size: How many there are.
+        peers: A connection to each other rank.
+        other: As `receive` of `Links`, for the messages that are not about regions.
+        on_lost: As of `Links`.
+        deadline: For the group to form.
+
+    Attributes:
+        links: The connections.
+        mark: The hash that the next collective's header carries; see `GroupBase.marked`.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        peers: dict[int, socket.socket],
+        other: Receive,
+        on_lost: Callable[[int, DistributedError], None],
+        deadline: Deadline,
+    ) -> None:
+        self.rank, self.size = rank, size
+        self._others = [peer for peer in range(size) if peer != rank]
+        self._other = other
+        self._regions = Regions()
+        layout = Layout(size)
+        try:
+            memory, self._semaphores = form(rank, peers, layout.size, deadline)
+            self._kind, self._deadline = "forming the group", deadline
+            self.links = Links(peers, self._receive, on_lost)
+        except BaseException:
+            for peer in peers.values():
+                peer.close()  # ends the other ranks' waits for this one
+            raise
+        view, flat = memory.bytes, memory.flat
+        self._headers = [
+            [view[layout.header(parity, r) :][: layout.header_bytes] for r in range(size)]
+            for parity in (0, 1)
+        ]
+        self._inline = [
+            [flat[layout.inline(parity, r) :][:INLINE_BYTES] for r in range(size)]
+            for parity in (0, 1)
+        ]
+        self._parity = self.mark = 0
+        self._typed: dict[tuple[int, int, torch.dtype], Tensor] = {}
+        self._staging: dict[int, Tensor] = {}
+        self._ring: int | None = None
+
+    def announce(
+        self, call: Call, location: Location, deadline: Deadline, inline: Sequence[Tensor] = ()
+    ) -> None:
+        """Begin a collective: write this rank's header, wait for all others, and compare.
+
+        Args:
+            call: What this rank calls.
+            location: Where this rank's data lies.
+            deadline: For all waits of this collective.
+            inline: Tensors of the call's dtype to put one after the other with the header.
+
+        Raises:
+            MismatchError: On all ranks, if the calls do not fit each other.
+            PeerLostError, PeerFailedError, CollectiveTimeoutError: A rank does not take part.
+        """
+        self._kind, self._deadline = call.kind, deadline
+        self._parity ^= 1
+        self._ring = None
+        self._regions.release_ended(self.links, deadline)
+        start = 0
+        for block in inline:
+            self.inline(self.rank, call.dtype, start, block.numel()).copy_(block)
+            start += block.numel()
+        headers = self._headers[self._parity]
+        mark, self.mark = self.mark, 0
+        write(headers[self.rank], call, location, mark)
+        self.sync()
+        # about 1 µs, and any mismatch is the same error on all ranks, before data moves
+        check_consistent(headers, self.rank)
+
+    def locations(self) -> list[Location]:
+        """Where each rank's data lies, as announced."""
+        return [location_of(header) for header in self._headers[self._parity]]
+
+    def calls(self) -> list[Call]:
+        """What each rank called, as announced."""
+        return [read(header)[0] for header in self._headers[self._parity]]
+
+    def sync(self) -> None:
+        """A barrier: what any rank wrote before it can be read by all ranks after it."""
+        self.post()
+        self.wait()
+
+    def post(self) -> None:
+        """Post this rank's semaphore for each other rank."""
+        self._semaphores.post(self._others)
+
+    def wait(self) -> None:
+        """Wait for one post of each other rank."""
+        self._semaphores.wait(self._others, self._check_peers)
+
+    def turns(self, pieces: int, *, stages: int) -> Iterator[list[int]]:
+        """The turns of a pipeline: in each, every stage works on another piece.
+
+        A rank posts after each turn, and waits only for the posts of `ring.lag(stages)` turns ago:
+        ranks may be that many turns apart. After the wait, what the other ranks wrote in the
+        previous stage can be read, and a slot that they have read can be written again.
+
+        Yields:
+            The number of the piece in each stage; -1 where a stage has none in this turn.
+        """
+        lag = self.ring.lag(stages)
+        schedule = list(self.ring.schedule(pieces, stages))
+        posts = len(schedule) - lag - 1
+        for turn, numbers in enumerate(schedule):
+            yield numbers
+            if turn < posts:
+                self.post()
+            if 0 <= turn - lag < posts:
+                self.wait()
+
+    def inline(self, rank: int, dtype: torch.dtype, start: int, count: int) -> Tensor:
+        """Elements of the data that a rank wrote beside its header."""
+        key = (self._parity, rank, dtype)
+        typed = self._typed.get(key)
+        if typed is None:
+            # kept for later operations, which may run outside of inference mode
+            with torch.inference_mode(False):
+                typed = self._typed[key] = self._inline[self._parity][rank].view(dtype)
+        return typed[start : start + count]
+
+    def locate(self, tensor: Tensor) -> Location:
+        """The location of a tensor of this rank."""
+        return self._regions.locate(tensor)
+
+    def at(
+        self, rank: int, location: Location, dtype: torch.dtype, start: int, count: int
+    ) -> Tensor:
+        """Elements `start` to `start + count` of a rank's tensor that lies in a region."""
+        region = self._regions.of_peer(rank, location.region, self.links, self._deadline)
+        first = location.offset + start * dtype.itemsize
+        return region[first : first + count * dtype.itemsize].view(dtype)
+
+    def staged_location(self, nbytes: int, *, sends: bool = True) -> Location:
+        """The location of data in private memory: the ring that this rank asks for.
+
+        Called before `announce`.
+
+        Args:
+            nbytes: Bytes of the data.
+            sends: Whether this rank writes it to slots, and so needs a staging region.
+        """
+        number = ring_for(nbytes)
+        if sends:
+            self._stage(number)
+        return Location(PRIVATE, number)
+
+    @property
+    def ring(self) -> Ring:
+        """The ring for data in private memory: the largest that any rank asks for."""
+        return RINGS[self._ring_number()]
+
+    def _ring_number(self) -> int:
+        if self._ring is None:
+            self._ring = max(
+                location.offset for location in self.locations() if location.region < 0
+            )
+        return self._ring
+
+    def _stage(self, number: int) -> Tensor:
+        staging = self._staging.get(number)
+        if staging is None:
+            deadline = Deadline(self._deadline.seconds)
+            size = RINGS[number].slots * RINGS[number].slot_bytes
+            staging = self._regions.allocate(size, self.links, deadline, STAGING[number])
+            self._staging[number] = staging
+        return staging
+
+    def slots(self, rank: int, dtype: torch.dtype) -> list[Tensor]:
+        """The slots that a rank's data passes through."""
+        number = self._ring_number()
+        if rank == self.rank:
+            region = self._stage(number)
+        else:
+            region = self._regions.of_peer(rank, STAGING[number], self.links, self._deadline)
+        return list(region.view(dtype).chunk(RINGS[number].slots))
+
+    def allocate(self, size: int) -> Tensor:
+        """Bytes in a new region of this rank."""
+        return self._regions.allocate(size, self.links, Deadline(self._deadline.seconds))
+
+    def close(self) -> None:
+        """Leave the group."""
+        self.links.close()
+        self._regions.close()
+        for kept in (self._headers, self._inline, self._typed, self._staging):
+            kept.clear()
+
+    def _check_peers(self, missing: Sequence[int]) -> None:
+        # lost peers are read before the semaphores: a peer may post and then leave in order, and
+        # its post must count
+        lost = [peer for peer in missing if peer in self.links.lost]
+        absent = [peer for peer in missing if not self._semaphores.posted(peer)]
+        if absent:
+            self.links.check([peer for peer in lost if peer in absent])
+        if absent and self._deadline.over():
+            raise CollectiveTimeoutError(
+                f"{self._kind}: rank {self.rank} waited {self._deadline.seconds:g} s for ranks "
+                f"{absent}: see what they do, or give the group a longer timeout"
+            )
+
+    def _receive(self, peer: int, message: Message) -> Callable[[], None] | None:
+        if message.kind in (Kind.REGION, Kind.RELEASE):
+            self._regions.receive(peer, message)
+            return None
+        return self._other(peer, message)
