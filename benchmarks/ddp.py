@@ -19,8 +19,8 @@ from benchmarks.progress import say
 from benchmarks.results import CaseResult, Measure
 from benchmarks.stats import difference_ratio, ratio, spread
 from benchmarks.training import BARE, GLOO, TORCH, Case, Training, Wrapper, peers, wrappers
-from gradwire.ddp._packed import ADOPT_BYTES, AT_ONCE_BYTES
-from gradwire.ddp._planning import IN_PLACE_BYTES
+from gradwire.ddp.buckets.assignment import IN_PLACE_BYTES
+from gradwire.ddp.buckets.packed import ADOPT_BYTES, AT_ONCE_BYTES
 
 __all__ = ["BENCHMARK", "measure"]
 

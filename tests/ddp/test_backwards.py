@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gradwire import hooks
-from gradwire.ddp import DistributedDataParallel, _naive
+from gradwire.ddp import DistributedDataParallel, naive
 from gradwire.testing import run_ranks
 
 pytestmark = pytest.mark.usefixtures("each_backend")
@@ -27,7 +27,7 @@ def own_batch(step=0):
 
 
 def average(net):
-    _naive.average_gradients(dist.group.WORLD, net.parameters())
+    naive.average_gradients(dist.group.WORLD, net.parameters())
 
 
 def assert_same(net, twin):

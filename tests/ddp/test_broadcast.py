@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradwire.ddp import _naive, broadcast_coalesced
+from gradwire.ddp import broadcast_coalesced
 from gradwire.errors import ArgumentError, ArgumentTypeError
 from gradwire.testing import run_ranks
 
@@ -56,10 +56,10 @@ def like_naive(world_size, in_place_bytes, message_bytes):
         patch.setattr(module, "MESSAGE_BYTES", message_bytes)
         for seed in range(12):
             src = seed % world_size
-            ours, naive = random_tensors(seed, rank), random_tensors(seed, rank)
+            ours, expected = random_tensors(seed, rank), random_tensors(seed, rank)
             broadcast_coalesced(group, ours, [100, 5000, 1 << 20][seed % 3], group_src=src)
-            _naive.broadcast(group, naive, src)
-            for a, b in zip(ours, naive, strict=True):
+            naive.broadcast(group, expected, src)
+            for a, b in zip(ours, expected, strict=True):
                 torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 

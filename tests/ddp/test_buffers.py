@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from gradwire.ddp._buffers import Buffers
+from gradwire.ddp.buffers import Buffers
 
 
 def test_buffers_are_those_that_the_module_has_now() -> None:

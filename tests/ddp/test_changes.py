@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gradwire import hooks
-from gradwire.ddp import DistributedDataParallel, _naive
+from gradwire.ddp import DistributedDataParallel, naive
 from gradwire.errors import ArgumentError, MismatchError
 from gradwire.testing import run_ranks
 
@@ -28,7 +28,7 @@ def check(net):
     got = [None if p.grad is None else p.grad.clone() for p in net.module.parameters()]
     net.module.zero_grad()
     net.module(torch.full((2, 4), 1.0 + rank)).square().mean().backward()
-    _naive.average_gradients(net.process_group, net.module.parameters())
+    naive.average_gradients(net.process_group, net.module.parameters())
     for a, p in zip(got, net.module.parameters(), strict=True):
         assert (a is None) == (p.grad is None)
         if a is not None:

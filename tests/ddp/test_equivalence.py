@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gradwire.ddp import DistributedDataParallel, _naive
+from gradwire.ddp import DistributedDataParallel, naive
 from gradwire.testing import run_ranks
 
 pytestmark = pytest.mark.usefixtures("each_backend")
@@ -84,24 +84,24 @@ def compare(name, world_size, options):
     torch.manual_seed(rank)  # replicas start apart: construction must make them equal
     net = MODELS[name]()
     ours = DistributedDataParallel(net, **options)
-    alone, naive, theirs = (copy.deepcopy(net) for _ in range(3))
+    alone, averaged, theirs = (copy.deepcopy(net) for _ in range(3))
     theirs = nn.parallel.DistributedDataParallel(theirs, gradient_as_bucket_view=False)
     torch.manual_seed(7)
     for _ in range(3):
         batch = torch.randn(4 * world_size, 6)
         own = batch[4 * rank : 4 * rank + 4]
-        for model in (ours, naive, theirs):
+        for model in (ours, averaged, theirs):
             model.zero_grad()
             loss_of(model, own).backward()
         alone.zero_grad()
         loss_of(alone, batch).backward()
-        _naive.average_gradients(group, naive.parameters())
+        naive.average_gradients(group, averaged.parameters())
         got = gradients_of(ours)
-        for reference in (alone, naive, theirs):
+        for reference in (alone, averaged, theirs):
             for n, expected in gradients_of(reference).items():
                 torch.testing.assert_close(got[n], expected, rtol=2e-4, atol=1e-6, msg=n)
         with torch.no_grad():
-            for model in (ours, naive, theirs, alone):
+            for model in (ours, averaged, theirs, alone):
                 for p in model.parameters():
                     p -= 0.1 * p.grad
     return {n: g.tolist() for n, g in got.items()}
@@ -141,7 +141,7 @@ def test_no_sync_accumulates_and_the_next_backward_reduces_the_sum(view):
                 assert torch.equal(p.grad, q.grad)  # nothing was sent
             loss_of(net, batches[2]).backward()
             loss_of(twin, batches[2]).backward()
-            _naive.average_gradients(dist.group.WORLD, twin.parameters())
+            naive.average_gradients(dist.group.WORLD, twin.parameters())
             for p, q in zip(net.parameters(), twin.parameters(), strict=True):
                 torch.testing.assert_close(p.grad, q.grad)
 

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gradwire.ddp import DistributedDataParallel, MixedPrecision, Reducer, _launch
+from gradwire.ddp import DistributedDataParallel, MixedPrecision, Reducer
 from gradwire.ddp.faults.waiting import wait_work
+from gradwire.ddp.reducer import launch
 from gradwire.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -417,7 +418,7 @@ def test_a_failure_one_step_ahead_is_told_a_step_later():
                 return wait_work(work, poll, **options)
 
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(_launch, "wait_work", held)
+                patch.setattr(launch, "wait_work", held)
                 assert_good_step(net)  # all took part in it
             with pytest.raises(PeerFailedError, match=r"rank 0: backward was interrupted"):
                 step(net)

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from gradwire import hooks
-from gradwire.ddp import DistributedDataParallel, _naive
-from gradwire.ddp._packed import PackedBucket
+from gradwire.ddp import DistributedDataParallel, naive
+from gradwire.ddp.buckets.packed import PackedBucket
 from gradwire.errors import ReductionError
 from gradwire.testing import run_ranks
 
@@ -33,7 +33,7 @@ def expected(net, x):
     twin = copy.deepcopy(net.module)
     twin.zero_grad()
     twin(x).square().sum().backward()
-    _naive.average_gradients(dist.group.WORLD, twin.parameters())
+    naive.average_gradients(dist.group.WORLD, twin.parameters())
     return [p.grad for p in twin.parameters()]
 
 
@@ -170,7 +170,7 @@ def test_an_output_of_its_own_after_finalization_begins_nothing():
         twin = copy.deepcopy(net.module.net)
         twin.zero_grad()
         twin(x).square().sum().backward()
-        _naive.average_gradients(dist.group.WORLD, twin.parameters())
+        naive.average_gradients(dist.group.WORLD, twin.parameters())
         return [p.grad for p in twin.parameters()]
 
     run_ranks(main, 2)
@@ -261,7 +261,7 @@ def test_optimizers_in_backward_step_when_finalized():
         x, before = batch(0), [p.detach().clone() for p in net.parameters()]
         twin = mlp()
         twin(x).square().sum().backward()
-        _naive.average_gradients(dist.group.WORLD, twin.parameters())
+        naive.average_gradients(dist.group.WORLD, twin.parameters())
         model(x).square().sum().backward()
         torch.testing.assert_close([p.detach() for p in net.parameters()], before)
         model.finalize_backward()

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from gradwire.ddp import DistributedDataParallel, _naive
+from gradwire.ddp import DistributedDataParallel, naive
 from gradwire.testing import run_ranks
 
 pytestmark = pytest.mark.usefixtures("each_backend")
@@ -24,7 +24,7 @@ def average_used(net):
         dist.all_reduce(used)
         if used:
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-            _naive.average_gradients(dist.group.WORLD, [p])
+            naive.average_gradients(dist.group.WORLD, [p])
 
 
 def assert_same(net, twin):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from gradwire.ddp import DistributedDataParallel, _naive
+from gradwire.ddp import DistributedDataParallel, naive
 from gradwire.errors import PeerFailedError, ReductionError
 from gradwire.testing import run_ranks
 
@@ -39,7 +39,7 @@ def average_used(net):
         dist.all_reduce(used)
         if used:
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-            _naive.average_gradients(dist.group.WORLD, [p])
+            naive.average_gradients(dist.group.WORLD, [p])
 
 
 def assert_same(net, twin):

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from gradwire import compat, hooks
-from gradwire.ddp import DistributedDataParallel, MixedPrecision, _naive
+from gradwire.ddp import DistributedDataParallel, MixedPrecision, naive
 from gradwire.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -98,7 +98,7 @@ def train(net, *, steps=2, micro=1, none=True, rtol=1e-4, extra=lambda step: Tru
         group = dist.group.WORLD
         for p in twin.parameters():  # a rank that does not use one takes part
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad.to_dense()
-        _naive.weighted_average(group, twin.parameters(), sum(map(len, step)))
+        naive.weighted_average(group, twin.parameters(), sum(map(len, step)))
         assert_same(net, twin, rtol)
 
 

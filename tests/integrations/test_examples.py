@@ -15,7 +15,10 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 NEEDS = {
     "train_with_torchrun": ("torch", "2 ranks, right"),
     "train_with_accelerate": ("accelerate", "2 ranks, gradwire.compat.ddp, right"),
-    "train_with_fabric": ("lightning_fabric", "2 ranks, gradwire.ddp.module, right"),
+    "train_with_fabric": (
+        "lightning_fabric",
+        "2 ranks, gradwire.ddp.distributed_data_parallel, right",
+    ),
 }
 
 

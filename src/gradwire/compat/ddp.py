@@ -31,9 +31,9 @@ from gradwire.compat._hook import RaisesItsOwn, StatefulRaisesItsOwn, check_anno
 from gradwire.compat._registry import Replacement
 from gradwire.compat._wording import RefusedError, refused, surplus, unfinished
 from gradwire.compat.buckets import BUCKET_TABLE, _broadcast_coalesced
-from gradwire.ddp._hook_state import Layout
-from gradwire.ddp._join import ShadowHook, agree_on_rank
-from gradwire.ddp._outputs import map_tensors
+from gradwire.ddp.buckets.hook_state import Layout
+from gradwire.ddp.join import ShadowHook, agree_on_rank
+from gradwire.ddp.outputs import map_tensors
 from gradwire.errors import (
     ArgumentError,
     ArgumentTypeError,

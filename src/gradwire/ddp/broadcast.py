@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import BroadcastOptions, ProcessGroup, Work
 
 from gradwire.buckets import plan_buckets
-from gradwire.ddp._group import check_group, resolve_root
+from gradwire.ddp.group import check_group, resolve_root
 from gradwire.errors import ArgumentError, ArgumentTypeError
 from gradwire.shm.process_group import Operations
 from gradwire.shm.register import member_of

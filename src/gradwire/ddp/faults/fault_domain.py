@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 from torch.distributed import BroadcastOptions, ProcessGroup, Work
 
-from gradwire.ddp._group import message_device, timeout_of
 from gradwire.ddp.faults.backward_state import BackwardState
 from gradwire.ddp.faults.collective_log import CollectiveLog, Entry, group_named
 from gradwire.ddp.faults.error_channel import ErrorChannel, store_of
@@ -34,6 +33,7 @@ from gradwire.ddp.faults.resynchronisation import (
 )
 from gradwire.ddp.faults.round import Round
 from gradwire.ddp.faults.waiting import Pending, engine_failure, first_failure, pending_work
+from gradwire.ddp.group import message_device, timeout_of
 from gradwire.errors import (
     BrokenGroupError,
     DistributedError,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from gradwire.ddp.reducer import Reducer
+    from gradwire.ddp.reducer.reducer import Reducer
 
 __all__ = ["ModuleNames", "ReducerNames"]
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from gradwire.buckets import memory_strides, views
-from gradwire.ddp._bucket import Bucket, Member, dense_gradient
-from gradwire.ddp._ownership import Ownership, is_lazy
+from gradwire.ddp.buckets.bucket import Bucket, Member, dense_gradient
+from gradwire.ddp.buckets.ownership import Ownership, is_lazy
 from gradwire.gradients import GradBucket
 
 __all__ = ["InPlaceBucket"]

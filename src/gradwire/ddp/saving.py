@@ -12,8 +12,8 @@ from typing import Any
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from gradwire.ddp._hook_state import Layout, has_state, load_state, save_state
-from gradwire.ddp.reducer import Reducer
+from gradwire.ddp.buckets.hook_state import Layout, has_state, load_state, save_state
+from gradwire.ddp.reducer.reducer import Reducer
 from gradwire.gradients.group_name import group_from, name_if_group
 
 __all__ = ["Saving"]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from gradwire.ddp._group import message_device
+from gradwire.ddp.group import message_device
 from gradwire.errors import MismatchError
 
 __all__ = ["describe", "verify_same"]

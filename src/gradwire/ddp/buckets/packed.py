@@ -17,8 +17,8 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from gradwire.buckets import views
-from gradwire.ddp._bucket import Bucket, Member, dense_gradient
-from gradwire.ddp._ownership import Ownership, is_lazy, uses
+from gradwire.ddp.buckets.bucket import Bucket, Member, dense_gradient
+from gradwire.ddp.buckets.ownership import Ownership, is_lazy, uses
 from gradwire.gradients import GradBucket
 from gradwire.shm import empty
 

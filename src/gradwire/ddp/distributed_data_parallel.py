@@ -13,7 +13,7 @@ from torch.distributed.algorithms.join import Joinable
 from torch.nn import Parameter
 
 from gradwire._torch import TORCHS_DDP, compile_callees_only, run_as_written
-from gradwire.ddp._arguments import (
+from gradwire.ddp.arguments import (
     check_module,
     resolve_buffers,
     resolve_caps,
@@ -22,22 +22,22 @@ from gradwire.ddp._arguments import (
     resolve_group,
     sparse_names,
 )
-from gradwire.ddp._buffers import BufferHook, Buffers
-from gradwire.ddp._finalization import Finalizing
-from gradwire.ddp._group import check_group
-from gradwire.ddp._hook_state import Layout, rekey
-from gradwire.ddp._join import Plans, Uneven, agree_on_rank
-from gradwire.ddp._log import LoggingData
-from gradwire.ddp._outputs import map_tensors, tensors_in
-from gradwire.ddp._planning import BucketLayout, names_by_bucket
-from gradwire.ddp._precision import Precision, resolve_precision
-from gradwire.ddp._saving import Saving
-from gradwire.ddp._torch_names import ModuleNames
-from gradwire.ddp._verify import describe, verify_same
-from gradwire.ddp._watch import Watch
 from gradwire.ddp.broadcast import broadcast_coalesced
+from gradwire.ddp.buckets.assignment import BucketLayout, names_by_bucket
+from gradwire.ddp.buckets.hook_state import Layout, rekey
+from gradwire.ddp.buffers import BufferHook, Buffers
 from gradwire.ddp.faults.fault_domain import FaultDomain
-from gradwire.ddp.reducer import Reducer
+from gradwire.ddp.finalization import Finalizing
+from gradwire.ddp.group import check_group
+from gradwire.ddp.join import Plans, Uneven, agree_on_rank
+from gradwire.ddp.outputs import map_tensors, tensors_in
+from gradwire.ddp.parameter_check import Watch
+from gradwire.ddp.precision import Precision, resolve_precision
+from gradwire.ddp.reducer.log import LoggingData
+from gradwire.ddp.reducer.reducer import Reducer
+from gradwire.ddp.reducer.torch_names import ModuleNames
+from gradwire.ddp.saving import Saving
+from gradwire.ddp.verify import describe, verify_same
 from gradwire.errors import ArgumentTypeError
 from gradwire.gradients import CommHook, StatefulHook, bind_hook
 from gradwire.hooks import by_name

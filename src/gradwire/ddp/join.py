@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
-from gradwire.ddp._buffers import Buffers
-from gradwire.ddp._group import message_device
 from gradwire.ddp.broadcast import broadcast_coalesced
-from gradwire.ddp.reducer import Reducer
+from gradwire.ddp.buffers import Buffers
+from gradwire.ddp.group import message_device
+from gradwire.ddp.reducer.reducer import Reducer
 
 __all__ = ["Plans", "ShadowHook", "Uneven", "agree_on_rank", "exchange_plans"]
 

@@ -7,10 +7,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from gradwire.ddp._bucket import Bucket, Member
-from gradwire.ddp._hook_state import Part, rekey
-from gradwire.ddp._planning import Planner
-from gradwire.ddp._sparse import SparseBucket
+from gradwire.ddp.buckets.assignment import Planner
+from gradwire.ddp.buckets.bucket import Bucket, Member
+from gradwire.ddp.buckets.hook_state import Part, rekey
+from gradwire.ddp.buckets.sparse import SparseBucket
 
 __all__ = ["BucketSet"]
 

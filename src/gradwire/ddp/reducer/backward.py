@@ -16,20 +16,20 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from gradwire.ddp._bucket import Bucket
-from gradwire.ddp._bucket_set import BucketSet
-from gradwire.ddp._in_backward import step_and_clear
-from gradwire.ddp._in_flight import InFlight, Launched
-from gradwire.ddp._launch import Launcher
-from gradwire.ddp._log import Clock
-from gradwire.ddp._planning import Planner
-from gradwire.ddp._rpc import rpc_context_error
-from gradwire.ddp._sparse import SparseBucket
-from gradwire.ddp._usage import Usage
-from gradwire.ddp._weights import NUMBERS, Weights
+from gradwire.ddp.buckets.assignment import Planner
+from gradwire.ddp.buckets.bucket import Bucket
+from gradwire.ddp.buckets.bucket_set import BucketSet
+from gradwire.ddp.buckets.sparse import SparseBucket
 from gradwire.ddp.faults.backward_state import BackwardState, Event, after
 from gradwire.ddp.faults.fault_domain import FaultDomain
 from gradwire.ddp.faults.waiting import Pending
+from gradwire.ddp.reducer.in_backward import step_and_clear
+from gradwire.ddp.reducer.in_flight import InFlight, Launched
+from gradwire.ddp.reducer.launch import Launcher
+from gradwire.ddp.reducer.log import Clock
+from gradwire.ddp.reducer.rpc import rpc_context_error
+from gradwire.ddp.reducer.usage import Usage
+from gradwire.ddp.reducer.weights import NUMBERS, Weights
 from gradwire.errors import NotSupportedError, ReductionError
 
 __all__ = ["NO_ROOM", "Backward", "on_gradient", "on_output"]

@@ -7,7 +7,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from gradwire.ddp._bucket import Bucket, Member
+from gradwire.ddp.buckets.bucket import Bucket, Member
 from gradwire.errors import ReductionError
 from gradwire.gradients import GradBucket
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradwire.ddp._outputs import map_tensors
+from gradwire.ddp.outputs import map_tensors
 from gradwire.errors import ArgumentError, ArgumentTypeError
 from gradwire.gradients import CommHook
 from gradwire.hooks import allreduce, compressed

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from gradwire.ddp.reducer import Reducer
+from gradwire.ddp.reducer.reducer import Reducer
 
 __all__ = ["Finalizing"]
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from gradwire.ddp._ownership import Ownership
+from gradwire.ddp.buckets.ownership import Ownership
 from gradwire.errors import (
     ArgumentError,
     ArgumentTypeError,

@@ -18,17 +18,17 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from gradwire.ddp._backward import NO_ROOM, Backward, on_gradient, on_output
-from gradwire.ddp._group import check_group
-from gradwire.ddp._hook_state import Part, replace_group
-from gradwire.ddp._in_backward import take_over
-from gradwire.ddp._log import LoggingData
-from gradwire.ddp._ownership import Registration
-from gradwire.ddp._planning import BucketLayout, Planner, check_layout
-from gradwire.ddp._rpc import rpc_context_error
-from gradwire.ddp._torch_names import ReducerNames
-from gradwire.ddp._usage import Usage
-from gradwire.ddp._weights import NUMBERS
+from gradwire.ddp.buckets.assignment import BucketLayout, Planner, check_layout
+from gradwire.ddp.buckets.hook_state import Part, replace_group
+from gradwire.ddp.buckets.ownership import Registration
+from gradwire.ddp.group import check_group
+from gradwire.ddp.reducer.backward import NO_ROOM, Backward, on_gradient, on_output
+from gradwire.ddp.reducer.in_backward import take_over
+from gradwire.ddp.reducer.log import LoggingData
+from gradwire.ddp.reducer.rpc import rpc_context_error
+from gradwire.ddp.reducer.torch_names import ReducerNames
+from gradwire.ddp.reducer.usage import Usage
+from gradwire.ddp.reducer.weights import NUMBERS
 from gradwire.errors import ArgumentError, NotSupportedError, ReductionError
 from gradwire.gradients import CommHook, StatefulHook, bind_hook, name_of
 

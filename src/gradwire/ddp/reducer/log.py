@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import chain, repeat
 from time import perf_counter_ns
 
-from gradwire.ddp._bucket import Bucket
+from gradwire.ddp.buckets.bucket import Bucket
 
 __all__ = ["BucketLog", "Clock", "LoggingData"]
 

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 from torch.nn.parameter import UninitializedParameter
 
-from gradwire.ddp._group import check_group
 from gradwire.ddp.broadcast import shares_elements
+from gradwire.ddp.group import check_group
 from gradwire.errors import ArgumentError, ArgumentTypeError
 
 __all__ = [

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.distributed import Work
 
-from gradwire.ddp._bucket import Bucket
+from gradwire.ddp.buckets.bucket import Bucket
 from gradwire.ddp.faults.waiting import Pending, pending_future, pending_work
 from gradwire.gradients import GradBucket
 from gradwire.hooks.sparse import SparseSum

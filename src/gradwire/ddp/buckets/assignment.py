@@ -10,11 +10,11 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from gradwire.buckets import plan_buckets
-from gradwire.ddp._bucket import Bucket, Member
-from gradwire.ddp._in_place import InPlaceBucket
-from gradwire.ddp._ownership import Ownership
-from gradwire.ddp._packed import PackedBucket
-from gradwire.ddp._sparse import SparseBucket
+from gradwire.ddp.buckets.bucket import Bucket, Member
+from gradwire.ddp.buckets.in_place import InPlaceBucket
+from gradwire.ddp.buckets.ownership import Ownership
+from gradwire.ddp.buckets.packed import PackedBucket
+from gradwire.ddp.buckets.sparse import SparseBucket
 from gradwire.errors import ArgumentError, ArgumentTypeError
 from gradwire.shm import shares_memory
 

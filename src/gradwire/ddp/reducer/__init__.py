@@ -1,0 +1,1 @@
+"""The reducer: the state machine of a backward, launching buckets, which parameters were used."""
