@@ -71,7 +71,7 @@ class _Envelope:
 class Mailbox:
     """A rank's unexpected messages and its posted receives; used under the links' lock.
 
-    Whoever matches a message with a receive removes both under the lock, and copies the data after
+    The thread that matches a message and a receive removes both under the lock, and copies after
     releasing it: the copy of a large message must not delay other receives, nor the errors of those
     whose peer is lost.
     """
