@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradwire.ddp import broadcast_coalesced
+from gradwire.ddp import broadcast_coalesced, naive
 from gradwire.errors import ArgumentError, ArgumentTypeError
 from gradwire.testing import run_ranks
 

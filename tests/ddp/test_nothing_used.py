@@ -104,6 +104,37 @@ def test_a_rank_that_uses_nothing_and_finalizes_by_hand():
     assert run_ranks(main, 2) == [[False] * 4] * 2
 
 
+class Skipped(Layers):
+    """Hands its input on as it is where it uses nothing."""
+
+    def forward(self, x, take):
+        return super().forward(x, take) if take else x
+
+
+@pytest.mark.parametrize("leaf", [False, True])
+@pytest.mark.parametrize("skipped", [0, 1])
+@pytest.mark.parametrize("chained", [False, True])
+def test_two_modules_of_which_one_is_skipped_on_one_rank(chained, skipped, leaf):
+    """Backward reaches both in the same order on every rank: their buckets must not meet."""
+
+    def main():
+        torch.manual_seed(0)
+        nets = [DistributedDataParallel(Skipped(), find_unused_parameters=True) for _ in range(2)]
+        twins = [copy.deepcopy(net.module) for net in nets]
+        takes = [[0], [0, 1]]
+        takes[skipped] = takes[skipped] if dist.get_rank() else []
+        for a, b in (nets, twins):
+            x = own_input() if leaf else own_input() * 1
+            first = a(x, takes[0])
+            second = b(first if chained else x, takes[1])
+            (first.square().sum() + 3 * second.square().sum()).backward()
+        for net, twin in zip(nets, twins, strict=True):
+            average_used(twin)
+            assert_same(net, twin)
+
+    run_ranks(main, 2)
+
+
 @pytest.mark.parametrize("take", [[[0], [0]], [[], [0, 1]]])
 def test_all_in_one_reentrant_checkpoint(take):
     """The graph of the outputs has no parameters: what is unused shows when backward ends."""

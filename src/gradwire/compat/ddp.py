@@ -294,8 +294,7 @@ class DistributedDataParallel(ours.DistributedDataParallel):
         return map_tensors(self._to_device, inputs), map_tensors(self._to_device, kwargs)
 
     def _post_forward(self, output: Any) -> Any:
-        self._after(output, self._syncing())
-        return output
+        return self._after(output, self._syncing())
 
     def _syncing(self) -> bool:
         return torch.is_grad_enabled() and self.require_backward_grad_sync

@@ -30,12 +30,12 @@ from gradwire.ddp.faults.fault_domain import FaultDomain
 from gradwire.ddp.finalization import Finalizing
 from gradwire.ddp.group import check_group
 from gradwire.ddp.join import Plans, Uneven, agree_on_rank
-from gradwire.ddp.outputs import map_tensors, tensors_in
+from gradwire.ddp.outputs import map_tensors, tensors_in, with_own_nodes
 from gradwire.ddp.parameter_check import Watch
 from gradwire.ddp.precision import Precision, resolve_precision
 from gradwire.ddp.reducer.log import LoggingData
 from gradwire.ddp.reducer.reducer import Reducer
-from gradwire.ddp.reducer.torch_names import ModuleNames
+from gradwire.ddp.reducer.reducer.torch_names import ModuleNames
 from gradwire.ddp.saving import Saving
 from gradwire.ddp.verify import describe, verify_same
 from gradwire.errors import ArgumentTypeError
@@ -234,8 +234,7 @@ class DistributedDataParallel(Uneven, Saving, Finalizing, ModuleNames):
                 output = _call(self.module, inputs, kwargs)
         finally:
             TORCHS_DDP._active_ddp_module = outer
-        self._after(output, syncing and self.require_backward_grad_sync)
-        return output
+        return self._after(output, syncing and self.require_backward_grad_sync)
 
     @run_as_written
     def _before(self, syncing: bool) -> None:
@@ -259,14 +258,18 @@ class DistributedDataParallel(Uneven, Saving, Finalizing, ModuleNames):
             root = 0 if plans is None else agree_on_rank(self._group, candidate=True)
             buffers.sync(self._group, root=root)
         self.require_forward_param_sync = syncing
+        self._forward_began = torch.autograd._get_sequence_nr()
 
     @run_as_written
-    def _after(self, output: Any, syncing: bool) -> None:
-        """What ranks do together after a forward."""
+    def _after(self, output: Any, syncing: bool) -> Any:
+        """What ranks do together after a forward; the output that is handed on."""
         if self._buffers_synced.after_forward and syncing and self._syncs_buffers():
             self._buffers_synced.sync(self._group)
         if syncing:
+            if self.find_unused_parameters:
+                output = with_own_nodes(output, self._forward_began)
             self.reducer.expect(tensors_in(output))
+        return output
 
     def _to_device(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device, non_blocking=True)

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
-__all__ = ["map_tensors", "tensors_in"]
+__all__ = ["map_tensors", "tensors_in", "with_own_nodes"]
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -47,3 +48,24 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(map_tensors(function, v) for v in value)
     return value
+
+
+def with_own_nodes(output: Any, since: int) -> Any:
+    """The output of a forward, with views of what it has handed on as it came, if there is any.
+
+    A backward reaches the outputs of several modules in the same order on every rank only if each
+    has a node that its forward made, on ranks whose forward has done nothing, too.
+
+    Args:
+        output: What the forward returned.
+        since: autograd's sequence number when the forward began.
+    """
+
+    def is_older(t: Tensor) -> bool:
+        if not t.requires_grad or t.layout != torch.strided:
+            return False
+        return t.grad_fn is None or t.grad_fn._sequence_nr() < since
+
+    if not any(is_older(t) for t in tensors_in(output)):
+        return output
+    return map_tensors(lambda t: t.view_as(t) if is_older(t) else t, output)
