@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from gradwire.collectives.engines import dense
+from gradwire.collectives.engines import dense, in_bytes
 from gradwire.collectives.fingerprint import (
     MAX_DIMS,
     Call,
@@ -198,7 +198,8 @@ def describe(
 
 def digest(x: Tensor) -> str:
     """A short text that differs, all but surely, where the tensor's values do."""
-    data = dense(x.detach()).cpu().view(-1).view(torch.uint8).numpy().tobytes()
+    own = dense(x.detach()).cpu()
+    data = in_bytes(own, (own.numel(),)).numpy().tobytes()
     return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 

@@ -178,7 +178,8 @@ def all_to_all(
     world = group.size()
 
     def rejoined(y: Tensor) -> Tensor:
-        pieces = y.split(len(y) // world if received is None else list(received))
+        # A list of sizes: split by one size makes a single piece of no rows.
+        pieces = y.split([len(y) // world] * world if received is None else list(received))
         return torch.cat([piece.movedim(0, split_dim) for piece in pieces], joined)
 
     return after(rows, rejoined)

@@ -148,4 +148,5 @@ def _all_reduce_by_parts(x: Tensor, op: str, group: ProcessGroup, now: bool) -> 
     sizes = [small + (rank < more) for rank in range(world)]
     mine = reduce_scatter(dense(x).view(-1), sizes, op, group, now=True).wait()
     whole = all_gather(mine, sizes, group, now)
-    return Pending((), lambda: whole.wait().view(x.shape))
+    # Not a view, which could not be changed in place: autograd knows nothing of its base.
+    return Pending((), lambda: whole.wait().view(x.shape).data)
