@@ -2,91 +2,14 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
+from fuzz.collectives_case import COMPLEX, INTEGERS, Case, Made, named, shape, uneven, with_size
+
 __all__ = [
-    "ASYNC", "MARKED", "NOT_RESOLVED", "ONE_WAY", "OPS", "STATISTICS", "TOKENS", "Case", "selects",
-    "shape",
+    "ASYNC", "MARKED", "NOT_RESOLVED", "ONE_WAY", "OPS", "STATISTICS", "TOKENS", "selects",
 ]  # fmt: skip
-
-Shape = tuple[int, ...]
-Made = tuple[tuple[Shape, ...], dict[str, Any]]
-COMPLEX = ("complex64", "complex128")
-INTEGERS = ("int64", "int32", "bool")
-
-
-@dataclass
-class Case:
-    """What a step is made for."""
-
-    rng: random.Random
-    world: int
-    dtype: str
-    twice: bool
-    by_grad: bool
-    checks: bool | None
-
-    def chance(self, p: float) -> bool:
-        return self.rng.random() < p
-
-    def reduction(self) -> str:
-        if self.dtype == "bool":
-            return self.rng.choice(["band", "bor", "bxor", "max", "min"])
-        names = ["sum", "product"]
-        if self.dtype in INTEGERS:
-            return self.rng.choice([*names, "max", "min", "band", "bor", "bxor"])
-        names += ["sum", "avg", "premul"]
-        return self.rng.choice(names if self.dtype in COMPLEX else [*names, "max", "min"])
-
-    def reducing(self) -> dict[str, Any]:
-        op = self.reduction()
-        args: dict[str, Any] = {"op": op}
-        if op == "premul":
-            args["factor"] = self.rng.choice(["number", "tensor"])
-        elif self.chance(0.2):
-            args["as_enum"] = True
-        return args
-
-    def root(self) -> dict[str, Any]:
-        return {"root": self.rng.randrange(self.world), "by": self.rng.choice(["global", "group"])}
-
-    def sizes(self, least: int = 0) -> list[int]:
-        """A size for each rank."""
-        if self.chance(0.3):
-            return [max(least, self.rng.choice([1, 2, 3]))] * self.world
-        return [max(least, self.rng.choice([0, 1, 1, 2, 3, 5])) for _ in range(self.world)]
-
-    def alike(self, shape: Shape) -> tuple[Shape, ...]:
-        return (shape,) * self.world
-
-
-def shape(rng: random.Random, dims: int | None = None) -> Shape:
-    """Of any tensor: mostly small, sometimes empty, seldom large."""
-    dims = rng.choice([0, 1, 1, 2, 2, 3]) if dims is None else dims
-    if dims == 2 and rng.random() < 0.04:
-        return rng.choice([(257, 33), (64, 1025), (3, 40_001)])
-    return tuple(rng.choice([0, 1, 1, 2, 3, 3, 4, 5]) if rng.random() < 0.3 else
-                 rng.choice([1, 2, 3, 4]) for _ in range(dims))  # fmt: skip
-
-
-def _with(shape: Shape, dim: int, size: int) -> Shape:
-    return (*shape[:dim], size, *shape[dim + 1 :])
-
-
-def _uneven(case: Case, least: int = 0) -> tuple[list[int], int, tuple[Shape, ...]]:
-    """Sizes, the dim, and shapes that differ there."""
-    whole = shape(case.rng, case.rng.choice([1, 1, 2, 3]))
-    dim = case.rng.randrange(len(whole))
-    sizes = case.sizes(least)
-    return sizes, dim, tuple(_with(whole, dim, size) for size in sizes)
-
-
-def _named(case: Case, dim: int, dims: int) -> int:
-    """A dim, counted from either end."""
-    return dim - dims if dims and case.chance(0.3) else dim
 
 
 def all_reduce(case: Case) -> Made:
@@ -124,9 +47,9 @@ def _gathered(case: Case) -> Made:
         own = shape(case.rng)
         dims = len(own) + (form == "stack")
         dim = case.rng.randrange(dims or 1)
-        return case.alike(own), {"form": form, "dim": _named(case, dim, dims)}
-    sizes, dim, shapes = _uneven(case)
-    return shapes, {"form": form, "dim": _named(case, dim, len(shapes[0])), "sizes": sizes}
+        return case.alike(own), {"form": form, "dim": named(case, dim, dims)}
+    sizes, dim, shapes = uneven(case)
+    return shapes, {"form": form, "dim": named(case, dim, len(shapes[0])), "sizes": sizes}
 
 
 def all_gather_list(case: Case) -> Made:
@@ -139,15 +62,15 @@ def all_gather_list(case: Case) -> Made:
 
 
 def scatter(case: Case) -> Made:
-    sizes, dim, shapes = _uneven(case)
+    sizes, dim, shapes = uneven(case)
     form = case.rng.choice(["tensor", "list"])
     if case.chance(0.4):
         sizes = [sizes[0]] * case.world
     if form == "list" and case.chance(0.15):
         sizes, dim, numbers, whole = [1] * case.world, 0, True, (case.world,)
     else:
-        numbers, whole = False, _with(shapes[0], dim, sum(sizes))
-    args = {"form": form, "dim": _named(case, dim, len(whole)), "sizes": sizes, "numbers": numbers}
+        numbers, whole = False, with_size(shapes[0], dim, sum(sizes))
+    args = {"form": form, "dim": named(case, dim, len(whole)), "sizes": sizes, "numbers": numbers}
     likes = ["tensor"] if case.twice or case.by_grad else ["none", "tensor", "meta"]
     receivers = ["tensor"] if case.twice or case.by_grad else ["none", "tensor"]
     args |= {"like": case.rng.choice(["none", *likes]), "receivers": case.rng.choice(receivers)}
@@ -155,14 +78,14 @@ def scatter(case: Case) -> Made:
 
 
 def reduce_scatter(case: Case) -> Made:
-    sizes, dim, shapes = _uneven(case)
+    sizes, dim, shapes = uneven(case)
     form = case.rng.choice(["even", "sizes", "list", "numbers"])
     if form == "even":
         sizes = [sizes[0]] * case.world
     if form == "numbers":
         sizes, dim, shapes = [1] * case.world, 0, ((1,),)
-    whole = _with(shapes[0], dim, sum(sizes))
-    args = {"form": form, "dim": _named(case, dim, len(whole)), "sizes": sizes}
+    whole = with_size(shapes[0], dim, sum(sizes))
+    args = {"form": form, "dim": named(case, dim, len(whole)), "sizes": sizes}
     return case.alike(whole), args | case.reducing()
 
 
@@ -186,7 +109,7 @@ def all_to_all(case: Case) -> Made:
     args = {"form": form, "dim": dim, "splits": splits, "given": case.chance(0.5)}
     if form[:4] == "dims":
         args["concat_dim"] = rng.choice([d for d in range(len(own)) if d != dim])
-    return tuple(_with(own, dim, sum(row)) for row in splits), args
+    return tuple(with_size(own, dim, sum(row)) for row in splits), args
 
 
 def ppermute(case: Case) -> Made:
@@ -207,8 +130,8 @@ def shift(case: Case) -> Made:
 def halo_exchange(case: Case) -> Made:
     widths = case.rng.choice([1, (1, 0), (0, 2), (2, 1), 0])
     least = widths if isinstance(widths, int) else max(widths)
-    _, dim, shapes = _uneven(case, least)
-    dim = _named(case, dim, len(shapes[0]))
+    _, dim, shapes = uneven(case, least)
+    dim = named(case, dim, len(shapes[0]))
     return shapes, {"widths": widths, "dim": dim, "wrap": case.chance(0.5)}
 
 
@@ -227,7 +150,7 @@ def statistic(case: Case) -> Made:
     for _ in range(case.world - 1):  # the first rank alone is never empty there
         shapes.append(tuple(rng.choice([0, 1, 3]) if d in dims and case.chance(0.4) else size
                             for d, size in enumerate(own)))  # fmt: skip
-    args = {"dim": [_named(case, d, len(own)) for d in dims], "keepdim": case.chance(0.5)}
+    args = {"dim": [named(case, d, len(own)) for d in dims], "keepdim": case.chance(0.5)}
     if len(dims) == 1 and case.chance(0.5):
         args["dim"] = args["dim"][0]
     return tuple(shapes), args

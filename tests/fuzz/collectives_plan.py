@@ -11,12 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fuzz import collectives_makers as makers
+from fuzz.collectives_case import COMPLEX, INTEGERS, Case, shape
 
 __all__ = ["Leaf", "Plan", "Step", "make_plan"]
 
 REAL = ("float32",) * 6 + ("float64",) * 4 + ("bfloat16", "float16")
-COMPLEX = ("complex64", "complex128", "complex128")
-INTEGERS = ("int64", "int32", "bool")
 LOW = ("bfloat16", "float16")
 LAYOUTS = ("plain",) * 4 + (
     "transposed",
@@ -139,8 +138,8 @@ class _Maker:
     def leaf(self) -> Leaf:
         rng = self.rng
         wanted = tuple(not self.uneven or self.chance(0.5) for _ in range(self.ranks))
-        shape = makers.shape(rng)
-        shapes = [makers.shape(rng) if self.chance(0.3) else shape for _ in range(self.ranks)]
+        own = shape(rng)
+        shapes = [shape(rng) if self.chance(0.3) else own for _ in range(self.ranks)]
         grid = self.integers or self.dtype in LOW or self.chance(0.6)
         return Leaf(tuple(shapes), wanted, self.dtype, grid)
 
@@ -154,7 +153,7 @@ class _Maker:
         op = rng.choices([*makers.OPS], weights=[w for w, _ in makers.OPS.values()])[0]
         while not self.suits(op, dtype):
             op = rng.choice([*makers.OPS])
-        case = makers.Case(rng, world, dtype, self.twice, self.by_grad, self.checks)
+        case = Case(rng, world, dtype, self.twice, self.by_grad, self.checks)
         shapes, args = makers.OPS[op][1](case)
         # In few digits, values that are computed tie where they do not in many.
         exact = dtype in LOW or self.dtype in LOW

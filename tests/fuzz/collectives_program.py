@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fuzz import collectives_local as local
 from fuzz.collectives_calls import Call, call
-from fuzz.collectives_makers import INTEGERS
+from fuzz.collectives_case import INTEGERS
 from fuzz.collectives_plan import Plan, Step
 from fuzz.collectives_reference import second_loss
 from gradwire import collectives

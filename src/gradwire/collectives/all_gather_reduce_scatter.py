@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, overload
 
-import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -15,7 +14,7 @@ from gradwire.collectives.all_reduce import AllReduce
 from gradwire.collectives.fingerprint import Call
 from gradwire.collectives.handles import Handle, after, run
 from gradwire.collectives.linear import Linear, linear, register
-from gradwire.collectives.lists import piece_sizes, pieces_of
+from gradwire.collectives.lists import concat, piece_sizes, pieces_of
 from gradwire.collectives.marks import agreed
 from gradwire.collectives.nonlinear import Reducing, reduce_with
 from gradwire.collectives.ranks import dense_tensor, member
@@ -262,7 +261,7 @@ def reduce_scatter(
     if not isinstance(x, Tensor):
         pieces, dim, numbers = pieces_of(x, dim, group, "x")
         sizes = piece_sizes(pieces, dim, sizes, group)
-        x = torch.cat(pieces, dim)
+        x = concat(pieces, dim)
     check_reducible(x, reduction)
     x, reduction = premultiplied(x, reduction)
     front, dim = dim_in_front(x, dim)

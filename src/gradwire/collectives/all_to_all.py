@@ -15,7 +15,7 @@ from gradwire.collectives.apart import apart
 from gradwire.collectives.fingerprint import Call
 from gradwire.collectives.handles import Handle, after, run
 from gradwire.collectives.linear import Linear, register
-from gradwire.collectives.lists import pieces_of
+from gradwire.collectives.lists import concat, pieces_of
 from gradwire.collectives.marks import agreed
 from gradwire.collectives.numbers import swap_numbers
 from gradwire.collectives.ranks import member
@@ -250,8 +250,6 @@ def _exchanged_list(
 ) -> Any:
     pieces, _, numbers = pieces_of(xs, 0, group, "x")
     send = tuple(len(piece) for piece in pieces)
-    rows, receive = _exchanged(
-        torch.cat(pieces), send, output_splits, "list", group, async_op, check
-    )
+    rows, receive = _exchanged(concat(pieces), send, output_splits, "list", group, async_op, check)
     assert receive is not None
     return after(rows, lambda y: apart(y, receive, numbers))

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from gradwire.collectives import agreement
-from gradwire.collectives.parts import combine, running
+from gradwire.collectives.parts import combine, row_of, running
 from gradwire.collectives.ranks import member
 from gradwire.collectives.reductions import check_reducible
 from gradwire.errors import ArgumentError
@@ -118,7 +118,7 @@ def _running_extremum(pieces: Tensor, op: str) -> Tensor:
     else:
         limits = torch.iinfo(pieces.dtype)
         least, most = limits.min, limits.max
-    first = torch.full_like(pieces[0], least if op == "max" else most)
+    first = row_of(least if op == "max" else most, pieces)
     return torch.stack([first, *(_extremum(pieces[:r], op) for r in range(1, len(pieces)))])
 
 

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from gradwire.collectives import agreement
 from gradwire.collectives.fingerprint import Call
-from gradwire.collectives.lists import piece_sizes, pieces_of
+from gradwire.collectives.lists import concat, piece_sizes, pieces_of
 from gradwire.collectives.numbers import device_of
 from gradwire.collectives.ranks import dense_tensor, with_data
 from gradwire.collectives.sizes import dim_in_front, equal_part, valid_sizes
@@ -54,7 +54,7 @@ class Whole:
         pieces, dim, numbers = pieces_of(xs, dim, group, "xs")
         with_data(pieces[0], "xs[0]")
         known = piece_sizes(pieces, dim, sizes, group)
-        return cls(torch.cat([piece.movedim(dim, 0) for piece in pieces]), known, dim, numbers)
+        return cls(concat([piece.movedim(dim, 0) for piece in pieces]), known, dim, numbers)
 
     @classmethod
     def expected(

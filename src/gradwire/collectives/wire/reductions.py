@@ -71,6 +71,8 @@ def reduce_scatter(
     group = direct(group, x)
     world = group.size()
     rows = len(x) // world if sizes is None else sizes[group.rank()]
+    if x.numel() == 0:
+        return done(empty(x, rows))
     if sizes is None and _scatters(x, op, group):
         source = dense(x)
         out = empty(x, rows)
