@@ -372,3 +372,35 @@ def test_numbers_in_a_list_whatever_is_said_of_their_sizes():
             C.all_gather_list(x, sizes=[1, 2][:: 1 - 2 * dist.get_rank()])
 
     run_ranks(main, 2)
+
+
+def test_a_tensor_of_one_number_with_any_stride():
+    """A dim of size 1 may have any stride in a contiguous tensor, where bytes want a 1."""
+
+    def main():
+        x = torch.zeros(1, dtype=torch.complex64).as_strided((1,), (2,))
+        with C.checks():
+            same = C.invariant(x)
+        return C.all_gather(x).tolist(), C.all_reduce(x, "product").tolist(), same.tolist()
+
+    assert run_ranks(main, 2) == [([0j, 0j], [0j], [0j])] * 2
+
+
+def test_every_result_may_be_changed_in_place():
+    def main():
+        x = torch.tensor([1 + 1j, 2], requires_grad=True)
+        C.all_reduce(x, "product").mul_(2).real.sum().backward()
+        y = torch.ones(2, 3, requires_grad=True)
+        part = C.softmax(y.t(), 0)
+        part.mul_(2).sum().backward()
+        return x.grad.tolist(), part.is_contiguous(), bool(y.grad.abs().max() < 1e-6)
+
+    assert run_ranks(main, 2) == [([4 - 4j, 8], True, True)] * 2
+
+
+def test_an_exchange_of_no_rows_joined_along_another_dim():
+    """From each rank comes a piece without rows, and the joined dim has all of them."""
+    assert (
+        run_ranks(lambda: C.all_to_all(torch.zeros(0, 4), split_dim=0, concat_dim=1).shape, 2)
+        == [(0, 8)] * 2
+    )

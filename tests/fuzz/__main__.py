@@ -10,6 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from fuzz import collectives_plan, collectives_run, collectives_shrink
 from fuzz.plan import make_plan
 from fuzz.run import run_many, run_one
 from fuzz.shrink import shown, shrink
@@ -28,7 +29,14 @@ def main() -> int:
     parser.add_argument("--backends", nargs="+", default=["gloo", "shm"])
     parser.add_argument("--stop-after", type=int, default=20, help="failures")
     parser.add_argument("--no-torch", action="store_true", help="leave PyTorch's class out: faster")
+    parser.add_argument("--collectives", type=int, help="programs of collectives, not models")
+    parser.add_argument("--collectives-seed", type=int, help="as --seed, of these")
     arguments = parser.parse_args()
+    if arguments.collectives_seed is not None:
+        seed, whole = arguments.collectives_seed, arguments.whole
+        return max(one_program(seed, b, whole=whole) for b in arguments.backends)
+    if arguments.collectives is not None:
+        return max(many_programs(arguments, backend) for backend in arguments.backends)
     if arguments.seed is not None:
         return max(one(arguments.seed, b, whole=arguments.whole) for b in arguments.backends)
     return max(many(arguments, backend) for backend in arguments.backends)
@@ -74,6 +82,36 @@ def many(arguments: argparse.Namespace, backend: str) -> int:
             break
     for reason, count in invalid.items():
         print(f"invalid: {count}: {reason}")
+    return int(failed > 0)
+
+
+def one_program(seed: int, backend: str, *, whole: bool) -> int:
+    """A seed of the collectives; 1 if it fails."""
+    plan = collectives_plan.make_plan(seed)
+    problems = collectives_run.run_one(plan, backend)
+    print(f"{backend} {seed}:", *(problems or ["as the reference"]), sep="\n")
+    if problems and not whole:
+        plan = collectives_shrink.shrink(plan, lambda p: bool(collectives_run.run_one(p, backend)))
+        print("smaller:", *collectives_run.run_one(plan, backend), sep="\n")
+    print(collectives_shrink.shown(plan, backend))
+    return int(bool(problems))
+
+
+def many_programs(arguments: argparse.Namespace, backend: str) -> int:
+    """Many seeds of the collectives; 1 if one fails."""
+    ran, failed, began = 0, 0, time.monotonic()
+    last = arguments.first + arguments.collectives
+    for first in range(arguments.first, last, 5 * STEP):
+        seeds = range(first, min(first + 5 * STEP, last))
+        tally = collectives_run.run_many(map(collectives_plan.make_plan, seeds), backend)
+        ran, failed = ran + tally.ran, failed + len(tally.failed)
+        for seed, problems in tally.failed.items():
+            print(f"FAILED --collectives-seed {seed} --backends {backend}: {problems[0][:300]}")
+        rate = ran / (time.monotonic() - began)
+        told = f"{backend}: to seed {seeds[-1]}: {ran} ran, {failed} failed; {rate:.1f} a second"
+        print(told, flush=True)
+        if failed >= arguments.stop_after:
+            break
     return int(failed > 0)
 
 

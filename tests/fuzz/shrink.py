@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from typing import TypeVar
 
 from fuzz.plan import BODIES, Op, Plan, Step, params_in
 from fuzz.source import code_of
 
-__all__ = ["shown", "shrink"]
+__all__ = ["shown", "shrink", "shrink_by"]
+
+T = TypeVar("T")
 
 
 def shrink(plan: Plan, fails: Callable[[Plan], bool], *, attempts: int = 150) -> Plan:
@@ -19,10 +22,17 @@ def shrink(plan: Plan, fails: Callable[[Plan], bool], *, attempts: int = 150) ->
         fails: Whether a plan does.
         attempts: How many plans to try at most.
     """
+    return shrink_by(lambda p: filter(_is_valid, simpler(p)), plan, fails, attempts)
+
+
+def shrink_by(
+    simpler: Callable[[T], Iterable[T]], plan: T, fails: Callable[[T], bool], attempts: int
+) -> T:
+    """The same for plans of any kind, from what makes simpler ones of one."""
     again = True
     while again and attempts > 0:
         again = False
-        for smaller in filter(_is_valid, simpler(plan)):
+        for smaller in simpler(plan):
             attempts -= 1
             if attempts <= 0:
                 break

@@ -35,7 +35,7 @@ from gradwire.ddp.parameter_check import Watch
 from gradwire.ddp.precision import Precision, resolve_precision
 from gradwire.ddp.reducer.log import LoggingData
 from gradwire.ddp.reducer.reducer import Reducer
-from gradwire.ddp.reducer.reducer.torch_names import ModuleNames
+from gradwire.ddp.reducer.torch_names import ModuleNames
 from gradwire.ddp.saving import Saving
 from gradwire.ddp.verify import describe, verify_same
 from gradwire.errors import ArgumentTypeError

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -11,7 +12,7 @@ from gradwire.collectives.args.ranks import dense_tensor
 from gradwire.collectives.args.sizes import valid_dim, valid_sizes
 from gradwire.errors import ArgumentError, ArgumentTypeError
 
-__all__ = ["piece_sizes", "pieces_of"]
+__all__ = ["concat", "piece_sizes", "pieces_of"]
 
 
 def pieces_of(
@@ -53,6 +54,17 @@ def pieces_of(
                 f"differ in dim {dim} only"
             )
     return [x.reshape(1) if numbers else x for x in xs], dim, numbers
+
+
+def concat(pieces: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """`torch.cat`, whose backward has a graph for pieces of shape (0,) too.
+
+    torch's leaves them out. Where a second derivative goes on from there to a collective, other
+    ranks, whose pieces have elements, would wait in it.
+    """
+    whole = torch.cat([*pieces], dim)
+    empty = [piece for piece in pieces if piece.shape == (0,) and piece.requires_grad]
+    return whole + torch.stack(empty).sum() if empty else whole
 
 
 def piece_sizes(

@@ -31,7 +31,7 @@ from gradwire.collectives.checks.call_signature import (
     encode,
     first_difference,
 )
-from gradwire.collectives.wire.backends import dense
+from gradwire.collectives.wire.backends import dense, in_bytes
 from gradwire.collectives.wire.ints import gather_numbers
 from gradwire.errors import ArgumentError, MismatchError
 
@@ -198,7 +198,8 @@ def describe(
 
 def digest(x: Tensor) -> str:
     """A short text that differs, all but surely, where the tensor's values do."""
-    data = dense(x.detach()).cpu().view(-1).view(torch.uint8).numpy().tobytes()
+    own = dense(x.detach()).cpu()
+    data = in_bytes(own, (own.numel(),)).numpy().tobytes()
     return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 

@@ -6,12 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, overload
 
-import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from gradwire.collectives import wire
-from gradwire.collectives.args.lists import piece_sizes, pieces_of
+from gradwire.collectives.args.lists import concat, piece_sizes, pieces_of
 from gradwire.collectives.args.ranks import dense_tensor, member
 from gradwire.collectives.args.reductions import Op, as_reduction, check_reducible, premultiplied
 from gradwire.collectives.args.sizes import (
@@ -263,7 +262,7 @@ def reduce_scatter(
     if not isinstance(x, Tensor):
         pieces, dim, numbers = pieces_of(x, dim, group, "x")
         sizes = piece_sizes(pieces, dim, sizes, group)
-        x = torch.cat(pieces, dim)
+        x = concat(pieces, dim)
     check_reducible(x, reduction)
     x, reduction = premultiplied(x, reduction)
     front, dim = dim_in_front(x, dim)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from gradwire.collectives import wire
-from gradwire.collectives.args.lists import pieces_of
+from gradwire.collectives.args.lists import concat, pieces_of
 from gradwire.collectives.args.ranks import member
 from gradwire.collectives.args.sizes import (
     dim_back,
@@ -185,7 +185,8 @@ def all_to_all(
     world = group.size()
 
     def rejoined(y: Tensor) -> Tensor:
-        pieces = y.split(len(y) // world if received is None else list(received))
+        # A list of sizes: split by one size makes a single piece of no rows.
+        pieces = y.split([len(y) // world] * world if received is None else list(received))
         return torch.cat([piece.movedim(0, split_dim) for piece in pieces], joined)
 
     return after(rows, rejoined)
@@ -256,8 +257,6 @@ def _exchanged_list(
 ) -> Any:
     pieces, _, numbers = pieces_of(xs, 0, group, "x")
     send = tuple(len(piece) for piece in pieces)
-    rows, receive = _exchanged(
-        torch.cat(pieces), send, output_splits, "list", group, async_op, check
-    )
+    rows, receive = _exchanged(concat(pieces), send, output_splits, "list", group, async_op, check)
     assert receive is not None
     return after(rows, lambda y: apart(y, receive, numbers))

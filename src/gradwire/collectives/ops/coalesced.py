@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils import _pytree
 
+from gradwire.collectives.args.lists import concat
 from gradwire.collectives.args.ranks import dense_tensor, member
 from gradwire.collectives.args.reductions import Op
 from gradwire.collectives.args.sizes import equal_part
@@ -155,7 +156,7 @@ def all_gather_coalesced(
     world = member(group).size()
 
     def move(leaves: Sequence[Tensor]) -> list[Tensor]:
-        flat = torch.cat([leaf.reshape(-1) for leaf in leaves])
+        flat = concat([leaf.reshape(-1) for leaf in leaves])
         whole = all_gather(flat, stack=True, group=group, check=check)
         pieces = whole.split([leaf.numel() for leaf in leaves], 1)
         return [
@@ -189,7 +190,7 @@ def reduce_scatter_coalesced(
 
     def move(leaves: Sequence[Tensor]) -> list[Tensor]:
         rows = [_rows(leaf, members) for leaf in leaves]
-        flat = torch.cat([leaf.reshape(world, leaf.numel() // world) for leaf in leaves], 1)
+        flat = concat([leaf.reshape(world, leaf.numel() // world) for leaf in leaves], 1)
         mine = reduce_scatter(flat, op, group=group, check=check)[0]
         pieces = mine.split([leaf.numel() // world for leaf in leaves])
         return [
@@ -211,7 +212,7 @@ def _elementwise(tree: Any, move: Callable[[Tensor], Tensor]) -> Any:
     """A collective that keeps shapes, on each dtype's elements in one row."""
 
     def moved(leaves: Sequence[Tensor]) -> list[Tensor]:
-        flat = move(torch.cat([leaf.reshape(-1) for leaf in leaves]))
+        flat = move(concat([leaf.reshape(-1) for leaf in leaves]))
         pieces = flat.split([leaf.numel() for leaf in leaves])
         return [piece.reshape(leaf.shape) for piece, leaf in zip(pieces, leaves, strict=True)]
 

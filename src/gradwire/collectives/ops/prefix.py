@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from gradwire.collectives.args.ranks import member
 from gradwire.collectives.args.reductions import check_reducible
 from gradwire.collectives.checks import consistency
-from gradwire.collectives.ops.sharded import combine, running
+from gradwire.collectives.ops.sharded import combine, row_of, running
 from gradwire.errors import ArgumentError
 
 __all__ = ["exscan", "scan"]
@@ -118,7 +118,7 @@ def _running_extremum(pieces: Tensor, op: str) -> Tensor:
     else:
         limits = torch.iinfo(pieces.dtype)
         least, most = limits.min, limits.max
-    first = torch.full_like(pieces[0], least if op == "max" else most)
+    first = row_of(least if op == "max" else most, pieces)
     return torch.stack([first, *(_extremum(pieces[:r], op) for r in range(1, len(pieces)))])
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from gradwire.collectives.args.lists import piece_sizes, pieces_of
+from gradwire.collectives.args.lists import concat, piece_sizes, pieces_of
 from gradwire.collectives.args.ranks import dense_tensor, with_data
 from gradwire.collectives.args.sizes import dim_in_front, equal_part, valid_sizes
 from gradwire.collectives.args.transforms import refuse_in_transforms
@@ -54,7 +54,7 @@ class Whole:
         pieces, dim, numbers = pieces_of(xs, dim, group, "xs")
         with_data(pieces[0], "xs[0]")
         known = piece_sizes(pieces, dim, sizes, group)
-        return cls(torch.cat([piece.movedim(dim, 0) for piece in pieces]), known, dim, numbers)
+        return cls(concat([piece.movedim(dim, 0) for piece in pieces]), known, dim, numbers)
 
     @classmethod
     def expected(

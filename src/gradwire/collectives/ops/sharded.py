@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from gradwire.collectives.autograd.linear import linear
 from gradwire.collectives.ops.all_to_all import AllToAll
 
-__all__ = ["combine", "exclusive_product", "part_sizes", "running"]
+__all__ = ["combine", "exclusive_product", "part_sizes", "row_of", "running"]
 
 
 def combine(x: Tensor, group: ProcessGroup, fn: Callable[[Tensor], Tensor]) -> Tensor:
@@ -59,7 +59,18 @@ def exclusive_product(x: Tensor, group: ProcessGroup) -> Tensor:
 
 def running(pieces: Tensor, fn: Callable[[Tensor, Tensor], Tensor], start: float) -> Tensor:
     """Row r is `fn` over all rows before r; the first is filled with `start`."""
-    rows = [torch.full_like(pieces[0], start)]
+    rows = [row_of(start, pieces)]
     for piece in pieces[:-1]:
         rows.append(fn(rows[-1], piece))
     return torch.stack(rows)
+
+
+def row_of(value: float, pieces: Tensor) -> Tensor:
+    """A row filled with a number, that has a place in the graph of the pieces.
+
+    It is all that a group of one rank has, whose backward must go on to what came before: other
+    ranks may wait there.
+    """
+    row = torch.full_like(pieces[0], value)
+    alone = len(pieces) == 1 and (pieces.is_floating_point() or pieces.is_complex())
+    return row + pieces[:0].sum(0, dtype=pieces.dtype) if alone else row

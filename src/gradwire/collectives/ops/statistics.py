@@ -196,7 +196,8 @@ def softmax(
     """
     wide = _wide(x)
     total = logsumexp(wide, dim, keepdim=True, group=group, check=check)
-    return (wide - total).exp().to(x.dtype)
+    # A copy: exp keeps its own result for backward, and it has the strides of x.
+    return (wide - total).exp().to(x.dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 def _wide(x: Tensor) -> Tensor:

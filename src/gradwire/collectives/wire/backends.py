@@ -23,6 +23,7 @@ __all__ = [
     "engine",
     "flat",
     "fresh",
+    "in_bytes",
     "like",
     "plain",
 ]
@@ -105,7 +106,7 @@ def plain(x: Tensor) -> Tensor:
 
 def flat(x: Tensor) -> Tensor:
     """A contiguous tensor as the engine can carry it: bytes, if it does not know the dtype."""
-    return x if x.dtype in NATIVE else x.view(-1).view(torch.uint8)
+    return x if x.dtype in NATIVE else in_bytes(x, (x.numel(),))
 
 
 def by_rows(x: Tensor) -> Tensor:
@@ -113,7 +114,15 @@ def by_rows(x: Tensor) -> Tensor:
     if x.dtype in NATIVE:
         return x
     width = x[0].numel() if len(x) else 0
-    return x.view(len(x), width).view(torch.uint8)
+    return in_bytes(x, (len(x), width))
+
+
+def in_bytes(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A contiguous tensor's bytes, in one dim or by rows.
+
+    A contiguous tensor may have any stride in a dim of size 1, where `view(dtype)` wants a 1.
+    """
+    return x.as_strided(shape, (1,) if len(shape) == 1 else (shape[1], 1)).view(torch.uint8)
 
 
 def empty(x: Tensor, rows: int) -> Tensor:

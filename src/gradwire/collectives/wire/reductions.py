@@ -71,6 +71,8 @@ def reduce_scatter(
     group = direct(group, x)
     world = group.size()
     rows = len(x) // world if sizes is None else sizes[group.rank()]
+    if x.numel() == 0:
+        return done(empty(x, rows))
     if sizes is None and _scatters(x, op, group):
         source = dense(x)
         out = empty(x, rows)
@@ -148,4 +150,5 @@ def _all_reduce_by_parts(x: Tensor, op: str, group: ProcessGroup, now: bool) -> 
     sizes = [small + (rank < more) for rank in range(world)]
     mine = reduce_scatter(dense(x).view(-1), sizes, op, group, now=True).wait()
     whole = all_gather(mine, sizes, group, now)
-    return Pending((), lambda: whole.wait().view(x.shape))
+    # Not a view, which could not be changed in place: autograd knows nothing of its base.
+    return Pending((), lambda: whole.wait().view(x.shape).data)

@@ -27,9 +27,9 @@ from gradwire.ddp.reducer.in_backward import step_and_clear
 from gradwire.ddp.reducer.in_flight import InFlight, Launched
 from gradwire.ddp.reducer.launch import Launcher
 from gradwire.ddp.reducer.log import Clock
-from gradwire.ddp.reducer.reducer.rpc import rpc_context_error
-from gradwire.ddp.reducer.reducer.weights import NUMBERS, Weights
+from gradwire.ddp.reducer.rpc import rpc_context_error
 from gradwire.ddp.reducer.usage import Usage
+from gradwire.ddp.reducer.weights import NUMBERS, Weights
 from gradwire.errors import NotSupportedError, ReductionError
 
 __all__ = ["NO_ROOM", "Backward", "on_gradient", "on_output"]

@@ -25,10 +25,10 @@ from gradwire.ddp.group import check_group
 from gradwire.ddp.reducer.backward import NO_ROOM, Backward, on_gradient, on_output
 from gradwire.ddp.reducer.in_backward import take_over
 from gradwire.ddp.reducer.log import LoggingData
-from gradwire.ddp.reducer.reducer.rpc import rpc_context_error
-from gradwire.ddp.reducer.reducer.torch_names import ReducerNames
-from gradwire.ddp.reducer.reducer.weights import NUMBERS
+from gradwire.ddp.reducer.rpc import rpc_context_error
+from gradwire.ddp.reducer.torch_names import ReducerNames
 from gradwire.ddp.reducer.usage import Usage
+from gradwire.ddp.reducer.weights import NUMBERS
 from gradwire.errors import ArgumentError, NotSupportedError, ReductionError
 from gradwire.gradients import CommHook, StatefulHook, bind_hook, name_of
 

@@ -1,0 +1,258 @@
+"""What each collective gives: formulas on a list of tensors, one for each rank.
+
+Plain torch operations, which autograd differentiates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import reduce as fold
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree
+
+from fuzz import collectives_local as local
+from fuzz.collectives_plan import Step
+
+__all__ = ["OPS", "Ranks"]
+
+Ranks = list[Tensor]
+
+
+def reduced(xs: Sequence[Tensor], op: str) -> Tensor:
+    """One tensor of all ranks'."""
+    if op == "avg":
+        return torch.stack([*xs]).mean(0)
+    if op == "max":
+        return torch.stack([*xs]).amax(0)
+    if op == "min":
+        return torch.stack([*xs]).amin(0)
+    pairwise: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+        "sum": torch.add, "premul": torch.add, "product": torch.mul,
+        "band": torch.bitwise_and, "bor": torch.bitwise_or, "bxor": torch.bitwise_xor,
+    }  # fmt: skip
+    return fold(pairwise[op], xs)
+
+
+def _reduced(xs: Ranks, step: Step) -> Tensor:
+    return reduced(xs, step.args["op"])
+
+
+def all_reduce(xs: Ranks, step: Step) -> Ranks:
+    total = _reduced(xs, step)
+    if not step.args.get("invariant"):
+        return [total] * len(xs)
+    # Each rank's cotangent is whole already: it goes to the rank's own part alone.
+    share = 1 / len(xs) if step.args["op"] == "avg" else 1
+    return [total.detach() + (x - x.detach()) * share for x in xs]
+
+
+def reduce(xs: Ranks, step: Step) -> Ranks:
+    total, root = _reduced(xs, step), step.args["root"]
+    return [total if r == root else torch.zeros_like(total) for r in range(len(xs))]
+
+
+def broadcast(xs: Ranks, step: Step) -> Ranks:
+    return [xs[step.args["root"]]] * len(xs)
+
+
+def _joined(xs: Ranks, step: Step) -> Tensor:
+    if step.args["form"] == "stack":
+        return torch.stack(xs, step.args["dim"])
+    return torch.cat([x if x.dim() else x.reshape(1) for x in xs], step.args["dim"])
+
+
+def all_gather(xs: Ranks, step: Step) -> Ranks:
+    return [_joined(xs, step)] * len(xs)
+
+
+def all_gather_list(xs: Ranks, step: Step) -> list[Ranks]:
+    return [xs] * len(xs)
+
+
+def gather(xs: Ranks, step: Step) -> Ranks:
+    whole, root = _joined(xs, step), step.args["root"]
+    return [whole if r == root else torch.zeros_like(whole) for r in range(len(xs))]
+
+
+def scatter(xs: Ranks, step: Step) -> Ranks:
+    return [*local.pieces_of(xs[step.args["root"]], step)]
+
+
+def reduce_scatter(xs: Ranks, step: Step) -> Ranks:
+    return [*local.pieces_of(_reduced(xs, step), step)]
+
+
+def all_to_all(xs: Ranks, step: Step) -> Any:
+    dim, splits = step.args["dim"], step.args["splits"]
+    cut = [x.split(row, dim) for x, row in zip(xs, splits, strict=True)]
+    came = [[pieces[r] for pieces in cut] for r in range(len(xs))]
+    if step.args["form"] == "list":
+        return came
+    if step.args["form"] == "numbers":
+        return [[piece.reshape(()) for piece in pieces] for pieces in came]
+    return [torch.cat(pieces, step.args.get("concat_dim", dim)) for pieces in came]
+
+
+def ppermute(xs: Ranks, step: Step) -> Ranks:
+    came = {target: xs[source] for source, target in step.args["pairs"]}
+    return [came.get(r, torch.zeros_like(x)) for r, x in enumerate(xs)]
+
+
+def shift(xs: Ranks, step: Step) -> Ranks:
+    sources = [r - step.args["k"] for r in range(len(xs))]
+    if step.args["wrap"]:
+        return [xs[s % len(xs)] for s in sources]
+    return [xs[s] if 0 <= s < len(xs) else torch.zeros_like(xs[0]) for s in sources]
+
+
+def halo_exchange(xs: Ranks, step: Step) -> Ranks:
+    widths, dim, world = step.args["widths"], step.args["dim"], len(xs)
+    before, behind = (widths, widths) if isinstance(widths, int) else widths
+
+    def edge(rank: int, first: bool, width: int) -> Tensor:
+        x = xs[rank % world]
+        start = 0 if first else x.shape[dim] - width
+        part = x.narrow(dim, start, width)
+        return part if step.args["wrap"] or 0 <= rank < world else torch.zeros_like(part)
+
+    return [
+        torch.cat([edge(r - 1, False, before), x, edge(r + 1, True, behind)], dim)
+        for r, x in enumerate(xs)
+    ]
+
+
+def scan(xs: Ranks, step: Step) -> Ranks:
+    return [_reduced(xs[: r + 1], step) for r in range(len(xs))]
+
+
+def exscan(xs: Ranks, step: Step) -> Ranks:
+    op, x = step.args["op"], xs[0]
+    if op in ("max", "min"):
+        kind = torch.iinfo if x.dtype in (torch.int32, torch.int64) else torch.finfo
+        if x.dtype == torch.bool:
+            neutral = float(op == "min")
+        elif x.is_floating_point():
+            neutral = float("-inf" if op == "max" else "inf")
+        else:
+            neutral = kind(x.dtype).min if op == "max" else kind(x.dtype).max
+    else:
+        neutral = float(op == "product")
+    first = torch.full_like(x, neutral)
+    return [first, *(_reduced(xs[:r], step) for r in range(1, len(xs)))]
+
+
+def _dims(xs: Ranks, step: Step) -> list[int]:
+    dim = step.args["dim"]
+    return [d % xs[0].dim() for d in ([dim] if isinstance(dim, int) else dim)]
+
+
+def _flat(xs: Ranks, dims: Sequence[int]) -> Tensor:
+    """All ranks' numbers in a last dim; the dims that stay come before."""
+    kept = [d for d in range(xs[0].dim()) if d not in dims]
+    staying = [xs[0].shape[d] for d in kept]
+    counts = [math.prod(x.shape[d] for d in dims) for x in xs]
+    rows = [
+        x.permute([*kept, *dims]).reshape([*staying, n]) for x, n in zip(xs, counts, strict=True)
+    ]
+    return torch.cat(rows, -1)
+
+
+def statistic(xs: Ranks, step: Step) -> Ranks:
+    dims = _dims(xs, step)
+    if step.args.get("p") == float("inf"):  # ranks that tie share equally, whatever each has
+        there = [x for x in xs if x.numel()] or xs[:1]
+        own = [x.abs().amax(dims, keepdim=True) if dims else x.abs() for x in there]
+        y = torch.stack(own).amax(0)
+        y = y.squeeze(tuple(dims)) if dims else y
+    else:
+        numbers: Any = _flat(xs, dims)
+        y = {
+            "mean": lambda: numbers.mean(-1),
+            "var": lambda: _variance(numbers, step.args["correction"]),
+            "norm": lambda: torch.linalg.vector_norm(numbers, step.args["p"], -1),
+            "logsumexp": lambda: numbers.logsumexp(-1),
+        }[step.op]()
+    if step.args["keepdim"]:
+        for d in sorted(dims):
+            y = y.unsqueeze(d)
+    return [y] * len(xs)
+
+
+def _variance(numbers: Tensor, correction: float) -> Tensor:
+    centred = numbers - numbers.mean(-1, keepdim=True)
+    return (centred * centred.conj()).real.sum(-1) / (numbers.shape[-1] - correction)
+
+
+def softmax(xs: Ranks, step: Step) -> Ranks:
+    dims = _dims(xs, step)
+    total = _flat(xs, dims).logsumexp(-1)
+    for d in sorted(dims):
+        total = total.unsqueeze(d)
+    return [(x - total).exp() for x in xs]
+
+
+def _leaves(xs: Ranks, step: Step) -> list[Ranks]:
+    """For each leaf of a tree, the ranks' tensors."""
+    trees = [_pytree.tree_leaves(local.tree_of(x, step)) for x in xs]
+    return [[*leaf] for leaf in zip(*trees, strict=True)]
+
+
+def coalesced(xs: Ranks, step: Step) -> list[Ranks]:
+    leaves = [COALESCED[step.op](leaf, step) for leaf in _leaves(xs, step)]
+    return [[leaf[r] for leaf in leaves] for r in range(len(xs))]
+
+
+def _rows_gathered(xs: Ranks, step: Step) -> Ranks:
+    return [torch.cat(xs)] * len(xs)
+
+
+def _rows_dealt(xs: Ranks, step: Step) -> Ranks:
+    total = _reduced(xs, step)
+    rows = len(total) // len(xs)
+    return [total[r * rows : (r + 1) * rows] for r in range(len(xs))]
+
+
+def send(xs: Ranks, step: Step) -> Any:
+    return [
+        [*(xs[a] for a, b in step.args["moves"] if b == r), local.bystander(x)]
+        for r, x in enumerate(xs)
+    ]
+
+
+def send_recv(xs: Ranks, step: Step) -> Ranks:
+    moving = {rank for pair in step.args["pairs"] for rank in pair}
+    moved = ppermute(xs, step)
+    return [moved[r] if r in moving else local.bystander(x) for r, x in enumerate(xs)]
+
+
+def vary(xs: Ranks, step: Step) -> Ranks:
+    others = fold(torch.add, [x - x.detach() for x in xs])
+    return [x.detach() + others for x in xs]
+
+
+def invariant(xs: Ranks, step: Step) -> Ranks:
+    return [reduced(xs, "sum" if xs[0].dtype != torch.bool else "bor")] * len(xs)
+
+
+def barrier(xs: Ranks, step: Step) -> Ranks:
+    return xs
+
+
+COALESCED: dict[str, Callable[[Ranks, Step], Ranks]] = {
+    "all_reduce_coalesced": all_reduce, "reduce_coalesced": reduce,
+    "broadcast_coalesced": broadcast, "all_gather_coalesced": _rows_gathered,
+    "reduce_scatter_coalesced": _rows_dealt,
+}  # fmt: skip
+STATISTICS = ("mean", "var", "norm", "logsumexp")
+OPS: dict[str, Callable[[Ranks, Step], Any]] = {
+    f.__name__: f
+    for f in (
+        all_reduce, reduce, broadcast, all_gather, all_gather_list, gather, scatter, reduce_scatter,
+        all_to_all, ppermute, shift, halo_exchange, scan, exscan, softmax, send, send_recv, vary,
+        invariant, barrier,
+    )
+} | dict.fromkeys(STATISTICS, statistic) | dict.fromkeys(COALESCED, coalesced)  # fmt: skip

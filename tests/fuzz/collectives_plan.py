@@ -1,0 +1,207 @@
+"""A case of the collectives' fuzzer, made from a seed: a program of collectives, step by step.
+
+A step takes a register, brings it to the shape that its collective wants, and its result is a new
+register. Registers 0, 1, … are the leaves; all ranks run the same steps.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+from fuzz import collectives_makers as makers
+from fuzz.collectives_case import COMPLEX, INTEGERS, Case, shape
+
+__all__ = ["Leaf", "Plan", "Step", "make_plan"]
+
+REAL = ("float32",) * 6 + ("float64",) * 4 + ("bfloat16", "float16")
+LOW = ("bfloat16", "float16")
+LAYOUTS = ("plain",) * 4 + (
+    "transposed",
+    "strided",
+    "expanded",
+    "offset",
+    "conj",
+    "neg",
+    "reversed",
+)
+POSTS = ("none", "none", "half", "in_place", "tanh", "square")
+LOSSES = ("weights", "sum", "transposed", "expanded", "part", "square", "conj", "twice")
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """What the program starts from.
+
+    Attributes:
+        shapes: On each rank.
+        wanted: On which ranks it requires a gradient.
+        grid: Whether values are multiples of 1/4, with zeros and ties among them.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    wanted: tuple[bool, ...]
+    dtype: str
+    grid: bool
+
+
+@dataclass(frozen=True)
+class Step:
+    """A collective, what is done before and after it.
+
+    Attributes:
+        number: Its result's register.
+        op: Its name; see `collectives_makers`.
+        inputs: The registers it takes.
+        members: The group's global ranks, in the order in which it was made; () is the default.
+        shapes: What each member of the group gives.
+        layouts: In which layout.
+        args: What else the op takes.
+        late: With async_op; the result is waited for where it is used.
+        post: What is done with the result.
+        checkpoint: "", "plain" or "reentrant".
+        losses: How each rank's loss uses the result; () if no loss does.
+    """
+
+    number: int
+    op: str
+    inputs: tuple[int, ...]
+    members: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: str
+    layouts: tuple[str, ...]
+    args: dict[str, Any] = field(default_factory=dict)
+    asynchronous: bool = False
+    late: bool = False
+    post: str = "none"
+    checkpoint: str = ""
+    losses: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A case.
+
+    Attributes:
+        checks: What ranks compare: all, nothing but what the engine sees, or the default.
+        twice: Second derivatives too.
+        by_grad: First derivatives by `torch.autograd.grad` instead of `backward`.
+    """
+
+    seed: int
+    ranks: int
+    leaves: tuple[Leaf, ...]
+    steps: tuple[Step, ...]
+    checks: bool | None = None
+    twice: bool = False
+    by_grad: bool = False
+
+
+def make_plan(seed: int) -> Plan:
+    """The case of a seed."""
+    return _Maker(seed).plan()
+
+
+class _Maker:
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(f"collectives {seed}")
+        self.seed = seed
+
+    def chance(self, p: float) -> bool:
+        return self.rng.random() < p
+
+    def plan(self) -> Plan:
+        rng = self.rng
+        self.ranks = rng.choice([2, 2, 3, 3, 4])
+        kinds = rng.choice([REAL] * 10 + [COMPLEX] * 4 + [INTEGERS])
+        self.dtype = rng.choice(kinds)
+        self.integers = kinds is INTEGERS
+        self.checks = rng.choice([None, None, None, True, False])
+        # Where some ranks want no gradient they have to compare, or the engine to do so.
+        self.uneven = not self.integers and self.chance(0.25)
+        self.marks_only = self.uneven and self.chance(0.4)
+        if self.uneven:
+            self.checks = None if self.marks_only else True
+        self.twice = not (self.integers or self.uneven) and self.chance(0.3)
+        self.by_grad = not (self.integers or self.uneven) and self.chance(0.3)
+        leaves = tuple(self.leaf() for _ in range(rng.choice([1, 1, 2, 3])))
+        self.count = len(leaves)
+        self.exact = [*range(self.count)]
+        steps = []
+        for _ in range(rng.choice([1, 1, 2, 3, 4, 6])):
+            steps.append(self.step(last=bool(steps) and self.chance(0.65)))
+        return Plan(
+            self.seed, self.ranks, leaves, tuple(steps), self.checks, self.twice, self.by_grad
+        )
+
+    def leaf(self) -> Leaf:
+        rng = self.rng
+        wanted = tuple(not self.uneven or self.chance(0.5) for _ in range(self.ranks))
+        own = shape(rng)
+        shapes = [shape(rng) if self.chance(0.3) else own for _ in range(self.ranks)]
+        grid = self.integers or self.dtype in LOW or self.chance(0.6)
+        return Leaf(tuple(shapes), wanted, self.dtype, grid)
+
+    def step(self, *, last: bool) -> Step:
+        rng = self.rng
+        members = () if self.chance(0.6) else self.group()
+        world = len(members) or self.ranks
+        dtype = self.dtype
+        if not self.integers and self.chance(0.12):
+            dtype = rng.choice(COMPLEX if dtype in COMPLEX else (*REAL, "complex64"))
+        op = rng.choices([*makers.OPS], weights=[w for w, _ in makers.OPS.values()])[0]
+        while not self.suits(op, dtype):
+            op = rng.choice([*makers.OPS])
+        case = Case(rng, world, dtype, self.twice, self.by_grad, self.checks)
+        shapes, args = makers.OPS[op][1](case)
+        # In few digits, values that are computed tie where they do not in many.
+        exact = dtype in LOW or self.dtype in LOW
+        before = self.exact if exact and makers.selects(op, args) else [*range(self.count)]
+        first = before[-1] if last else rng.choice(before)
+        inputs = (first,)
+        if args.get("factor") == "tensor":
+            inputs = (first, rng.choice(before))
+        asynchronous = op in makers.ASYNC and self.chance(0.3)
+        checkpoint = ""
+        if not (asynchronous or self.integers or self.uneven or op in makers.TOKENS):
+            checkpoint = rng.choice([""] * 8 + ["plain", "reentrant"])
+            if checkpoint == "reentrant" and (self.twice or self.by_grad):
+                checkpoint = "plain"
+        post = "none" if self.integers else rng.choice(POSTS)
+        if post == "tanh" and dtype in COMPLEX:
+            post = "square"
+        number = self.count
+        self.count += 1
+        return Step(
+            number, op, inputs, members, shapes, dtype, self.layouts(world), args,
+            asynchronous, asynchronous and self.chance(0.6),
+            "square" if checkpoint else post, checkpoint, self.losses(),
+        )  # fmt: skip
+
+    def suits(self, op: str, dtype: str) -> bool:
+        if self.uneven and op in makers.NOT_RESOLVED:
+            return False
+        if self.marks_only and op not in makers.MARKED:
+            return False
+        if self.twice and op in makers.ONE_WAY:
+            return False
+        if op in makers.STATISTICS and self.integers:
+            return False
+        return not (op in ("logsumexp", "softmax") and dtype in COMPLEX)
+
+    def group(self) -> tuple[int, ...]:
+        count = self.rng.choice([1, *range(2, self.ranks + 1), *range(2, self.ranks + 1)])
+        return tuple(self.rng.sample(range(self.ranks), count))
+
+    def layouts(self, world: int) -> tuple[str, ...]:
+        if self.chance(0.5):
+            return (self.rng.choice(LAYOUTS),) * world
+        return tuple(self.rng.choice(LAYOUTS) for _ in range(world))
+
+    def losses(self) -> tuple[str, ...]:
+        if self.twice:  # linear on one rank and not on another is no graph on one alone
+            return ("square",) * self.ranks
+        if self.chance(0.15):
+            return ()
+        return tuple(self.rng.choice(LOSSES) for _ in range(self.ranks))
