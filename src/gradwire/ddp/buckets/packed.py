@@ -31,6 +31,9 @@ ADOPT_BYTES = 4 << 10
 BATCH_BYTES = 256 << 10
 """What is gathered at a time: well below a core's second-level cache."""
 
+_Entry = tuple[int, Tensor, Tensor]
+"""A place in the bucket, the gradient of the parameter there, and its view of the buffer."""
+
 
 class PackedBucket(Bucket):
     """Gradients that share a buffer.
@@ -122,6 +125,7 @@ class PackedBucket(Bucket):
         self._batch: list[int] = []
         self._batch_bytes = 0
         self._saved: dict[int, Tensor] = {}
+        self._copied_in: Sequence[_Entry] = ()
 
     def gather_early(self, member: int, incoming: Tensor) -> None:
         if not self._claimed:
@@ -177,9 +181,24 @@ class PackedBucket(Bucket):
             if self._may_adopt(self.members[place], gradient, listed=1):
                 self._adopt(self.parameters[place], gradient, view)
 
+    def _away(self, places: Sequence[int], source: Sequence[Tensor]) -> list[_Entry]:
+        """As `_outside` after the reduction, by what is known from before it.
+
+        Looking at each of thousands of tiny gradients a second time takes as long as copying it.
+        """
+        copied, self._copied_in = self._copied_in, ()
+        parameters = self.parameters
+        if (
+            source is self._views
+            and len(copied) == len(self._late)
+            and all(parameters[i].grad is gradient for i, gradient, _ in copied)
+        ):
+            return [*copied, *self._outside([i for i, _ in self._place.values()])]
+        return self._outside(places, source)
+
     def _outside(
         self, places: Sequence[int], source: Sequence[Tensor] | None = None
-    ) -> list[tuple[int, Tensor, Tensor]]:
+    ) -> list[_Entry]:
         """Place, gradient and view of those whose gradient does not lie in its view.
 
         Args:
@@ -194,7 +213,7 @@ class PackedBucket(Bucket):
         return [entry for entry in found if entry[1].data_ptr() != pointers[entry[0]]]
 
     @staticmethod
-    def _copy_in(outside: Sequence[tuple[int, Tensor, Tensor]]) -> None:
+    def _copy_in(outside: Sequence[_Entry]) -> None:
         if outside:
             torch._foreach_copy_([v for _, _, v in outside], [g for _, g, _ in outside])
 
@@ -209,6 +228,8 @@ class PackedBucket(Bucket):
         self._gather_batch()
         outside = self._outside(places)
         self._copy_in(outside)
+        if not (self.absent or self._deferred or self._keep):
+            self._copied_in = outside
         if self._keep and not self._with_graph:
             for place, gradient, view in outside:
                 if self._may_adopt(self.members[place], gradient):
@@ -245,7 +266,7 @@ class PackedBucket(Bucket):
         places: Sequence[int] = range(len(self.members))
         if self.absent:
             places = [i for i in places if self.members[i] not in self.absent]
-        away = self._outside(places, source)
+        away = self._away(places, source)
         if away and self._with_graph:
             for i in places:
                 old = dense_gradient(self.parameters[i])
@@ -256,16 +277,15 @@ class PackedBucket(Bucket):
         for i in self._absent_places():
             self._scatter_absent(i, source[i], touched=self.members[i] not in untouched)
 
-    def _copy_out(self, away: Sequence[tuple[int, Tensor, Tensor]]) -> None:
-        plain: list[tuple[int, Tensor, Tensor]] = []
-        for entry in away:
+    def _copy_out(self, away: Sequence[_Entry]) -> None:
+        indices = [self.members[place] for place, _, _ in away]
+        foreign = self._ownership.foreign(indices, [gradient for _, gradient, _ in away])
+        plain: list[_Entry] = []
+        for entry, member, is_foreign in zip(away, indices, foreign, strict=True):
             place, gradient, reduced = entry
-            member = self.members[place]
-            if self._ownership.is_foreign(member, gradient) and self._may_adopt(
-                member, gradient, listed=1, over=True
-            ):
+            if is_foreign and self._may_adopt(member, gradient, listed=1, over=True):
                 self._adopt(self.parameters[place], gradient, reduced.clone())
-            elif is_lazy(gradient):
+            elif gradient.is_conj() or gradient.is_neg():
                 gradient.copy_(reduced)
             else:
                 plain.append(entry)
