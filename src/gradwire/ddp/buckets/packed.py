@@ -125,7 +125,7 @@ class PackedBucket(Bucket):
         self._batch: list[int] = []
         self._batch_bytes = 0
         self._saved: dict[int, Tensor] = {}
-        self._copied_in: Sequence[_Entry] = ()
+        self._copied_in: Sequence[_Entry] | None = None
 
     def gather_early(self, member: int, incoming: Tensor) -> None:
         if not self._claimed:
@@ -186,10 +186,11 @@ class PackedBucket(Bucket):
 
         Looking at each of thousands of tiny gradients a second time takes as long as copying it.
         """
-        copied, self._copied_in = self._copied_in, ()
+        copied, self._copied_in = self._copied_in, None
         parameters = self.parameters
         if (
-            source is self._views
+            copied is not None
+            and source is self._views
             and len(copied) == len(self._late)
             and all(parameters[i].grad is gradient for i, gradient, _ in copied)
         ):
