@@ -404,3 +404,46 @@ def test_an_exchange_of_no_rows_joined_along_another_dim():
         run_ranks(lambda: C.all_to_all(torch.zeros(0, 4), split_dim=0, concat_dim=1).shape, 2)
         == [(0, 8)] * 2
     )
+
+
+@pytest.mark.parametrize("op", ["sum", "product", "max"])
+def test_a_group_of_one_rank_has_a_place_in_the_graph(op):
+    """What comes before the first rank's prefix is no one's, but backward goes on through it."""
+
+    def main():
+        alone = [dist.new_group([rank]) for rank in range(2)][1]
+        x = torch.ones(2, requires_grad=True)
+        y = C.all_reduce(x)
+        z = y if dist.get_rank() == 0 else C.exscan(y, op, group=alone).clamp(-1, 1)
+        z.sum().backward()
+        return x.grad.tolist()
+
+    assert run_ranks(main, 2, timeout=20) == [[1.0, 1.0]] * 2
+
+
+def test_second_derivatives_where_a_rank_sends_nothing():
+    """Pieces of shape (0,) have a place in the graph, which torch.cat does not give them."""
+
+    def main():
+        x = torch.ones(2, dtype=torch.float64, requires_grad=True)
+        y = C.all_reduce(x * x)
+        own = y[: dist.get_rank()]  # none on rank 0, one on rank 1
+        z = sum((piece * piece).sum() for piece in C.all_to_all([own, own]))
+        (gradient,) = torch.autograd.grad(z, x, create_graph=True)
+        return torch.autograd.grad(gradient.sum(), x)[0].tolist()
+
+    # z on each rank is Y² of rank 1's Y = Σ x²; in all 2Y², whose gradient is 8Yx.
+    assert run_ranks(main, 2, timeout=20) == [[48.0, 0.0]] * 2
+
+
+def test_a_gradient_that_one_rank_alone_wants_of_nothing():
+    """Empty tensors send nothing in either pass."""
+
+    def main():
+        x = torch.ones(0, requires_grad=dist.get_rank() == 0)
+        y = C.all_gather(x)
+        if dist.get_rank() == 0:
+            y.sum().backward()
+        return C.all_reduce(torch.ones(1)).tolist()
+
+    assert run_ranks(main, 2, timeout=20) == [[2.0]] * 2

@@ -230,6 +230,8 @@ def send_recv(xs: Ranks, step: Step) -> Ranks:
 
 
 def vary(xs: Ranks, step: Step) -> Ranks:
+    if not (xs[0].is_floating_point() or xs[0].is_complex()):
+        return xs
     others = fold(torch.add, [x - x.detach() for x in xs])
     return [x.detach() + others for x in xs]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import io
 import math
 import pickle
@@ -40,6 +41,8 @@ SAME_ON_ALL = {
 def _on_ranks(plans: Sequence[Plan], checks: Sequence[bool | None], place: str) -> None:
     """On each rank: the plans; what was seen of each goes to a file of the rank's."""
     groups = Groups()
+    if any(step.checkpoint for plan in plans for step in plan.steps):
+        importlib.import_module("torch._dynamo")  # as the first checkpoint does, for seconds
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", message=".*is deprecated.*")
     with Path(place, str(dist.get_rank())).open("ab", buffering=0) as file:
@@ -59,7 +62,8 @@ def _on_ranks(plans: Sequence[Plan], checks: Sequence[bool | None], place: str) 
 
 def _checks(plan: Plan, backend: str) -> bool | None:
     """Whether ranks compare; on Gloo they do where gradients are not wanted on all."""
-    uneven = any(len({*leaf.wanted}) > 1 for leaf in plan.leaves)
+    # A leaf that wants none anywhere will do: in a subgroup it may meet one that does.
+    uneven = not all(all(leaf.wanted) for leaf in plan.leaves)
     return True if uneven and backend == "gloo" else plan.checks
 
 

@@ -64,7 +64,8 @@ def concat(pieces: Sequence[Tensor], dim: int = 0) -> Tensor:
     """
     whole = torch.cat([*pieces], dim)
     empty = [piece for piece in pieces if piece.shape == (0,) and piece.requires_grad]
-    return whole + torch.stack(empty).sum() if empty else whole
+    # Subtracted, because -0.0 - 0.0 keeps its sign.
+    return whole - torch.stack(empty).sum() if empty else whole
 
 
 def piece_sizes(
