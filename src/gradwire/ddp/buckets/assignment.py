@@ -21,8 +21,8 @@ from gradwire.shm import shares_memory
 __all__ = [
     "FIRST_BUCKET_BYTES",
     "IN_PLACE_BYTES",
+    "BucketAssigner",
     "BucketLayout",
-    "Planner",
     "check_layout",
     "names_by_bucket",
 ]
@@ -38,7 +38,7 @@ BucketLayout = Callable[[Sequence[tuple[str, Parameter]]], Sequence[Sequence[str
 
 
 @dataclass
-class Planner:
+class BucketAssigner:
     """Makes buckets.
 
     Attributes:

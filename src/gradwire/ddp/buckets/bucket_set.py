@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from gradwire.ddp.buckets.assignment import Planner
+from gradwire.ddp.buckets.assignment import BucketAssigner
 from gradwire.ddp.buckets.bucket import Bucket, Member
 from gradwire.ddp.buckets.hook_state import Part, rekey
 from gradwire.ddp.buckets.sparse import SparseBucket
@@ -19,15 +19,15 @@ class BucketSet:
     """Buckets.
 
     Args:
-        planner: Makes them.
+        assigner: Makes them.
 
     Attributes:
         of: For each parameter, its bucket.
         carrier: The bucket with which numbers travel, if there is one.
     """
 
-    def __init__(self, planner: Planner) -> None:
-        self._planner = planner
+    def __init__(self, assigner: BucketAssigner) -> None:
+        self._assigner = assigner
         self._buckets: list[Bucket] = []
         self.of: list[Bucket] = []
         self.carrier: Bucket | None = None
@@ -52,16 +52,13 @@ class BucketSet:
         surplus.
         """
         before = self.layout
-        self.of, self._buckets, self.carrier = (
-            [],
-            [],
-            None,
-        )  # the old buckets' memory is free from here on
-        self._buckets = self._planner.make(order, with_hook=with_hook)
+        # nothing holds the old buckets from here on: their memory is free for the new ones
+        self.of, self._buckets, self.carrier = [], [], None
+        self._buckets = self._assigner.make(order, with_hook=with_hook)
         self.carrier = next((b for b in self._buckets if b.further), None)
         if before and state is not None:
             rekey(state, before, self.layout)
-        named = zip(self._planner.names, self._planner.parameters, strict=True)
+        named = zip(self._assigner.names, self._assigner.parameters, strict=True)
         self.of = [
             SparseBucket(Member(i, name, p, count=0), 1.0) for i, (name, p) in enumerate(named)
         ]

@@ -29,7 +29,7 @@ class Launcher:
 
     Args:
         group: The group.
-        flight: What is under way.
+        in_flight: The backward's communication.
         domain: The group's fault domain.
         owner: Whose buckets they are: waits poll for errors on its behalf.
 
@@ -40,9 +40,9 @@ class Launcher:
     """
 
     def __init__(
-        self, group: ProcessGroup, flight: InFlight, domain: FaultDomain, owner: Participant
+        self, group: ProcessGroup, in_flight: InFlight, domain: FaultDomain, owner: Participant
     ) -> None:
-        self._group, self._flight, self._domain = group, flight, domain
+        self._group, self._in_flight, self._domain = group, in_flight, domain
         self._owner = weakref.ref(owner)
         self._options = AllreduceOptions()
         self._agreeing: tuple[Tensor, Work] | None = None
@@ -66,7 +66,7 @@ class Launcher:
             with LogMode(self._group, self._domain.log):
                 work = total.exchange()
             works = () if work is None else (work,)
-            self._flight.launched.append(Launched(bucket, sparse=total, works=works))
+            self._in_flight.launched.append(Launched(bucket, sparse=total, works=works))
         else:
             self._launch_mean(bucket)
 
@@ -77,7 +77,7 @@ class Launcher:
             work = self._group.allreduce([wire], self._options)
         except RuntimeError as error:
             self._refused(error, bucket.what)
-        self._flight.launched.append(Launched(bucket, works=[work]))
+        self._in_flight.launched.append(Launched(bucket, works=[work]))
         self._domain.sent(all_reduce_entry(wire))
 
     def _refused(self, error: RuntimeError, what: str) -> NoReturn:
@@ -88,13 +88,13 @@ class Launcher:
 
     def _launch_hook(self, bucket: Bucket, *, is_last: bool) -> None:
         assert self.hook is not None
-        seen = bucket.as_grad_bucket(len(self._flight.launched), is_last=is_last)
+        seen = bucket.as_grad_bucket(len(self._in_flight.launched), is_last=is_last)
         try:
             with LogMode(self._group, self._domain.log):
                 future = as_future(self.hook.run_hook(seen), self.hook)
         except Exception as error:
             self._domain.hook_failed(error, bucket.what)
-        self._flight.launched.append(Launched(bucket, future=future, seen=seen))
+        self._in_flight.launched.append(Launched(bucket, future=future, seen=seen))
         if not self.hook.single_collective:
             self._domain.chain = future
 

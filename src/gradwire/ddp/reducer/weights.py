@@ -3,7 +3,7 @@
 What autograd hands to a parameter is multiplied by the weight before it is accumulated, so that
 `.grad` holds Σ n g of this rank's backwards, whatever the loss used. The sum of n over ranks comes
 with the gradients: in further elements of a bucket, or in the vote that ends a hook's backward.
-`weighted_average` in `_naive.py` is the same without buckets.
+`weighted_average` in `naive.py` is the same without buckets.
 """
 
 from __future__ import annotations
@@ -29,11 +29,15 @@ from gradwire.errors import (
     ReductionError,
 )
 
-__all__ = ["NUMBERS", "Weights", "check_weight"]
+__all__ = ["NO_CARRIER", "WEIGHT_SUMS", "Weights", "check_weight"]
 
-NUMBERS = 3
+WEIGHT_SUMS = 3
 """What ranks add up: their weights, how many gave one, and how many did not."""
 UNWEIGHTED = (0.0, 0.0, 1.0)
+NO_CARRIER = (
+    "weight(n): the weights travel with a bucket of float32 or float64, and there is none, or with "
+    "the vote that follows a communication hook: register_comm_hook(None, 'allreduce')"
+)
 
 
 class Weights:
@@ -96,11 +100,11 @@ class Weights:
     def write(self, flat: Tensor) -> None:
         """Put this rank's numbers at the end of a bucket."""
         if self.given is not None:
-            flat[-NUMBERS:] = torch.tensor(self.numbers(), dtype=flat.dtype)
+            flat[-WEIGHT_SUMS:] = torch.tensor(self.numbers(), dtype=flat.dtype)
             return
         if self._unweighted is None:  # kept, as it is written in each step
             self._unweighted = torch.tensor(UNWEIGHTED, dtype=flat.dtype, device=flat.device)
-        flat[-NUMBERS:] = self._unweighted
+        flat[-WEIGHT_SUMS:] = self._unweighted
 
     def factor(self, sums: Sequence[float], ranks: int) -> float | None:
         """What sums of gradients that were divided by `ranks` are multiplied by; None: nothing.
