@@ -22,13 +22,13 @@ from gradwire.ddp.buckets.assignment import BucketAssigner, BucketLayout, check_
 from gradwire.ddp.buckets.hook_state import Part, replace_group
 from gradwire.ddp.buckets.ownership import Registration
 from gradwire.ddp.group import check_group
+from gradwire.ddp.hook_handles import remove_hooks_with
 from gradwire.ddp.reducer.arrival import on_gradient, on_output
 from gradwire.ddp.reducer.backward import Backward
 from gradwire.ddp.reducer.finalize import finalize_manually, shadow
-from gradwire.ddp.reducer.in_backward import take_over
+from gradwire.ddp.reducer.in_backward import detach_optimizer_hooks
 from gradwire.ddp.reducer.log import LoggingData
 from gradwire.ddp.reducer.rpc import rpc_context_error
-from gradwire.ddp.reducer.torch_names import ReducerNames
 from gradwire.ddp.reducer.usage import Usage
 from gradwire.ddp.reducer.weights import NO_CARRIER, WEIGHT_SUMS
 from gradwire.errors import ArgumentError, NotSupportedError, ReductionError
@@ -37,7 +37,7 @@ from gradwire.gradients import CommHook, StatefulHook, bind_hook, name_of
 __all__ = ["Reducer"]
 
 
-class Reducer(ReducerNames):
+class Reducer:
     """Averages the gradients of parameters over the ranks of a group, in buckets.
 
     After `prepare`, the next backward that gives every parameter a gradient leaves in each
@@ -59,11 +59,11 @@ class Reducer(ReducerNames):
         sparse: Names of the parameters whose gradients are sparse.
         last: Names of parameters that travel together, after all others.
         bucket_layout: From the parameters to the names in each bucket, in the order of launch;
-            the same on every rank. Buckets are then not planned, nor rebuilt.
-        lazy: Allocate a bucket's memory when its first gradient arrives, and let go of it when
-            the backward has ended: it lives on in gradients that lie in it.
+            the same on every rank. Caps are then of no effect, and nothing is rebuilt.
+        lazy: Allocate a bucket's memory when its first gradient arrives, and release it when the
+            backward has ended, but for gradients that lie in it.
         manual_finalization: A backward ends with `finalize` instead of by itself.
-        rebuild: Plan the buckets anew after the first backward, in the order in which gradients
+        rebuild: Assign the buckets again after the first backward, in the order in which gradients
             became ready on rank 0; if None, only where every backward uses the same parameters:
             with `static_graph`, or without `find_unused_parameters`.
 
@@ -130,8 +130,7 @@ class Reducer(ReducerNames):
             node.register_hook(partial(on_gradient, reference, i)) for i, node in enumerate(nodes)
         ]
         registration = Registration(nodes, assigner.ownership)
-        self._hooks = weakref.finalize(self, _remove, [*handles, registration])
-        self._hooks.atexit = False
+        self._hooks = remove_hooks_with(self, [*handles, registration])
 
     def register_comm_hook(self, state: Any, hook: CommHook | StatefulHook[Any] | None) -> None:
         """Let `hook(state, bucket)` communicate from the next `prepare` on; None: the mean.
@@ -207,16 +206,22 @@ class Reducer(ReducerNames):
         backward = self._backward
         backward.recover()
         if not backward.in_flight.step:
-            backward.optimized = take_over(p for _, p in self._named)
-        if backward.order is not None and backward.ready_order is not None:
-            self._rebuilt = self._rebuild
-            if self._rebuild:
-                backward.rebuild_buckets(backward.ready_order)
-                backward.domain.raise_waiting()  # heard while waiting for the order
-            else:
-                backward.order = backward.ready_order = None
+            backward.optimized = detach_optimizer_hooks(p for _, p in self._named)
+        self._rebuild_once()
         backward.skip_unused = self._skip_unused and not uneven
         backward.prepare_for_backward(ranks or backward.assigner.group.size())
+
+    def _rebuild_once(self) -> None:
+        """After the first backward that was reduced: assign buckets in its order, or never."""
+        backward = self._backward
+        if backward.order is None or backward.ready_order is None:
+            return
+        self._rebuilt = self._rebuild
+        if self._rebuild:
+            backward.rebuild_buckets(backward.ready_order)
+            backward.domain.raise_waiting()  # an error that was reported during the broadcast
+        else:
+            backward.order = backward.ready_order = None
 
     def weight(self, weight: float) -> None:
         """See DistributedDataParallel.weight."""
@@ -250,6 +255,22 @@ class Reducer(ReducerNames):
         for tensor in outputs:
             if tensor.requires_grad and tensor.grad_fn is not None:
                 tensor.register_hook(partial(on_output, weakref.ref(self._backward)))
+
+    def prepare_for_backward(self, outputs: Iterable[Tensor]) -> None:
+        """`prepare`, then `expect` these tensors: a loss, or a forward's outputs.
+
+        By the name in PyTorch's reducer: programs call it where several forwards under `no_sync`
+        have one backward that is reduced, and where one forward has several backwards.
+        """
+        self.prepare()
+        self.expect(outputs)
+
+    def _rebuild_buckets(self) -> bool:
+        """As PyTorch's reducer has it: of no effect, and False, as `prepare` rebuilds them."""
+        return False
+
+    def _delay_all_reduce(self) -> None:
+        """As PyTorch's: of no effect, as a static graph's first backward is reduced at its end."""
 
     @property
     def manual_finalization(self) -> bool:
@@ -316,8 +337,3 @@ class Reducer(ReducerNames):
             hook=None if hook is None else name_of(hook),
             **backward.timer.seconds(),
         )
-
-
-def _remove(handles: Sequence[Any]) -> None:
-    for handle in handles:
-        handle.remove()

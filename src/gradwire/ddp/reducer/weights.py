@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from gradwire.ddp.buckets.ownership import Ownership
+from gradwire.ddp.hook_handles import remove_hooks_with
 from gradwire.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -78,7 +79,7 @@ class Weights:
             for i, node in enumerate(self._nodes):
                 self._handles.append(node.register_prehook(partial(_on_incoming, reference, i)))
                 self._handles.append(node.register_hook(partial(_on_accumulated, reference, i)))
-            weakref.finalize(self, _remove, self._handles).atexit = False
+            remove_hooks_with(self, self._handles)
 
     def on_forward(self) -> None:
         """A weight that a backward has used is not the next forward's."""
@@ -246,8 +247,3 @@ def _on_incoming(
 def _on_accumulated(reference: weakref.ref[Weights], index: int, *_: object) -> None:
     if weights := reference():
         weights.on_accumulated(index)
-
-
-def _remove(handles: Sequence[Any]) -> None:
-    for handle in handles:
-        handle.remove()
