@@ -201,7 +201,7 @@ class DistributedDataParallel(UnevenInputs):
             self.reducer.begin_forward()
         if self._join_config.enable:
             if syncing:
-                self.reducer.recover()  # before the ranks do anything together
+                self.reducer.recover()  # an error elsewhere is raised before the ranks communicate
             step = self._exchange_step_info(syncing)
         if syncing:
             self._parameter_check.check()
@@ -219,7 +219,7 @@ class DistributedDataParallel(UnevenInputs):
 
     @run_as_written
     def _after(self, output: Any, syncing: bool) -> Any:
-        """What ranks do together after a forward; the output that is handed on."""
+        """What ranks do together after a forward; the output that is returned."""
         if self._buffers_synced.after_forward and syncing and self._syncs_buffers():
             self._buffers_synced.sync(self._group)
         if syncing:
@@ -299,7 +299,7 @@ class DistributedDataParallel(UnevenInputs):
         self.reducer.weight(weight)
 
     def register_buffer_hook(self, hook: BufferHook, *, after_forward: bool = False) -> None:
-        """Let `hook(buffers, group)` make buffers alike, instead of a broadcast from rank 0.
+        """Let `hook(buffers, group)` synchronize buffers, instead of a broadcast from rank 0.
 
         Args:
             hook: Gets the buffers by name and changes them in place. A future that it returns, or

@@ -1,8 +1,8 @@
 """Uneven inputs: a rank that has run out takes part in the others' steps with zeros.
 
 The ranks meet in `torch.distributed.algorithms.join.Join`. In its context each forward begins with
-one message, by which ranks that have joined learn what the others do next, and all how many are
-left.
+one all_reduce, from which ranks that have joined learn what the others do next, and all how many
+are left.
 """
 
 from __future__ import annotations
@@ -148,6 +148,7 @@ class ShadowHook(JoinHook):
 
     def main_hook(self) -> None:
         """Take part in one step of the ranks that have input left."""
+        # in the order of DistributedDataParallel._before: these messages meet those of the others
         net = self._net
         step = exchange_step_info(net._group, active=False)
         if step.reduce:

@@ -46,10 +46,10 @@ class BucketSet:
         return self._buckets[index + 1 :]
 
     def make(self, order: Sequence[int], *, with_hook: bool, state: Any = None) -> None:
-        """Makes them anew, for parameters that become ready in this order.
+        """Replace them by buckets for parameters that become ready in this order.
 
         A hook's state goes along. What is not in the order is in no bucket: its arrival is
-        surplus.
+        unexpected.
         """
         before = self.layout
         # nothing holds the old buckets from here on: their memory is free for the new ones
@@ -80,11 +80,12 @@ class BucketSet:
             bucket.reset()
 
     def defer(self, *, with_graph: bool = False, until_the_end: bool = False) -> None:
-        """Take nothing early in this backward, or only when it has ended."""
+        """Copy nothing in early in this backward, or only when it has ended."""
         for bucket in self._buckets:
             bucket.defer(with_graph=with_graph)
             if until_the_end:
-                bucket.expected = math.inf  # who knows what will come
+                # how often each gradient arrives is what this backward is to show
+                bucket.expected = math.inf
 
     def leave_out(self, indices: Iterable[int]) -> None:
         """These parameters get no gradient in this backward."""

@@ -53,7 +53,7 @@ def on_gradient(
     if backward is None:
         return
     # no name for incoming[0]: `Ownership.may_write` counts the references to it, and a local
-    # variable here would be one that nobody else can tell from the user's
+    # variable here would be one more than it allows for
     state = backward.state
     running = state is RUNNING or state is RUNNING_AGAIN
     if not running and state is not EXPECTED and state is not SHORT:
@@ -139,7 +139,7 @@ def _check_may_begin(backward: Backward) -> None:
     backward.domain.recover()
     backward.domain.poll_known(backward)
     if (error := rpc_context_error()) is not None:  # of an output made outside of it
-        logger.error("%s", error)  # that engine hands on no more than "python_error"
+        logger.error("%s", error)  # torch.distributed.autograd reports "python_error"
         backward.domain.fail(error)
 
 
@@ -171,7 +171,7 @@ class _EndOfBackward:
         on_end(self._backward, self._run)
 
     def __del__(self) -> None:
-        # the engine tells nobody of an exception: that it let this go uncalled is all there is
+        # autograd calls nothing when an exception ends a backward, and only drops its callbacks
         backward = self._backward
         if not self._called and backward.running and self._run == backward.runs:
             backward.interrupt()

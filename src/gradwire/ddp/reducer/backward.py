@@ -1,4 +1,4 @@
-"""The state of one reducer's backward, and how it is set up, given up and learnt from.
+"""The state of one reducer's backward: what prepares it, commits it and resets it.
 
 The modules beside it change what is here: `arrival` (what autograd calls), `launch_order` (which
 bucket is sent when) and `finalize` (waiting for the buckets, putting results into gradients). None
@@ -148,7 +148,9 @@ class Backward:
 
     def rebuild_buckets(self, order: Sequence[int]) -> None:
         """Assign buckets for good, in the order in which rank 0's gradients became ready."""
-        agreed = self.launcher.agree([*dict.fromkeys([*order, *self.assigner.first_order()])])
+        # what was left out of the first backward comes last, in the first order
+        own = [*dict.fromkeys([*order, *self.assigner.first_order()])]
+        agreed = self.launcher.broadcast_order(own)
         self._clear()
         self.order = self.ready_order = None
         never = self.usage.unused if self.usage.static else frozenset()

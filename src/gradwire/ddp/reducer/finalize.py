@@ -171,7 +171,7 @@ def _receive(
     if usage.tolerant:
         if launcher.hook is None:
             backward.sending_last()
-        sums = launcher.add_up(usage.flags(used))
+        sums = launcher.start_sum(usage.flags(used))
     if launcher.hook is None and backward.state is not BackwardState.COMMITTING:
         # the last bucket was sparse, or skipped: its messages have been sent
         backward.end = backward.domain.position()
@@ -186,7 +186,7 @@ def _receive(
         backward.timer.waits.append(perf_counter_ns() - since)
     if launcher.hook is not None:
         backward.sending_last()
-        return results, _factor(backward, launcher.count(*launcher.vote(numbers)))
+        return results, _factor(backward, launcher.wait_votes(*launcher.vote(numbers)))
     return results, _factor_of_carrier(backward)
 
 

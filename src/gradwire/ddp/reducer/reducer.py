@@ -193,7 +193,7 @@ class Reducer:
 
         Args:
             ranks: How many ranks the sum is divided by; None: those of the group.
-            uneven: Ranks may take part by `shadow`, which cannot tell what others skip.
+            uneven: Ranks may take part by `shadow`, which cannot know what others skip.
 
         Raises:
             ReductionError: The backward before left parameters without a gradient.
@@ -205,7 +205,7 @@ class Reducer:
             raise error
         backward = self._backward
         backward.recover()
-        if not backward.in_flight.step:
+        if not backward.in_flight.step:  # they may be registered after the module was wrapped
             backward.optimized = detach_optimizer_hooks(p for _, p in self._named)
         self._rebuild_once()
         backward.skip_unused = self._skip_unused and not uneven
@@ -250,7 +250,7 @@ class Reducer:
         """The backward begins at these outputs of a forward, each time it is run.
 
         Without this it begins at the first gradient of a parameter; and where that comes from a
-        reentrant checkpoint, what is unused cannot be told.
+        reentrant checkpoint, it is not known what is unused.
         """
         for tensor in outputs:
             if tensor.requires_grad and tensor.grad_fn is not None:

@@ -1,6 +1,6 @@
 """Weighted averages: each backward counts by its samples or tokens, not as one among equals.
 
-What autograd hands to a parameter is multiplied by the weight before it is accumulated, so that
+What autograd passes to a parameter is multiplied by the weight before it is accumulated, so that
 `.grad` holds Σ n g of this rank's backwards, whatever the loss used. The sum of n over ranks comes
 with the gradients: in further elements of a bucket, or in the vote that ends a hook's backward.
 `weighted_average` in `naive.py` is the same without buckets.
@@ -67,6 +67,8 @@ class Weights:
         self.total = 0.0
         self._used = self._counted = False
         self._accumulated: set[int] = set()
+        # whether gradients were cleared is asked of the first one's memory and version: reading
+        # the values of all would cost a pass
         self._witness, self._stamp = 0, (0, 0)
         self._unweighted: Tensor | None = None
 
