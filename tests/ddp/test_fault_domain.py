@@ -496,7 +496,7 @@ def test_buckets_are_launched_once_and_in_order_by_several_threads():
                 type("Launched", (), {"future": None, "works": (), "bucket": bucket})
             )
 
-        backward.launcher.launch, backward.launcher.gather = launch, lambda bucket: None
+        backward.launcher.launch, backward.launcher.copy_in = launch, lambda bucket: None
         backward.state = type(backward.state).RUNNING
         for bucket in backward.buckets:
             bucket.arrived.append(bucket.members[0])

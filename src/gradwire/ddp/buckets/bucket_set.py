@@ -87,17 +87,17 @@ class BucketSet:
                 # how often each gradient arrives is what this backward is to show
                 bucket.expected = math.inf
 
-    def leave_out(self, indices: Iterable[int]) -> None:
+    def mark_unused(self, indices: Iterable[int]) -> None:
         """These parameters get no gradient in this backward."""
         found: dict[int, list[int]] = defaultdict(list)
         for i in indices:
             found[id(self.of[i])].append(i)
         for bucket in self._buckets:
-            bucket.leave_out(found.get(id(bucket), ()))
+            bucket.mark_unused(found.get(id(bucket), ()))
 
     def complete(self) -> None:
         """Nothing more is expected."""
-        self.leave_out(self.missing())
+        self.mark_unused(self.missing())
         for bucket in self._buckets:
             bucket.expected = 0
 

@@ -73,7 +73,7 @@ def on_gradient(
     bucket.arrived.append(index)
     if index in bucket.early:
         try:
-            bucket.gather_early(index, incoming[0])
+            bucket.copy_in_early(index, incoming[0])
         except (ReductionError, NotSupportedError) as error:
             backward.domain.fail(error)
     if len(bucket.arrived) >= bucket.expected:
@@ -88,14 +88,14 @@ def _on_undefined(backward: Backward, index: int) -> None:
         backward.order.append(index)
     backward.had_undefined = True
     bucket = backward.buckets.of[index]
-    bucket.leave_out([index])
+    bucket.mark_unused([index])
     if bucket.full:
         on_bucket_ready(backward, bucket)
 
 
 def on_bucket_ready(backward: Backward, bucket: Bucket) -> None:
     """A bucket has all its gradients, or more."""
-    if unexpected := bucket.surplus():
+    if unexpected := bucket.unexpected():
         error = ReductionError(
             f"parameters {unexpected} got a gradient twice in one backward, or one that was "
             "not expected: they are used in several reentrant checkpoints (use "
@@ -154,7 +154,7 @@ def _mark_absent(backward: Backward, *, at_output: bool) -> None:
         return
     used = len(absent) < len(backward.parameters)
     if used:
-        backward.buckets.leave_out(absent)
+        backward.buckets.mark_unused(absent)
     if at_output and any(p.requires_grad for p in backward.parameters):
         # gradients may all have come before the output's, from the loss, or none may come
         backward.takes_part = used or backward.usage.runs_all()

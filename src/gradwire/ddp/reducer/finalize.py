@@ -68,7 +68,7 @@ def _mark_missing(backward: Backward) -> None:
     elif missing := backward.buckets.missing():
         needed = (i for i in missing if backward.parameters[i].requires_grad)
         if backward.usage.find_unused or next(needed, None) is None:
-            backward.buckets.leave_out(missing)
+            backward.buckets.mark_unused(missing)
 
 
 def finalize_manually(backward: Backward) -> None:
@@ -125,7 +125,7 @@ def finalize_backward(backward: Backward) -> None:
     if usage.tolerant:
         untouched |= usage.unused
     for launched, reduced in zip(backward.in_flight.launched, results, strict=True):
-        launched.bucket.scatter(_weighted(launched, reduced, factor), untouched)
+        launched.bucket.copy_out(_weighted(launched, reduced, factor), untouched)
     step_and_clear(backward.optimized)
     backward.timer.sent = backward.in_flight.sent
     backward.unused_here = tuple(backward.names[i] for i in sorted(absent))
@@ -141,7 +141,7 @@ def shadow(backward: Backward) -> None:
         with torch.no_grad(), backward.domain.lock:
             backward.domain.connect()
             for number, bucket in enumerate(backward.buckets, 1):
-                bucket.blank()
+                bucket.zero()
                 launch(backward, bucket, is_last=number == len(backward.buckets))
             _receive(backward, (), WEIGHT_SUMS * [0.0])
     except BaseException:

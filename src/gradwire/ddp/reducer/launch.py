@@ -55,7 +55,7 @@ class Launcher:
         return None if self.hook is None else self.hook.state
 
     def launch(self, bucket: Bucket, *, is_last: bool) -> None:
-        """Send a bucket whose gradients are gathered."""
+        """Send a bucket whose gradients are copied in."""
         self._wait_for_chain()
         if self.hook is not None:
             self._launch_hook(bucket, is_last=is_last)
@@ -193,9 +193,9 @@ class Launcher:
         assert owner is not None
         self._domain.poll(owner)
 
-    def gather(self, bucket: Bucket) -> None:
-        """Makes a full bucket ready to be sent."""
+    def copy_in(self, bucket: Bucket) -> None:
+        """Make a full bucket ready to be sent."""
         try:
-            bucket.gather()
+            bucket.copy_in()
         except (ReductionError, NotSupportedError) as error:
             self._domain.fail(error)

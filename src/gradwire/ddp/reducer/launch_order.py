@@ -71,7 +71,7 @@ def _launch_full(backward: Backward, *, final: bool) -> None:
             if backward.skip_unused and len(bucket.absent) == len(bucket.members):
                 launched.append(Launched(bucket))
                 continue
-            backward.launcher.gather(bucket)
+            backward.launcher.copy_in(bucket)
             if bucket.further:
                 backward.weights.write(bucket.flat)
             backward.timer.comm_start = backward.timer.comm_start or perf_counter_ns()
