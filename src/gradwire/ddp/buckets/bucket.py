@@ -42,7 +42,7 @@ class Bucket(ABC):
 
     Attributes:
         members: The parameters' indices, in the order they lie in the bucket.
-        early: Those of them that want `copy_in_early` when their gradient is ready.
+        early: Those of them that get `copy_in_early` when their gradient is ready.
         arrived: Those whose gradient is ready in this backward, as they came.
         absent: Those that get no gradient in this backward.
         expected: How many arrivals make the bucket full.
@@ -77,7 +77,7 @@ class Bucket(ABC):
         self._deferred = self._with_graph = False
 
     def defer(self, *, with_graph: bool = False) -> None:
-        """Take nothing early in this backward; with a graph, leave the gradients' history be."""
+        """Copy nothing in early in this backward; with a graph, keep the gradients' history."""
         self.early = ()
         self._deferred, self._with_graph = True, with_graph
 
@@ -111,8 +111,8 @@ class Bucket(ABC):
         return f"bucket of {', '.join(self.names[:3])}{more}"
 
     def copy_in_early(self, member: int, incoming: Tensor) -> None:
-        """Take one gradient that has just become ready; `incoming` is what backward gave it."""
-        raise AssertionError("this bucket takes nothing early")
+        """Copy in one gradient that is ready; `incoming` is what backward gave the parameter."""
+        raise AssertionError("this bucket copies nothing in early")
 
     @abstractmethod
     def copy_in(self) -> None:

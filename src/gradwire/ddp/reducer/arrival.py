@@ -95,6 +95,8 @@ def _on_undefined(backward: Backward, index: int) -> None:
 
 def on_bucket_ready(backward: Backward, bucket: Bucket) -> None:
     """A bucket has all its gradients, or more."""
+    # may run twice for a bucket, where two of autograd's threads (one a device) bring its last
+    # gradients: what is launched is decided under the domain's lock
     if unexpected := bucket.unexpected():
         error = ReductionError(
             f"parameters {unexpected} got a gradient twice in one backward, or one that was "

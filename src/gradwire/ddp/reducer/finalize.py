@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 def on_end(backward: Backward, run: int) -> None:
     """Autograd has come to the end of the backward of this number."""
-    if backward.state is BackwardState.FINALIZED and run == backward.runs:
+    if backward.state is BackwardState.FINALIZED and run == backward.runs:  # in one of its hooks
         backward.transition(Event.END_UNTOUCHED)
         return
     if run != backward.runs or not backward.running:
@@ -112,7 +112,7 @@ def _finalize_others(backward: Backward) -> None:
     for other in backward.others():
         waited = other.state is BackwardState.SHORT and not other.predecessors
         if waited and not other.buckets.missing():
-            other.transition(Event.BEGIN)
+            other.transition(Event.BEGIN)  # `on_end` ends what runs
             on_end(other, other.runs)
 
 

@@ -38,6 +38,7 @@ def launch_in_order(backward: Backward, *, final: bool) -> None:
 
 def has_only_last_left(backward: Backward) -> bool:
     """Whether all buckets have been launched but the last."""
+    # read without the lock: the list only grows while autograd runs, and `_launch_full` looks again
     launched = len(backward.in_flight.launched)
     return launched >= len(backward.buckets) or _is_last(backward, launched)
 
