@@ -12,7 +12,7 @@ from torch import nn
 
 from gradwire.ddp import DistributedDataParallel, MixedPrecision, Reducer
 from gradwire.ddp.faults.waiting import wait_work
-from gradwire.ddp.reducer.reducer import launch
+from gradwire.ddp.reducer import launch
 from gradwire.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -487,8 +487,10 @@ def test_a_rank_that_dies_in_backward(with_hook):
 )
 def test_bad_arguments(options, kind, message):
     def main():
+        sent = dist.group.WORLD._get_sequence_number_for_group()
         with pytest.raises(kind, match=message):
             DistributedDataParallel(**{"module": mlp(), **options})
+        assert dist.group.WORLD._get_sequence_number_for_group() == sent  # no collective
 
     run_ranks(main, 1)
 

@@ -22,7 +22,7 @@ from gradwire.ddp.arguments import (
     resolve_group,
 )
 from gradwire.ddp.broadcast import broadcast_coalesced
-from gradwire.ddp.buckets.assignment import BucketLayout
+from gradwire.ddp.buckets.assignment import BucketLayout, check_layout
 from gradwire.ddp.buffers import BufferHook, Buffers
 from gradwire.ddp.faults.fault_domain import FaultDomain
 from gradwire.ddp.join import StepInfo, UnevenInputs, agree_on_rank
@@ -147,6 +147,7 @@ class DistributedDataParallel(UnevenInputs):
             rebuild=rebuild_buckets,
             lazy=lazy_bucket_allocation,
         )
+        check_layout(bucket_layout, [(n, p) for n, p in named if p.requires_grad])
         super().__init__(module, group, ignored, resolve_precision(mixed_precision), options)
         Joinable.__init__(self)
         self.dim = dim

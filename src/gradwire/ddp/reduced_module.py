@@ -55,14 +55,14 @@ class ReducerOptions:
 class ReducedModule(nn.Module):
     """The part of DistributedDataParallel that has the reducer.
 
+    A subclass calls `_make_reducer` when the parameters have their first values.
+
     Args:
         module: The module that is wrapped.
         group: The ranks.
         ignored: Names of parameters and buffers that are left alone.
         mixed_precision: The dtypes of forward and reduction, if they are others.
         options: The reducer's.
-
-    A subclass calls `_make_reducer` when the parameters have their first values.
     """
 
     reducer: Reducer
@@ -281,6 +281,8 @@ class ReducedModule(nn.Module):
     def logging_data(self) -> LoggingData:
         """Buckets, unused parameters and times, as of the last step that reduced gradients."""
         return self.reducer.logging_data()
+
+    # asked for by programs that take this for PyTorch's class, without gradwire.compat too
 
     @property
     def bucket_bytes_cap(self) -> int:
