@@ -175,11 +175,11 @@ def test_backwards_inside_a_forward() -> None:
 def test_it_says_when_its_buckets_are_as_they_stay() -> None:
     def main() -> None:
         net = DistributedDataParallel(linear())
-        told = []
+        rebuilt = []
         for step in range(2):
             net(own_batch(step)).sum().backward()
-            told.append(net._has_rebuilt_buckets)
-        assert told == [False, True]
+            rebuilt.append(net._has_rebuilt_buckets)
+        assert rebuilt == [False, True]
         assert net.reducer._rebuild_buckets() is False
         net.reducer._delay_all_reduce()
 

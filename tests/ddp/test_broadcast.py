@@ -91,7 +91,7 @@ def test_at_most_two_messages_in_flight_and_staging_is_reused():
         flying, most, buffers = [], [], set()
 
         class Recorder(dist.ProcessGroup):
-            """The real group, with a note of what is under way."""
+            """The real group, with a note of what is in flight."""
 
             def __init__(self, inner):
                 super().__init__(inner.rank(), inner.size())

@@ -1,4 +1,4 @@
-"""Which buffers are made alike: those that the module has now, wherever they came from."""
+"""Which buffers are synchronized: those that the module has now, wherever they came from."""
 
 from __future__ import annotations
 

@@ -213,7 +213,7 @@ def test_a_buffer_that_nobody_holds_is_used_again():
             net.zero_grad(set_to_none=step % 2 == 0)
             loss_of(net, torch.ones(1, 200)).backward()
             places.append(net.module.weight.grad.data_ptr())
-        return len(set(places[2:]))  # the buckets are made anew after the first backward
+        return len(set(places[2:]))  # the buckets are rebuilt after the first backward
 
     assert run_ranks(main, 2) == [1, 1]
 

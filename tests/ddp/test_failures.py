@@ -487,8 +487,10 @@ def test_a_rank_that_dies_in_backward(with_hook):
 )
 def test_bad_arguments(options, kind, message):
     def main():
+        sent = dist.group.WORLD._get_sequence_number_for_group()
         with pytest.raises(kind, match=message):
             DistributedDataParallel(**{"module": mlp(), **options})
+        assert dist.group.WORLD._get_sequence_number_for_group() == sent  # no collective
 
     run_ranks(main, 1)
 

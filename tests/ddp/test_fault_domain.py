@@ -18,6 +18,7 @@ from gradwire.ddp.faults import round as faults_round
 from gradwire.ddp.faults.backward_state import BackwardState
 from gradwire.ddp.faults.error_channel import ErrorChannel
 from gradwire.ddp.faults.fault_domain import FaultDomain
+from gradwire.ddp.reducer.arrival import on_bucket_ready
 from gradwire.errors import (
     BrokenGroupError,
     CollectiveTimeoutError,
@@ -491,16 +492,17 @@ def test_buckets_are_launched_once_and_in_order_by_several_threads():
             launched.append(bucket)
             inside.set()
             threading.Event().wait(0.05)  # as long as an engine may keep a thread
-            backward.flight.launched.append(
+            backward.in_flight.launched.append(
                 type("Launched", (), {"future": None, "works": (), "bucket": bucket})
             )
 
-        backward.launcher.launch, backward.launcher.gather = launch, lambda bucket: None
+        backward.launcher.launch, backward.launcher.copy_in = launch, lambda bucket: None
         backward.state = type(backward.state).RUNNING
         for bucket in backward.buckets:
             bucket.arrived.append(bucket.members[0])
         threads = [
-            threading.Thread(target=backward.on_full, args=(backward.buckets[i],)) for i in (0, 1)
+            threading.Thread(target=on_bucket_ready, args=(backward, backward.buckets[i]))
+            for i in (0, 1)
         ]
         threads[0].start()
         inside.wait()  # the first is in the middle of a launch
@@ -508,7 +510,7 @@ def test_buckets_are_launched_once_and_in_order_by_several_threads():
         for thread in threads:
             thread.join()
         assert launched == list(backward.buckets)[:-1]  # the last one is for the end
-        backward.flight.clear()
+        backward.in_flight.clear()
 
     run_ranks(main, 1, timeout=30)
 

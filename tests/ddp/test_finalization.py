@@ -41,7 +41,7 @@ def gradients(net):
     return [p.grad.clone() for p in net.module.parameters()]
 
 
-# -- by hand ---------------------------------------------------------------------------------
+# -- manual ----------------------------------------------------------------------------------
 
 OPTIONS = [
     {},
@@ -195,16 +195,16 @@ def test_wrong_times_are_errors_and_the_module_goes_on():
         outputs = net(x)
         with pytest.raises(ReductionError, match="no reduction to finalize"):
             net.finalize_backward()
-        told = []
+        lacking = []
 
         def too_soon(gradient):
             with pytest.raises(ReductionError, match=r"0\.weight.*have no gradient yet") as caught:
                 net.finalize_backward()
-            told.append(caught.value.parameters)
+            lacking.append(caught.value.parameters)
 
         net.module[2].bias.register_post_accumulate_grad_hook(too_soon)
         outputs.square().sum().backward()
-        assert told
+        assert lacking
         with pytest.raises(ReductionError, match="amid a backward"):
             net.require_manual_backward_finalization = False
         net.finalize_backward()

@@ -35,7 +35,7 @@ def assert_same(net, twin):
 
 
 class Layers(nn.Module):
-    """Layers, of which a forward takes those it is told: none of them, if it is told so."""
+    """Layers, of which a forward takes those it is given: it may be given none."""
 
     def __init__(self, width=4):
         super().__init__()

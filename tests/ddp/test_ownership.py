@@ -152,7 +152,7 @@ def test_kept_gradients_stay_when_others_of_their_bucket_are_absent(options):
         net = DistributedDataParallel(
             Made(forward, early=20_000, batch=2_000, tiny=4), find_unused_parameters=True, **options
         )
-        for _ in range(3):  # buckets are made anew after the first
+        for _ in range(3):  # buckets are rebuilt after the first
             net.zero_grad()
             net(number()).sum().backward()
         kept = [(p.grad, p.grad.clone()) for p in net.parameters()]

@@ -83,7 +83,7 @@ def test_sparse_gradients_with_a_hook(each_backend, hook):
 
 
 def test_torch_s_hook_on_sparse_gradients_in_half_precision(each_backend):
-    """Gloo adds no sparse float16 tensors: every rank is told, dense steps go on; shm adds them."""
+    """Gloo adds no sparse float16 tensors: every rank raises, dense steps go on; shm adds them."""
 
     def main():
         net = DistributedDataParallel(Words())

@@ -20,7 +20,7 @@ SMALL = {"bucket_cap_mb": 1e-6}
 
 
 class Branches(nn.Module):
-    """A trunk and three branches, of which a forward takes those it is told."""
+    """A trunk and three branches, of which a forward takes those it is given."""
 
     def __init__(self, width=4):
         super().__init__()
@@ -241,7 +241,7 @@ def test_a_graph_that_is_not_static_is_named():
             net(x, take).sum().backward()
         with pytest.raises(ReductionError, match=r"branches\.2\..*static_graph"):
             net(x, [0, 1, 2]).sum().backward()
-        net(x, [0, 1]).sum().backward()  # learnt anew
+        net(x, [0, 1]).sum().backward()  # counted again
         net(x, [0, 1]).sum().backward()
         net(x, [0]).sum().backward()
         with pytest.raises(ReductionError, match=r"\['branches\.1\.weight', 'branches\.1\.bias'\]"):

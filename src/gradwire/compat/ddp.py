@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -260,7 +261,7 @@ class DistributedDataParallel(ours.DistributedDataParallel):
             self._error = "_set_static_graph() should be called before training loop starts"
             raise ReductionError(self._error)
         self.static_graph = True
-        self._reducer_options["static_graph"] = True
+        self._reducer_options = replace(self._reducer_options, static_graph=True)
         self._make_reducer()
 
     def _remove_autograd_hooks(self) -> None:

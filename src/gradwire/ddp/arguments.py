@@ -148,7 +148,7 @@ def resolve_group(group: ProcessGroup | None, mesh: Any) -> ProcessGroup:
 
 
 def resolve_buffers(broadcast: bool | None, forward_sync: bool | None) -> tuple[bool, bool]:
-    """Whether buffers are kept alike at each forward, and whether they start alike.
+    """Whether buffers are synchronized at each forward, and whether at construction.
 
     Example:
         >>> resolve_buffers(None, None), resolve_buffers(False, None), resolve_buffers(None, False)

@@ -124,7 +124,7 @@ def _messages(tensors: Sequence[Tensor], buffer_size: int) -> Sequence[Sequence[
 
 @dataclass
 class _InFlight:
-    """A message under way, and what has to be copied where once it has arrived."""
+    """A message in flight, and what has to be copied where once it has arrived."""
 
     work: Work
     staging: Tensor | None

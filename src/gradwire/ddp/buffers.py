@@ -1,4 +1,4 @@
-"""How a module's buffers are kept alike: rank 0's everywhere, or merged by a function."""
+"""How a module's buffers are synchronized: rank 0's everywhere, or merged by a function."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Buffers:
 
     Args:
         module: The module.
-        names: The buffers that are kept alike.
+        names: The buffers that are synchronized.
 
     Attributes:
         hook: Merges the buffers; None: rank 0's are taken.
@@ -53,7 +53,7 @@ class Buffers:
         return found
 
     def set_hook(self, hook: BufferHook, *, after_forward: bool) -> None:
-        """Lets a function merge the buffers.
+        """Let a function merge the buffers.
 
         Raises:
             ArgumentTypeError: It cannot be called.
@@ -63,10 +63,11 @@ class Buffers:
         self.hook, self.after_forward = hook, after_forward
 
     def sync(self, group: ProcessGroup, *, root: int = 0) -> None:
-        """Makes the buffers alike on all ranks."""
+        """Make the buffers equal on all ranks."""
         named = self.named()
         buffers = tuple(named.values())
-        # a graph that awaits its backward may have saved them: the module updates them too
+        # a graph whose backward is yet to come may have saved them, and would raise for another
+        # version; the module's own forward writes to them, too
         with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(buffers):
             if self.hook is None:
                 broadcast_coalesced(group, buffers, group_src=root)

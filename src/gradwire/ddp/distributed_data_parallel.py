@@ -20,32 +20,21 @@ from gradwire.ddp.arguments import (
     resolve_delayed,
     resolve_device,
     resolve_group,
-    sparse_names,
 )
 from gradwire.ddp.broadcast import broadcast_coalesced
-from gradwire.ddp.buckets.assignment import BucketLayout, names_by_bucket
-from gradwire.ddp.buckets.hook_state import Layout, rekey
+from gradwire.ddp.buckets.assignment import BucketLayout, check_layout
 from gradwire.ddp.buffers import BufferHook, Buffers
 from gradwire.ddp.faults.fault_domain import FaultDomain
-from gradwire.ddp.finalization import Finalizing
-from gradwire.ddp.group import check_group
-from gradwire.ddp.join import Plans, Uneven, agree_on_rank
+from gradwire.ddp.join import StepInfo, UnevenInputs, agree_on_rank
 from gradwire.ddp.outputs import map_tensors, tensors_in, with_own_nodes
-from gradwire.ddp.parameter_check import Watch
-from gradwire.ddp.precision import Precision, resolve_precision
-from gradwire.ddp.reducer.log import LoggingData
-from gradwire.ddp.reducer.reducer import Reducer
-from gradwire.ddp.reducer.torch_names import ModuleNames
-from gradwire.ddp.saving import Saving
+from gradwire.ddp.precision import resolve_precision
+from gradwire.ddp.reduced_module import ReducerOptions
 from gradwire.ddp.verify import describe, verify_same
-from gradwire.errors import ArgumentTypeError
-from gradwire.gradients import CommHook, StatefulHook, bind_hook
-from gradwire.hooks import by_name
 
 __all__ = ["DistributedDataParallel"]
 
 
-class DistributedDataParallel(Uneven, Saving, Finalizing, ModuleNames):
+class DistributedDataParallel(UnevenInputs):
     """Wraps a module so that each backward averages its gradients over ranks.
 
     Every rank holds a replica and its own batch. Parameters and buffers start as rank 0's. After
@@ -65,7 +54,7 @@ class DistributedDataParallel(Uneven, Saving, Finalizing, ModuleNames):
         dim: Of no effect; kept for torch's signature.
         broadcast_buffers: Give buffers rank 0's values at construction and at each training
             forward.
-        init_sync: Hold models against each other and broadcast rank 0's at construction.
+        init_sync: Verify that models are the same, and broadcast rank 0's at construction.
         process_group: The ranks; None means the default group.
         bucket_cap_mb: MiB in a bucket; None means 25, after a first bucket of 1 on accelerators
             and with a communication hook.
@@ -87,11 +76,11 @@ class DistributedDataParallel(Uneven, Saving, Finalizing, ModuleNames):
         bucket_cap_mb_list: MiB in the first bucket, in the second, …; the last repeats.
         batched_grad_copy: Of no effect: gradients are always copied with one call a bucket.
         forward_sync_buffers: As `broadcast_buffers`, but buffers start as rank 0's in any case.
-        lazy_bucket_allocation: Allocate a bucket's memory when its first gradient arrives, and let
-            go of it after backward, so that it does not lie beside the next forward's activations.
+        lazy_bucket_allocation: Allocate a bucket's memory when its first gradient arrives, and
+            release it after backward: the next forward's activations can have it.
         bucket_layout: A function from names and parameters to the names in each bucket, in the
             order of launch; the same on every rank. Caps are then of no effect.
-        rebuild_buckets: Plan the buckets anew after the first backward, in the order in which
+        rebuild_buckets: Assign the buckets again after the first backward, in the order in which
             gradients became ready on rank 0. None is as PyTorch does: with `static_graph`, or
             without `find_unused_parameters`.
 
@@ -144,70 +133,39 @@ class DistributedDataParallel(Uneven, Saving, Finalizing, ModuleNames):
         bucket_layout: BucketLayout | None = None,
         rebuild_buckets: bool | None = None,
     ) -> None:
-        nn.Module.__init__(self)
+        group = resolve_group(process_group, device_mesh)
+        ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        named = check_module(module, ignored)
+        options = ReducerOptions(
+            caps=resolve_caps(bucket_cap_mb, bucket_cap_mb_list),
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            find_unused_parameters=find_unused_parameters,
+            static_graph=static_graph,
+            skip_unused=skip_all_reduce_unused_params,
+            last=resolve_delayed(named, delay_all_reduce_named_params, param_to_hook_all_reduce),
+            bucket_layout=bucket_layout,
+            rebuild=rebuild_buckets,
+            lazy=lazy_bucket_allocation,
+        )
+        check_layout(bucket_layout, [(n, p) for n, p in named if p.requires_grad])
+        super().__init__(module, group, ignored, resolve_precision(mixed_precision), options)
         Joinable.__init__(self)
-        self._group = resolve_group(process_group, device_mesh)
-        self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        named = check_module(module, self.parameters_to_ignore)
-        self.module = module
         self.dim = dim
         self.device = resolve_device(named, device_ids, output_device)
         self.find_unused_parameters = find_unused_parameters
         self.static_graph = static_graph
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.require_backward_grad_sync = self.require_forward_param_sync = True
-        synced = [n for n, _ in module.named_buffers() if n not in self.parameters_to_ignore]
-        self._buffers_synced = Buffers(module, synced)
+        self._buffers_synced = Buffers(
+            module, [n for n, _ in module.named_buffers() if n not in ignored]
+        )
         self.broadcast_buffers, at_start = resolve_buffers(broadcast_buffers, forward_sync_buffers)
         if init_sync:
             start = list(self._buffers_synced.named().items()) if at_start else []
-            verify_same(self._group, describe(named, "parameter") + describe(start, "buffer"))
-            broadcast_coalesced(self._group, [t for _, t in [*named, *start]])
-            FaultDomain.of(self._group).connect()
-        self.mixed_precision = resolve_precision(mixed_precision)
-        self._hook: CommHook | StatefulHook[Any] | None = None
-        self._hook_state: Any = None
-        self._reducer_options: dict[str, Any] = {
-            "caps": resolve_caps(bucket_cap_mb, bucket_cap_mb_list),
-            "gradient_as_bucket_view": gradient_as_bucket_view,
-            "find_unused_parameters": find_unused_parameters,
-            "static_graph": static_graph,
-            "skip_unused": skip_all_reduce_unused_params,
-            "last": resolve_delayed(named, delay_all_reduce_named_params, param_to_hook_all_reduce),
-            "bucket_layout": bucket_layout,
-            "rebuild": rebuild_buckets,
-            "lazy": lazy_bucket_allocation,
-        }
+            verify_same(group, describe(named, "parameter") + describe(start, "buffer"))
+            broadcast_coalesced(group, [t for _, t in [*named, *start]])
+            FaultDomain.of(group).connect()
         self._make_reducer()
-
-    def _make_reducer(self, before: Layout = ()) -> None:
-        """A reducer for the parameters as they are now, with the hook that is registered.
-
-        The hook's state is taken over from the buckets before.
-        """
-        self._precision: Precision | None = None
-        if self.mixed_precision is not None:
-            ignored = self.parameters_to_ignore
-            self._precision = Precision(self.module, self.mixed_precision, ignored)
-        named = check_module(self.module, self.parameters_to_ignore)
-        if self._reducer_options["bucket_layout"] is not None:
-            buckets = names_by_bucket(self._reducer_options["bucket_layout"], named)
-            verify_same(self._group, [("bucket_layout", str(buckets))])
-        self._watch = Watch(self.module, named, self.parameters_to_ignore)
-        self.reducer = Reducer(
-            [(n, p) for n, p in named if p.requires_grad],
-            self._group,
-            sparse=sparse_names(self.module),
-            **self._reducer_options,
-        )
-        self._apply_hook()
-        if before:
-            rekey(self.reducer.hook_state, before, self.reducer.layout)
-
-    def _apply_hook(self) -> None:
-        hook = self._hook if self._precision is None else self._precision.hook(self._hook)
-        if hook is not None or self.reducer.has_hook:
-            self.reducer.register_comm_hook(self._hook_state, hook)
 
     @compile_callees_only
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -239,30 +197,30 @@ class DistributedDataParallel(Uneven, Saving, Finalizing, ModuleNames):
     @run_as_written
     def _before(self, syncing: bool) -> None:
         """What ranks do together before a forward."""
-        plans: Plans | None = None
+        step: StepInfo | None = None
         if torch.is_grad_enabled():
             self.reducer.begin_forward()
         if self._join_config.enable:
             if syncing:
-                self.reducer.recover()  # before the ranks do anything together
-            plans = self._tell_joined(syncing)
+                self.reducer.recover()  # an error elsewhere is raised before the ranks communicate
+            step = self._exchange_step_info(syncing)
         if syncing:
-            self._watch.check()
-            if plans is None:
+            self._parameter_check.check()
+            if step is None:
                 self.reducer.prepare()
             else:
                 initial = self._divide_by_initial_world_size
-                self.reducer.prepare(ranks=None if initial else plans.ranks, uneven=True)
+                self.reducer.prepare(ranks=None if initial else step.ranks, uneven=True)
         buffers = self._buffers_synced
         if self._syncs_buffers() and not buffers.after_forward:
-            root = 0 if plans is None else agree_on_rank(self._group, candidate=True)
+            root = 0 if step is None else agree_on_rank(self._group, candidate=True)
             buffers.sync(self._group, root=root)
         self.require_forward_param_sync = syncing
         self._forward_began = torch.autograd._get_sequence_nr()
 
     @run_as_written
     def _after(self, output: Any, syncing: bool) -> Any:
-        """What ranks do together after a forward; the output that is handed on."""
+        """What ranks do together after a forward; the output that is returned."""
         if self._buffers_synced.after_forward and syncing and self._syncs_buffers():
             self._buffers_synced.sync(self._group)
         if syncing:
@@ -273,10 +231,6 @@ class DistributedDataParallel(Uneven, Saving, Finalizing, ModuleNames):
 
     def _to_device(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device, non_blocking=True)
-
-    def _syncs_buffers(self) -> bool:
-        wanted = self.broadcast_buffers and self.require_forward_param_sync
-        return wanted and bool(self._buffers_synced)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -345,38 +299,8 @@ class DistributedDataParallel(Uneven, Saving, Finalizing, ModuleNames):
         """
         self.reducer.weight(weight)
 
-    def register_comm_hook(
-        self, state: Any, hook: CommHook | StatefulHook[Any] | str | None
-    ) -> None:
-        """Let `hook(state, bucket)` communicate gradients, from the next forward on.
-
-        May be called again to replace the hook; None brings back the mean.
-
-        Args:
-            state: Handed to the hook; for the stock hooks the process group, or None; None for a
-                `StatefulHook`, which has its own. `comm_hook_state_dict` gives what it holds, for
-                saving.
-            hook: As `gradwire.gradients.CommHook` has it, a `gradwire.gradients.StatefulHook`, or
-                the name of one of `gradwire.hooks`; PyTorch's own hooks run unchanged. The same on
-                every rank.
-
-        Raises:
-            ArgumentTypeError: Not a hook.
-            ArgumentError: No hook of that name, or a `StatefulHook` and another state.
-        """
-        if hook is None and state is not None:
-            raise ArgumentTypeError(
-                f"hook is None, and state is {state!r}: pass the state first, then the hook; "
-                "register_comm_hook(None, None) brings back the mean"
-            )
-        chosen = by_name(hook) if isinstance(hook, str) else hook
-        if chosen is not None:
-            bind_hook(state, chosen)  # raises what is to be raised before anything is changed
-        self._hook, self._hook_state = chosen, state
-        self._apply_hook()
-
     def register_buffer_hook(self, hook: BufferHook, *, after_forward: bool = False) -> None:
-        """Let `hook(buffers, group)` make buffers alike, instead of a broadcast from rank 0.
+        """Let `hook(buffers, group)` synchronize buffers, instead of a broadcast from rank 0.
 
         Args:
             hook: Gets the buffers by name and changes them in place. A future that it returns, or
@@ -403,35 +327,6 @@ class DistributedDataParallel(Uneven, Saving, Finalizing, ModuleNames):
             [0.25, 0.25]
         """
         self._buffers_synced.set_hook(hook, after_forward=after_forward)
-
-    @property
-    def process_group(self) -> ProcessGroup:
-        """The group. Set another one, on each of its ranks, and gradients are reduced over it."""
-        return self._group
-
-    @process_group.setter
-    def process_group(self, group: ProcessGroup) -> None:
-        self._group = check_group(group)
-        self.reducer.replace_group(group)
-        if not isinstance(self._hook, StatefulHook):
-            self._hook_state = self.reducer.hook_state
-
-    def refit(self) -> None:
-        """Take in parameters that were added, replaced, frozen or thawed: every rank calls.
-
-        New parameters start as rank 0's. Give them to the optimizer, too.
-
-        Raises:
-            MismatchError: The ranks' models differ: raised on every rank, naming the parameter.
-        """
-        named = check_module(self.module, self.parameters_to_ignore)
-        verify_same(self._group, describe(named, "parameter"))
-        broadcast_coalesced(self._group, [p for _, p in named])
-        self._make_reducer(self.reducer.layout)
-
-    def logging_data(self) -> LoggingData:
-        """Buckets, unused parameters and times, as of the last step that reduced gradients."""
-        return self.reducer.logging_data()
 
 
 def _call(module: nn.Module, inputs: Any, kwargs: Any) -> Any:

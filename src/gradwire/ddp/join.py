@@ -1,8 +1,8 @@
 """Uneven inputs: a rank that has run out takes part in the others' steps with zeros.
 
 The ranks meet in `torch.distributed.algorithms.join.Join`. In its context each forward begins with
-one message, by which ranks that have joined learn what the others do next, and all how many are
-left.
+one all_reduce, from which ranks that have joined learn what the others do next, and all how many
+are left.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from gradwire.ddp.broadcast import broadcast_coalesced
 from gradwire.ddp.buffers import Buffers
 from gradwire.ddp.group import message_device
-from gradwire.ddp.reducer.reducer import Reducer
+from gradwire.ddp.reduced_module import ReducedModule
 
-__all__ = ["Plans", "ShadowHook", "Uneven", "agree_on_rank", "exchange_plans"]
+__all__ = ["ShadowHook", "StepInfo", "UnevenInputs", "agree_on_rank", "exchange_step_info"]
 
 
 @dataclass(frozen=True)
-class Plans:
-    """What the ranks that still have input do next.
+class StepInfo:
+    """What the ranks that still have input do in their next forward and backward.
 
     Attributes:
         ranks: How many they are.
         reduce: Whether they reduce gradients.
-        sync_buffers: Whether they make buffers alike.
+        sync_buffers: Whether they synchronize buffers.
     """
 
     ranks: int
@@ -39,15 +39,15 @@ class Plans:
     sync_buffers: bool
 
 
-def exchange_plans(
+def exchange_step_info(
     group: ProcessGroup, *, active: bool, reduce: bool = False, sync_buffers: bool = False
-) -> Plans:
-    """Tell what this rank does next, if it is active, and learn what the others do."""
+) -> StepInfo:
+    """Sum over ranks what each does next; a rank that has run out of input is not active."""
     device = message_device(group)
-    told = torch.tensor([active, reduce, sync_buffers], dtype=torch.int64, device=device)
-    dist.all_reduce(told, group=group)
-    ranks, reducing, syncing = told.tolist()
-    return Plans(ranks, reducing > 0, syncing > 0)
+    sums = torch.tensor([active, reduce, sync_buffers], dtype=torch.int64, device=device)
+    dist.all_reduce(sums, group=group)
+    ranks, reducing, syncing = sums.tolist()
+    return StepInfo(ranks, reducing > 0, syncing > 0)
 
 
 def agree_on_rank(group: ProcessGroup, *, candidate: bool) -> int:
@@ -57,19 +57,13 @@ def agree_on_rank(group: ProcessGroup, *, candidate: bool) -> int:
     return int(rank)
 
 
-class Uneven(nn.Module, Joinable):
+class UnevenInputs(ReducedModule, Joinable):
     """The part of DistributedDataParallel that takes uneven inputs."""
 
-    module: nn.Module
-    reducer: Reducer
     broadcast_buffers: bool
-    parameters_to_ignore: set[str]
-    _group: ProcessGroup
+    require_forward_param_sync: bool
     _buffers_synced: Buffers
     _divide_by_initial_world_size = True
-
-    def _syncs_buffers(self) -> bool:
-        raise NotImplementedError
 
     def join(
         self,
@@ -89,6 +83,7 @@ class Uneven(nn.Module, Joinable):
             throw_on_early_termination: Raise RuntimeError on all ranks when one has run out.
 
         Example:
+            >>> from torch import nn
             >>> from gradwire.ddp import DistributedDataParallel
             >>> from gradwire.testing import run_ranks
             >>> def main():
@@ -125,13 +120,20 @@ class Uneven(nn.Module, Joinable):
         """The group that `Join` meets in."""
         return self._group
 
-    def _tell_joined(self, syncing: bool) -> Plans:
+    def _syncs_buffers(self) -> bool:
+        """Whether the next forward synchronizes buffers."""
+        wanted = self.broadcast_buffers and self.require_forward_param_sync
+        return wanted and bool(self._buffers_synced)
+
+    def _exchange_step_info(self, syncing: bool) -> StepInfo:
         Join.notify_join_context(self)
         sync_buffers = self._syncs_buffers() and not self._buffers_synced.after_forward
-        return exchange_plans(self._group, active=True, reduce=syncing, sync_buffers=sync_buffers)
+        return exchange_step_info(
+            self._group, active=True, reduce=syncing, sync_buffers=sync_buffers
+        )
 
     def _state_tensors(self) -> list[Tensor]:
-        """What is the same on all ranks: parameters, and buffers that are kept alike."""
+        """What is the same on all ranks: parameters, and buffers that are synchronized."""
         named = self.module.named_parameters()
         parameters = [p.detach() for n, p in named if n not in self.parameters_to_ignore]
         buffers = self._buffers_synced.named().values() if self.broadcast_buffers else ()
@@ -141,19 +143,20 @@ class Uneven(nn.Module, Joinable):
 class ShadowHook(JoinHook):
     """What a rank does that has joined."""
 
-    def __init__(self, net: Uneven) -> None:
+    def __init__(self, net: UnevenInputs) -> None:
         self._net = net
 
     def main_hook(self) -> None:
         """Take part in one step of the ranks that have input left."""
+        # in the order of DistributedDataParallel._before: these messages meet those of the others
         net = self._net
-        plans = exchange_plans(net._group, active=False)
-        if plans.reduce:
+        step = exchange_step_info(net._group, active=False)
+        if step.reduce:
             net.reducer.prepare()
-        if plans.sync_buffers:
+        if step.sync_buffers:
             root = agree_on_rank(net._group, candidate=False)
             net._buffers_synced.sync(net._group, root=root)
-        if plans.reduce:
+        if step.reduce:
             net.reducer.shadow()
 
     def post_hook(self, is_last_joiner: bool) -> None:

@@ -51,7 +51,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
 
 
 def with_own_nodes(output: Any, since: int) -> Any:
-    """The output of a forward, with views of what it has handed on as it came, if there is any.
+    """The output of a forward, with views in place of inputs that it returned as they came.
 
     A backward reaches the outputs of several modules in the same order on every rank only if each
     has a node that its forward made, on ranks whose forward has done nothing, too.

@@ -15,18 +15,19 @@ from torch import nn
 from torch.nn import Parameter
 from torch.nn.modules import module as torch_module
 
+from gradwire.ddp.hook_handles import remove_hooks_with
 from gradwire.errors import ArgumentError
 
-__all__ = ["Watch"]
+__all__ = ["ParameterCheck"]
 
 
-class Watch:
+class ParameterCheck:
     """Compares a module's parameters with those at construction, when there is reason to.
 
     Args:
         module: The module.
-        named: Its parameters that are looked after, frozen ones included.
-        ignored: Names that are left alone.
+        named: Its parameters that are checked, frozen ones included.
+        ignored: Names of parameters that are not.
     """
 
     def __init__(
@@ -38,15 +39,15 @@ class Watch:
         self._something_registered = False
         reference = weakref.ref(self)
 
-        def noticed(*_: Any) -> None:
-            if watch := reference():
-                watch._something_registered = True
+        def on_registration(*_: Any) -> None:  # for all modules of the process
+            if check := reference():
+                check._something_registered = True
 
         handles = [
-            torch_module.register_module_parameter_registration_hook(noticed),
-            torch_module.register_module_module_registration_hook(noticed),
+            torch_module.register_module_parameter_registration_hook(on_registration),
+            torch_module.register_module_module_registration_hook(on_registration),
         ]
-        weakref.finalize(self, _remove, handles).atexit = False
+        remove_hooks_with(self, handles)
 
     def check(self) -> None:
         """Raises if there are parameters that would not be reduced.
@@ -69,8 +70,3 @@ class Watch:
                 f"parameters {new or thawed} were {what}: their gradients would not be reduced. "
                 "Call refit() on every rank, and give them to the optimizer"
             )
-
-
-def _remove(handles: Sequence[Any]) -> None:
-    for handle in handles:
-        handle.remove()

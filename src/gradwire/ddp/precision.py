@@ -8,7 +8,7 @@ during backward is cast again. Reduction in a smaller dtype is a wrapper around 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradwire.ddp.hook_handles import remove_hooks_with
 from gradwire.ddp.outputs import map_tensors
 from gradwire.errors import ArgumentError, ArgumentTypeError
 from gradwire.gradients import CommHook
@@ -83,7 +84,7 @@ class Precision:
             for child in module.modules():
                 handles.append(child.register_forward_pre_hook(before))
                 handles.append(child.register_forward_hook(after, always_call=True))
-            weakref.finalize(self, _remove, handles).atexit = False
+            remove_hooks_with(self, handles)
         self._recomputing: list[tuple[nn.Module, ExitStack]] = []
 
     def _cast_buffers(self, dtype: torch.dtype, ignored: Collection[str]) -> None:
@@ -168,8 +169,3 @@ def _no_hook() -> Callable[..., None]:
 
 def _do_nothing(*_: Any) -> None:
     pass
-
-
-def _remove(handles: Sequence[Any]) -> None:
-    for handle in handles:
-        handle.remove()

@@ -21,8 +21,8 @@ from gradwire.shm import shares_memory
 __all__ = [
     "FIRST_BUCKET_BYTES",
     "IN_PLACE_BYTES",
+    "BucketAssigner",
     "BucketLayout",
-    "Planner",
     "check_layout",
     "names_by_bucket",
 ]
@@ -31,14 +31,15 @@ FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
 IN_PLACE_BYTES = 4 << 20
 """On the CPU, a gradient of this size travels alone and in place: a message more costs less than
-copying it into a bucket and back. On accelerators copies are cheap and messages are not."""
+copying it into a bucket and back. With two ranks on two cores, a message costs 0.5 ms while both
+compute, and at 1 MiB that was a loss. On accelerators copies are cheap, messages are not."""
 
 BucketLayout = Callable[[Sequence[tuple[str, Parameter]]], Sequence[Sequence[str]]]
 """From the parameters, by name, to the names in each bucket, in the order of launch."""
 
 
 @dataclass
-class Planner:
+class BucketAssigner:
     """Makes buckets.
 
     Attributes:
@@ -139,10 +140,13 @@ class Planner:
             return self.caps
         on_cpu = all(p.device.type == "cpu" for p in self.parameters)
         if on_cpu and not with_hook:
+            # no small first bucket: with two ranks on two cores and 200 small layers, exposed
+            # communication was 0.6 of PyTorch's without one, and 0.8 with it
             return [BUCKET_BYTES]
         return [FIRST_BUCKET_BYTES, BUCKET_BYTES]
 
     def _travels_alone(self, index: int, *, with_hook: bool) -> bool:
+        # hooks get the buckets that PyTorch would give them
         if with_hook or self.layout is not None or shares_memory(self.group):
             return False  # on shm, packed, it lies where the ranks reduce it without a copy
         parameter = self.parameters[index]

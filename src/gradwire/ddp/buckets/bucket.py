@@ -1,7 +1,7 @@
 """What the reducer asks of a bucket, whatever its gradients are.
 
 Gradients arrive, or are known to be absent in this backward; a bucket is full when nothing more is
-expected. Then it gathers them into something flat that travels, and scatters what came back.
+expected. Then it copies them into something flat that travels, and copies out what came back.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class Bucket(ABC):
 
     Attributes:
         members: The parameters' indices, in the order they lie in the bucket.
-        early: Those of them that want `gather_early` when their gradient is ready.
+        early: Those of them that get `copy_in_early` when their gradient is ready.
         arrived: Those whose gradient is ready in this backward, as they came.
         absent: Those that get no gradient in this backward.
         expected: How many arrivals make the bucket full.
         scale: What gradients are multiplied by on their way.
-        flat: What travels; valid from `gather` to `scatter`.
+        flat: What travels; valid from `copy_in` to `copy_out`.
         further: How many elements of `flat` follow the gradients, for numbers that travel along.
     """
 
@@ -77,11 +77,11 @@ class Bucket(ABC):
         self._deferred = self._with_graph = False
 
     def defer(self, *, with_graph: bool = False) -> None:
-        """Take nothing early in this backward; with a graph, leave the gradients' history be."""
+        """Copy nothing in early in this backward; with a graph, keep the gradients' history."""
         self.early = ()
         self._deferred, self._with_graph = True, with_graph
 
-    def leave_out(self, members: Iterable[int]) -> None:
+    def mark_unused(self, members: Iterable[int]) -> None:
         """These get no gradient in this backward."""
         for member in members:
             if member not in self.absent:
@@ -93,7 +93,7 @@ class Bucket(ABC):
         known = self.absent.union(self.arrived)
         return [m for m in self.members if m not in known]
 
-    def surplus(self) -> list[str]:
+    def unexpected(self) -> list[str]:
         """Names of parameters whose gradient arrived more often than expected."""
         came = Counter(self.arrived)
         limit = {m: 0 if m in self.absent else n for m, n in self._counts.items()}
@@ -110,20 +110,20 @@ class Bucket(ABC):
         more = f", … ({len(self.names)} parameters)" if self.names[3:] else ""
         return f"bucket of {', '.join(self.names[:3])}{more}"
 
-    def gather_early(self, member: int, incoming: Tensor) -> None:
-        """Take one gradient that has just become ready; `incoming` is what backward gave it."""
-        raise AssertionError("this bucket takes nothing early")
+    def copy_in_early(self, member: int, incoming: Tensor) -> None:
+        """Copy in one gradient that is ready; `incoming` is what backward gave the parameter."""
+        raise AssertionError("this bucket copies nothing in early")
 
     @abstractmethod
-    def gather(self) -> None:
+    def copy_in(self) -> None:
         """Make `flat` hold all gradients, scaled; zeros for absent ones that are None."""
 
     @abstractmethod
-    def blank(self) -> None:
+    def zero(self) -> None:
         """Make `flat` hold zeros, and leave all gradients alone."""
 
     @abstractmethod
-    def scatter(self, reduced: Tensor | None, untouched: Collection[int]) -> None:
+    def copy_out(self, reduced: Tensor | None, untouched: Collection[int]) -> None:
         """Make the gradients hold the reduced values.
 
         Args:

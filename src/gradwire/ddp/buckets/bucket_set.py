@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from gradwire.ddp.buckets.assignment import Planner
+from gradwire.ddp.buckets.assignment import BucketAssigner
 from gradwire.ddp.buckets.bucket import Bucket, Member
 from gradwire.ddp.buckets.hook_state import Part, rekey
 from gradwire.ddp.buckets.sparse import SparseBucket
@@ -19,15 +19,15 @@ class BucketSet:
     """Buckets.
 
     Args:
-        planner: Makes them.
+        assigner: Makes them.
 
     Attributes:
         of: For each parameter, its bucket.
         carrier: The bucket with which numbers travel, if there is one.
     """
 
-    def __init__(self, planner: Planner) -> None:
-        self._planner = planner
+    def __init__(self, assigner: BucketAssigner) -> None:
+        self._assigner = assigner
         self._buckets: list[Bucket] = []
         self.of: list[Bucket] = []
         self.carrier: Bucket | None = None
@@ -46,22 +46,19 @@ class BucketSet:
         return self._buckets[index + 1 :]
 
     def make(self, order: Sequence[int], *, with_hook: bool, state: Any = None) -> None:
-        """Makes them anew, for parameters that become ready in this order.
+        """Replace them by buckets for parameters that become ready in this order.
 
         A hook's state goes along. What is not in the order is in no bucket: its arrival is
-        surplus.
+        unexpected.
         """
         before = self.layout
-        self.of, self._buckets, self.carrier = (
-            [],
-            [],
-            None,
-        )  # the old buckets' memory is free from here on
-        self._buckets = self._planner.make(order, with_hook=with_hook)
+        # nothing holds the old buckets from here on: their memory is free for the new ones
+        self.of, self._buckets, self.carrier = [], [], None
+        self._buckets = self._assigner.make(order, with_hook=with_hook)
         self.carrier = next((b for b in self._buckets if b.further), None)
         if before and state is not None:
             rekey(state, before, self.layout)
-        named = zip(self._planner.names, self._planner.parameters, strict=True)
+        named = zip(self._assigner.names, self._assigner.parameters, strict=True)
         self.of = [
             SparseBucket(Member(i, name, p, count=0), 1.0) for i, (name, p) in enumerate(named)
         ]
@@ -83,23 +80,24 @@ class BucketSet:
             bucket.reset()
 
     def defer(self, *, with_graph: bool = False, until_the_end: bool = False) -> None:
-        """Take nothing early in this backward, or only when it has ended."""
+        """Copy nothing in early in this backward, or only when it has ended."""
         for bucket in self._buckets:
             bucket.defer(with_graph=with_graph)
             if until_the_end:
-                bucket.expected = math.inf  # who knows what will come
+                # how often each gradient arrives is what this backward is to show
+                bucket.expected = math.inf
 
-    def leave_out(self, indices: Iterable[int]) -> None:
+    def mark_unused(self, indices: Iterable[int]) -> None:
         """These parameters get no gradient in this backward."""
         found: dict[int, list[int]] = defaultdict(list)
         for i in indices:
             found[id(self.of[i])].append(i)
         for bucket in self._buckets:
-            bucket.leave_out(found.get(id(bucket), ()))
+            bucket.mark_unused(found.get(id(bucket), ()))
 
     def complete(self) -> None:
         """Nothing more is expected."""
-        self.leave_out(self.missing())
+        self.mark_unused(self.missing())
         for bucket in self._buckets:
             bucket.expected = 0
 

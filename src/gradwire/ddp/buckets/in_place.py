@@ -32,30 +32,30 @@ class InPlaceBucket(Bucket):
         self._taken = False
         self._copy: Tensor | None = None
 
-    def gather_early(self, member: int, incoming: Tensor) -> None:
+    def copy_in_early(self, member: int, incoming: Tensor) -> None:
         gradient = dense_gradient(self.parameters[0])
         straight = gradient.stride() == self._strides
         if straight and self._ownership.may_write(member, gradient, incoming):
             self.flat = gradient.as_strided((gradient.numel(),), (1,))
             self._scale_flat()
         else:
-            self._gather_copy(gradient)
+            self._copy_in_whole(gradient)
             if not is_lazy(gradient) and self._ownership.may_move(member, gradient):
                 gradient.set_(self._copy)  # type: ignore[call-overload]  # torch's stub lacks it
                 self._copy = None
         self._taken = True
 
-    def gather(self) -> None:
+    def copy_in(self) -> None:
         if self._taken:
             return  # the one gradient came early
         if not self.absent:
-            self._gather_copy(dense_gradient(self.parameters[0]))
+            self._copy_in_whole(dense_gradient(self.parameters[0]))
         elif self.parameters[0].grad is not None:
-            self._gather_copy(self.parameters[0].grad)
+            self._copy_in_whole(self.parameters[0].grad)
         else:
-            self.blank()
+            self.zero()
 
-    def _gather_copy(self, gradient: Tensor) -> None:
+    def _copy_in_whole(self, gradient: Tensor) -> None:
         self._allocate().copy_(gradient.detach())
         self._scale_flat()
 
@@ -69,10 +69,10 @@ class InPlaceBucket(Bucket):
         if self.scale != 1.0:
             self.flat.mul_(self.scale)
 
-    def blank(self) -> None:
+    def zero(self) -> None:
         self._allocate().zero_()
 
-    def scatter(self, reduced: Tensor | None, untouched: Collection[int]) -> None:
+    def copy_out(self, reduced: Tensor | None, untouched: Collection[int]) -> None:
         assert reduced is None, "hooks get packed buckets"
         parameter = self.parameters[0]
         if self._copy is not None and self.members[0] not in untouched:

@@ -187,12 +187,12 @@ def _references() -> tuple[int, int, int]:
         base = incoming._base
         return held(incoming, 0), sys.getrefcount(gradient), held(base, 0)
 
-    def gather_early(index: int, incoming: Any) -> tuple[int, int, int]:
+    def copy_in_early(index: int, incoming: Any) -> tuple[int, int, int]:
         gradient = parameter.grad
         return may_write(index, gradient, incoming)
 
     def on_gradient(incoming: tuple[Any, ...]) -> tuple[int, int, int]:
-        return gather_early(0, incoming[0])
+        return copy_in_early(0, incoming[0])
 
     parameter, other = (torch.zeros(1, requires_grad=True) for _ in range(2))
     parameter.grad, other.grad = torch.zeros(1), torch.zeros(1).view(1)

@@ -29,7 +29,7 @@ AT_ONCE_BYTES = 32 << 10
 ADOPT_BYTES = 4 << 10
 """From here on one Python step costs less than copying the gradient back."""
 BATCH_BYTES = 256 << 10
-"""What is gathered at a time: well below a core's second-level cache."""
+"""What is copied in at a time: well below a core's second-level cache."""
 
 _Entry = tuple[int, Tensor, Tensor]
 """A place in the bucket, the gradient of the parameter there, and its view of the buffer."""
@@ -127,7 +127,7 @@ class PackedBucket(Bucket):
         self._saved: dict[int, Tensor] = {}
         self._copied_in: Sequence[_Entry] | None = None
 
-    def gather_early(self, member: int, incoming: Tensor) -> None:
+    def copy_in_early(self, member: int, incoming: Tensor) -> None:
         if not self._claimed:
             self._claim()
         place, size = self._place[member]
@@ -135,7 +135,7 @@ class PackedBucket(Bucket):
             self._batch.append(place)
             self._batch_bytes += size
             if self._batch_bytes >= BATCH_BYTES:
-                self._gather_batch()
+                self._copy_in_batch()
             return
         parameter, view = self.parameters[place], self._views[place]
         if member in self._ownership.shared:
@@ -172,11 +172,11 @@ class PackedBucket(Bucket):
         if parameter.grad is not None and parameter.grad.data_ptr() == self._pointers[place]:
             parameter.grad = parameter.grad.clone()
 
-    def _gather_batch(self) -> None:
+    def _copy_in_batch(self) -> None:
         """Copies what has come since the last time; it is scaled when the bucket is full."""
         outside = self._outside(self._batch)
         self._batch, self._batch_bytes = [], 0
-        self._copy_in(outside)
+        self._copy_to_views(outside)
         for place, gradient, view in outside:
             if self._may_adopt(self.members[place], gradient, listed=1):
                 self._adopt(self.parameters[place], gradient, view)
@@ -214,11 +214,11 @@ class PackedBucket(Bucket):
         return [entry for entry in found if entry[1].data_ptr() != pointers[entry[0]]]
 
     @staticmethod
-    def _copy_in(outside: Sequence[_Entry]) -> None:
+    def _copy_to_views(outside: Sequence[_Entry]) -> None:
         if outside:
             torch._foreach_copy_([v for _, _, v in outside], [g for _, g, _ in outside])
 
-    def gather(self) -> None:
+    def copy_in(self) -> None:
         if not self._claimed:  # nothing came early
             self._claim()
         for member in self._ownership.shared.intersection(self.members):
@@ -226,9 +226,9 @@ class PackedBucket(Bucket):
         places: Sequence[int] = range(len(self.members)) if self._deferred else self._late
         if self.absent:
             places = [i for i in places if self.members[i] not in self.absent]
-        self._gather_batch()
+        self._copy_in_batch()
         outside = self._outside(places)
-        self._copy_in(outside)
+        self._copy_to_views(outside)
         if not (self.absent or self._deferred or self._keep):
             self._copied_in = outside
         if self._keep and not self._with_graph:
@@ -236,14 +236,14 @@ class PackedBucket(Bucket):
                 if self._may_adopt(self.members[place], gradient):
                     self.parameters[place].grad = view
         for i in self._absent_places():
-            self._gather_absent(i)
+            self._copy_in_absent(i)
         if self.scale != 1.0:
             (self.flat if self._deferred else self._to_scale).mul_(self.scale)
 
     def _absent_places(self) -> list[int]:
         return [i for i, m in enumerate(self.members) if m in self.absent] if self.absent else []
 
-    def _gather_absent(self, place: int) -> None:
+    def _copy_in_absent(self, place: int) -> None:
         """What accumulated earlier takes part, and is saved in case that no rank has more."""
         gradient, view = self.parameters[place].grad, self._views[place]
         if gradient is None:
@@ -255,12 +255,12 @@ class PackedBucket(Bucket):
         if place < self._at_once and not self._deferred:
             view.mul_(self.scale)
 
-    def blank(self) -> None:
+    def zero(self) -> None:
         if not self._allocated or uses(self.flat) > self._own_uses:
             self._allocate()
         self.flat.zero_()
 
-    def scatter(self, reduced: Tensor | None, untouched: Collection[int]) -> None:
+    def copy_out(self, reduced: Tensor | None, untouched: Collection[int]) -> None:
         source = self._views
         if reduced is not None and not _same_memory(reduced, self.flat):
             source = views(reduced.reshape(-1), self.parameters, keep_strides=True)
@@ -274,11 +274,11 @@ class PackedBucket(Bucket):
                 with torch.enable_grad():  # the reduced value, the history of the local one
                     self.parameters[i].grad = old + (source[i] - old).detach()
         elif away:
-            self._copy_out(away)
+            self._copy_to_gradients(away)
         for i in self._absent_places():
-            self._scatter_absent(i, source[i], touched=self.members[i] not in untouched)
+            self._copy_out_absent(i, source[i], touched=self.members[i] not in untouched)
 
-    def _copy_out(self, away: Sequence[_Entry]) -> None:
+    def _copy_to_gradients(self, away: Sequence[_Entry]) -> None:
         indices = [self.members[place] for place, _, _ in away]
         foreign = self._ownership.foreign(indices, [gradient for _, gradient, _ in away])
         plain: list[_Entry] = []
@@ -293,7 +293,7 @@ class PackedBucket(Bucket):
         if plain:
             torch._foreach_copy_([g for _, g, _ in plain], [r for _, _, r in plain])
 
-    def _scatter_absent(self, place: int, reduced: Tensor, *, touched: bool) -> None:
+    def _copy_out_absent(self, place: int, reduced: Tensor, *, touched: bool) -> None:
         parameter, view = self.parameters[place], self._views[place]
         gradient = parameter.grad
         if not touched:

@@ -24,7 +24,7 @@ class SparseBucket(Bucket):
     def __init__(self, member: Member, scale: float) -> None:
         super().__init__([member], scale=scale, early=())
 
-    def gather(self) -> None:
+    def copy_in(self) -> None:
         gradient = self.parameters[0].grad
         if gradient is None:
             if not self.absent:
@@ -32,14 +32,14 @@ class SparseBucket(Bucket):
                     f"the gradient of {self.names[0]} was taken away (.grad is None) before it was "
                     "communicated: free gradients after backward"
                 )
-            self.blank()
+            self.zero()
             return
         gradient = gradient.detach()
         if gradient.layout == torch.strided:
             gradient = gradient.to_sparse(1)
         self.flat = gradient.coalesce() * self.scale
 
-    def blank(self) -> None:
+    def zero(self) -> None:
         parameter = self.parameters[0]
         self.flat = torch.sparse_coo_tensor(
             torch.empty((1, 0), dtype=torch.int64, device=parameter.device),
@@ -48,7 +48,7 @@ class SparseBucket(Bucket):
             check_invariants=False,
         ).coalesce()
 
-    def scatter(self, reduced: Tensor | None, untouched: Collection[int]) -> None:
+    def copy_out(self, reduced: Tensor | None, untouched: Collection[int]) -> None:
         result = self.flat if reduced is None else reduced
         parameter = self.parameters[0]
         if self.members[0] not in untouched:

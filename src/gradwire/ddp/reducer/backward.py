@@ -1,477 +1,198 @@
-"""One backward: gradients arrive, full buckets are launched, what comes back is handed out.
+"""The state of one reducer's backward: what prepares it, commits it and resets it.
 
-The reducer's engine. Its hot path is `on_gradient`, which autograd calls for each parameter.
+The modules beside it change what is here: `arrival` (what autograd calls), `launch_order` (which
+bucket is sent when) and `finalize` (waiting for the buckets, putting results into gradients). None
+of them is imported here.
 """
 
 from __future__ import annotations
 
-import logging
-import weakref
-from collections.abc import Callable, Iterable, Sequence
-from time import perf_counter_ns
+from collections.abc import Callable, Sequence
 from typing import NoReturn, cast
 
-import torch
-from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from gradwire.ddp.buckets.assignment import Planner
-from gradwire.ddp.buckets.bucket import Bucket
+from gradwire.ddp.buckets.assignment import BucketAssigner
 from gradwire.ddp.buckets.bucket_set import BucketSet
-from gradwire.ddp.buckets.sparse import SparseBucket
-from gradwire.ddp.faults.backward_state import BackwardState, Event, after
+from gradwire.ddp.faults.backward_state import TRANSITIONS, BackwardState, Event, after
 from gradwire.ddp.faults.fault_domain import FaultDomain
 from gradwire.ddp.faults.waiting import Pending
-from gradwire.ddp.reducer.in_backward import step_and_clear
-from gradwire.ddp.reducer.in_flight import InFlight, Launched
+from gradwire.ddp.reducer.in_flight import InFlight
 from gradwire.ddp.reducer.launch import Launcher
-from gradwire.ddp.reducer.log import Clock
-from gradwire.ddp.reducer.rpc import rpc_context_error
+from gradwire.ddp.reducer.log import StepTimer
 from gradwire.ddp.reducer.usage import Usage
-from gradwire.ddp.reducer.weights import NUMBERS, Weights
-from gradwire.errors import NotSupportedError, ReductionError
+from gradwire.ddp.reducer.weights import Weights
+from gradwire.errors import ReductionError
 
-__all__ = ["NO_ROOM", "Backward", "on_gradient", "on_output"]
-
-logger = logging.getLogger(__name__)
-
-# names of their own: looking them up in the enum takes longer, and each gradient compares them
-LOCAL, REDUCED = BackwardState.LOCAL, BackwardState.REDUCED
-EXPECTED, SHORT = BackwardState.EXPECTED, BackwardState.SHORT
-RUNNING, RUNNING_AGAIN = BackwardState.RUNNING, BackwardState.RUNNING_AGAIN
-AWAITING, COMMITTING = BackwardState.AWAITING, BackwardState.COMMITTING
-FINALIZED = BackwardState.FINALIZED
-
-
-NO_ROOM = (
-    "weight(n): the weights travel with a bucket of float32 or float64, and there is none, or with "
-    "the vote that follows a communication hook: register_comm_hook(None, 'allreduce')"
-)
+__all__ = ["Backward"]
 
 
 class Backward:
-    """What has arrived, what is under way, and what is known from backwards before.
+    """Which gradients have arrived, what is in flight, and what earlier backwards have shown.
 
     Args:
-        planner: Makes the buckets.
+        assigner: Makes the buckets.
         usage: Which parameters a backward uses.
 
     Attributes:
         state: Where the backward is.
         end: The position of its last message in the group's log, while COMMITTING or UNDECIDED.
+        runs: How many backwards have begun: the callback of an earlier one is recognized by it.
+        predecessors: Reducers of the group that began earlier in the same backward: theirs go
+            first.
         order: The order of arrival, until buckets have been rebuilt.
-        ready: That of the first backward that was reduced, until then.
-        before: Reducers of the group that began earlier in the same backward: theirs go first.
+        ready_order: That of the first backward that was reduced, until then.
+        had_undefined: Whether autograd passed a parameter no gradient.
+        takes_part: Whether the backward is this rank's part even if no parameter gets a gradient.
+        ranks: How many ranks gradients are divided by.
         skip_unused: Whether buckets are skipped that are unused.
-        manual: Whether a backward ends with `finalize` instead of by itself.
+        manual: Whether a backward ends with `finalize_manually` instead of by itself.
         unused_here: Names of what was absent on this rank in the last one.
         weights: What gradients weigh.
-        reword: Makes of an error of surplus gradients the one that all ranks are told.
+        reword: Makes of an error of unexpected gradients the one that is raised on all ranks.
         optimized: Parameters whose optimizers step during backward.
     """
 
-    def __init__(self, planner: Planner, usage: Usage) -> None:
-        self.planner, self.usage = planner, usage
-        self.skip_unused = self.manual = False
-        self._names, self._parameters = planner.names, planner.parameters
-        self.buckets, self.clock = BucketSet(planner), Clock()
-        self.state, self.end, self.runs = LOCAL, 0, 0
-        self.before: set[Backward] = set()
-        self._had_nothing = self._takes_part = False
-        self.reword: Callable[[ReductionError], ReductionError] | None = None
-        self.unused_here: tuple[str, ...] = ()
-        self.optimized: Sequence[Parameter] = ()
+    def __init__(self, assigner: BucketAssigner, usage: Usage) -> None:
+        self.assigner, self.usage = assigner, usage
+        self.names, self.parameters = assigner.names, assigner.parameters
+        self.buckets, self.timer = BucketSet(assigner), StepTimer()
+        self.state, self.end, self.runs = BackwardState.LOCAL, 0, 0
+        self.predecessors: set[Backward] = set()
         self.order: list[int] | None = []
-        self.ready: Sequence[int] | None = None
-        self._factor: float | None = None
-        self.weights = Weights(planner.parameters, usage.nodes, planner.ownership)
-        self.set_group(planner.group)
-        self._make_buckets(planner.first_order())
+        self.ready_order: Sequence[int] | None = None
+        self.had_undefined = self.takes_part = False
+        self.skip_unused = self.manual = False
+        self.unused_here: tuple[str, ...] = ()
+        self.reword: Callable[[ReductionError], ReductionError] | None = None
+        self.optimized: Sequence[Parameter] = ()
+        self.weights = Weights(assigner.parameters, usage.nodes, assigner.ownership)
+        self.set_group(assigner.group)
+        self._make_buckets(assigner.first_order())
 
     def set_group(self, group: ProcessGroup) -> None:
-        """Communicates over a group from now on, without a hook."""
-        self._group = self.planner.group = group
-        self._ranks = group.size()
-        self.flight = InFlight()
+        """Communicate over a group from now on, without a hook."""
+        self.group = self.assigner.group = group
+        self.ranks = group.size()
+        self.in_flight = InFlight()
         self.domain = FaultDomain.of(group)
         self.domain.register(self)
         self.weights.fail = self.domain.fail
-        self.launcher = Launcher(group, self.flight, self.domain, self)
+        self.launcher = Launcher(group, self.in_flight, self.domain, self)
+
+    # -- where it is -----------------------------------------------------------------------
+
+    @property
+    def running(self) -> bool:
+        """Whether autograd is in it."""
+        return self.state in (BackwardState.RUNNING, BackwardState.RUNNING_AGAIN)
 
     @property
     def unfinished(self) -> bool:
         """Whether a backward began, and did not end with everything reduced."""
-        return self.state not in (LOCAL, EXPECTED, REDUCED, FINALIZED)
+        return self.state not in (
+            BackwardState.LOCAL,
+            BackwardState.EXPECTED,
+            BackwardState.REDUCED,
+            BackwardState.FINALIZED,
+        )
 
     @property
     def awaits_finalization(self) -> bool:
         """Whether a backward has ended that its caller has yet to finalize."""
-        return self.manual and self.state in (AWAITING, COMMITTING)
+        return self.manual and self.state in (BackwardState.AWAITING, BackwardState.COMMITTING)
 
     @property
-    def _untouched(self) -> bool:
+    def untouched(self) -> bool:
         """Whether it is a backward of other things than parameters, as far as is known."""
-        return self.buckets.untouched and not (self._had_nothing or self._takes_part)
+        return self.buckets.untouched and not (self.had_undefined or self.takes_part)
+
+    def transition(self, event: Event) -> None:
+        """Go on to the state that follows."""
+        self.state = after(self.state, event)
+
+    def others(self) -> Sequence[Backward]:
+        """The backwards of the group's other reducers."""
+        return cast("Sequence[Backward]", self.domain.others(self))
 
     def pending(self) -> list[Pending]:
-        """What is under way."""
-        return self.flight.pending()
+        """What is in flight."""
+        return self.in_flight.pending()
 
-    def arm(self, ranks: int | None = None) -> None:
-        """Expect a backward; `ranks` are to be divided by, if not as many as the last time."""
-        self._ranks = ranks or self._ranks
-        self.launcher.correction = ratio = self._group.size() / self._ranks
+    # -- before it -------------------------------------------------------------------------
+
+    def prepare_for_backward(self, ranks: int | None) -> None:
+        """Expect the backward of a forward; `ranks` as `prepare_buckets` has it."""
+        self.in_flight.step += 1
+        self.timer.start()
+        self.transition(Event.PREPARE)
+        self.prepare_buckets(ranks)
+
+    def prepare_buckets(self, ranks: int | None = None) -> None:
+        """Expect gradients; `ranks` are to be divided by, if not as many as the last time."""
+        self.ranks = ranks or self.ranks
+        self.launcher.correction = ratio = self.group.size() / self.ranks
         if self.usage.recording:
             self.buckets.defer(until_the_end=True)
         if ratio != 1.0 and self.launcher.hook is None:
             for bucket in self.buckets:
                 bucket.scale *= ratio
 
-    def prepare(self, ranks: int | None) -> None:
-        """Expect the backward of a forward."""
-        self.flight.step += 1
-        self.clock.start()
-        self.state = after(self.state, Event.PREPARE)
-        self.arm(ranks)
+    def reassign_buckets(self, order: Sequence[int], *, keep_state: bool = True) -> None:
+        """Assign buckets for this order of readiness, until a backward has shown a better one."""
+        self.order, self.ready_order = [], None
+        self._make_buckets(order, keep_state=keep_state)
+        if self.state is BackwardState.EXPECTED:
+            self.prepare_buckets()
 
-    def begin(self, index: int | None = None, incoming: Tensor | None = None) -> None:
-        """The first gradient of a backward, or that of an output, is there."""
-        with self.domain.lock:  # on several devices, autograd has a thread for each
-            if self.state is RUNNING or self.state is RUNNING_AGAIN:
-                return
-            if self.awaits_finalization:
-                self._not_finalized()
-            self.domain.recover()
-            self.domain.poll_known(self)
-            if (error := rpc_context_error()) is not None:  # of an output made outside of it
-                logger.error("%s", error)  # that engine hands on no more than "python_error"
-                self.domain.fail(error)
-            if self.state is REDUCED:
-                self.flight.step += 1
-                self.state = after(self.state, Event.BEGIN_AGAIN)
-                self.arm()
-            else:
-                self.state = after(self.state, Event.BEGIN)
-            self.planner.ownership.begin(self._parameters, index, incoming)
-            running = (RUNNING, RUNNING_AGAIN)
-            self.before |= {b for b in self._others() if b.state in running}
-            self.runs += 1
-            engine = torch.autograd.Variable._execution_engine
-            engine.queue_callback(_End(self, self.runs))
-        self.clock.backward = self.clock.backward or perf_counter_ns()
-        if torch.is_grad_enabled():
-            self.buckets.defer(with_graph=True)
-        if self.usage.find_unused:
-            self._leave_out_absent(at_output=index is None)
+    def rebuild_buckets(self, order: Sequence[int]) -> None:
+        """Assign buckets for good, in the order in which rank 0's gradients became ready."""
+        # what was left out of the first backward comes last, in the first order
+        own = [*dict.fromkeys([*order, *self.assigner.first_order()])]
+        agreed = self.launcher.broadcast_order(own)
+        self._clear()
+        self.order = self.ready_order = None
+        never = self.usage.unused if self.usage.static else frozenset()
+        self._make_buckets([i for i in agreed if i not in never])
 
-    def _leave_out_absent(self, *, at_output: bool) -> None:
-        """What the graph does not have is absent.
+    def _make_buckets(self, order: Sequence[int], *, keep_state: bool = True) -> None:
+        self.assigner.counts = self.usage.counts
+        state = self.launcher.state if keep_state else None
+        self.buckets.make(order, with_hook=self.launcher.hook is not None, state=state)
 
-        If that is all, it is known when backward has ended: until then a reentrant checkpoint,
-        whose graph is not there yet, may bring some.
-        """
-        absent = self.usage.absent()
-        if absent is None:
-            return
-        used = len(absent) < len(self._parameters)
-        if used:
-            self.buckets.leave_out(absent)
-        if at_output and any(p.requires_grad for p in self._parameters):
-            # gradients may all have come before the output's, from the loss, or none may come
-            self._takes_part = used or self.usage.runs_all()
+    # -- its end ---------------------------------------------------------------------------
 
-    def on_nothing(self, index: int) -> None:
-        """A parameter's node was run, and had no gradient: others may have one."""
-        if not (self.state is RUNNING or self.state is RUNNING_AGAIN):
-            self.begin(index)
-        if self.order is not None:
-            self.order.append(index)
-        self._had_nothing = True
-        bucket = self.buckets.of[index]
-        bucket.leave_out([index])
-        if bucket.full:
-            self.on_full(bucket)
-
-    def on_full(self, bucket: Bucket) -> None:
-        """A bucket has all its gradients, or more."""
-        if surplus := bucket.surplus():
-            error = ReductionError(
-                f"parameters {surplus} got a gradient twice in one backward, or one that was "
-                "not expected: they are used in several reentrant checkpoints (use "
-                "use_reentrant=False, or static_graph=True), or with static_graph=True the "
-                "graph is another than in the first backward",
-                surplus,
-            )
-            self.domain.fail(error if self.reword is None else self.reword(error))
-        if not self.has_only_last_left():
-            with torch.no_grad():
-                self._launch_in_order(final=False)
-
-    def _others(self) -> Sequence[Backward]:
-        """The other reducers of the group."""
-        return cast("Sequence[Backward]", self.domain.others(self))
-
-    def _launch_in_order(self, *, final: bool) -> None:
-        """Launches every full bucket whose predecessors have been launched.
-
-        The last one only when backward has ended: whatever fails before, fails before all ranks
-        have sent it, and so none of them takes the result. Reducers that share a backward go one
-        after the other, their last buckets at the end likewise: a gradient that one of them lacks
-        on one rank must not let another's bucket meet its own.
-        """
-        if self.before and any(not b.has_only_last_left() for b in self.before):
-            return
-        self._launch_full(final=final)
-        if not final and self.has_only_last_left():
-            for other in self._others():
-                if self in other.before:
-                    other._launch_in_order(final=False)
-
-    def has_only_last_left(self) -> bool:
-        """Whether all buckets have been launched but the last."""
-        launched = len(self.flight.launched)
-        return launched >= len(self.buckets) or self._is_last(launched)
-
-    def _launch_full(self, *, final: bool) -> None:
-        launched = self.flight.launched
-        with self.domain.lock:
-            self.domain.poll_known(self)  # nothing is sent while ranks resynchronize
-            self.domain.connect()
-            while len(launched) < len(self.buckets):
-                bucket = self.buckets[len(launched)]
-                is_last = self._is_last(len(launched))
-                if not bucket.full or (is_last and not final):
-                    return
-                if self.skip_unused and len(bucket.absent) == len(bucket.members):
-                    launched.append(Launched(bucket))
-                    continue
-                self.launcher.gather(bucket)
-                if bucket.further:
-                    self.weights.write(bucket.flat)
-                self.clock.launch = self.clock.launch or perf_counter_ns()
-                self._launch(bucket, is_last=is_last)
-
-    def _is_last(self, index: int) -> bool:
-        """Whether no bucket after this one has anything to send."""
-        if not self.skip_unused:
-            return index + 1 == len(self.buckets)
-        return all(len(b.absent) == len(b.members) for b in self.buckets.after(index))
-
-    def _launch(self, bucket: Bucket, *, is_last: bool) -> None:
-        alone = self.launcher.hook is None and not self.usage.tolerant
-        if is_last and alone and not isinstance(bucket, SparseBucket):
-            self._sending_last()
-        self.launcher.launch(bucket, is_last=is_last)
-
-    def _sending_last(self) -> None:
+    def sending_last(self) -> None:
         """The backward's last message is about to be sent."""
         self.end = self.domain.position() + 1
-        self.state = after(self.state, Event.SEND_LAST)
+        self.transition(Event.SEND_LAST)
 
-    def on_end(self, run: int) -> None:
-        """Autograd has come to the end of a backward."""
-        if self.state is FINALIZED and run == self.runs:
-            self.state = after(self.state, Event.END_UNTOUCHED)
-            return
-        if run != self.runs or not (self.state is RUNNING or self.state is RUNNING_AGAIN):
-            self.domain.poll_known(self)  # it failed with another reducer's
-            return
-        try:
-            self._end()
-        except BaseException:
-            self.interrupt()
-            raise
-
-    def _end(self) -> None:
-        if self._untouched:  # gradients of other things than parameters
-            self.buckets.reset()
-            self.state = after(self.state, Event.END_UNTOUCHED)
-            if self.state is EXPECTED:
-                self.arm()
-            return
-        self.clock.computed = perf_counter_ns()
-        with torch.no_grad():
-            self._leave_out_missing()
-            if not self.before:
-                self._launch_in_order(final=True)
-            if len(self.flight.launched) < len(self.buckets):
-                self.state = after(self.state, Event.END_SHORT)  # another may bring the rest
-            elif not self.manual:
-                self._finish()
-                self._finish_others()
-            elif self.state is not COMMITTING:
-                self.state = after(self.state, Event.END_MANUAL)
-
-    def finalize(self) -> None:
-        """Ends a backward of a manual reducer, after it or in one of its hooks.
-
-        Raises:
-            ReductionError: It is not manual, or there is nothing to end, or not yet.
-        """
-        running = self.state in (RUNNING, RUNNING_AGAIN)
-        if not self.manual or not (running or self.state in (SHORT, AWAITING, COMMITTING)):
-            raise ReductionError(
-                "there is no reduction to finalize: set require_manual_backward_finalization "
-                "before a forward outside no_sync(), run its backward, and call "
-                "finalize_backward() once"
-            )
-        with torch.no_grad():
-            if running and not self.before:
-                self._launch_in_order(final=True)
-            if len(self.flight.launched) < len(self.buckets):
-                lacking = [self._names[i] for i in sorted(self.buckets.missing())]
-                raise ReductionError(
-                    f"parameters {lacking} have no gradient yet: call finalize_backward() when "
-                    "all have, and after backward while should_finalize_after_backward is true",
-                    lacking,
-                )
-            if running:
-                self.clock.computed = perf_counter_ns()
-            try:
-                self._finish()
-            except BaseException:
-                self.interrupt()
-                raise
-        if running:
-            self.state = after(self.state, Event.FINALIZE)  # autograd has yet to come to its end
-        self._finish_others()
-
-    def _finish_others(self) -> None:
-        """Ends those that had come to their end, and waited for this one."""
-        for other in self._others():
-            if other.state is SHORT and not other.before and not other.buckets.missing():
-                other.state = after(other.state, Event.BEGIN)
-                other.on_end(other.runs)
+    def commit(self, used: Sequence[int]) -> None:
+        """Gradients hold what was reduced."""
+        self.domain.committed(self.end)
+        if self.order is not None:
+            self.ready_order = [*dict.fromkeys([*(self.ready_order or ()), *self.order])]
+        if self.usage.recording:
+            self.usage.record(used)
+        self.weights.clear()
+        self.transition(Event.COMMIT)
+        self._clear()
 
     def interrupt(self) -> None:
         """An exception ends the running backward, if it has not been dealt with."""
-        if self.state in (RUNNING, RUNNING_AGAIN, AWAITING, COMMITTING, SHORT, EXPECTED):
-            self.state = after(self.state, Event.INTERRUPT)
+        if Event.INTERRUPT in TRANSITIONS[self.state]:
+            self.transition(Event.INTERRUPT)
             self.domain.note_interrupted()
 
-    def _not_finalized(self) -> NoReturn:
+    def raise_not_finalized(self) -> NoReturn:
+        """End the next backward on every rank, as the one before was left to be finalized."""
         self.domain.fail(
             ReductionError(
                 "the backward before was not finalized: with require_manual_backward_finalization, "
                 "call finalize_backward() once for each backward that is reduced"
             )
         )
-
-    def _leave_out_missing(self) -> None:
-        """What did not come, and was free not to, is absent."""
-        if self.usage.recording:
-            self.buckets.complete()
-        elif missing := self.buckets.missing():
-            needed = (i for i in missing if self._parameters[i].requires_grad)
-            if self.usage.find_unused or next(needed, None) is None:
-                self.buckets.leave_out(missing)
-
-    def _finish(self) -> None:
-        """Waits for the buckets and hands the gradients what came back."""
-        absent = self.buckets.absent()
-        untouched = {i for i in absent if not self._parameters[i].requires_grad}
-        results = self._receive(self.buckets.arrived(), self.weights.numbers())
-        if self.usage.tolerant:
-            untouched |= self.usage.unused
-        for launched, reduced in zip(self.flight.launched, results, strict=True):
-            launched.bucket.scatter(self._weighted(launched, reduced), untouched)
-        step_and_clear(self.optimized)
-        self.clock.sent = self.flight.sent
-        self.unused_here = tuple(self._names[i] for i in sorted(absent))
-        if absent:
-            logger.debug("step %d: unused here: %s", self.flight.step, self.unused_here)
-        self.clock.finished = perf_counter_ns()
-        self._commit(self.buckets.arrived())
-
-    def _weighted(self, launched: Launched, reduced: Tensor | None) -> Tensor | None:
-        """The mean over samples, where weights were given, from that over ranks."""
-        sent = launched.works or launched.future is not None
-        if self._factor is None or not sent:
-            return reduced
-        if reduced is not None:
-            return reduced * self._factor
-        launched.bucket.flat.mul_(self._factor)
-        return None
-
-    def _receive(self, used: Iterable[int], numbers: Sequence[float]) -> list[Tensor | None]:
-        """Sends what is left to be sent and waits for everything.
-
-        What comes back is the same on all ranks, or comes back on none: with a hook, which may fail
-        after its collectives, ranks vote; without one, the last message is the vote.
-        """
-        launcher, sums, results, self._factor = self.launcher, None, [], None
-        if self.usage.tolerant:
-            if launcher.hook is None:
-                self._sending_last()
-            sums = launcher.add_up(self.usage.flags(used))
-        if launcher.hook is None and self.state is not COMMITTING:  # the last one was sparse
-            self.end = self.domain.position()
-            self.state = after(self.state, Event.SEND_LAST)
-        if sums is not None:
-            launcher.wait_small(sums[1])
-            self.usage.receive(sums[0])
-        for launched in self.flight.launched:
-            since = perf_counter_ns()
-            results.append(launcher.result(launched))
-            self.clock.waits.append(perf_counter_ns() - since)
-        if launcher.hook is not None:
-            self._sending_last()
-            added = launcher.count(*launcher.vote(numbers))
-            self._factor = self.weights.factor(added, self._ranks)
-        elif (carrier := self.buckets.carrier) is not None:
-            # elsewhere the CPU would wait; ranks with a weight tell those without if they differ
-            if self.weights.given is not None or carrier.flat.device.type == "cpu":
-                added = carrier.flat[-NUMBERS:].tolist()
-                self._factor = self.weights.factor(added, self._ranks)
-        elif self.weights.given is not None:
-            self.domain.fail(NotSupportedError(NO_ROOM))
-        return results
-
-    def _commit(self, used: Sequence[int]) -> None:
-        """Gradients hold what was reduced."""
-        self.domain.committed(self.end)
-        if self.order is not None:
-            self.ready = [*dict.fromkeys([*(self.ready or ()), *self.order])]
-        if self.usage.recording:
-            self.usage.record(used)
-        self.weights.clear()
-        self.state = after(self.state, Event.COMMIT)
-        self._clear()
-
-    def shadow(self) -> None:
-        """Takes part in the other ranks' backward with zeros."""
-        try:
-            with torch.no_grad(), self.domain.lock:
-                self.domain.connect()
-                for number, bucket in enumerate(self.buckets, 1):
-                    bucket.blank()
-                    self._launch(bucket, is_last=number == len(self.buckets))
-                self._receive((), NUMBERS * [0.0])
-        except BaseException:
-            self.interrupt()
-            raise
-        self._commit(range(len(self._parameters)))
-
-    def plan_anew(self, order: Sequence[int], *, keep_state: bool = True) -> None:
-        """Buckets for parameters that become ready in this order, until it is known better."""
-        self.order, self.ready = [], None
-        self._make_buckets(order, keep_state=keep_state)
-        if self.state is EXPECTED:
-            self.arm()
-
-    def _make_buckets(self, order: Sequence[int], *, keep_state: bool = True) -> None:
-        self.planner.counts = self.usage.counts
-        state = self.launcher.state if keep_state else None
-        self.buckets.make(order, with_hook=self.launcher.hook is not None, state=state)
-
-    def rebuild(self, order: Sequence[int]) -> None:
-        """Makes the buckets anew in the order in which rank 0's gradients became ready."""
-        agreed = self.launcher.agree([*dict.fromkeys([*order, *self.planner.first_order()])])
-        self._clear()
-        self.order = self.ready = None
-        never = self.usage.unused if self.usage.static else frozenset()
-        self._make_buckets([i for i in agreed if i not in never])
 
     def recover(self) -> None:
         """Say why the backward before did not end, or bring the other ranks out of it.
@@ -480,16 +201,16 @@ class Backward:
             ReductionError: It left parameters without a gradient.
             DistributedError: As `FaultDomain.raise_waiting`.
         """
-        if self.state is RUNNING or self.state is RUNNING_AGAIN:
+        if self.running:
             self.interrupt()
         if self.awaits_finalization:
-            self._not_finalized()
+            self.raise_not_finalized()
         self.domain.recover()
         self.domain.raise_waiting()
-        if self.state is not SHORT:
+        if self.state is not BackwardState.SHORT:
             return
-        short = [b for b in (self, *self._others()) if b.state is SHORT]
-        lacking = [b._names[i] for b in short for i in sorted(b.buckets.missing())]
+        short = [b for b in (self, *self.others()) if b.state is BackwardState.SHORT]
+        lacking = [b.names[i] for b in short for i in sorted(b.buckets.missing())]
         self.domain.fail(
             ReductionError(
                 f"parameters {lacking} got no gradient in the backward before, so that nothing "
@@ -499,93 +220,26 @@ class Backward:
             )
         )
 
-    def _clear(self) -> None:
-        """Nothing has arrived, nothing is under way."""
-        self._had_nothing = self._takes_part = False
-        self.flight.clear()
-        self.before.clear()
-        for other in self._others():
-            other.before.discard(self)
-        if self.order is not None:
-            self.order.clear()
-        self.buckets.reset()
-
     def reset(self) -> None:
         """Give the running backward up."""
-        self.state = after(self.state, Event.RESET)
+        self.transition(Event.RESET)
         self.weights.clear()
         self.launcher.forget()
         self._clear()
 
     def start_over(self) -> None:
-        """As after construction: ranks may have been at different bucket plans."""
+        """As after construction: ranks may have been at different assignments of buckets."""
         self.reset()
         self.usage.forget()
-        self.plan_anew(self.planner.first_order())
+        self.reassign_buckets(self.assigner.first_order())
 
-
-class _End:
-    """What autograd calls when a backward ends, and drops uncalled when an exception ends it."""
-
-    def __init__(self, backward: Backward, run: int) -> None:
-        self._backward, self._run, self._called = backward, run, False
-
-    def __call__(self) -> None:
-        self._called = True
-        self._backward.on_end(self._run)
-
-    def __del__(self) -> None:
-        backward = self._backward
-        running = backward.state is RUNNING or backward.state is RUNNING_AGAIN
-        if not self._called and running and self._run == backward.runs:
-            backward.interrupt()
-
-
-def on_output(reference: weakref.ref[Backward], _: Tensor) -> None:
-    """A backward begins at an output: the first after its forward, or another one."""
-    backward = reference()
-    if backward is None:
-        return
-    state = backward.state
-    if state in (RUNNING, RUNNING_AGAIN, LOCAL, FINALIZED):
-        return
-    if state is REDUCED and backward.usage.static and backward.order is not None:
-        return  # a static graph's second backward goes by the first one's, which is not known yet
-    backward.begin()
-
-
-def on_gradient(
-    reference: weakref.ref[Backward], index: int, _: object, incoming: tuple[Tensor | None, ...]
-) -> None:
-    """A parameter's gradient is ready: the one step that is taken for each of them.
-
-    Holds no reference that would keep the reducer alive.
-    """
-    backward = reference()
-    if backward is None:
-        return
-    # no name for what came in: who may write to it is told by counting references to it
-    state = backward.state
-    running = state is RUNNING or state is RUNNING_AGAIN
-    if not running and state is not EXPECTED and state is not SHORT:
-        if incoming[0] is not None:
-            planner = backward.planner
-            backward.usage.touched.add(index)
-            planner.ownership.make_private(index, planner.parameters[index], incoming[0])
-        return
-    if incoming[0] is None:
-        backward.on_nothing(index)
-        return
-    if not running:
-        backward.begin(index, incoming[0])
-    if backward.order is not None:
-        backward.order.append(index)
-    bucket = backward.buckets.of[index]
-    bucket.arrived.append(index)
-    if index in bucket.early:
-        try:
-            bucket.gather_early(index, incoming[0])
-        except (ReductionError, NotSupportedError) as error:
-            backward.domain.fail(error)
-    if len(bucket.arrived) >= bucket.expected:
-        backward.on_full(bucket)
+    def _clear(self) -> None:
+        """Nothing has arrived, nothing is in flight."""
+        self.had_undefined = self.takes_part = False
+        self.in_flight.clear()
+        self.predecessors.clear()
+        for other in self.others():
+            other.predecessors.discard(self)
+        if self.order is not None:
+            self.order.clear()
+        self.buckets.reset()

@@ -12,25 +12,26 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch.nn import Parameter
 
-__all__ = ["step_and_clear", "take_over"]
+from gradwire.ddp.hook_handles import remove_hooks
+
+__all__ = ["detach_optimizer_hooks", "step_and_clear"]
 
 MODULE = "torch.distributed.optim.apply_optimizer_in_backward"
 
 
-def take_over(parameters: Iterable[Parameter]) -> list[Parameter]:
-    """The parameters that have optimizers of their own, which now no longer step by themselves."""
+def detach_optimizer_hooks(parameters: Iterable[Parameter]) -> list[Parameter]:
+    """Remove the hooks by which optimizers in backward step; the parameters that have such."""
     if MODULE not in sys.modules:
         return []
     found = [p for p in parameters if hasattr(p, "_in_backward_optimizers")]
     handles = sys.modules[MODULE].param_to_optim_hook_handle_map
     for parameter in found:
-        for handle in handles.get(parameter, ()):
-            handle.remove()
+        remove_hooks(handles.get(parameter, ()))
     return found
 
 
 def step_and_clear(parameters: Sequence[Parameter]) -> None:
-    """Step with reduced gradients, which are then let go."""
+    """Step with reduced gradients, and free them."""
     for parameter in parameters:
         if parameter.grad is not None:
             with torch.enable_grad():

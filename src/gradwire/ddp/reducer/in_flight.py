@@ -1,4 +1,4 @@
-"""What a backward has under way: the buckets that were launched."""
+"""What a backward has in flight: the buckets that were launched."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["InFlight", "Launched"]
 
 @dataclass
 class Launched:
-    """A bucket under way; neither works nor a future where nothing needs to be sent."""
+    """A bucket in flight; neither works nor a future where nothing needs to be sent."""
 
     bucket: Bucket
     works: Sequence[Work] = ()
@@ -46,7 +46,7 @@ class InFlight:
         return sum(1 for b in self.launched if b.works or b.future is not None)
 
     def pending(self) -> list[Pending]:
-        """All that may still be under way."""
+        """All that may still be in flight."""
         works = [w for launched in self.launched for w in launched.works]
         futures = [launched.future for launched in self.launched if launched.future is not None]
         return [*map(pending_work, works), *map(pending_future, futures)]

@@ -29,7 +29,7 @@ class Launcher:
 
     Args:
         group: The group.
-        flight: What is under way.
+        in_flight: The backward's communication.
         domain: The group's fault domain.
         owner: Whose buckets they are: waits poll for errors on its behalf.
 
@@ -40,12 +40,12 @@ class Launcher:
     """
 
     def __init__(
-        self, group: ProcessGroup, flight: InFlight, domain: FaultDomain, owner: Participant
+        self, group: ProcessGroup, in_flight: InFlight, domain: FaultDomain, owner: Participant
     ) -> None:
-        self._group, self._flight, self._domain = group, flight, domain
-        self._owner = weakref.ref(owner)
+        self._group, self._in_flight, self._domain = group, in_flight, domain
+        self._owner = weakref.ref(owner)  # which keeps its launcher, not the other way round
         self._options = AllreduceOptions()
-        self._agreeing: tuple[Tensor, Work] | None = None
+        self._order: tuple[Tensor, Work] | None = None
         self.hook: StatefulHook[Any] | None = None
         self.correction = 1.0
 
@@ -55,18 +55,20 @@ class Launcher:
         return None if self.hook is None else self.hook.state
 
     def launch(self, bucket: Bucket, *, is_last: bool) -> None:
-        """Send a bucket whose gradients are gathered."""
+        """Send a bucket whose gradients are copied in."""
         self._wait_for_chain()
         if self.hook is not None:
             self._launch_hook(bucket, is_last=is_last)
         elif isinstance(bucket, SparseBucket):
             with LogMode(self._group, self._domain.log):
                 total = SparseSum(bucket.flat, self._group)
+            # ranks exchange their counts of entries first: how many bytes follow, or none, is up
+            # to them
             self._wait([total.counting], bucket)
             with LogMode(self._group, self._domain.log):
                 work = total.exchange()
             works = () if work is None else (work,)
-            self._flight.launched.append(Launched(bucket, sparse=total, works=works))
+            self._in_flight.launched.append(Launched(bucket, sparse=total, works=works))
         else:
             self._launch_mean(bucket)
 
@@ -77,7 +79,8 @@ class Launcher:
             work = self._group.allreduce([wire], self._options)
         except RuntimeError as error:
             self._refused(error, bucket.what)
-        self._flight.launched.append(Launched(bucket, works=[work]))
+        self._in_flight.launched.append(Launched(bucket, works=[work]))
+        # logged when the engine has taken it: other ranks join what is in the log with zeros
         self._domain.sent(all_reduce_entry(wire))
 
     def _refused(self, error: RuntimeError, what: str) -> NoReturn:
@@ -88,13 +91,13 @@ class Launcher:
 
     def _launch_hook(self, bucket: Bucket, *, is_last: bool) -> None:
         assert self.hook is not None
-        seen = bucket.as_grad_bucket(len(self._flight.launched), is_last=is_last)
+        seen = bucket.as_grad_bucket(len(self._in_flight.launched), is_last=is_last)
         try:
             with LogMode(self._group, self._domain.log):
                 future = as_future(self.hook.run_hook(seen), self.hook)
         except Exception as error:
             self._domain.hook_failed(error, bucket.what)
-        self._flight.launched.append(Launched(bucket, future=future, seen=seen))
+        self._in_flight.launched.append(Launched(bucket, future=future, seen=seen))
         if not self.hook.single_collective:
             self._domain.chain = future
 
@@ -125,40 +128,40 @@ class Launcher:
             self._domain.hook_failed(error, launched.bucket.what)
         return reduced if self.correction == 1.0 else reduced * self.correction
 
-    def agree(self, numbers: Sequence[int]) -> list[int]:
-        """Rank 0's numbers. After an exception while it waits, the next call goes on with it."""
-        if self._agreeing is None:
+    def broadcast_order(self, order: Sequence[int]) -> list[int]:
+        """Rank 0's order. After an exception during the wait, the next call waits for the same."""
+        if self._order is None:
             device = message_device(self._group)
-            agreed = torch.tensor(numbers, dtype=torch.int64, device=device)
+            theirs = torch.tensor(order, dtype=torch.int64, device=device)
             options = BroadcastOptions()
             options.rootRank = 0
-            self._agreeing = agreed, self._group.broadcast([agreed], options)
-            self._domain.sent(broadcast_entry(agreed, root=0), self._agreeing[1])
-        agreed, work = self._agreeing
+            self._order = theirs, self._group.broadcast([theirs], options)
+            self._domain.sent(broadcast_entry(theirs, root=0), self._order[1])
+        theirs, work = self._order
         self.wait_small(work)
-        self._agreeing = None
-        return agreed.tolist()
+        self._order = None
+        return theirs.tolist()
 
     def forget(self) -> None:
-        """What the ranks were about to agree on was filled with zeros when they resynchronized."""
-        self._agreeing = None
+        """The order in flight was overwritten with zeros when the ranks resynchronized."""
+        self._order = None
 
-    def add_up(self, flags: Tensor) -> tuple[Tensor, Work]:
+    def start_sum(self, flags: Tensor) -> tuple[Tensor, Work]:
         """Begin to sum a small tensor over the ranks: it holds the sum when the work has ended."""
         self._wait_for_chain()
         flags = flags.to(message_device(self._group))
         try:
             work = self._group.allreduce([flags], AllreduceOptions())
         except RuntimeError as error:
-            self._refused(error, "what ranks agree on")
+            self._refused(error, "a small all_reduce or broadcast")
         self._domain.sent(all_reduce_entry(flags), work)
         return flags, work
 
     def vote(self, numbers: Sequence[float]) -> tuple[Tensor, Work]:
-        """Begin to tell all ranks that nothing has failed on this one, and numbers to add up."""
-        return self.add_up(torch.tensor([1.0, *numbers]))
+        """Begin to sum over ranks a 1 from each on which nothing failed, and numbers."""
+        return self.start_sum(torch.tensor([1.0, *numbers]))
 
-    def count(self, votes: Tensor, work: Work) -> list[float]:
+    def wait_votes(self, votes: Tensor, work: Work) -> list[float]:
         """The sums of the numbers when all ranks have voted; raises if one fails before it does."""
         self.wait_small(work)
         voted, *sums = votes.tolist()
@@ -170,7 +173,7 @@ class Launcher:
         """Wait for a message whose values this rank needs."""
         if not cpu_capable(self._group):
             wait_done(work, self._poll)  # the CPU would wait for the values, and not poll
-        self._wait_work(work, "what ranks agree on", on_cpu=cpu_capable(self._group))
+        self._wait_work(work, "a small all_reduce or broadcast", on_cpu=cpu_capable(self._group))
 
     def _wait_work(self, work: Work, what: str, *, on_cpu: bool) -> None:
         """Waits for a work handle; an engine's failure ends the group's use."""
@@ -190,9 +193,9 @@ class Launcher:
         assert owner is not None
         self._domain.poll(owner)
 
-    def gather(self, bucket: Bucket) -> None:
-        """Makes a full bucket ready to be sent."""
+    def copy_in(self, bucket: Bucket) -> None:
+        """Make a full bucket ready to be sent."""
         try:
-            bucket.gather()
+            bucket.copy_in()
         except (ReductionError, NotSupportedError) as error:
             self._domain.fail(error)

@@ -9,7 +9,7 @@ from time import perf_counter_ns
 
 from gradwire.ddp.buckets.bucket import Bucket
 
-__all__ = ["BucketLog", "Clock", "LoggingData"]
+__all__ = ["BucketLog", "LoggingData", "StepTimer"]
 
 
 @dataclass(frozen=True)
@@ -60,30 +60,35 @@ class LoggingData:
 
 
 @dataclass
-class Clock:
-    """When things happened in a step, in ns."""
+class StepTimer:
+    """When things happened in a step, in ns, as PyTorch's reducer takes them; 0: not yet.
 
-    forward: int = 0
-    backward: int = 0
-    launch: int = 0
-    computed: int = 0
-    finished: int = 0
+    Attributes:
+        sent: How many buckets had anything to send.
+        waits: How long the end of the backward waited for each bucket.
+    """
+
+    forward_start: int = 0
+    compute_start: int = 0
+    compute_end: int = 0
+    comm_start: int = 0
+    comm_end: int = 0
     sent: int = 0
     waits: list[int] = field(default_factory=list)
 
     def start(self) -> None:
         """A forward begins."""
-        self.forward = perf_counter_ns()
-        self.backward = self.launch = self.computed = self.finished = 0
+        self.forward_start = perf_counter_ns()
+        self.compute_start = self.compute_end = self.comm_start = self.comm_end = 0
         self.waits = []
 
     def seconds(self) -> dict[str, float]:
         """The last step's times, of what has ended."""
         spans = {
-            "forward_seconds": (self.forward, self.backward),
-            "backward_seconds": (self.backward, self.computed),
-            "exposed_seconds": (self.computed, self.finished),
-            "communication_seconds": (self.launch, self.finished),
+            "forward_seconds": (self.forward_start, self.compute_start),
+            "backward_seconds": (self.compute_start, self.compute_end),
+            "exposed_seconds": (self.compute_end, self.comm_end),
+            "communication_seconds": (self.comm_start, self.comm_end),
         }
         return {name: max(0, end - start) / 1e9 for name, (start, end) in spans.items()}
 

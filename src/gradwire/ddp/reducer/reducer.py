@@ -2,7 +2,7 @@
 
 Each parameter reports once per backward that its gradient is ready. A bucket whose parameters all
 have is launched, in the same order on every rank; when backward ends, the buckets are waited for
-in that order and their values put back (see `_backward`). `average_gradients` in `_naive.py` is the
+in that order and their values put back (see `backward`). `average_gradients` in `naive.py` is the
 same without buckets or overlap.
 """
 
@@ -18,24 +18,26 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from gradwire.ddp.buckets.assignment import BucketLayout, Planner, check_layout
+from gradwire.ddp.buckets.assignment import BucketAssigner, BucketLayout, check_layout
 from gradwire.ddp.buckets.hook_state import Part, replace_group
 from gradwire.ddp.buckets.ownership import Registration
 from gradwire.ddp.group import check_group
-from gradwire.ddp.reducer.backward import NO_ROOM, Backward, on_gradient, on_output
-from gradwire.ddp.reducer.in_backward import take_over
+from gradwire.ddp.hook_handles import remove_hooks_with
+from gradwire.ddp.reducer.arrival import on_gradient, on_output
+from gradwire.ddp.reducer.backward import Backward
+from gradwire.ddp.reducer.finalize import finalize_manually, shadow
+from gradwire.ddp.reducer.in_backward import detach_optimizer_hooks
 from gradwire.ddp.reducer.log import LoggingData
 from gradwire.ddp.reducer.rpc import rpc_context_error
-from gradwire.ddp.reducer.torch_names import ReducerNames
 from gradwire.ddp.reducer.usage import Usage
-from gradwire.ddp.reducer.weights import NUMBERS
+from gradwire.ddp.reducer.weights import NO_CARRIER, WEIGHT_SUMS
 from gradwire.errors import ArgumentError, NotSupportedError, ReductionError
 from gradwire.gradients import CommHook, StatefulHook, bind_hook, name_of
 
 __all__ = ["Reducer"]
 
 
-class Reducer(ReducerNames):
+class Reducer:
     """Averages the gradients of parameters over the ranks of a group, in buckets.
 
     After `prepare`, the next backward that gives every parameter a gradient leaves in each
@@ -57,11 +59,11 @@ class Reducer(ReducerNames):
         sparse: Names of the parameters whose gradients are sparse.
         last: Names of parameters that travel together, after all others.
         bucket_layout: From the parameters to the names in each bucket, in the order of launch;
-            the same on every rank. Buckets are then not planned, nor rebuilt.
-        lazy: Allocate a bucket's memory when its first gradient arrives, and let go of it when
-            the backward has ended: it lives on in gradients that lie in it.
+            the same on every rank. Caps are then of no effect, and nothing is rebuilt.
+        lazy: Allocate a bucket's memory when its first gradient arrives, and release it when the
+            backward has ended, but for gradients that lie in it.
         manual_finalization: A backward ends with `finalize` instead of by itself.
-        rebuild: Plan the buckets anew after the first backward, in the order in which gradients
+        rebuild: Assign the buckets again after the first backward, in the order in which gradients
             became ready on rank 0; if None, only where every backward uses the same parameters:
             with `static_graph`, or without `find_unused_parameters`.
 
@@ -104,7 +106,7 @@ class Reducer(ReducerNames):
             raise ArgumentError("parameters is empty: there is nothing to reduce")
         self._named = list(parameters)
         names = [name for name, _ in parameters]
-        planner = Planner(
+        assigner = BucketAssigner(
             names,
             [p for _, p in parameters],
             group,
@@ -114,22 +116,21 @@ class Reducer(ReducerNames):
             sparse={i for i, name in enumerate(names) if name in sparse},
             last={i for i, name in enumerate(names) if name in last},
             layout=check_layout(bucket_layout, parameters),
-            further=0 if skip_unused else NUMBERS,  # which may skip the bucket that has them
+            further=0 if skip_unused else WEIGHT_SUMS,  # which may skip the bucket that has them
         )
         # the nodes that accumulate gradients: their hooks run after all hooks of the parameters
         nodes = [torch.autograd.graph.get_gradient_edge(p).node for _, p in parameters]
         usage = Usage(nodes, find_unused=find_unused_parameters, static=static_graph)
         self._skip_unused, self._rebuilt = skip_unused, False
         self._rebuild = static_graph or not find_unused_parameters if rebuild is None else rebuild
-        self._backward = Backward(planner, usage)
+        self._backward = Backward(assigner, usage)
         self._backward.manual = manual_finalization
         reference = weakref.ref(self._backward)
         handles = [
             node.register_hook(partial(on_gradient, reference, i)) for i, node in enumerate(nodes)
         ]
-        registration = Registration(nodes, planner.ownership)
-        self._hooks = weakref.finalize(self, _remove, [*handles, registration])
-        self._hooks.atexit = False
+        registration = Registration(nodes, assigner.ownership)
+        self._hooks = remove_hooks_with(self, [*handles, registration])
 
     def register_comm_hook(self, state: Any, hook: CommHook | StatefulHook[Any] | None) -> None:
         """Let `hook(state, bucket)` communicate from the next `prepare` on; None: the mean.
@@ -146,7 +147,7 @@ class Reducer(ReducerNames):
         backward = self._backward
         backward.launcher.hook = None if hook is None else bind_hook(state, hook)
         order = [i for bucket in backward.buckets for i in bucket.members]
-        backward.plan_anew(order, keep_state=False)
+        backward.reassign_buckets(order, keep_state=False)
 
     def reword_surplus(self, reword: Callable[[ReductionError], ReductionError]) -> None:
         """Let a function have the last word on errors of gradients that are one too many."""
@@ -183,16 +184,16 @@ class Reducer(ReducerNames):
         Raises:
             ArgumentError: The names are not those of the parameters.
         """
-        planner = self._backward.planner
-        planner.layout = check_layout(lambda _: names, self._named)
-        self._backward.plan_anew(planner.first_order())
+        assigner = self._backward.assigner
+        assigner.layout = check_layout(lambda _: names, self._named)
+        self._backward.reassign_buckets(assigner.first_order())
 
     def prepare(self, *, ranks: int | None = None, uneven: bool = False) -> None:
         """Expect a backward: to be called before each one that is to be reduced.
 
         Args:
             ranks: How many ranks the sum is divided by; None: those of the group.
-            uneven: Ranks may take part by `shadow`, which cannot tell what others skip.
+            uneven: Ranks may take part by `shadow`, which cannot know what others skip.
 
         Raises:
             ReductionError: The backward before left parameters without a gradient.
@@ -204,23 +205,29 @@ class Reducer(ReducerNames):
             raise error
         backward = self._backward
         backward.recover()
-        if not backward.flight.step:
-            backward.optimized = take_over(p for _, p in self._named)
-        if backward.order is not None and backward.ready is not None:
-            self._rebuilt = self._rebuild
-            if self._rebuild:
-                backward.rebuild(backward.ready)
-                backward.domain.raise_waiting()  # heard while waiting for the order
-            else:
-                backward.order = backward.ready = None
+        if not backward.in_flight.step:  # they may be registered after the module was wrapped
+            backward.optimized = detach_optimizer_hooks(p for _, p in self._named)
+        self._rebuild_once()
         backward.skip_unused = self._skip_unused and not uneven
-        backward.prepare(ranks or backward.planner.group.size())
+        backward.prepare_for_backward(ranks or backward.assigner.group.size())
+
+    def _rebuild_once(self) -> None:
+        """After the first backward that was reduced: assign buckets in its order, or never."""
+        backward = self._backward
+        if backward.order is None or backward.ready_order is None:
+            return
+        self._rebuilt = self._rebuild
+        if self._rebuild:
+            backward.rebuild_buckets(backward.ready_order)
+            backward.domain.raise_waiting()  # an error that was reported during the broadcast
+        else:
+            backward.order = backward.ready_order = None
 
     def weight(self, weight: float) -> None:
         """See DistributedDataParallel.weight."""
         backward = self._backward
         if not self.has_hook and backward.buckets.carrier is None:
-            raise NotSupportedError(NO_ROOM)
+            raise NotSupportedError(NO_CARRIER)
         if backward.awaits_finalization:
             raise ReductionError("weight(n) before finalize_backward(): finalize first")
         backward.weights.give(weight)
@@ -243,11 +250,27 @@ class Reducer(ReducerNames):
         """The backward begins at these outputs of a forward, each time it is run.
 
         Without this it begins at the first gradient of a parameter; and where that comes from a
-        reentrant checkpoint, what is unused cannot be told.
+        reentrant checkpoint, it is not known what is unused.
         """
         for tensor in outputs:
             if tensor.requires_grad and tensor.grad_fn is not None:
                 tensor.register_hook(partial(on_output, weakref.ref(self._backward)))
+
+    def prepare_for_backward(self, outputs: Iterable[Tensor]) -> None:
+        """`prepare`, then `expect` these tensors: a loss, or a forward's outputs.
+
+        By the name in PyTorch's reducer: programs call it where several forwards under `no_sync`
+        have one backward that is reduced, and where one forward has several backwards.
+        """
+        self.prepare()
+        self.expect(outputs)
+
+    def _rebuild_buckets(self) -> bool:
+        """As PyTorch's reducer has it: of no effect, and False, as `prepare` rebuilds them."""
+        return False
+
+    def _delay_all_reduce(self) -> None:
+        """As PyTorch's: of no effect, as a static graph's first backward is reduced at its end."""
 
     @property
     def manual_finalization(self) -> bool:
@@ -276,18 +299,18 @@ class Reducer(ReducerNames):
             ReductionError: That is not set, nothing was reduced, or gradients are yet to come.
             PeerFailedError: Another rank reported an error.
         """
-        self._backward.finalize()
+        finalize_manually(self._backward)
 
     def shadow(self) -> None:
         """Take part in the other ranks' backward with zeros, after `prepare`."""
-        self._backward.shadow()
+        shadow(self._backward)
 
     def replace_group(self, group: ProcessGroup) -> None:
         """Reduce over another group from now on: every rank of it calls.
 
         A hook's state that is the old group, or has it as its `process_group`, gets the new one.
         """
-        backward, old = self._backward, self._backward.planner.group
+        backward, old = self._backward, self._backward.assigner.group
         hook = backward.launcher.hook
         backward.set_group(check_group(group))
         backward.launcher.hook = hook
@@ -305,17 +328,12 @@ class Reducer(ReducerNames):
         hook, asked = backward.launcher.hook, usage.find_unused or usage.static
         unused = tuple(self._named[i][0] for i in sorted(usage.unused))
         return LoggingData(
-            steps=backward.flight.step,
-            buckets=backward.clock.buckets(backward.buckets),
-            buckets_sent=backward.clock.sent,
+            steps=backward.in_flight.step,
+            buckets=backward.timer.buckets(backward.buckets),
+            buckets_sent=backward.timer.sent,
             rebuilt=self.rebuilt,
             unused=unused if asked else None,
             unused_here=backward.unused_here,
             hook=None if hook is None else name_of(hook),
-            **backward.clock.seconds(),
+            **backward.timer.seconds(),
         )
-
-
-def _remove(handles: Sequence[Any]) -> None:
-    for handle in handles:
-        handle.remove()

@@ -1,9 +1,9 @@
 """Weighted averages: each backward counts by its samples or tokens, not as one among equals.
 
-What autograd hands to a parameter is multiplied by the weight before it is accumulated, so that
+What autograd passes to a parameter is multiplied by the weight before it is accumulated, so that
 `.grad` holds Σ n g of this rank's backwards, whatever the loss used. The sum of n over ranks comes
 with the gradients: in further elements of a bucket, or in the vote that ends a hook's backward.
-`weighted_average` in `_naive.py` is the same without buckets.
+`weighted_average` in `naive.py` is the same without buckets.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from gradwire.ddp.buckets.ownership import Ownership
+from gradwire.ddp.hook_handles import remove_hooks_with
 from gradwire.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -29,11 +30,15 @@ from gradwire.errors import (
     ReductionError,
 )
 
-__all__ = ["NUMBERS", "Weights", "check_weight"]
+__all__ = ["NO_CARRIER", "WEIGHT_SUMS", "Weights", "check_weight"]
 
-NUMBERS = 3
+WEIGHT_SUMS = 3
 """What ranks add up: their weights, how many gave one, and how many did not."""
 UNWEIGHTED = (0.0, 0.0, 1.0)
+NO_CARRIER = (
+    "weight(n): the weights travel with a bucket of float32 or float64, and there is none, or with "
+    "the vote that follows a communication hook: register_comm_hook(None, 'allreduce')"
+)
 
 
 class Weights:
@@ -62,6 +67,8 @@ class Weights:
         self.total = 0.0
         self._used = self._counted = False
         self._accumulated: set[int] = set()
+        # whether gradients were cleared is asked of the first one's memory and version: reading
+        # the values of all would cost a pass
         self._witness, self._stamp = 0, (0, 0)
         self._unweighted: Tensor | None = None
 
@@ -74,7 +81,7 @@ class Weights:
             for i, node in enumerate(self._nodes):
                 self._handles.append(node.register_prehook(partial(_on_incoming, reference, i)))
                 self._handles.append(node.register_hook(partial(_on_accumulated, reference, i)))
-            weakref.finalize(self, _remove, self._handles).atexit = False
+            remove_hooks_with(self, self._handles)
 
     def on_forward(self) -> None:
         """A weight that a backward has used is not the next forward's."""
@@ -96,11 +103,11 @@ class Weights:
     def write(self, flat: Tensor) -> None:
         """Put this rank's numbers at the end of a bucket."""
         if self.given is not None:
-            flat[-NUMBERS:] = torch.tensor(self.numbers(), dtype=flat.dtype)
+            flat[-WEIGHT_SUMS:] = torch.tensor(self.numbers(), dtype=flat.dtype)
             return
         if self._unweighted is None:  # kept, as it is written in each step
             self._unweighted = torch.tensor(UNWEIGHTED, dtype=flat.dtype, device=flat.device)
-        flat[-NUMBERS:] = self._unweighted
+        flat[-WEIGHT_SUMS:] = self._unweighted
 
     def factor(self, sums: Sequence[float], ranks: int) -> float | None:
         """What sums of gradients that were divided by `ranks` are multiplied by; None: nothing.
@@ -242,8 +249,3 @@ def _on_incoming(
 def _on_accumulated(reference: weakref.ref[Weights], index: int, *_: object) -> None:
     if weights := reference():
         weights.on_accumulated(index)
-
-
-def _remove(handles: Sequence[Any]) -> None:
-    for handle in handles:
-        handle.remove()

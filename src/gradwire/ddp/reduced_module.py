@@ -1,0 +1,298 @@
+"""A module and its reducer: how the reducer is made, made again, configured, saved and copied.
+
+The `state_dict` is the module's. A hook's state is saved apart from it, by parameter (see
+`hook_state`). A process group is pickled as its name, by which every rank knows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from gradwire.ddp.arguments import check_module, sparse_names
+from gradwire.ddp.broadcast import broadcast_coalesced
+from gradwire.ddp.buckets.assignment import BucketLayout, names_by_bucket
+from gradwire.ddp.buckets.hook_state import Layout, has_state, load_state, rekey, save_state
+from gradwire.ddp.group import check_group
+from gradwire.ddp.parameter_check import ParameterCheck
+from gradwire.ddp.precision import MixedPrecision, Precision
+from gradwire.ddp.reducer.log import LoggingData
+from gradwire.ddp.reducer.reducer import Reducer
+from gradwire.ddp.verify import describe, verify_same
+from gradwire.errors import ArgumentTypeError
+from gradwire.gradients import CommHook, StatefulHook, bind_hook
+from gradwire.gradients.group_name import group_from, name_if_group
+from gradwire.hooks import by_name
+
+__all__ = ["ReducedModule", "ReducerOptions"]
+
+NOT_PICKLED = ("reducer", "_parameter_check", "_precision")
+"""Made again for the copy's parameters."""
+DEFAULT_CAP_BYTES = 25 << 20
+SMALLEST_PIECE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class ReducerOptions:
+    """What every reducer of a module is made with: see Reducer."""
+
+    caps: Sequence[int] | None
+    gradient_as_bucket_view: bool
+    find_unused_parameters: bool
+    static_graph: bool
+    skip_unused: bool
+    last: Sequence[str]
+    bucket_layout: BucketLayout | None
+    rebuild: bool | None
+    lazy: bool
+    manual_finalization: bool = False
+
+
+class ReducedModule(nn.Module):
+    """The part of DistributedDataParallel that has the reducer.
+
+    A subclass calls `_make_reducer` when the parameters have their first values.
+
+    Args:
+        module: The module that is wrapped.
+        group: The ranks.
+        ignored: Names of parameters and buffers that are left alone.
+        mixed_precision: The dtypes of forward and reduction, if they are others.
+        options: The reducer's.
+    """
+
+    reducer: Reducer
+
+    def __init__(
+        self,
+        module: nn.Module,
+        group: ProcessGroup,
+        ignored: set[str],
+        mixed_precision: MixedPrecision | None,
+        options: ReducerOptions,
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self._group = group
+        self.parameters_to_ignore = ignored
+        self.mixed_precision = mixed_precision
+        self._reducer_options = options
+        self._hook: CommHook | StatefulHook[Any] | None = None
+        self._hook_state: Any = None
+
+    def _make_reducer(self, before: Layout = ()) -> None:
+        """A reducer for the parameters as they are now, with the hook that is registered.
+
+        The hook's state is taken over from the buckets before.
+        """
+        self._precision: Precision | None = None
+        if self.mixed_precision is not None:
+            ignored = self.parameters_to_ignore
+            self._precision = Precision(self.module, self.mixed_precision, ignored)
+        named = check_module(self.module, self.parameters_to_ignore)
+        if (layout := self._reducer_options.bucket_layout) is not None:
+            buckets = names_by_bucket(layout, named)
+            verify_same(self._group, [("bucket_layout", str(buckets))])
+        self._parameter_check = ParameterCheck(self.module, named, self.parameters_to_ignore)
+        self.reducer = Reducer(
+            [(n, p) for n, p in named if p.requires_grad],
+            self._group,
+            sparse=sparse_names(self.module),
+            **vars(self._reducer_options),
+        )
+        self._apply_hook()
+        if before:
+            rekey(self.reducer.hook_state, before, self.reducer.layout)
+
+    def _apply_hook(self) -> None:
+        hook = self._hook if self._precision is None else self._precision.hook(self._hook)
+        if hook is not None or self.reducer.has_hook:
+            self.reducer.register_comm_hook(self._hook_state, hook)
+
+    def register_comm_hook(
+        self, state: Any, hook: CommHook | StatefulHook[Any] | str | None
+    ) -> None:
+        """Let `hook(state, bucket)` communicate gradients, from the next forward on.
+
+        May be called again to replace the hook; None brings back the mean.
+
+        Args:
+            state: Handed to the hook; for the stock hooks the process group, or None; None for a
+                `StatefulHook`, which has its own. `comm_hook_state_dict` gives what it holds, for
+                saving.
+            hook: As `gradwire.gradients.CommHook` has it, a `gradwire.gradients.StatefulHook`, or
+                the name of one of `gradwire.hooks`; PyTorch's own hooks run unchanged. The same on
+                every rank.
+
+        Raises:
+            ArgumentTypeError: Not a hook.
+            ArgumentError: No hook of that name, or a `StatefulHook` and another state.
+        """
+        if hook is None and state is not None:
+            raise ArgumentTypeError(
+                f"hook is None, and state is {state!r}: pass the state first, then the hook; "
+                "register_comm_hook(None, None) brings back the mean"
+            )
+        chosen = by_name(hook) if isinstance(hook, str) else hook
+        if chosen is not None:
+            bind_hook(state, chosen)  # raises what is to be raised before anything is changed
+        self._hook, self._hook_state = chosen, state
+        self._apply_hook()
+
+    def comm_hook_state_dict(self) -> dict[str, Any]:
+        """What has to be saved of the communication hook's state; empty if there is nothing.
+
+        It differs between ranks where the state does. `state_dict` holds nothing of it.
+
+        Example:
+            >>> import torch
+            >>> from gradwire.ddp import DistributedDataParallel
+            >>> from gradwire.testing import run_ranks
+            >>> from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
+            >>> def main():
+            ...     net = DistributedDataParallel(nn.Linear(4, 4))
+            ...     net.register_comm_hook(power.PowerSGDState(None), power.powerSGD_hook)
+            ...     net(torch.ones(1, 4)).sum().backward()
+            ...     return net.comm_hook_state_dict()["plain"]["iter"], list(net.state_dict())
+            >>> run_ranks(main, world_size=1)
+            [(1, ['module.weight', 'module.bias'])]
+        """
+        return save_state(self.reducer.hook_state, self.reducer.layout)
+
+    def load_comm_hook_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Put what `comm_hook_state_dict` gave into the state of the hook that is registered.
+
+        Buckets become those it was saved with, if something in it is kept by bucket.
+
+        Raises:
+            ArgumentError: No hook with a state is registered.
+        """
+        if not saved:
+            return
+        if "layout" in saved and has_state(self.reducer.hook_state):
+            self.reducer.set_layout(saved["layout"])
+        load_state(self.reducer.hook_state, saved, self.reducer.layout)
+
+    # -- the end of a backward -------------------------------------------------------------
+
+    @property
+    def require_manual_backward_finalization(self) -> bool:
+        """Whether each backward that is reduced waits for a call of `finalize_backward`.
+
+        Other communication, or other work of the same backward, then overlaps with the buckets'.
+        Set it before a forward, the same on every rank.
+
+        Raises:
+            ReductionError: Set while a backward is not finished.
+        """
+        return self.reducer.manual_finalization
+
+    @require_manual_backward_finalization.setter
+    def require_manual_backward_finalization(self, required: bool) -> None:
+        self.reducer.manual_finalization = required
+        # for a reducer that is made again
+        self._reducer_options = replace(self._reducer_options, manual_finalization=required)
+
+    @property
+    def should_finalize_after_backward(self) -> bool:
+        """Whether the next backward has to return before `finalize_backward` is called.
+
+        So it is in the first one, from which buckets are assigned. In others a hook of backward
+        may call it, once all parameters have their gradients.
+        """
+        return self.reducer.must_return_first
+
+    def finalize_backward(self) -> None:
+        """Wait for the buckets of a backward, and put what came back into the gradients.
+
+        Every rank calls it once for each backward that is reduced, where
+        `require_manual_backward_finalization` is set: after that backward, or in one of its hooks.
+
+        Raises:
+            ReductionError: It is not set, nothing was reduced, or gradients are yet to come.
+            PeerFailedError: Another rank reported an error.
+
+        Example:
+            >>> import torch
+            >>> import torch.distributed as dist
+            >>> from gradwire.ddp import DistributedDataParallel
+            >>> from gradwire.testing import run_ranks
+            >>> def main():
+            ...     net = DistributedDataParallel(nn.Linear(1, 1, bias=False))
+            ...     net.require_manual_backward_finalization = True
+            ...     net(torch.tensor([[1.0 + dist.get_rank()]])).sum().backward()
+            ...     # here other work overlaps with the reduction
+            ...     net.finalize_backward()
+            ...     return net.module.weight.grad.item()
+            >>> run_ranks(main, world_size=2)
+            [1.5, 1.5]
+        """
+        self.reducer.finalize()
+
+    # -- another group, other parameters, copies -------------------------------------------
+
+    @property
+    def process_group(self) -> ProcessGroup:
+        """The group. Set another one, on each of its ranks, and gradients are reduced over it."""
+        return self._group
+
+    @process_group.setter
+    def process_group(self, group: ProcessGroup) -> None:
+        self._group = check_group(group)
+        self.reducer.replace_group(group)
+        if not isinstance(self._hook, StatefulHook):
+            self._hook_state = self.reducer.hook_state
+
+    def refit(self) -> None:
+        """Take in parameters that were added, replaced, frozen or thawed: every rank calls.
+
+        New parameters start as rank 0's. Give them to the optimizer, too.
+
+        Raises:
+            MismatchError: The ranks' models differ: raised on every rank, naming the parameter.
+        """
+        named = check_module(self.module, self.parameters_to_ignore)
+        verify_same(self._group, describe(named, "parameter"))
+        broadcast_coalesced(self._group, [p for _, p in named])
+        self._make_reducer(self.reducer.layout)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        for name in NOT_PICKLED:
+            del state[name]
+        state["_group"] = name_if_group(self._group)
+        state["_layout"] = self.reducer.layout
+        state["_hook_state"] = name_if_group(self._hook_state)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        before = state.pop("_layout")
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._group = group_from(self._group)
+        self._hook_state = group_from(self._hook_state)
+        self._make_reducer(before)
+
+    # -- what can be asked -----------------------------------------------------------------
+
+    def logging_data(self) -> LoggingData:
+        """Buckets, unused parameters and times, as of the last step that reduced gradients."""
+        return self.reducer.logging_data()
+
+    # asked for by programs that take this for PyTorch's class, without gradwire.compat too
+
+    @property
+    def bucket_bytes_cap(self) -> int:
+        """Bytes in a bucket, at least 1 MiB: torch.compile cuts graphs into pieces of that many.
+
+        It takes no fewer.
+        """
+        caps = self._reducer_options.caps
+        return max(DEFAULT_CAP_BYTES if caps is None else caps[-1], SMALLEST_PIECE_BYTES)
+
+    @property
+    def _has_rebuilt_buckets(self) -> bool:
+        return self.reducer.rebuilt

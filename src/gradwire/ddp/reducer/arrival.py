@@ -1,0 +1,179 @@
+"""What autograd calls: a backward begins, a gradient is ready, the backward ends.
+
+The hot path is `on_gradient`, which runs once for each parameter.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from time import perf_counter_ns
+
+import torch
+from torch import Tensor
+
+from gradwire.ddp.buckets.bucket import Bucket
+from gradwire.ddp.faults.backward_state import BackwardState, Event
+from gradwire.ddp.reducer.backward import Backward
+from gradwire.ddp.reducer.finalize import on_end
+from gradwire.ddp.reducer.launch_order import has_only_last_left, launch_in_order
+from gradwire.ddp.reducer.rpc import rpc_context_error
+from gradwire.errors import NotSupportedError, ReductionError
+
+__all__ = ["on_bucket_ready", "on_gradient", "on_output"]
+
+logger = logging.getLogger(__name__)
+
+# names of their own: looking them up in the enum takes longer, and each gradient compares them
+RUNNING, RUNNING_AGAIN = BackwardState.RUNNING, BackwardState.RUNNING_AGAIN
+EXPECTED, SHORT = BackwardState.EXPECTED, BackwardState.SHORT
+
+
+def on_output(reference: weakref.ref[Backward], _: Tensor) -> None:
+    """A backward begins at an output: the first after its forward, or another one."""
+    backward = reference()
+    if backward is None:
+        return
+    state = backward.state
+    if backward.running or state in (BackwardState.LOCAL, BackwardState.FINALIZED):
+        return
+    if state is BackwardState.REDUCED and backward.usage.static and backward.order is not None:
+        return  # a static graph's second backward goes by the first one's, which is not known yet
+    _begin(backward)
+
+
+def on_gradient(
+    reference: weakref.ref[Backward], index: int, _: object, incoming: tuple[Tensor | None, ...]
+) -> None:
+    """A parameter's gradient is ready: the one step that is taken for each of them.
+
+    Holds no reference that would keep the reducer alive.
+    """
+    backward = reference()
+    if backward is None:
+        return
+    # no name for incoming[0]: `Ownership.may_write` counts the references to it, and a local
+    # variable here would be one more than it allows for
+    state = backward.state
+    running = state is RUNNING or state is RUNNING_AGAIN
+    if not running and state is not EXPECTED and state is not SHORT:
+        if incoming[0] is not None:
+            assigner = backward.assigner
+            backward.usage.touched.add(index)
+            assigner.ownership.make_private(index, assigner.parameters[index], incoming[0])
+        return
+    if incoming[0] is None:
+        _on_undefined(backward, index)
+        return
+    if not running:
+        _begin(backward, index, incoming[0])
+    if backward.order is not None:
+        backward.order.append(index)
+    bucket = backward.buckets.of[index]
+    bucket.arrived.append(index)
+    if index in bucket.early:
+        try:
+            bucket.copy_in_early(index, incoming[0])
+        except (ReductionError, NotSupportedError) as error:
+            backward.domain.fail(error)
+    if len(bucket.arrived) >= bucket.expected:
+        on_bucket_ready(backward, bucket)
+
+
+def _on_undefined(backward: Backward, index: int) -> None:
+    """A parameter's node was run, and had no gradient: others may have one."""
+    if not backward.running:
+        _begin(backward, index)
+    if backward.order is not None:
+        backward.order.append(index)
+    backward.had_undefined = True
+    bucket = backward.buckets.of[index]
+    bucket.mark_unused([index])
+    if bucket.full:
+        on_bucket_ready(backward, bucket)
+
+
+def on_bucket_ready(backward: Backward, bucket: Bucket) -> None:
+    """A bucket has all its gradients, or more."""
+    # may run twice for a bucket, where two of autograd's threads (one a device) bring its last
+    # gradients: what is launched is decided under the domain's lock
+    if unexpected := bucket.unexpected():
+        error = ReductionError(
+            f"parameters {unexpected} got a gradient twice in one backward, or one that was "
+            "not expected: they are used in several reentrant checkpoints (use "
+            "use_reentrant=False, or static_graph=True), or with static_graph=True the "
+            "graph is another than in the first backward",
+            unexpected,
+        )
+        backward.domain.fail(error if backward.reword is None else backward.reword(error))
+    if not has_only_last_left(backward):
+        with torch.no_grad():
+            launch_in_order(backward, final=False)
+
+
+def _begin(backward: Backward, index: int | None = None, incoming: Tensor | None = None) -> None:
+    """The first gradient of a backward, or that of an output, is there."""
+    with backward.domain.lock:  # on several devices, autograd has a thread for each
+        if backward.running:
+            return
+        _check_may_begin(backward)
+        if backward.state is BackwardState.REDUCED:
+            backward.in_flight.step += 1
+            backward.transition(Event.BEGIN_AGAIN)
+            backward.prepare_buckets()
+        else:
+            backward.transition(Event.BEGIN)
+        backward.assigner.ownership.begin(backward.parameters, index, incoming)
+        backward.predecessors |= {b for b in backward.others() if b.running}
+        backward.runs += 1
+        engine = torch.autograd.Variable._execution_engine
+        engine.queue_callback(_EndOfBackward(backward, backward.runs))
+    backward.timer.compute_start = backward.timer.compute_start or perf_counter_ns()
+    if torch.is_grad_enabled():
+        backward.buckets.defer(with_graph=True)
+    if backward.usage.find_unused:
+        _mark_absent(backward, at_output=index is None)
+
+
+def _check_may_begin(backward: Backward) -> None:
+    if backward.awaits_finalization:
+        backward.raise_not_finalized()
+    backward.domain.recover()
+    backward.domain.poll_known(backward)
+    if (error := rpc_context_error()) is not None:  # of an output made outside of it
+        logger.error("%s", error)  # torch.distributed.autograd reports "python_error"
+        backward.domain.fail(error)
+
+
+def _mark_absent(backward: Backward, *, at_output: bool) -> None:
+    """What the graph does not have is absent.
+
+    If that is all, it is known when backward has ended: until then a reentrant checkpoint, whose
+    graph is not there yet, may bring some.
+    """
+    absent = backward.usage.absent()
+    if absent is None:
+        return
+    used = len(absent) < len(backward.parameters)
+    if used:
+        backward.buckets.mark_unused(absent)
+    if at_output and any(p.requires_grad for p in backward.parameters):
+        # gradients may all have come before the output's, from the loss, or none may come
+        backward.takes_part = used or backward.usage.runs_all()
+
+
+class _EndOfBackward:
+    """What autograd calls when a backward ends, and drops uncalled when an exception ends it."""
+
+    def __init__(self, backward: Backward, run: int) -> None:
+        self._backward, self._run, self._called = backward, run, False
+
+    def __call__(self) -> None:
+        self._called = True
+        on_end(self._backward, self._run)
+
+    def __del__(self) -> None:
+        # autograd calls nothing when an exception ends a backward, and only drops its callbacks
+        backward = self._backward
+        if not self._called and backward.running and self._run == backward.runs:
+            backward.interrupt()

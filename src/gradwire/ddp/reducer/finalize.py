@@ -1,0 +1,219 @@
+"""The end of a backward: wait for its buckets, put what came back into the gradients.
+
+What comes back is the same on all ranks, or comes back on none: the last message is the vote.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from time import perf_counter_ns
+
+import torch
+from torch import Tensor
+
+from gradwire.ddp.faults.backward_state import BackwardState, Event
+from gradwire.ddp.reducer.backward import Backward
+from gradwire.ddp.reducer.in_backward import step_and_clear
+from gradwire.ddp.reducer.in_flight import Launched
+from gradwire.ddp.reducer.launch_order import all_launched, launch, launch_in_order
+from gradwire.ddp.reducer.weights import NO_CARRIER, WEIGHT_SUMS
+from gradwire.errors import NotSupportedError, ReductionError
+
+__all__ = ["finalize_backward", "finalize_manually", "on_end", "shadow"]
+
+logger = logging.getLogger(__name__)
+
+
+def on_end(backward: Backward, run: int) -> None:
+    """Autograd has come to the end of the backward of this number."""
+    if backward.state is BackwardState.FINALIZED and run == backward.runs:  # in one of its hooks
+        backward.transition(Event.END_UNTOUCHED)
+        return
+    if run != backward.runs or not backward.running:
+        backward.domain.poll_known(backward)  # it failed with another reducer's
+        return
+    try:
+        _end(backward)
+    except BaseException:
+        backward.interrupt()
+        raise
+
+
+def _end(backward: Backward) -> None:
+    if backward.untouched:  # gradients of other things than parameters
+        backward.buckets.reset()
+        backward.transition(Event.END_UNTOUCHED)
+        if backward.state is BackwardState.EXPECTED:
+            backward.prepare_buckets()
+        return
+    backward.timer.compute_end = perf_counter_ns()
+    with torch.no_grad():
+        _mark_missing(backward)
+        if not backward.predecessors:
+            launch_in_order(backward, final=True)
+        if not all_launched(backward):
+            backward.transition(Event.END_SHORT)  # another backward may bring the rest
+        elif not backward.manual:
+            finalize_backward(backward)
+            _finalize_others(backward)
+        elif backward.state is not BackwardState.COMMITTING:
+            backward.transition(Event.END_MANUAL)
+
+
+def _mark_missing(backward: Backward) -> None:
+    """What did not come, and was free not to, is absent."""
+    if backward.usage.recording:
+        backward.buckets.complete()
+    elif missing := backward.buckets.missing():
+        needed = (i for i in missing if backward.parameters[i].requires_grad)
+        if backward.usage.find_unused or next(needed, None) is None:
+            backward.buckets.mark_unused(missing)
+
+
+def finalize_manually(backward: Backward) -> None:
+    """End a backward of a manual reducer, after it or in one of its hooks.
+
+    Raises:
+        ReductionError: It is not manual, or there is nothing to end, or not yet.
+    """
+    running = backward.running
+    ended = (BackwardState.SHORT, BackwardState.AWAITING, BackwardState.COMMITTING)
+    if not backward.manual or not (running or backward.state in ended):
+        raise ReductionError(
+            "there is no reduction to finalize: set require_manual_backward_finalization "
+            "before a forward outside no_sync(), run its backward, and call "
+            "finalize_backward() once"
+        )
+    with torch.no_grad():
+        if running and not backward.predecessors:
+            launch_in_order(backward, final=True)
+        if not all_launched(backward):
+            lacking = [backward.names[i] for i in sorted(backward.buckets.missing())]
+            raise ReductionError(
+                f"parameters {lacking} have no gradient yet: call finalize_backward() when "
+                "all have, and after backward while should_finalize_after_backward is true",
+                lacking,
+            )
+        if running:
+            backward.timer.compute_end = perf_counter_ns()
+        try:
+            finalize_backward(backward)
+        except BaseException:
+            backward.interrupt()
+            raise
+    if running:
+        backward.transition(Event.FINALIZE)  # autograd has yet to come to its end
+    _finalize_others(backward)
+
+
+def _finalize_others(backward: Backward) -> None:
+    """End those that had come to their end, and waited for this one."""
+    for other in backward.others():
+        waited = other.state is BackwardState.SHORT and not other.predecessors
+        if waited and not other.buckets.missing():
+            other.transition(Event.BEGIN)  # `on_end` ends what runs
+            on_end(other, other.runs)
+
+
+def finalize_backward(backward: Backward) -> None:
+    """Wait for the buckets, and put what came back into the gradients."""
+    buckets, usage, parameters = backward.buckets, backward.usage, backward.parameters
+    absent = buckets.absent()
+    untouched = {i for i in absent if not parameters[i].requires_grad}
+    results, factor = _receive(backward, buckets.arrived(), backward.weights.numbers())
+    if usage.tolerant:
+        untouched |= usage.unused
+    for launched, reduced in zip(backward.in_flight.launched, results, strict=True):
+        launched.bucket.copy_out(_weighted(launched, reduced, factor), untouched)
+    step_and_clear(backward.optimized)
+    backward.timer.sent = backward.in_flight.sent
+    backward.unused_here = tuple(backward.names[i] for i in sorted(absent))
+    if absent:
+        logger.debug("step %d: unused here: %s", backward.in_flight.step, backward.unused_here)
+    backward.timer.comm_end = perf_counter_ns()
+    backward.commit(buckets.arrived())
+
+
+def shadow(backward: Backward) -> None:
+    """Take part in the other ranks' backward with zeros."""
+    try:
+        with torch.no_grad(), backward.domain.lock:
+            backward.domain.connect()
+            for number, bucket in enumerate(backward.buckets, 1):
+                bucket.zero()
+                launch(backward, bucket, is_last=number == len(backward.buckets))
+            _receive(backward, (), WEIGHT_SUMS * [0.0])
+    except BaseException:
+        backward.interrupt()
+        raise
+    backward.commit(range(len(backward.parameters)))
+
+
+def _receive(
+    backward: Backward, used: Iterable[int], numbers: Sequence[float]
+) -> tuple[list[Tensor | None], float | None]:
+    """Send what is left to be sent and wait for everything.
+
+    With a hook, which may fail after its collectives, ranks vote; without one, the last message is
+    the vote.
+
+    Args:
+        backward: Whose buckets are waited for.
+        used: Parameters that got a gradient on this rank.
+        numbers: What this rank adds to the sums of weights.
+
+    Returns:
+        For each bucket, what was made of it, or None if that lies in the bucket; and the factor
+        that `Weights.factor` gives.
+    """
+    launcher, usage, sums = backward.launcher, backward.usage, None
+    if usage.tolerant:
+        if launcher.hook is None:
+            backward.sending_last()
+        sums = launcher.start_sum(usage.flags(used))
+    if launcher.hook is None and backward.state is not BackwardState.COMMITTING:
+        # the last bucket was sparse, or skipped: its messages have been sent
+        backward.end = backward.domain.position()
+        backward.transition(Event.SEND_LAST)
+    if sums is not None:
+        launcher.wait_small(sums[1])
+        usage.receive(sums[0])
+    results = []
+    for launched in backward.in_flight.launched:
+        since = perf_counter_ns()
+        results.append(launcher.result(launched))
+        backward.timer.waits.append(perf_counter_ns() - since)
+    if launcher.hook is not None:
+        backward.sending_last()
+        return results, _factor(backward, launcher.wait_votes(*launcher.vote(numbers)))
+    return results, _factor_of_carrier(backward)
+
+
+def _factor_of_carrier(backward: Backward) -> float | None:
+    """The factor, from the sums of weights that came with a bucket."""
+    given = backward.weights.given is not None
+    if (carrier := backward.buckets.carrier) is None:
+        if given:
+            backward.domain.fail(NotSupportedError(NO_CARRIER))
+        return None
+    # on an accelerator, reading the sums makes the CPU wait: there only ranks with a weight do,
+    # and those of them that differ from the others say so
+    if not given and carrier.flat.device.type != "cpu":
+        return None
+    return _factor(backward, carrier.flat[-WEIGHT_SUMS:].tolist())
+
+
+def _factor(backward: Backward, sums: Sequence[float]) -> float | None:
+    return backward.weights.factor(sums, backward.ranks)
+
+
+def _weighted(launched: Launched, reduced: Tensor | None, factor: float | None) -> Tensor | None:
+    """The mean over samples, where weights were given, from that over ranks."""
+    sent = launched.works or launched.future is not None
+    if factor is None or not sent:
+        return reduced
+    if reduced is not None:
+        return reduced * factor
+    launched.bucket.flat.mul_(factor)
+    return None

@@ -1,0 +1,86 @@
+"""Which bucket is launched when: in one order on every rank, also across a group's reducers.
+
+A bucket that is launched before another on one rank and after it on the next would be summed with
+it. The last bucket is kept back until backward has ended: its message is the vote.
+"""
+
+from __future__ import annotations
+
+from time import perf_counter_ns
+
+from gradwire.ddp.buckets.bucket import Bucket
+from gradwire.ddp.buckets.sparse import SparseBucket
+from gradwire.ddp.reducer.backward import Backward
+from gradwire.ddp.reducer.in_flight import Launched
+
+__all__ = ["all_launched", "has_only_last_left", "launch", "launch_in_order"]
+
+
+def launch_in_order(backward: Backward, *, final: bool) -> None:
+    """Launch every full bucket whose predecessors have been launched; the last only if `final`.
+
+    Reducers that share a backward go one after the other, their last buckets at the end likewise:
+    a gradient that one of them lacks on one rank must not let another's bucket meet its own.
+
+    Args:
+        backward: Whose buckets they are.
+        final: Whether backward has ended. Whatever fails before, fails before all ranks have sent
+            the last bucket, and so none of them takes the result.
+    """
+    if any(not has_only_last_left(b) for b in backward.predecessors):
+        return
+    _launch_full(backward, final=final)
+    if not final and has_only_last_left(backward):
+        for other in backward.others():
+            if backward in other.predecessors:  # it may have waited for this one alone
+                launch_in_order(other, final=False)
+
+
+def has_only_last_left(backward: Backward) -> bool:
+    """Whether all buckets have been launched but the last."""
+    # read without the lock: the list only grows while autograd runs, and `_launch_full` looks again
+    launched = len(backward.in_flight.launched)
+    return launched >= len(backward.buckets) or _is_last(backward, launched)
+
+
+def all_launched(backward: Backward) -> bool:
+    """Whether all buckets have been launched."""
+    return len(backward.in_flight.launched) >= len(backward.buckets)
+
+
+def launch(backward: Backward, bucket: Bucket, *, is_last: bool) -> None:
+    """Launch a bucket whose buffer is filled."""
+    votes = backward.launcher.hook is None and not backward.usage.tolerant
+    # a sparse bucket is several messages: `finalize` counts when they are sent
+    if is_last and votes and not isinstance(bucket, SparseBucket):
+        backward.sending_last()
+    backward.launcher.launch(bucket, is_last=is_last)
+
+
+def _launch_full(backward: Backward, *, final: bool) -> None:
+    buckets, launched = backward.buckets, backward.in_flight.launched
+    # on several devices, autograd has a thread for each: the next bucket is found and launched
+    # by one of them at a time
+    with backward.domain.lock:
+        backward.domain.poll_known(backward)  # nothing is sent while ranks resynchronize
+        backward.domain.connect()
+        while len(launched) < len(buckets):
+            bucket = buckets[len(launched)]
+            is_last = _is_last(backward, len(launched))
+            if not bucket.full or (is_last and not final):
+                return
+            if backward.skip_unused and len(bucket.absent) == len(bucket.members):
+                launched.append(Launched(bucket))
+                continue
+            backward.launcher.copy_in(bucket)
+            if bucket.further:
+                backward.weights.write(bucket.flat)
+            backward.timer.comm_start = backward.timer.comm_start or perf_counter_ns()
+            launch(backward, bucket, is_last=is_last)
+
+
+def _is_last(backward: Backward, index: int) -> bool:
+    """Whether no bucket after this one has anything to send."""
+    if not backward.skip_unused:
+        return index + 1 == len(backward.buckets)
+    return all(len(b.absent) == len(b.members) for b in backward.buckets.after(index))
