@@ -41,7 +41,7 @@ from gradwire.collectives import (
 from gradwire.ddp import DistributedDataParallel
 from gradwire.devices import DataParallel
 from gradwire.errors import GradwireError
-from gradwire.gradients import GradBucket
+from gradwire.hooks import GradBucket
 
 __all__ = [
     "DataParallel",

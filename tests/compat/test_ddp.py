@@ -347,7 +347,7 @@ def test_hooks_are_registered_as_pytorch_has_it() -> None:
                 model.register_comm_hook(None, Doubling())
             model.register_comm_hook(None, None)
             for hook in (*vars(gradwire.hooks).values(), torch_hooks.powerSGD_hook.powerSGD_hook):
-                if hook in (gradwire.hooks.allreduce, gradwire.hooks.fp16, gradwire.hooks.noop):
+                if hook in (gradwire.hooks.all_reduce, gradwire.hooks.fp16, gradwire.hooks.noop):
                     model.register_comm_hook(None, hook)
                     model.register_comm_hook(None, None)
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from gradwire.compat._wording import RefusedError
 from gradwire.errors import DistributedError, HookError
-from gradwire.gradients import CommHook, GradBucket, HookReturn, name_of
-from gradwire.gradients.stateful import DelegatingHook
+from gradwire.hooks import CommHook, GradBucket, HookReturn, hook_name
+from gradwire.hooks.stateful import DelegatingHook
 
 __all__ = ["RaisesItsOwn", "StatefulRaisesItsOwn", "check_annotations"]
 
@@ -38,13 +38,13 @@ def check_annotations(hook: Callable[..., object]) -> None:
     bucket = found.get(names[1], Any) if len(names) > 1 else Any
     if bucket not in BUCKETS:
         raise RefusedError(
-            f"hook {name_of(hook)} takes a {bucket} (PyTorch's words: Communication hook: bucket "
+            f"hook {hook_name(hook)} takes a {bucket} (PyTorch's words: Communication hook: bucket "
             "annotation should be dist.GradBucket.)"
         )
     if found.get("return", Any) not in RETURNS:
         raise RefusedError(
-            f"hook {name_of(hook)} returns {found['return']} (PyTorch's words: Communication hook: "
-            "return annotation should be torch.futures.Future[torch.Tensor].)"
+            f"hook {hook_name(hook)} returns {found['return']} (PyTorch's words: Communication "
+            "hook: return annotation should be torch.futures.Future[torch.Tensor].)"
         )
 
 
@@ -108,7 +108,7 @@ def _own_errors(hook: CommHook) -> Iterator[None]:
 def _own(error: Exception, hook: CommHook) -> HookError:
     """A HookError of the same class as another error, with its arguments and attributes."""
     kind = type(error)
-    text = f"hook {name_of(hook)} raised {kind.__name__}: {error}"
+    text = f"hook {hook_name(hook)} raised {kind.__name__}: {error}"
     try:
         both = type(kind.__name__, (HookError, kind), {"__str__": lambda _: text})
         own: HookError = kind.__new__(both, *error.args)

@@ -40,7 +40,7 @@ from gradwire.errors import (
     NotSupportedError,
     ReductionError,
 )
-from gradwire.gradients import StatefulHook, bind_hook, check_hook
+from gradwire.hooks import StatefulHook, bind_hook, check_hook
 
 __all__ = ["TABLE", "DistributedDataParallel"]
 
@@ -218,7 +218,7 @@ class DistributedDataParallel(ours.DistributedDataParallel):
 
     def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
         builtin = {
-            dist.BuiltinCommHookType.ALLREDUCE: hooks.allreduce,
+            dist.BuiltinCommHookType.ALLREDUCE: hooks.all_reduce,
             dist.BuiltinCommHookType.FP16_COMPRESS: hooks.fp16,
         }
         self.register_comm_hook(self.process_group, builtin[comm_hook_type])

@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 from gradwire.ddp.buckets.hook_state import Layout, has_state, load_state, save_state
 from gradwire.ddp.reducer.reducer import Reducer
-from gradwire.gradients.group_name import group_from, name_if_group
+from gradwire.hooks.group_name import group_from, name_if_group
 
 __all__ = ["Saving"]
 

@@ -46,7 +46,7 @@ FINALIZED = BackwardState.FINALIZED
 
 NO_ROOM = (
     "weight(n): the weights travel with a bucket of float32 or float64, and there is none, or with "
-    "the vote that follows a communication hook: register_comm_hook(None, 'allreduce')"
+    "the vote that follows a communication hook: register_comm_hook(None, 'all_reduce')"
 )
 
 

@@ -30,7 +30,7 @@ from gradwire.ddp.reducer.torch_names import ReducerNames
 from gradwire.ddp.reducer.usage import Usage
 from gradwire.ddp.reducer.weights import NUMBERS
 from gradwire.errors import ArgumentError, NotSupportedError, ReductionError
-from gradwire.gradients import CommHook, StatefulHook, bind_hook, name_of
+from gradwire.hooks import CommHook, StatefulHook, bind_hook, hook_name
 
 __all__ = ["Reducer"]
 
@@ -311,7 +311,7 @@ class Reducer(ReducerNames):
             rebuilt=self.rebuilt,
             unused=unused if asked else None,
             unused_here=backward.unused_here,
-            hook=None if hook is None else name_of(hook),
+            hook=None if hook is None else hook_name(hook),
             **backward.clock.seconds(),
         )
 
