@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from gradwire import ddp as ours
 from gradwire import hooks
 from gradwire.buckets import plan_buckets
-from gradwire.compat._registry import Replacement
+from gradwire.compat.replacements import Replacement
 from gradwire.errors import NotSupportedError
 from gradwire.hooks import StatefulHook
 
@@ -115,4 +115,4 @@ BUCKET_TABLE = (
         for hook in (*_HOOKS, fp16_compress_wrapper, bf16_compress_wrapper)
     ),
 )
-"""What goes where."""
+"""Our objects, and PyTorch's modules that get them."""
