@@ -12,7 +12,7 @@ from torch import nn
 
 from gradwire.ddp import DistributedDataParallel, MixedPrecision, Reducer
 from gradwire.ddp.faults.waiting import wait_work
-from gradwire.ddp.reducer.reducer import launch
+from gradwire.ddp.reducer import launch
 from gradwire.errors import (
     ArgumentError,
     ArgumentTypeError,
