@@ -1,85 +1,27 @@
-"""Gradwire: the communication layer of data-parallel PyTorch training."""
+"""Gradwire: the communication layer of data-parallel PyTorch training.
+
+Here are the names that most training scripts use; the packages have the rest: `gradwire.hooks`,
+`gradwire.collectives`, `gradwire.ddp`, `gradwire.devices` and `gradwire.errors` come with it,
+`gradwire.compat` and `gradwire.testing` are imported by name.
+"""
 
 import torch  # noqa: F401  # first, as it may import parts of gradwire for GRADWIRE_COMPAT=1
 
 from gradwire import shm
 from gradwire._version import __version__
-from gradwire.collectives import (
-    Premul,
-    all_gather,
-    all_gather_coalesced,
-    all_gather_list,
-    all_gather_object,
-    all_reduce,
-    all_reduce_coalesced,
-    all_to_all,
-    barrier,
-    broadcast,
-    exscan,
-    gather,
-    halo_exchange,
-    invariant,
-    join,
-    logsumexp,
-    mean,
-    norm,
-    ppermute,
-    recv,
-    reduce,
-    reduce_coalesced,
-    reduce_scatter,
-    reduce_scatter_coalesced,
-    scan,
-    scatter,
-    send,
-    send_recv,
-    shift,
-    softmax,
-    var,
-    vary,
-)
+from gradwire.collectives import all_gather, all_reduce
 from gradwire.ddp import DistributedDataParallel
 from gradwire.devices import DataParallel
 from gradwire.errors import GradwireError
-from gradwire.gradients import GradBucket
+from gradwire.hooks import GradBucket
 
 __all__ = [
     "DataParallel",
     "DistributedDataParallel",
     "GradBucket",
     "GradwireError",
-    "Premul",
     "__version__",
     "all_gather",
-    "all_gather_coalesced",
-    "all_gather_list",
-    "all_gather_object",
     "all_reduce",
-    "all_reduce_coalesced",
-    "all_to_all",
-    "barrier",
-    "broadcast",
-    "exscan",
-    "gather",
-    "halo_exchange",
-    "invariant",
-    "join",
-    "logsumexp",
-    "mean",
-    "norm",
-    "ppermute",
-    "recv",
-    "reduce",
-    "reduce_coalesced",
-    "reduce_scatter",
-    "reduce_scatter_coalesced",
-    "scan",
-    "scatter",
-    "send",
-    "send_recv",
-    "shift",
     "shm",
-    "softmax",
-    "var",
-    "vary",
 ]

@@ -35,7 +35,7 @@ def refusal(*arguments: str) -> str:
         ("--nproc many", "'many' is not a valid integer"),
         ("--epochs 0", "--epochs is 0; at least 1"),
         ("--epochs -3", "--epochs is -3; at least 1"),
-        ("--hook none_such", "'none_such' is not one of 'none', 'allreduce', 'fp16', 'bf16'"),
+        ("--hook none_such", "'none_such' is not one of 'none', 'all_reduce', 'fp16', 'bf16'"),
         ("--backend none_such", "--backend is 'none_such', which torch.distributed does not know"),
         ("--backend undefined", "--backend is 'undefined', which torch.distributed does not know"),
         ("--batch-size 1", "--batch-size is 1; it must be at least --nproc (2)"),

@@ -47,7 +47,7 @@ def test_half_a_bucket_lost_in_one_step_is_no_rounding(lost_in_step):
             calls.append(bucket.index())
             if calls.count(1) == lost_in_step and bucket.index() == 1:
                 bucket.buffer().mul_(0.5)
-            return hooks.allreduce(group, bucket)
+            return hooks.all_reduce(group, bucket)
 
         wrap.HOOKS["lose"] = wrap.Hook(lambda group: (group, lose), None, lossy=False)
         env = RankEnv(dist.get_rank(), 2, dist.get_rank(), 2)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradwire import all_reduce, broadcast
+from gradwire.collectives import all_reduce, broadcast
 from gradwire.errors import MismatchError
 from gradwire.testing import run_ranks
 

@@ -17,7 +17,7 @@ import torch.distributed.nn.functional as theirs
 from torch import Tensor
 
 from gradwire import compat
-from gradwire.compat import _registry
+from gradwire.compat import replacements
 from gradwire.compat.collectives import TABLE
 from gradwire.errors import BoundEarlyWarning
 from gradwire.testing import adjoint_check, gradcheck, run_ranks
@@ -54,14 +54,14 @@ def values(*shape: int, seed: int = 0) -> Tensor:
 
 
 @pytest.mark.parametrize("entry", TABLE, ids=NAMES)
-def test_every_module_that_holds_a_name_is_in_the_table(entry: _registry.Replacement) -> None:
-    def holders(value: object) -> set[str]:
+def test_every_module_that_holds_a_name_is_in_the_table(entry: replacements.Replacement) -> None:
+    def modules_holding(value: object) -> set[str]:
         modules = [m for name, m in list(sys.modules.items()) if name.split(".")[0] == "torch"]
         return {m.__name__ for m in modules if vars(m).get(entry.name) is value}
 
-    assert holders(ORIGINALS[entry.name]) >= set(entry.modules)
+    assert modules_holding(ORIGINALS[entry.name]) >= set(entry.modules)
     with compat.installed():
-        assert not holders(ORIGINALS[entry.name]) & set(entry.modules)
+        assert not modules_holding(ORIGINALS[entry.name]) & set(entry.modules)
         assert all(
             getattr(importlib.import_module(m), entry.name) is entry.value for m in entry.modules
         )
@@ -74,7 +74,7 @@ def test_the_table_has_every_collective_of_this_pytorch() -> None:
 
 
 @pytest.mark.parametrize("entry", TABLE, ids=NAMES)
-def test_signatures_are_pytorchs(entry: _registry.Replacement) -> None:
+def test_signatures_are_pytorchs(entry: replacements.Replacement) -> None:
     original = inspect.signature(ORIGINALS[entry.name]).parameters.values()
     ours = inspect.signature(entry.value).parameters.values()  # type: ignore[arg-type]
     assert [(p.name, p.kind, p.default) for p in ours] == [

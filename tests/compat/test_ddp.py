@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradwire.hooks
 from gradwire import compat
-from gradwire.compat import _registry
+from gradwire.compat import replacements
 from gradwire.compat.ddp import TABLE, DistributedDataParallel
 from gradwire.ddp import DistributedDataParallel as Ours
 from gradwire.errors import ArgumentError, BoundEarlyWarning, HookError, ReductionError
@@ -28,7 +28,7 @@ from gradwire.testing import run_ranks
 THEIRS = nn.parallel.DistributedDataParallel
 
 
-def of(entry: _registry.Replacement) -> Any:
+def of(entry: replacements.Replacement) -> Any:
     return getattr(importlib.import_module(entry.modules[0]), entry.name)
 
 
@@ -41,7 +41,7 @@ def installed() -> Iterator[None]:
         yield
 
 
-def holders(value: object) -> set[tuple[str, str]]:
+def modules_holding(value: object) -> set[tuple[str, str]]:
     """Modules of torch that hold an object, under any name."""
     return {
         (m, name)
@@ -59,14 +59,14 @@ def test_every_module_that_holds_a_name_has_ours_and_gets_torchs_back() -> None:
     import torch.distributed._composable.replicate  # holds the class for its own use
     import torch.distributed.checkpoint.state_dict  # noqa: F401  holds it under another name
 
-    before = {name: holders(value) for name, value in ORIGINALS.items()}
+    before = {name: modules_holding(value) for name, value in ORIGINALS.items()}
     assert len(before["DistributedDataParallel"]) >= 4
     with compat.installed():
         for entry in TABLE:
-            assert not holders(ORIGINALS[entry.name])
+            assert not modules_holding(ORIGINALS[entry.name])
             assert of(entry) is entry.value
     for name, value in ORIGINALS.items():
-        assert holders(value) == before[name]
+        assert modules_holding(value) == before[name]
 
 
 def test_what_is_imported_while_installed_is_put_back_too() -> None:
@@ -79,7 +79,7 @@ def test_what_is_imported_while_installed_is_put_back_too() -> None:
 
 
 @pytest.mark.parametrize("entry", TABLE, ids=lambda e: e.name)
-def test_signatures_are_pytorchs(entry: _registry.Replacement) -> None:
+def test_signatures_are_pytorchs(entry: replacements.Replacement) -> None:
     theirs = ORIGINALS[entry.name]
     if inspect.isbuiltin(theirs):  # C++: the signature is in the docstring
         names = list(inspect.signature(entry.value).parameters)  # type: ignore[arg-type]
@@ -347,7 +347,7 @@ def test_hooks_are_registered_as_pytorch_has_it() -> None:
                 model.register_comm_hook(None, Doubling())
             model.register_comm_hook(None, None)
             for hook in (*vars(gradwire.hooks).values(), torch_hooks.powerSGD_hook.powerSGD_hook):
-                if hook in (gradwire.hooks.allreduce, gradwire.hooks.fp16, gradwire.hooks.noop):
+                if hook in (gradwire.hooks.all_reduce, gradwire.hooks.fp16, gradwire.hooks.noop):
                     model.register_comm_hook(None, hook)
                     model.register_comm_hook(None, None)
 

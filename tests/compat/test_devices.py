@@ -13,7 +13,7 @@ import torch
 from torch.autograd import gradcheck, gradgradcheck
 
 from gradwire import compat
-from gradwire.compat import _registry
+from gradwire.compat import replacements
 from gradwire.compat.devices import TABLE
 
 CPUS = ["cpu", "cpu"]
@@ -25,7 +25,7 @@ def installed() -> Iterator[None]:
         yield
 
 
-def original(entry: _registry.Replacement) -> Any:
+def original(entry: replacements.Replacement) -> Any:
     return getattr(importlib.import_module(entry.modules[0]), entry.name)
 
 
@@ -34,7 +34,7 @@ for _module in {module for entry in TABLE for module in entry.modules}:
 ORIGINALS = {(entry.name, entry.modules[0]): original(entry) for entry in TABLE}
 
 
-def holders(value: object) -> set[str]:
+def modules_holding(value: object) -> set[str]:
     """Modules of torch that hold an object under its own name."""
     name = getattr(value, "__name__", "")
     return {
@@ -45,10 +45,10 @@ def holders(value: object) -> set[str]:
 
 
 @pytest.mark.parametrize("entry", TABLE, ids=lambda e: f"{e.modules[0]}.{e.name}")
-def test_every_module_that_holds_a_name_is_in_the_table(entry: _registry.Replacement) -> None:
-    assert holders(original(entry)) == set(entry.modules)
+def test_every_module_that_holds_a_name_is_in_the_table(entry: replacements.Replacement) -> None:
+    assert modules_holding(original(entry)) == set(entry.modules)
     with compat.installed():
-        assert not holders(ORIGINALS[entry.name, entry.modules[0]])
+        assert not modules_holding(ORIGINALS[entry.name, entry.modules[0]])
         assert original(entry) is entry.value
 
 
@@ -61,19 +61,19 @@ def test_uninstall_puts_everything_back() -> None:
     compat.uninstall()
     with compat.installed(), compat.installed():
         pass
-    assert not _registry.is_installed()
+    assert not replacements.is_installed()
 
 
 def test_a_name_that_is_not_there_leaves_everything_as_it_was() -> None:
-    table = [*TABLE, _registry.Replacement(1, "no_such_name", ("torch.nn.parallel",))]
+    table = [*TABLE, replacements.Replacement(1, "no_such_name", ("torch.nn.parallel",))]
     with pytest.raises(AttributeError):
-        _registry.put(table)
-    assert not _registry.is_installed()
+        replacements.replace(table)
+    assert not replacements.is_installed()
     assert original(TABLE[0]) is ORIGINALS["broadcast", "torch.nn.parallel.comm"]
 
 
 @pytest.mark.parametrize("entry", TABLE, ids=lambda e: f"{e.modules[0]}.{e.name}")
-def test_signatures_are_pytorchs(entry: _registry.Replacement) -> None:
+def test_signatures_are_pytorchs(entry: replacements.Replacement) -> None:
     theirs, ours = ORIGINALS[entry.name, entry.modules[0]], entry.value
     if inspect.isclass(ours) and hasattr(ours, "apply") and not issubclass(ours, torch.nn.Module):
         skip = inspect.signature(theirs.forward)

@@ -181,7 +181,7 @@ def test_an_optimizer_in_backward(options):
     run_ranks(main, 2)
 
 
-@pytest.mark.parametrize("hook", [None, hooks.allreduce])
+@pytest.mark.parametrize("hook", [None, hooks.all_reduce])
 def test_delayed_parameters_travel_last(hook):
     def main():
         module, twin = mlp(), mlp()

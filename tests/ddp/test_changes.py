@@ -91,7 +91,7 @@ def test_refit_holds_the_models_against_each_other():
     run_ranks(main, 2)
 
 
-@pytest.mark.parametrize("hook", [None, "allreduce"])
+@pytest.mark.parametrize("hook", [None, "all_reduce"])
 def test_a_group_that_is_replaced(hook):
     """Also under a hook, whose state is the group: PyTorch's goes on with the old one."""
 
@@ -155,15 +155,15 @@ def test_hooks_by_name_and_composed():
     def main():
         net = DistributedDataParallel(mlp())
         seen = []
-        clip = hooks.around(hooks.allreduce, before=lambda b: seen.append(b.index()))
-        for hook in ("allreduce", clip, None, hooks.around(clip, after=lambda t, _: t)):
+        clip = hooks.wrap(hooks.all_reduce, before=lambda b: seen.append(b.index()))
+        for hook in ("all_reduce", clip, None, hooks.wrap(clip, after=lambda t, _: t)):
             net.register_comm_hook(None, hook)
             check(net)
         assert seen == [0, 0]
         net.register_comm_hook(None, "noop")
         net(torch.full((1, 4), float(dist.get_rank()))).sum().backward()
         assert net.logging_data().hook == "noop"
-        with pytest.raises(ArgumentError, match="allreduce, bf16, fp16, noop"):
+        with pytest.raises(ArgumentError, match="all_reduce, bf16, fp16, noop"):
             net.register_comm_hook(None, "fp8")
 
     run_ranks(main, 2)

@@ -522,7 +522,7 @@ def test_the_log_does_not_grow():
         for _ in range(3):
             assert_good_step(net)
             assert not domain.log.sent
-            assert not domain._small
+            assert not domain._resync._works
 
     run_ranks(main, 2)
 

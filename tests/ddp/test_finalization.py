@@ -279,7 +279,7 @@ def packed(net):
 
 
 @pytest.mark.parametrize("view", [False, True])
-@pytest.mark.parametrize("hook", [None, hooks.allreduce])
+@pytest.mark.parametrize("hook", [None, hooks.all_reduce])
 @pytest.mark.parametrize("width", [8, 4096])
 def test_buckets_have_memory_during_backward_only(width, hook, view):
     """Small gradients, which are copied out, and large ones, which lie in the bucket."""

@@ -54,7 +54,7 @@ def train(net, **options):
     return [p.detach() for p in net.module.parameters()]
 
 
-HOOKS = {"none": None, "ours": hooks.allreduce, "torch": default_hooks.allreduce_hook}
+HOOKS = {"none": None, "ours": hooks.all_reduce, "torch": default_hooks.allreduce_hook}
 
 
 @pytest.mark.parametrize("initial", [True, False])

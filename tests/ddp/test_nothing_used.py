@@ -53,7 +53,7 @@ def own_input(step=0, width=4):
 
 @pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}, SMALL])
 @pytest.mark.parametrize("width", [4, 1100])
-@pytest.mark.parametrize("hook", [None, "allreduce"])
+@pytest.mark.parametrize("hook", [None, "all_reduce"])
 @pytest.mark.narrow({"options": {}, "width": 4}, {"options": SMALL, "width": 1100, "hook": None})
 def test_a_rank_that_uses_nothing(options, width, hook):
     """It takes part with zeros, in each backward through its outputs."""

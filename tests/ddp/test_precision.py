@@ -48,7 +48,7 @@ def step(net, *, seed):
 
 @pytest.mark.parametrize("reentrant", [None, False, True])
 @pytest.mark.parametrize(
-    "hook", [None, hooks.allreduce, hooks.compressed(hooks.allreduce, torch.half)]
+    "hook", [None, hooks.all_reduce, hooks.compress(hooks.all_reduce, torch.half)]
 )
 def test_forward_in_bfloat16_gradients_in_float32(hook, reentrant):
     """PyTorch's mixed precision takes the place of a hook, here it is around it."""
@@ -58,7 +58,7 @@ def test_forward_in_bfloat16_gradients_in_float32(hook, reentrant):
 
         def spy(state, bucket):
             wire.append(bucket.buffer().dtype)
-            return (hook or hooks.allreduce)(state, bucket)
+            return (hook or hooks.all_reduce)(state, bucket)
 
         config = MixedPrecision(torch.bfloat16, reduce_dtype=torch.float16)
         net = DistributedDataParallel(Net(reentrant), mixed_precision=config)

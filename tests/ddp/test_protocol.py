@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from gradwire.ddp.faults import resynchronisation as rules
+from gradwire.ddp.faults import protocol as rules
 from gradwire.ddp.faults.backward_state import TRANSITIONS, BackwardState, Event, after
-from gradwire.ddp.faults.resynchronisation import Phase, missing, next_phase
+from gradwire.ddp.faults.protocol import Phase, missing, next_phase
 
 S, E = BackwardState, Event
 

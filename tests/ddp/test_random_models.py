@@ -169,7 +169,7 @@ def test_random_models(world_size, backend):
         static=st.booleans(),
         view=st.booleans(),
         cap=st.sampled_from([None, 1e-4, 1e-2]),
-        hook=st.sampled_from([None, "allreduce"]),
+        hook=st.sampled_from([None, "all_reduce"]),
         accumulate=st.booleans(),
     )
     def run(plan, static, view, cap, hook, accumulate):

@@ -175,7 +175,7 @@ def test_states_with_a_state_dict_of_their_own():
     def hook(state, bucket):
         for p in bucket.parameters():
             state.calls[str(tuple(p.shape))] = state.calls.get(str(tuple(p.shape)), 0) + 1
-        return hooks.allreduce(None, bucket)
+        return hooks.all_reduce(None, bucket)
 
     def main():
         nets = [DistributedDataParallel(mlp()) for _ in range(2)]

@@ -13,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from gradwire import hooks
 from gradwire.ddp import DistributedDataParallel
 from gradwire.errors import HookError
-from gradwire.gradients import GradBucket
+from gradwire.hooks import GradBucket
 from gradwire.testing import run_ranks
 
 
@@ -58,11 +58,11 @@ def test_the_mean_of_sparse_gradients(each_backend, dtype):
 
 
 SPARSE_HOOKS = {
-    "allreduce": (hooks.allreduce, 1e-5),
+    "all_reduce": (hooks.all_reduce, 1e-5),
     "fp16": (hooks.fp16, 1e-2),
     "bf16": (hooks.bf16, 3e-2),
-    "compressed": (hooks.compressed(hooks.allreduce, torch.float16), 1e-2),
-    "around": (hooks.around(hooks.allreduce, after=lambda t, _: t * 1.0), 1e-5),
+    "compress": (hooks.compress(hooks.all_reduce, torch.float16), 1e-2),
+    "wrap": (hooks.wrap(hooks.all_reduce, after=lambda t, _: t * 1.0), 1e-5),
     "torch": (default_hooks.allreduce_hook, 1e-5),
 }
 

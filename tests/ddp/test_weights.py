@@ -118,12 +118,12 @@ def one_rank(step):
         ({"gradient_as_bucket_view": True}, None, always),
         ({"bucket_cap_mb": 1e-3, "lazy_bucket_allocation": True}, None, always),
         ({"find_unused_parameters": True}, None, one_rank),
-        ({"find_unused_parameters": True}, hooks.allreduce, one_rank),
+        ({"find_unused_parameters": True}, hooks.all_reduce, one_rank),
         ({"static_graph": True}, None, always),
-        ({}, hooks.allreduce, always),
+        ({}, hooks.all_reduce, always),
         (
             {"skip_all_reduce_unused_params": True, "find_unused_parameters": True},
-            hooks.allreduce,
+            hooks.all_reduce,
             always,
         ),
     ],
@@ -160,7 +160,7 @@ def test_with_other_features(case):
         mixed = MixedPrecision(reduce_dtype=torch.bfloat16) if case == "mixed" else None
         module = Net(sparse="sparse" in case, reentrant=reentrant)
         net = DistributedDataParallel(module, mixed_precision=mixed)
-        net.register_comm_hook(None, hooks.allreduce if case == "sparse-hook" else None)
+        net.register_comm_hook(None, hooks.all_reduce if case == "sparse-hook" else None)
         net.require_manual_backward_finalization = case == "finalize"
         train(net, micro=2, none=case != "zeros", rtol=0.05 if case == "mixed" else 1e-4)
 
@@ -183,7 +183,7 @@ def backward(net, weight, x):
     return net.module.weight.grad
 
 
-@pytest.mark.parametrize("hook", [None, hooks.allreduce])
+@pytest.mark.parametrize("hook", [None, hooks.all_reduce])
 def test_ranks_of_weight_zero(hook):
     def main():
         net = linear()
@@ -198,7 +198,7 @@ def test_ranks_of_weight_zero(hook):
     run_ranks(main, 2)
 
 
-@pytest.mark.parametrize("hook", [None, hooks.allreduce])
+@pytest.mark.parametrize("hook", [None, hooks.all_reduce])
 def test_steps_with_and_without_weights(hook):
     def main():
         net = linear()
@@ -212,7 +212,7 @@ def test_steps_with_and_without_weights(hook):
     run_ranks(main, 2)
 
 
-@pytest.mark.parametrize("hook", [None, hooks.allreduce])
+@pytest.mark.parametrize("hook", [None, hooks.all_reduce])
 def test_weights_need_no_message_of_their_own(hook):
     def main():
         net = linear()
@@ -228,7 +228,7 @@ def test_weights_need_no_message_of_their_own(hook):
     assert run_ranks(main, 2) == [True, True]
 
 
-@pytest.mark.parametrize("hook", [None, hooks.allreduce])
+@pytest.mark.parametrize("hook", [None, hooks.all_reduce])
 def test_ranks_that_disagree_whether_there_are_weights(hook):
     def main():
         net = linear()
@@ -360,7 +360,7 @@ def test_what_is_refused():
         for net in (half, skipping):
             with pytest.raises(NotSupportedError, match="register_comm_hook"):
                 net.weight(2)
-            net.register_comm_hook(None, "allreduce")
+            net.register_comm_hook(None, "all_reduce")
             net.weight(2)
         net = linear()
         net.weight(2)
@@ -379,7 +379,7 @@ def test_bfloat16_with_a_hook():
     def main():
         net = linear().bfloat16()
         net = DistributedDataParallel(net.module)
-        net.register_comm_hook(None, "allreduce")
+        net.register_comm_hook(None, "all_reduce")
         own = dist.get_rank()
         return backward(net, 1 + 2 * own, rows(1, 1.0 + own).bfloat16()).tolist()
 

@@ -29,7 +29,7 @@ SIZES = (
 )  # fmt: skip
 LARGE = ((131071, 8), (131072, 8), (150000, 8))  # 4 MiB, 4.8 MB
 CAPS = (None, None, 1e-4, 5e-3, 0.05, 1.0)
-HOOKS = (None, None, None, "allreduce", "bf16", "fp16", "torch_allreduce", "torch_bf16")
+HOOKS = (None, None, None, "all_reduce", "bf16", "fp16", "torch_allreduce", "torch_bf16")
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ class _Maker:
             if not [*params_in(ops[: (len(ops) + 1) // 2])]:  # the half that "two" share
                 ops = (replace(self.leaf("mul"), skip=()), *ops)
             if self.hook and self.hook.startswith("torch"):
-                self.hook = "allreduce"  # without `single_collective`, two reducers' orders differ
+                self.hook = "all_reduce"  # without `single_collective`, two reducers' orders differ
         loss = tuple(op for op in loss if {*op.params} <= {*params_in(ops)} and op.params)
         plan = Plan(
             self.seed, self.ranks, (rows, cols), self.dtype, ops, loss, self.hooks(ops), wrap,

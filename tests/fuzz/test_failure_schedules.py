@@ -136,7 +136,7 @@ class Run:
             )
             if plan.hook:
                 net.register_comm_hook(
-                    None, self.chained if plan.hook == "chained" else hooks.allreduce
+                    None, self.chained if plan.hook == "chained" else hooks.all_reduce
                 )
             self.nets.append(net)
         self.parameters = [p for net in self.nets for p in net.module.parameters()]

@@ -70,7 +70,7 @@ def returns_list(state, bucket):
 
 class CallableHook:
     def __call__(self, state, bucket):
-        return hooks.allreduce(None, bucket)
+        return hooks.all_reduce(None, bucket)
 
 
 def replaces_buffer(state, bucket):
@@ -79,9 +79,9 @@ def replaces_buffer(state, bucket):
 
 
 EXACT = {
-    "ours": hooks.allreduce,
+    "ours": hooks.all_reduce,
     "torch": default_hooks.allreduce_hook,
-    "partial": partial(hooks.allreduce),
+    "partial": partial(hooks.all_reduce),
     "callable": CallableHook(),
     "work": returns_work,
     "tensor": returns_tensor,
@@ -94,8 +94,8 @@ LOSSY = {
     "torch_fp16": default_hooks.fp16_compress_hook,
     "torch_bf16": default_hooks.bf16_compress_hook,
     "torch_fp16_wrapper": default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook),
-    "torch_bf16_wrapper": default_hooks.bf16_compress_wrapper(hooks.allreduce),
-    "compressed_torch": hooks.compressed(default_hooks.allreduce_hook, torch.bfloat16),
+    "torch_bf16_wrapper": default_hooks.bf16_compress_wrapper(hooks.all_reduce),
+    "compressed_torch": hooks.compress(default_hooks.allreduce_hook, torch.bfloat16),
 }
 
 
@@ -177,7 +177,7 @@ def test_hooks_can_be_replaced_and_taken_away():
 
         def counting(state, bucket):
             calls.append(bucket.index())
-            return hooks.allreduce(None, bucket)
+            return hooks.all_reduce(None, bucket)
 
         assert_trains(net, 1e-5)
         net.register_comm_hook(None, counting)
@@ -197,7 +197,7 @@ def test_a_hook_sees_what_accumulated_under_no_sync():
 
         def looking(state, bucket):
             seen.append((bucket.buffer().item(), bucket.is_last(), len(bucket.gradients())))
-            return hooks.allreduce(None, bucket)
+            return hooks.all_reduce(None, bucket)
 
         net.register_comm_hook(None, looking)
         x = torch.tensor([[1.0 + dist.get_rank()]])
@@ -229,12 +229,12 @@ def test_complex_gradients_compress_as_pairs_of_reals():
         return bucket.buffer() * 2
 
     gradient = torch.tensor([1 + 2j, 3 - 4j])
-    result = hooks.compressed(inner, torch.bfloat16)(None, FakeBucket(gradient)).wait()
+    result = hooks.compress(inner, torch.bfloat16)(None, FakeBucket(gradient)).wait()
     assert torch.equal(result, gradient * 2)
 
 
 def test_integers_pass_uncompressed():
-    result = hooks.compressed(lambda s, b: b.buffer() + 1, torch.float16)(
+    result = hooks.compress(lambda s, b: b.buffer() + 1, torch.float16)(
         None, FakeBucket(torch.tensor([40000]))
     )
     assert result.wait().tolist() == [40001]
@@ -242,12 +242,12 @@ def test_integers_pass_uncompressed():
 
 def test_compression_is_bounded_by_the_dtypes_rounding():
     gradient = torch.randn(1000)
-    result = hooks.compressed(lambda s, b: b.buffer(), torch.bfloat16)(None, FakeBucket(gradient))
+    result = hooks.compress(lambda s, b: b.buffer(), torch.bfloat16)(None, FakeBucket(gradient))
     assert (result.wait() - gradient).abs().max() <= gradient.abs().max() * 2**-8
 
 
 def test_bad_compressors():
     with pytest.raises(ArgumentError, match=r"torch\.int32"):
-        hooks.compressed(hooks.allreduce, torch.int32)
+        hooks.compress(hooks.all_reduce, torch.int32)
     with pytest.raises(ArgumentTypeError, match="hook is 3"):
-        hooks.compressed(3, torch.float16)
+        hooks.compress(3, torch.float16)

@@ -1,8 +1,8 @@
 """PyTorch's own names and signatures over gradwire: change nothing but one call.
 
-`install()` puts gradwire's functions where PyTorch's are, in every module of PyTorch that offers
-them. Names that a `from torch… import …` bound before are the importing module's own, and stay:
-a warning says whose.
+`install()` replaces PyTorch's functions by gradwire's in every module of PyTorch that offers them.
+Names that a `from torch… import …` has bound in another module before are not changed: a warning
+names those modules.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from gradwire.compat import _early, _registry
+from gradwire.compat import early_imports, replacements
 from gradwire.compat.collectives import TABLE as _COLLECTIVES
 from gradwire.compat.ddp import TABLE as _DDP
 from gradwire.compat.devices import TABLE as _DEVICES
@@ -21,9 +21,9 @@ _TABLES = (_COLLECTIVES, _DDP, _DEVICES)
 
 
 def install() -> None:
-    """Put gradwire in place of PyTorch; nothing if it is there already.
+    """Replace PyTorch's functions and classes by gradwire's; without effect if they are already.
 
-    Modules that took a name from PyTorch before keep PyTorch's: `BoundEarlyWarning` names them.
+    Modules that imported one of them before keep PyTorch's: `BoundEarlyWarning` names them.
 
     Example:
         >>> import torch
@@ -36,13 +36,13 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Put PyTorch's own functions back; nothing if they are there."""
-    _registry.put_back()
+    """Restore PyTorch's own functions and classes; without effect if nothing is replaced."""
+    replacements.restore()
 
 
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
-    """Gradwire is in place of PyTorch inside the block; what was there before is after it.
+    """Replace PyTorch's functions and classes inside the block; afterwards all is as before it.
 
     Example:
         >>> import torch
@@ -50,7 +50,7 @@ def installed() -> Iterator[None]:
         ...     torch.nn.DataParallel(torch.nn.Linear(2, 1), ["cpu"] * 2)(torch.ones(4, 2)).shape
         torch.Size([4, 1])
     """
-    before = _registry.is_installed()
+    before = replacements.is_installed()
     _install(stacklevel=3)  # past contextlib's frame
     try:
         yield
@@ -60,6 +60,6 @@ def installed() -> Iterator[None]:
 
 
 def _install(stacklevel: int) -> None:
-    if not _registry.is_installed():
-        _registry.put(entry for table in _TABLES for entry in table)
-        _early.warn_of_holders(_registry.replaced(), stacklevel + 1)
+    if not replacements.is_installed():
+        replacements.replace(entry for table in _TABLES for entry in table)
+        early_imports.warn_of_early_imports(replacements.originals(), stacklevel + 1)

@@ -13,9 +13,9 @@ from torch.distributed import ProcessGroup
 from gradwire import ddp as ours
 from gradwire import hooks
 from gradwire.buckets import plan_buckets
-from gradwire.compat._registry import Replacement
+from gradwire.compat.replacements import Replacement
 from gradwire.errors import NotSupportedError
-from gradwire.gradients import StatefulHook
+from gradwire.hooks import StatefulHook
 
 __all__ = ["BUCKET_TABLE"]
 
@@ -56,8 +56,8 @@ class _SparseError(NotSupportedError, RuntimeError):
 
 
 def allreduce_hook(process_group: ProcessGroup | None, bucket: Any) -> Any:
-    """See gradwire.hooks.allreduce."""
-    return hooks.allreduce(process_group, bucket)
+    """See gradwire.hooks.all_reduce."""
+    return hooks.all_reduce(process_group, bucket)
 
 
 def fp16_compress_hook(process_group: ProcessGroup | None, bucket: Any) -> Any:
@@ -71,17 +71,17 @@ def bf16_compress_hook(process_group: ProcessGroup | None, bucket: Any) -> Any:
 
 
 def fp16_compress_wrapper(hook: Hook) -> Hook:
-    """See gradwire.hooks.compressed."""
+    """See gradwire.hooks.compress."""
     return _wrapper(hook, torch.float16, "fp16_compress_wrapper_hook")
 
 
 def bf16_compress_wrapper(hook: Hook) -> Hook:
-    """See gradwire.hooks.compressed."""
+    """See gradwire.hooks.compress."""
     return _wrapper(hook, torch.bfloat16, "bf16_compress_wrapper_hook")
 
 
 def _wrapper(hook: Hook, dtype: torch.dtype, name: str) -> Hook:
-    inner = hooks.compressed(hook, dtype)
+    inner = hooks.compress(hook, dtype)
     if isinstance(inner, StatefulHook):
         return inner
 
@@ -115,4 +115,4 @@ BUCKET_TABLE = (
         for hook in (*_HOOKS, fp16_compress_wrapper, bf16_compress_wrapper)
     ),
 )
-"""What goes where."""
+"""Our objects, and PyTorch's modules that get them."""

@@ -17,8 +17,8 @@ from torch.distributed import ProcessGroup, ReduceOp
 from gradwire import collectives as ours
 from gradwire.collectives.args.ranks import dense_tensor
 from gradwire.collectives.autograd.unstack import apart
-from gradwire.compat._registry import Replacement
-from gradwire.compat._wording import as_torchs
+from gradwire.compat.error_messages import as_runtime_error
+from gradwire.compat.replacements import Replacement
 from gradwire.errors import ArgumentError
 
 __all__ = ["TABLE"]
@@ -161,7 +161,7 @@ _BOTH = (_FUNCTIONAL, "torch.distributed.nn")
 
 TABLE = tuple(
     Replacement(
-        as_torchs(function),
+        as_runtime_error(function),
         function.__name__,
         (_FUNCTIONAL,) if function is _all_gather_base else _BOTH,
         wherever_loaded=True,
@@ -179,4 +179,4 @@ TABLE = tuple(
         all_reduce,
     )
 )
-"""What goes where."""
+"""Our objects, and PyTorch's modules that get them."""

@@ -1,14 +1,15 @@
-"""PyTorch's DistributedDataParallel over ours: the further names of its class.
+"""PyTorch's DistributedDataParallel over ours: the further attributes and methods of its class.
 
-Frameworks and training scripts use them, with and without an underscore. What they look up in
-PyTorch's own reducer and logger is not here: ours has another shape.
+Frameworks and training scripts use them, with and without an underscore. Attributes of PyTorch's
+C++ reducer and logger are not offered: ours are other classes.
 """
 
 from __future__ import annotations
 
+import functools
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -16,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.nn import Parameter
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from gradwire import ddp as ours
@@ -27,13 +27,20 @@ from gradwire._torch import (
     narrowed_to_torchs_ddp,
     run_as_written,
 )
-from gradwire.compat._figures import logging_dict
-from gradwire.compat._hook import RaisesItsOwn, StatefulRaisesItsOwn, check_annotations
-from gradwire.compat._registry import Replacement
-from gradwire.compat._wording import RefusedError, refused, surplus, unfinished
 from gradwire.compat.buckets import BUCKET_TABLE, _broadcast_coalesced
+from gradwire.compat.comm_hooks import adapt_hook
+from gradwire.compat.error_messages import (
+    RefusedError,
+    constructor_error,
+    unexpected_gradient,
+    unfinished_reduction,
+)
+from gradwire.compat.join import JoinHook
+from gradwire.compat.logging_data import logging_dict
+from gradwire.compat.parameters import data_parallel_parameters, ignore_for_model
+from gradwire.compat.replacements import Replacement
 from gradwire.ddp.buckets.hook_state import Layout
-from gradwire.ddp.join import ShadowHook, agree_on_rank
+from gradwire.ddp.join import ShadowHook
 from gradwire.ddp.outputs import map_tensors
 from gradwire.errors import (
     ArgumentError,
@@ -41,7 +48,6 @@ from gradwire.errors import (
     NotSupportedError,
     ReductionError,
 )
-from gradwire.gradients import StatefulHook, bind_hook, check_hook
 
 __all__ = ["TABLE", "DistributedDataParallel"]
 
@@ -109,7 +115,7 @@ class DistributedDataParallel(ours.DistributedDataParallel):
                 lazy_bucket_allocation,
             )
         except ArgumentError as error:
-            raise refused(error, module, process_group, device_mesh) from error
+            raise constructor_error(error, module, process_group, device_mesh) from error
         first = next(module.parameters()).device
         self.device_ids = None if self.device is None else [first]
         self.output_device = None if self.device is None else first
@@ -130,42 +136,26 @@ class DistributedDataParallel(ours.DistributedDataParallel):
 
     # -- parameters and buffers ------------------------------------------------------------
 
-    @staticmethod
-    def _set_params_and_buffers_to_ignore_for_model(
-        module: nn.Module, params_and_buffers_to_ignore: Sequence[str]
-    ) -> None:
-        """Leave out the parameters and buffers of these names, in a module yet to be wrapped."""
-        module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore  # type: ignore[assignment]
-        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-            if name in params_and_buffers_to_ignore:
-                tensor._ddp_ignored = True  # type: ignore[attr-defined]
-
-    @staticmethod
-    def _get_data_parallel_params(
-        module: nn.Module, named_params: bool = False
-    ) -> Iterator[Parameter | tuple[str, Parameter]]:
-        """The parameters that are not left out, or names and parameters."""
-        for name, parameter in module.named_parameters():
-            if not hasattr(parameter, "_ddp_ignored"):
-                yield (name, parameter) if named_params else parameter
+    _set_params_and_buffers_to_ignore_for_model = staticmethod(ignore_for_model)
+    _get_data_parallel_params = staticmethod(data_parallel_parameters)
 
     @property
     def forward_sync_buffers(self) -> bool:
-        """Whether buffers are made alike at each training forward."""
+        """Whether rank 0's buffers are broadcast at each training forward."""
         return self.broadcast_buffers
 
     @property
     def named_module_buffers(self) -> dict[str, Tensor]:
-        """The buffers that are made alike, by name."""
+        """The buffers that are broadcast, by name."""
         return self._buffers_synced.named()
 
     @property
     def modules_buffers(self) -> list[Tensor]:
-        """The buffers that are made alike."""
+        """The buffers that are broadcast."""
         return list(self.named_module_buffers.values())
 
     def will_sync_module_buffers(self) -> bool:
-        """Whether the next training forward makes buffers alike."""
+        """Whether the next training forward broadcasts buffers."""
         wanted = self.require_forward_param_sync and self.broadcast_buffers
         return wanted and bool(self.named_module_buffers)
 
@@ -180,7 +170,7 @@ class DistributedDataParallel(ours.DistributedDataParallel):
         bucket_size: int | None = None,
         authoritative_rank: int = 0,
     ) -> None:
-        """Give buffers, all that are made alike if none are named, a rank's values."""
+        """Broadcast one rank's values of these buffers, by default of all that are broadcast."""
         self._distributed_broadcast_coalesced(
             self.modules_buffers if bufs is None else bufs,
             bucket_size or self.broadcast_bucket_size,
@@ -193,33 +183,27 @@ class DistributedDataParallel(ours.DistributedDataParallel):
         """See gradwire.ddp.DistributedDataParallel.register_comm_hook; once, as in PyTorch.
 
         Raises:
-            RefusedError: A hook is registered already, or this one's annotations are others.
+            RefusedError: A hook is registered already, or this one's annotations are wrong.
         """
         try:
             if hook is not None and self._hook is not None:
                 raise RefusedError(
-                    "a hook is registered: take it away first, by register_comm_hook(None, None) "
-                    "(PyTorch's words: register_comm_hook or register_builtin_comm_hook can only "
+                    "a hook is registered already: remove it by register_comm_hook(None, None) "
+                    "(PyTorch's message: register_comm_hook or register_builtin_comm_hook can only "
                     "be called once.)"
                 )
-            if isinstance(hook, StatefulHook):
-                bind_hook(state, hook)
-                hook = StatefulRaisesItsOwn(hook)
-            elif callable(hook):
-                check_annotations(hook)
-                hook = RaisesItsOwn(check_hook(hook))
-            super().register_comm_hook(state, hook)
+            super().register_comm_hook(state, adapt_hook(state, hook))
         except RefusedError as error:
             self._error = str(error)
             raise
         except ArgumentTypeError as error:
-            self._error = f"{error} (PyTorch's words: Communication hook must be callable.)"
+            self._error = f"{error} (PyTorch's message: Communication hook must be callable.)"
             raise ArgumentTypeError(self._error) from error
         self._builtin_hook = None
 
     def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
         builtin = {
-            dist.BuiltinCommHookType.ALLREDUCE: hooks.allreduce,
+            dist.BuiltinCommHookType.ALLREDUCE: hooks.all_reduce,
             dist.BuiltinCommHookType.FP16_COMPRESS: hooks.fp16,
         }
         self.register_comm_hook(self.process_group, builtin[comm_hook_type])
@@ -272,10 +256,10 @@ class DistributedDataParallel(ours.DistributedDataParallel):
         """See gradwire.ddp.DistributedDataParallel.join_hook."""
         self._uneven_inputs = True
         super().join_hook(**kwargs)
-        return _JoinHook(self)
+        return JoinHook(self, functools.partial(setattr, self, "_authoritative_rank"))
 
     def _set_ddp_sink_clone(self, val: bool) -> None:
-        """Of no effect: outputs are handed on as they are."""
+        """Without effect: outputs are returned as they are."""
 
     @classmethod
     def _get_active_ddp_module(cls) -> Any:
@@ -300,7 +284,7 @@ class DistributedDataParallel(ours.DistributedDataParallel):
     def _syncing(self) -> bool:
         return torch.is_grad_enabled() and self.require_backward_grad_sync
 
-    # -- errors and figures ----------------------------------------------------------------
+    # -- errors and logging -----------------------------------------------------------------
 
     @run_as_written
     def _before(self, syncing: bool) -> None:
@@ -308,9 +292,9 @@ class DistributedDataParallel(ours.DistributedDataParallel):
             super()._before(syncing)
         except ReductionError as error:
             rank, names = self.process_group.rank(), self._reduced()
-            told = unfinished(error, rank, names, static=self.static_graph)
-            self._error = str(told)
-            raise told from error
+            reworded = unfinished_reduction(error, rank, names, static=self.static_graph)
+            self._error = str(reworded)
+            raise reworded from error
 
     def _make_reducer(self, before: Layout = ()) -> None:
         super()._make_reducer(before)
@@ -320,9 +304,9 @@ class DistributedDataParallel(ours.DistributedDataParallel):
         )
 
     def _surplus(self, error: ReductionError) -> ReductionError:
-        told = surplus(error, static=self.static_graph)
-        self._error = str(told)
-        return told
+        reworded = unexpected_gradient(error, static=self.static_graph)
+        self._error = str(reworded)
+        return reworded
 
     def _reduced(self) -> list[str]:
         """The names of the parameters that are reduced, as PyTorch counts them."""
@@ -330,29 +314,16 @@ class DistributedDataParallel(ours.DistributedDataParallel):
         return [n for n, p in named if p.requires_grad and n not in self.parameters_to_ignore]
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        """Of no effect: times are taken in every step."""
+        """Without effect: times are taken in every step."""
         if sample_rate < 1:
             raise ArgumentError(f"sample_rate is {sample_rate}: give 1 or more")
 
     def _get_ddp_logging_data(self) -> dict[str, str | int]:
         """What gradwire's logging_data has, under PyTorch's names; times in ns."""
-        figures = logging_dict(self) | {"join_uneven_inputs": int(self._uneven_inputs)}
+        logged = logging_dict(self) | {"join_uneven_inputs": int(self._uneven_inputs)}
         if self._builtin_hook is not None:
-            figures["comm_hook"] = str(self._builtin_hook)
-        return figures | ({"has_error": 1, "error": self._error} if self._error else {})
-
-
-class _JoinHook(ShadowHook):
-    """Ours; the module then says whose parameters all ranks took."""
-
-    def __init__(self, net: DistributedDataParallel) -> None:
-        super().__init__(net)
-        self._wrapped = net
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        super().post_hook(is_last_joiner)
-        group = self._wrapped.process_group
-        self._wrapped._authoritative_rank = agree_on_rank(group, candidate=is_last_joiner)
+            logged["comm_hook"] = str(self._builtin_hook)
+        return logged | ({"has_error": 1, "error": self._error} if self._error else {})
 
 
 TABLE = (
@@ -364,4 +335,4 @@ TABLE = (
     ),
     *BUCKET_TABLE,
 )
-"""What goes where."""
+"""Our class and functions, and PyTorch's modules that get them."""

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import Module
 
 from gradwire import devices as ours
-from gradwire.compat._registry import Replacement
-from gradwire.compat._wording import as_torchs
+from gradwire.compat.error_messages import as_runtime_error
+from gradwire.compat.replacements import Replacement
 from gradwire.devices.placement import Device
 
 __all__ = ["TABLE"]
@@ -158,20 +158,20 @@ def _sizes(inputs: Sequence[Tensor], *_: Any, **__: Any) -> str | None:
 
 
 TABLE = (
-    Replacement(as_torchs(ours.broadcast), "broadcast", _COMM),
+    Replacement(as_runtime_error(ours.broadcast), "broadcast", _COMM),
     Replacement(
-        as_torchs(_narrowed(ours.broadcast_coalesced, "detach_buffers")),
+        as_runtime_error(_narrowed(ours.broadcast_coalesced, "detach_buffers")),
         "broadcast_coalesced",
         _COMM,
     ),
-    Replacement(as_torchs(_narrowed(ours.reduce_add, "out"), _sizes), "reduce_add", _COMM),
+    Replacement(as_runtime_error(_narrowed(ours.reduce_add, "out"), _sizes), "reduce_add", _COMM),
     Replacement(
-        as_torchs(_narrowed(ours.reduce_add_coalesced, "detach_buffers")),
+        as_runtime_error(_narrowed(ours.reduce_add_coalesced, "detach_buffers")),
         "reduce_add_coalesced",
         _COMM,
     ),
-    Replacement(as_torchs(_narrowed(ours.scatter, "strict")), "scatter", _COMM),
-    Replacement(as_torchs(ours.gather), "gather", _COMM),
+    Replacement(as_runtime_error(_narrowed(ours.scatter, "strict")), "scatter", _COMM),
+    Replacement(as_runtime_error(ours.gather), "gather", _COMM),
     Replacement(Broadcast, "Broadcast", (_FUNCTIONS,)),
     Replacement(ReduceAddCoalesced, "ReduceAddCoalesced", (_FUNCTIONS,)),
     Replacement(Scatter, "Scatter", (_FUNCTIONS, _NESTED)),
@@ -184,4 +184,4 @@ TABLE = (
     Replacement(data_parallel, "data_parallel", (_MODULE, _PACKAGE)),
     Replacement(DataParallel, "DataParallel", (_MODULE, _PACKAGE, "torch.nn")),
 )
-"""What goes where."""
+"""Our objects, and PyTorch's modules that get them."""

@@ -41,6 +41,10 @@ def broadcast_coalesced(
 ) -> None:
     """Overwrite tensors on all ranks of a group with the root's values.
 
+    Between processes, in place, without gradients: as `torch.distributed._broadcast_coalesced`.
+    `gradwire.collectives.broadcast_coalesced` returns new tensors and has an adjoint;
+    `gradwire.devices.broadcast_coalesced` copies between the devices of one process.
+
     At most two messages are in flight, so that staging takes at most 2 × `buffer_size` bytes.
     Contiguous tensors of 1 MiB and more are sent and received in place (no copy); smaller ones
     are packed: one pass on the root, one on each receiver.

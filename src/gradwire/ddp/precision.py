@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from gradwire.ddp.hook_handles import remove_hooks_with
 from gradwire.ddp.outputs import map_tensors
 from gradwire.errors import ArgumentError, ArgumentTypeError
-from gradwire.gradients import CommHook
-from gradwire.hooks import allreduce, compressed
+from gradwire.hooks import CommHook, all_reduce, compress
 
 __all__ = ["MixedPrecision", "Precision", "resolve_precision"]
 
@@ -97,7 +96,7 @@ class Precision:
     def hook(self, hook: CommHook | None) -> CommHook | None:
         """A hook that communicates in the dtype for reduction."""
         dtype = self._config.reduce_dtype or self._config.param_dtype
-        return hook if dtype is None else compressed(hook or allreduce, dtype)
+        return hook if dtype is None else compress(hook or all_reduce, dtype)
 
     def inputs(self, value: Any) -> Any:
         """Inputs as the module takes them."""

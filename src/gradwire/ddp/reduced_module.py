@@ -24,9 +24,8 @@ from gradwire.ddp.reducer.log import LoggingData
 from gradwire.ddp.reducer.reducer import Reducer
 from gradwire.ddp.verify import describe, verify_same
 from gradwire.errors import ArgumentTypeError
-from gradwire.gradients import CommHook, StatefulHook, bind_hook
-from gradwire.gradients.group_name import group_from, name_if_group
-from gradwire.hooks import by_name
+from gradwire.hooks import CommHook, StatefulHook, bind_hook, get_hook
+from gradwire.hooks.group_name import group_from, name_if_group
 
 __all__ = ["ReducedModule", "ReducerOptions"]
 
@@ -124,7 +123,7 @@ class ReducedModule(nn.Module):
             state: Handed to the hook; for the stock hooks the process group, or None; None for a
                 `StatefulHook`, which has its own. `comm_hook_state_dict` gives what it holds, for
                 saving.
-            hook: As `gradwire.gradients.CommHook` has it, a `gradwire.gradients.StatefulHook`, or
+            hook: As `gradwire.hooks.CommHook` has it, a `gradwire.hooks.StatefulHook`, or
                 the name of one of `gradwire.hooks`; PyTorch's own hooks run unchanged. The same on
                 every rank.
 
@@ -137,7 +136,7 @@ class ReducedModule(nn.Module):
                 f"hook is None, and state is {state!r}: pass the state first, then the hook; "
                 "register_comm_hook(None, None) brings back the mean"
             )
-        chosen = by_name(hook) if isinstance(hook, str) else hook
+        chosen = get_hook(hook) if isinstance(hook, str) else hook
         if chosen is not None:
             bind_hook(state, chosen)  # raises what is to be raised before anything is changed
         self._hook, self._hook_state = chosen, state

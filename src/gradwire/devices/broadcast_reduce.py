@@ -72,6 +72,9 @@ def broadcast_coalesced(
 ) -> list[list[Tensor]]:
     """Copy many tensors to every device, the small ones together.
 
+    In one process, differentiable: as `torch.nn.parallel.comm.broadcast_coalesced`. Those between
+    processes are `gradwire.ddp.broadcast_coalesced` and `gradwire.collectives.broadcast_coalesced`.
+
     Args:
         tensors: On the first of `devices`; any shapes and dtypes, dense or sparse.
         devices: The places, k of them; one device several times is several places.

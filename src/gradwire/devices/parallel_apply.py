@@ -107,7 +107,7 @@ class _Call:
         """The result; raises what the call raised."""
         if self.error is None:
             return self.result
-        what = f"Caught {type(self.error).__name__} in replica {self.index}"  # PyTorch's words
+        what = f"Caught {type(self.error).__name__} in replica {self.index}"  # PyTorch's phrase
         raise _located(self.error, f"{what} on {self.device or 'no device'}")
 
 

@@ -1,8 +1,30 @@
-"""Communication hooks: how a bucket of gradients travels."""
+"""Communication hooks: what they receive, what they are, and those that come with gradwire."""
 
-from gradwire.hooks.allreduce import allreduce
-from gradwire.hooks.around import around
-from gradwire.hooks.cast import bf16, compressed, fp16
-from gradwire.hooks.registry import by_name, noop
+from gradwire.hooks.averaging import all_reduce
+from gradwire.hooks.bucket import GradBucket
+from gradwire.hooks.cast import bf16, compress, fp16
+from gradwire.hooks.protocol import CommHook, HookReturn, check_hook, hook_name
+from gradwire.hooks.registry import get_hook, noop
+from gradwire.hooks.result import as_future, parse_hook_result
+from gradwire.hooks.stateful import StatefulHook, bind_hook, compose
+from gradwire.hooks.wrapping import wrap
 
-__all__ = ["allreduce", "around", "bf16", "by_name", "compressed", "fp16", "noop"]
+__all__ = [
+    "CommHook",
+    "GradBucket",
+    "HookReturn",
+    "StatefulHook",
+    "all_reduce",
+    "as_future",
+    "bf16",
+    "bind_hook",
+    "check_hook",
+    "compose",
+    "compress",
+    "fp16",
+    "get_hook",
+    "hook_name",
+    "noop",
+    "parse_hook_result",
+    "wrap",
+]

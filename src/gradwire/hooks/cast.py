@@ -9,13 +9,16 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from gradwire.errors import ArgumentError
-from gradwire.gradients import CommHook, GradBucket, as_future, compose, parse_hook_result
-from gradwire.hooks.allreduce import allreduce
+from gradwire.hooks.averaging import all_reduce
+from gradwire.hooks.bucket import GradBucket
+from gradwire.hooks.protocol import CommHook
+from gradwire.hooks.result import as_future, parse_hook_result
+from gradwire.hooks.stateful import compose
 
-__all__ = ["bf16", "compressed", "fp16"]
+__all__ = ["bf16", "compress", "fp16"]
 
 
-def compressed(hook: CommHook, dtype: torch.dtype) -> CommHook:
+def compress(hook: CommHook, dtype: torch.dtype) -> CommHook:
     """Let any hook work on gradients cast to a smaller dtype.
 
     The inner hook sees a bucket with the same index, parameters and `is_last`, whose buffer is the
@@ -41,7 +44,7 @@ def compressed(hook: CommHook, dtype: torch.dtype) -> CommHook:
         ...     seen.append(bucket.buffer().dtype)
         ...     return bucket.buffer() * 2
         >>> bucket = FakeBucket(torch.ones(3))
-        >>> compressed(inner, torch.bfloat16)(None, bucket).wait()
+        >>> compress(inner, torch.bfloat16)(None, bucket).wait()
         tensor([2., 2., 2.])
         >>> seen
         [torch.bfloat16]
@@ -76,8 +79,8 @@ def compressed(hook: CommHook, dtype: torch.dtype) -> CommHook:
     return compose(run, hook)
 
 
-_fp16 = compressed(allreduce, torch.float16)
-_bf16 = compressed(allreduce, torch.bfloat16)
+_fp16 = compress(all_reduce, torch.float16)
+_bf16 = compress(all_reduce, torch.bfloat16)
 
 
 def fp16(group: ProcessGroup | None, bucket: GradBucket) -> torch._C.Future[Tensor]:

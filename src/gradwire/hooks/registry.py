@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from gradwire.errors import ArgumentError
-from gradwire.gradients import CommHook, GradBucket, as_future
-from gradwire.hooks.allreduce import allreduce
+from gradwire.hooks.averaging import all_reduce
+from gradwire.hooks.bucket import GradBucket
 from gradwire.hooks.cast import bf16, fp16
+from gradwire.hooks.protocol import CommHook
+from gradwire.hooks.result import as_future
 
-__all__ = ["by_name", "noop"]
+__all__ = ["get_hook", "noop"]
 
 
 def noop(state: Any, bucket: GradBucket) -> torch._C.Future[Tensor]:
@@ -23,20 +25,20 @@ def noop(state: Any, bucket: GradBucket) -> torch._C.Future[Tensor]:
 noop.single_collective = True  # type: ignore[attr-defined]
 
 
-def by_name(name: str) -> CommHook:
+def get_hook(name: str) -> CommHook:
     """The hook of this package with a name.
 
     Args:
-        name: "allreduce", "bf16", "fp16" or "noop".
+        name: "all_reduce", "bf16", "fp16" or "noop".
 
     Raises:
         ArgumentError: There is none; the message has those there are.
 
     Example:
-        >>> by_name("bf16").__name__
+        >>> get_hook("bf16").__name__
         'bf16'
     """
-    named: dict[str, CommHook] = {h.__name__: h for h in (allreduce, bf16, fp16, noop)}
+    named: dict[str, CommHook] = {h.__name__: h for h in (all_reduce, bf16, fp16, noop)}
     if name not in named:
         raise ArgumentError(f"hook is {name!r}: the hooks by name are {', '.join(named)}")
     return named[name]

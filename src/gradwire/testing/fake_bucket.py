@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gradwire.errors import ArgumentError
-from gradwire.gradients import GradBucket
+from gradwire.hooks import GradBucket
 
 __all__ = ["FakeBucket"]
 

@@ -51,8 +51,8 @@ def _power_sgd(group: dist.ProcessGroup) -> _StateAndHook:
 
 HOOKS: dict[str, Hook] = {
     "none": Hook(None, None, lossy=False),
-    "allreduce": Hook(
-        lambda group: (group, hooks.allreduce),
+    "all_reduce": Hook(
+        lambda group: (group, hooks.all_reduce),
         lambda group: (group, torch_hooks.allreduce_hook),
         lossy=False,
     ),

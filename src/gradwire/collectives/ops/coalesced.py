@@ -109,6 +109,10 @@ def broadcast_coalesced(
 ) -> Any:
     """`broadcast` of every tensor in a list or other pytree.
 
+    Between processes, differentiable, into new tensors. `gradwire.ddp.broadcast_coalesced`
+    overwrites tensors instead, without gradients; `gradwire.devices.broadcast_coalesced` copies
+    between the devices of one process.
+
     Args:
         tree: As in `all_reduce_coalesced`; on receivers the values do not matter.
         src: The root's global rank.

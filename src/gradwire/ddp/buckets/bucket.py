@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from gradwire.errors import NotSupportedError, ReductionError
-from gradwire.gradients import GradBucket
+from gradwire.hooks import GradBucket
 
 __all__ = ["Bucket", "Member", "dense_gradient"]
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from gradwire.buckets import memory_strides, views
 from gradwire.ddp.buckets.bucket import Bucket, Member, dense_gradient
 from gradwire.ddp.buckets.ownership import Ownership, is_lazy
-from gradwire.gradients import GradBucket
+from gradwire.hooks import GradBucket
 
 __all__ = ["InPlaceBucket"]
 

@@ -19,7 +19,7 @@ from torch.nn import Parameter
 from gradwire.buckets import views
 from gradwire.ddp.buckets.bucket import Bucket, Member, dense_gradient
 from gradwire.ddp.buckets.ownership import Ownership, is_lazy, uses
-from gradwire.gradients import GradBucket
+from gradwire.hooks import GradBucket
 from gradwire.shm import empty
 
 __all__ = ["ADOPT_BYTES", "AT_ONCE_BYTES", "PackedBucket"]

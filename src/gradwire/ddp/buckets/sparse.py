@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gradwire.ddp.buckets.bucket import Bucket, Member
 from gradwire.errors import ReductionError
-from gradwire.gradients import GradBucket
+from gradwire.hooks import GradBucket
 
 __all__ = ["SparseBucket"]
 

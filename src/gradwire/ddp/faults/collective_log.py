@@ -3,7 +3,7 @@
 When a rank fails in the middle of a backward, the others wait in collectives that it never joined,
 and an engine such as Gloo has no way to call them back. So every rank logs its collectives, with
 the engine's own count of them as their numbers; after an error the logs are compared, and a rank
-that is behind takes part in what it missed with zeros (see `resynchronisation`).
+that is behind takes part in what it missed with zeros (see `protocol`).
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from gradwire.ddp.faults.collective_log import CollectiveLog, group_named, join
 from gradwire.ddp.faults.error_channel import ErrorChannel
-from gradwire.ddp.faults.resynchronisation import (
+from gradwire.ddp.faults.protocol import (
     Phase,
     Statement,
     diverged,

@@ -11,7 +11,7 @@ from torch.distributed import Work
 
 from gradwire.ddp.buckets.bucket import Bucket
 from gradwire.ddp.faults.waiting import Pending, pending_future, pending_work
-from gradwire.gradients import GradBucket
+from gradwire.hooks import GradBucket
 from gradwire.hooks.sparse import SparseSum
 
 __all__ = ["InFlight", "Launched"]

@@ -18,7 +18,7 @@ from gradwire.ddp.faults.waiting import is_transport, wait_done, wait_future, wa
 from gradwire.ddp.group import cpu_capable, message_device
 from gradwire.ddp.reducer.in_flight import InFlight, Launched
 from gradwire.errors import BrokenGroupError, DistributedError, NotSupportedError, ReductionError
-from gradwire.gradients import StatefulHook, as_future, parse_hook_result
+from gradwire.hooks import StatefulHook, as_future, parse_hook_result
 from gradwire.hooks.sparse import SparseSum
 
 __all__ = ["Launcher"]

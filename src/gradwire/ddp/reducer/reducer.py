@@ -32,7 +32,7 @@ from gradwire.ddp.reducer.rpc import rpc_context_error
 from gradwire.ddp.reducer.usage import Usage
 from gradwire.ddp.reducer.weights import NO_CARRIER, WEIGHT_SUMS
 from gradwire.errors import ArgumentError, NotSupportedError, ReductionError
-from gradwire.gradients import CommHook, StatefulHook, bind_hook, name_of
+from gradwire.hooks import CommHook, StatefulHook, bind_hook, hook_name
 
 __all__ = ["Reducer"]
 
@@ -334,6 +334,6 @@ class Reducer:
             rebuilt=self.rebuilt,
             unused=unused if asked else None,
             unused_here=backward.unused_here,
-            hook=None if hook is None else name_of(hook),
+            hook=None if hook is None else hook_name(hook),
             **backward.timer.seconds(),
         )

@@ -37,7 +37,7 @@ WEIGHT_SUMS = 3
 UNWEIGHTED = (0.0, 0.0, 1.0)
 NO_CARRIER = (
     "weight(n): the weights travel with a bucket of float32 or float64, and there is none, or with "
-    "the vote that follows a communication hook: register_comm_hook(None, 'allreduce')"
+    "the vote that follows a communication hook: register_comm_hook(None, 'all_reduce')"
 )
 
 

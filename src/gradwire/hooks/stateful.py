@@ -14,9 +14,9 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor
 
 from gradwire.errors import ArgumentError, ArgumentTypeError, HookError
-from gradwire.gradients.bucket import GradBucket
-from gradwire.gradients.group_name import group_from, name_if_group
-from gradwire.gradients.hook import CommHook, HookReturn, check_hook, name_of
+from gradwire.hooks.bucket import GradBucket
+from gradwire.hooks.group_name import group_from, name_if_group
+from gradwire.hooks.protocol import CommHook, HookReturn, check_hook, hook_name
 
 __all__ = ["DelegatingHook", "StatefulHook", "bind_hook", "compose", "tensor_in"]
 
@@ -28,8 +28,8 @@ class StatefulHook(ABC, Generic[S]):
 
     Register it without another state: `model.register_comm_hook(None, hook)`. As every hook, it
     divides by the world size itself, and runs once for each bucket, in the same order on every
-    rank. It can be called as a function, too, and so be given to `hooks.compressed` and
-    `hooks.around`.
+    rank. It can be called as a function, too, and so be given to `hooks.compress` and
+    `hooks.wrap`.
 
     Args:
         state: What the hook keeps: saved by `comm_hook_state_dict`, and exchanged where it is, or
@@ -102,7 +102,7 @@ class _FunctionHook(StatefulHook[Any]):
 
     def __init__(self, state: Any, func: Callable[[Any, Any], Any]) -> None:
         super().__init__(state)
-        self.func = func  # by this name `name_of` finds the function's
+        self.func = func  # by this name `hook_name` finds the function's
         self.single_collective = getattr(func, "single_collective", False)
 
     def run_hook(self, bucket: GradBucket) -> HookReturn:
@@ -167,7 +167,7 @@ def tensor_in(result: Any, hook: Callable[..., object]) -> Tensor:
         result = result[0]
     if not isinstance(result, Tensor):
         raise HookError(
-            f"hook {name_of(hook)}: the result is {result!r}: give one tensor, or a list of one"
+            f"hook {hook_name(hook)}: the result is {result!r}: give one tensor, or a list of one"
         )
     return result
 
@@ -194,6 +194,6 @@ def bind_hook(state: Any, hook: object) -> StatefulHook[Any]:
         return _FunctionHook(state, checked)
     if state is not None and state is not checked.state:
         raise ArgumentError(
-            f"state is {state!r}, and hook {name_of(checked)} has a state of its own: pass None"
+            f"state is {state!r}, and hook {hook_name(checked)} has a state of its own: pass None"
         )
     return checked

@@ -1,4 +1,4 @@
-"""Puts objects of ours in place of PyTorch's, in every module that offers them, and back."""
+"""Replaces PyTorch's objects by ours, in every module that offers them, and restores them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
 
-__all__ = ["Replacement", "is_installed", "put", "put_back", "replaced"]
+__all__ = ["Replacement", "is_installed", "originals", "replace", "restore"]
 
 
 @dataclass(frozen=True)
 class Replacement:
-    """One object of ours and where it goes.
+    """One object of ours, and the names it is assigned to.
 
     Attributes:
         value: Ours.
@@ -31,21 +31,21 @@ class Replacement:
 
 _originals: list[tuple[str, str, object]] = []
 _everywhere: list[tuple[object, object]] = []
-"""Ours and PyTorch's, of what is replaced in all modules."""
+"""Ours and PyTorch's, for entries with `wherever_loaded`."""
 
 
 def is_installed() -> bool:
-    """Whether a table is in place."""
+    """Whether PyTorch's objects are replaced now."""
     return bool(_originals)
 
 
-def replaced() -> list[object]:
-    """PyTorch's own objects that ours are in the place of."""
+def originals() -> list[object]:
+    """PyTorch's own objects that are replaced now."""
     return [original for _, _, original in _originals]
 
 
-def put(table: Iterable[Replacement]) -> None:
-    """Put everything in a table in place; if one name is not there, nothing."""
+def replace(table: Iterable[Replacement]) -> None:
+    """Assign every object of a table; if one of its names does not exist, none."""
     try:
         for entry in table:
             if entry.wherever_loaded:
@@ -57,12 +57,12 @@ def put(table: Iterable[Replacement]) -> None:
                 setattr(module, entry.name, entry.value)
         _exchange({id(theirs): ours for ours, theirs in _everywhere})
     except BaseException:
-        put_back()
+        restore()
         raise
 
 
-def put_back() -> None:
-    """Put PyTorch's own objects back."""
+def restore() -> None:
+    """Assign PyTorch's own objects again, in reverse order: a name may be in two entries."""
     _exchange({id(ours): theirs for ours, theirs in _everywhere})
     _everywhere.clear()
     while _originals:
@@ -70,12 +70,12 @@ def put_back() -> None:
         setattr(importlib.import_module(module_name), name, original)
 
 
-def _exchange(instead: dict[int, object]) -> None:
-    """Put other objects in the place of those with these ids, in what is loaded of PyTorch."""
-    for module in _modules_of_torch() if instead else ():
+def _exchange(by_id: dict[int, object]) -> None:
+    """Replace objects, found by their id, in every module of PyTorch that is loaded."""
+    for module in _modules_of_torch() if by_id else ():
         for name, value in list(vars(module).items()):
-            if id(value) in instead:
-                setattr(module, name, instead[id(value)])
+            if id(value) in by_id:
+                setattr(module, name, by_id[id(value)])
 
 
 def _modules_of_torch() -> Iterator[ModuleType]:

@@ -19,7 +19,7 @@ from gradwire.errors import (
     HookError,
     PeerFailedError,
 )
-from gradwire.gradients import GradBucket, StatefulHook, bind_hook, parse_hook_result
+from gradwire.hooks import GradBucket, StatefulHook, bind_hook, parse_hook_result
 from gradwire.testing import FakeBucket, run_ranks
 
 pytestmark = pytest.mark.usefixtures("each_backend")
@@ -62,7 +62,7 @@ def made(hook, **options):
 
 
 def composed(hook):
-    return hooks.around(hooks.compressed(hook, torch.bfloat16), after=lambda r, _: r * 2)
+    return hooks.wrap(hooks.compress(hook, torch.bfloat16), after=lambda r, _: r * 2)
 
 
 @pytest.mark.narrow({"mixed": True})
@@ -106,7 +106,7 @@ def test_its_state_is_saved_rekeyed_and_copied_with_it():
 
     def main():
         hook = Remembering(State(memory={}))
-        net = made(hooks.compressed(hook, torch.bfloat16))
+        net = made(hooks.compress(hook, torch.bfloat16))
         step(net)
         assert net.comm_hook_state_dict()["own"]["memory"].keys() == {0}
         net = made(Halving(dist.group.WORLD))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gradwire.errors import ArgumentError, ArgumentTypeError, HookError
-from gradwire.gradients import CommHook, GradBucket, as_future, check_hook, parse_hook_result
+from gradwire.hooks import CommHook, GradBucket, as_future, check_hook, parse_hook_result
 from gradwire.testing import FakeBucket
 
 

@@ -12,7 +12,7 @@ from torch.futures import Future
 
 from gradwire.errors import ArgumentTypeError
 
-__all__ = ["CommHook", "HookReturn", "check_hook", "name_of"]
+__all__ = ["CommHook", "HookReturn", "check_hook", "hook_name"]
 
 HookReturn: TypeAlias = "Future[Any] | Tensor | list[Tensor] | Work"
 """What a hook may return: of a future or a work handle, the result is a tensor or a list of one."""
@@ -41,7 +41,7 @@ def check_hook(hook: object) -> CommHook:
         raise ArgumentTypeError(f"hook is {hook!r}: pass a callable hook(state, bucket)")
     if inspect.iscoroutinefunction(hook) or inspect.iscoroutinefunction(type(hook).__call__):
         raise ArgumentTypeError(
-            f"hook {name_of(hook)} is a coroutine function: return a torch.futures.Future instead"
+            f"hook {hook_name(hook)} is a coroutine function: return a torch.futures.Future instead"
         )
     try:
         inspect.signature(hook).bind(None, None)
@@ -49,12 +49,12 @@ def check_hook(hook: object) -> CommHook:
         return hook  # a built-in without a signature
     except TypeError as error:
         raise ArgumentTypeError(
-            f"hook {name_of(hook)} cannot be called as hook(state, bucket): {error}"
+            f"hook {hook_name(hook)} cannot be called as hook(state, bucket): {error}"
         ) from None
     return hook
 
 
-def name_of(hook: Callable[..., object]) -> str:
+def hook_name(hook: Callable[..., object]) -> str:
     """A hook's name for messages."""
     inner = getattr(hook, "func", hook)
     return str(getattr(inner, "__qualname__", type(inner).__qualname__))

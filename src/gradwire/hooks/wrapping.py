@@ -9,12 +9,15 @@ import torch
 from torch import Tensor
 
 from gradwire.errors import ArgumentError
-from gradwire.gradients import CommHook, GradBucket, as_future, compose, parse_hook_result
+from gradwire.hooks.bucket import GradBucket
+from gradwire.hooks.protocol import CommHook
+from gradwire.hooks.result import as_future, parse_hook_result
+from gradwire.hooks.stateful import compose
 
-__all__ = ["around"]
+__all__ = ["wrap"]
 
 
-def around(
+def wrap(
     hook: CommHook,
     *,
     before: Callable[[GradBucket], None] | None = None,
@@ -40,7 +43,7 @@ def around(
         ...     bucket.buffer().clamp_(-1, 1)
         >>> def halve(reduced, bucket):
         ...     return reduced / 2
-        >>> hook = around(send, before=clip, after=halve)
+        >>> hook = wrap(send, before=clip, after=halve)
         >>> hook(None, FakeBucket(torch.tensor([0.5, 9.0]))).wait()
         tensor([0.5000, 1.0000])
     """

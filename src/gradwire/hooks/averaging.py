@@ -7,13 +7,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from gradwire.gradients import GradBucket, as_future
+from gradwire.hooks.bucket import GradBucket
+from gradwire.hooks.result import as_future
 from gradwire.hooks.sparse import SparseSum
 
-__all__ = ["allreduce"]
+__all__ = ["all_reduce"]
 
 
-def allreduce(group: ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+def all_reduce(group: ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """Average a bucket over the ranks with one all_reduce; state is the process group.
 
     Args:
@@ -28,7 +29,7 @@ def allreduce(group: ProcessGroup | None, bucket: GradBucket) -> torch.futures.F
         >>> from gradwire.testing import run_ranks
         >>> def main():
         ...     net = DistributedDataParallel(torch.nn.Linear(1, 1, bias=False))
-        ...     net.register_comm_hook(None, allreduce)
+        ...     net.register_comm_hook(None, all_reduce)
         ...     net(torch.tensor([[1.0 + dist.get_rank()]])).sum().backward()
         ...     return net.module.weight.grad.item()
         >>> run_ranks(main, world_size=2)  # (1 + 2) / 2 on both ranks
@@ -38,7 +39,7 @@ def allreduce(group: ProcessGroup | None, bucket: GradBucket) -> torch.futures.F
     assert group is not None
     buffer = bucket.buffer()
     if buffer.layout != torch.strided:
-        return _allreduce_sparse(group, buffer)
+        return _all_reduce_sparse(group, buffer)
     buffer.div_(group.size())
     wire = torch.view_as_real(buffer) if buffer.is_complex() else buffer
     future = dist.all_reduce(wire, group=group, async_op=True).get_future()
@@ -46,14 +47,14 @@ def allreduce(group: ProcessGroup | None, bucket: GradBucket) -> torch.futures.F
     return reduced
 
 
-def _allreduce_sparse(group: ProcessGroup, gradient: Tensor) -> torch.futures.Future[Tensor]:
+def _all_reduce_sparse(group: ProcessGroup, gradient: Tensor) -> torch.futures.Future[Tensor]:
     total = SparseSum(gradient / group.size(), group)
     total.counting.wait()
     work = total.exchange()
     if work is None:
-        return as_future(total.result(), allreduce)  # type: ignore[return-value]
+        return as_future(total.result(), all_reduce)  # type: ignore[return-value]
     reduced: torch.futures.Future[Tensor] = work.get_future().then(lambda _: total.result())
     return reduced
 
 
-allreduce.single_collective = True  # type: ignore[attr-defined]
+all_reduce.single_collective = True  # type: ignore[attr-defined]

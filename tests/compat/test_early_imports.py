@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gradwire import compat
-from gradwire.compat import _early
+from gradwire.compat import early_imports
 from gradwire.errors import BoundEarlyWarning
 
 THEIRS = (torch.nn.parallel.DistributedDataParallel,)  # not a name that holds the class
@@ -41,7 +41,7 @@ def test_a_name_that_was_bound_early_is_told(module: ModuleType) -> None:
 def test_a_module_that_takes_names_later_is_not(module: ModuleType, value: object) -> None:
     module.held = value
     module.names = ["DistributedDataParallel"]
-    assert PIECES not in _early.holders(THEIRS)
+    assert PIECES not in early_imports.modules_holding(THEIRS)
 
 
 def test_neither_is_one_that_has_gradwire_s(module: ModuleType) -> None:
@@ -49,13 +49,13 @@ def test_neither_is_one_that_has_gradwire_s(module: ModuleType) -> None:
         warnings.simplefilter("ignore", BoundEarlyWarning)  # other tests hold what they compare
         with compat.installed():
             module.DDP = torch.nn.parallel.DistributedDataParallel
-            assert PIECES not in _early.holders(THEIRS)
+            assert PIECES not in early_imports.modules_holding(THEIRS)
 
 
 def test_neither_are_pytorch_and_gradwire() -> None:
     import gradwire.cli.demo.wrap  # noqa: F401  # compares with PyTorch's class, which it holds
 
-    found = {name.partition(".")[0] for name in _early.holders(THEIRS)}
+    found = {name.partition(".")[0] for name in early_imports.modules_holding(THEIRS)}
     assert not found & {"torch", "gradwire"}
 
 
@@ -65,7 +65,7 @@ def test_a_long_list_is_cut(module: ModuleType, monkeypatch: pytest.MonkeyPatch)
         other.DDP = THEIRS[0]
         monkeypatch.setitem(sys.modules, other.__name__, other)
     with pytest.warns(BoundEarlyWarning, match=r"part1 .* and \d+ more\. Call install"):
-        _early.warn_of_holders(THEIRS, stacklevel=1)
+        early_imports.warn_of_early_imports(THEIRS, stacklevel=1)
 
 
 def test_modules_of_pytorch_take_collectives_whenever_they_are_imported() -> None:

@@ -1,7 +1,7 @@
 """Errors as programs that were written for PyTorch's class expect them.
 
-Frameworks and scripts tell PyTorch's errors apart by class, and some by a phrase in their text. So
-our messages, which name parameters and remedies, are followed by the phrases that are looked for.
+Frameworks and scripts distinguish PyTorch's errors by class, and some by a phrase in the message.
+So our messages, which name parameters and remedies, are followed by the phrases they search for.
 """
 
 from __future__ import annotations
@@ -16,7 +16,13 @@ from torch.nn.parameter import is_lazy
 
 from gradwire.errors import ArgumentError, ReductionError
 
-__all__ = ["RefusedError", "as_torchs", "refused", "surplus", "unfinished"]
+__all__ = [
+    "RefusedError",
+    "as_runtime_error",
+    "constructor_error",
+    "unexpected_gradient",
+    "unfinished_reduction",
+]
 
 T = TypeVar("T")
 
@@ -33,17 +39,17 @@ NAMES = "Parameters which did not receive grad for rank"
 
 
 class RefusedError(ArgumentError, RuntimeError):
-    """An argument cannot be used; a RuntimeError too, as which PyTorch raises many."""
+    """An argument cannot be used; also a RuntimeError, which PyTorch raises for many of them."""
 
 
-def as_torchs(
-    function: Callable[..., T], words: Callable[..., str | None] | None = None
+def as_runtime_error(
+    function: Callable[..., T], phrase_of: Callable[..., str | None] | None = None
 ) -> Callable[..., T]:
-    """The function with errors of arguments that are RuntimeErrors besides ValueErrors.
+    """The function, whose argument errors are RuntimeErrors besides ValueErrors.
 
     Args:
         function: Ours.
-        words: From the same arguments, the phrase that programs look for, if there is one.
+        phrase_of: From the same arguments, the phrase that programs search for, if there is one.
     """
 
     @functools.wraps(function)
@@ -51,38 +57,40 @@ def as_torchs(
         try:
             return function(*args, **kwargs)
         except ArgumentError as error:
-            phrase = None if words is None else words(*args, **kwargs)
+            phrase = None if phrase_of is None else phrase_of(*args, **kwargs)
             raise RefusedError(_with(str(error), phrase)) from error
 
     return call
 
 
-def refused(error: ArgumentError, module: object, group: object, mesh: object) -> RefusedError:
+def constructor_error(
+    error: ArgumentError, module: object, group: object, mesh: object
+) -> RefusedError:
     """The error of a constructor that cannot use its arguments."""
-    words = None
+    phrase = None
     if mesh is not None:
-        words = "Only 1D device mesh is supported, but got another"
+        phrase = "Only 1D device mesh is supported, but got another"
         if group is not None:
-            words = "Cannot specify both process_group and device_mesh arguments."
+            phrase = "Cannot specify both process_group and device_mesh arguments."
     elif isinstance(module, nn.Module) and any(map(is_lazy, module.parameters())):
-        words = "Modules with uninitialized parameters can't be used"
-    return RefusedError(_with(str(error), words))
+        phrase = "Modules with uninitialized parameters can't be used"
+    return RefusedError(_with(str(error), phrase))
 
 
-def _with(text: str, words: str | None) -> str:
-    return f"{text} (PyTorch's words: {words})" if words else text
+def _with(text: str, phrase: str | None) -> str:
+    return f"{text} (PyTorch's message: {phrase})" if phrase else text
 
 
-def surplus(error: ReductionError, *, static: bool) -> ReductionError:
-    """The error of a gradient that is one too many, or with a static graph was never there."""
-    words = CHANGED if static else READY_TWICE
-    return ReductionError(_with(str(error), words), error.parameters)
+def unexpected_gradient(error: ReductionError, *, static: bool) -> ReductionError:
+    """The error of a parameter that got a second gradient, or one that a static graph lacked."""
+    phrase = CHANGED if static else READY_TWICE
+    return ReductionError(_with(str(error), phrase), error.parameters)
 
 
-def unfinished(
+def unfinished_reduction(
     error: ReductionError, rank: int, names: Sequence[str], *, static: bool
 ) -> ReductionError:
-    """The error of a backward that left parameters out, with what PyTorch says of it.
+    """The error of a backward that left parameters out, with PyTorch's message for it.
 
     Args:
         error: Ours; its `parameters` got no gradient.
@@ -93,9 +101,9 @@ def unfinished(
     if not error.parameters:
         return error
     indices = " ".join(str(names.index(name)) for name in error.parameters)
-    told = f"{NAMES} {rank}: {', '.join(error.parameters)}"
+    lacking = f"{NAMES} {rank}: {', '.join(error.parameters)}"
     if dist.get_debug_level() == dist.DebugLevel.OFF:
-        told = f"for their names here, {DEBUG}"
+        lacking = f"for their names here, {DEBUG}"
     changed = f"; {CHANGED.lower()}" if static else ""
-    words = f"{UNFINISHED}{changed}; {'; '.join(REMEDIES)}. {told}. {INDICES} {rank}: {indices}"
-    return ReductionError(f"{error}\n(PyTorch's words: {words})", error.parameters)
+    theirs = f"{UNFINISHED}{changed}; {'; '.join(REMEDIES)}. {lacking}. {INDICES} {rank}: {indices}"
+    return ReductionError(f"{error}\n(PyTorch's message: {theirs})", error.parameters)

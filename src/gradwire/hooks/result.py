@@ -15,9 +15,9 @@ from torch.distributed import Work
 from torch.futures import Future
 
 from gradwire.errors import HookError
-from gradwire.gradients.bucket import GradBucket
-from gradwire.gradients.hook import name_of
-from gradwire.gradients.stateful import StatefulHook, tensor_in
+from gradwire.hooks.bucket import GradBucket
+from gradwire.hooks.protocol import hook_name
+from gradwire.hooks.stateful import StatefulHook, tensor_in
 
 __all__ = ["as_future", "parse_hook_result"]
 
@@ -41,7 +41,7 @@ def as_future(returned: object, hook: Callable[..., object]) -> torch._C.Future[
         done.set_result(returned)
         return done
     raise HookError(
-        f"hook {name_of(hook)} returned {returned!r}: return a torch.futures.Future, a tensor or "
+        f"hook {hook_name(hook)} returned {returned!r}: return a torch.futures.Future, a tensor or "
         "a work handle whose result is the reduced buffer"
     )
 
@@ -71,7 +71,7 @@ def parse_hook_result(result: object, bucket: GradBucket, hook: Callable[..., ob
         result = hook.parse_hook_result(result)
     result = tensor_in(result, hook)
     buffer = bucket.buffer()
-    prefix = f"hook {name_of(hook)}, bucket {bucket.index()}: the result is"
+    prefix = f"hook {hook_name(hook)}, bucket {bucket.index()}: the result is"
     if buffer.is_complex() and result.dtype == buffer.dtype.to_real():
         result = _as_complex(result, buffer)
     if result.layout != buffer.layout:

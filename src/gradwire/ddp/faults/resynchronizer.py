@@ -1,0 +1,205 @@
+"""One group's log, error channel and rounds of resynchronization, on this rank."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.distributed import BroadcastOptions, ProcessGroup, Work
+
+from gradwire.ddp.faults.collective_log import CollectiveLog, Entry
+from gradwire.ddp.faults.error_channel import ErrorChannel, store_of
+from gradwire.ddp.faults.participants import Participants
+from gradwire.ddp.faults.protocol import Statement
+from gradwire.ddp.faults.round import Round
+from gradwire.ddp.faults.waiting import engine_failure, pending_work
+from gradwire.ddp.group import message_device, timeout_of
+from gradwire.errors import BrokenGroupError, DistributedError, PeerFailedError
+
+__all__ = ["UNDECIDED", "Resynchronizer"]
+
+TOKEN_BYTES = 16
+UNDECIDED = (
+    "backward was interrupted by an exception after its last message: ranks that reduced gradients "
+    "in that step have taken a step that this rank has not; give all ranks the same parameters"
+)
+
+
+class Resynchronizer:
+    """Begins rounds, advances them, and keeps what came of the last one.
+
+    Args:
+        group: The group.
+        participants: Its reducers on this rank.
+
+    Attributes:
+        lock: Held while anything is sent, so that the order is one, and the position stands still
+            while it is stated.
+        log: What was sent.
+        seconds: The group's timeout.
+        positions: Each rank's position, as stated in the last round.
+        diverged: The message for ranks that did not take the step which others took in the last
+            round; empty if there are none.
+        deferred: An error that this rank learnt of and has yet to raise.
+        broken: Why the group cannot be used again, if so.
+        chain: What the hook that was called last returned, if it may send more in callbacks.
+
+    Raises:
+        NotSupportedError: The group has no store.
+    """
+
+    def __init__(self, group: ProcessGroup, participants: Participants) -> None:
+        store_of(group)  # raises where there is none
+        self._group = weakref.ref(group)  # the group keeps its domain, not the other way round
+        self._participants = participants
+        self._channel: ErrorChannel | None = None
+        self._token: tuple[Tensor, Work] | None = None
+        self._round: Round | None = None
+        self._works: list[Work] = []
+        self.lock = threading.RLock()
+        self.log = CollectiveLog()
+        self.seconds = timeout_of(group)
+        self.positions: list[int] = []
+        self.diverged = ""
+        self.deferred: DistributedError | None = None
+        self.broken: str | None = None
+        self.chain: torch._C.Future[Any] | None = None
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The group."""
+        group = self._group()
+        assert group is not None
+        return group
+
+    @property
+    def running(self) -> bool:
+        """Whether a round has begun and is not over."""
+        return self._round is not None
+
+    def sent(self, entry: Entry, work: Work | None) -> None:
+        """Log a collective that has just been sent; `work` if no participant keeps it."""
+        self.log.add(self.group, entry)
+        if work is not None:
+            self._works.append(work)
+
+    def committed(self, end: int) -> None:
+        """All ranks have sent the collective of this number."""
+        self.log.forget(end)
+        self._works.clear()
+
+    def connect(self) -> None:
+        """Make the group's channel, under a random name that rank 0 broadcasts.
+
+        The first collective of every rank on the group, once for all reducers. A name that is
+        counted (groups, wrappers) would differ on a rank that makes one more, such as a copy of the
+        model on rank 0.
+
+        Raises:
+            DistributedError: The broadcast failed; the group is broken.
+        """
+        if self._channel is not None:
+            return
+        with self.lock:
+            group = self.group
+            if self._token is None:  # else an exception ended the wait for it
+                mine = torch.frombuffer(bytearray(os.urandom(TOKEN_BYTES)), dtype=torch.uint8)
+                token = mine.to(message_device(group))
+                options = BroadcastOptions()
+                options.rootRank = 0
+                self._token = token, group.broadcast([token], options)
+            token, work = self._token
+            try:
+                work.wait()
+            except RuntimeError as error:
+                self.give_up(engine_failure(error, "the first message", timed_out=False), error)
+            self._channel = ErrorChannel(group, bytes(token.tolist()).hex())
+
+    def begin_round(self, error: str) -> bool:
+        """Begin a round with this rank's error; False if one has begun already, without it.
+
+        Raises:
+            BrokenGroupError: The group cannot be used again.
+        """
+        if self.broken is not None:
+            raise BrokenGroupError(self.broken)
+        self.connect()
+        with self.lock:
+            if self._round is not None:
+                return False
+            self._round = self._new_round(error)
+        return True
+
+    def _new_round(self, error: str | None) -> Round:
+        """From here on this rank sends nothing but the collectives that others wait in."""
+        assert self._channel is not None
+        group, log = self.group, self.log
+        elsewhere = {
+            name: (max(number for number, _ in sent), sent) for name, sent in log.elsewhere.items()
+        }
+        undecided = max(self._participants.undecided(), default=None)
+        statement = Statement(error, log.position(group), list(log.sent), elsewhere, undecided)
+        pending = self._participants.pending()
+        pending += [pending_work(work) for work in (*log.works, *self._works)]
+        return Round(group, self._channel, log, statement, pending, self.seconds)
+
+    def advance(self) -> bool:
+        """Go on as far as is possible without waiting; whether there is more to do.
+
+        Begins a round if another rank has reported an error. What goes wrong breaks the group.
+        """
+        if self._channel is None or self.broken is not None or self._group() is None:
+            return False
+        # Not blocking: a thread polls all groups while it holds the lock of one. Two threads that
+        # waited for each other's lock would deadlock; the other one advances this round.
+        if not self.lock.acquire(blocking=False):
+            return self._round is not None
+        try:
+            if self._round is None:
+                if (lost := self._channel.lost()) is not None:
+                    raise lost
+                if not self._channel.error_reported():
+                    return False
+                self._round = self._new_round(None)
+            if not self._round.advance():
+                return True
+            self._end_round(self._round)
+        except DistributedError as error:
+            self._break(error)
+        finally:
+            self.lock.release()
+        return False
+
+    def _end_round(self, done: Round) -> None:
+        assert self._channel is not None
+        self._channel.next_round()
+        self._round, self.positions, self.diverged = None, done.positions, ""
+        if done.diverged:
+            self.diverged = f"ranks {done.diverged}: {UNDECIDED}"
+        self.log.clear()
+        self._works.clear()
+        self.chain = None
+        if done.broken is not None:
+            self.broken, self.deferred = str(done.broken), done.broken
+        elif done.own is None:
+            errors = "; ".join(f"rank {rank}: {text}" for rank, text in done.failures.items())
+            self.deferred = PeerFailedError(
+                f"gradients were not reduced, because of an error elsewhere. {errors}"
+            )
+
+    def give_up(self, error: DistributedError, cause: BaseException | None) -> NoReturn:
+        """The group itself failed: there is nothing to resynchronize over. Raises the error."""
+        self._break(error)
+        self.deferred = None
+        self._participants.reset()
+        raise error from cause
+
+    def _break(self, error: DistributedError) -> None:
+        self.broken, self.deferred = f"the group failed earlier: {error}", error
+        self._round = None
+        if self._channel is not None:
+            self._channel.report_lost(str(error))
