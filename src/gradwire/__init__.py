@@ -19,7 +19,6 @@ from gradwire.collectives import (
     gather,
     halo_exchange,
     invariant,
-    join,
     logsumexp,
     mean,
     norm,
@@ -35,6 +34,7 @@ from gradwire.collectives import (
     send_recv,
     shift,
     softmax,
+    tie,
     var,
     vary,
 )
@@ -63,7 +63,6 @@ __all__ = [
     "gather",
     "halo_exchange",
     "invariant",
-    "join",
     "logsumexp",
     "mean",
     "norm",
@@ -80,6 +79,7 @@ __all__ = [
     "shift",
     "shm",
     "softmax",
+    "tie",
     "var",
     "vary",
 ]
