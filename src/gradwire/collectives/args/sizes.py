@@ -86,7 +86,7 @@ def equal_sizes(rows: int, group: ProcessGroup, what: str) -> tuple[int, ...]:
     """
     if rows % group.size():
         raise ArgumentError(
-            f"{what} has size {rows} in the dim that is cut: {group.size()} does not divide it; "
+            f"{what} has size {rows} in the dim that is split: {group.size()} does not divide it; "
             "give the sizes"
         )
     return (rows // group.size(),) * group.size()

@@ -150,6 +150,8 @@ class _Wait(Function):
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> Any:
+        # Backward runs this first. The backward of _Start waits: what autograd runs in between
+        # overlaps with the adjoint collective.
         ctx.state.adjoint = adjoint = AsyncState()
         with check_backward(ctx.check, cotangent):
             return _Start.apply(cotangent, ctx.op.adjoint(), adjoint, ctx.check), None, None, None  # type: ignore[no-untyped-call]

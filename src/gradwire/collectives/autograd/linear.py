@@ -35,7 +35,6 @@ __all__ = [
     "result_like",
 ]
 
-
 _NONE, _INT, _TUPLE = range(3)
 
 
@@ -185,7 +184,7 @@ def register(kind: type[Linear]) -> type[Linear]:
     """
     name = kind.name
     _kinds[name] = kind
-    kind.field_names = tuple(field.name for field in fields(kind) if field.name != "group")  # type: ignore[arg-type]
+    kind.field_names = tuple(field.name for field in fields(kind) if field.name != "group")
 
     def run(x: Tensor, plan: list[int], group: str) -> Tensor:
         return restored_linear(name, plan, group).start(x, blocking=True).wait()

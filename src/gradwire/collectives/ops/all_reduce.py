@@ -8,7 +8,6 @@ the way from and to such values.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Literal, overload
 
 import torch
@@ -32,7 +31,6 @@ __all__ = ["all_reduce", "invariant", "vary"]
 
 
 @register
-@dataclass(frozen=True)
 class AllReduce(Reducing):
     """The sum, on every rank."""
 
@@ -52,7 +50,6 @@ class AllReduce(Reducing):
 
 
 @register
-@dataclass(frozen=True)
 class Invariant(Linear):
     """The sum of values that vary to one that does not: nothing is sent back."""
 
@@ -66,7 +63,6 @@ class Invariant(Linear):
 
 
 @register
-@dataclass(frozen=True)
 class Vary(Linear):
     """A value that all ranks hold alike, to be used differently on each."""
 

@@ -258,7 +258,7 @@ def _receiver_shape(x: object, at_root: bool, checked: bool) -> Sequence[int] | 
         raise ArgumentError(
             f"x is {x!r} on a receiver, and checks are off: give a tensor of the root's shape and "
             "dtype (torch.empty(..., device='meta') will do), or check=True on every rank, so that "
-            "the root tells them"
+            "the root sends them"
         )
     if x is None:
         return None

@@ -64,6 +64,8 @@ def run_checked(
     callee: Any = backend_of(group, x).python or group
     if not _sends_marks(callee):
         return run(x, None)
+    # The number is part of the mark, so that a rank that is one call behind differs, although the
+    # signatures are equal.
     call, number = describe(x), consistency.next_number(group)
 
     def repeat() -> T:
@@ -102,4 +104,4 @@ def _sends_marks(callee: Any) -> bool:
 
 
 def _mark(call: CallSignature, number: int) -> int:
-    return hash((fingerprint(call), number)) | 2  # no mark is 0
+    return hash((fingerprint(call), number)) | 2  # never 0, which says that there is no mark

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from dataclasses import dataclass
 from typing import Any, overload
 
 import torch
@@ -43,7 +42,6 @@ def all_gather_object(obj: Any, *, group: ProcessGroup | None = None) -> list[An
 
 
 @register
-@dataclass(frozen=True)
 class Barrier(Linear):
     """The identity, which waits for all ranks in both passes."""
 
