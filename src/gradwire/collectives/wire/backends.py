@@ -89,14 +89,22 @@ def backend_of(group: ProcessGroup, x: Tensor) -> Backend:
 
 def _find_backend(group: ProcessGroup, device: torch.device) -> Backend:
     if type(group) is not ProcessGroup:  # written in Python itself: one backend
-        name = getattr(group, "getBackendName", str)()
-        return _KNOWN.get(name, Backend(name))
+        return _named(_python_name(group))
     if device.type not in {known.type for known in group._device_types}:
         return Backend()
     found: Any = group._get_backend(device)
-    backend = _KNOWN.get(found.name(), Backend(found.name()))
-    is_python = isinstance(getattr(type(found), "allreduce", None), FunctionType)
-    return replace(backend, python=found if is_python else None)
+    if isinstance(getattr(type(found), "allreduce", None), FunctionType):
+        return replace(_named(_python_name(found)), python=found)
+    return _named(found.name())
+
+
+def _named(name: str) -> Backend:
+    return _KNOWN.get(name, Backend(name))
+
+
+def _python_name(backend: object) -> str:
+    name: str = getattr(backend, "getBackendName", str)()  # some have none
+    return name
 
 
 def callee(group: ProcessGroup, backend: Backend) -> ProcessGroup:
