@@ -33,7 +33,7 @@ def _madvise() -> Callable[[int, int, int], int] | None:
 def advised(tensor: Tensor) -> Tensor:
     """The tensor, whose memory is fresh and not yet written to."""
     size = tensor.numel() * tensor.element_size()
-    if tensor.device.type == "cpu" and size >= _LARGE and (madvise := _madvise()):
+    if size >= _LARGE and tensor.device.type == "cpu" and (madvise := _madvise()):
         start = -(-tensor.data_ptr() // _PAGE) * _PAGE
         end = (tensor.data_ptr() + size) // _PAGE * _PAGE
         # A kernel without huge pages refuses the advice: the memory is as good as before.

@@ -32,7 +32,7 @@ LINEAR = {
     "gather dim 1": lambda x, **g: C.gather(x, 1, 1, **g),
     "gather uneven": lambda x, **g: C.gather(ragged(x, g), group_dst=1, sizes="find", **g),
     "scatter": lambda x, **g: C.scatter(x, 1, like=x[: len(x) // size(g)], **g),
-    "scatter told": lambda x, **g: C.scatter(
+    "scatter without like": lambda x, **g: C.scatter(
         x.chunk(size(g), 1), group_src=1, dim=1, like=x.chunk(size(g), 1)[0], check=True, **g
     ),
     "reduce_scatter": lambda x, **g: C.reduce_scatter(x, **g),

@@ -1,4 +1,4 @@
-"""Gathers of 1 MiB and more a rank, which go other ways on some engines: values and gradients."""
+"""Gathers of 1 MiB and more a rank, which go other ways on some backends: values and gradients."""
 
 from __future__ import annotations
 

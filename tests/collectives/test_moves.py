@@ -23,11 +23,11 @@ def test_messages_both_ways_have_all_derivatives():
             token = C.send(x * x, 1, token=0 * x.sum())
             y, token = C.recv(torch.empty(2, dtype=x.dtype), 1, token=token)
             token = C.send(y + x, 1, token=token)
-            return C.join(y * 1, token)
+            return C.tie(y * 1, token)
         y, token = C.recv(torch.empty(2, dtype=x.dtype), 0, token=0 * x.sum())
         token = C.send(y * x, 0, token=token)
         z, token = C.recv(torch.empty(2, dtype=x.dtype), 0, token=token)
-        return C.join(z * z * x, token)
+        return C.tie(z * z * x, token)
 
     def main():
         x = torch.randn(2, dtype=torch.float64, requires_grad=True)

@@ -106,7 +106,7 @@ def test_lists_whose_tensors_are_not_alike(name, xs, kind, message):
         (lambda: C.shift(EYE, 1.5), ArgumentTypeError, "k is 1.5"),
         (lambda: C.barrier(3), ArgumentTypeError, "x is a int"),
         (lambda: C.send(None, 0), ArgumentTypeError, "x is a NoneType"),
-        (lambda: C.join(EYE, None), ArgumentTypeError, "token is a NoneType"),
+        (lambda: C.tie(EYE, None), ArgumentTypeError, "token is a NoneType"),
         (lambda: C.all_reduce_coalesced([EYE.to_sparse()]), ArgumentError, "leaf 0 of the tree"),
         (lambda: C.reduce_scatter_coalesced([EYE[0, 0]]), ArgumentError, "a leaf is 0-d"),
     ],

@@ -210,7 +210,7 @@ def _rows_gathered(xs: Ranks, step: Step) -> Ranks:
     return [torch.cat(xs)] * len(xs)
 
 
-def _rows_dealt(xs: Ranks, step: Step) -> Ranks:
+def _scattered_rows(xs: Ranks, step: Step) -> Ranks:
     total = _reduced(xs, step)
     rows = len(total) // len(xs)
     return [total[r * rows : (r + 1) * rows] for r in range(len(xs))]
@@ -247,7 +247,7 @@ def barrier(xs: Ranks, step: Step) -> Ranks:
 COALESCED: dict[str, Callable[[Ranks, Step], Ranks]] = {
     "all_reduce_coalesced": all_reduce, "reduce_coalesced": reduce,
     "broadcast_coalesced": broadcast, "all_gather_coalesced": _rows_gathered,
-    "reduce_scatter_coalesced": _rows_dealt,
+    "reduce_scatter_coalesced": _scattered_rows,
 }  # fmt: skip
 STATISTICS = ("mean", "var", "norm", "logsumexp")
 OPS: dict[str, Callable[[Ranks, Step], Any]] = {

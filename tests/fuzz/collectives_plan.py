@@ -84,7 +84,7 @@ class Plan:
     """A case.
 
     Attributes:
-        checks: What ranks compare: all, nothing but what the engine sees, or the default.
+        checks: What ranks compare: all, only what the backend compares, or the default.
         twice: Second derivatives too.
         by_grad: First derivatives by `torch.autograd.grad` instead of `backward`.
     """
@@ -118,7 +118,7 @@ class _Maker:
         self.dtype = rng.choice(kinds)
         self.integers = kinds is INTEGERS
         self.checks = rng.choice([None, None, None, True, False])
-        # Where some ranks want no gradient they have to compare, or the engine to do so.
+        # Where some ranks want no gradient, ranks have to compare calls, or the backend has to.
         self.uneven = not self.integers and self.chance(0.25)
         self.marks_only = self.uneven and self.chance(0.4)
         if self.uneven:

@@ -153,7 +153,7 @@ class _Program:
             if step.losses and step.dtype not in INTEGERS:
                 seed = plan.seed * 64 + step.number
                 total = total + local.loss_of(y, step.losses[self.rank], seed, self.rank)
-        return total if self.token is None else collectives.join(total, self.token)
+        return total if self.token is None else collectives.tie(total, self.token)
 
     def derive(self, loss: Tensor) -> None:
         wanted = [x for x in self.leaves if x.requires_grad]

@@ -36,10 +36,10 @@ from gradwire.collectives.ops.objects import (
 )
 from gradwire.collectives.ops.permute import ppermute, shift
 from gradwire.collectives.ops.point_to_point import (
-    join,
     recv,
     send,
     send_recv,
+    tie,
 )
 from gradwire.collectives.ops.prefix import (
     exscan,
@@ -71,7 +71,6 @@ __all__ = [
     "gather",
     "halo_exchange",
     "invariant",
-    "join",
     "logsumexp",
     "mean",
     "norm",
@@ -87,6 +86,7 @@ __all__ = [
     "send_recv",
     "shift",
     "softmax",
+    "tie",
     "var",
     "vary",
 ]

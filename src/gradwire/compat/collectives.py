@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup, ReduceOp
 
 from gradwire import collectives as ours
 from gradwire.collectives.args.ranks import dense_tensor
-from gradwire.collectives.autograd.unstack import apart
+from gradwire.collectives.autograd.unstack import unstack
 from gradwire.compat.error_messages import as_runtime_error
 from gradwire.compat.replacements import Replacement
 from gradwire.errors import ArgumentError
@@ -35,7 +35,7 @@ def gather(tensor: Tensor, dst: int = 0, group: ProcessGroup | None = None) -> t
     """See gradwire.collectives.gather; a tuple, of zeros on ranks other than `dst`."""
     dense_tensor(tensor)
     whole = ours.gather(tensor.reshape(-1), dst, group=group)
-    parts = apart(whole, (tensor.numel(),) * dist.get_world_size(group))
+    parts = unstack(whole, (tensor.numel(),) * dist.get_world_size(group))
     return tuple(part.view(tensor.shape) for part in parts)
 
 

@@ -15,7 +15,7 @@ from gradwire.cli.demo.timing import time_steps
 from gradwire.cli.demo.train import Epoch, same_bits, train
 from gradwire.cli.launch import Send
 from gradwire.cli.rank_env import RankEnv, join_group
-from gradwire.collectives.wire.backends import engine
+from gradwire.collectives.wire.backends import backend_of
 
 __all__ = ["Engine", "Result", "Round", "run_devices", "run_rank"]
 
@@ -60,7 +60,7 @@ def run_rank(options: DemoOptions, env: RankEnv, send: Send) -> None:
     group = join_group(env, options.backend, _TIMEOUT)
     device = env.device(options.backend)
     if env.rank == 0:
-        send(Engine(engine(group, torch.empty(0, device=device))))
+        send(Engine(backend_of(group, torch.empty(0, device=device)).name))
     _run(options, env, group, device, send)
     dist.destroy_process_group()
 

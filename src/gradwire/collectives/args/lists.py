@@ -1,10 +1,9 @@
-"""A list with a tensor for each rank, looked through before anything is sent."""
+"""A list with a tensor for each rank, validated before anything is sent."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -12,7 +11,7 @@ from gradwire.collectives.args.ranks import dense_tensor
 from gradwire.collectives.args.sizes import valid_dim, valid_sizes
 from gradwire.errors import ArgumentError, ArgumentTypeError
 
-__all__ = ["concat", "piece_sizes", "pieces_of"]
+__all__ = ["piece_sizes", "pieces_of"]
 
 
 def pieces_of(
@@ -21,7 +20,7 @@ def pieces_of(
     """A list's tensors, one for each rank, which differ at most in one dim.
 
     Returns:
-        The tensors, that dim from 0 on, and whether they are numbers, which have one dim here.
+        The tensors, that dim from 0 on, and whether they were 0-d; those have shape (1,) here.
 
     Raises:
         ArgumentTypeError: Not a list of tensors.
@@ -38,7 +37,7 @@ def pieces_of(
     for i, x in enumerate(xs):
         dense_tensor(x, f"{name}[{i}]")
     first = xs[0]
-    numbers = not first.dim()
+    scalars = not first.dim()
     dim = valid_dim(dim, max(1, first.dim()), first.shape)
     for i, x in enumerate(xs):
         if x.dtype != first.dtype or x.device != first.device:
@@ -53,19 +52,7 @@ def pieces_of(
                 f"{name}[{i}] has shape {tuple(x.shape)}, {name}[0] {tuple(first.shape)}: they may "
                 f"differ in dim {dim} only"
             )
-    return [x.reshape(1) if numbers else x for x in xs], dim, numbers
-
-
-def concat(pieces: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """`torch.cat`, whose backward has a graph for pieces of shape (0,) too.
-
-    torch's leaves them out. Where a second derivative goes on from there to a collective, other
-    ranks, whose pieces have elements, would wait in it.
-    """
-    whole = torch.cat([*pieces], dim)
-    empty = [piece for piece in pieces if piece.shape == (0,) and piece.requires_grad]
-    # Subtracted, because -0.0 - 0.0 keeps its sign.
-    return whole - torch.stack(empty).sum() if empty else whole
+    return [x.reshape(1) if scalars else x for x in xs], dim, scalars
 
 
 def piece_sizes(

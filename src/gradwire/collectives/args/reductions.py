@@ -12,7 +12,7 @@ from torch import Tensor
 from gradwire.collectives.args.ranks import dense_tensor
 from gradwire.errors import ArgumentError, ArgumentTypeError
 
-__all__ = ["BITWISE", "Op", "Premul", "as_reduction", "check_reducible", "premultiplied"]
+__all__ = ["BITWISE", "Op", "Premul", "check_reducible", "reducible"]
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,18 @@ _NAMES = ("sum", "avg", "max", "min", "product", "band", "bor", "bxor")
 BITWISE = ("band", "bor", "bxor")
 
 
-def as_reduction(op: object) -> str | Premul:
+def reducible(x: Tensor, op: object) -> tuple[Tensor, str]:
+    """The tensor to reduce, which for a `Premul` is the product, and the reduction's name.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: Not a reduction, or not one for such a tensor.
+    """
+    reduction = _as_reduction(op)
+    check_reducible(x, reduction)
+    return _premultiplied(x, reduction) if isinstance(reduction, Premul) else (x, reduction)
+
+
+def _as_reduction(op: object) -> str | Premul:
     """The reduction's name, or the `Premul` itself.
 
     Raises:
@@ -80,17 +91,13 @@ def check_reducible(x: Tensor, op: str | Premul) -> None:
         raise ArgumentError(f"op is {op}, tensor is torch.bool: give band, bor, bxor, max or min")
 
 
-def premultiplied(x: Tensor, op: str | Premul) -> tuple[Tensor, str]:
-    """What is reduced, which for a `Premul` is the product, and the op's name.
-
-    Multiplied before ranks compare what they have: a factor may ask for a gradient too.
+def _premultiplied(x: Tensor, op: Premul) -> tuple[Tensor, str]:
+    """The product, made before ranks compare their calls: the factor may require a gradient too.
 
     Raises:
         ArgumentTypeError: The factor is not a number or a tensor.
         ArgumentError: It changes the shape or the dtype, and then perhaps on this rank only.
     """
-    if not isinstance(op, Premul):
-        return x, op
     if not isinstance(op.factor, Tensor | int | float | complex):
         raise ArgumentTypeError(f"factor is {op.factor!r}: give a number or a tensor")
     y = x * op.factor

@@ -1,4 +1,4 @@
-"""How many rows each rank has: given, equal, or found by an exchange of one number a rank."""
+"""How many rows each rank has: given, equal, or found by an all_gather of one integer a rank."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from gradwire.collectives.args.ranks import dense_tensor
-from gradwire.collectives.wire.ints import gather_numbers
+from gradwire.collectives.wire.ints import gather_ints
 from gradwire.errors import ArgumentError, ArgumentTypeError
 
 __all__ = [
     "Sizes",
-    "dim_back",
-    "dim_in_front",
-    "equal_part",
+    "equal_sizes",
+    "move_back",
+    "move_to_front",
     "resolve_sizes",
-    "sizes_in_words",
+    "sizes_text",
     "valid_dim",
     "valid_sizes",
 ]
@@ -43,7 +43,7 @@ def resolve_sizes(sizes: Sizes, rows: int, group: ProcessGroup) -> tuple[int, ..
     if isinstance(sizes, str):
         if sizes != "find":
             raise ArgumentError(f'sizes is {sizes!r}: give a size for each rank, "find" or None')
-        return tuple(count for (count,) in gather_numbers([rows], group))
+        return tuple(count for (count,) in gather_ints([rows], group))
     given = valid_sizes(sizes, group, "sizes")
     if given[group.rank()] != rows:
         raise ArgumentError(
@@ -73,23 +73,23 @@ def valid_sizes(sizes: Sequence[int], group: ProcessGroup, name: str) -> tuple[i
     return given
 
 
-def sizes_in_words(sizes: Sizes) -> str:
-    """The sizes as ranks compare them: the same for a list and a tuple."""
+def sizes_text(sizes: Sizes) -> str:
+    """The sizes as text that ranks compare: the same for a list and a tuple."""
     return f"sizes={list(sizes) if isinstance(sizes, list | tuple) else sizes}"
 
 
-def equal_part(rows: int, group: ProcessGroup, what: str) -> int:
-    """A rank's share of rows that are dealt out equally.
+def equal_sizes(rows: int, group: ProcessGroup, what: str) -> tuple[int, ...]:
+    """The same number of rows for each rank.
 
     Raises:
-        ArgumentError: They cannot be.
+        ArgumentError: The number of ranks does not divide them.
     """
     if rows % group.size():
         raise ArgumentError(
-            f"{what} has size {rows} in the dim that is cut: {group.size()} does not divide it; "
+            f"{what} has size {rows} in the dim that is split: {group.size()} does not divide it; "
             "give the sizes"
         )
-    return rows // group.size()
+    return (rows // group.size(),) * group.size()
 
 
 def valid_dim(dim: int, dims: int, shape: Sequence[int]) -> int:
@@ -103,19 +103,23 @@ def valid_dim(dim: int, dims: int, shape: Sequence[int]) -> int:
     return dim % dims
 
 
-def dim_in_front(x: Tensor, dim: int) -> tuple[Tensor, int]:
-    """The tensor with a dim moved to the front, and that dim from 0 on; a number has one dim.
+def move_to_front(x: Tensor, dim: int, stack: bool = False) -> tuple[Tensor, int]:
+    """The tensor with a dim moved to the front, and that dim from 0 on; 0-d tensors become (1,).
+
+    With `stack`, a new dim of size 1, before that dim.
 
     Raises:
         ArgumentError: There is no such dim.
     """
     dense_tensor(x)
-    if not x.dim():
+    if stack:
+        x = x.unsqueeze(valid_dim(dim, x.dim() + 1, x.shape))
+    elif not x.dim():
         x = x.reshape(1)
     dim = valid_dim(dim, x.dim(), x.shape)
     return (x.movedim(dim, 0) if dim else x), dim
 
 
-def dim_back(x: Tensor, dim: int) -> Tensor:
-    """The inverse of `dim_in_front`, contiguous."""
+def move_back(x: Tensor, dim: int) -> Tensor:
+    """The inverse of `move_to_front`, contiguous."""
     return x.movedim(0, dim).contiguous() if dim else x

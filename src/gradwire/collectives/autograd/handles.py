@@ -1,6 +1,6 @@
-"""Handles of collectives under way; both passes are split into a start and a wait.
+"""Handles of asynchronous collectives, which are two autograd nodes: a start and a wait.
 
-`start` gives a token, `wait` turns the token into the result. In backward the wait, which comes
+The start gives a token, the wait turns the token into the result. In backward the wait, which runs
 first there, starts the adjoint collective, and the start waits for it: what was computed between
 the two in forward overlaps with communication in both passes.
 """
@@ -16,17 +16,17 @@ from torch.autograd import Function
 
 from gradwire.collectives.args.transforms import refuse_split
 from gradwire.collectives.autograd.linear import Linear, graph_is_needed, linear
-from gradwire.collectives.checks.consistency import Note, in_backward
+from gradwire.collectives.checks.consistency import CheckContext, check_backward
 from gradwire.collectives.wire import Pending
 
-__all__ = ["Handle", "Ticket", "after", "run", "waited"]
+__all__ = ["AsyncState", "Handle", "after", "run", "waited"]
 
 T = TypeVar("T")
 S = TypeVar("S")
 
 
 class Handle(Generic[T]):
-    """A collective under way; `wait` gives its result.
+    """An asynchronous collective; `wait` gives its result.
 
     Until then the input is in use: do not change it.
 
@@ -43,12 +43,12 @@ class Handle(Generic[T]):
         [tensor([2., 2.]), tensor([2., 2.])]
     """
 
-    def __init__(self, finish: Callable[[], T], what: str) -> None:
+    def __init__(self, finish: Callable[[], T], name: str) -> None:
         self._finish: Callable[[], T] | None = finish
-        self._what = what
+        self._name = name
         self._result: T | None = None
         self._error: Exception | None = None
-        self._handed_on = False
+        self._chained = False
 
     def wait(self) -> T:
         """The result, differentiable; the same one, or the same error, if called again."""
@@ -64,110 +64,122 @@ class Handle(Generic[T]):
 
     def then(self, fn: Callable[[T], S]) -> Handle[S]:
         """A handle of `fn` of the result; this one needs no `wait` any more."""
-        self._handed_on = True
-        return Handle(lambda: fn(self.wait()), self._what)
+        self._chained = True
+        return Handle(lambda: fn(self.wait()), self._name)
 
-    def retried(self, on: type[Exception], again: Callable[[], T]) -> Handle[T]:
-        """A handle that, if this one's `wait` raises such an error, gives the result of `again`."""
-        self._handed_on = True
+    def retried(self, on: type[Exception], repeat: Callable[[], T]) -> Handle[T]:
+        """A handle that gives the result of `repeat` if this one's `wait` raises such an error."""
+        self._chained = True
 
         def finish() -> T:
             try:
                 return self.wait()
             except on:
-                return again()
+                return repeat()
 
-        return Handle(finish, self._what)
+        return Handle(finish, self._name)
 
     def __del__(self) -> None:
-        if getattr(self, "_finish", None) is not None and not self._handed_on:
+        if getattr(self, "_finish", None) is not None and not self._chained:
             warnings.warn(
-                f"a handle of {self._what} was dropped without wait(): its result is lost, and so "
+                f"a handle of {self._name} was dropped without wait(): its result is lost, and so "
                 "is the gradient through it",
                 ResourceWarning,
                 stacklevel=2,
             )
 
 
-class Ticket:
-    """What the two halves of a split collective share."""
+class AsyncState:
+    """What the start and the wait of one asynchronous collective share, on this rank.
 
-    __slots__ = ("adjoint", "kept", "pending")
+    Args:
+        pending: The collective, from the start to the wait.
+        adjoint: In backward, the state of the adjoint collective, from the wait to the start.
+        result: A copy of the result, if backward needs it.
+    """
+
+    __slots__ = ("adjoint", "pending", "result")
 
     def __init__(self) -> None:
         self.pending: Pending | None = None
-        self.adjoint: Ticket | None = None
-        self.kept: Tensor | None = None
+        self.adjoint: AsyncState | None = None
+        self.result: Tensor | None = None
 
-    def take(self) -> Tensor:
-        """The result, when it has arrived."""
+    def wait(self) -> Tensor:
+        """The result, when the collective is complete."""
         assert self.pending is not None
         pending, self.pending = self.pending, None
         return pending.wait()
 
-    def pulled(self, token: Tensor, adjoint: Linear, note: Note | None) -> Tensor:
-        """In backward: what the adjoint collective, started by the wait, has brought."""
-        ticket, self.adjoint = self.adjoint, None
-        assert ticket is not None
-        return _Wait.apply(token, adjoint, ticket, note)  # type: ignore[no-any-return, no-untyped-call]
+    def wait_adjoint(self, token: Tensor, adjoint: Linear, context: CheckContext | None) -> Tensor:
+        """In backward: the result of the adjoint collective, which the wait's backward started."""
+        state, self.adjoint = self.adjoint, None
+        assert state is not None
+        return _Wait.apply(token, adjoint, state, context)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Start(Function):
-    """The front half: from the tensor to a token."""
+    """From the tensor to a token: starts the collective."""
 
     @staticmethod
-    def forward(x: Tensor, op: Linear, ticket: Ticket, note: Note | None) -> Tensor:
-        ticket.pending = op.start(x)
-        return x.new_zeros(())  # a number, because shapes differ between the two passes
+    def forward(x: Tensor, op: Linear, state: AsyncState, context: CheckContext | None) -> Tensor:
+        state.pending = op.start(x)
+        return x.new_zeros(())  # 0-d, because shapes differ between forward and backward
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        _, ctx.op, ctx.ticket, ctx.note = inputs
+        _, ctx.op, ctx.state, ctx.check = inputs
 
     @staticmethod
     def backward(ctx: Any, token: Tensor) -> Any:
-        return ctx.ticket.pulled(token, ctx.op.adjoint(), ctx.note), None, None, None
+        return ctx.state.wait_adjoint(token, ctx.op.adjoint(), ctx.check), None, None, None
 
 
 class _Wait(Function):
-    """The back half: from the token to the result."""
+    """From the token to the result: waits for the collective."""
 
     @staticmethod
-    def forward(token: Tensor, op: Linear, ticket: Ticket, note: Note | None) -> Tensor:
-        return ticket.take()
+    def forward(
+        token: Tensor, op: Linear, state: AsyncState, context: CheckContext | None
+    ) -> Tensor:
+        return state.wait()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        _, ctx.op, ctx.ticket, ctx.note = inputs
+        _, ctx.op, ctx.state, ctx.check = inputs
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> Any:
-        ctx.ticket.adjoint = adjoint = Ticket()
-        with in_backward(ctx.note, cotangent):
-            return _Start.apply(cotangent, ctx.op.adjoint(), adjoint, ctx.note), None, None, None  # type: ignore[no-untyped-call]
+        # Backward runs this first. The backward of _Start waits: what autograd runs in between
+        # overlaps with the adjoint collective.
+        ctx.state.adjoint = adjoint = AsyncState()
+        with check_backward(ctx.check, cotangent):
+            return _Start.apply(cotangent, ctx.op.adjoint(), adjoint, ctx.check), None, None, None  # type: ignore[no-untyped-call]
 
 
-def run(op: Linear, x: Tensor, note: Note | None, async_op: bool) -> Any:
+def run(op: Linear, x: Tensor, context: CheckContext | None, async_op: bool) -> Any:
     """The collective's result, or its handle."""
     if not async_op:
-        return linear(op, x, note)
+        return linear(op, x, context)
     refuse_split()
     if not graph_is_needed(x):
         return Handle(op.start(x).wait, op.name)
-    ticket = Ticket()
-    token = _Start.apply(x, op, ticket, note)  # type: ignore[no-untyped-call]
-    return waited(token, op, ticket, note)
+    state = AsyncState()
+    token = _Start.apply(x, op, state, context)  # type: ignore[no-untyped-call]
+    return waited(token, op, state, context)
 
 
-def waited(token: Tensor, op: Linear, ticket: Ticket, note: Note | None) -> Handle[Tensor]:
-    """A handle whose `wait` turns a token into the result of the collective that was started."""
+def waited(
+    token: Tensor, op: Linear, state: AsyncState, context: CheckContext | None
+) -> Handle[Tensor]:
+    """A handle whose `wait` turns the token of a collective that was started into its result."""
 
     def finish() -> Tensor:
-        return _Wait.apply(token, op, ticket, note)  # type: ignore[no-any-return, no-untyped-call]
+        return _Wait.apply(token, op, state, context)  # type: ignore[no-any-return, no-untyped-call]
 
     return Handle(finish, op.name)
 
 
 def after(result: Any, fn: Callable[[Any], Any]) -> Any:
-    """`fn` of a result, or of what a handle will give."""
+    """`fn` of a result; of a handle, a handle of `fn` of its result."""
     return result.then(fn) if isinstance(result, Handle) else fn(result)

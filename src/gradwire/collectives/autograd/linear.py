@@ -8,7 +8,8 @@ derivative), its batching rule and the custom op that stands for it in a compile
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import torch
@@ -20,73 +21,94 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import Function, forward_ad
 from torch.distributed import ProcessGroup
 
-from gradwire.collectives.checks.consistency import Note, in_backward
+from gradwire.collectives.checks.consistency import CheckContext, check_backward
 from gradwire.collectives.wire import Pending
 
 __all__ = [
     "Linear",
     "compiling",
     "graph_is_needed",
+    "is_transformed",
     "linear",
     "register",
     "restored_linear",
     "result_like",
 ]
 
+_NONE, _INT, _TUPLE = range(3)
 
+
+@dataclass(frozen=True)
 class Linear(ABC):
     """A collective that is linear in its tensor: a plan, made before anything is sent.
 
-    The first dim is the one that is cut or joined; the others are opaque, so that a batch dim of
-    `vmap` can travel as the last one.
+    Only the first dim is split or concatenated. So `vmap` needs no rule for each collective: its
+    batch dim is moved to the end, and one collective moves the whole batch.
+
+    A subclass is a frozen dataclass, whose further fields are ints, tuples of ints or None.
     """
 
     name: ClassVar[str]
+    field_names: ClassVar[tuple[str, ...]]  # listed once, because Dynamo traces `plan`
     group: ProcessGroup
 
     @abstractmethod
-    def start(self, x: Tensor, now: bool = False) -> Pending:
-        """Send, without gradients; `now` says that the result is waited for at once."""
+    def start(self, x: Tensor, blocking: bool = False) -> Pending:
+        """Send, without gradients; `blocking` says that the result is waited for at once."""
 
     @abstractmethod
     def adjoint(self) -> Linear:
         """The transpose, under the inner product that sums over the ranks."""
 
     def rows(self, rows: int) -> int:
-        """How long the result is in the first dim, if it differs from the input."""
+        """The size of the result in the first dim, from the input's."""
         return rows
 
     def plan(self) -> list[int]:
-        """Its fields besides the group, as the custom op carries them."""
-        return []
+        """Its fields but the group, as the integers that the custom op takes."""
+        return [n for name in self.field_names for n in _as_ints(getattr(self, name))]
 
-    @classmethod
-    @abstractmethod
-    def of(cls, plan: Sequence[int], group: ProcessGroup) -> Linear:
-        """The inverse of `plan`."""
+
+def _as_ints(value: Any) -> list[int]:
+    """An int, None, or a tuple of these and of tuples, as integers that say how to read them."""
+    if value is None:
+        return [_NONE]
+    if isinstance(value, tuple):
+        return [_TUPLE, len(value), *(n for item in value for n in _as_ints(item))]
+    return [_INT, value]
+
+
+def _from_ints(ints: Iterator[int]) -> Any:
+    """The inverse of `_as_ints`: reads one value."""
+    kind = next(ints)
+    if kind == _NONE:
+        return None
+    if kind == _INT:
+        return next(ints)
+    return tuple(_from_ints(ints) for _ in range(next(ints)))
 
 
 class _Linear(Function):
     @staticmethod
-    def forward(x: Tensor, op: Linear, note: Note | None) -> Tensor:
-        return op.start(x, now=True).wait()
+    def forward(x: Tensor, op: Linear, context: CheckContext | None) -> Tensor:
+        return op.start(x, blocking=True).wait()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        _, ctx.op, ctx.note = inputs
+        _, ctx.op, ctx.check = inputs
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> Any:
-        with in_backward(ctx.note, cotangent):
-            return linear(ctx.op.adjoint(), cotangent, ctx.note), None, None
+        with check_backward(ctx.check, cotangent):
+            return linear(ctx.op.adjoint(), cotangent, ctx.check), None, None
 
     @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, _op: None, _note: None) -> Any:
-        return linear(ctx.op, tangent, ctx.note)
+    def jvp(ctx: Any, tangent: Tensor, _op: None, _context: None) -> Any:
+        return linear(ctx.op, tangent, ctx.check)
 
     @staticmethod
-    def vmap(_info: Any, in_dims: Any, x: Tensor, op: Linear, note: Note | None) -> Any:
-        return linear(op, x.movedim(in_dims[0], -1), note), -1
+    def vmap(_info: Any, in_dims: Any, x: Tensor, op: Linear, context: CheckContext | None) -> Any:
+        return linear(op, x.movedim(in_dims[0], -1), context), -1
 
 
 # Function.apply inspects forward's signature for default arguments, which costs more than all else
@@ -94,24 +116,24 @@ class _Linear(Function):
 _apply_linear = super(Function, _Linear).apply
 
 
-def linear(op: Linear, x: Tensor, note: Note | None = None) -> Tensor:
+def linear(op: Linear, x: Tensor, context: CheckContext | None = None) -> Tensor:
     """The collective on a tensor, differentiable in every mode."""
     if compiling(x):
         return _compiled(op, x)
     if is_legacy_batchedtensor(x):
-        return _grads_batched(op, x, note)
+        return _batched_cotangent(op, x, context)
     if torch._C._are_functorch_transforms_active():
-        return _Linear.apply(x, op, note)  # type: ignore[no-any-return, no-untyped-call]
+        return _Linear.apply(x, op, context)  # type: ignore[no-any-return, no-untyped-call]
     if not graph_is_needed(x):
-        return op.start(x, now=True).wait()
-    return _apply_linear(x, op, note)  # type: ignore[no-any-return, no-untyped-call]
+        return op.start(x, blocking=True).wait()
+    return _apply_linear(x, op, context)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def _grads_batched(op: Linear, x: Tensor, note: Note | None) -> Tensor:
+def _batched_cotangent(op: Linear, x: Tensor, context: CheckContext | None) -> Tensor:
     """The collective on cotangents of `is_grads_batched`, which has a vmap without rules."""
     level = torch._C._vmapmode_increment_nesting() - 1
     torch._C._vmapmode_decrement_nesting()
-    y = linear(op, torch._remove_batch_dim(x, level, 1, x.dim()), note)
+    y = linear(op, torch._remove_batch_dim(x, level, 1, x.dim()), context)
     return torch._add_batch_dim(y, y.dim() - 1, level)
 
 
@@ -120,9 +142,14 @@ def graph_is_needed(x: Tensor) -> bool:
     return (x.requires_grad and torch.is_grad_enabled()) or forward_ad._current_level >= 0
 
 
+def is_transformed() -> bool:
+    """Whether torch.func's transforms or forward mode are active."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
 def compiling(x: Tensor) -> bool:
-    """Whether this call is being traced: by dynamo, or below it, with tensors without data."""
-    return torch.compiler.is_compiling() or isinstance(x, FakeTensor | FunctionalTensor)
+    """Whether this call is being traced: by Dynamo, or below it, with tensors without data."""
+    return torch.compiler.is_compiling() or isinstance(x, (FakeTensor, FunctionalTensor))
 
 
 # --- compiled graphs ---
@@ -142,7 +169,11 @@ def result_like(x: Tensor, op: Linear) -> Tensor:
 
 def restored_linear(name: str, plan: Sequence[int], group_name: str) -> Linear:
     """The collective that a custom op stands for."""
-    return _kinds[name].of(plan, dist.distributed_c10d._resolve_process_group(group_name))  # type: ignore[arg-type]
+    ints = iter(plan)
+    kind: Any = _kinds[name]
+    group = dist.distributed_c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
+    restored: Linear = kind(group, *(_from_ints(ints) for _ in kind.field_names))
+    return restored
 
 
 def register(kind: type[Linear]) -> type[Linear]:
@@ -153,9 +184,10 @@ def register(kind: type[Linear]) -> type[Linear]:
     """
     name = kind.name
     _kinds[name] = kind
+    kind.field_names = tuple(field.name for field in fields(kind) if field.name != "group")
 
     def run(x: Tensor, plan: list[int], group: str) -> Tensor:
-        return restored_linear(name, plan, group).start(x, now=True).wait()
+        return restored_linear(name, plan, group).start(x, blocking=True).wait()
 
     def fake(x: Tensor, plan: list[int], group: str) -> Tensor:
         return result_like(x, restored_linear(name, plan, group))

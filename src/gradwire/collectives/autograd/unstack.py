@@ -1,7 +1,8 @@
-"""A result taken apart without copying: tensors of their own, side by side in one block of memory.
+"""unstack and concat, each the other's backward; unstack copies nothing.
 
-Autograd's views of one tensor may not be changed in place when a function returns several; these
-are no views, and as no element belongs to two of them, changing one leaves the others right.
+Autograd forbids in-place changes of views when a function returns several of them. The tensors that
+`unstack` gives share memory without being views for autograd; no element belongs to two of them, so
+that an in-place change of one leaves the others right.
 """
 
 from __future__ import annotations
@@ -12,58 +13,65 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor
-from torch.autograd import Function, forward_ad
+from torch.autograd import Function
 
-from gradwire.collectives.autograd.linear import compiling
+from gradwire.collectives.autograd.linear import compiling, is_transformed
 from gradwire.collectives.wire.backends import empty
 
-__all__ = ["apart", "joined"]
+__all__ = ["concat", "unstack"]
 
 
-class _Apart(Function):
+class _Unstack(Function):
     @staticmethod
-    def forward(whole: Tensor, sizes: Sequence[int], numbers: bool) -> tuple[Tensor, ...]:
-        return _cut(whole, sizes, numbers)
+    def forward(x: Tensor, sizes: Sequence[int], scalars: bool) -> tuple[Tensor, ...]:
+        return _pieces(x, sizes, scalars)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        _, _, ctx.numbers = inputs
+        _, _, ctx.scalars = inputs
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> Any:
-        return joined(cotangents, ctx.numbers), None, None
+        return torch.stack(cotangents) if ctx.scalars else concat(cotangents), None, None
 
 
-_apply_apart = super(Function, _Apart).apply  # see linear.py
+_apply_unstack = super(Function, _Unstack).apply  # see linear.py
 
 
-def apart(whole: Tensor, sizes: Sequence[int], numbers: bool = False) -> tuple[Tensor, ...]:
-    """The rows of a tensor that nobody else holds, in tensors of that many rows.
+def unstack(x: Tensor, sizes: Sequence[int], scalars: bool = False) -> tuple[Tensor, ...]:
+    """The rows of a tensor as one tensor for each size, in the memory of `x`.
 
     Args:
-        whole: A contiguous result, given away: it shares its memory with the parts.
-        sizes: The rows of each part; they add up to those of `whole`.
-        numbers: Give 0-d tensors; the sizes are 1 then, and `whole` has one dim.
+        x: Contiguous, and used by nobody else: it shares its memory with the results.
+        sizes: The rows of each result; they add up to those of `x`.
+        scalars: Give 0-d tensors; the sizes are 1 then, and `x` has one dim.
     """
-    transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-    if transformed or compiling(whole):
-        parts = whole.unbind() if numbers else whole.split_with_sizes(sizes)
-        return tuple(part.clone() for part in parts)
-    if whole.requires_grad:
-        return _apply_apart(whole, sizes, numbers)  # type: ignore[no-any-return, no-untyped-call]
-    return _cut(whole, sizes, numbers)
+    if compiling(x) or is_transformed():
+        pieces = x.unbind() if scalars else x.split_with_sizes(sizes)
+        return tuple(piece.clone() for piece in pieces)
+    if x.requires_grad:
+        return _apply_unstack(x, sizes, scalars)  # type: ignore[no-any-return, no-untyped-call]
+    return _pieces(x, sizes, scalars)
 
 
-def joined(parts: tuple[Tensor, ...], numbers: bool) -> Tensor:
-    """What `apart` was given: the inverse, differentiable where grad mode is on."""
-    if numbers:
-        return torch.stack(parts)
-    followed = torch.is_grad_enabled() or forward_ad._current_level >= 0
-    if followed or any(is_legacy_batchedtensor(part) for part in parts):
-        return torch.cat(parts)
-    return torch.cat(parts, out=empty(parts[0], sum(part.shape[0] for part in parts)))
+def concat(pieces: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """`torch.cat`, with a graph for pieces of shape (0,), and large results in huge pages."""
+    if dim == 0 and not (torch.is_grad_enabled() or _is_traced(pieces)):
+        rows = sum(piece.shape[0] for piece in pieces)
+        return torch.cat([*pieces], out=empty(pieces[0], rows))
+    joined = torch.cat([*pieces], dim)
+    # torch.cat's backward leaves pieces of shape (0,) out. Where a second derivative goes on from
+    # there to a collective, other ranks, whose pieces have elements, would wait in it.
+    empties = [piece for piece in pieces if piece.shape == (0,) and piece.requires_grad]
+    # Subtracted, because -0.0 - 0.0 keeps its sign.
+    return joined - torch.stack(empties).sum() if empties else joined
 
 
-def _cut(whole: Tensor, sizes: Sequence[int], numbers: bool) -> tuple[Tensor, ...]:
-    parts = whole.unbind() if numbers else whole.split_with_sizes(sizes)
-    return tuple(part.data for part in parts)
+def _is_traced(xs: Sequence[Tensor]) -> bool:
+    """Whether something other than autograd follows what is computed: no `out=` then."""
+    return compiling(xs[0]) or is_transformed() or any(is_legacy_batchedtensor(x) for x in xs)
+
+
+def _pieces(x: Tensor, sizes: Sequence[int], scalars: bool) -> tuple[Tensor, ...]:
+    pieces = x.unbind() if scalars else x.split_with_sizes(sizes)
+    return tuple(piece.data for piece in pieces)

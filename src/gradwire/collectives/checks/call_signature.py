@@ -1,4 +1,4 @@
-"""What a call looks like to other ranks: a row of integers, and how rows are compared."""
+"""Signatures of calls as rows of integers, which ranks exchange and compare."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch
 __all__ = [
     "ABSENT",
     "MAX_DIMS",
-    "Call",
-    "Row",
+    "CallSignature",
+    "PeerSignature",
     "decode",
     "description",
     "encode",
@@ -25,20 +25,20 @@ __all__ = [
 MAX_DIMS = 8
 _DTYPES = sorted((d for d in vars(torch).values() if isinstance(d, torch.dtype)), key=str)
 ABSENT = -1
-"""The number of dims of a tensor that a rank leaves to the root to describe."""
+"""In place of the number of dims and the dtype, on a rank that gets them from the root."""
 
 
-class Call(NamedTuple):
-    """What one rank is about to do; a tuple, because these are made and hashed quickly.
+class CallSignature(NamedTuple):
+    """A collective as one rank is about to call it; a tuple, which is quick to make and to hash.
 
     Args:
         op: The collective's name.
-        shape: Of the tensor with the cut dim in front; None where only the root knows.
+        shape: Of the tensor with the dim that is split in front; None where only the root knows.
         dtype: Of the tensor.
         wants_grad: Whether this rank makes a graph node: 1, 0, or -1 if it cannot.
         reduce: The reduction.
         root: In the group.
-        detail: Whatever else has to agree, as text.
+        detail: Other arguments that have to be equal, as text.
         ragged: Whether ranks may differ in the first dim.
         send, receive: Rows for and from each rank, -1 where not known.
         origin: The number of the call whose backward this is, -1 in forward.
@@ -58,8 +58,8 @@ class Call(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Row:
-    """What came from one rank; the shape is None if it has more dims than fit."""
+class PeerSignature:
+    """What one rank sent of its signature; the shape is None if it has more dims than fit."""
 
     wants_grad: int
     shape: tuple[int, ...] | None
@@ -83,8 +83,8 @@ _FIELDS = (
 _HEAD = len(_FIELDS)
 
 
-def encode(call: Call, number: int, world: int) -> list[int]:
-    """A call as integers, equally many on every rank."""
+def encode(call: CallSignature, number: int, world: int) -> list[int]:
+    """A signature as integers, the same number of them on every rank."""
     shape = call.shape
     dims = list(shape or ())
     if len(dims) > MAX_DIMS:
@@ -107,16 +107,16 @@ def encode(call: Call, number: int, world: int) -> list[int]:
 
 
 @lru_cache(maxsize=4096)
-def fingerprint(call: Call) -> int:
-    """The same number for the same call on every rank of a host."""
+def fingerprint(call: CallSignature) -> int:
+    """A hash of a signature, the same in every process of a host."""
     return hash(tuple(encode(call, 0, 1)))
 
 
-def decode(row: Sequence[int], world: int) -> Row:
-    """What a rank told."""
+def decode(row: Sequence[int], world: int) -> PeerSignature:
+    """The signature that a rank sent."""
     dtype, dims = row[_FIELDS.index("dtype")], row[_FIELDS.index("dims")]
     splits = row[_HEAD + MAX_DIMS :]
-    return Row(
+    return PeerSignature(
         wants_grad=row[_FIELDS.index("grad")],
         shape=tuple(row[_HEAD : _HEAD + dims]) if ABSENT < dims <= MAX_DIMS else None,
         dtype=None if dtype == ABSENT else _DTYPES[dtype],
@@ -159,8 +159,8 @@ def _splits_agree(rows: list[list[int]]) -> bool:
     return all(-1 in pair or pair[0] == pair[1] for pair in pairs)
 
 
-def description(field: str, call: Call) -> str:
-    """What a call has in a field, for people."""
+def description(field: str, call: CallSignature) -> str:
+    """A field of a signature, for error messages."""
     if field == "shape":
         return f"{call.shape}" if not call.ragged else f"{call.shape} (the first size may differ)"
     if field == "dtype":

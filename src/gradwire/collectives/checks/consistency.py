@@ -1,8 +1,9 @@
-"""Agreement: before the data, ranks exchange what they are about to do, and all see who deviates.
+"""Consistency checks: before data is sent, ranks all_gather the signatures of their calls.
 
-Gloo ends the process when sizes differ, other engines hang or mix data. With checks on, each rank
-first sends a row of integers of fixed length: what must agree, whether a gradient is wanted, and
-how many rows it has for whom. All ranks read the same rows and come to the same verdict.
+Gloo ends the process when sizes differ, other backends hang or mix data. With checks on, each rank
+first sends a signature, a row of integers of fixed length: the arguments that must be equal,
+whether a gradient is wanted, and how many rows it sends to each rank. All ranks compare the same
+rows, so that all raise or none does.
 """
 
 from __future__ import annotations
@@ -24,37 +25,37 @@ from torch.distributed import ProcessGroup
 from gradwire.collectives.args.transforms import refuse_in_transforms
 from gradwire.collectives.checks.call_signature import (
     MAX_DIMS,
-    Call,
-    Row,
+    CallSignature,
+    PeerSignature,
     decode,
     description,
     encode,
     first_difference,
 )
 from gradwire.collectives.wire.backends import dense, in_bytes
-from gradwire.collectives.wire.ints import gather_numbers
+from gradwire.collectives.wire.ints import gather_ints
 from gradwire.errors import ArgumentError, MismatchError
 
 __all__ = [
-    "Call",
-    "Note",
-    "Row",
+    "CallSignature",
+    "CheckContext",
+    "PeerSignature",
     "agree",
-    "asked_for",
-    "check_told",
+    "check_backward",
+    "check_described_by_root",
     "checks",
     "describe",
     "digest",
     "enabled",
     "exchange",
-    "in_backward",
     "next_number",
+    "requested",
     "wants_grad",
 ]
 
 ENVIRONMENT = "GRADWIRE_CHECKS"
 _TEXT = 200
-"""Bytes of a rank's description of what it was about to do."""
+"""Bytes of a rank's value in an error message."""
 
 _setting: ContextVar[bool | None] = ContextVar("gradwire_checks", default=None)
 _numbers: WeakKeyDictionary[ProcessGroup, count[int]] = WeakKeyDictionary()
@@ -69,9 +70,10 @@ def checks(on: bool = True) -> Iterator[None]:
     process or mixing data, and a gradient that only some ranks ask for is computed on all.
     Switch them on every rank alike. An argument `check` goes before this, and this before the
     environment variable `GRADWIRE_CHECKS` (0 or 1). By default they are off, and nothing is sent
-    besides the data: each costs about as much as a collective of 200 bytes. The "shm" engine
-    compares op, reduction, root, dtype and sizes in its own headers, always; and, unless checks are
-    switched off, all else in calls that look alike on all ranks (no sizes or splits given).
+    besides the data: each costs about as much as a collective of 200 bytes. The "shm" backend
+    compares op, reduction, root, dtype and sizes in the headers of its messages, always; and,
+    unless checks are switched off, the rest of the signature where it is equal on all ranks (no
+    sizes or splits given).
 
     Example:
         Rank 1 holds one number more than rank 0.
@@ -95,12 +97,12 @@ def checks(on: bool = True) -> Iterator[None]:
 
 
 def enabled(check: bool | None) -> bool:
-    """Whether this call is checked on every engine."""
-    return asked_for(check) is True
+    """Whether checks are on for this call."""
+    return requested(check) is True
 
 
-def asked_for(check: bool | None) -> bool | None:
-    """Whether somebody wants this call checked; None if nobody has said."""
+def requested(check: bool | None) -> bool | None:
+    """Whether checks are on for this call; None if they were neither switched on nor off."""
     if torch.compiler.is_compiling():
         return False  # all ranks run the same graph
     if check is None:
@@ -116,8 +118,8 @@ def _from_environment() -> bool | None:
 
 
 @dataclass(frozen=True)
-class Note:
-    """Kept with a checked call, so that its backward is checked too."""
+class CheckContext:
+    """Of a checked call, saved for its backward, which is checked too."""
 
     group: ProcessGroup
     call: str
@@ -127,14 +129,14 @@ class Note:
         """Compare with the other ranks which call's backward this is, and of what.
 
         Returns:
-            What the backward's collective is to be started in.
+            A context manager, within which to start the backward's collective.
 
         Raises:
             MismatchError: On every rank, if one runs its backwards in another order.
         """
         exchange(
             self.group,
-            Call(
+            CallSignature(
                 f"backward of {self.call}",
                 tuple(cotangent.shape),
                 cotangent.dtype,
@@ -145,13 +147,18 @@ class Note:
         return nullcontext()
 
 
-def in_backward(note: Note | None, cotangent: Tensor) -> AbstractContextManager[None]:
-    """What a backward's collective is to be started in, if its call was checked or not."""
-    return nullcontext() if note is None else note.backward(cotangent)
+def check_backward(context: CheckContext | None, cotangent: Tensor) -> AbstractContextManager[None]:
+    """If its call was checked, compare a backward with the other ranks': a context for it."""
+    return nullcontext() if context is None else context.backward(cotangent)
 
 
-def agree(group: ProcessGroup, x: Tensor, call: Call) -> tuple[Tensor, Note, list[Row]]:
-    """Exchange; the tensor, made to require a gradient if one is wanted elsewhere.
+def agree(
+    group: ProcessGroup, x: Tensor, call: CallSignature
+) -> tuple[Tensor, CheckContext, list[PeerSignature]]:
+    """Exchange signatures; `x` then requires a gradient if it does on any rank.
+
+    Returns:
+        The tensor, the context for backward, and the ranks' signatures.
 
     Raises:
         MismatchError: On every rank, if they disagree.
@@ -161,22 +168,22 @@ def agree(group: ProcessGroup, x: Tensor, call: Call) -> tuple[Tensor, Note, lis
     if not x.requires_grad and any(row.wants_grad == 1 for row in rows):
         refuse_in_transforms("a gradient that another rank asks for", "ask for it on all")
         x = x.detach().requires_grad_()
-    return x, Note(group, call.op, number), rows
+    return x, CheckContext(group, call.op, number), rows
 
 
-def check_told(rows: Sequence[Row], root: int) -> bool:
-    """Whether the root has told its shape to a rank that has no tensor.
+def check_described_by_root(rows: Sequence[PeerSignature], root: int) -> bool:
+    """Whether some rank has no tensor, and gets shape and dtype from the root's signature.
 
     Raises:
         ArgumentError: On every rank, if it could not.
     """
-    told = any(row.dtype is None for row in rows)
-    if told and rows[root].shape is None:
+    needed = any(row.dtype is None for row in rows)
+    if needed and rows[root].shape is None:
         raise ArgumentError(
-            f"the root's tensor has more than {MAX_DIMS} dims, which it cannot tell: give every "
-            "rank a tensor of what it will receive"
+            f"the root's tensor has more than {MAX_DIMS} dims, too many for its signature: give "
+            "every rank a tensor of what it will receive"
         )
-    return told
+    return needed
 
 
 def describe(
@@ -189,9 +196,9 @@ def describe(
     ragged: bool = False,
     send: Sequence[int] = (),
     receive: Sequence[int] = (),
-) -> Call:
-    """A `Call` of a collective on a tensor."""
-    return Call(
+) -> CallSignature:
+    """The signature of a collective on a tensor."""
+    return CallSignature(
         op, tuple(x.shape), x.dtype, wants_grad(x), reduce, root, detail, ragged, send, receive
     )
 
@@ -204,7 +211,7 @@ def digest(x: Tensor) -> str:
 
 
 def wants_grad(x: Tensor) -> int:
-    """For `Call`: 1 if a graph node will be made, -1 if none can be, 0 else."""
+    """For `CallSignature`: 1 if a graph node will be made, -1 if none can be, 0 else."""
     if not (x.is_floating_point() or x.is_complex()):
         return 0
     # A tensor made in inference mode cannot be made to require a gradient.
@@ -213,33 +220,33 @@ def wants_grad(x: Tensor) -> int:
 
 
 def grad_mode() -> int:
-    """`wants_grad` of a rank that has no tensor to say so."""
+    """`wants_grad` of a rank that has no tensor."""
     return 0 if torch.is_grad_enabled() else -1
 
 
 def next_number(group: ProcessGroup) -> int:
-    """This call's number among the compared ones of the group, equal on all ranks."""
+    """How many calls of the group were compared before this one; equal on all ranks."""
     return next(_numbers.setdefault(group, count()))
 
 
-def exchange(group: ProcessGroup, call: Call) -> tuple[list[Row], int]:
-    """All ranks' rows, and this call's number in the group.
+def exchange(group: ProcessGroup, call: CallSignature) -> tuple[list[PeerSignature], int]:
+    """All ranks' signatures, and this call's number in the group.
 
     Raises:
         MismatchError: On every rank, if they disagree.
     """
     number, world = next_number(group), group.size()
-    rows = gather_numbers(encode(call, number, world), group)
+    rows = gather_ints(encode(call, number, world), group)
     field = first_difference(rows, call.ragged)
     if field is not None:
         _raise_mismatch(group, field, call)
     return [decode(row, world) for row in rows], number
 
 
-def _raise_mismatch(group: ProcessGroup, field: str, call: Call) -> NoReturn:
-    """Tell every rank what every rank was about to do, and raise."""
+def _raise_mismatch(group: ProcessGroup, field: str, call: CallSignature) -> NoReturn:
+    """Exchange the ranks' values of a field, and raise with all of them."""
     text = description(field, call).encode()[:_TEXT]
-    everyone = gather_numbers(list(text.ljust(_TEXT)), group)
+    everyone = gather_ints(list(text.ljust(_TEXT)), group)
     values = [bytes(row).decode(errors="replace").rstrip() for row in everyone]
     held = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
     raise MismatchError(

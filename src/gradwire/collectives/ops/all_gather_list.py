@@ -1,4 +1,4 @@
-"""all_gather into a tensor for each rank; in backward what was a list is joined again."""
+"""all_gather into a tensor for each rank; backward concatenates their cotangents."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
-from torch.autograd import Function, forward_ad
+from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
 from gradwire.collectives import wire
 from gradwire.collectives.args.ranks import dense_tensor, member
 from gradwire.collectives.args.sizes import Sizes
 from gradwire.collectives.autograd.handles import Handle, after, run
-from gradwire.collectives.autograd.linear import compiling, graph_is_needed, linear
-from gradwire.collectives.autograd.unstack import apart, joined
-from gradwire.collectives.checks.consistency import Note, in_backward
-from gradwire.collectives.ops.all_gather_reduce_scatter import AllGather, agreed_gather
+from gradwire.collectives.autograd.linear import compiling, graph_is_needed, is_transformed, linear
+from gradwire.collectives.autograd.unstack import concat, unstack
+from gradwire.collectives.checks.consistency import CheckContext, check_backward
+from gradwire.collectives.ops.all_gather_reduce_scatter import AllGather, checked_gather
 from gradwire.errors import ArgumentError
 
 __all__ = ["all_gather_list"]
@@ -24,20 +24,20 @@ __all__ = ["all_gather_list"]
 
 class _GatherList(Function):
     @staticmethod
-    def forward(x: Tensor, op: AllGather, note: Note | None) -> tuple[Tensor, ...]:
+    def forward(x: Tensor, op: AllGather, context: CheckContext | None) -> tuple[Tensor, ...]:
         return wire.all_gather_list(x, op.sizes, op.group)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        x, ctx.op, ctx.note = inputs
-        ctx.numbers = not x.dim()
+        x, ctx.op, ctx.check = inputs
+        ctx.scalars = not x.dim()
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> Any:
-        cotangent = joined(cotangents, ctx.numbers)
-        with in_backward(ctx.note, cotangent):
-            gradient = linear(ctx.op.adjoint(), cotangent, ctx.note)
-        return gradient.reshape(()) if ctx.numbers else gradient, None, None
+        cotangent = torch.stack(cotangents) if ctx.scalars else concat(cotangents)
+        with check_backward(ctx.check, cotangent):
+            gradient = linear(ctx.op.adjoint(), cotangent, ctx.check)
+        return gradient.reshape(()) if ctx.scalars else gradient, None, None
 
 
 _apply_list = super(Function, _GatherList).apply  # see linear.py
@@ -98,24 +98,23 @@ def all_gather_list(
     dense_tensor(x)
     group = member(group)
     front = x if x.dim() else x.reshape(1)
-    detail = "list" if x.dim() else "list of numbers"
+    detail = "list" if x.dim() else "list of 0-d tensors"
 
-    def go(op: AllGather, front: Tensor, note: Note | None) -> Any:
+    def start(op: AllGather, front: Tensor, context: CheckContext | None) -> Any:
         if not x.dim():
-            op = _of_numbers(op)
-        transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-        if async_op or transformed or compiling(x):
+            op = _of_scalars(op)
+        if async_op or compiling(x) or is_transformed():
             cut = op.sizes or (front.shape[0],) * group.size()
-            return after(run(op, front, note, async_op), lambda y: apart(y, cut, not x.dim()))
+            return after(run(op, front, context, async_op), lambda y: unstack(y, cut, not x.dim()))
         own = front if x.dim() else front.reshape(())
         if graph_is_needed(own):
-            return _apply_list(own, op, note)  # type: ignore[no-untyped-call]
+            return _apply_list(own, op, context)  # type: ignore[no-untyped-call]
         return wire.all_gather_list(own, op.sizes, group)
 
-    return agreed_gather(front, sizes, detail, group, check, go)
+    return checked_gather(front, sizes, detail, group, check, start)
 
 
-def _of_numbers(op: AllGather) -> AllGather:
+def _of_scalars(op: AllGather) -> AllGather:
     """The op for 0-d tensors, of which each rank has one."""
     if op.sizes is not None and set(op.sizes) != {1}:
         raise ArgumentError(f"sizes is {list(op.sizes)}: x is 0-d, and counts as one of size 1")

@@ -10,25 +10,25 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from gradwire.collectives import wire
-from gradwire.collectives.args.lists import concat, piece_sizes, pieces_of
-from gradwire.collectives.args.ranks import dense_tensor, member
-from gradwire.collectives.args.reductions import Op, as_reduction, check_reducible, premultiplied
+from gradwire.collectives.args.lists import piece_sizes, pieces_of
+from gradwire.collectives.args.ranks import member
+from gradwire.collectives.args.reductions import Op, reducible
 from gradwire.collectives.args.sizes import (
     Sizes,
-    dim_back,
-    dim_in_front,
-    equal_part,
+    equal_sizes,
+    move_back,
+    move_to_front,
     resolve_sizes,
-    sizes_in_words,
-    valid_dim,
+    sizes_text,
     valid_sizes,
 )
 from gradwire.collectives.autograd.handles import Handle, after, run
 from gradwire.collectives.autograd.linear import Linear, linear, register
+from gradwire.collectives.autograd.unstack import concat
 from gradwire.collectives.checks import consistency
-from gradwire.collectives.checks.call_signature import Call
+from gradwire.collectives.checks.call_signature import CallSignature
 from gradwire.collectives.ops.all_reduce import AllReduce
-from gradwire.collectives.ops.checked import agreed
+from gradwire.collectives.ops.checked import run_checked
 from gradwire.collectives.ops.nonlinear import Reducing, reduce_with
 from gradwire.collectives.wire import Pending
 from gradwire.errors import ArgumentError
@@ -41,12 +41,11 @@ __all__ = ["all_gather", "reduce_scatter"]
 class AllGather(Linear):
     """All ranks' rows, on every rank."""
 
-    group: ProcessGroup
     sizes: tuple[int, ...] | None = None
     name = "all_gather"
 
-    def start(self, x: Tensor, now: bool = False) -> Pending:
-        return wire.all_gather(x, self.sizes, self.group, now)
+    def start(self, x: Tensor, blocking: bool = False) -> Pending:
+        return wire.all_gather(x, self.sizes, self.group, blocking)
 
     def adjoint(self) -> ReduceScatter:
         return ReduceScatter(self.group, self.sizes)
@@ -54,33 +53,19 @@ class AllGather(Linear):
     def rows(self, rows: int) -> int:
         return rows * self.group.size() if self.sizes is None else sum(self.sizes)
 
-    def plan(self) -> list[int]:
-        return list(self.sizes or ())
-
-    @classmethod
-    def of(cls, plan: Sequence[int], group: ProcessGroup) -> AllGather:
-        return cls(group, tuple(plan) or None)
-
 
 @register
 @dataclass(frozen=True)
 class ReduceScatter(Reducing):
-    """The sum's rows, dealt out."""
+    """The sum, of which each rank gets its rows."""
 
-    group: ProcessGroup
     sizes: tuple[int, ...] | None = None
     name = "reduce_scatter"
 
-    def start(self, x: Tensor, now: bool = False) -> Pending:
-        return wire.reduce_scatter(x, self.sizes, "sum", self.group, now)
+    def start_with(self, x: Tensor, op: str, blocking: bool = False) -> Pending:
+        return wire.reduce_scatter(x, self.sizes, op, self.group, blocking)
 
-    def start_with(self, x: Tensor, op: str, now: bool = False) -> Pending:
-        return wire.reduce_scatter(x, self.sizes, op, self.group, now)
-
-    def everywhere(self, y: Tensor) -> Tensor:
-        return linear(self.adjoint(), y)
-
-    def total(self, x: Tensor) -> Tensor:
+    def sum_over_ranks(self, x: Tensor) -> Tensor:
         return linear(AllReduce(self.group), x)
 
     def adjoint(self) -> AllGather:
@@ -90,13 +75,6 @@ class ReduceScatter(Reducing):
         if self.sizes is None:
             return rows // self.group.size()
         return self.sizes[self.group.rank()]
-
-    def plan(self) -> list[int]:
-        return list(self.sizes or ())
-
-    @classmethod
-    def of(cls, plan: Sequence[int], group: ProcessGroup) -> ReduceScatter:
-        return cls(group, tuple(plan) or None)
 
 
 @overload
@@ -131,15 +109,15 @@ def all_gather(
     async_op: bool = False,
     check: bool | None = None,
 ) -> Any:
-    """All ranks' tensors joined along a dim, on all ranks.
+    """All ranks' tensors concatenated along a dim, on all ranks.
 
     Args:
         x: The same shape on all ranks but for `dim` where sizes are given; any dtype and strides.
             A 0-d tensor counts as one of size 1.
-        dim: The dim that is joined.
+        dim: The dim along which they are concatenated.
         sizes: The ranks' sizes in `dim`, the same list on all; "find" to have them exchanged
             first; None if all are equal.
-        stack: Join along a new dim instead, before `dim`.
+        stack: Concatenate along a new dim instead, before `dim`.
         group: The default group, if None.
         async_op: Return a `Handle`.
         check: Compare with the other ranks first; see `checks`.
@@ -161,39 +139,38 @@ def all_gather(
         >>> run_ranks(main, world_size=2)  # rank 0 has [0], rank 1 has [1, 1]
         [tensor([0, 1, 1]), tensor([0, 1, 1])]
     """
-    dense_tensor(x)
-    if stack:
-        x = x.unsqueeze(valid_dim(dim, x.dim() + 1, x.shape))
-    front, dim = dim_in_front(x, dim)
-    whole = agreed_gather(
+    front, dim = move_to_front(x, dim, stack)
+    gathered = checked_gather(
         front,
         sizes,
         f"dim={dim}",
         member(group),
         check,
-        lambda op, front, note: run(op, front, note, async_op),
+        lambda op, front, context: run(op, front, context, async_op),
     )
-    return after(whole, lambda y: dim_back(y, dim))
+    return after(gathered, lambda y: move_back(y, dim))
 
 
-def agreed_gather(
+def checked_gather(
     front: Tensor,
     sizes: Sizes,
     detail: str,
     group: ProcessGroup,
     check: bool | None,
-    go: Callable[[AllGather, Tensor, consistency.Note | None], Any],
+    gather: Callable[[AllGather, Tensor, consistency.CheckContext | None], Any],
 ) -> Any:
-    """What `go` makes of the op that gathers these rows, once ranks agree."""
+    """The result of `gather`, called with the plan for these rows once ranks agree on it."""
 
-    def describe(front: Tensor) -> Call:
-        text = f"{detail}, {sizes_in_words(sizes)}"
+    def describe(front: Tensor) -> CallSignature:
+        text = f"{detail}, {sizes_text(sizes)}"
         return consistency.describe("all_gather", front, detail=text, ragged=sizes is not None)
 
-    def gathered(front: Tensor, note: consistency.Note | None) -> Any:
-        return go(AllGather(group, resolve_sizes(sizes, len(front), group)), front, note)
+    def start(front: Tensor, context: consistency.CheckContext | None) -> Any:
+        return gather(AllGather(group, resolve_sizes(sizes, front.shape[0], group)), front, context)
 
-    return agreed(group, front, check, describe, gathered, alike=sizes is None)
+    return run_checked(
+        group, front, consistency.requested(check), describe, start, alike=sizes is None
+    )
 
 
 @overload
@@ -228,13 +205,13 @@ def reduce_scatter(
     async_op: bool = False,
     check: bool | None = None,
 ) -> Any:
-    """The reduction of all ranks' tensors, cut along a dim: to each rank its piece.
+    """The reduction of all ranks' tensors, split along a dim: to each rank its piece.
 
     Args:
         x: The same shape on all ranks, any strides; or a list of W pieces, which differ at most
             in `dim`.
         op: As in `all_reduce`.
-        dim: The dim that is cut.
+        dim: The dim that is split.
         sizes: The pieces' sizes in `dim`; None for equal ones, or for those of a list.
         group: The default group, if None.
         async_op: Return a `Handle`.
@@ -246,7 +223,7 @@ def reduce_scatter(
     Adjoint: all_gather of the cotangents, then the op's rule as in `all_reduce`.
 
     Raises:
-        ArgumentError: It cannot be cut so, or the op is not defined for the dtype.
+        ArgumentError: It cannot be split so, or the op is not defined for the dtype.
         MismatchError: With checks on, ranks disagree.
 
     Example:
@@ -257,29 +234,29 @@ def reduce_scatter(
         [tensor([3.]), tensor([6.])]
     """
     group = member(group)
-    reduction = as_reduction(op)
-    numbers = False
+    scalars = False
     if not isinstance(x, Tensor):
-        pieces, dim, numbers = pieces_of(x, dim, group, "x")
+        pieces, dim, scalars = pieces_of(x, dim, group, "x")
         sizes = piece_sizes(pieces, dim, sizes, group)
         x = concat(pieces, dim)
-    check_reducible(x, reduction)
-    x, reduction = premultiplied(x, reduction)
-    front, dim = dim_in_front(x, dim)
+    x, reduction = reducible(x, op)
+    front, dim = move_to_front(x, dim)
     known = None if sizes is None else valid_sizes(sizes, group, "sizes")
     if known is None:
-        equal_part(len(front), group, "x")
-    elif sum(known) != len(front):
-        raise ArgumentError(f"sizes is {list(known)}: x has {len(front)} in dim {dim}")
+        equal_sizes(front.shape[0], group, "x")
+    elif sum(known) != front.shape[0]:
+        raise ArgumentError(f"sizes is {list(known)}: x has {front.shape[0]} in dim {dim}")
     elif len(set(known)) == 1:
         known = None
-    result = agreed(
+    result = run_checked(
         group,
         front,
-        check,
+        consistency.requested(check),
         lambda x: consistency.describe(
             "reduce_scatter", x, reduce=reduction, detail=f"dim={dim}, sizes={known}"
         ),
-        lambda x, note: reduce_with(ReduceScatter(group, known), x, reduction, note, async_op),
+        lambda x, context: reduce_with(
+            ReduceScatter(group, known), x, reduction, context, async_op
+        ),
     )
-    return after(result, lambda y: y.reshape(()) if numbers else dim_back(y, dim))
+    return after(result, lambda y: y.reshape(()) if scalars else move_back(y, dim))

@@ -8,8 +8,6 @@ the way from and to such values.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, overload
 
 import torch
@@ -18,12 +16,12 @@ from torch.distributed import ProcessGroup
 
 from gradwire.collectives import wire
 from gradwire.collectives.args.ranks import dense_tensor, member
-from gradwire.collectives.args.reductions import Op, as_reduction, check_reducible, premultiplied
+from gradwire.collectives.args.reductions import Op, reducible
 from gradwire.collectives.autograd.handles import Handle, run
 from gradwire.collectives.autograd.linear import Linear, linear, register
 from gradwire.collectives.checks import consistency
-from gradwire.collectives.checks.consistency import Note
-from gradwire.collectives.ops.checked import agreed
+from gradwire.collectives.checks.consistency import CheckContext
+from gradwire.collectives.ops.checked import run_checked
 from gradwire.collectives.ops.nonlinear import Reducing, reduce_with, scaled
 from gradwire.collectives.wire import Pending
 from gradwire.collectives.wire.backends import fresh
@@ -33,69 +31,48 @@ __all__ = ["all_reduce", "invariant", "vary"]
 
 
 @register
-@dataclass(frozen=True)
 class AllReduce(Reducing):
     """The sum, on every rank."""
 
-    group: ProcessGroup
     name = "all_reduce"
 
-    def start(self, x: Tensor, now: bool = False) -> Pending:
-        return wire.all_reduce(x, "sum", self.group, now)
+    def start_with(self, x: Tensor, op: str, blocking: bool = False) -> Pending:
+        return wire.all_reduce(x, op, self.group, blocking)
 
-    def start_with(self, x: Tensor, op: str, now: bool = False) -> Pending:
-        return wire.all_reduce(x, op, self.group, now)
-
-    def everywhere(self, y: Tensor) -> Tensor:
+    def adjoint_of_result(self, y: Tensor) -> Tensor:
         return y
 
-    def total(self, x: Tensor) -> Tensor:
+    def sum_over_ranks(self, x: Tensor) -> Tensor:
         return linear(self, x)
 
     def adjoint(self) -> AllReduce:
         return self
 
-    @classmethod
-    def of(cls, plan: Sequence[int], group: ProcessGroup) -> AllReduce:
-        return cls(group)
-
 
 @register
-@dataclass(frozen=True)
 class Invariant(Linear):
     """The sum of values that vary to one that does not: nothing is sent back."""
 
-    group: ProcessGroup
     name = "psum_invariant"
 
-    def start(self, x: Tensor, now: bool = False) -> Pending:
-        return wire.all_reduce(x, "sum", self.group, now)
+    def start(self, x: Tensor, blocking: bool = False) -> Pending:
+        return wire.all_reduce(x, "sum", self.group, blocking)
 
     def adjoint(self) -> Vary:
         return Vary(self.group)
 
-    @classmethod
-    def of(cls, plan: Sequence[int], group: ProcessGroup) -> Invariant:
-        return cls(group)
-
 
 @register
-@dataclass(frozen=True)
 class Vary(Linear):
     """A value that all ranks hold alike, to be used differently on each."""
 
-    group: ProcessGroup
     name = "vary"
 
-    def start(self, x: Tensor, now: bool = False) -> Pending:
+    def start(self, x: Tensor, blocking: bool = False) -> Pending:
         return wire.done(fresh(x))
 
     def adjoint(self) -> Invariant:
         return Invariant(self.group)
-
-    @classmethod
-    def of(cls, plan: Sequence[int], group: ProcessGroup) -> Vary:
-        return cls(group)
 
 
 @overload
@@ -164,25 +141,23 @@ def all_reduce(
         [(3.0, 2.0), (3.0, 2.0)]
     """
     group = member(group)
-    reduction = as_reduction(op)
-    check_reducible(x, reduction)
+    x, reduction = reducible(x, op)
     if invariant and reduction not in ("sum", "avg"):
         raise ArgumentError(f"invariant=True with op={op!r}: it goes with sum and avg")
-    x, reduction = premultiplied(x, reduction)
 
-    def go(x: Tensor, note: Note | None) -> Any:
+    def start(x: Tensor, context: CheckContext | None) -> Any:
         if invariant:
-            return scaled(run(Invariant(group), x, note, async_op), reduction, group)
-        return reduce_with(AllReduce(group), x, reduction, note, async_op)
+            return scaled(run(Invariant(group), x, context, async_op), reduction, group)
+        return reduce_with(AllReduce(group), x, reduction, context, async_op)
 
-    return agreed(
+    return run_checked(
         group,
         x,
-        check,
+        consistency.requested(check),
         lambda x: consistency.describe(
             "all_reduce", x, reduce=reduction, detail="invariant" if invariant else ""
         ),
-        go,
+        start,
     )
 
 
@@ -210,10 +185,10 @@ def vary(x: Tensor, *, group: ProcessGroup | None = None, check: bool | None = N
     """
     group = member(group)
     dense_tensor(x)
-    note = None
+    context = None
     if consistency.enabled(check):
-        x, note, _ = consistency.agree(group, x, consistency.describe("vary", x))
-    return linear(Vary(group), x, note)
+        x, context, _ = consistency.agree(group, x, consistency.describe("vary", x))
+    return linear(Vary(group), x, context)
 
 
 def invariant(x: Tensor, *, group: ProcessGroup | None = None, check: bool | None = None) -> Tensor:

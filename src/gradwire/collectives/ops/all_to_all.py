@@ -11,23 +11,23 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from gradwire.collectives import wire
-from gradwire.collectives.args.lists import concat, pieces_of
+from gradwire.collectives.args.lists import pieces_of
 from gradwire.collectives.args.ranks import member
 from gradwire.collectives.args.sizes import (
-    dim_back,
-    dim_in_front,
-    equal_part,
+    equal_sizes,
+    move_back,
+    move_to_front,
     valid_dim,
     valid_sizes,
 )
 from gradwire.collectives.autograd.handles import Handle, after, run
 from gradwire.collectives.autograd.linear import Linear, register
-from gradwire.collectives.autograd.unstack import apart
+from gradwire.collectives.autograd.unstack import concat, unstack
 from gradwire.collectives.checks import consistency
-from gradwire.collectives.checks.call_signature import Call
-from gradwire.collectives.ops.checked import agreed
+from gradwire.collectives.checks.call_signature import CallSignature
+from gradwire.collectives.ops.checked import run_checked
 from gradwire.collectives.wire import Pending
-from gradwire.collectives.wire.ints import swap_numbers
+from gradwire.collectives.wire.ints import exchange_ints
 from gradwire.errors import ArgumentError
 
 __all__ = ["all_to_all"]
@@ -36,31 +36,20 @@ __all__ = ["all_to_all"]
 @register
 @dataclass(frozen=True)
 class AllToAll(Linear):
-    """Rows for each rank against rows from each rank; equal numbers of them if None."""
+    """Rows to each rank and rows from each rank; equal numbers of them if None."""
 
-    group: ProcessGroup
     send: tuple[int, ...] | None = None
     receive: tuple[int, ...] | None = None
     name = "all_to_all"
 
-    def start(self, x: Tensor, now: bool = False) -> Pending:
-        return wire.all_to_all(x, self.send, self.receive, self.group, now)
+    def start(self, x: Tensor, blocking: bool = False) -> Pending:
+        return wire.all_to_all(x, self.send, self.receive, self.group, blocking)
 
     def adjoint(self) -> AllToAll:
         return AllToAll(self.group, self.receive, self.send)
 
     def rows(self, rows: int) -> int:
         return rows if self.receive is None else sum(self.receive)
-
-    def plan(self) -> list[int]:
-        return [*(self.send or ()), *(self.receive or ())]
-
-    @classmethod
-    def of(cls, plan: Sequence[int], group: ProcessGroup) -> AllToAll:
-        if not plan:
-            return cls(group)
-        world = group.size()
-        return cls(group, tuple(plan[:world]), tuple(plan[world:]))
 
 
 @overload
@@ -125,21 +114,21 @@ def all_to_all(
     """To each rank its piece of this rank's tensor, from each rank this rank's piece of theirs.
 
     Args:
-        x: A tensor that is cut along `split_dim`, or a list with a tensor for each rank, which may
+        x: A tensor that is split along `split_dim`, or a list with a tensor for each rank; they may
             differ in the first dim and are sent as they are, so that of the next four only
             `output_splits` goes with it; any dtype and strides.
         input_splits: The sizes for each rank in `split_dim`; None for equal ones.
         output_splits: The sizes from each rank; exchanged first if not given where
             `input_splits` is, or where `x` is a list.
-        split_dim: The dim that is cut.
-        concat_dim: The dim that what comes is joined along; `split_dim`, if None.
+        split_dim: The dim that is split.
+        concat_dim: The dim along which the received pieces are concatenated; `split_dim`, if None.
         group: The default group, if None.
         async_op: Return a `Handle`.
         check: Compare with the other ranks first; see `checks`.
 
     Returns:
-        What came from rank 0, 1, …: joined along `concat_dim`, or a tuple if `x` is a list, whose
-        tensors lie side by side in one block of memory: save or keep a `clone()` of one of them.
+        What came from rank 0, 1, …, concatenated along `concat_dim`; if `x` is a list, a tuple of
+        tensors that share one block of memory: save or keep a `clone()` of one.
 
     Adjoint: all_to_all with splits and dims swapped.
 
@@ -161,38 +150,38 @@ def all_to_all(
                 f"input_splits is {input_splits}, split_dim {split_dim}, concat_dim {concat_dim}: "
                 "a list's tensors are sent as they are; leave these out"
             )
-        return _exchanged_list(x, output_splits, group, async_op, check)
-    joined = split_dim if concat_dim is None else concat_dim
-    front, split_dim = dim_in_front(x, split_dim)
-    joined = valid_dim(joined, front.dim(), x.shape)
+        return _exchange_list(x, output_splits, group, async_op, check)
+    out_dim = split_dim if concat_dim is None else concat_dim
+    front, split_dim = move_to_front(x, split_dim)
+    out_dim = valid_dim(out_dim, front.dim(), x.shape)
     if input_splits is None and output_splits is None:
-        equal_part(len(front), group, "x")
+        equal_sizes(front.shape[0], group, "x")
         send = None
     elif input_splits is None:
-        send = (equal_part(len(front), group, "x"),) * group.size()
+        send = equal_sizes(front.shape[0], group, "x")
     else:
         send = valid_sizes(input_splits, group, "input_splits")
-        if sum(send) != len(front):
+        if sum(send) != front.shape[0]:
             raise ArgumentError(
-                f"input_splits is {list(send)}: x has {len(front)} in dim {split_dim}"
+                f"input_splits is {list(send)}: x has {front.shape[0]} in dim {split_dim}"
             )
-    if joined != split_dim and output_splits is not None:
+    if out_dim != split_dim and output_splits is not None:
         raise ArgumentError("output_splits goes with one dim: leave concat_dim out")
-    detail = f"split_dim={split_dim}, concat_dim={joined}, splits given={send is not None}"
-    rows, received = _exchanged(front, send, output_splits, detail, group, async_op, check)
-    if joined == split_dim:
-        return after(rows, lambda y: dim_back(y, split_dim))
+    detail = f"split_dim={split_dim}, concat_dim={out_dim}, splits given={send is not None}"
+    rows, received = _exchange_rows(front, send, output_splits, detail, group, async_op, check)
+    if out_dim == split_dim:
+        return after(rows, lambda y: move_back(y, split_dim))
     world = group.size()
 
-    def rejoined(y: Tensor) -> Tensor:
+    def concatenated(y: Tensor) -> Tensor:
         # A list of sizes: split by one size makes a single piece of no rows.
-        pieces = y.split([len(y) // world] * world if received is None else list(received))
-        return torch.cat([piece.movedim(0, split_dim) for piece in pieces], joined)
+        pieces = y.split([y.shape[0] // world] * world if received is None else list(received))
+        return torch.cat([piece.movedim(0, split_dim) for piece in pieces], out_dim)
 
-    return after(rows, rejoined)
+    return after(rows, concatenated)
 
 
-def _exchanged(
+def _exchange_rows(
     rows: Tensor,
     send: tuple[int, ...] | None,
     output_splits: Sequence[int] | None,
@@ -205,58 +194,57 @@ def _exchanged(
     receive = None
     if output_splits is not None:
         receive = valid_sizes(output_splits, group, "output_splits")
-    note = None
-    if consistency.enabled(check):
-        call = _described(rows, detail, group, send, receive)
-        rows, note, told = consistency.agree(group, rows, call)
-        if send is not None or any(row.send != told[0].send for row in told):
-            send = send or _equal(rows, group)
-            receive = tuple(row.send[group.rank()] for row in told)
+    context = None
+    requested = consistency.requested(check)
+    if requested:
+        call = _signature(rows, detail, group, send, receive)
+        rows, context, peers = consistency.agree(group, rows, call)
+        if send is not None or any(peer.send != peers[0].send for peer in peers):
+            send = send or equal_sizes(rows.shape[0], group, "x")
+            receive = tuple(peer.send[group.rank()] for peer in peers)
     elif send is None and receive is None:
         op = AllToAll(group)
-        result = agreed(
+        result = run_checked(
             group,
             rows,
-            check,
-            lambda x: _described(x, detail, group, send, receive),
-            lambda x, note: run(op, x, note, async_op),
+            requested,
+            lambda x: _signature(x, detail, group, send, receive),
+            lambda x, context: run(op, x, context, async_op),
         )
         return result, None
     elif send is not None and receive is None:
-        receive = tuple(swap_numbers(send, group))
-    return run(AllToAll(group, send, receive), rows, note, async_op), receive
+        receive = tuple(exchange_ints(send, group))
+    return run(AllToAll(group, send, receive), rows, context, async_op), receive
 
 
-def _equal(rows: Tensor, group: ProcessGroup) -> tuple[int, ...]:
-    return (len(rows) // group.size(),) * group.size()
-
-
-def _described(
+def _signature(
     rows: Tensor,
     detail: str,
     group: ProcessGroup,
     send: tuple[int, ...] | None,
     receive: tuple[int, ...] | None,
-) -> Call:
+) -> CallSignature:
     return consistency.describe(
         "all_to_all",
         rows,
         detail=detail,
         ragged=True,
-        send=send or _equal(rows, group),
+        send=send or equal_sizes(rows.shape[0], group, "x"),
         receive=receive or (),
     )
 
 
-def _exchanged_list(
+def _exchange_list(
     xs: Sequence[Tensor],
     output_splits: Sequence[int] | None,
     group: ProcessGroup,
     async_op: bool,
     check: bool | None,
 ) -> Any:
-    pieces, _, numbers = pieces_of(xs, 0, group, "x")
+    pieces, _, scalars = pieces_of(xs, 0, group, "x")
     send = tuple(len(piece) for piece in pieces)
-    rows, receive = _exchanged(concat(pieces), send, output_splits, "list", group, async_op, check)
+    rows, receive = _exchange_rows(
+        concat(pieces), send, output_splits, "list", group, async_op, check
+    )
     assert receive is not None
-    return after(rows, lambda y: apart(y, receive, numbers))
+    return after(rows, lambda y: unstack(y, receive, scalars))

@@ -12,14 +12,14 @@ from torch.distributed import ProcessGroup
 
 from gradwire.collectives import wire
 from gradwire.collectives.args.ranks import dense_tensor, member, root_of, with_data
-from gradwire.collectives.args.reductions import Op, as_reduction, check_reducible, premultiplied
+from gradwire.collectives.args.reductions import Op, reducible
 from gradwire.collectives.args.transforms import refuse_in_transforms
 from gradwire.collectives.autograd.handles import Handle, run
 from gradwire.collectives.autograd.linear import Linear, linear, register
 from gradwire.collectives.checks import consistency
-from gradwire.collectives.checks.call_signature import Call
+from gradwire.collectives.checks.call_signature import CallSignature
 from gradwire.collectives.ops.all_reduce import AllReduce
-from gradwire.collectives.ops.checked import agreed
+from gradwire.collectives.ops.checked import run_checked
 from gradwire.collectives.ops.nonlinear import Reducing, reduce_with
 from gradwire.collectives.wire import Pending
 from gradwire.collectives.wire.ints import device_of
@@ -33,22 +33,14 @@ __all__ = ["broadcast", "reduce"]
 class Broadcast(Linear):
     """The root's tensor; the other ranks' inputs count for nothing."""
 
-    group: ProcessGroup
     root: int
     name = "broadcast"
 
-    def start(self, x: Tensor, now: bool = False) -> Pending:
-        return wire.broadcast(x, self.root, self.group, now)
+    def start(self, x: Tensor, blocking: bool = False) -> Pending:
+        return wire.broadcast(x, self.root, self.group, blocking)
 
     def adjoint(self) -> Reduce:
         return Reduce(self.group, self.root)
-
-    def plan(self) -> list[int]:
-        return [self.root]
-
-    @classmethod
-    def of(cls, plan: Sequence[int], group: ProcessGroup) -> Broadcast:
-        return cls(group, *plan)
 
 
 @register
@@ -56,31 +48,17 @@ class Broadcast(Linear):
 class Reduce(Reducing):
     """The sum on the root, zeros elsewhere."""
 
-    group: ProcessGroup
     root: int
     name = "reduce"
 
-    def start(self, x: Tensor, now: bool = False) -> Pending:
-        return wire.reduce(x, self.root, "sum", self.group, now)
+    def start_with(self, x: Tensor, op: str, blocking: bool = False) -> Pending:
+        return wire.reduce(x, self.root, op, self.group, blocking)
 
-    def start_with(self, x: Tensor, op: str, now: bool = False) -> Pending:
-        return wire.reduce(x, self.root, op, self.group, now)
-
-    def everywhere(self, y: Tensor) -> Tensor:
-        return linear(self.adjoint(), y)
-
-    def total(self, x: Tensor) -> Tensor:
+    def sum_over_ranks(self, x: Tensor) -> Tensor:
         return linear(AllReduce(self.group), x)
 
     def adjoint(self) -> Broadcast:
         return Broadcast(self.group, self.root)
-
-    def plan(self) -> list[int]:
-        return [self.root]
-
-    @classmethod
-    def of(cls, plan: Sequence[int], group: ProcessGroup) -> Reduce:
-        return cls(group, *plan)
 
 
 @overload
@@ -146,15 +124,13 @@ def reduce(
     """
     group = member(group)
     root = root_of(group, dst, group_dst, "dst")
-    reduction = as_reduction(op)
-    check_reducible(x, reduction)
-    x, reduction = premultiplied(x, reduction)
-    return agreed(
+    x, reduction = reducible(x, op)
+    return run_checked(
         group,
         x,
-        check,
+        consistency.requested(check),
         lambda x: consistency.describe("reduce", x, reduce=reduction, root=root),
-        lambda x, note: reduce_with(Reduce(group, root), x, reduction, note, async_op),
+        lambda x, context: reduce_with(Reduce(group, root), x, reduction, context, async_op),
     )
 
 
@@ -193,8 +169,8 @@ def broadcast(
         x: On the root the tensor: any shape, dtype and strides. On the other ranks a tensor of
             that shape, dtype and device (one on "meta" will do, for the group's device), whose
             values do not matter and whose gradient is zero, and which requires a gradient where
-            the root's does; or, with checks on, the shape or None, in which case the root tells
-            the rest.
+            the root's does; or, with checks on, the shape or None, in which case it gets the
+            rest from the root.
         src: The root's global rank.
         group_src: The root's rank in the group, instead of `src`.
         group: The default group, if None.
@@ -226,44 +202,46 @@ def broadcast(
         dense_tensor(x)
         if group.rank() == root:
             with_data(x, "x")
-    checked = consistency.enabled(check)
-    given = x if isinstance(x, Tensor) else _receiver(x, group.rank() == root, checked)
+    requested = consistency.requested(check)
+    given = (
+        x if isinstance(x, Tensor) else _receiver_shape(x, group.rank() == root, bool(requested))
+    )
     op = Broadcast(group, root)
-    if checked:
-        y, note = _told(given, root, group)
-        return run(op, _stand_in(y, group), note, async_op)
+    if requested:
+        y, context = _agree(given, root, group)
+        return run(op, _placeholder(y, group), context, async_op)
     assert isinstance(given, Tensor)
-    return agreed(
+    return run_checked(
         group,
-        _stand_in(given, group),
-        check,
+        _placeholder(given, group),
+        requested,
         lambda x: consistency.describe("broadcast", x, root=root),
-        lambda x, note: run(op, x, note, async_op),
+        lambda x, context: run(op, x, context, async_op),
     )
 
 
-def _told(
+def _agree(
     x: Tensor | Sequence[int] | None, root: int, group: ProcessGroup
-) -> tuple[Tensor, consistency.Note]:
-    """What takes part in the broadcast, once ranks agree; the root tells those without a tensor."""
+) -> tuple[Tensor, consistency.CheckContext]:
+    """The tensor to call broadcast with, after ranks compared; without one, of the root's shape."""
     if isinstance(x, Tensor):
         call, given = consistency.describe("broadcast", x, root=root), x
     else:
         shape = None if x is None else tuple(x)
-        call = Call("broadcast", shape, None, consistency.grad_mode(), root=root)
+        call = CallSignature("broadcast", shape, None, consistency.grad_mode(), root=root)
         given = torch.empty(())
-    y, note, rows = consistency.agree(group, given, call)
-    if consistency.check_told(rows, root):
+    y, context, rows = consistency.agree(group, given, call)
+    if consistency.check_described_by_root(rows, root):
         refuse_in_transforms("a receiver without a tensor", "give every rank a tensor")
     if call.dtype is None:
         like = rows[root]
         assert like.shape is not None
         y = torch.empty((), dtype=like.dtype, device=device_of(group))
         y = y.expand(like.shape).requires_grad_(like.wants_grad == 1)
-    return y, note
+    return y, context
 
 
-def _stand_in(x: Tensor, group: ProcessGroup) -> Tensor:
+def _placeholder(x: Tensor, group: ProcessGroup) -> Tensor:
     """The tensor; for one on "meta", one of its shape on a device that the group carries."""
     if not x.is_meta:
         return x
@@ -272,7 +250,7 @@ def _stand_in(x: Tensor, group: ProcessGroup) -> Tensor:
     return number.expand(x.shape).requires_grad_(x.requires_grad)
 
 
-def _receiver(x: object, at_root: bool, checked: bool) -> Sequence[int] | None:
+def _receiver_shape(x: object, at_root: bool, checked: bool) -> Sequence[int] | None:
     """What a receiver gives instead of a tensor, if it may."""
     if at_root:
         raise ArgumentTypeError(f"x is a {type(x).__name__} on the root: give the tensor to send")
@@ -280,7 +258,7 @@ def _receiver(x: object, at_root: bool, checked: bool) -> Sequence[int] | None:
         raise ArgumentError(
             f"x is {x!r} on a receiver, and checks are off: give a tensor of the root's shape and "
             "dtype (torch.empty(..., device='meta') will do), or check=True on every rank, so that "
-            "the root tells them"
+            "the root sends them"
         )
     if x is None:
         return None

@@ -1,10 +1,11 @@
-"""Checks that cost next to nothing, where an engine compares a number that goes with a collective.
+"""Run a collective after ranks have compared their calls of it.
 
-A call's fingerprint, its mark, goes with the header of the collective that it makes. Only if marks
-differ, which raises on all ranks, do they exchange what they are about to do, which says what
-differs; or that there was no mistake, but a gradient that is wanted on another rank, and then the
-call is made again. A call that has no mark, PyTorch's own on another rank say, is compared by what
-the engine itself sees of it.
+With checks on, ranks exchange their call signatures first. On shm, where nobody has switched checks
+off, a 64-bit hash of the signature, its mark, is sent in the header of the collective itself. If
+marks differ, the collective raises on all ranks before data is sent. Then they exchange signatures,
+which either says what differs, or that only a gradient is wanted on some ranks, and the call is
+repeated with one on all. A call without a mark, such as PyTorch's own on another rank, is compared
+by op, dtype and size only.
 """
 
 from __future__ import annotations
@@ -19,84 +20,88 @@ from torch.distributed import ProcessGroup
 
 from gradwire.collectives.autograd.handles import Handle
 from gradwire.collectives.checks import consistency
-from gradwire.collectives.checks.call_signature import Call, fingerprint
-from gradwire.collectives.checks.consistency import Note
-from gradwire.collectives.wire.backends import behind
+from gradwire.collectives.checks.call_signature import CallSignature, fingerprint
+from gradwire.collectives.checks.consistency import CheckContext
+from gradwire.collectives.wire.backends import backend_of
 from gradwire.errors import CheckedMismatchError
 
-__all__ = ["agreed"]
+__all__ = ["run_checked"]
 
 T = TypeVar("T")
 
 _WILL_EXCHANGE = 1
-"""A mark's lowest bit: whether its rank exchanges after a mismatch; all must, or none."""
+"""A mark's lowest bit: after a mismatch its rank exchanges signatures, as all must or none."""
 
 
-def agreed(
+def run_checked(
     group: ProcessGroup,
     x: Tensor,
-    check: bool | None,
-    describe: Callable[[Tensor], Call],
-    run: Callable[[Tensor, Note | None], T],
+    requested: bool | None,
+    describe: Callable[[Tensor], CallSignature],
+    run: Callable[[Tensor, CheckContext | None], T],
     *,
     alike: bool = True,
 ) -> T:
-    """Run a call after ranks have agreed on it, if they are to.
+    """Run a call, after ranks have compared it if checks are on or cost nothing.
 
     Args:
         group: The group.
         x: The tensor.
-        check: The caller's; see `checks`.
+        requested: Whether checks are on; see `consistency.requested`.
         describe: What the ranks compare.
-        run: The call, with the note for its backward. It is called again if a gradient turns out
+        run: The call, with the context for its backward. It is called again if a gradient turns out
             to be wanted elsewhere.
-        alike: Whether calls look alike on all ranks, so that a number can stand for them.
+        alike: Whether all ranks' signatures are equal, so that their hashes are.
 
     Raises:
         MismatchError: On every rank, if they disagree.
     """
-    asked = consistency.asked_for(check)
-    if asked:
-        x, note, _ = consistency.agree(group, x, describe(x))
-        return run(x, note)
-    carrier = behind(group, x)
-    if asked is not None or not alike or not _carries_marks(carrier):
+    if requested:
+        x, context, _ = consistency.agree(group, x, describe(x))
+        return run(x, context)
+    if requested is not None or not alike:
         return run(x, None)
+    callee: Any = backend_of(group, x).python or group
+    if not _sends_marks(callee):
+        return run(x, None)
+    # The number is part of the mark, so that a rank that is one call behind differs, although the
+    # signatures are equal.
     call, number = describe(x), consistency.next_number(group)
 
-    def again() -> T:
-        y, note, _ = consistency.agree(group, x, call)
-        return run(y, note)
+    def repeat() -> T:
+        y, context, _ = consistency.agree(group, x, call)
+        return run(y, context)
 
     try:
-        with carrier.marked(_mark(call, number) | _WILL_EXCHANGE):
+        with callee.marked(_mark(call, number) | _WILL_EXCHANGE):
             result = run(x, _Marked(group, call.op, number))
     except CheckedMismatchError:
-        return again()
+        return repeat()
     if isinstance(result, Handle):  # the mismatch shows when it is waited for, on all ranks
-        handle: Any = result.retried(CheckedMismatchError, lambda: cast(Any, again()).wait())
+        handle: Any = result.retried(CheckedMismatchError, lambda: cast(Any, repeat()).wait())
         return cast(T, handle)
     return result
 
 
 @dataclass(frozen=True)
-class _Marked(Note):
-    """Of a call that was marked: its backward is marked too."""
+class _Marked(CheckContext):
+    """Of a call that had a mark: its backward has one too."""
 
     def backward(self, cotangent: Tensor) -> AbstractContextManager[None]:
-        carrier = behind(self.group, cotangent)
-        if not _carries_marks(carrier):
+        callee: Any = backend_of(self.group, cotangent).python or self.group
+        if not _sends_marks(callee):
             return nullcontext()
-        marked: AbstractContextManager[None] = carrier.marked(
-            _mark(Call(f"backward of {self.call}", None, None), self.number) & ~_WILL_EXCHANGE
+        marked: AbstractContextManager[None] = callee.marked(
+            _mark(CallSignature(f"backward of {self.call}", None, None), self.number)
+            & ~_WILL_EXCHANGE
         )
         return marked
 
 
-def _carries_marks(carrier: Any) -> bool:
-    """Whether the engine has marks, and nobody follows what is sent, who would not know them."""
-    return hasattr(carrier, "marked") and carrier.observer is None
+def _sends_marks(callee: Any) -> bool:
+    """Whether the backend sends marks, and no observer, which would not know them, is set."""
+    return hasattr(callee, "marked") and callee.observer is None
 
 
-def _mark(call: Call, number: int) -> int:
-    return hash((fingerprint(call), number)) | 2  # no mark is 0
+def _mark(call: CallSignature, number: int) -> int:
+    return hash((fingerprint(call), number)) | 2  # never 0, which says that there is no mark

@@ -1,6 +1,6 @@
 """Collectives of many tensors at once: one message for each dtype and device.
 
-The tensors of a tree are laid side by side, one collective moves them, and they are cut apart
+The tensors of a tree are flattened and concatenated, one collective moves them, and they are split
 again with torch's own differentiable operations: a leaf that got no cotangent has zeros.
 """
 
@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils import _pytree
 
-from gradwire.collectives.args.lists import concat
 from gradwire.collectives.args.ranks import dense_tensor, member
 from gradwire.collectives.args.reductions import Op
-from gradwire.collectives.args.sizes import equal_part
+from gradwire.collectives.args.sizes import equal_sizes
+from gradwire.collectives.autograd.unstack import concat
 from gradwire.collectives.ops.all_gather_reduce_scatter import all_gather, reduce_scatter
 from gradwire.collectives.ops.all_reduce import all_reduce
 from gradwire.collectives.ops.broadcast_reduce import broadcast, reduce
@@ -59,11 +59,7 @@ def all_reduce_coalesced(
         >>> run_ranks(main, world_size=2)[0]
         {'a': tensor([2., 2.]), 'b': tensor(6)}
     """
-
-    def move(flat: Tensor) -> Tensor:
-        return all_reduce(flat, op, group=group, check=check)
-
-    return _elementwise(tree, move)
+    return _elementwise(tree, lambda flat: all_reduce(flat, op, group=group, check=check))
 
 
 def reduce_coalesced(
@@ -91,12 +87,8 @@ def reduce_coalesced(
         ArgumentTypeError: A leaf is no tensor.
         ArgumentError, MismatchError: As in `reduce`.
     """
-
-    def move(flat: Tensor) -> Tensor:
-        result: Tensor = reduce(flat, dst, op, group_dst=group_dst, group=group, check=check)
-        return result
-
-    return _elementwise(tree, move)
+    options: dict[str, Any] = {"group_dst": group_dst, "group": group, "check": check}
+    return _elementwise(tree, lambda flat: reduce(flat, dst, op, **options))
 
 
 def broadcast_coalesced(
@@ -126,12 +118,8 @@ def broadcast_coalesced(
         ArgumentTypeError: A leaf is no tensor.
         ArgumentError, MismatchError: As in `broadcast`.
     """
-
-    def move(flat: Tensor) -> Tensor:
-        result: Tensor = broadcast(flat, src, group_src=group_src, group=group, check=check)
-        return result
-
-    return _elementwise(tree, move)
+    options: dict[str, Any] = {"group_src": group_src, "group": group, "check": check}
+    return _elementwise(tree, lambda flat: broadcast(flat, src, **options))
 
 
 def all_gather_coalesced(
@@ -161,14 +149,14 @@ def all_gather_coalesced(
 
     def move(leaves: Sequence[Tensor]) -> list[Tensor]:
         flat = concat([leaf.reshape(-1) for leaf in leaves])
-        whole = all_gather(flat, stack=True, group=group, check=check)
-        pieces = whole.split([leaf.numel() for leaf in leaves], 1)
+        gathered = all_gather(flat, stack=True, group=group, check=check)
+        pieces = gathered.split([leaf.numel() for leaf in leaves], 1)
         return [
-            piece.reshape(world * (len(leaf) if leaf.dim() else 1), *leaf.shape[1:])
+            piece.reshape(world * (leaf.shape[0] if leaf.dim() else 1), *leaf.shape[1:])
             for piece, leaf in zip(pieces, leaves, strict=True)
         ]
 
-    return _by_kind(tree, move)
+    return _by_dtype(tree, move)
 
 
 def reduce_scatter_coalesced(
@@ -186,7 +174,7 @@ def reduce_scatter_coalesced(
 
     Raises:
         ArgumentTypeError: A leaf is no tensor.
-        ArgumentError: A first dim cannot be cut.
+        ArgumentError: A first dim cannot be split.
         MismatchError: With checks on, ranks disagree.
     """
     members = member(group)
@@ -202,14 +190,14 @@ def reduce_scatter_coalesced(
             for piece, row, leaf in zip(pieces, rows, leaves, strict=True)
         ]
 
-    return _by_kind(tree, move)
+    return _by_dtype(tree, move)
 
 
 def _rows(leaf: Tensor, group: ProcessGroup) -> int:
     """How many rows of a leaf each rank gets."""
     if not leaf.dim():
         raise ArgumentError("a leaf is 0-d, and cannot be cut: give it a dim")
-    return equal_part(len(leaf), group, "a leaf")
+    return equal_sizes(leaf.shape[0], group, "a leaf")[0]
 
 
 def _elementwise(tree: Any, move: Callable[[Tensor], Tensor]) -> Any:
@@ -220,10 +208,10 @@ def _elementwise(tree: Any, move: Callable[[Tensor], Tensor]) -> Any:
         pieces = flat.split([leaf.numel() for leaf in leaves])
         return [piece.reshape(leaf.shape) for piece, leaf in zip(pieces, leaves, strict=True)]
 
-    return _by_kind(tree, moved)
+    return _by_dtype(tree, moved)
 
 
-def _by_kind(tree: Any, move: Callable[[Sequence[Tensor]], list[Tensor]]) -> Any:
+def _by_dtype(tree: Any, move: Callable[[Sequence[Tensor]], list[Tensor]]) -> Any:
     """`move` of the tensors of each dtype and device, in the order in which these first occur."""
     leaves, structure = _pytree.tree_flatten(tree)
     kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}

@@ -1,7 +1,7 @@
 """gather and scatter: each is the other's adjoint.
 
-Only the root holds the whole. On the other ranks a tensor of as many rows as one likes stands for
-it, so that the graph is the same everywhere: scatter does not look at it, gather makes it zeros.
+Only the root holds all rows. The other ranks have a tensor of any number of rows in its place, so
+that the graph is the same on all: scatter does not read it, gather fills it with zeros.
 """
 
 from __future__ import annotations
@@ -14,22 +14,21 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from gradwire.collectives import wire
-from gradwire.collectives.args.ranks import dense_tensor, member, root_of
+from gradwire.collectives.args.ranks import member, root_of
 from gradwire.collectives.args.sizes import (
     Sizes,
-    dim_back,
-    dim_in_front,
+    move_back,
+    move_to_front,
     resolve_sizes,
-    sizes_in_words,
-    valid_dim,
+    sizes_text,
 )
 from gradwire.collectives.args.transforms import refuse_in_transforms
 from gradwire.collectives.autograd.handles import Handle, after, run
 from gradwire.collectives.autograd.linear import Linear, register
 from gradwire.collectives.checks import consistency
-from gradwire.collectives.checks.call_signature import Call
-from gradwire.collectives.ops.checked import agreed
-from gradwire.collectives.ops.scatter_source import Whole, told
+from gradwire.collectives.checks.call_signature import CallSignature
+from gradwire.collectives.ops.checked import run_checked
+from gradwire.collectives.ops.scatter_source import ScatterSource, agree_on_source
 from gradwire.collectives.wire import Pending
 
 __all__ = ["gather", "scatter"]
@@ -38,16 +37,15 @@ __all__ = ["gather", "scatter"]
 @register
 @dataclass(frozen=True)
 class Gather(Linear):
-    """All ranks' rows on the root; that many rows of zeros elsewhere."""
+    """All ranks' rows on the root; `elsewhere` rows of zeros on the others."""
 
-    group: ProcessGroup
     root: int
     sizes: tuple[int, ...]
     elsewhere: int
     name = "gather"
 
-    def start(self, x: Tensor, now: bool = False) -> Pending:
-        return wire.gather(x, self.root, self.sizes, self.elsewhere, self.group, now)
+    def start(self, x: Tensor, blocking: bool = False) -> Pending:
+        return wire.gather(x, self.root, self.sizes, self.elsewhere, self.group, blocking)
 
     def adjoint(self) -> Scatter:
         return Scatter(self.group, self.root, self.sizes, self.elsewhere)
@@ -55,40 +53,25 @@ class Gather(Linear):
     def rows(self, rows: int) -> int:
         return sum(self.sizes) if self.group.rank() == self.root else self.elsewhere
 
-    def plan(self) -> list[int]:
-        return [self.root, self.elsewhere, *self.sizes]
-
-    @classmethod
-    def of(cls, plan: Sequence[int], group: ProcessGroup) -> Gather:
-        return cls(group, plan[0], tuple(plan[2:]), plan[1])
-
 
 @register
 @dataclass(frozen=True)
 class Scatter(Linear):
-    """The root's rows, dealt out; the others' input, of that many rows, is not looked at."""
+    """The root's rows, some to each rank; the others' input, `elsewhere` rows, is not read."""
 
-    group: ProcessGroup
     root: int
     sizes: tuple[int, ...]
     elsewhere: int
     name = "scatter"
 
-    def start(self, x: Tensor, now: bool = False) -> Pending:
-        return wire.scatter(x, self.root, self.sizes, self.group, now)
+    def start(self, x: Tensor, blocking: bool = False) -> Pending:
+        return wire.scatter(x, self.root, self.sizes, self.group, blocking)
 
     def adjoint(self) -> Gather:
         return Gather(self.group, self.root, self.sizes, self.elsewhere)
 
     def rows(self, rows: int) -> int:
         return self.sizes[self.group.rank()]
-
-    def plan(self) -> list[int]:
-        return [self.root, self.elsewhere, *self.sizes]
-
-    @classmethod
-    def of(cls, plan: Sequence[int], group: ProcessGroup) -> Scatter:
-        return cls(group, plan[0], tuple(plan[2:]), plan[1])
 
 
 @overload
@@ -129,14 +112,14 @@ def gather(
     async_op: bool = False,
     check: bool | None = None,
 ) -> Any:
-    """All ranks' tensors joined along a dim, on one rank; zeros on the others.
+    """All ranks' tensors concatenated along a dim, on one rank; zeros on the others.
 
     Args:
         x: As in `all_gather`.
         dst: The root's global rank.
-        dim: The dim that is joined.
+        dim: The dim along which they are concatenated.
         sizes: As in `all_gather`.
-        stack: Join along a new dim instead, before `dim`.
+        stack: Concatenate along a new dim instead, before `dim`.
         group_dst: The root's rank in the group, instead of `dst`.
         group: The default group, if None.
         async_op: Return a `Handle`.
@@ -161,23 +144,22 @@ def gather(
     """
     group = member(group)
     root = root_of(group, dst, group_dst, "dst")
-    dense_tensor(x)
-    if stack:
-        x = x.unsqueeze(valid_dim(dim, x.dim() + 1, x.shape))
-    front, dim = dim_in_front(x, dim)
+    front, dim = move_to_front(x, dim, stack)
 
-    def describe(front: Tensor) -> Call:
-        text = f"dim={dim}, {sizes_in_words(sizes)}"
+    def describe(front: Tensor) -> CallSignature:
+        text = f"dim={dim}, {sizes_text(sizes)}"
         return consistency.describe(
             "gather", front, root=root, detail=text, ragged=sizes is not None
         )
 
-    def go(front: Tensor, note: consistency.Note | None) -> Any:
-        known = resolve_sizes(sizes, len(front), group) or (len(front),) * group.size()
-        return run(Gather(group, root, known, sum(known)), front, note, async_op)
+    def start(front: Tensor, context: consistency.CheckContext | None) -> Any:
+        known = resolve_sizes(sizes, front.shape[0], group) or (front.shape[0],) * group.size()
+        return run(Gather(group, root, known, sum(known)), front, context, async_op)
 
-    whole = agreed(group, front, check, describe, go, alike=sizes is None)
-    return after(whole, lambda y: dim_back(y, dim))
+    gathered = run_checked(
+        group, front, consistency.requested(check), describe, start, alike=sizes is None
+    )
+    return after(gathered, lambda y: move_back(y, dim))
 
 
 @overload
@@ -218,19 +200,20 @@ def scatter(
     async_op: bool = False,
     check: bool | None = None,
 ) -> Any:
-    """One rank's tensor, cut along a dim, or its list of tensors: to each rank its piece.
+    """One rank's tensor, split along a dim, or its list of tensors: to each rank its piece.
 
     Args:
         xs: On the root a list with a tensor for each rank, which differ at most in `dim`, or one
-            tensor that is cut. On the other ranks None; tensors are not looked at there and get
-            gradients of zeros, by which the rank takes part in further derivatives.
+            tensor that is split. On the other ranks None; tensors given there are not read; they
+            get gradients of zeros, so that the rank takes part in further derivatives.
         src: The root's global rank.
-        dim: The dim that is cut.
-        sizes: The sizes into which the root's tensor is cut; None for equal ones. The root's word
-            counts, but with `like` every rank gives them.
+        dim: The dim that is split.
+        sizes: The sizes into which the root's tensor is split; None for equal ones. Those of the
+            root are used; with `like`, every rank gives them.
         like: On every rank a tensor of the shape, dtype and device that it will receive (one on
             "meta" will do, for the group's device), which requires a gradient where the root's
-            does. Then nothing is sent besides the data; without it the root tells them first.
+            does. Then nothing is sent besides the data; without it the root first sends shape and
+            sizes.
         group_src: The root's rank in the group, instead of `src`.
         group: The default group, if None.
         async_op: Return a `Handle`.
@@ -256,22 +239,21 @@ def scatter(
     """
     group = member(group)
     root = root_of(group, src, group_src, "src")
+    source: ScatterSource | None = None
     if group.rank() == root:
-        whole = Whole.of(xs, dim, sizes, group)
+        source = ScatterSource.on_root(xs, dim, sizes, group)
     elif like is not None:
-        whole = Whole.expected(like, dim, sizes, group)
-    else:
-        whole = None
-    note = None
+        source = ScatterSource.from_like(like, dim, sizes, group)
+    context = None
     if like is None:
         refuse_in_transforms("scatter without like", "give it on every rank")
     if like is None or consistency.enabled(check):
-        whole, note = told(whole, root, dim, group)
-    elif whole is not None and group.rank() != root:
-        resolve_sizes(whole.sizes, whole.expected_rows, group)
-    assert whole is not None
+        source, context = agree_on_source(source, root, dim, group)
+    elif source is not None and group.rank() != root:
+        resolve_sizes(source.sizes, source.expected_rows, group)
+    assert source is not None
     if group.rank() != root and like is None:
-        whole = whole.hung_on(xs)
-    op = Scatter(group, root, whole.sizes, len(whole.rows))
-    result = run(op, whole.rows, note, async_op)
-    return after(result, lambda y: y.reshape(()) if whole.numbers else dim_back(y, whole.dim))
+        source = source.attach_to(xs)
+    op = Scatter(group, root, source.sizes, len(source.rows))
+    result = run(op, source.rows, context, async_op)
+    return after(result, lambda y: y.reshape(()) if source.scalars else move_back(y, source.dim))

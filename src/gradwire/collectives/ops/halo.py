@@ -33,7 +33,7 @@ def halo_exchange(
             least the widths.
         widths: How much to take from the neighbour before and from the one after, or one number
             for both; the same on all ranks.
-        dim: The dim along which the whole is cut.
+        dim: The dim along which the slabs lie.
         wrap: Whether the first and the last rank are neighbours; otherwise zeros stand there.
         group: The default group, if None.
         check: Compare with the other ranks first; see `checks`.

@@ -1,8 +1,8 @@
-"""Reductions that are not linear, pulled back through the linear part.
+"""Reductions that are not linear: max, min and product.
 
-A reduction's cotangent is first brought to all ranks by the adjoint of the sum; then each rank
-applies its own factor: 1 for a sum, its share of the ties for an extremum, the product of the
-others for a product.
+Their backward is that of the sum, the adjoint collective of the cotangent, times a factor that each
+rank has for its own tensor: for max and min 1 over the number of ranks that tie, for a product the
+product of the other ranks' tensors.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from gradwire.collectives.args.reductions import BITWISE
 from gradwire.collectives.args.transforms import refuse_split
-from gradwire.collectives.autograd.handles import Handle, Ticket, after, run, waited
+from gradwire.collectives.autograd.handles import AsyncState, Handle, after, run, waited
 from gradwire.collectives.autograd.linear import (
     Linear,
     compiling,
@@ -26,7 +26,7 @@ from gradwire.collectives.autograd.linear import (
     restored_linear,
     result_like,
 )
-from gradwire.collectives.checks.consistency import Note, in_backward
+from gradwire.collectives.checks.consistency import CheckContext, check_backward
 from gradwire.collectives.ops.sharded import exclusive_product
 from gradwire.collectives.wire import Pending
 
@@ -34,135 +34,143 @@ __all__ = ["Reducing", "reduce_with", "scaled"]
 
 
 class Reducing(Linear):
-    """A linear collective that sums, and can reduce otherwise along the same way."""
+    """A collective that sums, and can do the same with another reduction."""
+
+    def start(self, x: Tensor, blocking: bool = False) -> Pending:
+        """`start_with` for a sum."""
+        return self.start_with(x, "sum", blocking)
 
     @abstractmethod
-    def start_with(self, x: Tensor, op: str, now: bool = False) -> Pending:
+    def start_with(self, x: Tensor, op: str, blocking: bool = False) -> Pending:
         """`start` with another reduction."""
 
-    @abstractmethod
-    def everywhere(self, y: Tensor) -> Tensor:
-        """The whole result on all ranks, from what each has."""
+    def adjoint_of_result(self, y: Tensor) -> Tensor:
+        """The whole result on every rank: its adjoint collective, or for an all_reduce itself."""
+        return linear(self.adjoint(), y)
 
     @abstractmethod
-    def total(self, x: Tensor) -> Tensor:
-        """The sum of the whole tensors, on all ranks."""
+    def sum_over_ranks(self, x: Tensor) -> Tensor:
+        """The sum of the ranks' inputs, unsplit and on all ranks."""
 
 
-def reduce_with(form: Reducing, x: Tensor, op: str, note: Note | None, async_op: bool) -> Any:
-    """The reduction along the way that `form` goes; its result, or its handle."""
+def reduce_with(
+    form: Reducing, x: Tensor, op: str, context: CheckContext | None, async_op: bool
+) -> Any:
+    """The collective `form` with another reduction: its result, or its handle."""
     if op in ("sum", "avg", "premul"):
-        return scaled(run(form, x, note, async_op), op, form.group)
-    follow = op not in BITWISE and (x.is_floating_point() or x.is_complex())
+        return scaled(run(form, x, context, async_op), op, form.group)
+    differentiable = op not in BITWISE and (x.is_floating_point() or x.is_complex())
     if async_op:
-        return _begun(form, x, op, note, follow)
-    if follow and (
+        return _start_async(form, x, op, context, differentiable)
+    if differentiable and (
         compiling(x) or torch._C._are_functorch_transforms_active() or graph_is_needed(x)
     ):
-        return _followed(form, x, op, note)
-    return form.start_with(x, op, now=True).wait()
+        return _differentiable(form, x, op, context)
+    return form.start_with(x, op, blocking=True).wait()
 
 
 def scaled(total: Any, op: str, group: ProcessGroup) -> Any:
-    """A sum, or its handle; divided by the number of ranks if an average was asked for."""
+    """A sum, or its handle; divided by the number of ranks for "avg"."""
     world = group.size()
     return after(total, lambda y: y.div_(world)) if op == "avg" else total
 
 
-def _followed(form: Reducing, x: Tensor, op: str, note: Note | None) -> Tensor:
-    """The reduction, with its rule."""
+def _differentiable(form: Reducing, x: Tensor, op: str, context: CheckContext | None) -> Tensor:
+    """The reduction, with its derivatives."""
     if compiling(x):
         y: Tensor = _reduced(x, form.name, form.plan(), op, form.group.group_name)
         return y
     if op == "product":
-        return _Product.apply(x, form, note)  # type: ignore[no-any-return, no-untyped-call]
-    return _Extremum.apply(x, form, op, note)[0]  # type: ignore[no-any-return, no-untyped-call]
+        return _Product.apply(x, form, context)  # type: ignore[no-any-return, no-untyped-call]
+    return _Extremum.apply(x, form, op, context)[0]  # type: ignore[no-any-return, no-untyped-call]
 
 
-def _begun(form: Reducing, x: Tensor, op: str, note: Note | None, follow: bool) -> Handle[Tensor]:
-    """The reduction's handle, with its rule if there is one."""
+def _start_async(
+    form: Reducing, x: Tensor, op: str, context: CheckContext | None, differentiable: bool
+) -> Handle[Tensor]:
+    """The reduction's handle, with its derivative if it has one."""
     refuse_split()
-    if not follow or not graph_is_needed(x):
+    if not differentiable or not graph_is_needed(x):
         return Handle(form.start_with(x, op).wait, form.name)
-    ticket = Ticket()
-    token = _Start.apply(x, form, op, ticket, note)  # type: ignore[no-untyped-call]
-    return waited(token, form, ticket, note)
+    state = AsyncState()
+    token = _Start.apply(x, form, op, state, context)  # type: ignore[no-untyped-call]
+    return waited(token, form, state, context)
 
 
 def _factor(form: Reducing, op: str, x: Tensor, y: Tensor | None) -> Tensor:
-    """What this rank multiplies the total cotangent with."""
+    """What this rank multiplies the cotangent of the sum with."""
     if op == "product":
         return exclusive_product(x, form.group).conj()
     assert y is not None
-    return _shares(form, x, y)
+    return _share_of_ties(form, x, y)
 
 
 class _Extremum(Function):
     """max and min. Ties over ranks share the cotangent equally, as torch.amax has it."""
 
     @staticmethod
-    def forward(x: Tensor, form: Reducing, op: str, note: Note | None) -> Any:
-        y = form.start_with(x, op, now=True).wait()
-        # Kept apart, because the result may be changed in place.
+    def forward(x: Tensor, form: Reducing, op: str, context: CheckContext | None) -> Any:
+        y = form.start_with(x, op, blocking=True).wait()
+        # A copy for backward, because the caller may change the result in place.
         return y, y.clone()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        x, ctx.form, _, ctx.note = inputs
+        x, ctx.form, _, ctx.check = inputs
         ctx.mark_non_differentiable(output[1])
         ctx.save_for_backward(x, output[1])
         ctx.save_for_forward(x, output[1])
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor, _: Any) -> Any:
-        with in_backward(ctx.note, cotangent):
-            total = linear(ctx.form.adjoint(), cotangent, ctx.note)
-        return total * _shares(ctx.form, *ctx.saved_tensors), None, None, None
+        with check_backward(ctx.check, cotangent):
+            total = linear(ctx.form.adjoint(), cotangent, ctx.check)
+        return total * _share_of_ties(ctx.form, *ctx.saved_tensors), None, None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Any:
         x, y = ctx.saved_tensors
-        return linear(ctx.form, tangent * _shares(ctx.form, x, y), ctx.note), None
+        return linear(ctx.form, tangent * _share_of_ties(ctx.form, x, y), ctx.check), None
 
     @staticmethod
     def vmap(_: Any, in_dims: Any, x: Tensor, *rest: Any) -> Any:
         return _Extremum.apply(x.movedim(in_dims[0], -1), *rest), (-1, -1)  # type: ignore[no-untyped-call]
 
 
-def _shares(form: Reducing, x: Tensor, y: Tensor) -> Tensor:
+def _share_of_ties(form: Reducing, x: Tensor, y: Tensor) -> Tensor:
     """This rank's part of the derivative of an extremum: 1 over the number of ranks that tie."""
-    x, y = x.detach(), form.everywhere(y.detach())
+    x, y = x.detach(), form.adjoint_of_result(y.detach())
     ties = (x == y) | x.isnan()
-    # Counted in bytes, at a quarter of the cost or less.
+    # Counted in uint8: a quarter of the bytes of float32, or less.
     small = torch.uint8 if form.group.size() < 256 else torch.int32
-    counts = form.total(ties.to(small))
+    counts = form.sum_over_ranks(ties.to(small))
     return ties.to(x.dtype) / counts.to(x.dtype)
 
 
 class _Product(Function):
-    """A product's factor is the product of the other ranks', never the result over its own."""
+    """product. Its factor is the product of the other ranks, not result / x: x may be 0."""
 
     @staticmethod
-    def forward(x: Tensor, form: Reducing, note: Note | None) -> Tensor:
-        return form.start_with(x, "product", now=True).wait()
+    def forward(x: Tensor, form: Reducing, context: CheckContext | None) -> Tensor:
+        return form.start_with(x, "product", blocking=True).wait()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        x, ctx.form, ctx.note = inputs
+        x, ctx.form, ctx.check = inputs
         ctx.save_for_backward(x)
         ctx.save_for_forward(x)
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> Any:
         (x,) = ctx.saved_tensors
-        with in_backward(ctx.note, cotangent):
-            total = linear(ctx.form.adjoint(), cotangent, ctx.note)
+        with check_backward(ctx.check, cotangent):
+            total = linear(ctx.form.adjoint(), cotangent, ctx.check)
         return total * exclusive_product(x, ctx.form.group).conj(), None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Any:
         (x,) = ctx.saved_tensors
-        return linear(ctx.form, tangent * exclusive_product(x, ctx.form.group), ctx.note)
+        return linear(ctx.form, tangent * exclusive_product(x, ctx.form.group), ctx.check)
 
     @staticmethod
     def vmap(_: Any, in_dims: Any, x: Tensor, *rest: Any) -> Any:
@@ -170,31 +178,33 @@ class _Product(Function):
 
 
 class _Start(Function):
-    """The front half of a reduction under way; `handles` has the back half."""
+    """Starts an asynchronous reduction; `handles` has the wait."""
 
     @staticmethod
-    def forward(x: Tensor, form: Reducing, op: str, ticket: Ticket, note: Note | None) -> Tensor:
+    def forward(
+        x: Tensor, form: Reducing, op: str, state: AsyncState, context: CheckContext | None
+    ) -> Tensor:
         pending = form.start_with(x, op)
 
         def finish() -> Tensor:
             y = pending.wait()
-            # Kept apart, because the result may be changed in place.
-            ticket.kept = None if op == "product" else y.clone()
+            # A copy for backward, because the caller may change the result in place.
+            state.result = None if op == "product" else y.clone()
             return y
 
-        ticket.pending = Pending((), finish)
+        state.pending = Pending((), finish)
         return x.new_zeros(())
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        x, ctx.form, ctx.op, ctx.ticket, ctx.note = inputs
+        x, ctx.form, ctx.op, ctx.state, ctx.check = inputs
         ctx.save_for_backward(x)
 
     @staticmethod
     def backward(ctx: Any, token: Tensor) -> Any:
         (x,) = ctx.saved_tensors
-        total = ctx.ticket.pulled(token, ctx.form.adjoint(), ctx.note)
-        factor = _factor(ctx.form, ctx.op, x, ctx.ticket.kept)
+        total = ctx.state.wait_adjoint(token, ctx.form.adjoint(), ctx.check)
+        factor = _factor(ctx.form, ctx.op, x, ctx.state.result)
         return total * factor, None, None, None, None
 
 
@@ -202,7 +212,7 @@ class _Start(Function):
 
 
 def _run_reduced(x: Tensor, form: str, plan: list[int], op: str, group: str) -> Tensor:
-    return _reducing(form, plan, group).start_with(x, op, now=True).wait()
+    return _reducing(form, plan, group).start_with(x, op, blocking=True).wait()
 
 
 def _save_reduced(ctx: Any, inputs: Any, output: Any) -> None:
@@ -210,7 +220,7 @@ def _save_reduced(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(x, output)
 
 
-def _pull_reduced(ctx: Any, cotangent: Tensor) -> Any:
+def _backward_reduced(ctx: Any, cotangent: Tensor) -> Any:
     form = _reducing(ctx.name, ctx.plan, ctx.group)
     x, y = ctx.saved_tensors
     total = linear(form.adjoint(), cotangent)
@@ -234,4 +244,4 @@ _reduced = torch.library.custom_op(
     schema="(Tensor x, str form, int[] plan, str op, str group) -> Tensor",
 )
 _reduced.register_fake(_fake_reduced)
-_reduced.register_autograd(_pull_reduced, setup_context=_save_reduced)
+_reduced.register_autograd(_backward_reduced, setup_context=_save_reduced)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, overload
 
 import torch
@@ -16,7 +14,7 @@ from gradwire.collectives.args.ranks import dense_tensor, member
 from gradwire.collectives.autograd.linear import Linear, linear, register
 from gradwire.collectives.wire import Pending
 from gradwire.collectives.wire.backends import fresh
-from gradwire.collectives.wire.ints import device_of, gather_numbers
+from gradwire.collectives.wire.ints import device_of, gather_ints
 
 __all__ = ["all_gather_object", "barrier"]
 
@@ -38,29 +36,23 @@ def all_gather_object(obj: Any, *, group: ProcessGroup | None = None) -> list[An
     group = member(group)
     data = bytearray(pickle.dumps(obj))
     own = torch.frombuffer(data, dtype=torch.uint8).to(device_of(group))
-    sizes = [count for (count,) in gather_numbers([len(own)], group)]
-    pieces = wire.all_gather(own, sizes, group, now=True).wait().cpu().split(sizes)
+    sizes = [count for (count,) in gather_ints([len(own)], group)]
+    pieces = wire.all_gather(own, sizes, group, blocking=True).wait().cpu().split(sizes)
     return [pickle.loads(piece.numpy().tobytes()) for piece in pieces]
 
 
 @register
-@dataclass(frozen=True)
 class Barrier(Linear):
     """The identity, which waits for all ranks in both passes."""
 
-    group: ProcessGroup
     name = "barrier"
 
-    def start(self, x: Tensor, now: bool = False) -> Pending:
+    def start(self, x: Tensor, blocking: bool = False) -> Pending:
         wire.barrier(self.group)
         return wire.done(fresh(x))
 
     def adjoint(self) -> Barrier:
         return self
-
-    @classmethod
-    def of(cls, plan: Sequence[int], group: ProcessGroup) -> Barrier:
-        return cls(group)
 
 
 @overload

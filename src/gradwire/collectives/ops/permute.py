@@ -15,7 +15,7 @@ from gradwire.collectives.args.ranks import dense_tensor, member
 from gradwire.collectives.autograd.handles import Handle, run
 from gradwire.collectives.autograd.linear import Linear, register
 from gradwire.collectives.checks import consistency
-from gradwire.collectives.ops.checked import agreed
+from gradwire.collectives.ops.checked import run_checked
 from gradwire.collectives.wire import Pending
 from gradwire.collectives.wire.backends import fresh
 from gradwire.errors import ArgumentError, ArgumentTypeError
@@ -28,11 +28,10 @@ __all__ = ["ppermute", "shift"]
 class Permute(Linear):
     """Each tensor to the rank that its pair names; zeros where none comes."""
 
-    group: ProcessGroup
     pairs: tuple[tuple[int, int], ...]
     name = "ppermute"
 
-    def start(self, x: Tensor, now: bool = False) -> Pending:
+    def start(self, x: Tensor, blocking: bool = False) -> Pending:
         rank, world = self.group.rank(), self.group.size()
         send, receive = [0] * world, [0] * world
         for source, target in self.pairs:
@@ -43,7 +42,7 @@ class Permute(Linear):
         if x.numel() == 0:
             return wire.done(fresh(x))
         row = x.unsqueeze(0)
-        pending = wire.all_to_all(row[: sum(send)], send, receive, self.group, now)
+        pending = wire.all_to_all(row[: sum(send)], send, receive, self.group, blocking)
         if sum(receive):
             # Not a view, which could not be changed in place: autograd knows nothing of its base.
             return Pending((), lambda: pending.wait()[0].data)
@@ -56,13 +55,6 @@ class Permute(Linear):
 
     def adjoint(self) -> Permute:
         return Permute(self.group, tuple((target, source) for source, target in self.pairs))
-
-    def plan(self) -> list[int]:
-        return [rank for pair in self.pairs for rank in pair]
-
-    @classmethod
-    def of(cls, plan: Sequence[int], group: ProcessGroup) -> Permute:
-        return cls(group, tuple(zip(plan[::2], plan[1::2], strict=True)))
 
 
 @overload
@@ -201,12 +193,12 @@ def _permuted(
     check: bool | None,
 ) -> Any:
     dense_tensor(x)
-    return agreed(
+    return run_checked(
         group,
         x,
-        check,
+        consistency.requested(check),
         lambda x: consistency.describe(name, x, detail=f"pairs={moves}"),
-        lambda x, note: run(Permute(group, moves), x, note, async_op),
+        lambda x, context: run(Permute(group, moves), x, context, async_op),
     )
 
 

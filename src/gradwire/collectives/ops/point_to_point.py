@@ -1,8 +1,8 @@
-"""send, recv and send_recv: each other's adjoints, in an order that tokens fix.
+"""send, recv and send_recv: each other's adjoints, in an order given by tokens.
 
-Messages between two ranks are matched by their order alone. A token goes from one call to the next
-and into the loss (`join`); its cotangent comes back the other way, so that on every rank backward
-runs the moves in exactly the reverse order.
+Messages between two ranks are matched by their order alone. Each call takes the token of the one
+before and gives one; `tie` makes the loss depend on the last. So autograd runs the backwards of the
+calls on every rank in exactly the reverse order.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gradwire.collectives import wire
 from gradwire.collectives.args.ranks import dense_tensor, member, peer, root_of
 from gradwire.errors import ArgumentError
 
-__all__ = ["join", "recv", "send", "send_recv"]
+__all__ = ["recv", "send", "send_recv", "tie"]
 
 
 class _Send(Function):
@@ -66,7 +66,7 @@ class _Receive(Function):
         return _Receive.apply(ctx.like, token, ctx.source, ctx.group)  # type: ignore[no-untyped-call]
 
 
-class _Join(Function):
+class _Tie(Function):
     """From a tensor and a token to the tensor."""
 
     @staticmethod
@@ -79,18 +79,18 @@ class _Join(Function):
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> Any:
-        return _Split.apply(cotangent, *ctx.saved_tensors)  # type: ignore[no-untyped-call]
+        return _Untie.apply(cotangent, *ctx.saved_tensors)  # type: ignore[no-untyped-call]
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, _: Any) -> Tensor:
         return tangent.clone()
 
 
-class _Split(Function):
-    """From a tensor to the tensor and a first token of the moves in backward.
+class _Untie(Function):
+    """From a tensor to the tensor and the first token of the messages in backward.
 
-    It depends on forward's last token, so that a second backward, when it has been through the
-    moves of the first, goes through those of forward on every rank.
+    It depends on forward's last token, so that a second backward, after the messages of the first,
+    runs those of forward on every rank.
     """
 
     @staticmethod
@@ -103,8 +103,8 @@ class _Split(Function):
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor, token: Tensor) -> Any:
-        joined = _Join.apply(cotangent, token)  # type: ignore[no-untyped-call]
-        return _Split.apply(joined, token.detach())  # type: ignore[no-untyped-call]
+        tied = _Tie.apply(cotangent, token)  # type: ignore[no-untyped-call]
+        return _Untie.apply(tied, token.detach())  # type: ignore[no-untyped-call]
 
 
 class _Exchange(Function):
@@ -156,9 +156,10 @@ def send(
         group: The default group, if None.
 
     Returns:
-        A token. Give it to the next move, and the last one to `join`: without that, backward does
-        not come here, and the receiver waits in its backward. `torch.autograd.grad` goes only to
-        what depends on its inputs: there, let the first token do so (`0 * x.sum()`).
+        A token. Give it to the next `send` or `recv`, and the last one to `tie`: without that,
+        backward does not reach this call, and the receiver waits in its backward.
+        `torch.autograd.grad` reaches only what depends on its inputs: there, let the first token do
+        so (`0 * x.sum()`).
 
     Adjoint: `recv` of the cotangent.
 
@@ -166,15 +167,15 @@ def send(
         ArgumentError: No receiver or two, or it is this rank.
 
     Example:
-        >>> from gradwire.collectives import join, recv, send
+        >>> from gradwire.collectives import recv, send, tie
         >>> def main():
         ...     x = torch.tensor([5.0], requires_grad=True)
         ...     if dist.get_rank() == 0:
         ...         token = send(x, dst=1)
-        ...         join(torch.zeros(()), token).backward()
+        ...         tie(torch.zeros(()), token).backward()
         ...         return x.grad
         ...     y, token = recv(torch.empty(1), src=0)
-        ...     join((3 * y).sum(), token).backward()
+        ...     tie((3 * y).sum(), token).backward()
         ...     return y.detach()
         >>> run_ranks(main, world_size=2)
         [tensor([3.]), tensor([5.])]
@@ -196,7 +197,7 @@ def recv(
     """Receive a tensor from one rank, which calls `send`.
 
     Args:
-        like: A tensor of the shape, dtype and device that comes; its values do not matter.
+        like: A tensor of the shape, dtype and device that is received; its values do not matter.
         src: The sender's global rank.
         token: What the last `send` or `recv` of this rank gave: backward keeps their order.
         group_src: The sender's rank in the group, instead of `src`.
@@ -217,8 +218,8 @@ def recv(
     return y, after
 
 
-def join(x: Tensor, token: Tensor) -> Tensor:
-    """The tensor, a copy, whose backward also runs that of the moves behind the token.
+def tie(x: Tensor, token: Tensor) -> Tensor:
+    """A copy of the tensor, whose backward also runs that of the calls that led to the token.
 
     Args:
         x: What backward is called on, or what goes into it.
@@ -228,7 +229,7 @@ def join(x: Tensor, token: Tensor) -> Tensor:
     """
     dense_tensor(x)
     dense_tensor(token, "token")
-    return _Join.apply(x, token)  # type: ignore[no-any-return, no-untyped-call]
+    return _Tie.apply(x, token)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def send_recv(
@@ -242,7 +243,7 @@ def send_recv(
 ) -> Tensor:
     """Send a tensor to one rank while receiving another's, of the same shape, without deadlock.
 
-    Only the ranks that move something call it.
+    Only the ranks that send or receive something call it.
 
     Args:
         x: What is sent. Any shape, dtype and strides.
@@ -253,7 +254,7 @@ def send_recv(
         group: The default group, if None.
 
     Returns:
-        What came; zeros if there is no sender.
+        What was received; zeros if there is no sender.
 
     Adjoint: the same with `dst` and `src` swapped.
 
@@ -282,7 +283,7 @@ def send_recv(
 
 
 def _token(token: Tensor | None) -> Tensor:
-    """The token to go on with; a first one asks for a gradient, so that the graph is made."""
+    """The token, or a first one; that requires a gradient, so that the graph is recorded."""
     return torch.zeros((), requires_grad=True) if token is None else token
 
 

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from gradwire.collectives.args.ranks import member
 from gradwire.collectives.args.reductions import check_reducible
 from gradwire.collectives.checks import consistency
-from gradwire.collectives.ops.sharded import combine, row_of, running
+from gradwire.collectives.ops.sharded import combine, exclusive_scan, filled_row
 from gradwire.errors import ArgumentError
 
 __all__ = ["exscan", "scan"]
@@ -93,21 +93,21 @@ def _prefix(name: str, x: Tensor, op: str, group: ProcessGroup, check: bool | No
 
     def before(pieces: Tensor) -> Tensor:
         if op in ("max", "min"):
-            return _running_extremum(pieces, op)
+            return _exclusive_extremum(pieces, op)
         fn: Callable[[Tensor, Tensor], Tensor] = torch.add if op == "sum" else torch.mul
-        return running(pieces, fn, 0 if op == "sum" else 1)
+        return exclusive_scan(pieces, fn, 0 if op == "sum" else 1)
 
     def up_to(pieces: Tensor) -> Tensor:
         if op == "sum":
             return pieces.cumsum(0, dtype=pieces.dtype)
         if op == "product":
             return before(pieces) * pieces
-        return torch.cat([_running_extremum(pieces, op)[1:], _extremum(pieces, op).unsqueeze(0)])
+        return torch.cat([_exclusive_extremum(pieces, op)[1:], _extremum(pieces, op).unsqueeze(0)])
 
     return combine(x, group, up_to if name == "scan" else before)
 
 
-def _running_extremum(pieces: Tensor, op: str) -> Tensor:
+def _exclusive_extremum(pieces: Tensor, op: str) -> Tensor:
     """Row r is the extremum of the rows before r; each row anew, so that ties share equally."""
     least: float
     most: float
@@ -118,7 +118,7 @@ def _running_extremum(pieces: Tensor, op: str) -> Tensor:
     else:
         limits = torch.iinfo(pieces.dtype)
         least, most = limits.min, limits.max
-    first = row_of(least if op == "max" else most, pieces)
+    first = filled_row(least if op == "max" else most, pieces)
     return torch.stack([first, *(_extremum(pieces[:r], op) for r in range(1, len(pieces)))])
 
 

@@ -1,4 +1,4 @@
-"""What a scatter cuts, as each rank knows it: the root has it, a receiver expects it or is told."""
+"""The tensor that a scatter splits, as each rank knows it before any of it is sent."""
 
 from __future__ import annotations
 
@@ -9,72 +9,80 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from gradwire.collectives.args.lists import concat, piece_sizes, pieces_of
+from gradwire.collectives.args.lists import piece_sizes, pieces_of
 from gradwire.collectives.args.ranks import dense_tensor, with_data
-from gradwire.collectives.args.sizes import dim_in_front, equal_part, valid_sizes
+from gradwire.collectives.args.sizes import equal_sizes, move_to_front, valid_sizes
 from gradwire.collectives.args.transforms import refuse_in_transforms
+from gradwire.collectives.autograd.unstack import concat
 from gradwire.collectives.checks import consistency
-from gradwire.collectives.checks.call_signature import Call
+from gradwire.collectives.checks.call_signature import CallSignature
 from gradwire.collectives.wire.ints import device_of
 from gradwire.errors import ArgumentError
 
-__all__ = ["Whole", "told"]
+__all__ = ["ScatterSource", "agree_on_source"]
 
 
 @dataclass(frozen=True)
-class Whole:
-    """What a scatter cuts: the rows, with the cut dim in front.
+class ScatterSource:
+    """What a scatter splits, with the dim that is split in front.
 
     Args:
-        rows: The pieces, one after the other; on a receiver what stands for them.
+        rows: On the root the pieces, one after the other; on a receiver any number of rows of
+            that shape, which stand for them in the graph.
         sizes: How many rows each rank gets.
-        dim: Where the cut dim was.
-        numbers: Whether the pieces have no dim at all.
+        dim: Where the dim in front was.
+        scalars: Whether the pieces are 0-d.
         expected_rows: How many rows a receiver's `like` has.
     """
 
     rows: Tensor
     sizes: tuple[int, ...]
     dim: int
-    numbers: bool = False
+    scalars: bool = False
     expected_rows: int = 0
 
     @classmethod
-    def of(cls, xs: object, dim: int, sizes: Sequence[int] | None, group: ProcessGroup) -> Whole:
-        """On the root."""
+    def on_root(
+        cls, xs: object, dim: int, sizes: Sequence[int] | None, group: ProcessGroup
+    ) -> ScatterSource:
+        """From the tensor or the list that the root was given."""
         if isinstance(xs, Tensor):
-            front, dim = dim_in_front(xs, dim)
+            front, dim = move_to_front(xs, dim)
             with_data(xs, "xs")
             if sizes is None:
-                return cls(front, (equal_part(len(front), group, "xs"),) * group.size(), dim)
+                return cls(front, equal_sizes(front.shape[0], group, "xs"), dim)
             given = valid_sizes(sizes, group, "sizes")
-            if sum(given) != len(front):
-                raise ArgumentError(f"sizes is {list(given)}: xs has {len(front)} in dim {dim}")
+            if sum(given) != front.shape[0]:
+                raise ArgumentError(f"sizes is {list(given)}: xs has {front.shape[0]} in dim {dim}")
             return cls(front, given, dim)
-        pieces, dim, numbers = pieces_of(xs, dim, group, "xs")
+        pieces, dim, scalars = pieces_of(xs, dim, group, "xs")
         with_data(pieces[0], "xs[0]")
         known = piece_sizes(pieces, dim, sizes, group)
-        return cls(concat([piece.movedim(dim, 0) for piece in pieces]), known, dim, numbers)
+        return cls(concat([piece.movedim(dim, 0) for piece in pieces]), known, dim, scalars)
 
     @classmethod
-    def expected(
+    def from_like(
         cls, like: Tensor, dim: int, sizes: Sequence[int] | None, group: ProcessGroup
-    ) -> Whole:
-        """On a receiver that knows what it gets."""
+    ) -> ScatterSource:
+        """On a receiver that has a tensor of the shape it will receive."""
         dense_tensor(like, "like")
-        numbers = not like.dim()
-        front, dim = rows, dim = dim_in_front(like, dim)
+        scalars = not like.dim()
+        front, dim = rows, dim = move_to_front(like, dim)
         if like.is_meta:
             refuse_in_transforms("like on meta", "give a tensor that is transformed as xs is")
             rows = torch.empty((0, *front.shape[1:]), dtype=like.dtype, device=device_of(group))
             rows.requires_grad_(like.requires_grad)
-        given = (len(front),) * group.size()
+        given = (front.shape[0],) * group.size()
         if sizes is not None:
             given = valid_sizes(sizes, group, "sizes")
-        return cls(rows, given, dim, numbers, len(front))
+        return cls(rows, given, dim, scalars, front.shape[0])
 
-    def hung_on(self, xs: Tensor | Sequence[Tensor] | None) -> Whole:
-        """With a receiver's own tensors as the origin of its rows, of which there are none."""
+    def attach_to(self, xs: Tensor | Sequence[Tensor] | None) -> ScatterSource:
+        """On a receiver, whose rows are none: with them computed from its own tensors.
+
+        A derivative of a derivative then reaches those tensors, with zeros, and this rank takes
+        part in the collectives that lie behind them.
+        """
         own = [xs] if isinstance(xs, Tensor) else xs or ()
         empty = [x.reshape(-1)[:0].to(self.rows) for x in own if x.requires_grad]
         if not empty or not self.rows.requires_grad:
@@ -83,34 +91,39 @@ class Whole:
         return replace(self, rows=torch.stack(empty).reshape(self.rows.shape))
 
 
-def told(
-    whole: Whole | None, root: int, dim: int, group: ProcessGroup
-) -> tuple[Whole, consistency.Note]:
-    """The root tells what it is about to cut; the same on all ranks."""
+def agree_on_source(
+    source: ScatterSource | None, root: int, dim: int, group: ProcessGroup
+) -> tuple[ScatterSource, consistency.CheckContext]:
+    """The source that all ranks agree on; a rank that has None gets shape and sizes from the root.
+
+    Raises:
+        MismatchError: On every rank, if they disagree.
+        ArgumentError: On every rank, if the root's tensor has too many dims to describe.
+    """
     at_root = group.rank() == root
-    rows = torch.empty(0) if whole is None else whole.rows
-    call = Call("scatter", None, None, root=root, detail=f"dim={dim}", ragged=True)
-    if whole is None:
+    rows = torch.empty(0) if source is None else source.rows
+    call = CallSignature("scatter", None, None, root=root, detail=f"dim={dim}", ragged=True)
+    if source is None:
         call = call._replace(wants_grad=consistency.grad_mode())
     else:
         call = call._replace(
-            shape=() if whole.numbers else tuple(rows.shape),
+            shape=() if source.scalars else tuple(rows.shape),
             dtype=rows.dtype,
             wants_grad=consistency.wants_grad(rows),
-            send=whole.sizes if at_root else (),
-            receive=() if at_root else _expects(whole.expected_rows, root, group),
+            send=source.sizes if at_root else (),
+            receive=() if at_root else _expected(source.expected_rows, root, group),
         )
-    rows, note, answers = consistency.agree(group, rows, call)
-    consistency.check_told(answers, root)
-    if whole is not None:
-        return replace(whole, rows=rows, sizes=tuple(answers[root].send)), note
-    shape, dtype, sizes = answers[root].shape, answers[root].dtype, tuple(answers[root].send)
+    rows, context, peers = consistency.agree(group, rows, call)
+    consistency.check_described_by_root(peers, root)
+    if source is not None:
+        return replace(source, rows=rows, sizes=tuple(peers[root].send)), context
+    shape, dtype, sizes = peers[root].shape, peers[root].dtype, tuple(peers[root].send)
     assert shape is not None
     empty = torch.empty((0, *shape[1:]), dtype=dtype, device=device_of(group))
     empty.requires_grad_(rows.requires_grad)
-    return Whole(empty, sizes, dim % max(1, len(shape)), not shape), note
+    return ScatterSource(empty, sizes, dim % max(1, len(shape)), not shape), context
 
 
-def _expects(size: int, root: int, group: ProcessGroup) -> list[int]:
-    """What a receiver that knows its size expects from each rank."""
-    return [size if rank == root else -1 for rank in range(group.size())]
+def _expected(rows: int, root: int, group: ProcessGroup) -> list[int]:
+    """The rows that a receiver with a `like` expects from each rank."""
+    return [rows if rank == root else -1 for rank in range(group.size())]

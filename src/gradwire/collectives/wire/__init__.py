@@ -1,8 +1,8 @@
 """The only place that calls torch.distributed: each collective on plain tensors, without gradients.
 
-Tensors arrive with the dim that is cut or joined in front. Every function starts its collective
-and returns a `Pending`, whose `wait` gives a fresh, contiguous result. Engines differ in what they
-can do; what one lacks is put together here from what it has.
+Only the first dim is split or concatenated. Every function starts its collective and returns a
+`Pending`, whose `wait` gives a new, contiguous result. Backends differ in what they can do
+(`backends.Backend`); what one lacks is composed of other collectives.
 """
 
 from gradwire.collectives.wire.movement import (
@@ -17,7 +17,13 @@ from gradwire.collectives.wire.movement import (
     send,
 )
 from gradwire.collectives.wire.pending import Pending, done
-from gradwire.collectives.wire.reductions import all_reduce, reduce, reduce_locally, reduce_scatter
+from gradwire.collectives.wire.reductions import (
+    all_reduce,
+    reduce,
+    reduce_locally,
+    reduce_scatter,
+    split_sizes,
+)
 
 __all__ = [
     "Pending",
@@ -35,4 +41,5 @@ __all__ = [
     "reduce_scatter",
     "scatter",
     "send",
+    "split_sizes",
 ]

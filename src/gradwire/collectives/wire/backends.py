@@ -1,7 +1,9 @@
-"""Which engine moves a group's tensors, and tensors as engines can carry them."""
+"""Which backend moves a group's tensors, what it can do, and tensors as backends can carry them."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from types import FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -14,21 +16,22 @@ from torch.distributed import ProcessGroup
 from gradwire._memory import advised
 
 __all__ = [
-    "NATIVE",
-    "behind",
+    "CARRIED",
+    "Backend",
+    "backend_of",
     "by_rows",
+    "callee",
     "dense",
-    "direct",
     "empty",
-    "engine",
     "flat",
     "fresh",
     "in_bytes",
     "like",
+    "options",
     "plain",
 ]
 
-NATIVE = {
+CARRIED = {
     torch.float32,
     torch.float64,
     torch.float16,
@@ -38,52 +41,96 @@ NATIVE = {
     torch.int32,
     torch.int64,
 }
-"""What every engine carries; the rest travels as bytes."""
-_engines: WeakKeyDictionary[ProcessGroup, dict[str, str]] = WeakKeyDictionary()
-_behind: WeakKeyDictionary[ProcessGroup, dict[str, Any]] = WeakKeyDictionary()
+"""The dtypes that every backend carries; the rest is sent as bytes."""
 
 
-def direct(group: ProcessGroup, x: Tensor) -> ProcessGroup:
-    """What to call for a collective on tensors of that device: the group, or what is behind it.
+@dataclass(frozen=True)
+class Backend:
+    """What moves a group's tensors of one device type.
 
-    A backend written in Python is called without PyTorch's dispatcher, which adds a quarter to the
-    time of a small call, unless somebody follows what is dispatched: a mode such as CommDebugMode,
-    or the profiler.
+    Args:
+        name: "gloo", "nccl", …; "" if it has none.
+        python: The object to call, if the backend is written in Python.
+        gathers_uneven: gather, all_gather and scatter take a different size from each rank.
+        reduces_bitwise: It has band, bor and bxor.
+        max_keeps_nan: max and min of floating-point numbers give NaN where a rank has NaN.
+        own_reduce_scatter: Its reduce_scatter is faster than an all_to_all and a local sum.
+        stages_gathers: Large gathers pass through memory that it allocates for each.
     """
+
+    name: str = ""
+    python: Any = None
+    gathers_uneven: bool = False
+    reduces_bitwise: bool = True
+    max_keeps_nan: bool = False
+    own_reduce_scatter: bool = False
+    stages_gathers: bool = False
+
+
+_KNOWN = {
+    "gloo": Backend("gloo", stages_gathers=True),
+    "nccl": Backend("nccl", gathers_uneven=True, reduces_bitwise=False, own_reduce_scatter=True),
+    "shm": Backend("shm", gathers_uneven=True, max_keeps_nan=True, own_reduce_scatter=True),
+}
+# Found once for each group and device type. No value may hold its group: that would never be freed.
+_backends: WeakKeyDictionary[ProcessGroup, dict[str, Backend]] = WeakKeyDictionary()
+
+
+def backend_of(group: ProcessGroup, x: Tensor) -> Backend:
+    """What moves the group's tensors of that device."""
+    by_device = _backends.get(group)
+    if by_device is None:
+        by_device = _backends[group] = {}
+    backend = by_device.get(x.device.type)
+    if backend is None:
+        backend = by_device[x.device.type] = _find_backend(group, x.device)
+    return backend
+
+
+def _find_backend(group: ProcessGroup, device: torch.device) -> Backend:
+    if type(group) is not ProcessGroup:  # written in Python itself: one backend
+        return _named(_python_name(group))
+    if device.type not in {known.type for known in group._device_types}:
+        return Backend()
+    found: Any = group._get_backend(device)
+    if isinstance(getattr(type(found), "allreduce", None), FunctionType):
+        return replace(_named(_python_name(found)), python=found)
+    return _named(found.name())
+
+
+def _named(name: str) -> Backend:
+    return _KNOWN.get(name, Backend(name))
+
+
+def _python_name(backend: object) -> str:
+    name: str = getattr(backend, "getBackendName", str)()  # some have none
+    return name
+
+
+def callee(group: ProcessGroup, backend: Backend) -> ProcessGroup:
+    """What to call for a collective: the group, or its backend if that is written in Python.
+
+    This leaves out PyTorch's dispatcher, which adds a quarter to the time of a small call; unless
+    somebody observes what is dispatched: a mode such as CommDebugMode, or the profiler.
+    """
+    if backend.python is None:
+        return group
     if torch._C._len_torch_dispatch_stack() or torch.autograd._profiler_enabled():
         return group
-    carrier: ProcessGroup = behind(group, x)
-    return carrier
+    direct: ProcessGroup = backend.python
+    return direct
 
 
-def behind(group: ProcessGroup, x: Tensor) -> Any:
-    """What carries tensors of that device, if it is written in Python; else the group."""
-    known = _behind.get(group)
-    if known is None:
-        known = _behind[group] = {}
-    kind = x.device.type
-    if kind not in known:
-        known[kind] = _python_backend(group, x.device)
-    return known[kind] or group
-
-
-def _python_backend(group: ProcessGroup, device: torch.device) -> Any:
-    if type(group) is not ProcessGroup or device.type not in {d.type for d in group._device_types}:
-        return None
-    backend = group._get_backend(device)
-    return backend if isinstance(getattr(type(backend), "allreduce", None), FunctionType) else None
-
-
-def engine(group: ProcessGroup, x: Tensor) -> str:
-    """The name of what moves the group's tensors of that device; "" if it has none."""
-    names = _engines.setdefault(group, {})
-    kind = x.device.type
-    if kind not in names:
-        if type(group) is ProcessGroup:
-            names[kind] = group._get_backend(x.device).name()
-        else:  # written in Python: one engine
-            names[kind] = getattr(group, "getBackendName", str)()
-    return names[kind]
+@lru_cache(maxsize=4096)
+def options(kind: Any, blocking: bool, root: int | None = None, op: Any = None) -> Any:
+    """The options of a collective, made once: making them costs as much as a small copy."""
+    made = kind()
+    made.asyncOp = not blocking
+    if root is not None:
+        made.rootRank = root
+    if op is not None:
+        made.reduceOp = op
+    return made
 
 
 def dense(x: Tensor) -> Tensor:
@@ -100,36 +147,43 @@ def fresh(x: Tensor) -> Tensor:
 
 
 def plain(x: Tensor) -> Tensor:
-    """The tensor without its tangent, which would follow it into the engine."""
+    """The tensor without its tangent, which the backend would be given too."""
     return forward_ad.unpack_dual(x).primal if forward_ad._current_level >= 0 else x
 
 
 def flat(x: Tensor) -> Tensor:
-    """A contiguous tensor as the engine can carry it: bytes, if it does not know the dtype."""
-    return x if x.dtype in NATIVE else in_bytes(x, (x.numel(),))
+    """A contiguous tensor as backends carry it: as bytes, if they do not know its dtype."""
+    return x if x.dtype in CARRIED else in_bytes(x, (x.numel(),))
 
 
 def by_rows(x: Tensor) -> Tensor:
-    """`_flat` that keeps the first dim."""
-    if x.dtype in NATIVE:
+    """`flat` that keeps the first dim."""
+    if x.dtype in CARRIED:
         return x
-    width = x[0].numel() if len(x) else 0
-    return in_bytes(x, (len(x), width))
+    width = x[0].numel() if x.shape[0] else 0
+    return in_bytes(x, (x.shape[0], width))
 
 
 def in_bytes(x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A contiguous tensor's bytes, in one dim or by rows.
-
-    A contiguous tensor may have any stride in a dim of size 1, where `view(dtype)` wants a 1.
-    """
+    """A contiguous tensor's bytes, in one dim or by rows."""
+    # A contiguous tensor may have any stride in a dim of size 1, where `view(dtype)` wants a 1.
     return x.as_strided(shape, (1,) if len(shape) == 1 else (shape[1], 1)).view(torch.uint8)
 
 
+# torch.empty with dtype and device takes 2.7 µs to parse them, empty_like 0.9. Of another class of
+# tensors they would return that class, and results are plain tensors.
+
+
 def empty(x: Tensor, rows: int) -> Tensor:
-    """Memory for that many rows like the tensor's."""
-    return advised(torch.empty((rows, *x.shape[1:]), dtype=x.dtype, device=x.device))
+    """Uninitialized memory for that many rows like the tensor's."""
+    shape = (rows, *x.shape[1:])
+    if type(x) is Tensor:
+        return advised(x.new_empty(shape))
+    return advised(torch.empty(shape, dtype=x.dtype, device=x.device))
 
 
 def like(x: Tensor) -> Tensor:
-    """Memory for a tensor of that shape."""
+    """Uninitialized memory for a tensor of that shape."""
+    if type(x) is Tensor:
+        return advised(torch.empty_like(x, memory_format=torch.contiguous_format))
     return advised(torch.empty(x.shape, dtype=x.dtype, device=x.device))

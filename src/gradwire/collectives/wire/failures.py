@@ -1,4 +1,4 @@
-"""What engines say when a rank is gone or silent, as errors of ours."""
+"""Which of gradwire's errors a backend's error is: a rank is gone, or did not take part in time."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ _LOST = ("connection", "broken pipe", "peer", "socket")
 
 
 def kind_of(error: BaseException) -> type[DistributedError] | None:
-    """Which of our errors an engine's error is; None if it says nothing that is known."""
-    if isinstance(error, DistributedError):  # an engine of our own
+    """Which of our errors a backend's error is; None if it is none of them."""
+    if isinstance(error, DistributedError):  # a backend of our own
         return type(error)
     text = str(error).lower()
     if "timed out" in text or "timeout" in text:

@@ -1,4 +1,4 @@
-"""Maximum and minimum of floating-point numbers by way of integers, so that NaN propagates.
+"""Maximum and minimum of floating-point numbers as integers, so that NaN propagates.
 
 Gloo and MPI compare as C does, where NaN loses or wins by its position. The bits of an IEEE number,
 seen as an integer, are ordered as the number is, once those of negative numbers are flipped; NaN is

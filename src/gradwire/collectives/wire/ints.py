@@ -1,4 +1,4 @@
-"""Plain integers between ranks: what has to be known before tensors can be sent."""
+"""Integers between ranks: sizes and signatures, exchanged before tensors are sent."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 
 from gradwire.collectives import wire
 
-__all__ = ["device_of", "gather_numbers", "swap_numbers"]
+__all__ = ["device_of", "exchange_ints", "gather_ints"]
 
 
 def device_of(group: ProcessGroup) -> torch.device:
@@ -21,18 +21,18 @@ def device_of(group: ProcessGroup) -> torch.device:
     return torch.device(kinds[0], torch.accelerator.current_device_index())
 
 
-def gather_numbers(mine: Sequence[int], group: ProcessGroup) -> list[list[int]]:
-    """All ranks' lists, which are equally long."""
+def gather_ints(mine: Sequence[int], group: ProcessGroup) -> list[list[int]]:
+    """all_gather of lists of the same length."""
     # Within torch.func's transforms every new tensor would belong to them.
     with temporarily_clear_interpreter_stack():
         own = torch.tensor([mine], dtype=torch.int64, device=device_of(group))
-        rows: list[list[int]] = wire.all_gather(own, None, group, now=True).wait().tolist()
+        rows: list[list[int]] = wire.all_gather(own, None, group, blocking=True).wait().tolist()
     return rows
 
 
-def swap_numbers(mine: Sequence[int], group: ProcessGroup) -> list[int]:
-    """One number for each rank against one from each."""
+def exchange_ints(mine: Sequence[int], group: ProcessGroup) -> list[int]:
+    """all_to_all of one integer for each rank."""
     with temporarily_clear_interpreter_stack():
         own = torch.tensor(mine, dtype=torch.int64, device=device_of(group))
-        theirs: list[int] = wire.all_to_all(own, None, None, group, now=True).wait().tolist()
+        theirs: list[int] = wire.all_to_all(own, None, None, group, blocking=True).wait().tolist()
     return theirs

@@ -1,4 +1,4 @@
-"""A collective under way, and what its engine's errors become."""
+"""A collective under way, whose backend's errors are raised as gradwire's."""
 
 from __future__ import annotations
 

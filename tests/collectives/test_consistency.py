@@ -210,15 +210,15 @@ def test_on_shm_checks_are_on_unless_switched_off(each_backend):
 def test_with_checks_off_nothing_more_is_sent():
     def main():
         sent = []
-        numbers = consistency.gather_numbers
+        gather = consistency.gather_ints
         try:
-            consistency.gather_numbers = lambda *args: sent.append(1) or numbers(*args)
+            consistency.gather_ints = lambda *args: sent.append(1) or gather(*args)
             x = torch.ones(2, requires_grad=True)
             C.all_reduce(C.all_gather(x, check=False), check=False).sum().backward()
             off = len(sent)
             C.all_reduce(C.all_gather(x, check=True), check=True).sum().backward()
         finally:
-            consistency.gather_numbers = numbers
+            consistency.gather_ints = gather
         return off, len(sent)
 
     assert run_ranks(main, 2) == [(0, 4)] * 2
