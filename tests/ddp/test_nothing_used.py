@@ -135,6 +135,34 @@ def test_two_modules_of_which_one_is_skipped_on_one_rank(chained, skipped, leaf)
     run_ranks(main, 2)
 
 
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("options", [{}, SMALL])
+@pytest.mark.parametrize("width", [4, 60, 300, 1100])
+@pytest.mark.parametrize("take", [[], [1]])
+@pytest.mark.narrow({"view": False, "options": {}, "width": [60, 300]})
+def test_two_modules_that_share_what_one_rank_skips(take, width, options, view):
+    """Both send the rank's own gradients, however early: not the mean that the first has put."""
+
+    def main():
+        options_ = options | {"gradient_as_bucket_view": view, "find_unused_parameters": True}
+        shared = Layers(width)
+        nets = [DistributedDataParallel(shared, **options_) for _ in range(2)]
+        twin = copy.deepcopy(shared)
+        for step in range(3):
+            if step < 2:  # in the last one gradients accumulate
+                shared.zero_grad()
+                twin.zero_grad()
+            x = own_input(step, width)
+            taken = [0, 1] if dist.get_rank() or step == 1 else take
+            sum(net(x, taken).square().sum() for net in nets).backward()
+            sum(twin(x, taken).square().sum() for _ in nets).backward()
+            average_used(twin)
+            for net in nets:
+                assert_same(net, twin)
+
+    run_ranks(main, 2)
+
+
 @pytest.mark.parametrize("take", [[[0], [0]], [[], [0, 1]]])
 def test_all_in_one_reentrant_checkpoint(take):
     """The graph of the outputs has no parameters: what is unused shows when backward ends."""

@@ -66,7 +66,7 @@ class Backward:
         self.skip_unused = self.manual = False
         self._names, self._parameters = planner.names, planner.parameters
         self.buckets, self.clock = BucketSet(planner), Clock()
-        self.state, self.end, self.runs = LOCAL, 0, 0
+        self.state, self.end, self.runs, self._task = LOCAL, 0, 0, -1
         self.before: set[Backward] = set()
         self._had_nothing = self._takes_part = False
         self.unused_here: tuple[str, ...] = ()
@@ -135,6 +135,7 @@ class Backward:
             running = (RUNNING, RUNNING_AGAIN)
             self.before |= {b for b in self._others() if b.state in running}
             self.runs += 1
+            self._task = torch._C._current_graph_task_id()
             engine = torch.autograd.Variable._execution_engine
             engine.queue_callback(_End(self, self.runs))
         self.clock.backward = self.clock.backward or perf_counter_ns()
@@ -271,6 +272,7 @@ class Backward:
         with torch.no_grad():
             self._leave_out_missing()
             if not self.before:
+                self._launch_others()
                 self._launch_in_order(final=True)
             if len(self.flight.launched) < len(self.buckets):
                 self.state = after(self.state, Event.END_SHORT)  # another may bring the rest
@@ -279,6 +281,15 @@ class Backward:
                 self._finish_others()
             elif self.state is not COMMITTING:
                 self.state = after(self.state, Event.END_MANUAL)
+
+    def _launch_others(self) -> None:
+        """Sends what others of this backward have sent before its last on ranks that use more."""
+        if others := self._others():
+            for other in others:
+                running = other.state is RUNNING or other.state is RUNNING_AGAIN
+                if running and other._task == self._task and not other._untouched:
+                    other._leave_out_missing()
+            self._launch_in_order(final=False)
 
     def finalize(self) -> None:
         """Ends a backward of a manual reducer, after it or in one of its hooks.
@@ -351,6 +362,8 @@ class Backward:
         results = self._receive(self.buckets.arrived())
         if self.usage.tolerant:
             untouched |= self.usage.unused
+        for other in self._others():
+            other.keep_local()
         for launched, reduced in zip(self.flight.launched, results, strict=True):
             launched.bucket.scatter(reduced, untouched)
         step_and_clear(self.optimized)
@@ -360,6 +373,17 @@ class Backward:
             logger.debug("step %d: unused here: %s", self.flight.step, self.unused_here)
         self.clock.finished = perf_counter_ns()
         self._commit(self.buckets.arrived())
+
+    def keep_local(self) -> None:
+        """Another reducer of the same backward is about to write to gradients."""
+        ownership = self.planner.ownership
+        if ownership.shared and self.state in (RUNNING, RUNNING_AGAIN, SHORT):
+            arrived = set(self.buckets.arrived())
+            waiting = self.buckets.after(len(self.flight.launched) - 1)
+            pending = {i for bucket in waiting for i in bucket.members}
+            if self.state is SHORT:
+                pending -= set(self.buckets.missing())  # they are yet to come
+            ownership.keep_local(self._parameters, pending, arrived)
 
     def _receive(self, used: Iterable[int]) -> list[Tensor | None]:
         """Sends what is left to be sent and waits for everything.
@@ -461,6 +485,7 @@ class Backward:
         """Nothing has arrived, nothing is under way."""
         self._had_nothing = self._takes_part = False
         self.flight.clear()
+        self.planner.ownership.clear()
         self.before.clear()
         for other in self._others():
             other.before.discard(self)

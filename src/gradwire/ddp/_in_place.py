@@ -48,10 +48,11 @@ class InPlaceBucket(Bucket):
     def gather(self) -> None:
         if self._taken:
             return  # the one gradient came early
+        member, parameter = self.members[0], self.parameters[0]
         if not self.absent:
-            self._gather_copy(dense_gradient(self.parameters[0]))
-        elif self.parameters[0].grad is not None:
-            self._gather_copy(self.parameters[0].grad)
+            self._gather_copy(self._ownership.arrived(member, dense_gradient(parameter)))
+        elif (accumulated := self._ownership.absent(member, parameter.grad)) is not None:
+            self._gather_copy(accumulated)
         else:
             self.blank()
 

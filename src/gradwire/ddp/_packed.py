@@ -190,10 +190,11 @@ class PackedBucket(Bucket):
         found = [(i, dense_gradient(self.parameters[i]), own[i]) for i in places]
         return [entry for entry in found if entry[1].data_ptr() != pointers[entry[0]]]
 
-    @staticmethod
-    def _copy_in(outside: Sequence[tuple[int, Tensor, Tensor]]) -> None:
+    def _copy_in(self, outside: Sequence[tuple[int, Tensor, Tensor]]) -> None:
         if outside:
-            torch._foreach_copy_([v for _, _, v in outside], [g for _, g, _ in outside])
+            own, members = self._ownership.arrived, self.members
+            found = [own(members[i], g) for i, g, _ in outside]
+            torch._foreach_copy_([v for _, _, v in outside], found)
 
     def gather(self) -> None:
         if not self._claimed:  # nothing came early
@@ -220,7 +221,8 @@ class PackedBucket(Bucket):
 
     def _gather_absent(self, place: int) -> None:
         """What accumulated earlier takes part, and is saved in case that no rank has more."""
-        gradient, view = self.parameters[place].grad, self._views[place]
+        view, member = self._views[place], self.members[place]
+        gradient = self._ownership.absent(member, self.parameters[place].grad)
         if gradient is None:
             view.zero_()
             return

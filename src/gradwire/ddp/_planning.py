@@ -70,18 +70,18 @@ class Planner:
         """Buckets for parameters that become ready in this order; those not in it have none."""
         kept = {i: self.parameters[i].grad for i in order} if self.keep else {}
         buckets: list[Bucket] = []
+        scale = self._scale(with_hook)
         for members in self._groups(order, with_hook=with_hook):
             packed = []
             for i in members:
                 if i in self.sparse:
-                    buckets.append(SparseBucket(self._member(i), self._scale(with_hook)))
+                    buckets.append(SparseBucket(self._member(i), scale, self.ownership))
                 elif self._travels_alone(i, with_hook=with_hook):
-                    scale = self._scale(with_hook)
                     buckets.append(InPlaceBucket(self._member(i), scale, self.ownership))
                 else:
                     packed.append(self._member(i))
             if packed:
-                buckets.append(self._packed(packed, self._scale(with_hook)))
+                buckets.append(self._packed(packed, scale))
         for i, gradient in kept.items():  # views of buckets that are no more
             if gradient is not None:
                 self.parameters[i].grad = gradient.clone()
