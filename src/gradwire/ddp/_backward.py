@@ -54,7 +54,8 @@ class Backward:
         end: The position of its last message in the group's log, while COMMITTING or UNDECIDED.
         order: The order of arrival, until buckets have been rebuilt.
         ready: That of the first backward that was reduced, until then.
-        before: Reducers of the group that began earlier in the same backward: theirs go first.
+        has_place: Whether its place among the reducers of the running backward is known.
+        before: Those of the group that have an earlier place in the same backward: theirs go first.
         skip_unused: Whether buckets are skipped that are unused.
         manual: Whether a backward ends with `finalize` instead of by itself.
         unused_here: Names of what was absent on this rank in the last one.
@@ -67,6 +68,7 @@ class Backward:
         self._names, self._parameters = planner.names, planner.parameters
         self.buckets, self.clock = BucketSet(planner), Clock()
         self.state, self.end, self.runs, self._task = LOCAL, 0, 0, -1
+        self.has_place = False
         self.before: set[Backward] = set()
         self._had_nothing = self._takes_part = False
         self.unused_here: tuple[str, ...] = ()
@@ -132,8 +134,9 @@ class Backward:
             else:
                 self.state = after(self.state, Event.BEGIN)
             self.planner.ownership.begin(self._parameters, index, incoming)
-            running = (RUNNING, RUNNING_AGAIN)
-            self.before |= {b for b in self._others() if b.state in running}
+            self.has_place = False
+            if index is None or not self.usage.find_unused or not self._others():
+                self.take_place()
             self.runs += 1
             self._task = torch._C._current_graph_task_id()
             engine = torch.autograd.Variable._execution_engine
@@ -143,6 +146,16 @@ class Backward:
             self.buckets.defer(with_graph=True)
         if self.usage.find_unused:
             self._leave_out_absent(at_output=index is None)
+
+    def take_place(self) -> None:
+        """Sends after the reducers that have a place in this backward already.
+
+        Where parameters may be left out, that is the order in which backward reaches the outputs:
+        a gradient may come before them on one rank, from the loss, and after them on another.
+        """
+        with self.domain.lock:
+            self.has_place, running = True, (RUNNING, RUNNING_AGAIN)
+            self.before |= {b for b in self._others() if b.state in running and b.has_place}
 
     def _leave_out_absent(self, *, at_output: bool) -> None:
         """What the graph does not have is absent.
@@ -200,7 +213,7 @@ class Backward:
         after the other, their last buckets at the end likewise: a gradient that one of them lacks
         on one rank must not let another's bucket meet its own.
         """
-        if self.before and any(not b.has_only_last_left() for b in self.before):
+        if not self.has_place or any(not b.has_only_last_left() for b in self.before):
             return
         self._launch_full(final=final)
         if not final and self.has_only_last_left():
@@ -271,6 +284,8 @@ class Backward:
         self.clock.computed = perf_counter_ns()
         with torch.no_grad():
             self._leave_out_missing()
+            if not self.has_place:
+                self.take_place()
             if not self.before:
                 self._launch_others()
                 self._launch_in_order(final=True)
@@ -305,6 +320,8 @@ class Backward:
                 "finalize_backward() once"
             )
         with torch.no_grad():
+            if running and not self.has_place:
+                self.take_place()
             if running and not self.before:
                 self._launch_in_order(final=True)
             if len(self.flight.launched) < len(self.buckets):
@@ -529,6 +546,8 @@ def on_output(reference: weakref.ref[Backward], _: Tensor) -> None:
     if backward is None:
         return
     state = backward.state
+    if state in (RUNNING, RUNNING_AGAIN) and not backward.has_place:
+        backward.take_place()
     if state in (RUNNING, RUNNING_AGAIN, LOCAL, FINALIZED):
         return
     if state is REDUCED and backward.usage.static and backward.order is not None:
