@@ -135,6 +135,58 @@ def test_two_modules_of_which_one_is_skipped_on_one_rank(chained, skipped, leaf)
     run_ranks(main, 2)
 
 
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("options", [{}, SMALL])
+@pytest.mark.parametrize("width", [4, 60, 300, 1100])
+@pytest.mark.parametrize("take", [[], [1]])
+@pytest.mark.narrow({"view": False, "options": {}, "width": [60, 300]})
+def test_two_modules_that_share_what_one_rank_skips(take, width, options, view):
+    """Both send the rank's own gradients, however early: not the mean that the first has put."""
+
+    def main():
+        options_ = options | {"gradient_as_bucket_view": view, "find_unused_parameters": True}
+        shared = Layers(width)
+        nets = [DistributedDataParallel(shared, **options_) for _ in range(2)]
+        twin = copy.deepcopy(shared)
+        for step in range(3):
+            if step < 2:  # in the last one gradients accumulate
+                shared.zero_grad()
+                twin.zero_grad()
+            x = own_input(step, width)
+            taken = [0, 1] if dist.get_rank() or step == 1 else take
+            sum(net(x, taken).square().sum() for net in nets).backward()
+            sum(twin(x, taken).square().sum() for _ in nets).backward()
+            average_used(twin)
+            for net in nets:
+                assert_same(net, twin)
+
+    run_ranks(main, 2)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_two_modules_and_a_loss_that_uses_parameters(shared):
+    """A gradient that comes before the outputs' on one rank does not change the order there."""
+
+    def main():
+        modules = [Layers(60)] * 2 if shared else [Layers(60), Layers(60)]
+        nets = [DistributedDataParallel(m, find_unused_parameters=True, **SMALL) for m in modules]
+        twins = copy.deepcopy(modules)  # together: what is shared stays so
+        for step in range(2):
+            x, take = own_input(step, 60), [0, 1] if dist.get_rank() else [1]
+            for models, inner in ((nets, modules), (twins, twins)):
+                loss = inner[0].layers[0].weight.square().sum()
+                outputs = [m(x, take) for m in models]
+                (loss + sum(h.square().sum() for h in outputs)).backward()
+            for twin in dict.fromkeys(twins):
+                average_used(twin)
+            for net, twin in zip(nets, twins, strict=True):
+                assert_same(net, twin)
+            for model in (*nets, *twins):
+                model.zero_grad()
+
+    run_ranks(main, 2)
+
+
 @pytest.mark.parametrize("take", [[[0], [0]], [[], [0, 1]]])
 def test_all_in_one_reentrant_checkpoint(take):
     """The graph of the outputs has no parameters: what is unused shows when backward ends."""

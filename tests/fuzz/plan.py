@@ -149,6 +149,12 @@ def _possible(plan: Plan) -> Plan:
     return plan
 
 
+def _called(ops: tuple[Op, ...]) -> tuple[Op, ...]:
+    """Operations whose inner wrappers have parameters, and run on every rank."""
+    kept = (op for op in ops if op.kind != "inner" or [*params_in(op.body)])
+    return tuple(replace(op, skip=()) if op.kind == "inner" else op for op in kept)
+
+
 class _Maker:
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -181,8 +187,10 @@ class _Maker:
         options = self.options()
         wrap = "two" if self.chance(0.07) else "one"
         if wrap == "two" or any(op.kind == "inner" for op in ops):
-            options = {k: v for k, v in options.items() if k == "bucket_cap_mb"}
-            ops = _always(ops) or (replace(self.leaf("mul"), skip=()),)
+            kept = ("bucket_cap_mb", "find_unused_parameters")
+            options = {k: v for k, v in options.items() if k in kept}
+            ops = _called(ops) if self.unused else _always(ops)
+            ops = ops or (replace(self.leaf("mul"), skip=()),)
             wrap = "one" if any(op.kind == "inner" for op in ops) else wrap
             if not [*params_in(ops[: (len(ops) + 1) // 2])]:  # the half that "two" share
                 ops = (replace(self.leaf("mul"), skip=()), *ops)

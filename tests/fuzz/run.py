@@ -48,8 +48,9 @@ def suits_torch(plan: Plan) -> bool:
     uses, on the ranks that have them; a rank that uses none at all sends nothing.
     """
     kinds = {op.kind for op in operations(plan.ops)}
+    several = plan.wrap == "two" or "inner" in kinds
     return not plan.options.get("find_unused_parameters") or not (
-        plan.loss or kinds & {"reentrant", "sparse"} or uses_nothing(plan)
+        several or plan.loss or kinds & {"reentrant", "sparse"} or uses_nothing(plan)
     )
 
 

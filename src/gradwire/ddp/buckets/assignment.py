@@ -76,20 +76,20 @@ class BucketAssigner:
         kept = {i: self.parameters[i].grad for i in order} if self.keep else {}
         buckets: list[Bucket] = []
         further = 0 if with_hook else self.further
+        scale = self._scale(with_hook)
         for members in self._groups(order, with_hook=with_hook):
             packed = []
             for i in members:
                 if i in self.sparse:
-                    buckets.append(SparseBucket(self._member(i), self._scale(with_hook)))
+                    buckets.append(SparseBucket(self._member(i), scale, self.ownership))
                 elif self._travels_alone(i, with_hook=with_hook):
-                    scale = self._scale(with_hook)
                     buckets.append(InPlaceBucket(self._member(i), scale, self.ownership))
                 else:
                     packed.append(self._member(i))
             if packed:
                 exact = packed[0].parameter.dtype in (torch.float32, torch.float64)
                 room = further if exact else 0
-                buckets.append(self._packed(packed, self._scale(with_hook), room))
+                buckets.append(self._packed(packed, scale, room))
                 further -= room
         for i, gradient in kept.items():  # views of buckets that are no more
             if gradient is not None:

@@ -48,10 +48,11 @@ class InPlaceBucket(Bucket):
     def copy_in(self) -> None:
         if self._taken:
             return  # the one gradient came early
+        member, parameter = self.members[0], self.parameters[0]
         if not self.absent:
-            self._copy_in_whole(dense_gradient(self.parameters[0]))
-        elif self.parameters[0].grad is not None:
-            self._copy_in_whole(self.parameters[0].grad)
+            self._copy_in_whole(self._ownership.arrived(member, dense_gradient(parameter)))
+        elif (accumulated := self._ownership.absent(member, parameter.grad)) is not None:
+            self._copy_in_whole(accumulated)
         else:
             self.zero()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,41 @@ class Ownership:
     def __init__(self) -> None:
         self.shared: set[int] = set()
         self.present: set[int] = set()
+        self._arrived: dict[int, Tensor] = {}
+        self._absent: dict[int, Tensor | None] = {}
+
+    def keep_local(
+        self, parameters: Sequence[Parameter], pending: Iterable[int], arrived: Collection[int]
+    ) -> None:
+        """Another reducer is about to put its results into the gradients that both reduce.
+
+        This one sends what the rank had before, as on ranks where it has done so already.
+
+        Args:
+            parameters: All.
+            pending: Those that it has not gathered yet.
+            arrived: Those whose gradient is there; others may turn out to be absent.
+        """
+        for i in self.shared.intersection(pending):
+            gradient = parameters[i].grad
+            kept = None if gradient is None else gradient.detach().clone()
+            if i not in arrived:
+                self._absent.setdefault(i, kept)
+            elif kept is not None:
+                self._arrived.setdefault(i, kept)
+
+    def arrived(self, index: int, gradient: Tensor) -> Tensor:
+        """What is to be sent: the gradient, or what it was before another reducer wrote to it."""
+        return self._arrived.get(index, gradient)
+
+    def absent(self, index: int, gradient: Tensor | None) -> Tensor | None:
+        """As `arrived`, where the backward brought none: what has accumulated before."""
+        return self._absent.get(index, gradient)
+
+    def clear(self) -> None:
+        """The backward is over."""
+        self._arrived.clear()
+        self._absent.clear()
 
     def begin(
         self,

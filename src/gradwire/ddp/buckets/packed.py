@@ -213,10 +213,13 @@ class PackedBucket(Bucket):
         found = [(i, dense_gradient(self.parameters[i]), own[i]) for i in places]
         return [entry for entry in found if entry[1].data_ptr() != pointers[entry[0]]]
 
-    @staticmethod
-    def _copy_to_views(outside: Sequence[_Entry]) -> None:
+    def _copy_to_views(self, outside: Sequence[_Entry]) -> None:
         if outside:
-            torch._foreach_copy_([v for _, _, v in outside], [g for _, g, _ in outside])
+            gradients = [g for _, g, _ in outside]
+            if self._ownership.shared:
+                own, members = self._ownership.arrived, self.members
+                gradients = [own(members[i], g) for i, g, _ in outside]
+            torch._foreach_copy_([v for _, _, v in outside], gradients)
 
     def copy_in(self) -> None:
         if not self._claimed:  # nothing came early
@@ -245,7 +248,8 @@ class PackedBucket(Bucket):
 
     def _copy_in_absent(self, place: int) -> None:
         """What accumulated earlier takes part, and is saved in case that no rank has more."""
-        gradient, view = self.parameters[place].grad, self._views[place]
+        view, member = self._views[place], self.members[place]
+        gradient = self._ownership.absent(member, self.parameters[place].grad)
         if gradient is None:
             view.zero_()
             return

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from gradwire.ddp.buckets.bucket import Bucket, Member
+from gradwire.ddp.buckets.ownership import Ownership
 from gradwire.errors import ReductionError
 from gradwire.hooks import GradBucket
 
@@ -21,11 +22,16 @@ class SparseBucket(Bucket):
     weight is used elsewhere too) with all of them.
     """
 
-    def __init__(self, member: Member, scale: float) -> None:
+    def __init__(self, member: Member, scale: float, ownership: Ownership | None = None) -> None:
         super().__init__([member], scale=scale, early=())
+        self._ownership = ownership or Ownership()
 
     def copy_in(self) -> None:
-        gradient = self.parameters[0].grad
+        member, gradient = self.members[0], self.parameters[0].grad
+        if self.absent:
+            gradient = self._ownership.absent(member, gradient)
+        elif gradient is not None:
+            gradient = self._ownership.arrived(member, gradient)
         if gradient is None:
             if not self.absent:
                 raise ReductionError(

@@ -35,6 +35,8 @@ def on_output(reference: weakref.ref[Backward], _: Tensor) -> None:
     if backward is None:
         return
     state = backward.state
+    if backward.running and not backward.has_place:
+        backward.take_place()
     if backward.running or state in (BackwardState.LOCAL, BackwardState.FINALIZED):
         return
     if state is BackwardState.REDUCED and backward.usage.static and backward.order is not None:
@@ -124,8 +126,11 @@ def _begin(backward: Backward, index: int | None = None, incoming: Tensor | None
         else:
             backward.transition(Event.BEGIN)
         backward.assigner.ownership.begin(backward.parameters, index, incoming)
-        backward.predecessors |= {b for b in backward.others() if b.running}
+        backward.has_place = False
+        if index is None or not backward.usage.find_unused or not backward.others():
+            backward.take_place()
         backward.runs += 1
+        backward.task = torch._C._current_graph_task_id()
         engine = torch.autograd.Variable._execution_engine
         engine.queue_callback(_EndOfBackward(backward, backward.runs))
     backward.timer.compute_start = backward.timer.compute_start or perf_counter_ns()

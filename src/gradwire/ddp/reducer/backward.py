@@ -39,8 +39,10 @@ class Backward:
         state: Where the backward is.
         end: The position of its last message in the group's log, while COMMITTING or UNDECIDED.
         runs: How many backwards have begun: the callback of an earlier one is recognized by it.
-        predecessors: Reducers of the group that began earlier in the same backward: theirs go
-            first.
+        task: Autograd's number of the running backward.
+        has_place: Whether its place among the reducers of the running backward is known.
+        predecessors: Reducers of the group that have an earlier place in the same backward: theirs
+            go first.
         order: The order of arrival, until buckets have been rebuilt.
         ready_order: That of the first backward that was reduced, until then.
         had_undefined: Whether autograd passed a parameter no gradient.
@@ -59,6 +61,7 @@ class Backward:
         self.names, self.parameters = assigner.names, assigner.parameters
         self.buckets, self.timer = BucketSet(assigner), StepTimer()
         self.state, self.end, self.runs = BackwardState.LOCAL, 0, 0
+        self.task, self.has_place = -1, False
         self.predecessors: set[Backward] = set()
         self.order: list[int] | None = []
         self.ready_order: Sequence[int] | None = None
@@ -161,6 +164,17 @@ class Backward:
         state = self.launcher.state if keep_state else None
         self.buckets.make(order, with_hook=self.launcher.hook is not None, state=state)
 
+    def take_place(self) -> None:
+        """Send after the reducers that have a place in this backward already.
+
+        Where parameters may be left out, places go by the order in which backward reaches the
+        outputs: a gradient may come before them on one rank, from the loss, and after them on
+        another.
+        """
+        with self.domain.lock:
+            self.has_place = True
+            self.predecessors |= {b for b in self.others() if b.running and b.has_place}
+
     # -- its end ---------------------------------------------------------------------------
 
     def sending_last(self) -> None:
@@ -178,6 +192,16 @@ class Backward:
         self.weights.clear()
         self.transition(Event.COMMIT)
         self._clear()
+
+    def keep_local(self) -> None:
+        """Keep what is yet to be sent: another reducer of the same backward will write to it."""
+        ownership, short = self.assigner.ownership, self.state is BackwardState.SHORT
+        if ownership.shared and (self.running or short):
+            waiting = self.buckets.after(len(self.in_flight.launched) - 1)
+            pending = {i for bucket in waiting for i in bucket.members}
+            if short:
+                pending -= set(self.buckets.missing())  # they are yet to come
+            ownership.keep_local(self.parameters, pending, set(self.buckets.arrived()))
 
     def interrupt(self) -> None:
         """An exception ends the running backward, if it has not been dealt with."""
@@ -237,6 +261,7 @@ class Backward:
         """Nothing has arrived, nothing is in flight."""
         self.had_undefined = self.takes_part = False
         self.in_flight.clear()
+        self.assigner.ownership.clear()
         self.predecessors.clear()
         for other in self.others():
             other.predecessors.discard(self)

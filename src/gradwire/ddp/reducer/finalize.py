@@ -50,7 +50,10 @@ def _end(backward: Backward) -> None:
     backward.timer.compute_end = perf_counter_ns()
     with torch.no_grad():
         _mark_missing(backward)
+        if not backward.has_place:
+            backward.take_place()
         if not backward.predecessors:
+            _launch_others(backward)
             launch_in_order(backward, final=True)
         if not all_launched(backward):
             backward.transition(Event.END_SHORT)  # another backward may bring the rest
@@ -59,6 +62,15 @@ def _end(backward: Backward) -> None:
             _finalize_others(backward)
         elif backward.state is not BackwardState.COMMITTING:
             backward.transition(Event.END_MANUAL)
+
+
+def _launch_others(backward: Backward) -> None:
+    """Launch what others of this backward launch before its last bucket on ranks that use more."""
+    if others := backward.others():
+        for other in others:
+            if other.running and other.task == backward.task and not other.untouched:
+                _mark_missing(other)
+        launch_in_order(backward, final=False)
 
 
 def _mark_missing(backward: Backward) -> None:
@@ -86,6 +98,8 @@ def finalize_manually(backward: Backward) -> None:
             "finalize_backward() once"
         )
     with torch.no_grad():
+        if running and not backward.has_place:
+            backward.take_place()
         if running and not backward.predecessors:
             launch_in_order(backward, final=True)
         if not all_launched(backward):
@@ -124,6 +138,8 @@ def finalize_backward(backward: Backward) -> None:
     results, factor = _receive(backward, buckets.arrived(), backward.weights.numbers())
     if usage.tolerant:
         untouched |= usage.unused
+    for other in backward.others():
+        other.keep_local()
     for launched, reduced in zip(backward.in_flight.launched, results, strict=True):
         launched.bucket.copy_out(_weighted(launched, reduced, factor), untouched)
     step_and_clear(backward.optimized)

@@ -27,7 +27,7 @@ def launch_in_order(backward: Backward, *, final: bool) -> None:
         final: Whether backward has ended. Whatever fails before, fails before all ranks have sent
             the last bucket, and so none of them takes the result.
     """
-    if any(not has_only_last_left(b) for b in backward.predecessors):
+    if not backward.has_place or any(not has_only_last_left(b) for b in backward.predecessors):
         return
     _launch_full(backward, final=final)
     if not final and has_only_last_left(backward):
