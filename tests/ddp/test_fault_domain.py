@@ -498,6 +498,7 @@ def test_buckets_are_launched_once_and_in_order_by_several_threads():
 
         backward.launcher.launch, backward.launcher.copy_in = launch, lambda bucket: None
         backward.state = type(backward.state).RUNNING
+        backward.take_place()
         for bucket in backward.buckets:
             bucket.arrived.append(bucket.members[0])
         threads = [
@@ -505,7 +506,7 @@ def test_buckets_are_launched_once_and_in_order_by_several_threads():
             for i in (0, 1)
         ]
         threads[0].start()
-        inside.wait()  # the first is in the middle of a launch
+        assert inside.wait(10)  # the first is in the middle of a launch
         threads[1].start()
         for thread in threads:
             thread.join()
