@@ -86,12 +86,12 @@ def run_batch(plans: Sequence[Plan], backend: str) -> list[list[str]]:
         if raised:
             return problems
     if ended and len(problems) < len(plans):
-        told = [
+        reported = [
             f"rank {r}: {own[len(problems)]}"
             for r, own in enumerate(seen)
             if len(own) > len(problems) and isinstance(own[len(problems)], str)
         ]
-        problems.append([*told, ended])
+        problems.append([*reported, ended])
     return problems
 
 
