@@ -5,18 +5,19 @@ Catch `GradwireError` for all of them, or the built-in class beside it::
     GradwireError
     ├── ArgumentError(ValueError)          an argument's value cannot be used
     ├── ArgumentTypeError(TypeError)       an argument's type cannot be used
-    ├── NotSupportedError(NotImplementedError)   asked for something that is not built
+    ├── NotSupportedError(NotImplementedError)   a feature that gradwire does not have
     └── DistributedError(RuntimeError)     something went wrong between ranks
         ├── MismatchError                  ranks disagree on what they are doing
-        │   └── CheckedMismatchError       ... and all of them will compare what differs
-        ├── PeerLostError                  another rank died or left
-        ├── CollectiveTimeoutError(TimeoutError)  another rank stayed silent too long
+        │   └── CheckedMismatchError       ... in a call that all of them check
+        ├── PeerLostError                  another rank died or closed its connection
+        ├── CollectiveTimeoutError(TimeoutError)  another rank did not take part in time
         ├── PeerFailedError                another rank reported an error of its own
         ├── HookError                      a communication hook failed on this rank
-        ├── ReductionError                 a backward left gradients out, or got them twice
+        ├── ReductionError                 a parameter got no gradient in a backward, or two
         └── BrokenGroupError               the group cannot be used again after an error
 
-Wrong arguments raise before anything is sent. `BoundEarlyWarning(UserWarning)` is a warning.
+Wrong arguments raise before anything is sent. `BoundEarlyWarning(UserWarning)` is a warning. All
+are in one file, so that they can be caught without importing the package that raises them.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class ArgumentTypeError(GradwireError, TypeError):
 
 
 class NotSupportedError(GradwireError, NotImplementedError):
-    """A feature was asked for that gradwire does not have; the message says what to use."""
+    """A feature that gradwire does not have; the message says what to use instead."""
 
 
 class DistributedError(GradwireError, RuntimeError):
@@ -66,9 +67,10 @@ class MismatchError(DistributedError):
 
 
 class CheckedMismatchError(MismatchError):
-    """Ranks disagree in a call that all of them check, which will say what differs.
+    """Ranks disagree in a call that all of them check.
 
-    A backend raises it on every rank or on none; `gradwire.collectives` turns it into another.
+    A backend raises it on every rank or on none. `gradwire.collectives` then compares the ranks'
+    calls and raises a MismatchError that names what differs.
     """
 
 
@@ -81,7 +83,7 @@ class CollectiveTimeoutError(DistributedError, TimeoutError):
 
 
 class PeerFailedError(DistributedError):
-    """Another rank reported an error; its message is carried in this one."""
+    """Another rank reported an error; this message contains its own."""
 
 
 class HookError(DistributedError):
@@ -101,8 +103,8 @@ class ReductionError(DistributedError):
 
 
 class BrokenGroupError(DistributedError):
-    """The group's ranks are out of step after an error and cannot be brought back."""
+    """The group's ranks are out of step after an error and cannot be resynchronized."""
 
 
 class BoundEarlyWarning(UserWarning):
-    """Modules took names of PyTorch before gradwire was put in place, and stay on PyTorch's."""
+    """Modules imported names of PyTorch before `compat.install()`, and keep PyTorch's objects."""

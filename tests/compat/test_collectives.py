@@ -235,12 +235,12 @@ def test_shapes_that_do_not_fit_raise_before_anything_is_sent(run: Run) -> None:
             lambda: theirs.reduce_scatter(torch.empty(4, 2), [x]),
             lambda: theirs.all_to_all([torch.empty(4, 2)], [x, x]),
         ]
-        told = []
+        messages = []
         for call in bad:
             with pytest.raises(ValueError, match=r"give|receives") as caught:
                 call()
             assert isinstance(caught.value, RuntimeError)  # as which PyTorch raises most
-            told.append(str(caught.value))
-        return told
+            messages.append(str(caught.value))
+        return messages
 
     assert run(member)[0] == run(member)[1]

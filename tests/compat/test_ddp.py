@@ -69,7 +69,7 @@ def test_every_module_that_holds_a_name_has_ours_and_gets_torchs_back() -> None:
         assert modules_holding(value) == before[name]
 
 
-def test_what_is_imported_while_installed_is_put_back_too() -> None:
+def test_what_is_imported_while_installed_is_restored_too() -> None:
     name = "torch.distributed._composable.replicate"
     sys.modules.pop(name, None)
     with compat.installed():
@@ -83,10 +83,10 @@ def test_signatures_are_pytorchs(entry: replacements.Replacement) -> None:
     theirs = ORIGINALS[entry.name]
     if inspect.isbuiltin(theirs):  # C++: the signature is in the docstring
         names = list(inspect.signature(entry.value).parameters)  # type: ignore[arg-type]
-        told = theirs.__doc__.split("->")[0]
-        positions = [told.index(f"{name}: ") for name in names]
+        signature = theirs.__doc__.split("->")[0]
+        positions = [signature.index(f"{name}: ") for name in names]
         assert positions == sorted(positions)
-        assert told.count(": ") >= len(names)
+        assert signature.count(": ") >= len(names)
         return
     found = inspect.signature(entry.value).parameters.values()  # type: ignore[arg-type]
     given = inspect.signature(theirs).parameters.values()
@@ -249,16 +249,16 @@ def test_names_of_the_class() -> None:
             assert "0.bias" not in named
             model._set_static_graph()
             model(torch.randn(4, 2)).sum().backward()
-            told = model._get_ddp_logging_data()
-            assert told["world_size"] == 2
-            assert told["num_parameter_tensors"] == 3
-            assert told["static_graph"] == 1
-            assert "error" not in told
+            data = model._get_ddp_logging_data()
+            assert data["world_size"] == 2
+            assert data["num_parameter_tensors"] == 3
+            assert data["static_graph"] == 1
+            assert "error" not in data
 
     run_ranks(main, 2)
 
 
-def test_errors_have_pytorchs_classes_and_words() -> None:
+def test_errors_have_pytorchs_classes_and_phrases() -> None:
     class Half(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -354,7 +354,7 @@ def test_hooks_are_registered_as_pytorch_has_it() -> None:
     run_ranks(main, 2)
 
 
-def test_uninitialized_parameters_have_pytorchs_words() -> None:
+def test_uninitialized_parameters_have_pytorchs_phrase() -> None:
     def main() -> None:
         with compat.installed(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -387,7 +387,7 @@ class Twice(nn.Module):
         return x
 
 
-def wording(wrapper: Any, case: str) -> str:
+def message_of(wrapper: Any, case: str) -> str:
     """What a failing step says."""
     twice = case == "twice"
     net = wrapper(Twice() if twice else Branches(), static_graph=not twice)
@@ -415,20 +415,22 @@ def wording(wrapper: Any, case: str) -> str:
 def test_phrases_that_programs_look_for_in_backward(case: str, phrase: str) -> None:
     def main() -> None:
         for wrapper in (THEIRS, DistributedDataParallel):
-            assert phrase in wording(wrapper, case)
+            assert phrase in message_of(wrapper, case)
 
     run_ranks(main, 1)
 
 
 def test_what_this_pytorch_deprecates_warns() -> None:
     def main() -> None:
-        told = []
+        categories = []
         for wrapper in (THEIRS, DistributedDataParallel):
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 wrapper(nn.Linear(1, 1), broadcast_buffers=True)
-            told.append([w.category for w in caught if "forward_sync_buffers" in str(w.message)])
-        assert told[0] == told[1]
+            categories.append(
+                [w.category for w in caught if "forward_sync_buffers" in str(w.message)]
+            )
+        assert categories[0] == categories[1]
 
     run_ranks(main, 2, backend="gloo")
 

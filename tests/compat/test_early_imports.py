@@ -26,7 +26,7 @@ def module() -> Iterator[ModuleType]:
     del sys.modules[PIECES]
 
 
-def test_a_name_that_was_bound_early_is_told(module: ModuleType) -> None:
+def test_a_name_that_was_imported_early_is_named_in_a_warning(module: ModuleType) -> None:
     module.DDP = THEIRS[0]
     with pytest.warns(BoundEarlyWarning, match=r"fake_framework\.wrapping \(DDP\)") as caught:
         compat.install()
@@ -46,7 +46,9 @@ def test_a_module_that_takes_names_later_is_not(module: ModuleType, value: objec
 
 def test_neither_is_one_that_has_gradwire_s(module: ModuleType) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", BoundEarlyWarning)  # other tests hold what they compare
+        warnings.simplefilter(
+            "ignore", BoundEarlyWarning
+        )  # other test modules import what they compare
         with compat.installed():
             module.DDP = torch.nn.parallel.DistributedDataParallel
             assert PIECES not in early_imports.modules_holding(THEIRS)
@@ -73,7 +75,7 @@ def test_modules_of_pytorch_take_collectives_whenever_they_are_imported() -> Non
 
     before = reshard.all_to_all
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", BoundEarlyWarning)
+        warnings.simplefilter("ignore", BoundEarlyWarning)  # of other test modules
         with compat.installed():
             assert reshard.all_to_all.__module__ == "gradwire.compat.collectives"
     assert reshard.all_to_all is before

@@ -453,7 +453,7 @@ def test_a_rank_that_is_not_heard_of_in_time():
         store = dist.distributed_c10d._get_default_store()
         net.module.on = True
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(faults_round, "PATIENCE_SECONDS", 1.0)
+            patch.setattr(faults_round, "RESYNC_TIMEOUT_SECONDS", 1.0)
             if dist.get_rank() == 2:
                 store.wait(["gone"])
                 with pytest.raises(DistributedError):

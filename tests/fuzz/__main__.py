@@ -108,8 +108,8 @@ def many_programs(arguments: argparse.Namespace, backend: str) -> int:
         for seed, problems in tally.failed.items():
             print(f"FAILED --collectives-seed {seed} --backends {backend}: {problems[0][:300]}")
         rate = ran / (time.monotonic() - began)
-        told = f"{backend}: to seed {seeds[-1]}: {ran} ran, {failed} failed; {rate:.1f} a second"
-        print(told, flush=True)
+        summary = f"{backend}: to seed {seeds[-1]}: {ran} ran, {failed} failed; {rate:.1f} a second"
+        print(summary, flush=True)
         if failed >= arguments.stop_after:
             break
     return int(failed > 0)

@@ -85,9 +85,9 @@ class _Case:
         """The first problem that any rank has."""
         if self.plan.ranks == 1:
             return problem
-        told: list[str] = [""] * self.plan.ranks
-        dist.all_gather_object(told, problem, group=self.control)
-        return next((f"rank {r}: {p}" for r, p in enumerate(told) if p), "")
+        problems: list[str] = [""] * self.plan.ranks
+        dist.all_gather_object(problems, problem, group=self.control)
+        return next((f"rank {r}: {p}" for r, p in enumerate(problems) if p), "")
 
     def attempt(self, what: object, kind: str) -> tuple[object, str]:
         """The result, or the error of whichever rank had one."""
@@ -183,13 +183,13 @@ class _Case:
                         side.parameters[name].copy_(p)
 
 
-def _on_ranks(plans: Sequence[Plan], told: str, with_torch: bool = True) -> None:
+def _on_ranks(plans: Sequence[Plan], path: str, with_torch: bool = True) -> None:
     """On each rank: the first plans, up to one that leaves groups in doubt; outcomes go to a file.
 
     A case that hangs ends the process, with the threads' stacks on stderr.
     """
     control, theirs = dist.new_group(backend="gloo"), dist.new_group(backend="gloo")
-    with open(told, "ab", buffering=0) as file:
+    with open(path, "ab", buffering=0) as file:
         for plan in plans:
             faulthandler.dump_traceback_later(LIMIT, exit=True)
             outcome = _Case(plan, control, theirs, with_torch=with_torch).run()
@@ -210,16 +210,16 @@ def _mirrored(plan: Plan) -> Outcome:
 
 
 def run_batch(plans: Sequence[Plan], backend: str, *, with_torch: bool = True) -> list[Outcome]:
-    """The outcomes of the first plans, up to one after which ranks have to begin anew."""
+    """The outcomes of the first plans, up to one after which ranks have to be restarted."""
     if backend == "mirror":
         return [_mirrored(plan) for plan in plans]
-    with tempfile.NamedTemporaryFile() as told:
+    with tempfile.NamedTemporaryFile() as results:
         ended = ""
         try:
             run_ranks(
                 _on_ranks,
                 plans[0].ranks,
-                args=(plans, told.name, with_torch),
+                args=(plans, results.name, with_torch),
                 backend=backend,
                 timeout=(LIMIT + 5.0) * len(plans),
             )
@@ -228,7 +228,7 @@ def run_batch(plans: Sequence[Plan], backend: str, *, with_torch: bool = True) -
         outcomes = []
         while True:
             try:
-                outcomes.append(pickle.load(told))
+                outcomes.append(pickle.load(results))
             except EOFError:
                 break
     if ended and len(outcomes) < len(plans):

@@ -15,11 +15,11 @@ from fuzz.collectives_shrink import shown, shrink
 def run(seeds, backend):
     """Run seeds; say which fail, and how to look at one."""
     tally = run_many(map(make_plan, seeds), backend)
-    told = [
+    failures = [
         f"python tests/fuzz --collectives-seed {seed} --backends {backend}: {problems[0][:300]}"
         for seed, problems in tally.failed.items()
     ]
-    assert not told, "\n".join(told)
+    assert not failures, "\n".join(failures)
     assert tally.ran == len(seeds)
 
 

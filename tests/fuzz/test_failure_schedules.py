@@ -281,7 +281,7 @@ def check(plan: Schedule, logs: list) -> None:
 def run_schedules(plans: list[Schedule]) -> list[list[tuple]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(waiting, "POLL_SECONDS", 0.02)
-        patch.setattr(faults_round, "PATIENCE_SECONDS", 20.0)
+        patch.setattr(faults_round, "RESYNC_TIMEOUT_SECONDS", 20.0)
         logs = []
         for plan in plans:
             logs.append(Run(plan).train())
@@ -304,7 +304,7 @@ def run_and_check(seeds, ranks, backend, timeout):
 def die(plan):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(waiting, "POLL_SECONDS", 0.02)
-        patch.setattr(faults_round, "PATIENCE_SECONDS", 20.0)
+        patch.setattr(faults_round, "RESYNC_TIMEOUT_SECONDS", 20.0)
         return Run(plan).train()
 
 
@@ -316,7 +316,7 @@ def run_death(seed, ranks, backend, timeout):
     check(plan, logs)
     for rank, log in enumerate(logs):
         assert (log is None) == (rank in dying)
-        assert log is None or log[-1][0] == "ended", "it did not hear that a rank died"
+        assert log is None or log[-1][0] == "ended", "it did not learn that a rank died"
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -29,11 +29,11 @@ def run(plans, backend):
     """Run cases; say which fail, and how to look at one."""
     plans = list(plans)
     tally = run_many(plans, backend)
-    told = [
+    failures = [
         f"python tests/fuzz --seed {seed} --backends {backend}: {problems[0][:300]}"
         for seed, problems in tally.failed.items()
     ]
-    assert not told, "\n".join(told)
+    assert not failures, "\n".join(failures)
     assert tally.ran >= 0.7 * len(plans), tally.invalid
 
 

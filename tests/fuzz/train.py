@@ -122,26 +122,26 @@ class Side:
         self.noted.clear()
         for base in self.bases:
             base.seen.clear()
-        at, told = (dist.get_rank(), number), Seen()
+        at, observed = (dist.get_rank(), number), Seen()
         feeds = [b.clone().requires_grad_() for b in batches]
         for x in feeds[: step.local]:
             with ExitStack() as stack:
                 for part in self.parts if self.kind != "naive" else ():
                     stack.enter_context(part.no_sync())
-                self._loss(x, at, told).backward()
+                self._loss(x, at, observed).backward()
         x = feeds[step.local]
-        loss = self._loss(x, at, told)
+        loss = self._loss(x, at, observed)
         if step.form == "two":
-            loss = loss + self._loss(feeds[-1], at, told)
+            loss = loss + self._loss(feeds[-1], at, observed)
         loss.backward(retain_graph=step.form == "again")
         self._reduce()
         if step.form == "again":
             loss.backward()
             self._reduce()
-        told += [(f"grad of batch {i}", x.grad) for i, x in enumerate(feeds)]
-        told += [entry for base in self.bases for entry in base.seen] + self.noted
-        told += [(f"flat {dtype}", flat) for dtype, flat in self.flat.items()]
-        return told + [(f"grad of {n}", p.grad) for n, p in self.parameters.items()]
+        observed += [(f"grad of batch {i}", x.grad) for i, x in enumerate(feeds)]
+        observed += [entry for base in self.bases for entry in base.seen] + self.noted
+        observed += [(f"flat {dtype}", flat) for dtype, flat in self.flat.items()]
+        return observed + [(f"grad of {n}", p.grad) for n, p in self.parameters.items()]
 
     def _zero(self, step: Step) -> None:
         zero = "zeros" if self.flat and step.zero == "none" else step.zero
@@ -155,7 +155,7 @@ class Side:
                 else:
                     p.grad.zero_()
 
-    def _loss(self, x: Tensor, at: tuple[int, int], told: Seen) -> Tensor:
+    def _loss(self, x: Tensor, at: tuple[int, int], observed: Seen) -> Tensor:
         rows, cols = self.plan.shape
         start = x[torch.arange(rows * cols) % 16].view(rows, cols)
         start = start.to(getattr(torch, self.plan.dtype))
@@ -163,7 +163,7 @@ class Side:
         for part in self.parts:
             h = part(start, x, at)
             h = h / (1 + h.abs())
-            told.append(("output", h.detach()))
+            observed.append(("output", h.detach()))
             loss = loss + h.abs().square().sum().double()
         return self.extra(loss, self.named).float()
 

@@ -1,4 +1,4 @@
-"""The mean over ranks: what happens without a hook, as a hook."""
+"""The mean over ranks by one all_reduce, as without a hook."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients travel in a smaller floating-point type: half the bytes, some of the digits."""
+"""Gradients are sent in a smaller floating-point dtype: half the bytes, fewer significant bits."""
 
 from __future__ import annotations
 

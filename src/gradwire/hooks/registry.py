@@ -18,7 +18,7 @@ __all__ = ["get_hook", "noop"]
 
 
 def noop(state: Any, bucket: GradBucket) -> torch._C.Future[Tensor]:
-    """Communicate nothing: gradients stay local; to see what a step costs without."""
+    """Communicate nothing: gradients stay local, to measure what communication costs."""
     return as_future(bucket.buffer(), noop)
 
 
@@ -26,13 +26,13 @@ noop.single_collective = True  # type: ignore[attr-defined]
 
 
 def get_hook(name: str) -> CommHook:
-    """The hook of this package with a name.
+    """A hook of this package by its name.
 
     Args:
         name: "all_reduce", "bf16", "fp16" or "noop".
 
     Raises:
-        ArgumentError: There is none; the message has those there are.
+        ArgumentError: There is no such hook; the message lists those there are.
 
     Example:
         >>> get_hook("bf16").__name__

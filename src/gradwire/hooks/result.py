@@ -1,7 +1,7 @@
-"""What a hook gives back, and how it is read.
+"""What a hook returns, and how it is read.
 
-A hook may return a future, a tensor or a work handle; `as_future` makes one thing of them, and
-`parse_hook_result` takes the tensor out and holds it against the bucket.
+A hook may return a future, a tensor or a work handle; `as_future` makes a future of each, and
+`parse_hook_result` takes the tensor out of it and compares it with the bucket.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["as_future", "parse_hook_result"]
 
 
 def as_future(returned: object, hook: Callable[..., object]) -> torch._C.Future[Any]:
-    """One kind of thing for all that a hook may return.
+    """A future of what a hook returned.
 
     Raises:
         HookError: The hook returned None or something else that is no result.
@@ -87,7 +87,7 @@ def parse_hook_result(result: object, bucket: GradBucket, hook: Callable[..., ob
 
 
 def _as_complex(result: Tensor, buffer: Tensor) -> Tensor:
-    """Pairs of reals as the complex numbers of a bucket; what is no such thing, as it is."""
+    """Pairs of reals as a bucket's complex numbers; another tensor as it is."""
     if result.layout != torch.strided or result.numel() != 2 * buffer.numel():
         return result
     return torch.view_as_complex(result.reshape(-1, 2))

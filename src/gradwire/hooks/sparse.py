@@ -1,7 +1,8 @@
-"""The sum over ranks of sparse gradients: what each rank has, end to end, and added up alike.
+"""The sum over ranks of sparse gradients: all ranks' entries are gathered, then coalesced.
 
-Ranks tell each other how many entries they have, then exchange indices and values, padded to the
-longest. Every rank adds them up in rank order, so that all get the same bits.
+Gloo alone sums sparse tensors, and not in every dtype. So ranks exchange their numbers of entries,
+then indices and values as bytes, padded to the longest. Every rank adds them up in rank order, so
+that all get the same bits.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ __all__ = ["SparseSum"]
 
 
 class SparseSum:
-    """One sparse COO tensor on its way: `counting`, then `exchange`, then `result`.
+    """The sum of one sparse COO tensor, in three steps: `counting`, `exchange`, `result`.
 
     Args:
         tensor: Coalesced or not; the same shape, dtype and number of sparse dimensions on every

@@ -1,4 +1,4 @@
-"""StatefulHook: a communication hook and its state in one object, which the reducer runs.
+"""StatefulHook: a communication hook and its state in one object, as the reducer runs it.
 
 The interface has two parts, as `CommHookInterface` of PyTorch's C++ has: one starts communication,
 the other takes the reduced tensor out of what the communication's future holds. Functions are
@@ -24,7 +24,7 @@ S = TypeVar("S")
 
 
 class StatefulHook(ABC, Generic[S]):
-    """A communication hook that is an object, and says itself how its results are read.
+    """A communication hook as an object, which also reads its own results.
 
     Register it without another state: `model.register_comm_hook(None, hook)`. As every hook, it
     divides by the world size itself, and runs once for each bucket, in the same order on every
@@ -79,7 +79,7 @@ class StatefulHook(ABC, Generic[S]):
     def parse_hook_result(self, result: Any) -> Tensor:
         """The reduced buffer in what the future held: a tensor, or a list or tuple of one.
 
-        The reducer then holds it against the bucket: dtype, device and number of elements.
+        The reducer then compares it with the bucket: dtype, device and number of elements.
 
         Raises:
             HookError: No such thing. Whatever it raises ends the backward on all ranks.
@@ -115,7 +115,7 @@ Run = Callable[[CommHook, Any, GradBucket], Any]
 
 
 class DelegatingHook(StatefulHook[Any]):
-    """Something around a `StatefulHook`, whose state is that hook's."""
+    """A wrapper of a `StatefulHook`, whose state is that hook's."""
 
     def __init__(self, hook: StatefulHook[Any]) -> None:
         self.hook = hook
@@ -132,14 +132,14 @@ class DelegatingHook(StatefulHook[Any]):
 
 
 class _ComposedHook(DelegatingHook):
-    """A function around a `StatefulHook`."""
+    """A function that wraps a `StatefulHook`."""
 
     def __init__(self, run: Run, hook: StatefulHook[Any]) -> None:
         super().__init__(hook)
         self.run = run
 
     def run_hook(self, bucket: GradBucket) -> HookReturn:
-        """Runs what is around the hook."""
+        """Calls the function with the hook."""
         returned: HookReturn = self.run(self.hook, None, bucket)
         return returned
 

@@ -1,4 +1,4 @@
-"""Composition: do something before a hook, or with what it made of a bucket."""
+"""A function before a hook, on the local gradients, or after it, on its result."""
 
 from __future__ import annotations
 

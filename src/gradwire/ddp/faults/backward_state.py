@@ -1,6 +1,6 @@
 """The state of one reducer's backward: one enum, one table of what may follow what.
 
-Pure: the runtime (`_backward`) and the model checker of the tests go by the same table.
+Pure: the reducer (`reducer/backward.py`) and the model checker of the tests use the same table.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ class BackwardState(Enum):
     EXPECTED = "a forward was prepared, its backward has not begun"
     RUNNING = "autograd is in it, and calls when it ends"
     RUNNING_AGAIN = "as RUNNING, through outputs whose gradients were reduced before"
-    SHORT = "it ended and gradients are lacking: another backward may bring them"
-    AWAITING = "it ended, all is sent but what decides, and its caller is to finalize it"
+    SHORT = "it ended with gradients missing: another backward may bring them"
+    AWAITING = "it ended, all but its last message is sent, and its caller is to finalize it"
     COMMITTING = "its last message was sent: all ranks reduce when it arrives, or none"
     INTERRUPTED = "an exception ended it before its last message"
     UNDECIDED = "an exception ended it after its last message: other ranks may have reduced"
@@ -36,7 +36,7 @@ class Event(Enum):
     BEGIN = "the first gradient, or an output, is reached"
     BEGIN_AGAIN = "an output is reached whose backward was reduced before"
     END_UNTOUCHED = "it ended without a gradient of a parameter"
-    END_SHORT = "it ended with gradients lacking"
+    END_SHORT = "it ended with gradients missing"
     END_MANUAL = "it ended, and its caller is to finalize it"
     FINALIZE = "its caller has finalized it before it ended"
     SEND_LAST = "its last message is sent"

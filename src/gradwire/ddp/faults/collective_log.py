@@ -1,9 +1,9 @@
-"""What a rank has lately sent, so that a rank that fell behind can join it.
+"""The collectives that a rank has sent lately, so that a rank that fell behind can join them.
 
 When a rank fails in the middle of a backward, the others wait in collectives that it never joined,
-and an engine such as Gloo has no way to call them back. So every rank logs its collectives, with
-the engine's own count of them as their numbers; after an error the logs are compared, and a rank
-that is behind takes part in what it missed with zeros (see `protocol`).
+and an engine such as Gloo cannot abort them. So every rank logs its collectives, with the engine's
+own count of them as their numbers; after an error the logs are compared, and a rank that is behind
+takes part in what it missed with zeros (see `protocol`).
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ __all__ = [
 Entry = list[Any]
 """JSON: [op, root, tensors' groups]; a tensors' group is a list of [dtype, device type, shape]."""
 
-LARGEST = 1 << 36
-"""Bytes: no log that asks for a larger tensor is believed."""
+MAX_BYTES = 1 << 36
+"""A received entry with a larger tensor is invalid: this rank would allocate it to join."""
 
 
 def all_reduce_entry(tensor: Tensor) -> Entry:
@@ -58,7 +58,7 @@ class CollectiveLog:
     Attributes:
         sent: On the group.
         elsewhere: On other groups, by name, as communication hooks may.
-        works: Handles of what hooks sent: they tell an engine's failure from the hook's own.
+        works: Handles of what hooks sent: by them an engine's failure is known from the hook's own.
         since: When the first of `sent` was sent.
     """
 
@@ -89,7 +89,7 @@ class CollectiveLog:
             return self._counted
 
     def clear(self) -> None:
-        """All ranks are level."""
+        """All ranks are in step."""
         self.sent.clear()
         self.elsewhere.clear()
         self.works.clear()
@@ -103,7 +103,11 @@ class CollectiveLog:
 
 
 class LogMode(TorchDispatchMode):
-    """Logs the collectives that this thread issues while the mode is active."""
+    """Logs the collectives that this thread issues while the mode is active.
+
+    A hook may send anything on any group; what its callbacks send later, on an engine's threads, is
+    not seen (`missing` then finds a number that no log has, and the group is broken).
+    """
 
     def __init__(self, group: ProcessGroup, log: CollectiveLog) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -150,7 +154,7 @@ class LogMode(TorchDispatchMode):
             return
         group = ProcessGroup.unbox(args[at])
         if member_of(group) is not None:
-            return  # its observer has seen it
+            return  # its observer has logged it
         root = args[at + 1] if op == "broadcast_" else 0
         groups = [a for a in args[:at] if isinstance(a, list)]
         flat = [g[0] if g and isinstance(g[0], list) else g for g in groups]
@@ -163,6 +167,9 @@ class LogMode(TorchDispatchMode):
 
 def join(group: ProcessGroup, entry: Entry) -> Work:
     """Take part, with zeros, in a collective that others wait in.
+
+    With the same op, shapes and dtypes: on Gloo, two collectives of different sizes that meet abort
+    the process. The result is not used: all ranks raise.
 
     Raises:
         BrokenGroupError: It cannot be joined this way.
@@ -190,8 +197,8 @@ def _zeros(dtype: str, device: str, shape: list[int]) -> Tensor:
     for n in shape:
         size *= n
     kind = getattr(torch, dtype, None)
-    if not isinstance(kind, torch.dtype) or not 0 <= size <= LARGEST:
-        raise BrokenGroupError(f"another rank's log tells of a {dtype} tensor of shape {shape}")
+    if not isinstance(kind, torch.dtype) or not 0 <= size <= MAX_BYTES:
+        raise BrokenGroupError(f"another rank's log has a {dtype} tensor of shape {shape}")
     return torch.zeros(shape, dtype=kind, device=device)
 
 

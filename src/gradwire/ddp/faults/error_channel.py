@@ -1,12 +1,9 @@
-"""How ranks tell each other of errors while their collectives hang: through the group's store.
+"""Ranks report errors to each other through the group's store, as their collectives hang.
 
-Keys begin with a random token that rank 0 gave the group's ranks through the group itself: nothing
-is counted on each rank alone, so that a copy made on one rank shifts nothing, nor does what an
-earlier group left in the same store. After it comes the round: how often the ranks were
-resynchronized, all of them each time.
-
-The store may hang, where the process that serves it is stopped. So it is asked in a thread of its
-own, which is waited for as long as the asker can spare.
+Keys begin with a random token that rank 0 broadcast to the group, so that neither a copy of the
+module on one rank nor keys of an earlier group in the same store can be mistaken for this group's.
+After it comes the number of the round: how often the ranks were resynchronized, all of them each
+time.
 """
 
 from __future__ import annotations
@@ -26,11 +23,11 @@ from gradwire.errors import NotSupportedError, PeerLostError
 __all__ = ["ErrorChannel", "store_of"]
 
 ANSWER_SECONDS = 1.0
-"""A store that takes longer has not answered this time; it is asked again."""
+"""A store that takes longer counts as not answering this time; it is asked again."""
 
 
 class ErrorChannel:
-    """What one rank tells the others of its group, and hears of them.
+    """What one rank of a group publishes to the others, and reads of theirs.
 
     Args:
         group: The group.
@@ -56,20 +53,20 @@ class ErrorChannel:
         return self._ask(lambda: self._store.check([self._key("reported")])) is True
 
     def report_lost(self, error: str) -> None:
-        """Tell the others that the group itself failed, so that nobody waits for this rank."""
+        """Report to the others that the group itself failed, so that none waits for this rank."""
         text = f"rank {self._rank} saw the group fail: {error}"
-        with suppress(PeerLostError):  # the store may be what was lost: then nobody can be told
+        with suppress(PeerLostError):  # the store may be what was lost: then no report is possible
             self._ask(lambda: self._store.compare_set("lost", "", text))
 
     def lost(self) -> PeerLostError | None:
-        """That the group failed, if a rank has told."""
+        """That the group failed, if a rank has reported it."""
         if self._ask(lambda: self._store.check(["lost"])) is not True:
             return None
-        told = self._ask(lambda: self._store.get("lost"))
-        return None if told is _NOTHING else PeerLostError(bytes(told).decode())
+        text = self._ask(lambda: self._store.get("lost"))
+        return None if text is _NOTHING else PeerLostError(bytes(text).decode())
 
     def publish(self, topic: str, value: Any) -> bool:
-        """Give this rank's value for a topic of this round; whether the store took it."""
+        """Set this rank's value for a topic of this round; whether the store took it."""
         text = json.dumps(value)
         key = self._key(f"{topic}/{self._rank}")
         return self._ask(lambda: self._store.set(key, text)) is not _NOTHING
@@ -107,6 +104,8 @@ class ErrorChannel:
         return f"{self._round}/{name}"
 
     def _ask(self, request: Callable[[], Any]) -> Any:
+        # In a thread: a request hangs for as long as the process that serves the store is stopped
+        # (by SIGSTOP or a debugger). One at a time, or threads would pile up.
         if self._asking is not None and self._asking.is_alive():
             return _NOTHING  # the last request is not answered yet
         answer: list[Any] = []
@@ -146,7 +145,7 @@ def store_of(group: ProcessGroup) -> Store:
         store = None
     if store is None:
         raise NotSupportedError(
-            "the group has no store, through which ranks tell each other of errors: use a group "
+            "the group has no store, through which ranks report errors to each other: use a group "
             "that torch.distributed made with one (init_process_group or new_group; not MPI)"
         )
     return store

@@ -117,7 +117,7 @@ class FaultDomain:
 
     def fail(self, error: Exception, cause: BaseException | None = None) -> NoReturn:
         """End the running backward on every rank, and raise."""
-        reported = self._begin_round(f"{type(error).__name__}: {error}")
+        reported = self._resync.begin_round(f"{type(error).__name__}: {error}")
         _advance_all()
         if self._resync.broken is not None:
             self.raise_waiting()
@@ -177,7 +177,7 @@ class FaultDomain:
             return
         if self._resync.deferred is not None:
             return  # another rank's error has ended that backward on every rank already
-        self._begin_round(UNDECIDED if self._participants.undecided() else INTERRUPTED)
+        self._resync.begin_round(UNDECIDED if self._participants.undecided() else INTERRUPTED)
 
     def _after_interrupted(self) -> None:
         """Raises nothing: the caller knows of the exception that ended the backward."""
@@ -191,15 +191,12 @@ class FaultDomain:
         if not resync.diverged and any(all_took_part(end, resync.positions) for end in undecided):
             # It was interrupted after this rank's statement of that round, as COMMITTING: the
             # others do not know yet that this rank has not taken their step.
-            self._begin_round(UNDECIDED)
+            self._resync.begin_round(UNDECIDED)
             _advance_all()
             if resync.broken is not None:
                 return
         resync.deferred = ReductionError(resync.diverged) if resync.diverged else None
         self._participants.start_over()
-
-    def _begin_round(self, error: str) -> bool:
-        return self._resync.begin_round(error)
 
     # -- errors elsewhere ------------------------------------------------------------------
 

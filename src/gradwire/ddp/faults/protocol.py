@@ -1,10 +1,14 @@
-"""What ranks decide after an error, from what each has stated. Integers and names only.
+"""What ranks decide after an error, from the statements of all. Integers and names only.
 
 The protocol. Every rank counts the collectives of the group: its *position*. A rank that fails, or
-hears that another has, states its error, its position and the collectives it lately sent, and
-sends nothing more. When all have stated, those behind the furthest rank take part in what they
-missed, with zeros (`missing`); so every collective that anybody waits in ends. Then all say
-whether that worked, and go on.
+learns that another has, publishes a statement: its error, its position and the collectives it sent
+lately. It sends nothing more. When all statements are there, ranks behind the furthest one take
+part in what they missed, with zeros (`missing`), so that every collective that a rank waits in
+ends. Then all publish whether that worked, and go on.
+
+A position is the backend's count of collectives, which has the same meaning on all ranks. The
+number of forwards has not: a rank that ran one forward more (a copy, a caught error) would look one
+step ahead, and the others would take zeros for gradients.
 
 The result of a backward counts on all ranks or on none: its last message is sent only when nothing
 before it has failed, so that a rank may keep its result if every rank has sent that message for
@@ -37,10 +41,10 @@ __all__ = [
 class Phase(Enum):
     """How far a rank is in resynchronizing."""
 
-    STATED = "it has stated where it is, and waits for the others' statements"
+    STATED = "it has published its statement, and waits for the others' statements"
     JOINING = "it has joined what it missed, and waits for all that is under way"
-    JOINED = "it has said how that went, and waits to hear it of the others"
-    DONE = "all ranks are level, or know that they cannot be"
+    JOINED = "it has published how that went, and waits for the others' outcomes"
+    DONE = "all ranks are in step, or know that they cannot be"
 
 
 def next_phase(phase: Phase, *, stated: bool, ended: bool, joined: bool) -> Phase:
@@ -50,7 +54,7 @@ def next_phase(phase: Phase, *, stated: bool, ended: bool, joined: bool) -> Phas
         phase: This rank's.
         stated: Whether all ranks' statements are there.
         ended: Whether everything that this rank has under way has ended, or cannot.
-        joined: Whether all ranks have said how joining went.
+        joined: Whether all ranks' outcomes are there.
 
     Example:
         >>> next_phase(Phase.STATED, stated=True, ended=False, joined=False).name
@@ -71,10 +75,10 @@ Numbered = Sequence[tuple[int, Any]]
 
 @dataclass(frozen=True)
 class Statement:
-    """What a rank states.
+    """What a rank publishes when it begins to resynchronize.
 
     Attributes:
-        error: What went wrong here; None if it only heard of another's error.
+        error: What went wrong here; None if it only learnt of another's error.
         position: How many collectives of the group it has sent.
         sent: Those that others may still wait in.
         elsewhere: For other groups that a communication hook used, by name: the same two.
@@ -89,7 +93,7 @@ class Statement:
 
 
 def missing(position: int, statements: Sequence[tuple[int, Numbered]]) -> list[Any]:
-    """The collectives that a rank has yet to join to be level with the furthest rank.
+    """The collectives that a rank has yet to join to be in step with the furthest rank.
 
     Args:
         position: Of this rank.
@@ -120,8 +124,8 @@ def missing(position: int, statements: Sequence[tuple[int, Numbered]]) -> list[A
 
 def missing_elsewhere(name: str, position: int, statements: Sequence[Statement]) -> list[Any]:
     """As `missing`, in another group that this rank is a member of."""
-    told = [s.elsewhere[name] for s in statements if name in s.elsewhere]
-    return missing(position, [(position, ()), *told])
+    stated = [s.elsewhere[name] for s in statements if name in s.elsewhere]
+    return missing(position, [(position, ()), *stated])
 
 
 def all_took_part(end: int, positions: Sequence[int]) -> bool:

@@ -22,16 +22,16 @@ from gradwire.ddp.faults.protocol import (
 from gradwire.ddp.faults.waiting import Pending, first_failure, pending_work
 from gradwire.errors import BrokenGroupError, CollectiveTimeoutError, PeerLostError
 
-__all__ = ["PATIENCE_SECONDS", "Round"]
+__all__ = ["RESYNC_TIMEOUT_SECONDS", "Round"]
 
-PATIENCE_SECONDS = 300.0
-"""How long, at most, a rank waits for others to finish what they compute and hear of an error."""
+RESYNC_TIMEOUT_SECONDS = 300.0
+"""How long, at most, a rank waits for others, which learn of an error when they next poll."""
 LIVENESS_SECONDS = 0.5
-"""How often it is looked whether ranks that have not answered still run."""
+"""Interval of looking up whether ranks that have not answered still run."""
 
 
 class Round:
-    """States where this rank is, joins what it missed, and says how that went.
+    """Publishes this rank's statement, joins what it missed, and publishes how that went.
 
     Args:
         group: The group.
@@ -46,7 +46,7 @@ class Round:
         failures: By rank, what went wrong there; valid when `advance` has returned True, as are
         positions: each rank's position as it was stated,
         diverged: ranks that an exception kept from a step that others may have taken, and
-        broken: why the ranks could not be made level, if so.
+        broken: why the ranks could not be brought in step, if so.
     """
 
     def __init__(
@@ -65,12 +65,12 @@ class Round:
         self.positions: list[int] = []
         self.diverged: list[int] = []
         self.broken: BrokenGroupError | None = None
-        self._patience = min(PATIENCE_SECONDS, seconds)
-        self._deadline = time.monotonic() + self._patience
-        self._look_at = 0.0
+        self._timeout = min(RESYNC_TIMEOUT_SECONDS, seconds)
+        self._deadline = time.monotonic() + self._timeout
+        self._next_check = 0.0
         self._phase = Phase.STATED
         self._goal = statement.position
-        self._verdict: str | None = None
+        self._outcome: str | None = None
         self._reported = statement.error is None
         self._published: set[str] = set()
 
@@ -86,25 +86,25 @@ class Round:
         while True:
             before = self._phase
             if before is Phase.STATED:
-                self._state()
+                self._exchange_statements()
             elif before is Phase.JOINING:
                 ended = self._ended()
                 self._phase = next_phase(before, stated=True, ended=ended, joined=False)
             elif before is Phase.JOINED:
-                self._hear()
+                self._compare_outcomes()
             if self._phase is Phase.DONE:
                 return True
             if self._phase is before:
-                self._look()
+                self._check_liveness()
                 return False
 
-    def _state(self) -> None:
+    def _exchange_statements(self) -> None:
         self._publish("statement", asdict(self._statement))
         self._reported = self._reported or self._channel.report()
-        told = self._channel.published("statement")
-        if told is None:
+        published = self._channel.published("statement")
+        if published is None:
             return
-        statements = [Statement(**one) for one in told]
+        statements = [Statement(**one) for one in published]
         self.positions = [s.position for s in statements]
         self.diverged = diverged([s.undecided for s in statements], self.positions)
         self.failures = {r: s.error for r, s in enumerate(statements) if s.error is not None}
@@ -112,8 +112,9 @@ class Round:
         try:
             self._join(statements)
         except BrokenGroupError as broken:
-            self._verdict = str(broken)
-        # last: a signal handler's exception before it leaves what was joined to be seen again
+            self._outcome = str(broken)
+        # Last: where a signal handler's exception comes before it, the next call does this again,
+        # and the position in the log says what has been joined already.
         self._phase = next_phase(self._phase, stated=True, ended=False, joined=False)
 
     def _join(self, statements: Sequence[Statement]) -> None:
@@ -129,47 +130,47 @@ class Round:
 
     def _ended(self) -> bool:
         """Whether all that is under way has ended, or it is known that it cannot."""
-        if self._verdict is not None:
+        if self._outcome is not None:
             return True
         if self._log.position(self._group) > self._goal:
-            self._verdict = "a hook went on to further collectives after the error"
+            self._outcome = "a hook went on to further collectives after the error"
         elif all(p.done() for p in self._pending):
             self._raise_failure()
         elif time.monotonic() > self._deadline:
-            self._verdict = f"collectives were still under way after {self._patience:g} s"
+            self._outcome = f"collectives were still under way after {self._timeout:g} s"
         else:
             return False
         return True
 
-    def _hear(self) -> None:
-        self._publish("joined", self._verdict)
-        verdicts = self._channel.published("joined")
-        joined = verdicts is not None
+    def _compare_outcomes(self) -> None:
+        self._publish("joined", self._outcome)
+        outcomes = self._channel.published("joined")
+        joined = outcomes is not None
         self._phase = next_phase(self._phase, stated=True, ended=True, joined=joined)
-        if verdicts is not None and any(verdicts):
-            reason = "; ".join(f"rank {r}: {v}" for r, v in enumerate(verdicts) if v)
+        if outcomes is not None and any(outcomes):
+            reason = "; ".join(f"rank {r}: {v}" for r, v in enumerate(outcomes) if v)
             causes = "; ".join(f"rank {r}: {text}" for r, text in self.failures.items())
             self.broken = BrokenGroupError(
                 f"after an error ({causes}) the group's ranks cannot be brought back in step "
                 f"({reason}): make a new process group, or restart"
             )
 
-    def _look(self) -> None:
-        """While there is no answer: whether it can still come."""
+    def _check_liveness(self) -> None:
+        """Raise if the statements or outcomes that are missing cannot come any more."""
         now = time.monotonic()
-        if now < self._look_at or self._phase is Phase.JOINING:
+        if now < self._next_check or self._phase is Phase.JOINING:
             return
-        self._look_at = now + LIVENESS_SECONDS
+        self._next_check = now + LIVENESS_SECONDS
         self._raise_failure()
         topic = "joined" if self._phase is Phase.JOINED else "statement"
         absent = self._channel.absent(topic)
         dead = self._channel.dead(absent)
-        # asked again: one that answered and ended since is none that will not answer
+        # Asked again: a rank may have published its answer and ended between the two requests.
         if dead and (dead := [r for r in self._channel.absent(topic) if r in dead]):
             raise PeerLostError(f"ranks {dead} ended while resynchronizing after an error")
-        if now > self._deadline + self._patience * (self._phase is Phase.JOINED):
+        if now > self._deadline + self._timeout * (self._phase is Phase.JOINED):
             raise CollectiveTimeoutError(
-                f"ranks {absent} did not answer within {self._patience:g} s after an error"
+                f"ranks {absent} did not answer within {self._timeout:g} s after an error"
             )
 
     def _raise_failure(self) -> None:

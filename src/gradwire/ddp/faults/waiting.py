@@ -1,8 +1,8 @@
 """Waiting for communication without waiting for a rank that has failed.
 
-A wait looks up from time to time and polls for errors that other ranks report; each has a
-deadline. An engine's failures become gradwire's by their type, and by how long the engine had:
-never by their words.
+A wait polls at intervals for errors that other ranks report; each has a deadline. An engine's
+failure becomes an error of gradwire's by its type, and by whether the engine's timeout was over:
+never by its message.
 """
 
 from __future__ import annotations
@@ -122,6 +122,8 @@ def wait_work(
 
 def wait_done(work: Work, poll: Callable[[], None]) -> None:
     """Wait until an accelerator's collective has ended; the engine has a deadline for it."""
+    # `wait()` would only queue a wait on the stream. From 20 µs to 1 ms: short collectives end in
+    # microseconds, long ones should not keep a core busy.
     pause = 0.0
     polled = time.monotonic()
     while not is_done(work):
