@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import pickle
 
+import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
@@ -113,7 +113,10 @@ def test_its_state_is_saved_rekeyed_and_copied_with_it():
         other = copy.deepcopy(net)
         assert other._hook is not net._hook
         assert other._hook.state is dist.group.WORLD
-        assert pickle.loads(pickle.dumps(Halving(dist.group.WORLD))).state is dist.group.WORLD
+        assert (
+            cloudpickle.loads(cloudpickle.dumps(Halving(dist.group.WORLD))).state
+            is dist.group.WORLD
+        )
         return step(other)
 
     assert run_ranks(main, 2) == [[[1.5, 1.5]]] * 2
