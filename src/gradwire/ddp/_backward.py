@@ -68,7 +68,7 @@ class Backward:
         self._names, self._parameters = planner.names, planner.parameters
         self.buckets, self.clock = BucketSet(planner), Clock()
         self.state, self.end, self.runs, self._task = LOCAL, 0, 0, -1
-        self.has_place = False
+        self.has_place = True
         self.before: set[Backward] = set()
         self._had_nothing = self._takes_part = False
         self.unused_here: tuple[str, ...] = ()

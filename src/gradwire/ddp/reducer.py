@@ -23,6 +23,7 @@ from gradwire.ddp._group import check_group
 from gradwire.ddp._hook_state import Part, replace_group
 from gradwire.ddp._in_backward import take_over
 from gradwire.ddp._log import LoggingData
+from gradwire.ddp._outputs import mark_output
 from gradwire.ddp._ownership import Registration
 from gradwire.ddp._planning import BucketLayout, Planner, check_layout
 from gradwire.ddp._rpc import refuse_rpc_context
@@ -228,6 +229,7 @@ class Reducer(ReducerNames):
         for tensor in outputs:
             if tensor.requires_grad and tensor.grad_fn is not None:
                 tensor.register_hook(partial(on_output, weakref.ref(self._backward)))
+                mark_output(tensor)
 
     @property
     def manual_finalization(self) -> bool:
