@@ -163,6 +163,30 @@ def test_two_modules_that_share_what_one_rank_skips(take, width, options, view):
     run_ranks(main, 2)
 
 
+def test_a_module_whose_output_is_that_of_one_inside():
+    class Outer(Layers):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x, take):
+            x = self.inner(x, [0])
+            return super().forward(x, take) if take else x
+
+    def main():
+        twin = Outer(Layers())
+        net = copy.deepcopy(twin)
+        net.inner = DistributedDataParallel(net.inner, find_unused_parameters=True)
+        net = DistributedDataParallel(net, find_unused_parameters=True)
+        twin.load_state_dict({n.replace("module.", ""): v for n, v in net.state_dict().items()})
+        for model in (net, twin):
+            model(own_input(), [0, 1] if dist.get_rank() else []).square().sum().backward()
+        average_used(twin)
+        assert_same(net, twin)
+
+    run_ranks(main, 2)
+
+
 @pytest.mark.parametrize("shared", [False, True])
 def test_two_modules_and_a_loss_that_uses_parameters(shared):
     """A gradient that comes before the outputs' on one rank does not change the order there."""

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["map_tensors", "tensors_in", "with_own_nodes"]
+__all__ = ["map_tensors", "mark_output", "tensors_in", "with_own_nodes"]
+
+OUTPUT = "gradwire.ddp.output"
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -53,19 +55,33 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
 def with_own_nodes(output: Any, since: int) -> Any:
     """The output of a forward, with views in place of inputs that it returned as they came.
 
-    A backward reaches the outputs of several modules in the same order on every rank only if each
-    has a node that its forward made, on ranks whose forward has done nothing, too.
+    That is what it was given, or what a module inside has put out. A backward reaches the outputs
+    of several modules in the same order on every rank only if each has a node that its forward
+    made, on ranks whose forward has done nothing, too.
 
     Args:
         output: What the forward returned.
         since: autograd's sequence number when the forward began.
     """
 
-    def is_older(t: Tensor) -> bool:
+    def is_other(t: Tensor) -> bool:
         if not t.requires_grad or t.layout != torch.strided:
             return False
-        return t.grad_fn is None or t.grad_fn._sequence_nr() < since
+        node = t.grad_fn
+        return node is None or node._sequence_nr() < since or OUTPUT in _metadata(node)
 
-    if not any(is_older(t) for t in tensors_in(output)):
+    if not any(is_other(t) for t in tensors_in(output)):
         return output
-    return map_tensors(lambda t: t.view_as(t) if is_older(t) else t, output)
+    return map_tensors(lambda t: t.view_as(t) if is_other(t) else t, output)
+
+
+def mark_output(tensor: Tensor) -> None:
+    """The node that made it is where a module's backward begins."""
+    assert tensor.grad_fn is not None
+    _metadata(tensor.grad_fn)[OUTPUT] = True
+
+
+def _metadata(node: Any) -> dict[str, Any]:
+    """What is kept with a node of autograd."""
+    metadata: dict[str, Any] = node.metadata  # torch's stub has it as a method
+    return metadata

@@ -61,7 +61,7 @@ class Backward:
         self.names, self.parameters = assigner.names, assigner.parameters
         self.buckets, self.timer = BucketSet(assigner), StepTimer()
         self.state, self.end, self.runs = BackwardState.LOCAL, 0, 0
-        self.task, self.has_place = -1, False
+        self.task, self.has_place = -1, True
         self.predecessors: set[Backward] = set()
         self.order: list[int] | None = []
         self.ready_order: Sequence[int] | None = None

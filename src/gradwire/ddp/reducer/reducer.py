@@ -23,6 +23,7 @@ from gradwire.ddp.buckets.hook_state import Part, replace_group
 from gradwire.ddp.buckets.ownership import Registration
 from gradwire.ddp.group import check_group
 from gradwire.ddp.hook_handles import remove_hooks_with
+from gradwire.ddp.outputs import mark_output
 from gradwire.ddp.reducer.arrival import on_gradient, on_output
 from gradwire.ddp.reducer.backward import Backward
 from gradwire.ddp.reducer.finalize import finalize_manually, shadow
@@ -255,6 +256,7 @@ class Reducer:
         for tensor in outputs:
             if tensor.requires_grad and tensor.grad_fn is not None:
                 tensor.register_hook(partial(on_output, weakref.ref(self._backward)))
+                mark_output(tensor)
 
     def prepare_for_backward(self, outputs: Iterable[Tensor]) -> None:
         """`prepare`, then `expect` these tensors: a loss, or a forward's outputs.
