@@ -47,6 +47,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.wide
 def test_groups_say_what_they_say_on_gloo(run, tmp_path):
     def with_variables(stores: str, **variables: str):
         (tmp_path / stores).mkdir()

@@ -51,6 +51,7 @@ def test_four_replicas_train_as_one(command):
     assert not run.survivors()
 
 
+@pytest.mark.wide
 def test_ctrl_c_ends_it(command):
     run = command("-m", "gradwire", "demo", "--mode", "devices", "--epochs", "100000")
     run.read_until("1/100000 ")
@@ -84,6 +85,7 @@ def test_torchrun_is_refused_once(monkeypatch):
     assert refusal() == ""
 
 
+@pytest.mark.wide
 def test_a_replica_lost_in_one_step_is_no_rounding():
     steps = 0
 

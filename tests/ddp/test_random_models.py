@@ -152,6 +152,7 @@ def train(plan, options, hook, accumulate):
     return True
 
 
+@pytest.mark.wide
 @pytest.mark.timeout(240)
 @pytest.mark.narrow({"world_size": 2})
 @pytest.mark.parametrize(("world_size", "backend"), [(2, "gloo"), (3, "gloo"), (2, "shm")])

@@ -242,17 +242,20 @@ def test_a_hang_shows_the_stack_of_every_thread_of_every_rank() -> None:
     assert "in waits_with_the_gil" in rank_1
 
 
+@pytest.mark.wide
 def test_a_hang_names_only_the_ranks_that_hang() -> None:
     with pytest.raises(CollectiveTimeoutError, match="on rank 1 of 2") as caught:
         run_ranks(on_rank(1, dist.barrier), timeout=1)
     assert "--- rank 0" not in str(caught.value)
 
 
+@pytest.mark.wide
 def test_a_stopped_rank_ends_in_an_error() -> None:
     with pytest.raises(CollectiveTimeoutError, match="did not show its stack"):
         run_ranks(on_rank(1, lambda: os.kill(os.getpid(), signal.SIGSTOP)), timeout=0.5)
 
 
+@pytest.mark.wide
 def test_a_group_that_cannot_be_left_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gradwire.testing.run.LEAVE_SECONDS", 0.3)
 
@@ -272,6 +275,7 @@ def test_an_error_in_leaving_the_group_is_an_error() -> None:
         run_ranks(on_rank(1, spoils_the_end))
 
 
+@pytest.mark.wide
 def test_a_group_that_one_rank_cannot_join_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gradwire.testing.run.FAILURE_SECONDS", 0.3)
 

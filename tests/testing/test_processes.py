@@ -86,6 +86,7 @@ def read_pids(process: subprocess.Popen[str], count: int = 2) -> list[int]:
     return pids
 
 
+@pytest.mark.wide
 def test_a_script_ends_cleanly_with_idle_workers(start: Start) -> None:
     process = start("print(*run_ranks(pid))")
     out, err = process.communicate(timeout=40)
@@ -140,6 +141,7 @@ def test_ctrl_c(start: Start) -> None:
     wait_until_gone(pids)
 
 
+@pytest.mark.wide
 def test_ctrl_c_in_an_interactive_session_leaves_run_ranks_usable(start: Start) -> None:
     process = start(
         "try: run_ranks(reporting(lambda: time.sleep(100)))\n"
@@ -152,6 +154,7 @@ def test_ctrl_c_in_an_interactive_session_leaves_run_ranks_usable(start: Start) 
     wait_until_gone(pids)
 
 
+@pytest.mark.wide
 def test_exit_of_the_main_thread_while_another_is_in_a_call(start: Start) -> None:
     process = start(
         "call = lambda: run_ranks(reporting(lambda: time.sleep(100)))\n"
@@ -163,6 +166,7 @@ def test_exit_of_the_main_thread_while_another_is_in_a_call(start: Start) -> Non
     wait_until_gone(pids)
 
 
+@pytest.mark.wide
 def test_a_fork_neither_uses_nor_ends_its_parent_s_workers(start: Start) -> None:
     process = start(
         "first = run_ranks(pid)\n"
@@ -205,6 +209,7 @@ def test_a_worker_that_died_between_calls_is_replaced() -> None:
     assert len(set(run_ranks(os.getpid))) == 2
 
 
+@pytest.mark.wide
 def test_no_descriptors_or_children_pile_up() -> None:
     def held() -> tuple[int, str]:
         return len(os.listdir("/proc/self/fd")), Path("/proc/thread-self/children").read_text()
