@@ -516,6 +516,20 @@ def test_buckets_are_launched_once_and_in_order_by_several_threads():
     run_ranks(main, 1, timeout=30)
 
 
+def test_a_first_message_that_is_late_is_a_timeout():
+    def main():
+        group = dist.new_group(timeout=timedelta(seconds=2))
+        net = DistributedDataParallel(mlp(), process_group=group, init_sync=False)
+        if dist.get_rank() == 0:  # the root of the first message
+            dist.barrier()
+            return
+        with pytest.raises(CollectiveTimeoutError, match="the first message"):
+            step(net)
+        dist.barrier()
+
+    run_ranks(main, 2)
+
+
 def test_the_log_does_not_grow():
     def main():
         net = DistributedDataParallel(mlp(), bucket_cap_mb=1e-4, find_unused_parameters=True)

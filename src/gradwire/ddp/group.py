@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from gradwire._engine_errors import engine_timeout
 from gradwire.errors import ArgumentError, ArgumentTypeError
 from gradwire.shm.register import member_of
 
@@ -72,9 +73,4 @@ def timeout_of(group: ProcessGroup) -> float:
     """Seconds that the group gives a collective; torch's default where it does not say."""
     if (member := member_of(group)) is not None:
         return member.timeout.total_seconds()
-    for device in group._device_types:
-        timeout = getattr(group._get_backend(device).options, "_timeout", None)
-        if timeout is not None:
-            seconds: float = timeout.total_seconds()
-            return seconds
-    return float(dist.default_pg_timeout.total_seconds())
+    return engine_timeout(group)

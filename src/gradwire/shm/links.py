@@ -1,6 +1,7 @@
 """A rank's connections to its peers: messages, descriptors of shared memory, and lost peers.
 
-Collectives do not use them. One thread per group polls all connections, hands on what arrives and
+The data of collectives does not pass through them; descriptors of their regions do, and the loss of
+a peer is noticed here. One thread per group polls all connections, hands on what arrives and
 wakes the threads that wait for it.
 """
 
@@ -76,7 +77,8 @@ class Links:
 
     Attributes:
         changed: Held and notified whenever something was received or a peer was lost.
-        lost: The error of each lost peer.
+        lost: For each peer that takes no further part, because it died, left or failed, the error
+            that waits for it raise.
         aborted: The error with which all waits of this rank fail, once it aborted.
     """
 

@@ -54,7 +54,7 @@ class PointToPoint(GroupBase):
             if not cancelled:
                 work.wait_until_done()  # the message has arrived: the tensor is being written
 
-        work = ShmWork(tensors, self._timeout.total_seconds(), cancel, callbacks_apart=True)
+        work = ShmWork(tensors, self._timeout.total_seconds(), cancel, callbacks_in_own_thread=True)
         with links.changed:
             fill = mailbox.post_receive(src, tag, only(tensors).detach(), work)
             if fill is None:

@@ -28,8 +28,9 @@ class ShmWork(Work):
         tensors: The value of its future.
         default_timeout: Seconds that `wait` waits if it is given none; None for no limit.
         on_timeout: Called when `wait` times out.
-        callbacks_apart: Whether its future's callbacks run in a thread of their own, and not in the
-            one that calls `finish`. The links' thread would deadlock in a callback that waits.
+        callbacks_in_own_thread: Whether its future's callbacks run in a thread of their own, and
+            not in the one that calls `finish`. The links' thread would deadlock in a callback that
+            waits.
     """
 
     def __init__(
@@ -38,14 +39,14 @@ class ShmWork(Work):
         default_timeout: float | None = None,
         on_timeout: Callable[[], None] | None = None,
         *,
-        callbacks_apart: bool = False,
+        callbacks_in_own_thread: bool = False,
     ) -> None:
         super().__init__()
         self._tensors = list(tensors)
-        self._default_timeout, self._on_timeout, self._callbacks_apart = (
+        self._default_timeout, self._on_timeout, self._callbacks_in_own_thread = (
             default_timeout,
             on_timeout,
-            callbacks_apart,
+            callbacks_in_own_thread,
         )
         self._done = False
         self._error: BaseException | None = None
@@ -58,7 +59,7 @@ class ShmWork(Work):
             self._error, self._source, self._done = error, source, True
             _CHANGED.notify_all()
             future = self._future
-        if future is not None and self._callbacks_apart:
+        if future is not None and self._callbacks_in_own_thread:
             threading.Thread(target=future.set_result, args=(self._tensors,), daemon=True).start()
         elif future is not None:
             future.set_result(self._tensors)

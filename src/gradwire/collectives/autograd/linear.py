@@ -45,7 +45,8 @@ class Linear(ABC):
     Only the first dim is split or concatenated. So `vmap` needs no rule for each collective: its
     batch dim is moved to the end, and one collective moves the whole batch.
 
-    A subclass is a frozen dataclass, whose further fields are ints, tuples of ints or None.
+    A subclass is a frozen dataclass, whose further fields are ints, None, or (nested) tuples of
+    these.
     """
 
     name: ClassVar[str]
@@ -181,6 +182,9 @@ def register(kind: type[Linear]) -> type[Linear]:
 
     Dynamo refuses an autograd function with a rule for forward mode; so compiled graphs have an
     operator of their own, whose backward is the adjoint's operator.
+
+    Stands above `@dataclass`, whose fields it lists; `name` is unique. Checks are not included: the
+    public function calls `run_checked`.
     """
     name = kind.name
     _kinds[name] = kind

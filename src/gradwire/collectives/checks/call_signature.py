@@ -18,8 +18,8 @@ __all__ = [
     "decode",
     "description",
     "encode",
-    "fingerprint",
     "first_difference",
+    "signature_hash",
 ]
 
 MAX_DIMS = 8
@@ -107,7 +107,7 @@ def encode(call: CallSignature, number: int, world: int) -> list[int]:
 
 
 @lru_cache(maxsize=4096)
-def fingerprint(call: CallSignature) -> int:
+def signature_hash(call: CallSignature) -> int:
     """A hash of a signature, the same in every process of a host."""
     return hash(tuple(encode(call, 0, 1)))
 

@@ -63,7 +63,7 @@ _numbers: WeakKeyDictionary[ProcessGroup, count[int]] = WeakKeyDictionary()
 
 @contextmanager
 def checks(on: bool = True) -> Iterator[None]:
-    """Switch the agreement checks of collectives on, or off, within a block.
+    """Switch the consistency checks of collectives on, or off, within a block.
 
     With checks on, ranks compare before each collective, forward and backward, what they are about
     to do; a disagreement raises `MismatchError` on every rank instead of hanging, ending the

@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 
 from gradwire.collectives.autograd.handles import Handle
 from gradwire.collectives.checks import consistency
-from gradwire.collectives.checks.call_signature import CallSignature, fingerprint
+from gradwire.collectives.checks.call_signature import CallSignature, signature_hash
 from gradwire.collectives.checks.consistency import CheckContext
 from gradwire.collectives.wire.backends import backend_of
 from gradwire.errors import CheckedMismatchError
@@ -104,4 +104,4 @@ def _sends_marks(callee: Any) -> bool:
 
 
 def _mark(call: CallSignature, number: int) -> int:
-    return hash((fingerprint(call), number)) | 2  # never 0, which says that there is no mark
+    return hash((signature_hash(call), number)) | 2  # never 0, which says that there is no mark

@@ -49,7 +49,7 @@ def broadcast(x: Tensor, root: int, group: ProcessGroup, blocking: bool = False)
     if x.numel() == 0:
         return done(out)
     work = group.broadcast([flat(out)], options(dist.BroadcastOptions, blocking, root))
-    return Pending((work,), lambda: out)
+    return Pending((work,), lambda: out, group)
 
 
 def all_gather(
@@ -66,9 +66,9 @@ def all_gather(
     if equal and not _by_messages(source, group, backend):
         single = getattr(group, ALL_GATHER_SINGLE)
         work = single(flat(out), flat(source), options(AllgatherOptions, blocking))
-        return Pending((work,), lambda: out)
+        return Pending((work,), lambda: out, group)
     pieces = out.chunk(group.size()) if sizes is None else out.split_with_sizes(sizes)
-    return Pending(_gather_into(pieces, source, group, backend, blocking), lambda: out)
+    return Pending(_gather_into(pieces, source, group, backend, blocking), lambda: out, group)
 
 
 def all_gather_list(
@@ -83,7 +83,9 @@ def all_gather_list(
     else:
         pieces = [empty(x, size) for size in sizes]
     if any(piece.numel() for piece in pieces):
-        Pending(_gather_into(pieces, source, group, backend, blocking=True), lambda: x).wait()
+        Pending(
+            _gather_into(pieces, source, group, backend, blocking=True), lambda: x, group
+        ).wait()
     return tuple(pieces)
 
 
@@ -131,7 +133,7 @@ def gather(
         return received if at_root else Pending((), lambda: _after(received, out))
     into = [[flat(piece) for piece in out.split_with_sizes(sizes)]] if at_root else []
     work = group.gather(into, [flat(source)], options(dist.GatherOptions, blocking, root))
-    return Pending((work,), lambda: out)
+    return Pending((work,), lambda: out, group)
 
 
 def _by_messages(source: Tensor, group: ProcessGroup, backend: Backend) -> bool:
@@ -163,7 +165,7 @@ def scatter(
         return all_to_all(source, sizes if at_root else [0] * world, receive, group, blocking)
     pieces = [[flat(piece) for piece in source.split_with_sizes(sizes)]] if at_root else []
     work = group.scatter([flat(out)], pieces, options(dist.ScatterOptions, blocking, root))
-    return Pending((work,), lambda: out)
+    return Pending((work,), lambda: out, group)
 
 
 def all_to_all(
@@ -183,7 +185,7 @@ def all_to_all(
     work = getattr(group, ALL_TO_ALL_SINGLE)(
         by_rows(out), by_rows(source), *splits, options(dist.AllToAllOptions, blocking)
     )
-    return Pending((work,), lambda: out)
+    return Pending((work,), lambda: out, group)
 
 
 def barrier(group: ProcessGroup) -> None:
@@ -195,14 +197,14 @@ def send(x: Tensor, to: int, group: ProcessGroup) -> Pending:
     """The tensor to one rank of the group."""
     group = callee(group, backend_of(group, x))
     source = dense(x)
-    return Pending((group.send([flat(source)], to, _TAG),), lambda: source)
+    return Pending((group.send([flat(source)], to, _TAG),), lambda: source, group)
 
 
 def receive(shaped: Tensor, source: int, group: ProcessGroup) -> Pending:
     """A tensor of that shape from one rank of the group."""
     group = callee(group, backend_of(group, shaped))
     out = like(shaped)
-    return Pending((group.recv([flat(out)], source, _TAG),), lambda: out)
+    return Pending((group.recv([flat(out)], source, _TAG),), lambda: out, group)
 
 
 def _nothing(x: Tensor, rows: int) -> bool:

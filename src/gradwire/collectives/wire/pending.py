@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 
 from torch import Tensor
-from torch.distributed import Work
+from torch.distributed import ProcessGroup, Work
 
-from gradwire.collectives.wire.failures import translated
+from gradwire._engine_errors import engine_failure, engine_timeout, is_over, is_transport
+from gradwire.errors import DistributedError
 
 __all__ = ["Pending", "done"]
 
@@ -18,13 +20,19 @@ class Pending:
     Args:
         works: What has to be waited for.
         finish: Called once after that; returns the result.
+        group: The group of the works, if there are any.
     """
 
-    __slots__ = ("_finish", "_works")
+    __slots__ = ("_finish", "_group", "_since", "_works")
 
-    def __init__(self, works: Sequence[Work], finish: Callable[[], Tensor]) -> None:
-        self._works = works
-        self._finish = finish
+    def __init__(
+        self,
+        works: Sequence[Work],
+        finish: Callable[[], Tensor],
+        group: ProcessGroup | None = None,
+    ) -> None:
+        self._works, self._finish, self._group = works, finish, group
+        self._since = time.monotonic() if works else 0.0
 
     def wait(self) -> Tensor:
         """The result, when it has arrived.
@@ -36,11 +44,16 @@ class Pending:
             for work in self._works:
                 work.wait()
         except RuntimeError as error:
-            ours = translated(error)
-            if ours is error:
+            if isinstance(error, DistributedError) or not is_transport(error):
                 raise
-            raise ours from error
+            raise self._failure(error) from error
         return self._finish()
+
+    def _failure(self, error: RuntimeError) -> DistributedError:
+        assert self._group is not None
+        timed_out = is_over(self._since, engine_timeout(self._group))
+        what = "another rank did not take part in time" if timed_out else "another rank is gone"
+        return engine_failure(error, what, timed_out=timed_out)
 
 
 def done(result: Tensor) -> Pending:

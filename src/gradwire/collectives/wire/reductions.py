@@ -49,7 +49,7 @@ def all_reduce(x: Tensor, op: str, group: ProcessGroup, blocking: bool = False) 
         return _all_reduce_by_parts(x, op, group, blocking)
     wire, result = _reduction_buffer(x, op, backend)
     work = group.allreduce([wire], options(dist.AllreduceOptions, blocking, None, _OPS[op]))
-    return Pending((work,), result)
+    return Pending((work,), result, group)
 
 
 def reduce(x: Tensor, root: int, op: str, group: ProcessGroup, blocking: bool = False) -> Pending:
@@ -65,7 +65,7 @@ def reduce(x: Tensor, root: int, op: str, group: ProcessGroup, blocking: bool = 
     wire, result = _reduction_buffer(x, op, backend)
     work = group.reduce([wire], options(dist.ReduceOptions, blocking, root, _OPS[op]))
     # Backends leave partial results in the other ranks' buffers.
-    return Pending((work,), result if at_root else lambda: result().zero_())
+    return Pending((work,), result if at_root else lambda: result().zero_(), group)
 
 
 def reduce_scatter(
@@ -85,7 +85,7 @@ def reduce_scatter(
         if x.is_complex():
             wire = (torch.view_as_real(out), torch.view_as_real(source))
         chosen = options(dist.ReduceScatterOptions, blocking, None, _OPS[op])
-        return Pending((getattr(group, REDUCE_SCATTER_SINGLE)(*wire, chosen),), lambda: out)
+        return Pending((getattr(group, REDUCE_SCATTER_SINGLE)(*wire, chosen),), lambda: out, group)
     # On Gloo this takes less than half as long as its reduce_scatter. It does every op and dtype,
     # adds in one fixed order, and accumulates half precision in float32.
     received = all_to_all(x, sizes, None if sizes is None else [rows] * world, group, blocking)

@@ -68,7 +68,7 @@ class BucketAssigner:
     ownership: Ownership = field(default_factory=Ownership)
 
     def first_order(self) -> list[int]:
-        """Last registered first: its gradient tends to be ready first."""
+        """Last registered first, as PyTorch's; until a backward has shown a better order."""
         return list(range(len(self.parameters)))[::-1]
 
     def make(self, order: Sequence[int], *, with_hook: bool) -> list[Bucket]:

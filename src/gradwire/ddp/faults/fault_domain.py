@@ -21,11 +21,12 @@ from typing import Any, NoReturn
 import torch
 from torch.distributed import ProcessGroup, Work
 
+from gradwire._engine_errors import engine_failure, is_over
 from gradwire.ddp.faults.collective_log import Entry, group_named
 from gradwire.ddp.faults.participants import Participant, Participants
 from gradwire.ddp.faults.protocol import all_took_part, may_finish
 from gradwire.ddp.faults.resynchronizer import UNDECIDED, Resynchronizer
-from gradwire.ddp.faults.waiting import engine_failure, first_failure, pending_work
+from gradwire.ddp.faults.waiting import first_failure, pending_work
 from gradwire.errors import BrokenGroupError, DistributedError, HookError, ReductionError
 from gradwire.shm.register import member_of
 
@@ -151,7 +152,7 @@ class FaultDomain:
 
     def translate(self, error: BaseException, what: str) -> DistributedError:
         """An engine's failure of a collective under way, as one of ours."""
-        timed_out = time.monotonic() - self.log.since >= self.seconds
+        timed_out = is_over(self.log.since, self.seconds)
         return engine_failure(error, what, timed_out=timed_out)
 
     def note_interrupted(self) -> None:

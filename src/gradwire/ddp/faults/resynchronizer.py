@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import weakref
 from typing import Any, NoReturn
 
@@ -11,12 +12,13 @@ import torch
 from torch import Tensor
 from torch.distributed import BroadcastOptions, ProcessGroup, Work
 
+from gradwire._engine_errors import engine_failure, is_over
 from gradwire.ddp.faults.collective_log import CollectiveLog, Entry
 from gradwire.ddp.faults.error_channel import ErrorChannel, store_of
 from gradwire.ddp.faults.participants import Participants
 from gradwire.ddp.faults.protocol import Statement
 from gradwire.ddp.faults.round import Round
-from gradwire.ddp.faults.waiting import engine_failure, pending_work
+from gradwire.ddp.faults.waiting import pending_work
 from gradwire.ddp.group import message_device, timeout_of
 from gradwire.errors import BrokenGroupError, DistributedError, PeerFailedError
 
@@ -113,10 +115,13 @@ class Resynchronizer:
                 options.rootRank = 0
                 self._token = token, group.broadcast([token], options)
             token, work = self._token
+            since = time.monotonic()
             try:
                 work.wait()
             except RuntimeError as error:
-                self.give_up(engine_failure(error, "the first message", timed_out=False), error)
+                timed_out = is_over(since, self.seconds)
+                failure = engine_failure(error, "the first message", timed_out=timed_out)
+                self.give_up(failure, error)
             self._channel = ErrorChannel(group, bytes(token.tolist()).hex())
 
     def begin_round(self, error: str) -> bool:

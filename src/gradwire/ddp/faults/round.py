@@ -43,10 +43,11 @@ class Round:
 
     Attributes:
         own: This rank's error, or None.
-        failures: By rank, what went wrong there; valid when `advance` has returned True, as are
-        positions: each rank's position as it was stated,
-        diverged: ranks that an exception kept from a step that others may have taken, and
-        broken: why the ranks could not be brought in step, if so.
+        failures: By rank, what went wrong there.
+        positions: Each rank's position as it was stated.
+        diverged: Ranks that an exception kept from a step that others may have taken.
+        broken: Why the ranks cannot be brought in step, or None. These four are valid once
+            `advance` has returned True.
     """
 
     def __init__(
@@ -168,6 +169,7 @@ class Round:
         # Asked again: a rank may have published its answer and ended between the two requests.
         if dead and (dead := [r for r in self._channel.absent(topic) if r in dead]):
             raise PeerLostError(f"ranks {dead} ended while resynchronizing after an error")
+        # the others may be joining until their own deadline, and say only then how it went
         if now > self._deadline + self._timeout * (self._phase is Phase.JOINED):
             raise CollectiveTimeoutError(
                 f"ranks {absent} did not answer within {self._timeout:g} s after an error"

@@ -15,19 +15,17 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed import Work
 
+from gradwire._engine_errors import is_transport
 from gradwire._torch import is_done
-from gradwire.errors import CollectiveTimeoutError, DistributedError, PeerLostError
+from gradwire.errors import CollectiveTimeoutError
 
 __all__ = [
     "POLL_SECONDS",
     "Pending",
-    "engine_failure",
     "failure_of",
     "first_failure",
-    "is_transport",
     "pending_future",
     "pending_work",
     "wait_done",
@@ -66,31 +64,6 @@ def failure_of(work: Work) -> BaseException | None:
     except RuntimeError as error:
         return error
     return None
-
-
-def is_transport(error: BaseException) -> bool:
-    """Whether an error that a collective under way ended with is of its transport, by its type.
-
-    Gloo's are plain RuntimeErrors, torch.distributed's DistErrors, those of shm ours. What is of
-    another type, NotImplementedError for a dtype or OutOfMemoryError, says nothing of other ranks.
-    """
-    return isinstance(error, DistributedError | dist.DistError) or type(error) is RuntimeError
-
-
-def engine_failure(error: BaseException, what: str, *, timed_out: bool) -> DistributedError:
-    """What an engine reported of a collective that was under way, as an error of ours.
-
-    Args:
-        error: The engine's.
-        what: What was under way.
-        timed_out: Whether the engine's time for it was over.
-    """
-    if isinstance(error, DistributedError):  # an engine of our own
-        return type(error)(f"{what}: {error}")
-    kind = CollectiveTimeoutError if timed_out else PeerLostError
-    if isinstance(error, dist.DistNetworkError):
-        kind = PeerLostError
-    return kind(f"{what}: {error}")
 
 
 def wait_work(

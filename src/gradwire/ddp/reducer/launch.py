@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from torch.distributed import AllreduceOptions, BroadcastOptions, ProcessGroup, Work
 
+from gradwire._engine_errors import is_transport
 from gradwire.ddp.buckets.bucket import Bucket
 from gradwire.ddp.buckets.sparse import SparseBucket
 from gradwire.ddp.faults.collective_log import LogMode, all_reduce_entry, broadcast_entry
 from gradwire.ddp.faults.fault_domain import FaultDomain, Participant
-from gradwire.ddp.faults.waiting import is_transport, wait_done, wait_future, wait_work
+from gradwire.ddp.faults.waiting import wait_done, wait_future, wait_work
 from gradwire.ddp.group import cpu_capable, message_device
 from gradwire.ddp.reducer.in_flight import InFlight, Launched
 from gradwire.errors import BrokenGroupError, DistributedError, NotSupportedError, ReductionError
