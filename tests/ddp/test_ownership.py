@@ -142,6 +142,41 @@ def test_a_parameter_of_two_wrappers(nested):
     run_ranks(main, 2)
 
 
+def test_what_a_hook_has_kept_stays_under_two_wrappers():
+    """Gradients of tiny parameters are parts of what it keeps; one wrapper is in the other."""
+
+    def main():
+        kept = []
+
+        class Inner(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.a, self.b = (nn.Parameter(torch.ones(64, 8)) for _ in range(2))
+                self.c = nn.Parameter(torch.ones(128, 8))
+
+            def forward(self, x):
+                y = x + torch.stack([self.a, self.b]).view(128, 8)
+                y.register_hook(lambda g: kept.append((g, g.clone())))
+                return y * self.c.mean()
+
+        class Outer(nn.Module):
+            def __init__(self, inner):
+                super().__init__()
+                self.inner = inner
+
+            def forward(self, x):
+                return self.inner(x)
+
+        options = {"bucket_cap_mb": 0.005}
+        net = DistributedDataParallel(Outer(DistributedDataParallel(Inner(), **options)), **options)
+        for _ in range(2):
+            net.zero_grad()
+            net(torch.full((128, 8), 1.0 + dist.get_rank())).square().sum().backward()
+        return all(torch.equal(g, then) for g, then in kept), len(kept)
+
+    assert run_ranks(main, 2) == [(True, 2)] * 2
+
+
 @pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": False, "bucket_cap_mb": 50}])
 def test_kept_gradients_stay_when_others_of_their_bucket_are_absent(options):
     def forward(m, x):

@@ -232,7 +232,9 @@ class PackedBucket(Bucket):
         self._copy_in_batch()
         outside = self._outside(places)
         self._copy_to_views(outside)
-        if not (self.absent or self._deferred or self._keep):
+        # not of shared ones: another reducer would take our reference for that of a reader
+        alone = self._ownership.shared.isdisjoint(self.members)
+        if alone and not (self.absent or self._deferred or self._keep):
             self._copied_in = outside
         if self._keep and not self._with_graph:
             for place, gradient, view in outside:
