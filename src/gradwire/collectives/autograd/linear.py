@@ -27,6 +27,7 @@ from gradwire.collectives.wire import Pending
 __all__ = [
     "Linear",
     "compiling",
+    "eager_apply",
     "graph_is_needed",
     "is_transformed",
     "linear",
@@ -112,9 +113,30 @@ class _Linear(Function):
         return linear(op, x.movedim(in_dims[0], -1), context), -1
 
 
-# Function.apply inspects forward's signature for default arguments, which costs more than all else
-# it does; there are none here.
-_apply_linear = super(Function, _Linear).apply
+def eager_apply(function: type[Function]) -> Callable[..., Any]:
+    """A function's `apply` where neither torch.func nor a compiler looks, at less cost.
+
+    PyTorch inspects the signature of a `forward` that has a `setup_context` in each call, for
+    default arguments, which ours do not have: 38 of 70 µs of an all_reduce on 2.15, in C++; before,
+    in `Function.apply`, which is left out here. A `forward` that gets the context is not inspected.
+    """
+    forward, setup_context = function.forward, function.setup_context
+
+    def forward_with_context(ctx: Any, *inputs: Any) -> Any:
+        output = forward(*inputs)
+        setup_context(ctx, inputs, output)
+        return output
+
+    members = {
+        "forward": staticmethod(forward_with_context),
+        "setup_context": staticmethod(Function.setup_context),
+    }
+    eager = type(function.__name__, (function,), members)
+    apply: Callable[..., Any] = super(Function, eager).apply  # type: ignore[misc]
+    return apply
+
+
+_apply_linear = eager_apply(_Linear)
 
 
 def linear(op: Linear, x: Tensor, context: CheckContext | None = None) -> Tensor:
@@ -127,7 +149,7 @@ def linear(op: Linear, x: Tensor, context: CheckContext | None = None) -> Tensor
         return _Linear.apply(x, op, context)  # type: ignore[no-any-return, no-untyped-call]
     if not graph_is_needed(x):
         return op.start(x, blocking=True).wait()
-    return _apply_linear(x, op, context)  # type: ignore[no-any-return, no-untyped-call]
+    return _apply_linear(x, op, context)  # type: ignore[no-any-return]
 
 
 def _batched_cotangent(op: Linear, x: Tensor, context: CheckContext | None) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import Function
 
-from gradwire.collectives.autograd.linear import compiling, is_transformed
+from gradwire.collectives.autograd.linear import compiling, eager_apply, is_transformed
 from gradwire.collectives.wire.backends import empty
 
 __all__ = ["concat", "unstack"]
@@ -35,7 +35,7 @@ class _Unstack(Function):
         return torch.stack(cotangents) if ctx.scalars else concat(cotangents), None, None
 
 
-_apply_unstack = super(Function, _Unstack).apply  # see linear.py
+_apply_unstack = eager_apply(_Unstack)
 
 
 def unstack(x: Tensor, sizes: Sequence[int], scalars: bool = False) -> tuple[Tensor, ...]:
@@ -50,7 +50,7 @@ def unstack(x: Tensor, sizes: Sequence[int], scalars: bool = False) -> tuple[Ten
         pieces = x.unbind() if scalars else x.split_with_sizes(sizes)
         return tuple(piece.clone() for piece in pieces)
     if x.requires_grad:
-        return _apply_unstack(x, sizes, scalars)  # type: ignore[no-any-return, no-untyped-call]
+        return _apply_unstack(x, sizes, scalars)  # type: ignore[no-any-return]
     return _pieces(x, sizes, scalars)
 
 

@@ -13,7 +13,13 @@ from gradwire.collectives import wire
 from gradwire.collectives.args.ranks import dense_tensor, member
 from gradwire.collectives.args.sizes import Sizes
 from gradwire.collectives.autograd.handles import Handle, after, run
-from gradwire.collectives.autograd.linear import compiling, graph_is_needed, is_transformed, linear
+from gradwire.collectives.autograd.linear import (
+    compiling,
+    eager_apply,
+    graph_is_needed,
+    is_transformed,
+    linear,
+)
 from gradwire.collectives.autograd.unstack import concat, unstack
 from gradwire.collectives.checks.consistency import CheckContext, check_backward
 from gradwire.collectives.ops.all_gather_reduce_scatter import AllGather, checked_gather
@@ -40,7 +46,7 @@ class _GatherList(Function):
         return gradient.reshape(()) if ctx.scalars else gradient, None, None
 
 
-_apply_list = super(Function, _GatherList).apply  # see linear.py
+_apply_list = eager_apply(_GatherList)
 
 
 @overload
@@ -108,7 +114,7 @@ def all_gather_list(
             return after(run(op, front, context, async_op), lambda y: unstack(y, cut, not x.dim()))
         own = front if x.dim() else front.reshape(())
         if graph_is_needed(own):
-            return _apply_list(own, op, context)  # type: ignore[no-untyped-call]
+            return _apply_list(own, op, context)
         return wire.all_gather_list(own, op.sizes, group)
 
     return checked_gather(front, sizes, detail, group, check, start)
