@@ -29,6 +29,7 @@ from gradwire import hooks
 from gradwire.ddp import DistributedDataParallel, broadcast_coalesced
 from gradwire.ddp.faults import round as faults_round
 from gradwire.ddp.faults import waiting
+from gradwire.ddp.faults.backward_state import BackwardState
 from gradwire.ddp.faults.fault_domain import FaultDomain
 from gradwire.errors import (
     BrokenGroupError,
@@ -43,6 +44,7 @@ from gradwire.testing import run_ranks
 
 STEPS = 9
 LAYERS = 4
+OUTSIDE = (BackwardState.LOCAL, BackwardState.EXPECTED, BackwardState.REDUCED)
 ENDS = (PeerLostError, CollectiveTimeoutError, BrokenGroupError)
 
 
@@ -195,6 +197,11 @@ class Run:
             elif kind == "interrupt":
 
                 def poll(waiter):
+                    # Not while a forward's ranks agree on the order of buckets: a rank that
+                    # ends a forward with an exception, and goes on, is one step behind, and
+                    # the others cannot know.
+                    if waiter.state in OUTSIDE:
+                        return FaultDomain.poll(domain, waiter)
                     del domain.poll
                     raise KeyboardInterrupt
 
