@@ -34,7 +34,7 @@ POLL_SECONDS = 0.2
 """How often the processes are polled: a dead one's socket stays open as long as a child of its own
 holds it."""
 
-LOG_TAIL = 4000
+LOG_TAIL = 16000
 """How many of the last characters on a dead rank's stderr are quoted."""
 
 
