@@ -16,7 +16,7 @@ from torch import nn
 from gradwire.ddp import DistributedDataParallel, Reducer
 from gradwire.ddp.faults import round as faults_round
 from gradwire.ddp.faults.backward_state import BackwardState
-from gradwire.ddp.faults.error_channel import ErrorChannel
+from gradwire.ddp.faults.error_channel import ErrorChannel, store_of
 from gradwire.ddp.faults.fault_domain import FaultDomain
 from gradwire.ddp.reducer.arrival import on_bucket_ready
 from gradwire.errors import (
@@ -548,3 +548,41 @@ def test_a_timeout_is_the_group_s_own():
         return FaultDomain.of(group).seconds
 
     assert run_ranks(main, 2) == [77.0, 77.0]
+
+
+class UntilPolled(torch.autograd.Function):
+    """In backward on rank 1, waits until rank 0, which waits for it, has polled."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if dist.get_rank() == 1:
+            store_of(dist.group.WORLD).wait(["polled"], timedelta(seconds=20))
+        return grad
+
+
+def polled_after_destroying():
+    group = dist.new_group()
+    net, old = DistributedDataParallel(mlp()), DistributedDataParallel(mlp(), process_group=group)
+    step(net, old)
+    world, destroyed = (FaultDomain.of(g)._resync._channel for g in (dist.group.WORLD, group))
+    dist.barrier()
+    dist.destroy_process_group(group)
+    asked = []
+
+    def lost(channel):
+        asked.append(channel)
+        if channel is world:
+            store_of(dist.group.WORLD).set("polled", "")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ErrorChannel, "lost", lost)
+        step(net, loss=lambda outputs: UntilPolled.apply(outputs[0]).sum())
+    return world in asked, destroyed in asked
+
+
+def test_a_destroyed_group_that_something_still_refers_to_is_not_polled():
+    assert run_ranks(polled_after_destroying, 2, timeout=60)[0] == (True, False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import inspect
 import os
 import random
 import sys
@@ -270,3 +271,13 @@ def test_a_group_that_outlives_its_call_does_no_harm_to_later_ones() -> None:
 
     kept = run_ranks(keep, 2, backend="gloo", timeout=30)
     assert run_ranks(let_go, 2, backend="gloo", timeout=30) == kept
+
+
+def test_no_module_of_torch_keeps_a_group_from_ending() -> None:
+    def used() -> bool:
+        import torch.distributed.nn.functional as functional
+
+        default = inspect.signature(functional.all_reduce).parameters["group"].default
+        return default is not None
+
+    assert run_ranks(used, 2, backend="gloo", timeout=30) == [False, False]

@@ -20,7 +20,7 @@ from torch.distributed import PrefixStore, ProcessGroup, Store
 from gradwire.ddp.faults.liveness import is_alive, this_process
 from gradwire.errors import NotSupportedError, PeerLostError
 
-__all__ = ["ErrorChannel", "store_of"]
+__all__ = ["ErrorChannel", "has_store", "store_of"]
 
 ANSWER_SECONDS = 1.0
 """A store that takes longer counts as not answering this time; it is asked again."""
@@ -139,13 +139,23 @@ def store_of(group: ProcessGroup) -> Store:
     Raises:
         NotSupportedError: It has none.
     """
-    try:
-        store: Store | None = dist.distributed_c10d._get_process_group_store(group)
-    except KeyError:  # made by hand, unknown to torch.distributed
-        store = None
+    store = _store_of(group)
     if store is None:
         raise NotSupportedError(
             "the group has no store, through which ranks report errors to each other: use a group "
             "that torch.distributed made with one (init_process_group or new_group; not MPI)"
         )
+    return store
+
+
+def has_store(group: ProcessGroup) -> bool:
+    """Whether the group has a store: not if it was destroyed."""
+    return _store_of(group) is not None
+
+
+def _store_of(group: ProcessGroup) -> Store | None:
+    try:
+        store: Store | None = dist.distributed_c10d._get_process_group_store(group)
+    except KeyError:  # destroyed, or made by hand: unknown to torch.distributed
+        return None
     return store

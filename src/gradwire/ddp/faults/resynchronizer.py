@@ -14,7 +14,7 @@ from torch.distributed import BroadcastOptions, ProcessGroup, Work
 
 from gradwire._engine_errors import engine_failure, is_over
 from gradwire.ddp.faults.collective_log import CollectiveLog, Entry
-from gradwire.ddp.faults.error_channel import ErrorChannel, store_of
+from gradwire.ddp.faults.error_channel import ErrorChannel, has_store, store_of
 from gradwire.ddp.faults.participants import Participants
 from gradwire.ddp.faults.protocol import Statement
 from gradwire.ddp.faults.round import Round
@@ -157,7 +157,10 @@ class Resynchronizer:
 
         Begins a round if another rank has reported an error. What goes wrong breaks the group.
         """
-        if self._channel is None or self.broken is not None or self._group() is None:
+        group = self._group()
+        if group is None or not has_store(group):  # destroyed, though something may refer to it
+            return False
+        if self._channel is None or self.broken is not None:
             return False
         # Not blocking: a thread polls all groups while it holds the lock of one. Two threads that
         # waited for each other's lock would deadlock; the other one advances this round.
