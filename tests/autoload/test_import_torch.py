@@ -56,7 +56,7 @@ def test_without_pytorch_s_autoload_importing_gradwire_registers_shm(run):
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
-@pytest.mark.narrow({"backend": "cpu:gloo"})
+@pytest.mark.wide
 @pytest.mark.parametrize("backend", ["cpu:gloo", "cpu:gloo,meta:fake", "gloo"])
 def test_groups_that_shm_is_not_in_stay_what_they_were(run, backend):
     """Before 2.14, torch gives a group of pairs no default backend once any plugin is listed."""
@@ -78,7 +78,7 @@ dist.destroy_process_group()
     assert ("No backend" in with_ours.stderr) == ("No backend" in without.stderr)
 
 
-@pytest.mark.narrow({"first": "gradwire"})
+@pytest.mark.wide
 @pytest.mark.parametrize("first", ["gradwire", "gradwire.shm.register"])
 def test_compat_is_installed_whatever_is_imported_first(run, first):
     ended = run(
@@ -109,6 +109,7 @@ def test_compat_is_off_by_default(run, off):
     assert (ended.stdout, ended.stderr) == ("torch.nn.parallel.distributed\n", "")
 
 
+@pytest.mark.narrow({"variable": "GRADWIRE_BACKEND"})
 @pytest.mark.parametrize(
     ("variable", "value", "legal"),
     [("GRADWIRE_COMPAT", "yes", "1"), ("GRADWIRE_BACKEND", "shmm", "shm")],
@@ -127,6 +128,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.narrow({"code": BROKEN["another torch"]})
 @pytest.mark.parametrize("code", BROKEN.values(), ids=BROKEN)
 def test_a_broken_gradwire_does_not_break_import_torch(run, tmp_path: Path, code):
     (tmp_path / "gradwire").mkdir()

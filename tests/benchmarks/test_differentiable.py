@@ -12,9 +12,8 @@ from benchmarks.options import Options
 OPS = [op.name for op in differentiable.OPS]
 
 
-@pytest.mark.parametrize(
-    "names", [OPS[:1], pytest.param(OPS, marks=pytest.mark.wide)], ids=["one", "every"]
-)
+@pytest.mark.wide
+@pytest.mark.parametrize("names", [OPS[:1], OPS], ids=["one", "every"])
 def test_operations_from_end_to_end(names: list[str]) -> None:
     small = [case for case in differentiable.CASES if case.nbytes == 4 << 10]
     tiny = [case for case in small if case.op.name in names]

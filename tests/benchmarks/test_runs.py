@@ -56,7 +56,7 @@ def test_broadcast_from_end_to_end(tmp_path: Path) -> None:
     Result.of("broadcast", OPTIONS, cases).write(tmp_path / "broadcast.json")
 
 
-@pytest.mark.narrow({"op": "all_reduce"})
+@pytest.mark.wide
 @pytest.mark.parametrize("op", collectives.OPERATIONS)
 def test_collectives_from_end_to_end(op: str) -> None:
     large = collectives.Case(op, 1 << 20)
@@ -177,6 +177,7 @@ def test_other_bits_on_another_rank_are_found_out() -> None:
     assert "careless left other bits in the gradients of rank 1" in other
 
 
+@pytest.mark.wide
 def test_an_error_of_a_rank_ends_the_launch() -> None:
     with pytest.raises(RankFailure, match="ZeroDivisionError"):
         launch(divmod, 1, 0, world_size=2, backend="gloo")
@@ -197,6 +198,7 @@ def test_bad_options_get_a_clear_message(arguments: list[str], complaint: str) -
     assert complaint in result.output
 
 
+@pytest.mark.wide
 def test_nothing_outlives_an_interrupt() -> None:
     command = [sys.executable, "-m", "benchmarks", "broadcast", "--rounds", "1000000"]
     process = subprocess.Popen(

@@ -71,6 +71,7 @@ def test_a_lossy_hook_is_no_failure(command):
     assert "torch's DDP is left out" in re.sub(r"\s+", " ", out)
 
 
+@pytest.mark.wide
 def test_ctrl_c_leaves_nothing(command):
     run = command(*FOREVER)
     run.read_until(FIRST_EPOCH)

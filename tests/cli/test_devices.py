@@ -30,6 +30,7 @@ def refusal(*arguments: str) -> str:
     return result.stderr
 
 
+@pytest.mark.wide
 def test_four_replicas_train_as_one(command):
     run = command("-m", "gradwire", "demo", "--mode", "devices", "--epochs", "1")
     code, out, err = run.end()

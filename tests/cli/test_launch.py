@@ -65,11 +65,13 @@ def test_a_rank_that_raises_ends_the_others(jobs):
     assert "in one_raises" in caught.value.details
 
 
+@pytest.mark.wide
 def test_a_rank_that_exits_early_ends_the_others(jobs):
     with pytest.raises(RankFailure, match=r"^rank 1 ended with exit code 3 before its work"):
         launch(jobs.one_exits, 2, lambda message: None)
 
 
+@pytest.mark.wide
 def test_an_error_of_the_receiver_ends_the_ranks(jobs):
     def receive(message):
         raise LookupError("enough")

@@ -169,6 +169,7 @@ def returns_size(state, bucket):
     return future
 
 
+@pytest.mark.narrow({"at": 1}, {"hook": [raises_before, returns_none_after]})
 @pytest.mark.parametrize("at", [0, 1, 2])
 @pytest.mark.parametrize(
     ("hook", "told"),

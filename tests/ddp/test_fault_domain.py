@@ -404,6 +404,7 @@ def test_what_a_hook_s_error_says_does_not_break_the_group(text):
     run_ranks(main, 2, timeout=60)
 
 
+@pytest.mark.narrow({"before": True})
 @pytest.mark.parametrize("before", [True, False])
 def test_a_hook_that_fails_while_others_wait_in_a_subgroup(before):
     """Within a host first, then between all: rank 1 fails before one or the other."""

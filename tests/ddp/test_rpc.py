@@ -39,7 +39,7 @@ def test_a_forward_in_a_context_of_distributed_autograd_is_refused(tmp_path: Pat
     assert run_ranks(main, 2) == [1.5, 1.5]
 
 
-@pytest.mark.narrow({"reduced_before": True})
+@pytest.mark.wide
 @pytest.mark.parametrize("reduced_before", [False, True])
 def test_a_backward_in_a_context_never_reduces_what_is_in_grad(
     tmp_path: Path, reduced_before: bool

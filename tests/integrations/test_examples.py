@@ -37,7 +37,7 @@ def run_example(name: str) -> str:
     return ended.stdout
 
 
-@pytest.mark.narrow({"name": "train_with_torchrun"})
+@pytest.mark.wide
 @pytest.mark.parametrize("name", NEEDS)
 def test_an_example_learns(name: str) -> None:
     package, says = NEEDS[name]
