@@ -6,15 +6,20 @@ register. Registers 0, 1, … are the leaves; all ranks run the same steps.
 
 from __future__ import annotations
 
+import inspect
 import random
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch.distributed as dist
 
 from fuzz import collectives_makers as makers
 from fuzz.collectives_case import COMPLEX, INTEGERS, Case, shape
 
 __all__ = ["Leaf", "Plan", "Step", "make_plan"]
 
+IN_ANY_ORDER = "sort_ranks" in inspect.signature(dist.new_group).parameters
+"""Whether a group's ranks may be in another order than the world's, which 2.11 does not have."""
 REAL = ("float32",) * 6 + ("float64",) * 4 + ("bfloat16", "float16")
 LOW = ("bfloat16", "float16")
 LAYOUTS = ("plain",) * 4 + (
@@ -192,7 +197,8 @@ class _Maker:
 
     def group(self) -> tuple[int, ...]:
         count = self.rng.choice([1, *range(2, self.ranks + 1), *range(2, self.ranks + 1)])
-        return tuple(self.rng.sample(range(self.ranks), count))
+        members = self.rng.sample(range(self.ranks), count)
+        return tuple(members if IN_ANY_ORDER else sorted(members))
 
     def layouts(self, world: int) -> tuple[str, ...]:
         if self.chance(0.5):

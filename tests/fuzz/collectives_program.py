@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from fuzz import collectives_local as local
 from fuzz.collectives_calls import Call, call
 from fuzz.collectives_case import INTEGERS
-from fuzz.collectives_plan import Plan, Step
+from fuzz.collectives_plan import IN_ANY_ORDER, Plan, Step
 from fuzz.collectives_reference import second_loss
 from gradwire import collectives
 
@@ -49,9 +49,8 @@ class Groups:
     def __getitem__(self, members: tuple[int, ...]) -> Any:
         """The group with these members, in this order; every rank asks for it."""
         if members not in self.made:
-            self.made[members] = dist.distributed_c10d._new_group_with_tag(
-                [*members], sort_ranks=False
-            )
+            order = {"sort_ranks": False} if IN_ANY_ORDER else {}
+            self.made[members] = dist.new_group([*members], **order)
             if dist.get_rank() in members:
                 assert dist.get_process_group_ranks(self.made[members]) == [*members]
         return self.made[members]
