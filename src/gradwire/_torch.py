@@ -14,6 +14,7 @@ from types import FunctionType
 from typing import Any, Final, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import Backend as BackendBase
 from torch._C._dynamo import eval_frame
 from torch.distributed import ProcessGroup, Work
@@ -35,6 +36,13 @@ __all__ = [
     "wants_reconfigure",
     "warn_if_untested",
 ]
+
+# This module keeps the world group of the moment of its first import in its functions' default
+# arguments, for good. destroy_process_group() then ends neither the group's threads nor its
+# connections: another rank that waits in a collective waits on, and with Gloo a process that exits
+# soon may abort. torch's compiler imports it, also for torch's DDP, when there is a group.
+if not dist.is_initialized():
+    import torch.distributed.nn.functional
 
 NEWEST_TESTED: Final = (2, 15)
 

@@ -46,7 +46,7 @@ def gathered(async_op, dtype):
 
 @pytest.mark.narrow(
     {"world": 2, "async_op": False, "dtype": torch.complex64},
-    {"world": 3, "async_op": True, "dtype": torch.float32},
+    {"world": 2, "async_op": True, "dtype": torch.float32},
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
 @pytest.mark.parametrize("async_op", [False, True])

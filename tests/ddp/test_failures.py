@@ -26,7 +26,7 @@ from gradwire.errors import (
 )
 from gradwire.testing import run_ranks
 
-pytestmark = pytest.mark.usefixtures("each_backend")
+pytestmark = pytest.mark.usefixtures("each_backend", "quick_polls")
 
 
 def mlp():

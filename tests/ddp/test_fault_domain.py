@@ -30,7 +30,7 @@ from gradwire.errors import (
 )
 from gradwire.testing import run_ranks
 
-pytestmark = pytest.mark.usefixtures("each_backend")
+pytestmark = pytest.mark.usefixtures("each_backend", "quick_polls")
 
 
 def mlp(seed=0):
@@ -404,7 +404,7 @@ def test_what_a_hook_s_error_says_does_not_break_the_group(text):
     run_ranks(main, 2, timeout=60)
 
 
-@pytest.mark.narrow({"before": True})
+@pytest.mark.wide
 @pytest.mark.parametrize("before", [True, False])
 def test_a_hook_that_fails_while_others_wait_in_a_subgroup(before):
     """Within a host first, then between all: rank 1 fails before one or the other."""
@@ -519,7 +519,7 @@ def test_buckets_are_launched_once_and_in_order_by_several_threads():
 
 def test_a_first_message_that_is_late_is_a_timeout():
     def main():
-        group = dist.new_group(timeout=timedelta(seconds=2))
+        group = dist.new_group(timeout=timedelta(seconds=1))
         net = DistributedDataParallel(mlp(), process_group=group, init_sync=False)
         if dist.get_rank() == 0:  # the root of the first message
             dist.barrier()

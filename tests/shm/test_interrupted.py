@@ -153,6 +153,7 @@ def burst(count):
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+@pytest.mark.wide
 def test_bursts_of_shared_tensors_need_no_descriptor_each():
     run_ranks(burst, 6, backend="shm", timeout=60, args=(60,))
 

@@ -249,6 +249,7 @@ def test_ranks_ignore_an_interrupt_that_the_terminal_sends_to_all() -> None:
     assert run_ranks(interrupted) == ["still here"] * 2
 
 
+@pytest.mark.wide
 def test_run_ranks_works_inside_a_rank() -> None:
     def outer() -> list[int]:
         return run_ranks(dist.get_world_size, 3) if dist.get_rank() == 0 else []

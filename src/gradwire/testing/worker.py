@@ -27,11 +27,6 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-# Before there is a group: its functions' default arguments keep the world group of the moment at
-# which it is first imported (by torch's compiler, say) for good. Destroyed, that group would still
-# hold its connections, and the group of another rank that waits in a collective could not end.
-import torch.distributed.nn.functional
-
 from gradwire.errors import ArgumentTypeError
 from gradwire.testing.channel import Channel, Idle, Raised, Returned, Task
 from gradwire.testing.pickling import load_cloudpickle

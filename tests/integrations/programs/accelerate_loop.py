@@ -4,6 +4,7 @@ import json
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # before there is a group, which it would keep
 from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -28,4 +29,8 @@ if accelerator.is_main_process:
 
     told = [type(net).__module__, dist.get_backend(), shares_memory(dist.group.WORLD), losses]
     print("RESULT", json.dumps(told))
+# Gloo's threads may abort a process that exits amid their last collective's end. They end with the
+# group, that is when nothing refers to it.
+del net, optimizer, loader, loss
+accelerator.free_memory()
 accelerator.end_training()

@@ -1,0 +1,34 @@
+"""Fixtures of the tests of DistributedDataParallel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import pytest
+
+from gradwire.ddp.faults import waiting
+
+
+def _with_quick_polls(fn: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(fn)
+    def main(*args: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(waiting, "POLL_SECONDS", 0.02)
+            return fn(*args)
+
+    return main
+
+
+@pytest.fixture
+def quick_polls(
+    each_backend: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks ask for each other's errors ten times as often: tests of errors end sooner."""
+    run_ranks = request.module.run_ranks
+    monkeypatch.setattr(
+        request.module,
+        "run_ranks",
+        lambda fn, *args, **kw: run_ranks(_with_quick_polls(fn), *args, **kw),
+    )
