@@ -8,15 +8,14 @@ from numbers import Real
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 from torch.nn.parameter import UninitializedParameter
 
+from gradwire._groups import check_group, default_group
 from gradwire.ddp.broadcast import shares_elements
-from gradwire.ddp.group import check_group
 from gradwire.errors import ArgumentError, ArgumentTypeError
 
 __all__ = [
@@ -137,14 +136,7 @@ def resolve_group(group: ProcessGroup | None, mesh: Any) -> ProcessGroup:
                 "device_mesh['dp']"
             )
         group = mesh.get_group(mesh_dim=0)
-    elif group is None:
-        if not dist.is_initialized():
-            raise ArgumentError(
-                "process_group is None and there is no default group: call "
-                "torch.distributed.init_process_group first"
-            )
-        group = dist.group.WORLD
-    return check_group(group)
+    return check_group(default_group("process_group") if group is None else group)
 
 
 def resolve_buffers(broadcast: bool | None, forward_sync: bool | None) -> tuple[bool, bool]:

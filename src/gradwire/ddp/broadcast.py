@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.distributed import BroadcastOptions, ProcessGroup, Work
+from torch.distributed import ProcessGroup, Work
 
+from gradwire._groups import check_group, rank_in_group
 from gradwire.buckets import plan_buckets
-from gradwire.ddp.group import check_group, resolve_root
+from gradwire.ddp.group import broadcast_options
 from gradwire.errors import ArgumentError, ArgumentTypeError
 from gradwire.shm.process_group import Operations
 from gradwire.shm.register import member_of
@@ -77,7 +78,7 @@ def broadcast_coalesced(
         [([1.0, 2.0], [[3]]), ([1.0, 2.0], [[3]])]
     """
     check_group(group)
-    root = resolve_root(group, src, group_src)
+    root = rank_in_group(group, src, group_src, "src") or 0
     _check(tensors, buffer_size)
     member = member_of(group)
     if member is not None and all(t.is_cpu for t in tensors):
@@ -86,7 +87,7 @@ def broadcast_coalesced(
     wire = _Wire(group, root)
     with torch.no_grad():
         for indices in _messages(tensors, buffer_size):
-            if len(indices) == 1 and _bytes(tensors[indices[0]]) >= IN_PLACE_BYTES:
+            if len(indices) == 1 and tensors[indices[0]].nbytes >= IN_PLACE_BYTES:
                 wire.send_large(tensors[indices[0]])
             else:
                 wire.send_packed([tensors[i] for i in indices])
@@ -99,16 +100,11 @@ def _send_as_stream(member: Operations, root: int, tensors: Sequence[Tensor]) ->
     Past PyTorch's dispatcher, which would give it copies of lazily conjugated or negated tensors,
     and not copy the results back.
     """
-    options = BroadcastOptions()
-    options.rootRank = root
+    options = broadcast_options(root)
     options.asyncOp = False
     if filled := [t for t in tensors if t.numel()]:
         with torch.no_grad():
             member.broadcast(filled, options).wait()
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _messages(tensors: Sequence[Tensor], buffer_size: int) -> Sequence[Sequence[int]]:
@@ -142,8 +138,7 @@ class _Wire:
     def __init__(self, group: ProcessGroup, root: int) -> None:
         self._group = group
         self._is_root = group.rank() == root
-        self._options = BroadcastOptions()
-        self._options.rootRank = root
+        self._options = broadcast_options(root)
         self._in_flight: deque[_InFlight] = deque()
         self._spare: list[Tensor] = []
 

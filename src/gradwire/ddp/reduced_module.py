@@ -13,11 +13,11 @@ from typing import Any
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from gradwire._groups import check_group
 from gradwire.ddp.arguments import check_module, sparse_names
 from gradwire.ddp.broadcast import broadcast_coalesced
 from gradwire.ddp.buckets.assignment import BucketLayout, names_by_bucket
 from gradwire.ddp.buckets.hook_state import Layout, has_state, load_state, rekey, save_state
-from gradwire.ddp.group import check_group
 from gradwire.ddp.parameter_check import ParameterCheck
 from gradwire.ddp.precision import MixedPrecision, Precision
 from gradwire.ddp.reducer.log import LoggingData

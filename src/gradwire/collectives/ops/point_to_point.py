@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
+from gradwire._groups import rank_in_group
 from gradwire.collectives import wire
-from gradwire.collectives.args.ranks import dense_tensor, member, peer, root_of
+from gradwire.collectives.args.ranks import dense_tensor, member, root_of
 from gradwire.errors import ArgumentError
 
 __all__ = ["recv", "send", "send_recv", "tie"]
@@ -274,8 +275,8 @@ def send_recv(
     """
     group = member(group)
     dense_tensor(x)
-    to = peer(group, dst, group_dst, "dst")
-    source = peer(group, src, group_src, "src")
+    to = rank_in_group(group, dst, group_dst, "dst")
+    source = rank_in_group(group, src, group_src, "src")
     for rank, name in ((to, "dst"), (source, "src")):
         if rank is not None:
             _other(group, rank, name)

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import BroadcastOptions, ProcessGroup, Work
+from torch.distributed import ProcessGroup, Work
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gradwire.ddp.group import broadcast_options
 from gradwire.errors import BrokenGroupError
 from gradwire.shm.group_base import GroupBase
 from gradwire.shm.register import member_of
@@ -179,9 +180,7 @@ def join(group: ProcessGroup, entry: Entry) -> Work:
     if op == "allreduce_":
         return group.allreduce(tensors[0])
     if op == "broadcast_":
-        options = BroadcastOptions()
-        options.rootRank = root
-        return group.broadcast(tensors[0], options)
+        return group.broadcast(tensors[0], broadcast_options(root))
     if op == "allgather_":
         return group.allgather([tensors[0]], tensors[1])
     raise BrokenGroupError(f"others wait in a {op} that this rank cannot join after its error")

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.distributed import BroadcastOptions, ProcessGroup, Work
+from torch.distributed import ProcessGroup, Work
 
 from gradwire._engine_errors import engine_failure, is_over
 from gradwire.ddp.faults.collective_log import CollectiveLog, Entry
@@ -19,7 +19,7 @@ from gradwire.ddp.faults.participants import Participants
 from gradwire.ddp.faults.protocol import Statement
 from gradwire.ddp.faults.round import Round
 from gradwire.ddp.faults.waiting import pending_work
-from gradwire.ddp.group import message_device, timeout_of
+from gradwire.ddp.group import broadcast_options, message_device, timeout_of
 from gradwire.errors import BrokenGroupError, DistributedError, PeerFailedError
 
 __all__ = ["UNDECIDED", "Resynchronizer"]
@@ -111,9 +111,7 @@ class Resynchronizer:
             if self._token is None:  # else an exception ended the wait for it
                 mine = torch.frombuffer(bytearray(os.urandom(TOKEN_BYTES)), dtype=torch.uint8)
                 token = mine.to(message_device(group))
-                options = BroadcastOptions()
-                options.rootRank = 0
-                self._token = token, group.broadcast([token], options)
+                self._token = token, group.broadcast([token], broadcast_options(0))
             token, work = self._token
             since = time.monotonic()
             try:

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.distributed import AllreduceOptions, BroadcastOptions, ProcessGroup, Work
+from torch.distributed import AllreduceOptions, ProcessGroup, Work
 
 from gradwire._engine_errors import is_transport
 from gradwire.ddp.buckets.bucket import Bucket
@@ -16,7 +16,7 @@ from gradwire.ddp.buckets.sparse import SparseBucket
 from gradwire.ddp.faults.collective_log import LogMode, all_reduce_entry, broadcast_entry
 from gradwire.ddp.faults.fault_domain import FaultDomain, Participant
 from gradwire.ddp.faults.waiting import wait_done, wait_future, wait_work
-from gradwire.ddp.group import cpu_capable, message_device
+from gradwire.ddp.group import broadcast_options, cpu_capable, message_device
 from gradwire.ddp.reducer.in_flight import InFlight, Launched
 from gradwire.errors import BrokenGroupError, DistributedError, NotSupportedError, ReductionError
 from gradwire.hooks import StatefulHook, as_future, parse_hook_result
@@ -134,9 +134,7 @@ class Launcher:
         if self._order is None:
             device = message_device(self._group)
             theirs = torch.tensor(order, dtype=torch.int64, device=device)
-            options = BroadcastOptions()
-            options.rootRank = 0
-            self._order = theirs, self._group.broadcast([theirs], options)
+            self._order = theirs, self._group.broadcast([theirs], broadcast_options(0))
             self._domain.sent(broadcast_entry(theirs, root=0), self._order[1])
         theirs, work = self._order
         self.wait_small(work)

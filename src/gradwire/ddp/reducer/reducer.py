@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
+from gradwire._groups import check_group
 from gradwire.ddp.buckets.assignment import BucketAssigner, BucketLayout, check_layout
 from gradwire.ddp.buckets.hook_state import Part, replace_group
 from gradwire.ddp.buckets.ownership import Registration
-from gradwire.ddp.group import check_group
 from gradwire.ddp.hook_handles import remove_hooks_with
 from gradwire.ddp.outputs import mark_output
 from gradwire.ddp.reducer.arrival import on_gradient, on_output

@@ -1,0 +1,74 @@
+"""Which process group, and which rank in it: roots are named globally or within the group."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from gradwire.errors import ArgumentError, ArgumentTypeError
+
+__all__ = ["check_group", "default_group", "rank_in_group"]
+
+
+def check_group(group: object) -> ProcessGroup:
+    """The group, if this rank is a member of it.
+
+    Raises:
+        ArgumentTypeError: Not a process group.
+        ArgumentError: This rank is outside the group.
+    """
+    if isinstance(group, ProcessGroup):
+        return group
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ArgumentError(
+            "group does not contain this rank: call from the group's members only "
+            "(torch.distributed.get_process_group_ranks lists them)"
+        )
+    raise ArgumentTypeError(
+        f"group is {group!r}: pass a ProcessGroup, for instance torch.distributed.group.WORLD "
+        "after init_process_group"
+    )
+
+
+def default_group(name: str) -> ProcessGroup:
+    """The default group, for an argument of this name that is None.
+
+    Raises:
+        ArgumentError: There is none.
+    """
+    if not dist.is_initialized():
+        raise ArgumentError(
+            f"{name} is None and there is no default group: call "
+            "torch.distributed.init_process_group first, or pass a group"
+        )
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def rank_in_group(
+    group: ProcessGroup, rank: int | None, group_rank: int | None, name: str
+) -> int | None:
+    """A rank of the group from its global rank or its rank in the group; None if neither is given.
+
+    Raises:
+        ArgumentError: Both are given, or the rank is not in the group.
+    """
+    if rank is None:
+        if group_rank is not None and not 0 <= group_rank < group.size():
+            raise ArgumentError(
+                f"group_{name} is {group_rank}: the group's ranks are 0 to {group.size() - 1}"
+            )
+        return group_rank
+    if group_rank is not None:
+        raise ArgumentError(
+            f"{name}={rank} (a global rank) and group_{name}={group_rank} (a rank in the group) "
+            "are both given: give one"
+        )
+    if group is dist.group.WORLD:
+        members = list(range(group.size()))
+    else:
+        members = dist.get_process_group_ranks(group)
+    if rank not in members:
+        raise ArgumentError(f"{name} is global rank {rank}: the group's ranks are {members}")
+    return members.index(rank)
