@@ -410,7 +410,7 @@ def test_a_failure_one_step_ahead_is_told_a_step_later():
             net.module.sprung = False
             assert_good_step(net)  # rings, and meets rank 1 in its step 3
         else:
-            channel = net.reducer._backward.domain._resync._channel
+            channel = net.reducer._backward.domain._channel
 
             def held(work, poll, **options):
                 while not channel.error_reported():

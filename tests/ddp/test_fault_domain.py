@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gradwire.ddp import DistributedDataParallel, Reducer
-from gradwire.ddp.faults import round as faults_round
+from gradwire.ddp.faults import resynchronization_round
 from gradwire.ddp.faults.backward_state import BackwardState
 from gradwire.ddp.faults.error_channel import ErrorChannel, store_of
 from gradwire.ddp.faults.fault_domain import FaultDomain
@@ -454,7 +454,7 @@ def test_a_rank_that_is_not_heard_of_in_time():
         store = dist.distributed_c10d._get_default_store()
         net.module.on = True
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(faults_round, "RESYNC_TIMEOUT_SECONDS", 1.0)
+            patch.setattr(resynchronization_round, "RESYNC_TIMEOUT_SECONDS", 1.0)
             if dist.get_rank() == 2:
                 store.wait(["gone"])
                 with pytest.raises(DistributedError):
@@ -538,7 +538,7 @@ def test_the_log_does_not_grow():
         for _ in range(3):
             assert_good_step(net)
             assert not domain.log.sent
-            assert not domain._resync._works
+            assert not domain._works
 
     run_ranks(main, 2)
 
@@ -569,7 +569,7 @@ def polled_after_destroying():
     group = dist.new_group()
     net, old = DistributedDataParallel(mlp()), DistributedDataParallel(mlp(), process_group=group)
     step(net, old)
-    world, destroyed = (FaultDomain.of(g)._resync._channel for g in (dist.group.WORLD, group))
+    world, destroyed = (FaultDomain.of(g)._channel for g in (dist.group.WORLD, group))
     dist.barrier()
     dist.destroy_process_group(group)
     asked = []

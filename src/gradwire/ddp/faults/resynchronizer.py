@@ -17,7 +17,7 @@ from gradwire.ddp.faults.collective_log import CollectiveLog, Entry
 from gradwire.ddp.faults.error_channel import ErrorChannel, has_store, store_of
 from gradwire.ddp.faults.participants import Participants
 from gradwire.ddp.faults.protocol import Statement
-from gradwire.ddp.faults.round import Round
+from gradwire.ddp.faults.resynchronization_round import ResynchronizationRound
 from gradwire.ddp.faults.waiting import pending_work
 from gradwire.ddp.group import broadcast_options, message_device, timeout_of
 from gradwire.errors import BrokenGroupError, DistributedError, PeerFailedError
@@ -36,7 +36,6 @@ class Resynchronizer:
 
     Args:
         group: The group.
-        participants: Its reducers on this rank.
 
     Attributes:
         lock: Held while anything is sent, so that the order is one, and the position stands still
@@ -54,13 +53,13 @@ class Resynchronizer:
         NotSupportedError: The group has no store.
     """
 
-    def __init__(self, group: ProcessGroup, participants: Participants) -> None:
+    def __init__(self, group: ProcessGroup) -> None:
         store_of(group)  # raises where there is none
         self._group = weakref.ref(group)  # the group keeps its domain, not the other way round
-        self._participants = participants
+        self._participants = Participants()
         self._channel: ErrorChannel | None = None
         self._token: tuple[Tensor, Work] | None = None
-        self._round: Round | None = None
+        self._round: ResynchronizationRound | None = None
         self._works: list[Work] = []
         self.lock = threading.RLock()
         self.log = CollectiveLog()
@@ -83,7 +82,11 @@ class Resynchronizer:
         """Whether a round has begun and is not over."""
         return self._round is not None
 
-    def sent(self, entry: Entry, work: Work | None) -> None:
+    def position(self) -> int:
+        """The number of the last collective that this rank sent."""
+        return self.log.position(self.group)
+
+    def sent(self, entry: Entry, work: Work | None = None) -> None:
         """Log a collective that has just been sent; `work` if no participant keeps it."""
         self.log.add(self.group, entry)
         if work is not None:
@@ -97,7 +100,8 @@ class Resynchronizer:
     def connect(self) -> None:
         """Make the group's channel, under a random name that rank 0 broadcasts.
 
-        The first collective of every rank on the group, once for all reducers. A name that is
+        The first collective of every rank on the group, once for all reducers: where ranks verify
+        the first model, or else in its first backward. A later call returns at once. A name that is
         counted (groups, wrappers) would differ on a rank that makes one more, such as a copy of the
         model on rank 0.
 
@@ -137,7 +141,7 @@ class Resynchronizer:
             self._round = self._new_round(error)
         return True
 
-    def _new_round(self, error: str | None) -> Round:
+    def _new_round(self, error: str | None) -> ResynchronizationRound:
         """From here on this rank sends nothing but the collectives that others wait in."""
         assert self._channel is not None
         group, log = self.group, self.log
@@ -145,10 +149,10 @@ class Resynchronizer:
             name: (max(number for number, _ in sent), sent) for name, sent in log.elsewhere.items()
         }
         undecided = max(self._participants.undecided(), default=None)
-        statement = Statement(error, log.position(group), list(log.sent), elsewhere, undecided)
+        statement = Statement(error, self.position(), list(log.sent), elsewhere, undecided)
         pending = self._participants.pending()
         pending += [pending_work(work) for work in (*log.works, *self._works)]
-        return Round(group, self._channel, log, statement, pending, self.seconds)
+        return ResynchronizationRound(group, self._channel, log, statement, pending, self.seconds)
 
     def advance(self) -> bool:
         """Go on as far as is possible without waiting; whether there is more to do.
@@ -180,7 +184,7 @@ class Resynchronizer:
             self.lock.release()
         return False
 
-    def _end_round(self, done: Round) -> None:
+    def _end_round(self, done: ResynchronizationRound) -> None:
         assert self._channel is not None
         self._channel.next_round()
         self._round, self.positions, self.diverged = None, done.positions, ""

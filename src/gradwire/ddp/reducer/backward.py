@@ -223,14 +223,14 @@ class Backward:
 
         Raises:
             ReductionError: It left parameters without a gradient.
-            DistributedError: As `FaultDomain.raise_waiting`.
+            DistributedError: As `FaultDomain.raise_deferred`.
         """
         if self.running:
             self.interrupt()
         if self.awaits_finalization:
             self.raise_not_finalized()
         self.domain.recover()
-        self.domain.raise_waiting()
+        self.domain.raise_deferred()
         if self.state is not BackwardState.SHORT:
             return
         short = [b for b in (self, *self.others()) if b.state is BackwardState.SHORT]

@@ -220,7 +220,7 @@ class Reducer:
         self._rebuilt = self._rebuild
         if self._rebuild:
             backward.rebuild_buckets(backward.ready_order)
-            backward.domain.raise_waiting()  # an error that was reported during the broadcast
+            backward.domain.raise_deferred()  # an error that was reported during the broadcast
         else:
             backward.order = backward.ready_order = None
 

@@ -22,7 +22,7 @@ from gradwire.ddp.faults.protocol import (
 from gradwire.ddp.faults.waiting import Pending, first_failure, pending_work
 from gradwire.errors import BrokenGroupError, CollectiveTimeoutError, PeerLostError
 
-__all__ = ["RESYNC_TIMEOUT_SECONDS", "Round"]
+__all__ = ["RESYNC_TIMEOUT_SECONDS", "ResynchronizationRound"]
 
 RESYNC_TIMEOUT_SECONDS = 300.0
 """How long, at most, a rank waits for others, which learn of an error when they next poll."""
@@ -30,7 +30,7 @@ LIVENESS_SECONDS = 0.5
 """Interval of looking up whether ranks that have not answered still run."""
 
 
-class Round:
+class ResynchronizationRound:
     """Publishes this rank's statement, joins what it missed, and publishes how that went.
 
     Args:
