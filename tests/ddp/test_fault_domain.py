@@ -493,7 +493,7 @@ def test_buckets_are_launched_once_and_in_order_by_several_threads():
             launched.append(bucket)
             inside.set()
             threading.Event().wait(0.05)  # as long as an engine may keep a thread
-            backward.in_flight.launched.append(
+            backward.launcher.launched.append(
                 type("Launched", (), {"future": None, "works": (), "bucket": bucket})
             )
 
@@ -512,7 +512,7 @@ def test_buckets_are_launched_once_and_in_order_by_several_threads():
         for thread in threads:
             thread.join()
         assert launched == list(backward.buckets)[:-1]  # the last one is for the end
-        backward.in_flight.clear()
+        backward.launcher.launched.clear()
 
     run_ranks(main, 1, timeout=30)
 

@@ -120,7 +120,7 @@ def _begin(backward: Backward, index: int | None = None, incoming: Tensor | None
             return
         _check_may_begin(backward)
         if backward.state is BackwardState.REDUCED:
-            backward.in_flight.step += 1
+            backward.step += 1
             backward.transition(Event.BEGIN_AGAIN)
             backward.prepare_buckets()
         else:

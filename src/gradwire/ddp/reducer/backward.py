@@ -18,7 +18,6 @@ from gradwire.ddp.buckets.bucket_set import BucketSet
 from gradwire.ddp.faults.backward_state import TRANSITIONS, BackwardState, Event, after
 from gradwire.ddp.faults.fault_domain import FaultDomain
 from gradwire.ddp.faults.waiting import Pending
-from gradwire.ddp.reducer.in_flight import InFlight
 from gradwire.ddp.reducer.launch import Launcher
 from gradwire.ddp.reducer.log import StepTimer
 from gradwire.ddp.reducer.usage import Usage
@@ -38,6 +37,7 @@ class Backward:
     Attributes:
         state: Where the backward is.
         end: The position of its last message in the group's log, while COMMITTING or UNDECIDED.
+        step: How many backwards were prepared on this rank.
         runs: How many backwards have begun: the callback of an earlier one is recognized by it.
         task: Autograd's number of the running backward.
         has_place: Whether its place among the reducers of the running backward is known.
@@ -78,11 +78,11 @@ class Backward:
         """Communicate over a group from now on, without a hook."""
         self.group = self.assigner.group = group
         self.ranks = group.size()
-        self.in_flight = InFlight()
+        self.step = 0
         self.domain = FaultDomain.of(group)
         self.domain.register(self)
         self.weights.fail = self.domain.fail
-        self.launcher = Launcher(group, self.in_flight, self.domain, self)
+        self.launcher = Launcher(group, self.domain, self)
 
     # -- where it is -----------------------------------------------------------------------
 
@@ -121,13 +121,13 @@ class Backward:
 
     def pending(self) -> list[Pending]:
         """What is in flight."""
-        return self.in_flight.pending()
+        return self.launcher.pending()
 
     # -- before it -------------------------------------------------------------------------
 
     def prepare_for_backward(self, ranks: int | None) -> None:
         """Expect the backward of a forward; `ranks` as `prepare_buckets` has it."""
-        self.in_flight.step += 1
+        self.step += 1
         self.timer.start()
         self.transition(Event.PREPARE)
         self.prepare_buckets(ranks)
@@ -197,7 +197,7 @@ class Backward:
         """Keep what is yet to be sent: another reducer of the same backward will write to it."""
         ownership, short = self.assigner.ownership, self.state is BackwardState.SHORT
         if ownership.shared and (self.running or short):
-            waiting = self.buckets.after(len(self.in_flight.launched) - 1)
+            waiting = self.buckets.after(len(self.launcher.launched) - 1)
             pending = {i for bucket in waiting for i in bucket.members}
             if short:
                 pending -= set(self.buckets.missing())  # they are yet to come
@@ -260,7 +260,7 @@ class Backward:
     def _clear(self) -> None:
         """Nothing has arrived, nothing is in flight."""
         self.had_undefined = self.takes_part = False
-        self.in_flight.clear()
+        self.launcher.launched.clear()
         self.assigner.ownership.clear()
         self.predecessors.clear()
         for other in self.others():

@@ -15,7 +15,7 @@ from torch import Tensor
 from gradwire.ddp.faults.backward_state import BackwardState, Event
 from gradwire.ddp.reducer.backward import Backward
 from gradwire.ddp.reducer.in_backward import step_and_clear
-from gradwire.ddp.reducer.in_flight import Launched
+from gradwire.ddp.reducer.launch import Launched
 from gradwire.ddp.reducer.launch_order import all_launched, launch, launch_in_order
 from gradwire.ddp.reducer.weights import NO_CARRIER, WEIGHT_SUMS
 from gradwire.errors import NotSupportedError, ReductionError
@@ -140,13 +140,13 @@ def finalize_backward(backward: Backward) -> None:
         untouched |= usage.unused
     for other in backward.others():
         other.keep_local()
-    for launched, reduced in zip(backward.in_flight.launched, results, strict=True):
+    for launched, reduced in zip(backward.launcher.launched, results, strict=True):
         launched.bucket.copy_out(_weighted(launched, reduced, factor), untouched)
     step_and_clear(backward.optimized)
-    backward.timer.sent = backward.in_flight.sent
+    backward.timer.sent = sum(launched.sent for launched in backward.launcher.launched)
     backward.unused_here = tuple(backward.names[i] for i in sorted(absent))
     if absent:
-        logger.debug("step %d: unused here: %s", backward.in_flight.step, backward.unused_here)
+        logger.debug("step %d: unused here: %s", backward.step, backward.unused_here)
     backward.timer.comm_end = perf_counter_ns()
     backward.commit(buckets.arrived())
 
@@ -196,13 +196,13 @@ def _receive(
         launcher.wait_small(sums[1])
         usage.receive(sums[0])
     results = []
-    for launched in backward.in_flight.launched:
+    for launched in backward.launcher.launched:
         since = perf_counter_ns()
         results.append(launcher.result(launched))
         backward.timer.waits.append(perf_counter_ns() - since)
     if launcher.hook is not None:
         backward.sending_last()
-        return results, _factor(backward, launcher.wait_votes(*launcher.vote(numbers)))
+        return results, _factor(backward, launcher.vote(numbers))
     return results, _factor_of_carrier(backward)
 
 
@@ -226,8 +226,7 @@ def _factor(backward: Backward, sums: Sequence[float]) -> float | None:
 
 def _weighted(launched: Launched, reduced: Tensor | None, factor: float | None) -> Tensor | None:
     """The mean over samples, where weights were given, from that over ranks."""
-    sent = launched.works or launched.future is not None
-    if factor is None or not sent:
+    if factor is None or not launched.sent:
         return reduced
     if reduced is not None:
         return reduced * factor

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -15,14 +16,36 @@ from gradwire.ddp.buckets.bucket import Bucket
 from gradwire.ddp.buckets.sparse import SparseBucket
 from gradwire.ddp.faults.collective_log import LogMode, all_reduce_entry, broadcast_entry
 from gradwire.ddp.faults.fault_domain import FaultDomain, Participant
-from gradwire.ddp.faults.waiting import wait_done, wait_future, wait_work
+from gradwire.ddp.faults.waiting import (
+    Pending,
+    pending_future,
+    pending_work,
+    wait_done,
+    wait_future,
+    wait_work,
+)
 from gradwire.ddp.group import broadcast_options, cpu_capable, message_device
-from gradwire.ddp.reducer.in_flight import InFlight, Launched
 from gradwire.errors import BrokenGroupError, DistributedError, NotSupportedError, ReductionError
-from gradwire.hooks import StatefulHook, as_future, parse_hook_result
+from gradwire.hooks import GradBucket, StatefulHook, as_future, parse_hook_result
 from gradwire.hooks.sparse import SparseSum
 
-__all__ = ["Launcher"]
+__all__ = ["Launched", "Launcher"]
+
+
+@dataclass
+class Launched:
+    """A bucket in flight; neither works nor a future where nothing needs to be sent."""
+
+    bucket: Bucket
+    works: Sequence[Work] = ()
+    future: torch._C.Future[Any] | None = None
+    seen: GradBucket | None = None
+    sparse: SparseSum | None = None
+
+    @property
+    def sent(self) -> bool:
+        """Whether it had anything to send."""
+        return bool(self.works) or self.future is not None
 
 
 class Launcher:
@@ -30,23 +53,22 @@ class Launcher:
 
     Args:
         group: The group.
-        in_flight: The backward's communication.
         domain: The group's fault domain.
         owner: Whose buckets they are: waits poll for errors on its behalf.
 
     Attributes:
+        launched: The backward's buckets that are in flight, in the order of their launch.
         hook: The communication hook with its state; None: the mean.
         correction: What a hook's results are multiplied by: where ranks have run out of input,
             the hook has divided by more ranks than took part.
     """
 
-    def __init__(
-        self, group: ProcessGroup, in_flight: InFlight, domain: FaultDomain, owner: Participant
-    ) -> None:
-        self._group, self._in_flight, self._domain = group, in_flight, domain
+    def __init__(self, group: ProcessGroup, domain: FaultDomain, owner: Participant) -> None:
+        self._group, self._domain = group, domain
         self._owner = weakref.ref(owner)  # which keeps its launcher, not the other way round
         self._options = AllreduceOptions()
         self._order: tuple[Tensor, Work] | None = None
+        self.launched: list[Launched] = []
         self.hook: StatefulHook[Any] | None = None
         self.correction = 1.0
 
@@ -54,6 +76,12 @@ class Launcher:
     def state(self) -> Any:
         """The hook's state."""
         return None if self.hook is None else self.hook.state
+
+    def pending(self) -> list[Pending]:
+        """All that may still be in flight."""
+        works = [w for launched in self.launched for w in launched.works]
+        futures = [launched.future for launched in self.launched if launched.future is not None]
+        return [*map(pending_work, works), *map(pending_future, futures)]
 
     def launch(self, bucket: Bucket, *, is_last: bool) -> None:
         """Send a bucket whose gradients are copied in."""
@@ -69,7 +97,7 @@ class Launcher:
             with LogMode(self._group, self._domain.log):
                 work = total.exchange()
             works = () if work is None else (work,)
-            self._in_flight.launched.append(Launched(bucket, sparse=total, works=works))
+            self.launched.append(Launched(bucket, sparse=total, works=works))
         else:
             self._launch_mean(bucket)
 
@@ -80,7 +108,7 @@ class Launcher:
             work = self._group.allreduce([wire], self._options)
         except RuntimeError as error:
             self._refused(error, bucket.what)
-        self._in_flight.launched.append(Launched(bucket, works=[work]))
+        self.launched.append(Launched(bucket, works=[work]))
         # logged when the engine has taken it: other ranks join what is in the log with zeros
         self._domain.sent(all_reduce_entry(wire))
 
@@ -92,13 +120,13 @@ class Launcher:
 
     def _launch_hook(self, bucket: Bucket, *, is_last: bool) -> None:
         assert self.hook is not None
-        seen = bucket.as_grad_bucket(len(self._in_flight.launched), is_last=is_last)
+        seen = bucket.as_grad_bucket(len(self.launched), is_last=is_last)
         try:
             with LogMode(self._group, self._domain.log):
                 future = as_future(self.hook.run_hook(seen), self.hook)
         except Exception as error:
             self._domain.hook_failed(error, bucket.what)
-        self._in_flight.launched.append(Launched(bucket, future=future, seen=seen))
+        self.launched.append(Launched(bucket, future=future, seen=seen))
         if not self.hook.single_collective:
             self._domain.chain = future
 
@@ -156,12 +184,12 @@ class Launcher:
         self._domain.sent(all_reduce_entry(flags), work)
         return flags, work
 
-    def vote(self, numbers: Sequence[float]) -> tuple[Tensor, Work]:
-        """Begin to sum over ranks a 1 from each on which nothing failed, and numbers."""
-        return self.start_sum(torch.tensor([1.0, *numbers]))
+    def vote(self, numbers: Sequence[float]) -> list[float]:
+        """Sum over ranks a 1 from each on which nothing failed, and numbers: the numbers' sums.
 
-    def wait_votes(self, votes: Tensor, work: Work) -> list[float]:
-        """The sums of the numbers when all ranks have voted; raises if one fails before it does."""
+        Raises if a rank fails before it has voted.
+        """
+        votes, work = self.start_sum(torch.tensor([1.0, *numbers]))
         self.wait_small(work)
         voted, *sums = votes.tolist()
         if voted != self._group.size():

@@ -11,7 +11,7 @@ from time import perf_counter_ns
 from gradwire.ddp.buckets.bucket import Bucket
 from gradwire.ddp.buckets.sparse import SparseBucket
 from gradwire.ddp.reducer.backward import Backward
-from gradwire.ddp.reducer.in_flight import Launched
+from gradwire.ddp.reducer.launch import Launched
 
 __all__ = ["all_launched", "has_only_last_left", "launch", "launch_in_order"]
 
@@ -39,13 +39,13 @@ def launch_in_order(backward: Backward, *, final: bool) -> None:
 def has_only_last_left(backward: Backward) -> bool:
     """Whether all buckets have been launched but the last."""
     # read without the lock: the list only grows while autograd runs, and `_launch_full` looks again
-    launched = len(backward.in_flight.launched)
+    launched = len(backward.launcher.launched)
     return launched >= len(backward.buckets) or _is_last(backward, launched)
 
 
 def all_launched(backward: Backward) -> bool:
     """Whether all buckets have been launched."""
-    return len(backward.in_flight.launched) >= len(backward.buckets)
+    return len(backward.launcher.launched) >= len(backward.buckets)
 
 
 def launch(backward: Backward, bucket: Bucket, *, is_last: bool) -> None:
@@ -58,7 +58,7 @@ def launch(backward: Backward, bucket: Bucket, *, is_last: bool) -> None:
 
 
 def _launch_full(backward: Backward, *, final: bool) -> None:
-    buckets, launched = backward.buckets, backward.in_flight.launched
+    buckets, launched = backward.buckets, backward.launcher.launched
     # on several devices, autograd has a thread for each: the next bucket is found and launched
     # by one of them at a time
     with backward.domain.lock:

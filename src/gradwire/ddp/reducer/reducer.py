@@ -206,7 +206,7 @@ class Reducer:
             raise error
         backward = self._backward
         backward.recover()
-        if not backward.in_flight.step:  # they may be registered after the module was wrapped
+        if not backward.step:  # they may be registered after the module was wrapped
             backward.optimized = detach_optimizer_hooks(p for _, p in self._named)
         self._rebuild_once()
         backward.skip_unused = self._skip_unused and not uneven
@@ -330,7 +330,7 @@ class Reducer:
         hook, asked = backward.launcher.hook, usage.find_unused or usage.static
         unused = tuple(self._named[i][0] for i in sorted(usage.unused))
         return LoggingData(
-            steps=backward.in_flight.step,
+            steps=backward.step,
             buckets=backward.timer.buckets(backward.buckets),
             buckets_sent=backward.timer.sent,
             rebuilt=self.rebuilt,
