@@ -20,7 +20,7 @@ from benchmarks.results import CaseResult, Measure
 from benchmarks.stats import difference_ratio, ratio, spread
 from benchmarks.training import BARE, GLOO, TORCH, Case, Training, Wrapper, peers, wrappers
 from gradwire.ddp.buckets.assignment import IN_PLACE_BYTES
-from gradwire.ddp.buckets.packed import ADOPT_BYTES, AT_ONCE_BYTES
+from gradwire.ddp.buckets.packed import AT_ONCE_BYTES, VIEW_BYTES
 
 __all__ = ["BENCHMARK", "measure"]
 
@@ -164,7 +164,7 @@ def _check_bits(name: str, gradients: Sequence[Tensor]) -> None:
 def _prediction(case: Case) -> str:
     """Passes over the gradients' bytes beside the collective's own, and steps in Python."""
     sizes = [parameter.nbytes for parameter in case.model().parameters()]
-    limits = (IN_PLACE_BYTES, AT_ONCE_BYTES, ADOPT_BYTES, 0)
+    limits = (IN_PLACE_BYTES, AT_ONCE_BYTES, VIEW_BYTES, 0)
     classes = [0, 0, 0, 0]
     for size in sizes:
         classes[next(i for i, limit in enumerate(limits) if size >= limit)] += size

@@ -501,7 +501,7 @@ def test_buckets_are_launched_once_and_in_order_by_several_threads():
         backward.state = type(backward.state).RUNNING
         backward.take_place()
         for bucket in backward.buckets:
-            bucket.arrived.append(bucket.members[0])
+            bucket.ready.append(bucket.members[0])
         threads = [
             threading.Thread(target=on_bucket_ready, args=(backward, backward.buckets[i]))
             for i in (0, 1)

@@ -298,12 +298,13 @@ class DistributedDataParallel(ours.DistributedDataParallel):
 
     def _make_reducer(self, before: Layout = ()) -> None:
         super()._make_reducer(before)
-        method = weakref.WeakMethod(self._surplus)  # the reducer must not keep the module
-        self.reducer.reword_surplus(
+        # weakly: the reducer must not keep the module
+        method = weakref.WeakMethod(self._unexpected_gradient)
+        self.reducer.reword_unexpected(
             lambda error: error if (reword := method()) is None else reword(error)
         )
 
-    def _surplus(self, error: ReductionError) -> ReductionError:
+    def _unexpected_gradient(self, error: ReductionError) -> ReductionError:
         reworded = unexpected_gradient(error, static=self.static_graph)
         self._error = str(reworded)
         return reworded

@@ -142,7 +142,7 @@ class DistributedDataParallel(UnevenInputs):
             find_unused_parameters=find_unused_parameters,
             static_graph=static_graph,
             skip_unused=skip_all_reduce_unused_params,
-            last=resolve_delayed(named, delay_all_reduce_named_params, param_to_hook_all_reduce),
+            delayed=resolve_delayed(named, delay_all_reduce_named_params, param_to_hook_all_reduce),
             bucket_layout=bucket_layout,
             rebuild=rebuild_buckets,
             lazy=lazy_bucket_allocation,

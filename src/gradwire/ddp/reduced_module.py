@@ -44,7 +44,7 @@ class ReducerOptions:
     find_unused_parameters: bool
     static_graph: bool
     skip_unused: bool
-    last: Sequence[str]
+    delayed: Sequence[str]
     bucket_layout: BucketLayout | None
     rebuild: bool | None
     lazy: bool

@@ -47,9 +47,9 @@ class BucketAssigner:
         keep: Whether gradients are views of their bucket.
         lazy: Whether buckets have memory during backward only.
         sparse: Indices of parameters with sparse gradients.
-        last: Indices of parameters that travel together after all others.
-        further: How many numbers the first bucket with room for them has after its gradients, where
-            there is no hook: it is one of float32 or float64.
+        delayed: Indices of parameters that travel together after all others.
+        extra_numel: How many numbers the first bucket with room for them has after its gradients,
+            where there is no hook: it is one of float32 or float64.
         layout: Indices in each bucket, if they are given; no other order is then followed.
         ownership: What is known about the parameters' gradients.
     """
@@ -61,8 +61,8 @@ class BucketAssigner:
     keep: bool = False
     lazy: bool = False
     sparse: Collection[int] = ()
-    last: Collection[int] = ()
-    further: int = 0
+    delayed: Collection[int] = ()
+    extra_numel: int = 0
     layout: Sequence[Sequence[int]] | None = None
     counts: Mapping[int, int] = field(default_factory=dict)
     ownership: Ownership = field(default_factory=Ownership)
@@ -75,7 +75,7 @@ class BucketAssigner:
         """Buckets for parameters that become ready in this order; those not in it have none."""
         kept = {i: self.parameters[i].grad for i in order} if self.keep else {}
         buckets: list[Bucket] = []
-        further = 0 if with_hook else self.further
+        extra_numel = 0 if with_hook else self.extra_numel
         scale = self._scale(with_hook)
         for members in self._groups(order, with_hook=with_hook):
             packed = []
@@ -88,15 +88,15 @@ class BucketAssigner:
                     packed.append(self._member(i))
             if packed:
                 exact = packed[0].parameter.dtype in (torch.float32, torch.float64)
-                room = further if exact else 0
+                room = extra_numel if exact else 0
                 buckets.append(self._packed(packed, scale, room))
-                further -= room
+                extra_numel -= room
         for i, gradient in kept.items():  # views of buckets that are no more
             if gradient is not None:
                 self.parameters[i].grad = gradient.clone()
         return buckets
 
-    def _packed(self, members: Sequence[Member], scale: float, further: int) -> PackedBucket:
+    def _packed(self, members: Sequence[Member], scale: float, extra_numel: int) -> PackedBucket:
         return PackedBucket(
             members,
             scale=scale,
@@ -104,7 +104,7 @@ class BucketAssigner:
             group=self.group,
             ownership=self.ownership,
             lazy=self.lazy,
-            further=further,
+            extra_numel=extra_numel,
         )
 
     def _groups(self, order: Sequence[int], *, with_hook: bool) -> list[Sequence[int]]:
@@ -113,8 +113,8 @@ class BucketAssigner:
             given = [[i for i in members if i in wanted] for members in self.layout]
             return [members for members in given if members]
         caps = self._caps(with_hook=with_hook)
-        soon = [i for i in order if i not in self.last]
-        late = [i for i in order if i in self.last]
+        soon = [i for i in order if i not in self.delayed]
+        late = [i for i in order if i in self.delayed]
         return [*self._plan(soon, caps), *self._plan(late, [1 << 62])]
 
     def _plan(self, order: Sequence[int], caps: Sequence[int]) -> Sequence[Sequence[int]]:
@@ -150,7 +150,7 @@ class BucketAssigner:
         if with_hook or self.layout is not None or shares_memory(self.group):
             return False  # on shm, packed, it lies where the ranks reduce it without a copy
         parameter = self.parameters[index]
-        fit = self.counts.get(index, 1) == 1 and index not in self.last
+        fit = self.counts.get(index, 1) == 1 and index not in self.delayed
         return fit and parameter.device.type == "cpu" and parameter.nbytes >= IN_PLACE_BYTES
 
 

@@ -1,7 +1,7 @@
 """What the reducer asks of a bucket, whatever its gradients are.
 
-Gradients arrive, or are known to be absent in this backward; a bucket is full when nothing more is
-expected. Then it copies them into something flat that travels, and copies out what came back.
+Gradients become ready, or are known to be unused in this backward; when nothing more is expected,
+the bucket copies them into something flat that travels, and copies out what came back.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ class Bucket(ABC):
     Attributes:
         members: The parameters' indices, in the order they lie in the bucket.
         early: Those of them that get `copy_in_early` when their gradient is ready.
-        arrived: Those whose gradient is ready in this backward, as they came.
-        absent: Those that get no gradient in this backward.
-        expected: How many arrivals make the bucket full.
+        ready: Those whose gradient is ready in this backward, as they came.
+        unused: Those that get no gradient in this backward.
+        expected: How many gradients, as often as each is to come, make the bucket ready.
         scale: What gradients are multiplied by on their way.
         flat: What travels; valid from `copy_in` to `copy_out`.
-        further: How many elements of `flat` follow the gradients, for numbers that travel along.
+        extra_numel: How many elements of `flat` follow the gradients, for numbers that travel too.
     """
 
     flat: Tensor
-    further = 0
+    extra_numel = 0
 
     def __init__(self, members: Sequence[Member], *, scale: float, early: Collection[int]) -> None:
         self.members = tuple(m.index for m in members)
         self.names = [m.name for m in members]
         self.parameters = [m.parameter for m in members]
         self.scale = self._scale = scale
-        self.arrived: list[int] = []
+        self.ready: list[int] = []
         self._counts = {m.index: m.count for m in members}
         self._never = {m.index for m in members if m.count == 0}
         self._count = sum(m.count for m in members)
@@ -69,8 +69,8 @@ class Bucket(ABC):
 
     def reset(self) -> None:
         """Ready for the next backward."""
-        self.arrived.clear()
-        self.absent = set(self._never)
+        self.ready.clear()
+        self.unused = set(self._never)
         self.expected: float = self._count
         self.early = self._early
         self.scale = self._scale
@@ -84,25 +84,25 @@ class Bucket(ABC):
     def mark_unused(self, members: Iterable[int]) -> None:
         """These get no gradient in this backward."""
         for member in members:
-            if member not in self.absent:
-                self.absent.add(member)
+            if member not in self.unused:
+                self.unused.add(member)
                 self.expected -= self._counts[member]
 
     def missing(self) -> list[int]:
-        """Members whose gradient is neither there nor known to be absent."""
-        known = self.absent.union(self.arrived)
+        """Members whose gradient is neither ready nor known to be unused."""
+        known = self.unused.union(self.ready)
         return [m for m in self.members if m not in known]
 
     def unexpected(self) -> list[str]:
         """Names of parameters whose gradient arrived more often than expected."""
-        came = Counter(self.arrived)
-        limit = {m: 0 if m in self.absent else n for m, n in self._counts.items()}
+        came = Counter(self.ready)
+        limit = {m: 0 if m in self.unused else n for m, n in self._counts.items()}
         return [n for n, m in zip(self.names, self.members, strict=True) if came[m] > limit[m]]
 
     @property
-    def full(self) -> bool:
+    def all_ready(self) -> bool:
         """Whether all gradients of this backward are there."""
-        return len(self.arrived) >= self.expected
+        return len(self.ready) >= self.expected
 
     @property
     def what(self) -> str:
@@ -116,7 +116,7 @@ class Bucket(ABC):
 
     @abstractmethod
     def copy_in(self) -> None:
-        """Make `flat` hold all gradients, scaled; zeros for absent ones that are None."""
+        """Make `flat` hold all gradients, scaled; zeros for unused ones that are None."""
 
     @abstractmethod
     def zero(self) -> None:
@@ -128,7 +128,7 @@ class Bucket(ABC):
 
         Args:
             reduced: Like `flat`; None: the values in `flat`.
-            untouched: Members, absent here, whose gradient stays what it was.
+            untouched: Members, unused here, whose gradient stays what it was.
         """
 
     @abstractmethod

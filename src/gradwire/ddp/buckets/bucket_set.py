@@ -23,14 +23,14 @@ class BucketSet:
 
     Attributes:
         of: For each parameter, its bucket.
-        carrier: The bucket with which numbers travel, if there is one.
+        weights_bucket: The bucket with which the sums of weights travel, if there is one.
     """
 
     def __init__(self, assigner: BucketAssigner) -> None:
         self._assigner = assigner
         self._buckets: list[Bucket] = []
         self.of: list[Bucket] = []
-        self.carrier: Bucket | None = None
+        self.weights_bucket: Bucket | None = None
 
     def __len__(self) -> int:
         return len(self._buckets)
@@ -53,9 +53,9 @@ class BucketSet:
         """
         before = self.layout
         # nothing holds the old buckets from here on: their memory is free for the new ones
-        self.of, self._buckets, self.carrier = [], [], None
+        self.of, self._buckets, self.weights_bucket = [], [], None
         self._buckets = self._assigner.make(order, with_hook=with_hook)
-        self.carrier = next((b for b in self._buckets if b.further), None)
+        self.weights_bucket = next((b for b in self._buckets if b.extra_numel), None)
         if before and state is not None:
             rekey(state, before, self.layout)
         named = zip(self._assigner.names, self._assigner.parameters, strict=True)
@@ -102,18 +102,18 @@ class BucketSet:
             bucket.expected = 0
 
     def missing(self) -> list[int]:
-        """Parameters whose gradient is neither there nor known to be absent."""
-        return [i for bucket in self._buckets if not bucket.full for i in bucket.missing()]
+        """Parameters whose gradient is neither there nor known to be unused."""
+        return [i for bucket in self._buckets if not bucket.all_ready for i in bucket.missing()]
 
-    def absent(self) -> set[int]:
+    def unused(self) -> set[int]:
         """Parameters that get no gradient in this backward."""
-        return {i for bucket in self._buckets for i in bucket.absent}
+        return {i for bucket in self._buckets for i in bucket.unused}
 
-    def arrived(self) -> list[int]:
+    def ready(self) -> list[int]:
         """Parameters whose gradient is there, as often as it came."""
-        return [i for bucket in self._buckets for i in bucket.arrived]
+        return [i for bucket in self._buckets for i in bucket.ready]
 
     @property
     def untouched(self) -> bool:
         """Whether no gradient has arrived yet."""
-        return not any(bucket.arrived for bucket in self._buckets)
+        return not any(bucket.ready for bucket in self._buckets)

@@ -49,9 +49,9 @@ class InPlaceBucket(Bucket):
         if self._taken:
             return  # the one gradient came early
         member, parameter = self.members[0], self.parameters[0]
-        if not self.absent:
-            self._copy_in_whole(self._ownership.arrived(member, dense_gradient(parameter)))
-        elif (accumulated := self._ownership.absent(member, parameter.grad)) is not None:
+        if not self.unused:
+            self._copy_in_whole(self._ownership.ready_gradient(member, dense_gradient(parameter)))
+        elif (accumulated := self._ownership.unused_gradient(member, parameter.grad)) is not None:
             self._copy_in_whole(accumulated)
         else:
             self.zero()
@@ -90,7 +90,7 @@ class InPlaceBucket(Bucket):
         member, ownership = self.members[0], self._ownership
         if (
             not is_lazy(gradient)
-            and ownership.is_foreign(member, gradient)
+            and ownership.is_used_elsewhere(member, gradient)
             and ownership.may_move(member, gradient, over=True)
         ):
             gradient.set_(reduced)  # type: ignore[call-overload]

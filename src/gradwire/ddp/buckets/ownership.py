@@ -26,19 +26,19 @@ class Ownership:
 
     Attributes:
         shared: Indices of parameters that other reducers reduce, too: they read what is in `.grad`.
-        present: Indices of those that had a gradient before this backward. What somebody else sees
-            in its memory is to see the result, as after PyTorch's. Memory that autograd made in
-            this backward is shared by accident.
+        had_gradient: Indices of those that had a gradient before this backward. What somebody else
+            sees in its memory is to see the result, as after PyTorch's. Memory that autograd made
+            in this backward is shared by accident.
     """
 
     def __init__(self) -> None:
         self.shared: set[int] = set()
-        self.present: set[int] = set()
-        self._arrived: dict[int, Tensor] = {}
-        self._absent: dict[int, Tensor | None] = {}
+        self.had_gradient: set[int] = set()
+        self._ready: dict[int, Tensor] = {}
+        self._unused: dict[int, Tensor | None] = {}
 
     def keep_local(
-        self, parameters: Sequence[Parameter], pending: Iterable[int], arrived: Collection[int]
+        self, parameters: Sequence[Parameter], pending: Iterable[int], ready: Collection[int]
     ) -> None:
         """Another reducer is about to put its results into the gradients that both reduce.
 
@@ -47,39 +47,39 @@ class Ownership:
         Args:
             parameters: All.
             pending: Those that it has not gathered yet.
-            arrived: Those whose gradient is there; others may turn out to be absent.
+            ready: Those whose gradient is there; others may turn out to be unused.
         """
         for i in self.shared.intersection(pending):
             gradient = parameters[i].grad
             kept = None if gradient is None else gradient.detach().clone()
-            if i not in arrived:
-                self._absent.setdefault(i, kept)
+            if i not in ready:
+                self._unused.setdefault(i, kept)
             elif kept is not None:
-                self._arrived.setdefault(i, kept)
+                self._ready.setdefault(i, kept)
 
-    def arrived(self, index: int, gradient: Tensor) -> Tensor:
+    def ready_gradient(self, index: int, gradient: Tensor) -> Tensor:
         """What is to be sent: the gradient, or what it was before another reducer wrote to it."""
-        return self._arrived.get(index, gradient)
+        return self._ready.get(index, gradient)
 
-    def absent(self, index: int, gradient: Tensor | None) -> Tensor | None:
-        """As `arrived`, where the backward brought none: what has accumulated before."""
-        return self._absent.get(index, gradient)
+    def unused_gradient(self, index: int, gradient: Tensor | None) -> Tensor | None:
+        """As `ready_gradient`, where the backward brought none: what has accumulated before."""
+        return self._unused.get(index, gradient)
 
     def clear(self) -> None:
         """The backward is over."""
-        self._arrived.clear()
-        self._absent.clear()
+        self._ready.clear()
+        self._unused.clear()
 
     def begin(
         self,
         parameters: Sequence[Parameter],
-        arrived: int | None = None,
+        first: int | None = None,
         incoming: Tensor | None = None,
     ) -> None:
-        """A backward begins, at an output, or when the first gradient has `arrived`."""
-        self.present = {i for i, p in enumerate(parameters) if p.grad is not None}
-        if arrived is not None and _is_taken(parameters[arrived].grad, incoming):
-            self.present.discard(arrived)
+        """A backward begins, at an output, or when the gradient of `first` is ready."""
+        self.had_gradient = {i for i, p in enumerate(parameters) if p.grad is not None}
+        if first is not None and _is_taken(parameters[first].grad, incoming):
+            self.had_gradient.discard(first)
 
     def may_write(self, index: int, gradient: Tensor, incoming: Tensor) -> bool:
         """Whether nobody but the parameter reads its gradient's memory, now or later.
@@ -118,17 +118,17 @@ class Ownership:
             return False
         if sys.getrefcount(gradient) > GRADIENT_REFERENCES + listed:
             return False  # who has it may have taken its address
-        return index not in self.present or uses(gradient) == 1
+        return index not in self.had_gradient or uses(gradient) == 1
 
-    def is_foreign(self, index: int, gradient: Tensor) -> bool:
+    def is_used_elsewhere(self, index: int, gradient: Tensor) -> bool:
         """Whether, after backward, a gradient that is new lies in memory that others use."""
-        return index not in self.present and uses(gradient) > 1
+        return index not in self.had_gradient and uses(gradient) > 1
 
-    def foreign(self, indices: Sequence[int], gradients: Sequence[Tensor]) -> list[bool]:
-        """`is_foreign` for each: 0.2 µs instead of 0.5, for thousands of tiny gradients."""
-        present, count = self.present, torch._C._storage_Use_Count
+    def used_elsewhere(self, indices: Sequence[int], gradients: Sequence[Tensor]) -> list[bool]:
+        """`is_used_elsewhere` for each: 0.2 µs instead of 0.5, for thousands of tiny gradients."""
+        had, count = self.had_gradient, torch._C._storage_Use_Count
         return [
-            i not in present and count(g.untyped_storage()._cdata) > 2  # its own, and this object
+            i not in had and count(g.untyped_storage()._cdata) > 2  # its own, and this object
             for i, g in zip(indices, gradients, strict=True)
         ]
 

@@ -22,11 +22,11 @@ from gradwire.ddp.buckets.ownership import Ownership, is_lazy, uses
 from gradwire.hooks import GradBucket
 from gradwire.shm import empty
 
-__all__ = ["ADOPT_BYTES", "AT_ONCE_BYTES", "PackedBucket"]
+__all__ = ["AT_ONCE_BYTES", "VIEW_BYTES", "PackedBucket"]
 
 AT_ONCE_BYTES = 32 << 10
 """From here on three Python steps cost less than reading the gradient a second time."""
-ADOPT_BYTES = 4 << 10
+VIEW_BYTES = 4 << 10
 """From here on one Python step costs less than copying the gradient back."""
 BATCH_BYTES = 256 << 10
 """What is copied in at a time: well below a core's second-level cache."""
@@ -46,7 +46,7 @@ class PackedBucket(Bucket):
         group: The group that reduces; on shm the buffer lies in memory that its ranks share.
         ownership: What is known about the parameters' gradients.
         lazy: Whether the buffer is allocated in each backward, and let go after it.
-        further: How many elements the buffer has after the gradients.
+        extra_numel: How many elements the buffer has after the gradients.
     """
 
     def __init__(
@@ -58,21 +58,21 @@ class PackedBucket(Bucket):
         group: ProcessGroup | None = None,
         ownership: Ownership | None = None,
         lazy: bool = False,
-        further: int = 0,
+        extra_numel: int = 0,
     ) -> None:
         sizes = {m.index: m.parameter.nbytes if m.count == 1 else 0 for m in members}
         if scale != 1.0:
             members = sorted(members, key=lambda m: sizes[m.index] < AT_ONCE_BYTES)
         self._keep, self._group, self._lazy = keep, group, lazy
         self._ownership = ownership or Ownership()
-        self.further = further
+        self.extra_numel = extra_numel
         self._allocated = False
         self._place = {
             m.index: (i, sizes[m.index])
             for i, m in enumerate(members)
-            if sizes[m.index] >= ADOPT_BYTES
+            if sizes[m.index] >= VIEW_BYTES
         }
-        self._late = [i for i, m in enumerate(members) if m.index not in self._place]
+        self._copied_last = [i for i, m in enumerate(members) if m.index not in self._place]
         first = [m for m in members if sizes[m.index] >= AT_ONCE_BYTES]
         self._at_once, self._at_once_numel = len(first), sum(m.parameter.numel() for m in first)
         super().__init__(members, scale=scale, early=self._place.keys())
@@ -81,7 +81,7 @@ class PackedBucket(Bucket):
 
     def _allocate(self) -> None:
         first = self.parameters[0]
-        count = sum(p.numel() for p in self.parameters) + self.further
+        count = sum(p.numel() for p in self.parameters) + self.extra_numel
         if self._group is not None and first.device.type == "cpu":
             self.flat = empty(count, dtype=first.dtype, group=self._group)
         else:
@@ -93,13 +93,13 @@ class PackedBucket(Bucket):
         self._own_uses = uses(self.flat)
         self._allocated = True
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         """Until the next backward, gradients that lie in the buffer are all that holds it."""
         del self.flat, self._to_scale
         self._views = []
         self._allocated = False
 
-    def _claim(self) -> None:
+    def _ensure_writable(self) -> None:
         """Before the first write of a backward: leave the buffer to whoever else still uses it.
 
         Gradients of the last backward lie in it. As long as they are their parameters' .grad they
@@ -108,28 +108,28 @@ class PackedBucket(Bucket):
         if not self._allocated:
             self._allocate()
         elif not self._keep and (others := uses(self.flat) - self._own_uses):
-            at_home = 0
+            in_buffer = 0
             for place, _ in self._place.values():
                 gradient = self.parameters[place].grad
                 if gradient is not None:
-                    at_home += gradient.data_ptr() == self._pointers[place]
-            if others != at_home:
+                    in_buffer += gradient.data_ptr() == self._pointers[place]
+            if others != in_buffer:
                 self._allocate()
-        self._claimed = True
+        self._writable = True
 
     def reset(self) -> None:
         super().reset()
         if self._lazy and self._allocated:
-            self._let_go()
-        self._claimed = self._keep and not self._lazy
+            self._release()
+        self._writable = self._keep and not self._lazy
         self._batch: list[int] = []
         self._batch_bytes = 0
         self._saved: dict[int, Tensor] = {}
         self._copied_in: Sequence[_Entry] | None = None
 
     def copy_in_early(self, member: int, incoming: Tensor) -> None:
-        if not self._claimed:
-            self._claim()
+        if not self._writable:
+            self._ensure_writable()
         place, size = self._place[member]
         if size < AT_ONCE_BYTES:
             self._batch.append(place)
@@ -139,17 +139,17 @@ class PackedBucket(Bucket):
             return
         parameter, view = self.parameters[place], self._views[place]
         if member in self._ownership.shared:
-            self._evict(place)
+            self._move_out(place)
         gradient = dense_gradient(parameter)
         if gradient.data_ptr() == self._pointers[place]:
             if self.scale != 1.0:
                 view.mul_(self.scale)
             return
         torch.mul(gradient, self.scale, out=view)
-        if self._may_adopt(member, gradient):
-            self._adopt(parameter, gradient, view)
+        if self._may_move(member, gradient):
+            self._move_to(parameter, gradient, view)
 
-    def _may_adopt(
+    def _may_move(
         self, member: int, gradient: Tensor, *, listed: int = 0, over: bool = False
     ) -> bool:
         """Whether a gradient may live in the buffer from now on."""
@@ -158,7 +158,7 @@ class PackedBucket(Bucket):
         # one more name than where the count is made
         return self._ownership.may_move(member, gradient, listed=listed + 1, over=over)
 
-    def _adopt(self, parameter: Parameter, gradient: Tensor, view: Tensor) -> None:
+    def _move_to(self, parameter: Parameter, gradient: Tensor, view: Tensor) -> None:
         if self._keep:
             parameter.grad = view
         elif is_lazy(gradient):  # what it lies in would be read as conjugated
@@ -166,7 +166,7 @@ class PackedBucket(Bucket):
         else:
             gradient.set_(view)  # type: ignore[call-overload]  # torch's stub lacks this form
 
-    def _evict(self, place: int) -> None:
+    def _move_out(self, place: int) -> None:
         """Another reducer is going to read this gradient: it cannot stay where it is reduced."""
         parameter = self.parameters[place]
         if parameter.grad is not None and parameter.grad.data_ptr() == self._pointers[place]:
@@ -178,10 +178,10 @@ class PackedBucket(Bucket):
         self._batch, self._batch_bytes = [], 0
         self._copy_to_views(outside)
         for place, gradient, view in outside:
-            if self._may_adopt(self.members[place], gradient, listed=1):
-                self._adopt(self.parameters[place], gradient, view)
+            if self._may_move(self.members[place], gradient, listed=1):
+                self._move_to(self.parameters[place], gradient, view)
 
-    def _away(self, places: Sequence[int], source: Sequence[Tensor]) -> list[_Entry]:
+    def _outside_after(self, places: Sequence[int], source: Sequence[Tensor]) -> list[_Entry]:
         """As `_outside` after the reduction, by what is known from before it.
 
         Looking at each of thousands of tiny gradients a second time takes as long as copying it.
@@ -191,7 +191,7 @@ class PackedBucket(Bucket):
         if (
             copied is not None
             and source is self._views
-            and len(copied) == len(self._late)
+            and len(copied) == len(self._copied_last)
             and all(parameters[i].grad is gradient for i, gradient, _ in copied)
         ):
             return [*copied, *self._outside([i for i, _ in self._place.values()])]
@@ -217,41 +217,41 @@ class PackedBucket(Bucket):
         if outside:
             gradients = [g for _, g, _ in outside]
             if self._ownership.shared:
-                own, members = self._ownership.arrived, self.members
+                own, members = self._ownership.ready_gradient, self.members
                 gradients = [own(members[i], g) for i, g, _ in outside]
             torch._foreach_copy_([v for _, _, v in outside], gradients)
 
     def copy_in(self) -> None:
-        if not self._claimed:  # nothing came early
-            self._claim()
+        if not self._writable:  # nothing came early
+            self._ensure_writable()
         for member in self._ownership.shared.intersection(self.members):
-            self._evict(self.members.index(member))
-        places: Sequence[int] = range(len(self.members)) if self._deferred else self._late
-        if self.absent:
-            places = [i for i in places if self.members[i] not in self.absent]
+            self._move_out(self.members.index(member))
+        places: Sequence[int] = range(len(self.members)) if self._deferred else self._copied_last
+        if self.unused:
+            places = [i for i in places if self.members[i] not in self.unused]
         self._copy_in_batch()
         outside = self._outside(places)
         self._copy_to_views(outside)
         # not of shared ones: another reducer would take our reference for that of a reader
         alone = self._ownership.shared.isdisjoint(self.members)
-        if alone and not (self.absent or self._deferred or self._keep):
+        if alone and not (self.unused or self._deferred or self._keep):
             self._copied_in = outside
         if self._keep and not self._with_graph:
             for place, gradient, view in outside:
-                if self._may_adopt(self.members[place], gradient):
+                if self._may_move(self.members[place], gradient):
                     self.parameters[place].grad = view
-        for i in self._absent_places():
-            self._copy_in_absent(i)
+        for i in self._unused_places():
+            self._copy_in_unused(i)
         if self.scale != 1.0:
             (self.flat if self._deferred else self._to_scale).mul_(self.scale)
 
-    def _absent_places(self) -> list[int]:
-        return [i for i, m in enumerate(self.members) if m in self.absent] if self.absent else []
+    def _unused_places(self) -> list[int]:
+        return [i for i, m in enumerate(self.members) if m in self.unused] if self.unused else []
 
-    def _copy_in_absent(self, place: int) -> None:
+    def _copy_in_unused(self, place: int) -> None:
         """What accumulated earlier takes part, and is saved in case that no rank has more."""
         view, member = self._views[place], self.members[place]
-        gradient = self._ownership.absent(member, self.parameters[place].grad)
+        gradient = self._ownership.unused_gradient(member, self.parameters[place].grad)
         if gradient is None:
             view.zero_()
             return
@@ -271,9 +271,9 @@ class PackedBucket(Bucket):
         if reduced is not None and not _same_memory(reduced, self.flat):
             source = views(reduced.reshape(-1), self.parameters, keep_strides=True)
         places: Sequence[int] = range(len(self.members))
-        if self.absent:
-            places = [i for i in places if self.members[i] not in self.absent]
-        away = self._away(places, source)
+        if self.unused:
+            places = [i for i in places if self.members[i] not in self.unused]
+        away = self._outside_after(places, source)
         if away and self._with_graph:
             for i in places:
                 old = dense_gradient(self.parameters[i])
@@ -281,17 +281,18 @@ class PackedBucket(Bucket):
                     self.parameters[i].grad = old + (source[i] - old).detach()
         elif away:
             self._copy_to_gradients(away)
-        for i in self._absent_places():
-            self._copy_out_absent(i, source[i], touched=self.members[i] not in untouched)
+        for i in self._unused_places():
+            self._copy_out_unused(i, source[i], touched=self.members[i] not in untouched)
 
     def _copy_to_gradients(self, away: Sequence[_Entry]) -> None:
         indices = [self.members[place] for place, _, _ in away]
-        foreign = self._ownership.foreign(indices, [gradient for _, gradient, _ in away])
+        # the list has no name: `_may_move` would count its references
+        elsewhere = self._ownership.used_elsewhere(indices, [g for _, g, _ in away])
         plain: list[_Entry] = []
-        for entry, member, is_foreign in zip(away, indices, foreign, strict=True):
+        for entry, member, used in zip(away, indices, elsewhere, strict=True):
             place, gradient, reduced = entry
-            if is_foreign and self._may_adopt(member, gradient, listed=1, over=True):
-                self._adopt(self.parameters[place], gradient, reduced.clone())
+            if used and self._may_move(member, gradient, listed=1, over=True):
+                self._move_to(self.parameters[place], gradient, reduced.clone())
             elif gradient.is_conj() or gradient.is_neg():
                 gradient.copy_(reduced)
             else:
@@ -299,7 +300,7 @@ class PackedBucket(Bucket):
         if plain:
             torch._foreach_copy_([g for _, g, _ in plain], [r for _, _, r in plain])
 
-    def _copy_out_absent(self, place: int, reduced: Tensor, *, touched: bool) -> None:
+    def _copy_out_unused(self, place: int, reduced: Tensor, *, touched: bool) -> None:
         parameter, view = self.parameters[place], self._views[place]
         gradient = parameter.grad
         if not touched:

@@ -28,12 +28,12 @@ class SparseBucket(Bucket):
 
     def copy_in(self) -> None:
         member, gradient = self.members[0], self.parameters[0].grad
-        if self.absent:
-            gradient = self._ownership.absent(member, gradient)
+        if self.unused:
+            gradient = self._ownership.unused_gradient(member, gradient)
         elif gradient is not None:
-            gradient = self._ownership.arrived(member, gradient)
+            gradient = self._ownership.ready_gradient(member, gradient)
         if gradient is None:
-            if not self.absent:
+            if not self.unused:
                 raise ReductionError(
                     f"the gradient of {self.names[0]} was taken away (.grad is None) before it was "
                     "communicated: free gradients after backward"

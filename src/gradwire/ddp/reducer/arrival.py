@@ -72,13 +72,13 @@ def on_gradient(
     if backward.order is not None:
         backward.order.append(index)
     bucket = backward.buckets.of[index]
-    bucket.arrived.append(index)
+    bucket.ready.append(index)
     if index in bucket.early:
         try:
             bucket.copy_in_early(index, incoming[0])
         except (ReductionError, NotSupportedError) as error:
             backward.domain.fail(error)
-    if len(bucket.arrived) >= bucket.expected:
+    if len(bucket.ready) >= bucket.expected:
         on_bucket_ready(backward, bucket)
 
 
@@ -91,7 +91,7 @@ def _on_undefined(backward: Backward, index: int) -> None:
     backward.had_undefined = True
     bucket = backward.buckets.of[index]
     bucket.mark_unused([index])
-    if bucket.full:
+    if bucket.all_ready:
         on_bucket_ready(backward, bucket)
 
 
@@ -137,7 +137,7 @@ def _begin(backward: Backward, index: int | None = None, incoming: Tensor | None
     if torch.is_grad_enabled():
         backward.buckets.defer(with_graph=True)
     if backward.usage.find_unused:
-        _mark_absent(backward, at_output=index is None)
+        _mark_unused(backward, at_output=index is None)
 
 
 def _check_may_begin(backward: Backward) -> None:
@@ -150,18 +150,18 @@ def _check_may_begin(backward: Backward) -> None:
         backward.domain.fail(error)
 
 
-def _mark_absent(backward: Backward, *, at_output: bool) -> None:
-    """What the graph does not have is absent.
+def _mark_unused(backward: Backward, *, at_output: bool) -> None:
+    """What the graph does not have is unused.
 
     If that is all, it is known when backward has ended: until then a reentrant checkpoint, whose
     graph is not there yet, may bring some.
     """
-    absent = backward.usage.absent()
-    if absent is None:
+    unused = backward.usage.unused_in_graph()
+    if unused is None:
         return
-    used = len(absent) < len(backward.parameters)
+    used = len(unused) < len(backward.parameters)
     if used:
-        backward.buckets.mark_unused(absent)
+        backward.buckets.mark_unused(unused)
     if at_output and any(p.requires_grad for p in backward.parameters):
         # gradients may all have come before the output's, from the loss, or none may come
         backward.takes_part = used or backward.usage.runs_all()

@@ -50,7 +50,7 @@ class Backward:
         ranks: How many ranks gradients are divided by.
         skip_unused: Whether buckets are skipped that are unused.
         manual: Whether a backward ends with `finalize_manually` instead of by itself.
-        unused_here: Names of what was absent on this rank in the last one.
+        unused_here: Names of what was unused on this rank in the last one.
         weights: What gradients weigh.
         reword: Makes of an error of unexpected gradients the one that is raised on all ranks.
         optimized: Parameters whose optimizers step during backward.
@@ -201,7 +201,7 @@ class Backward:
             pending = {i for bucket in waiting for i in bucket.members}
             if short:
                 pending -= set(self.buckets.missing())  # they are yet to come
-            ownership.keep_local(self.parameters, pending, set(self.buckets.arrived()))
+            ownership.keep_local(self.parameters, pending, set(self.buckets.ready()))
 
     def interrupt(self) -> None:
         """An exception ends the running backward, if it has not been dealt with."""

@@ -17,7 +17,7 @@ from gradwire.ddp.reducer.backward import Backward
 from gradwire.ddp.reducer.in_backward import step_and_clear
 from gradwire.ddp.reducer.launch import Launched
 from gradwire.ddp.reducer.launch_order import all_launched, launch, launch_in_order
-from gradwire.ddp.reducer.weights import NO_CARRIER, WEIGHT_SUMS
+from gradwire.ddp.reducer.weights import NO_WEIGHTS_BUCKET, WEIGHT_SUMS
 from gradwire.errors import NotSupportedError, ReductionError
 
 __all__ = ["finalize_backward", "finalize_manually", "on_end", "shadow"]
@@ -74,7 +74,7 @@ def _launch_others(backward: Backward) -> None:
 
 
 def _mark_missing(backward: Backward) -> None:
-    """What did not come, and was free not to, is absent."""
+    """What did not come, and was free not to, is unused."""
     if backward.usage.recording:
         backward.buckets.complete()
     elif missing := backward.buckets.missing():
@@ -133,10 +133,10 @@ def _finalize_others(backward: Backward) -> None:
 def finalize_backward(backward: Backward) -> None:
     """Wait for the buckets, and put what came back into the gradients."""
     buckets, usage, parameters = backward.buckets, backward.usage, backward.parameters
-    absent = buckets.absent()
-    untouched = {i for i in absent if not parameters[i].requires_grad}
-    results, factor = _receive(backward, buckets.arrived(), backward.weights.numbers())
-    if usage.tolerant:
+    unused = buckets.unused()
+    untouched = {i for i in unused if not parameters[i].requires_grad}
+    results, factor = _receive(backward, buckets.ready(), backward.weights.numbers())
+    if usage.allows_unused:
         untouched |= usage.unused
     for other in backward.others():
         other.keep_local()
@@ -144,11 +144,11 @@ def finalize_backward(backward: Backward) -> None:
         launched.bucket.copy_out(_weighted(launched, reduced, factor), untouched)
     step_and_clear(backward.optimized)
     backward.timer.sent = sum(launched.sent for launched in backward.launcher.launched)
-    backward.unused_here = tuple(backward.names[i] for i in sorted(absent))
-    if absent:
+    backward.unused_here = tuple(backward.names[i] for i in sorted(unused))
+    if unused:
         logger.debug("step %d: unused here: %s", backward.step, backward.unused_here)
     backward.timer.comm_end = perf_counter_ns()
-    backward.commit(buckets.arrived())
+    backward.commit(buckets.ready())
 
 
 def shadow(backward: Backward) -> None:
@@ -184,7 +184,7 @@ def _receive(
         that `Weights.factor` gives.
     """
     launcher, usage, sums = backward.launcher, backward.usage, None
-    if usage.tolerant:
+    if usage.allows_unused:
         if launcher.hook is None:
             backward.sending_last()
         sums = launcher.start_sum(usage.flags(used))
@@ -203,21 +203,21 @@ def _receive(
     if launcher.hook is not None:
         backward.sending_last()
         return results, _factor(backward, launcher.vote(numbers))
-    return results, _factor_of_carrier(backward)
+    return results, _factor_from_bucket(backward)
 
 
-def _factor_of_carrier(backward: Backward) -> float | None:
+def _factor_from_bucket(backward: Backward) -> float | None:
     """The factor, from the sums of weights that came with a bucket."""
     given = backward.weights.given is not None
-    if (carrier := backward.buckets.carrier) is None:
+    if (weights_bucket := backward.buckets.weights_bucket) is None:
         if given:
-            backward.domain.fail(NotSupportedError(NO_CARRIER))
+            backward.domain.fail(NotSupportedError(NO_WEIGHTS_BUCKET))
         return None
     # on an accelerator, reading the sums makes the CPU wait: there only ranks with a weight do,
     # and those of them that differ from the others say so
-    if not given and carrier.flat.device.type != "cpu":
+    if not given and weights_bucket.flat.device.type != "cpu":
         return None
-    return _factor(backward, carrier.flat[-WEIGHT_SUMS:].tolist())
+    return _factor(backward, weights_bucket.flat[-WEIGHT_SUMS:].tolist())
 
 
 def _factor(backward: Backward, sums: Sequence[float]) -> float | None:

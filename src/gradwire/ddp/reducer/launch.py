@@ -221,7 +221,7 @@ class Launcher:
         self._domain.poll(owner)
 
     def copy_in(self, bucket: Bucket) -> None:
-        """Make a full bucket ready to be sent."""
+        """Fill the buffer of a bucket that is ready."""
         try:
             bucket.copy_in()
         except (ReductionError, NotSupportedError) as error:

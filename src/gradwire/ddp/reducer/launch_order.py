@@ -17,7 +17,7 @@ __all__ = ["all_launched", "has_only_last_left", "launch", "launch_in_order"]
 
 
 def launch_in_order(backward: Backward, *, final: bool) -> None:
-    """Launch every full bucket whose predecessors have been launched; the last only if `final`.
+    """Launch every ready bucket whose predecessors have been launched; the last only if `final`.
 
     Reducers that share a backward go one after the other, their last buckets at the end likewise:
     a gradient that one of them lacks on one rank must not let another's bucket meet its own.
@@ -50,7 +50,7 @@ def all_launched(backward: Backward) -> bool:
 
 def launch(backward: Backward, bucket: Bucket, *, is_last: bool) -> None:
     """Launch a bucket whose buffer is filled."""
-    votes = backward.launcher.hook is None and not backward.usage.tolerant
+    votes = backward.launcher.hook is None and not backward.usage.allows_unused
     # a sparse bucket is several messages: `finalize` counts when they are sent
     if is_last and votes and not isinstance(bucket, SparseBucket):
         backward.sending_last()
@@ -67,13 +67,13 @@ def _launch_full(backward: Backward, *, final: bool) -> None:
         while len(launched) < len(buckets):
             bucket = buckets[len(launched)]
             is_last = _is_last(backward, len(launched))
-            if not bucket.full or (is_last and not final):
+            if not bucket.all_ready or (is_last and not final):
                 return
-            if backward.skip_unused and len(bucket.absent) == len(bucket.members):
+            if backward.skip_unused and len(bucket.unused) == len(bucket.members):
                 launched.append(Launched(bucket))
                 continue
             backward.launcher.copy_in(bucket)
-            if bucket.further:
+            if bucket.extra_numel:
                 backward.weights.write(bucket.flat)
             backward.timer.comm_start = backward.timer.comm_start or perf_counter_ns()
             launch(backward, bucket, is_last=is_last)
@@ -83,4 +83,4 @@ def _is_last(backward: Backward, index: int) -> bool:
     """Whether no bucket after this one has anything to send."""
     if not backward.skip_unused:
         return index + 1 == len(backward.buckets)
-    return all(len(b.absent) == len(b.members) for b in backward.buckets.after(index))
+    return all(len(b.unused) == len(b.members) for b in backward.buckets.after(index))

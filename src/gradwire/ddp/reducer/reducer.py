@@ -31,7 +31,7 @@ from gradwire.ddp.reducer.in_backward import detach_optimizer_hooks
 from gradwire.ddp.reducer.log import LoggingData
 from gradwire.ddp.reducer.rpc import rpc_context_error
 from gradwire.ddp.reducer.usage import Usage
-from gradwire.ddp.reducer.weights import NO_CARRIER, WEIGHT_SUMS
+from gradwire.ddp.reducer.weights import NO_WEIGHTS_BUCKET, WEIGHT_SUMS
 from gradwire.errors import ArgumentError, NotSupportedError, ReductionError
 from gradwire.hooks import CommHook, StatefulHook, bind_hook, hook_name
 
@@ -58,7 +58,7 @@ class Reducer:
         static_graph: Every backward uses the same parameters, equally often, as the first one.
         skip_unused: Send nothing for buckets that are unused, which is then so on every rank.
         sparse: Names of the parameters whose gradients are sparse.
-        last: Names of parameters that travel together, after all others.
+        delayed: Names of parameters that travel together, after all others.
         bucket_layout: From the parameters to the names in each bucket, in the order of launch;
             the same on every rank. Caps are then of no effect, and nothing is rebuilt.
         lazy: Allocate a bucket's memory when its first gradient arrives, and release it when the
@@ -96,7 +96,7 @@ class Reducer:
         static_graph: bool = False,
         skip_unused: bool = False,
         sparse: Collection[str] = (),
-        last: Collection[str] = (),
+        delayed: Collection[str] = (),
         bucket_layout: BucketLayout | None = None,
         lazy: bool = False,
         manual_finalization: bool = False,
@@ -115,9 +115,10 @@ class Reducer:
             keep=gradient_as_bucket_view,
             lazy=lazy,
             sparse={i for i, name in enumerate(names) if name in sparse},
-            last={i for i, name in enumerate(names) if name in last},
+            delayed={i for i, name in enumerate(names) if name in delayed},
             layout=check_layout(bucket_layout, parameters),
-            further=0 if skip_unused else WEIGHT_SUMS,  # which may skip the bucket that has them
+            # with skip_unused, the bucket that has them may be skipped
+            extra_numel=0 if skip_unused else WEIGHT_SUMS,
         )
         # the nodes that accumulate gradients: their hooks run after all hooks of the parameters
         nodes = [torch.autograd.graph.get_gradient_edge(p).node for _, p in parameters]
@@ -150,7 +151,7 @@ class Reducer:
         order = [i for bucket in backward.buckets for i in bucket.members]
         backward.reassign_buckets(order, keep_state=False)
 
-    def reword_surplus(self, reword: Callable[[ReductionError], ReductionError]) -> None:
+    def reword_unexpected(self, reword: Callable[[ReductionError], ReductionError]) -> None:
         """Let a function have the last word on errors of gradients that are one too many."""
         self._backward.reword = reword
 
@@ -227,8 +228,8 @@ class Reducer:
     def weight(self, weight: float) -> None:
         """See DistributedDataParallel.weight."""
         backward = self._backward
-        if not self.has_hook and backward.buckets.carrier is None:
-            raise NotSupportedError(NO_CARRIER)
+        if not self.has_hook and backward.buckets.weights_bucket is None:
+            raise NotSupportedError(NO_WEIGHTS_BUCKET)
         if backward.awaits_finalization:
             raise ReductionError("weight(n) before finalize_backward(): finalize first")
         backward.weights.give(weight)

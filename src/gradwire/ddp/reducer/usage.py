@@ -50,11 +50,11 @@ class Usage:
         return self.static and not self.counts
 
     @property
-    def tolerant(self) -> bool:
+    def allows_unused(self) -> bool:
         """Whether parameters may be left out of a backward."""
         return self.find_unused or self.recording
 
-    def absent(self) -> list[int] | None:
+    def unused_in_graph(self) -> list[int] | None:
         """Parameters that the running backward leaves out.
 
         None in torch.autograd.grad of parameters, whose .grad stays as it is.

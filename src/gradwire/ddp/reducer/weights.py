@@ -2,7 +2,7 @@
 
 What autograd passes to a parameter is multiplied by the weight before it is accumulated, so that
 `.grad` holds Σ n g of this rank's backwards, whatever the loss used. The sum of n over ranks comes
-with the gradients: in further elements of a bucket, or in the vote that ends a hook's backward.
+with the gradients: in elements after those of a bucket, or in the vote that ends a hook's backward.
 `weighted_average` in `naive.py` is the same without buckets.
 """
 
@@ -30,12 +30,12 @@ from gradwire.errors import (
     ReductionError,
 )
 
-__all__ = ["NO_CARRIER", "WEIGHT_SUMS", "Weights", "check_weight"]
+__all__ = ["NO_WEIGHTS_BUCKET", "WEIGHT_SUMS", "Weights", "check_weight"]
 
 WEIGHT_SUMS = 3
 """What ranks add up: their weights, how many gave one, and how many did not."""
 UNWEIGHTED = (0.0, 0.0, 1.0)
-NO_CARRIER = (
+NO_WEIGHTS_BUCKET = (
     "weight(n): the weights travel with a bucket of float32 or float64, and there is none, or with "
     "the vote that follows a communication hook: register_comm_hook(None, 'all_reduce')"
 )
