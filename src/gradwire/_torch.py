@@ -66,25 +66,24 @@ _DDP_ARGUMENTS: Final = inspect.signature(DistributedDataParallel.__init__).para
 BROADCAST_BUFFERS_DEPRECATED: Final = _DDP_ARGUMENTS["broadcast_buffers"].default is None
 
 
-def narrowed_to_torchs_ddp(init: Callable[..., None]) -> Callable[..., None]:
-    """A constructor with all arguments of DistributedDataParallel, as this PyTorch has them.
+def narrowed_to_torchs_ddp(base: Callable[..., None]) -> Callable[..., Callable[..., None]]:
+    """A decorator: the constructor gets those of `base`'s arguments that this PyTorch's DDP has.
 
-    Arguments that this version lacks are refused, and defaults are its own.
+    By name, and only those that are given. Others are refused, and the signature has the defaults
+    of this PyTorch.
     """
-    parameters = inspect.signature(init).parameters
-    kept = [_DDP_ARGUMENTS[name] for name in parameters if name in _DDP_ARGUMENTS]
+    names = inspect.signature(base).parameters
+    signature = inspect.Signature([_DDP_ARGUMENTS[n] for n in names if n in _DDP_ARGUMENTS])
 
-    @functools.wraps(init)
-    def narrowed(*args: Any, **kwargs: Any) -> None:
-        if len(args) > len(kept):
-            raise TypeError(f"__init__() takes {len(kept)} arguments, but {len(args)} were given")
-        for name in kwargs:
-            if name in parameters and name not in _DDP_ARGUMENTS:
-                raise TypeError(f"__init__() got an unexpected keyword argument {name!r}")
-        init(*args, **kwargs)
+    def decorate(init: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(init)
+        def narrowed(*args: Any, **kwargs: Any) -> None:
+            init(**signature.bind(*args, **kwargs).arguments)
 
-    narrowed.__signature__ = inspect.Signature(kept)  # type: ignore[attr-defined]
-    return narrowed
+        narrowed.__signature__ = signature  # type: ignore[attr-defined]
+        return narrowed
+
+    return decorate
 
 
 def _can_be_made() -> bool:

@@ -59,70 +59,28 @@ class DistributedDataParallel(ours.DistributedDataParallel):
 
     _active_ddp_module: ClassVar[Any] = None
 
-    @narrowed_to_torchs_ddp
-    def __init__(
-        self,
-        module: nn.Module,
-        device_ids: Any = None,
-        output_device: Any = None,
-        dim: int = 0,
-        broadcast_buffers: bool | None = None,
-        init_sync: bool = True,
-        process_group: ProcessGroup | None = None,
-        bucket_cap_mb: float | None = None,
-        find_unused_parameters: bool = False,
-        check_reduction: bool = False,
-        gradient_as_bucket_view: bool = False,
-        static_graph: bool = False,
-        delay_all_reduce_named_params: Any = None,
-        param_to_hook_all_reduce: Any = None,
-        mixed_precision: Any = None,
-        device_mesh: Any = None,
-        skip_all_reduce_unused_params: bool = False,
-        bucket_cap_mb_list: Sequence[float] | None = None,
-        batched_grad_copy: bool = False,
-        forward_sync_buffers: bool | None = None,
-        lazy_bucket_allocation: bool = False,
-    ) -> None:
-        if broadcast_buffers is not None and BROADCAST_BUFFERS_DEPRECATED:
+    @narrowed_to_torchs_ddp(ours.DistributedDataParallel.__init__)
+    def __init__(self, module: nn.Module, **arguments: Any) -> None:
+        if arguments.get("broadcast_buffers") is not None and BROADCAST_BUFFERS_DEPRECATED:
             warnings.warn(
                 "broadcast_buffers is deprecated in PyTorch: pass forward_sync_buffers",
                 FutureWarning,
                 stacklevel=3,
             )
+        mesh = arguments.get("device_mesh")
         try:
-            super().__init__(
-                module,
-                device_ids,
-                output_device,
-                dim,
-                broadcast_buffers,
-                init_sync,
-                process_group,
-                bucket_cap_mb,
-                find_unused_parameters,
-                check_reduction,
-                gradient_as_bucket_view,
-                static_graph,
-                delay_all_reduce_named_params,
-                param_to_hook_all_reduce,
-                mixed_precision,
-                device_mesh,
-                skip_all_reduce_unused_params,
-                bucket_cap_mb_list,
-                batched_grad_copy,
-                forward_sync_buffers,
-                lazy_bucket_allocation,
-            )
+            super().__init__(module, **arguments)
         except ArgumentError as error:
-            raise constructor_error(error, module, process_group, device_mesh) from error
+            group = arguments.get("process_group")
+            raise constructor_error(error, module, group, mesh) from error
         first = next(module.parameters()).device
         self.device_ids = None if self.device is None else [first]
         self.output_device = None if self.device is None else first
         self.device_type = first.type
-        self.device_mesh = device_mesh
+        self.device_mesh = mesh
         self.is_multi_device_module = len({p.device for p in module.parameters()}) > 1
-        self.bucket_bytes_cap_list = [int(mb * (1 << 20)) for mb in bucket_cap_mb_list or ()]
+        caps = arguments.get("bucket_cap_mb_list") or ()
+        self.bucket_bytes_cap_list = [int(mb * (1 << 20)) for mb in caps]
         self.broadcast_bucket_size = BROADCAST_BYTES
         self._builtin_hook: dist.BuiltinCommHookType | None = None
         self._uneven_inputs = False

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from gradwire._groups import check_group
 from gradwire.ddp.arguments import check_module, sparse_names
 from gradwire.ddp.broadcast import broadcast_coalesced
-from gradwire.ddp.buckets.assignment import BucketLayout, names_by_bucket
+from gradwire.ddp.buckets.assignment import BUCKET_BYTES, BucketLayout, names_by_bucket
 from gradwire.ddp.buckets.hook_state import Layout, has_state, load_state, rekey, save_state
 from gradwire.ddp.parameter_check import ParameterCheck
 from gradwire.ddp.precision import MixedPrecision, Precision
@@ -31,8 +31,8 @@ __all__ = ["ReducedModule", "ReducerOptions"]
 
 NOT_PICKLED = ("reducer", "_parameter_check", "_precision")
 """Made again for the copy's parameters."""
-DEFAULT_CAP_BYTES = 25 << 20
 SMALLEST_PIECE_BYTES = 1 << 20
+LAYOUT_REMEDY = "Let bucket_layout return the same lists of names, in the same order, on every rank"
 
 
 @dataclass(frozen=True)
@@ -93,12 +93,14 @@ class ReducedModule(nn.Module):
             ignored = self.parameters_to_ignore
             self._precision = Precision(self.module, self.mixed_precision, ignored)
         named = check_module(self.module, self.parameters_to_ignore)
+        reduced = [(n, p) for n, p in named if p.requires_grad]
         if (layout := self._reducer_options.bucket_layout) is not None:
-            buckets = names_by_bucket(layout, named)
-            verify_same(self._group, [("bucket_layout", str(buckets))])
+            buckets = enumerate(names_by_bucket(layout, reduced))
+            own = [(f"bucket {i}", ", ".join(names)) for i, names in buckets]
+            verify_same(self._group, own, "bucket layouts", LAYOUT_REMEDY)
         self._parameter_check = ParameterCheck(self.module, named, self.parameters_to_ignore)
         self.reducer = Reducer(
-            [(n, p) for n, p in named if p.requires_grad],
+            reduced,
             self._group,
             sparse=sparse_names(self.module),
             **vars(self._reducer_options),
@@ -290,7 +292,7 @@ class ReducedModule(nn.Module):
         It takes no fewer.
         """
         caps = self._reducer_options.caps
-        return max(DEFAULT_CAP_BYTES if caps is None else caps[-1], SMALLEST_PIECE_BYTES)
+        return max(BUCKET_BYTES if caps is None else caps[-1], SMALLEST_PIECE_BYTES)
 
     @property
     def _has_rebuilt_buckets(self) -> bool:

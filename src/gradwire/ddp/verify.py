@@ -17,6 +17,9 @@ from gradwire.errors import MismatchError
 
 __all__ = ["describe", "verify_same"]
 
+MODEL_REMEDY = (
+    "Build the same module, in the same order and dtype, on every rank before wrapping it"
+)
 Description = list[tuple[str, str]]
 """For each parameter and buffer, in order: its name, and all else that must agree."""
 
@@ -39,10 +42,18 @@ def describe(parameters: Iterable[tuple[str, Tensor]], kind: str) -> Description
     ]
 
 
-def verify_same(group: ProcessGroup, own: Description) -> None:
+def verify_same(
+    group: ProcessGroup, own: Description, what: str = "models", remedy: str = MODEL_REMEDY
+) -> None:
     """Raise on every rank if any rank's description differs.
 
     Sent: 32 bytes a rank; the descriptions only if the digests differ.
+
+    Args:
+        group: The ranks.
+        own: This rank's description.
+        what: What is described, for the message.
+        remedy: What to do where they differ, for the message.
 
     Raises:
         MismatchError: Names the first difference and each rank's value.
@@ -56,19 +67,16 @@ def verify_same(group: ProcessGroup, own: Description) -> None:
         return
     everyone: list[Description] = [[] for _ in range(group.size())]
     dist.all_gather_object(everyone, own, group=group)
-    raise MismatchError(_first_difference(everyone))
+    raise MismatchError(f"the ranks' {what} differ, {_first_difference(everyone)}. {remedy}")
 
 
 def _first_difference(everyone: list[Description]) -> str:
-    absent = ("(nothing)", "the model ends before")
+    absent = ("(nothing)", "ends before")
     for position, entries in enumerate(zip_longest(*everyone, fillvalue=absent)):
         if len({tuple(e) for e in entries}) > 1:
             held = "; ".join(f"rank {r}: {name}: {what}" for r, (name, what) in enumerate(entries))
             names = [{name for name, _ in rank} for rank in everyone]
             only = sorted(set[str]().union(*names) - names[0].intersection(*names))
             hint = f". Not on every rank: {', '.join(only)}" if only else ""
-            return (
-                f"the ranks' models differ, first at position {position}: {held}{hint}. Build the "
-                "same module, in the same order and dtype, on every rank before wrapping it"
-            )
+            return f"first at position {position}: {held}{hint}"
     raise AssertionError("digests differ where descriptions do not")

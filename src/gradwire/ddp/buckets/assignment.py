@@ -19,6 +19,7 @@ from gradwire.errors import ArgumentError, ArgumentTypeError
 from gradwire.shm import shares_memory
 
 __all__ = [
+    "BUCKET_BYTES",
     "FIRST_BUCKET_BYTES",
     "IN_PLACE_BYTES",
     "BucketAssigner",
@@ -76,7 +77,7 @@ class BucketAssigner:
         kept = {i: self.parameters[i].grad for i in order} if self.keep else {}
         buckets: list[Bucket] = []
         extra_numel = 0 if with_hook else self.extra_numel
-        scale = self._scale(with_hook)
+        scale = 1.0 if with_hook else 1.0 / self.group.size()
         for members in self._groups(order, with_hook=with_hook):
             packed = []
             for i in members:
@@ -89,23 +90,21 @@ class BucketAssigner:
             if packed:
                 exact = packed[0].parameter.dtype in (torch.float32, torch.float64)
                 room = extra_numel if exact else 0
-                buckets.append(self._packed(packed, scale, room))
+                bucket = PackedBucket(
+                    packed,
+                    scale=scale,
+                    keep=self.keep,
+                    group=self.group,
+                    ownership=self.ownership,
+                    lazy=self.lazy,
+                    extra_numel=room,
+                )
+                buckets.append(bucket)
                 extra_numel -= room
         for i, gradient in kept.items():  # views of buckets that are no more
             if gradient is not None:
                 self.parameters[i].grad = gradient.clone()
         return buckets
-
-    def _packed(self, members: Sequence[Member], scale: float, extra_numel: int) -> PackedBucket:
-        return PackedBucket(
-            members,
-            scale=scale,
-            keep=self.keep,
-            group=self.group,
-            ownership=self.ownership,
-            lazy=self.lazy,
-            extra_numel=extra_numel,
-        )
 
     def _groups(self, order: Sequence[int], *, with_hook: bool) -> list[Sequence[int]]:
         if self.layout is not None:
@@ -131,9 +130,6 @@ class BucketAssigner:
 
     def _member(self, index: int) -> Member:
         return Member(index, self.names[index], self.parameters[index], self.counts.get(index, 1))
-
-    def _scale(self, with_hook: bool) -> float:
-        return 1.0 if with_hook else 1.0 / self.group.size()
 
     def _caps(self, *, with_hook: bool) -> Sequence[int]:
         if self.caps is not None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from gradwire.ddp.buckets.ownership import Ownership
 from gradwire.errors import NotSupportedError, ReductionError
 from gradwire.hooks import GradBucket
 
@@ -54,17 +55,23 @@ class Bucket(ABC):
     flat: Tensor
     extra_numel = 0
 
-    def __init__(self, members: Sequence[Member], *, scale: float, early: Collection[int]) -> None:
+    def __init__(
+        self,
+        members: Sequence[Member],
+        *,
+        scale: float,
+        early: Collection[int],
+        ownership: Ownership,
+    ) -> None:
         self.members = tuple(m.index for m in members)
         self.names = [m.name for m in members]
         self.parameters = [m.parameter for m in members]
-        self.scale = self._scale = scale
+        self._scale, self._ownership = scale, ownership
         self.ready: list[int] = []
         self._counts = {m.index: m.count for m in members}
         self._never = {m.index for m in members if m.count == 0}
         self._count = sum(m.count for m in members)
         self._early = early
-        self._deferred = self._with_graph = False
         self.reset()
 
     def reset(self) -> None:
@@ -131,9 +138,9 @@ class Bucket(ABC):
             untouched: Members, unused here, whose gradient stays what it was.
         """
 
-    @abstractmethod
     def as_grad_bucket(self, index: int, *, is_last: bool) -> GradBucket:
         """The bucket as hooks see it."""
+        return GradBucket(index, self.flat, self.parameters, is_last=is_last)
 
 
 def dense_gradient(parameter: Parameter) -> Tensor:

@@ -60,7 +60,8 @@ class BucketSet:
             rekey(state, before, self.layout)
         named = zip(self._assigner.names, self._assigner.parameters, strict=True)
         self.of = [
-            SparseBucket(Member(i, name, p, count=0), 1.0) for i, (name, p) in enumerate(named)
+            SparseBucket(Member(i, name, p, count=0), 1.0, self._assigner.ownership)
+            for i, (name, p) in enumerate(named)
         ]
         for bucket in self._buckets:
             for i in bucket.members:

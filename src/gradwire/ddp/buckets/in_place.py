@@ -10,7 +10,6 @@ from torch import Tensor
 from gradwire.buckets import memory_strides, views
 from gradwire.ddp.buckets.bucket import Bucket, Member, dense_gradient
 from gradwire.ddp.buckets.ownership import Ownership, is_lazy
-from gradwire.hooks import GradBucket
 
 __all__ = ["InPlaceBucket"]
 
@@ -23,8 +22,7 @@ class InPlaceBucket(Bucket):
     """
 
     def __init__(self, member: Member, scale: float, ownership: Ownership) -> None:
-        super().__init__([member], scale=scale, early=(member.index,))
-        self._ownership = ownership
+        super().__init__([member], scale=scale, early=(member.index,), ownership=ownership)
         self._strides = memory_strides(member.parameter)
 
     def reset(self) -> None:
@@ -96,6 +94,3 @@ class InPlaceBucket(Bucket):
             gradient.set_(reduced)  # type: ignore[call-overload]
         else:
             gradient.copy_(reduced)
-
-    def as_grad_bucket(self, index: int, *, is_last: bool) -> GradBucket:
-        raise AssertionError("hooks get packed buckets")

@@ -19,7 +19,6 @@ from torch.nn import Parameter
 from gradwire.buckets import views
 from gradwire.ddp.buckets.bucket import Bucket, Member, dense_gradient
 from gradwire.ddp.buckets.ownership import Ownership, is_lazy, uses
-from gradwire.hooks import GradBucket
 from gradwire.shm import empty
 
 __all__ = ["AT_ONCE_BYTES", "VIEW_BYTES", "PackedBucket"]
@@ -53,18 +52,17 @@ class PackedBucket(Bucket):
         self,
         members: Sequence[Member],
         *,
-        scale: float = 1.0,
-        keep: bool = False,
-        group: ProcessGroup | None = None,
-        ownership: Ownership | None = None,
-        lazy: bool = False,
-        extra_numel: int = 0,
+        scale: float,
+        keep: bool,
+        group: ProcessGroup,
+        ownership: Ownership,
+        lazy: bool,
+        extra_numel: int,
     ) -> None:
         sizes = {m.index: m.parameter.nbytes if m.count == 1 else 0 for m in members}
         if scale != 1.0:
             members = sorted(members, key=lambda m: sizes[m.index] < AT_ONCE_BYTES)
         self._keep, self._group, self._lazy = keep, group, lazy
-        self._ownership = ownership or Ownership()
         self.extra_numel = extra_numel
         self._allocated = False
         self._place = {
@@ -75,14 +73,14 @@ class PackedBucket(Bucket):
         self._copied_last = [i for i, m in enumerate(members) if m.index not in self._place]
         first = [m for m in members if sizes[m.index] >= AT_ONCE_BYTES]
         self._at_once, self._at_once_numel = len(first), sum(m.parameter.numel() for m in first)
-        super().__init__(members, scale=scale, early=self._place.keys())
+        super().__init__(members, scale=scale, early=self._place.keys(), ownership=ownership)
         if not lazy:
             self._allocate()
 
     def _allocate(self) -> None:
         first = self.parameters[0]
         count = sum(p.numel() for p in self.parameters) + self.extra_numel
-        if self._group is not None and first.device.type == "cpu":
+        if first.device.type == "cpu":
             self.flat = empty(count, dtype=first.dtype, group=self._group)
         else:
             self.flat = torch.empty(count, dtype=first.dtype, device=first.device)
@@ -226,11 +224,9 @@ class PackedBucket(Bucket):
             self._ensure_writable()
         for member in self._ownership.shared.intersection(self.members):
             self._move_out(self.members.index(member))
-        places: Sequence[int] = range(len(self.members)) if self._deferred else self._copied_last
-        if self.unused:
-            places = [i for i in places if self.members[i] not in self.unused]
+        places = range(len(self.members)) if self._deferred else self._copied_last
         self._copy_in_batch()
-        outside = self._outside(places)
+        outside = self._outside(self._used(places))
         self._copy_to_views(outside)
         # not of shared ones: another reducer would take our reference for that of a reader
         alone = self._ownership.shared.isdisjoint(self.members)
@@ -244,6 +240,11 @@ class PackedBucket(Bucket):
             self._copy_in_unused(i)
         if self.scale != 1.0:
             (self.flat if self._deferred else self._to_scale).mul_(self.scale)
+
+    def _used(self, places: Sequence[int]) -> Sequence[int]:
+        if not self.unused:
+            return places
+        return [i for i in places if self.members[i] not in self.unused]
 
     def _unused_places(self) -> list[int]:
         return [i for i, m in enumerate(self.members) if m in self.unused] if self.unused else []
@@ -270,9 +271,7 @@ class PackedBucket(Bucket):
         source = self._views
         if reduced is not None and not _same_memory(reduced, self.flat):
             source = views(reduced.reshape(-1), self.parameters, keep_strides=True)
-        places: Sequence[int] = range(len(self.members))
-        if self.unused:
-            places = [i for i in places if self.members[i] not in self.unused]
+        places = self._used(range(len(self.members)))
         away = self._outside_after(places, source)
         if away and self._with_graph:
             for i in places:
@@ -310,9 +309,6 @@ class PackedBucket(Bucket):
             parameter.grad = view.copy_(reduced) if self._keep else reduced.clone()
         elif gradient.data_ptr() != reduced.data_ptr():
             gradient.copy_(reduced)
-
-    def as_grad_bucket(self, index: int, *, is_last: bool) -> GradBucket:
-        return GradBucket(index, self.flat, self.parameters, is_last=is_last)
 
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:

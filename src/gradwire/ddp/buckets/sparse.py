@@ -10,7 +10,6 @@ from torch import Tensor
 from gradwire.ddp.buckets.bucket import Bucket, Member
 from gradwire.ddp.buckets.ownership import Ownership
 from gradwire.errors import ReductionError
-from gradwire.hooks import GradBucket
 
 __all__ = ["SparseBucket"]
 
@@ -22,9 +21,8 @@ class SparseBucket(Bucket):
     weight is used elsewhere too) with all of them.
     """
 
-    def __init__(self, member: Member, scale: float, ownership: Ownership | None = None) -> None:
-        super().__init__([member], scale=scale, early=())
-        self._ownership = ownership or Ownership()
+    def __init__(self, member: Member, scale: float, ownership: Ownership) -> None:
+        super().__init__([member], scale=scale, early=(), ownership=ownership)
 
     def copy_in(self) -> None:
         member, gradient = self.members[0], self.parameters[0].grad
@@ -63,6 +61,3 @@ class SparseBucket(Bucket):
             else:
                 parameter.grad = result
         del self.flat
-
-    def as_grad_bucket(self, index: int, *, is_last: bool) -> GradBucket:
-        return GradBucket(index, self.flat, self.parameters, is_last=is_last)
