@@ -209,7 +209,7 @@ def test_a_good_step_asks_the_store_for_nothing():
         assert_good_step(net)
         with pytest.MonkeyPatch.context() as patch:
             asked = []
-            patch.setattr(ErrorChannel, "_ask", lambda self, request: asked.append(request))
+            patch.setattr(ErrorChannel, "_ask", lambda self, *request: asked.append(request))
             patch.setattr("gradwire.ddp.faults.waiting.POLL_SECONDS", 60.0)
             for _ in range(3):
                 assert_good_step(net)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -40,6 +39,7 @@ from gradwire.compat.logging_data import logging_dict
 from gradwire.compat.parameters import data_parallel_parameters, ignore_for_model
 from gradwire.compat.replacements import Replacement
 from gradwire.ddp.buckets.hook_state import Layout
+from gradwire.ddp.hook_handles import WeakHook
 from gradwire.ddp.join import ShadowHook
 from gradwire.ddp.outputs import map_tensors
 from gradwire.errors import (
@@ -257,10 +257,7 @@ class DistributedDataParallel(ours.DistributedDataParallel):
     def _make_reducer(self, before: Layout = ()) -> None:
         super()._make_reducer(before)
         # weakly: the reducer must not keep the module
-        method = weakref.WeakMethod(self._unexpected_gradient)
-        self.reducer.reword_unexpected(
-            lambda error: error if (reword := method()) is None else reword(error)
-        )
+        self.reducer.reword_unexpected(WeakHook(self._unexpected_gradient))
 
     def _unexpected_gradient(self, error: ReductionError) -> ReductionError:
         reworded = unexpected_gradient(error, static=self.static_graph)

@@ -7,7 +7,6 @@ torch's registration hooks say when there is something to compare.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import nn
 from torch.nn import Parameter
 from torch.nn.modules import module as torch_module
 
-from gradwire.ddp.hook_handles import remove_hooks_with
+from gradwire.ddp.hook_handles import WeakHook, remove_hooks_with
 from gradwire.errors import ArgumentError
 
 __all__ = ["ParameterCheck"]
@@ -37,17 +36,15 @@ class ParameterCheck:
         self._known = dict(named)
         self._frozen = [(n, p) for n, p in named if not p.requires_grad]
         self._something_registered = False
-        reference = weakref.ref(self)
-
-        def on_registration(*_: Any) -> None:  # for all modules of the process
-            if check := reference():
-                check._something_registered = True
-
+        on_registration = WeakHook(self._on_registration)
         handles = [
             torch_module.register_module_parameter_registration_hook(on_registration),
             torch_module.register_module_module_registration_hook(on_registration),
         ]
         remove_hooks_with(self, handles)
+
+    def _on_registration(self, *_: Any) -> None:
+        self._something_registered = True  # in whichever module of the process
 
     def check(self) -> None:
         """Raises if there are parameters that would not be reduced.

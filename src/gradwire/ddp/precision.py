@@ -7,8 +7,7 @@ during backward is cast again. Reduction in a smaller dtype is a wrapper around 
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradwire.ddp.hook_handles import remove_hooks_with
+from gradwire.ddp.hook_handles import WeakHook, remove_hooks_with
 from gradwire.ddp.outputs import map_tensors
 from gradwire.errors import ArgumentError, ArgumentTypeError
 from gradwire.hooks import CommHook, all_reduce, compress
@@ -79,7 +78,7 @@ class Precision:
             self._cast_buffers(config.buffer_dtype, ignored)
         if config.param_dtype is not None:
             handles = []
-            before, after = _Hook(self._before_recomputation), _Hook(self._after_recomputation)
+            before, after = map(WeakHook, (self._before_recomputation, self._after_recomputation))
             for child in module.modules():
                 handles.append(child.register_forward_pre_hook(before))
                 handles.append(child.register_forward_hook(after, always_call=True))
@@ -136,35 +135,13 @@ class Precision:
             for own, name, tensor in undo:
                 own[name] = tensor
 
-    def _before_recomputation(self, module: nn.Module) -> None:
+    def _before_recomputation(self, module: nn.Module, *_: Any) -> None:
         in_backward = torch._C._current_graph_task_id() != -1
         if in_backward and not self._active and not self._recomputing:
             stack = ExitStack()
             stack.enter_context(self._swapped(module))
             self._recomputing.append((module, stack))
 
-    def _after_recomputation(self, module: nn.Module) -> None:
+    def _after_recomputation(self, module: nn.Module, *_: Any) -> None:
         if self._recomputing and self._recomputing[-1][0] is module:
             self._recomputing.pop()[1].close()
-
-
-class _Hook:
-    """A forward hook that is its module's alone: a copy or a pickle of the module has none."""
-
-    def __init__(self, method: Callable[[nn.Module], None]) -> None:
-        self._method = weakref.WeakMethod(method)
-
-    def __call__(self, module: nn.Module, *_: Any) -> None:
-        if method := self._method():
-            method(module)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _no_hook, ()
-
-
-def _no_hook() -> Callable[..., None]:
-    return _do_nothing
-
-
-def _do_nothing(*_: Any) -> None:
-    pass

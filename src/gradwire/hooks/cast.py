@@ -58,20 +58,16 @@ def compress(hook: CommHook, dtype: torch.dtype) -> CommHook:
         real = torch.view_as_real(buffer).view(-1) if dense and buffer.is_complex() else buffer
         if not real.is_floating_point():
             return as_future(hook(state, bucket), hook)
-        if buffer.layout != torch.strided:
-            sparse = GradBucket(
-                bucket.index(), buffer.to(dtype), bucket.parameters(), is_last=bucket.is_last()
-            )
-            return as_future(hook(state, sparse), hook).then(
-                lambda f: parse_hook_result(f.value(), sparse, hook).to(buffer.dtype)
-            )
         params = bucket.parameters()
         if buffer.is_complex():
             params = [torch.view_as_real(p.detach()) for p in params]
         small = GradBucket(bucket.index(), real.to(dtype), params, is_last=bucket.is_last())
 
         def decompress(future: torch._C.Future[Any]) -> Tensor:
-            real.copy_(parse_hook_result(future.value(), small, hook).view(-1))
+            reduced = parse_hook_result(future.value(), small, hook)
+            if not dense:
+                return reduced.to(buffer.dtype)
+            real.copy_(reduced.view(-1))
             return buffer
 
         return as_future(hook(state, small), hook).then(decompress)

@@ -42,41 +42,41 @@ class ErrorChannel:
         self._store = PrefixStore(f"gradwire/{token}", store_of(group))
         self._round = 0
         self._asking: threading.Thread | None = None
-        self._ask(lambda: self._store.set(f"process/{self._rank}", this_process()))
+        self._ask(self._store.set, f"process/{self._rank}", this_process())
 
     def report(self) -> bool:
         """Ask all ranks to resynchronize; whether the store took it."""
-        return self._ask(lambda: self._store.set(self._key("reported"), "")) is not _NOTHING
+        return self._ask(self._store.set, self._key("reported"), "") is not _NOTHING
 
     def error_reported(self) -> bool:
         """Whether any rank has asked to resynchronize in this round."""
-        return self._ask(lambda: self._store.check([self._key("reported")])) is True
+        return self._ask(self._store.check, [self._key("reported")]) is True
 
     def report_lost(self, error: str) -> None:
         """Report to the others that the group itself failed, so that none waits for this rank."""
         text = f"rank {self._rank} saw the group fail: {error}"
         with suppress(PeerLostError):  # the store may be what was lost: then no report is possible
-            self._ask(lambda: self._store.compare_set("lost", "", text))
+            self._ask(self._store.compare_set, "lost", "", text)
 
     def lost(self) -> PeerLostError | None:
         """That the group failed, if a rank has reported it."""
-        if self._ask(lambda: self._store.check(["lost"])) is not True:
+        if self._ask(self._store.check, ["lost"]) is not True:
             return None
-        text = self._ask(lambda: self._store.get("lost"))
+        text = self._ask(self._store.get, "lost")
         return None if text is _NOTHING else PeerLostError(bytes(text).decode())
 
     def publish(self, topic: str, value: Any) -> bool:
         """Set this rank's value for a topic of this round; whether the store took it."""
         text = json.dumps(value)
         key = self._key(f"{topic}/{self._rank}")
-        return self._ask(lambda: self._store.set(key, text)) is not _NOTHING
+        return self._ask(self._store.set, key, text) is not _NOTHING
 
     def published(self, topic: str) -> list[Any] | None:
         """Every rank's value, in rank order, when all are there."""
         keys = [self._key(f"{topic}/{rank}") for rank in range(self._size)]
-        if self._ask(lambda: self._store.check(keys)) is not True:
+        if self._ask(self._store.check, keys) is not True:
             return None
-        values = self._ask(lambda: self._store.multi_get(keys))
+        values = self._ask(self._store.multi_get, keys)
         return None if values is _NOTHING else [json.loads(value) for value in values]
 
     def absent(self, topic: str) -> list[int]:
@@ -90,8 +90,8 @@ class ErrorChannel:
         found = []
         for rank in ranks:
             key = f"process/{rank}"
-            if self._ask(lambda key=key: self._store.check([key])) is True:  # type: ignore[misc]
-                process = self._ask(lambda key=key: self._store.get(key))  # type: ignore[misc]
+            if self._ask(self._store.check, [key]) is True:
+                process = self._ask(self._store.get, key)
                 if process is not _NOTHING and not is_alive(bytes(process).decode()):
                     found.append(rank)
         return found
@@ -103,7 +103,7 @@ class ErrorChannel:
     def _key(self, name: str) -> str:
         return f"{self._round}/{name}"
 
-    def _ask(self, request: Callable[[], Any]) -> Any:
+    def _ask(self, request: Callable[..., Any], *args: Any) -> Any:
         # In a thread: a request hangs for as long as the process that serves the store is stopped
         # (by SIGSTOP or a debugger). One at a time, or threads would pile up.
         if self._asking is not None and self._asking.is_alive():
@@ -112,7 +112,7 @@ class ErrorChannel:
 
         def ask() -> None:
             try:
-                answer.append(request())
+                answer.append(request(*args))
             except BaseException as error:  # raised below, in the thread that asked
                 answer.append(error)
 

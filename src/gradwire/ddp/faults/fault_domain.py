@@ -15,7 +15,6 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Sequence
 from typing import NoReturn
 
 from torch.distributed import ProcessGroup
@@ -56,14 +55,6 @@ class FaultDomain(Resynchronizer):
                 domain = _DOMAINS[group] = FaultDomain(group)
         return domain
 
-    def register(self, participant: Participant) -> None:
-        """Let a reducer share in the group's errors. Only this rank need call."""
-        self._participants.add(participant)
-
-    def others(self, than: Participant) -> Sequence[Participant]:
-        """The group's other reducers on this rank."""
-        return self._participants.others(than)
-
     @property
     def no_error_pending(self) -> bool:
         """Whether no error is yet to be raised, and no round of resynchronization is running."""
@@ -79,7 +70,7 @@ class FaultDomain(Resynchronizer):
             self.raise_deferred()
         if not reported:  # another rank's error, which ended the backward on every rank
             self.deferred = None
-        self._participants.start_over()
+        self.participants.start_over()
         raise error from cause
 
     def hook_failed(self, error: Exception, what: str) -> NoReturn:
@@ -129,7 +120,7 @@ class FaultDomain(Resynchronizer):
             return
         if self.deferred is not None:
             return  # another rank's error has ended that backward on every rank already
-        self.begin_round(UNDECIDED if self._participants.undecided() else INTERRUPTED)
+        self.begin_round(UNDECIDED if self.participants.undecided() else INTERRUPTED)
 
     def _after_interrupted(self) -> None:
         """Raises nothing: the caller knows of the exception that ended the backward."""
@@ -138,7 +129,7 @@ class FaultDomain(Resynchronizer):
         _INTERRUPTED.discard(self)
         if self.broken is not None:
             return
-        undecided = self._participants.undecided()
+        undecided = self.participants.undecided()
         if not self.diverged and any(all_took_part(end, self.positions) for end in undecided):
             # It was interrupted after this rank's statement of that round, as COMMITTING: the
             # others do not know yet that this rank has not taken their step.
@@ -147,7 +138,7 @@ class FaultDomain(Resynchronizer):
             if self.broken is not None:
                 return
         self.deferred = ReductionError(self.diverged) if self.diverged else None
-        self._participants.start_over()
+        self.participants.start_over()
 
     # -- errors elsewhere ------------------------------------------------------------------
 
@@ -163,9 +154,9 @@ class FaultDomain(Resynchronizer):
         if self.deferred is not None:
             error, self.deferred = self.deferred, None
             if self.broken is None:
-                self._participants.start_over()
+                self.participants.start_over()
             else:
-                self._participants.reset()
+                self.participants.reset()
             raise error
         if self.broken is not None:
             raise BrokenGroupError(self.broken)

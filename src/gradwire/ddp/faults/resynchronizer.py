@@ -38,6 +38,7 @@ class Resynchronizer:
         group: The group.
 
     Attributes:
+        participants: The group's reducers on this rank.
         lock: Held while anything is sent, so that the order is one, and the position stands still
             while it is stated.
         log: What was sent.
@@ -56,7 +57,7 @@ class Resynchronizer:
     def __init__(self, group: ProcessGroup) -> None:
         store_of(group)  # raises where there is none
         self._group = weakref.ref(group)  # the group keeps its domain, not the other way round
-        self._participants = Participants()
+        self.participants = Participants()
         self._channel: ErrorChannel | None = None
         self._token: tuple[Tensor, Work] | None = None
         self._round: ResynchronizationRound | None = None
@@ -148,9 +149,9 @@ class Resynchronizer:
         elsewhere = {
             name: (max(number for number, _ in sent), sent) for name, sent in log.elsewhere.items()
         }
-        undecided = max(self._participants.undecided(), default=None)
+        undecided = max(self.participants.undecided(), default=None)
         statement = Statement(error, self.position(), list(log.sent), elsewhere, undecided)
-        pending = self._participants.pending()
+        pending = self.participants.pending()
         pending += [pending_work(work) for work in (*log.works, *self._works)]
         return ResynchronizationRound(group, self._channel, log, statement, pending, self.seconds)
 
@@ -205,7 +206,7 @@ class Resynchronizer:
         """The group itself failed: there is nothing to resynchronize over. Raises the error."""
         self._break(error)
         self.deferred = None
-        self._participants.reset()
+        self.participants.reset()
         raise error from cause
 
     def _break(self, error: DistributedError) -> None:

@@ -107,7 +107,7 @@ def on_bucket_ready(backward: Backward, bucket: Bucket) -> None:
             "graph is another than in the first backward",
             unexpected,
         )
-        backward.domain.fail(error if backward.reword is None else backward.reword(error))
+        backward.domain.fail((backward.reword and backward.reword(error)) or error)
     if not has_only_last_left(backward):
         with torch.no_grad():
             launch_in_order(backward, final=False)

@@ -68,7 +68,7 @@ class Backward:
         self.had_undefined = self.takes_part = False
         self.skip_unused = self.manual = False
         self.unused_here: tuple[str, ...] = ()
-        self.reword: Callable[[ReductionError], ReductionError] | None = None
+        self.reword: Callable[[ReductionError], ReductionError | None] | None = None
         self.optimized: Sequence[Parameter] = ()
         self.weights = Weights(assigner.parameters, usage.nodes, assigner.ownership)
         self.set_group(assigner.group)
@@ -80,7 +80,7 @@ class Backward:
         self.ranks = group.size()
         self.step = 0
         self.domain = FaultDomain.of(group)
-        self.domain.register(self)
+        self.domain.participants.add(self)
         self.weights.fail = self.domain.fail
         self.launcher = Launcher(group, self.domain, self)
 
@@ -117,7 +117,7 @@ class Backward:
 
     def others(self) -> Sequence[Backward]:
         """The backwards of the group's other reducers."""
-        return cast("Sequence[Backward]", self.domain.others(self))
+        return cast("Sequence[Backward]", self.domain.participants.others(self))
 
     def pending(self) -> list[Pending]:
         """What is in flight."""

@@ -202,7 +202,7 @@ def _receive(
         backward.timer.waits.append(perf_counter_ns() - since)
     if launcher.hook is not None:
         backward.sending_last()
-        return results, _factor(backward, launcher.vote(numbers))
+        return results, backward.weights.factor(launcher.vote(numbers), backward.ranks)
     return results, _factor_from_bucket(backward)
 
 
@@ -217,10 +217,7 @@ def _factor_from_bucket(backward: Backward) -> float | None:
     # and those of them that differ from the others say so
     if not given and weights_bucket.flat.device.type != "cpu":
         return None
-    return _factor(backward, weights_bucket.flat[-WEIGHT_SUMS:].tolist())
-
-
-def _factor(backward: Backward, sums: Sequence[float]) -> float | None:
+    sums = weights_bucket.flat[-WEIGHT_SUMS:].tolist()
     return backward.weights.factor(sums, backward.ranks)
 
 

@@ -151,8 +151,8 @@ class Reducer:
         order = [i for bucket in backward.buckets for i in bucket.members]
         backward.reassign_buckets(order, keep_state=False)
 
-    def reword_unexpected(self, reword: Callable[[ReductionError], ReductionError]) -> None:
-        """Let a function have the last word on errors of gradients that are one too many."""
+    def reword_unexpected(self, reword: Callable[[ReductionError], ReductionError | None]) -> None:
+        """Let a function make other errors of those of unexpected gradients; None: as they are."""
         self._backward.reword = reword
 
     @property

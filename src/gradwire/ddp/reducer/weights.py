@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import math
 import threading
-import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 from numbers import Real
 from typing import Any, NoReturn
 
@@ -21,7 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from gradwire.ddp.buckets.ownership import Ownership
-from gradwire.ddp.hook_handles import remove_hooks_with
+from gradwire.ddp.hook_handles import WeakHook, remove_hooks_with
 from gradwire.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -77,10 +75,9 @@ class Weights:
         self.given = check_weight(weight)
         self._used = self._counted = False
         if not self._handles:
-            reference = weakref.ref(self)
             for i, node in enumerate(self._nodes):
-                self._handles.append(node.register_prehook(partial(_on_incoming, reference, i)))
-                self._handles.append(node.register_hook(partial(_on_accumulated, reference, i)))
+                self._handles.append(node.register_prehook(WeakHook(self._on_incoming, i)))
+                self._handles.append(node.register_hook(WeakHook(self._on_accumulated, i)))
             remove_hooks_with(self, self._handles)
 
     def on_forward(self) -> None:
@@ -126,7 +123,9 @@ class Weights:
             return None
         return ranks / total if total else 0.0
 
-    def on_incoming(self, index: int, gradient: Tensor | None) -> Tensor | None:
+    def _on_incoming(
+        self, index: int, incoming: tuple[Tensor | None, ...]
+    ) -> tuple[Tensor, ...] | None:
         """A gradient is about to be accumulated: what is to be accumulated instead, or None."""
         weight = self.given
         if weight is None:
@@ -139,6 +138,7 @@ class Weights:
                 )
             return None
         self._count()
+        gradient = incoming[0]
         if gradient is None:
             return None
         if index not in self._accumulated:
@@ -156,9 +156,9 @@ class Weights:
         if weight == 1.0:
             return None
         # a mean over no samples is NaN, and 0 * NaN is
-        return gradient * weight if weight else torch.zeros_like(gradient)
+        return (gradient * weight if weight else torch.zeros_like(gradient),)
 
-    def on_accumulated(self, index: int) -> None:
+    def _on_accumulated(self, index: int, *_: object) -> None:
         """A gradient was accumulated."""
         gradient = self._parameters[index].grad
         if index == self._witness and gradient is not None:
@@ -236,16 +236,3 @@ def _stamp(gradient: Tensor) -> tuple[int, int]:
 def _is_zero(gradient: Tensor) -> bool:
     values = gradient if gradient.layout == torch.strided else gradient.coalesce().values()
     return not bool(values.any())
-
-
-def _on_incoming(
-    reference: weakref.ref[Weights], index: int, incoming: tuple[Tensor | None, ...]
-) -> tuple[Tensor, ...] | None:
-    weights = reference()
-    scaled = None if weights is None else weights.on_incoming(index, incoming[0])
-    return None if scaled is None else (scaled,)
-
-
-def _on_accumulated(reference: weakref.ref[Weights], index: int, *_: object) -> None:
-    if weights := reference():
-        weights.on_accumulated(index)
