@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from torch.nn.parameter import UninitializedParameter
 
 from gradwire._groups import check_group, default_group
-from gradwire.ddp.broadcast import shares_elements
+from gradwire.ddp.broadcast import check_not_expanded
 from gradwire.errors import ArgumentError, ArgumentTypeError
 
 __all__ = [
@@ -49,11 +49,7 @@ def check_module(module: object, ignored: set[str]) -> list[tuple[str, Parameter
             raise ArgumentError(
                 f"parameter {name} has no shape yet: run a forward of the lazy module first"
             )
-        if shares_elements(p):
-            raise ArgumentError(
-                f"parameter {name}, of shape {tuple(p.shape)}, is expanded: several of its "
-                "elements are one in memory, and cannot be written; clone() it"
-            )
+        check_not_expanded(p, f"parameter {name}")
     return named
 
 

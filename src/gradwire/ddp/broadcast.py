@@ -221,19 +221,27 @@ def _check(tensors: Sequence[Tensor], buffer_size: int) -> None:
             raise ArgumentError(
                 f"tensors[{i}] has layout {t.layout}: broadcast its dense parts instead"
             )
-        if shares_elements(t):
-            raise ArgumentError(
-                f"tensors[{i}], of shape {tuple(t.shape)}, is expanded: several of its elements "
-                "are one in memory, and cannot be written; clone() it"
-            )
+        check_not_expanded(t, f"tensors[{i}]")
 
 
-def shares_elements(tensor: Tensor) -> bool:
-    """Whether a tensor is expanded, so that its elements cannot be written one by one.
+def check_not_expanded(tensor: Tensor, name: str) -> None:
+    """Raise if a tensor's elements cannot be written one by one, as several are one in memory.
+
+    Raises:
+        ArgumentError: It is expanded.
 
     Example:
-        >>> shares_elements(torch.ones(1).expand(4)), shares_elements(torch.ones(4))
-        (True, False)
+        >>> check_not_expanded(torch.ones(4), "x")
+        >>> try:
+        ...     check_not_expanded(torch.ones(1).expand(4), "x")
+        ... except ArgumentError as error:
+        ...     print(str(error).partition(":")[0])
+        x, of shape (4,), is expanded
     """
-    sizes = zip(tensor.shape, tensor.stride(), strict=True)
-    return tensor.layout == torch.strided and any(n > 1 and s == 0 for n, s in sizes)
+    if tensor.layout != torch.strided:
+        return
+    if any(n > 1 and s == 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise ArgumentError(
+            f"{name}, of shape {tuple(tensor.shape)}, is expanded: several of its elements are one "
+            "in memory, and cannot be written; clone() it"
+        )

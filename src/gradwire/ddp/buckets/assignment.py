@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from gradwire.buckets import plan_buckets
-from gradwire.ddp.buckets.bucket import Bucket, Member
+from gradwire.ddp.buckets.bucket import Bucket, BucketOptions, Member
 from gradwire.ddp.buckets.in_place import InPlaceBucket
 from gradwire.ddp.buckets.ownership import Ownership
 from gradwire.ddp.buckets.packed import PackedBucket
@@ -76,30 +76,22 @@ class BucketAssigner:
         """Buckets for parameters that become ready in this order; those not in it have none."""
         kept = {i: self.parameters[i].grad for i in order} if self.keep else {}
         buckets: list[Bucket] = []
+        options = BucketOptions(self.group, self.ownership, keep=self.keep, lazy=self.lazy)
         extra_numel = 0 if with_hook else self.extra_numel
         scale = 1.0 if with_hook else 1.0 / self.group.size()
         for members in self._groups(order, with_hook=with_hook):
             packed = []
             for i in members:
                 if i in self.sparse:
-                    buckets.append(SparseBucket(self._member(i), scale, self.ownership))
+                    buckets.append(SparseBucket(self._member(i), scale, options))
                 elif self._travels_alone(i, with_hook=with_hook):
-                    buckets.append(InPlaceBucket(self._member(i), scale, self.ownership))
+                    buckets.append(InPlaceBucket(self._member(i), scale, options))
                 else:
                     packed.append(self._member(i))
             if packed:
                 exact = packed[0].parameter.dtype in (torch.float32, torch.float64)
                 room = extra_numel if exact else 0
-                bucket = PackedBucket(
-                    packed,
-                    scale=scale,
-                    keep=self.keep,
-                    group=self.group,
-                    ownership=self.ownership,
-                    lazy=self.lazy,
-                    extra_numel=room,
-                )
-                buckets.append(bucket)
+                buckets.append(PackedBucket(packed, scale, options, extra_numel=room))
                 extra_numel -= room
         for i, gradient in kept.items():  # views of buckets that are no more
             if gradient is not None:

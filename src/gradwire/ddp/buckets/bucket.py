@@ -13,13 +13,14 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from gradwire.ddp.buckets.ownership import Ownership
 from gradwire.errors import NotSupportedError, ReductionError
 from gradwire.hooks import GradBucket
 
-__all__ = ["Bucket", "Member", "dense_gradient"]
+__all__ = ["Bucket", "BucketOptions", "Member", "dense_gradient"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,23 @@ class Member:
     name: str
     parameter: Parameter
     count: int = 1
+
+
+@dataclass(frozen=True)
+class BucketOptions:
+    """What all buckets of a reducer have alike.
+
+    Attributes:
+        group: The group that reduces; on shm, buffers lie in memory that its ranks share.
+        ownership: What is known about the parameters' gradients.
+        keep: Whether gradients are views of their bucket's buffer (gradient_as_bucket_view).
+        lazy: Whether buffers are allocated in each backward, and released after it.
+    """
+
+    group: ProcessGroup
+    ownership: Ownership
+    keep: bool = False
+    lazy: bool = False
 
 
 class Bucket(ABC):
@@ -61,12 +79,12 @@ class Bucket(ABC):
         *,
         scale: float,
         early: Collection[int],
-        ownership: Ownership,
+        options: BucketOptions,
     ) -> None:
         self.members = tuple(m.index for m in members)
         self.names = [m.name for m in members]
         self.parameters = [m.parameter for m in members]
-        self._scale, self._ownership = scale, ownership
+        self._scale, self._ownership = scale, options.ownership
         self.ready: list[int] = []
         self._counts = {m.index: m.count for m in members}
         self._never = {m.index for m in members if m.count == 0}

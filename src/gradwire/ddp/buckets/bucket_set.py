@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from gradwire.ddp.buckets.assignment import BucketAssigner
-from gradwire.ddp.buckets.bucket import Bucket, Member
+from gradwire.ddp.buckets.bucket import Bucket, BucketOptions, Member
 from gradwire.ddp.buckets.hook_state import Part, rekey
 from gradwire.ddp.buckets.sparse import SparseBucket
 
@@ -58,10 +58,10 @@ class BucketSet:
         self.weights_bucket = next((b for b in self._buckets if b.extra_numel), None)
         if before and state is not None:
             rekey(state, before, self.layout)
-        named = zip(self._assigner.names, self._assigner.parameters, strict=True)
+        options = BucketOptions(self._assigner.group, self._assigner.ownership)
+        named = enumerate(zip(self._assigner.names, self._assigner.parameters, strict=True))
         self.of = [
-            SparseBucket(Member(i, name, p, count=0), 1.0, self._assigner.ownership)
-            for i, (name, p) in enumerate(named)
+            SparseBucket(Member(i, name, p, count=0), 1.0, options) for i, (name, p) in named
         ]
         for bucket in self._buckets:
             for i in bucket.members:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from gradwire.buckets import memory_strides, views
-from gradwire.ddp.buckets.bucket import Bucket, Member, dense_gradient
-from gradwire.ddp.buckets.ownership import Ownership, is_lazy
+from gradwire.ddp.buckets.bucket import Bucket, BucketOptions, Member, dense_gradient
+from gradwire.ddp.buckets.ownership import is_lazy
 
 __all__ = ["InPlaceBucket"]
 
@@ -21,8 +21,8 @@ class InPlaceBucket(Bucket):
     its parameter does.
     """
 
-    def __init__(self, member: Member, scale: float, ownership: Ownership) -> None:
-        super().__init__([member], scale=scale, early=(member.index,), ownership=ownership)
+    def __init__(self, member: Member, scale: float, options: BucketOptions) -> None:
+        super().__init__([member], scale=scale, early=(member.index,), options=options)
         self._strides = memory_strides(member.parameter)
 
     def reset(self) -> None:

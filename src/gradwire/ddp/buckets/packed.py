@@ -13,12 +13,11 @@ from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from gradwire.buckets import views
-from gradwire.ddp.buckets.bucket import Bucket, Member, dense_gradient
-from gradwire.ddp.buckets.ownership import Ownership, is_lazy, uses
+from gradwire.ddp.buckets.bucket import Bucket, BucketOptions, Member, dense_gradient
+from gradwire.ddp.buckets.ownership import is_lazy, uses
 from gradwire.shm import empty
 
 __all__ = ["AT_ONCE_BYTES", "VIEW_BYTES", "PackedBucket"]
@@ -41,30 +40,19 @@ class PackedBucket(Bucket):
         members: Parameters of one dtype and device. Where there is a scale, those that come early
             lie first, so that the others can be scaled in one piece.
         scale: What gradients are multiplied by on their way into the buffer.
-        keep: Whether gradients become views of the buffer (gradient_as_bucket_view).
-        group: The group that reduces; on shm the buffer lies in memory that its ranks share.
-        ownership: What is known about the parameters' gradients.
-        lazy: Whether the buffer is allocated in each backward, and let go after it.
+        options: What all buckets of the reducer have alike.
         extra_numel: How many elements the buffer has after the gradients.
     """
 
     def __init__(
-        self,
-        members: Sequence[Member],
-        *,
-        scale: float,
-        keep: bool,
-        group: ProcessGroup,
-        ownership: Ownership,
-        lazy: bool,
-        extra_numel: int,
+        self, members: Sequence[Member], scale: float, options: BucketOptions, *, extra_numel: int
     ) -> None:
         sizes = {m.index: m.parameter.nbytes if m.count == 1 else 0 for m in members}
         if scale != 1.0:
             members = sorted(members, key=lambda m: sizes[m.index] < AT_ONCE_BYTES)
-        self._keep, self._group, self._lazy = keep, group, lazy
+        self._keep, self._group, self._lazy = options.keep, options.group, options.lazy
         self.extra_numel = extra_numel
-        self._allocated = False
+        self._views: list[Tensor] = []  # of the buffer, where there is one
         self._place = {
             m.index: (i, sizes[m.index])
             for i, m in enumerate(members)
@@ -73,8 +61,8 @@ class PackedBucket(Bucket):
         self._copied_last = [i for i, m in enumerate(members) if m.index not in self._place]
         first = [m for m in members if sizes[m.index] >= AT_ONCE_BYTES]
         self._at_once, self._at_once_numel = len(first), sum(m.parameter.numel() for m in first)
-        super().__init__(members, scale=scale, early=self._place.keys(), ownership=ownership)
-        if not lazy:
+        super().__init__(members, scale=scale, early=self._place.keys(), options=options)
+        if not options.lazy:
             self._allocate()
 
     def _allocate(self) -> None:
@@ -89,13 +77,11 @@ class PackedBucket(Bucket):
         self._to_scale = self.flat[self._at_once_numel :]
         self._pointers = [view.data_ptr() for view in self._views]
         self._own_uses = uses(self.flat)
-        self._allocated = True
 
     def _release(self) -> None:
         """Until the next backward, gradients that lie in the buffer are all that holds it."""
         del self.flat, self._to_scale
         self._views = []
-        self._allocated = False
 
     def _ensure_writable(self) -> None:
         """Before the first write of a backward: leave the buffer to whoever else still uses it.
@@ -103,7 +89,7 @@ class PackedBucket(Bucket):
         Gradients of the last backward lie in it. As long as they are their parameters' .grad they
         are ours to accumulate into; one that somebody kept when .grad was cleared is not.
         """
-        if not self._allocated:
+        if not self._views:
             self._allocate()
         elif not self._keep and (others := uses(self.flat) - self._own_uses):
             in_buffer = 0
@@ -117,7 +103,7 @@ class PackedBucket(Bucket):
 
     def reset(self) -> None:
         super().reset()
-        if self._lazy and self._allocated:
+        if self._lazy and self._views:
             self._release()
         self._writable = self._keep and not self._lazy
         self._batch: list[int] = []
@@ -263,13 +249,14 @@ class PackedBucket(Bucket):
             view.mul_(self.scale)
 
     def zero(self) -> None:
-        if not self._allocated or uses(self.flat) > self._own_uses:
+        if not self._views or uses(self.flat) > self._own_uses:
             self._allocate()
         self.flat.zero_()
 
     def copy_out(self, reduced: Tensor | None, untouched: Collection[int]) -> None:
         source = self._views
-        if reduced is not None and not _same_memory(reduced, self.flat):
+        in_place = reduced is not None and reduced.data_ptr() == self.flat.data_ptr()
+        if reduced is not None and not (in_place and reduced.is_contiguous()):
             source = views(reduced.reshape(-1), self.parameters, keep_strides=True)
         places = self._used(range(len(self.members)))
         away = self._outside_after(places, source)
@@ -309,7 +296,3 @@ class PackedBucket(Bucket):
             parameter.grad = view.copy_(reduced) if self._keep else reduced.clone()
         elif gradient.data_ptr() != reduced.data_ptr():
             gradient.copy_(reduced)
-
-
-def _same_memory(a: Tensor, b: Tensor) -> bool:
-    return a.data_ptr() == b.data_ptr() and a.is_contiguous()

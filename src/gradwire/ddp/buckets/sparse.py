@@ -7,8 +7,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from gradwire.ddp.buckets.bucket import Bucket, Member
-from gradwire.ddp.buckets.ownership import Ownership
+from gradwire.ddp.buckets.bucket import Bucket, BucketOptions, Member
 from gradwire.errors import ReductionError
 
 __all__ = ["SparseBucket"]
@@ -21,8 +20,8 @@ class SparseBucket(Bucket):
     weight is used elsewhere too) with all of them.
     """
 
-    def __init__(self, member: Member, scale: float, ownership: Ownership) -> None:
-        super().__init__([member], scale=scale, early=(), ownership=ownership)
+    def __init__(self, member: Member, scale: float, options: BucketOptions) -> None:
+        super().__init__([member], scale=scale, early=(), options=options)
 
     def copy_in(self) -> None:
         member, gradient = self.members[0], self.parameters[0].grad

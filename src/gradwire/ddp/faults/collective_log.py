@@ -31,6 +31,7 @@ __all__ = [
     "broadcast_entry",
     "group_named",
     "join",
+    "sequence_number",
 ]
 
 Entry = list[Any]
@@ -79,13 +80,12 @@ class CollectiveLog:
 
     def add_elsewhere(self, group: ProcessGroup, entry: Entry) -> None:
         """Log one that has just been sent on another group."""
-        number = int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
-        self.elsewhere.setdefault(group.group_name, []).append((number, entry))
+        self.elsewhere.setdefault(group.group_name, []).append((sequence_number(group), entry))
 
     def position(self, group: ProcessGroup) -> int:
         """The number of the last collective that was sent on the group."""
         try:
-            return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
+            return sequence_number(group)
         except RuntimeError:  # an engine that does not count: then only ours count
             return self._counted
 
@@ -199,6 +199,15 @@ def _zeros(dtype: str, device: str, shape: list[int]) -> Tensor:
     if not isinstance(kind, torch.dtype) or not 0 <= size <= MAX_BYTES:
         raise BrokenGroupError(f"another rank's log has a {dtype} tensor of shape {shape}")
     return torch.zeros(shape, dtype=kind, device=device)
+
+
+def sequence_number(group: ProcessGroup) -> int:
+    """How many collectives this rank has sent on the group, by its engine's count.
+
+    Raises:
+        RuntimeError: The engine does not count.
+    """
+    return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
 
 
 def group_named(name: str) -> ProcessGroup | None:

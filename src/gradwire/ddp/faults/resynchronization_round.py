@@ -9,7 +9,12 @@ from typing import Any
 
 from torch.distributed import ProcessGroup
 
-from gradwire.ddp.faults.collective_log import CollectiveLog, group_named, join
+from gradwire.ddp.faults.collective_log import (
+    CollectiveLog,
+    group_named,
+    join,
+    sequence_number,
+)
 from gradwire.ddp.faults.error_channel import ErrorChannel
 from gradwire.ddp.faults.protocol import (
     Phase,
@@ -125,7 +130,7 @@ class ResynchronizationRound:
         for name in sorted({name for s in statements for name in s.elsewhere}):
             group = group_named(name)
             if group is not None:
-                at = int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
+                at = sequence_number(group)
                 for entry in missing_elsewhere(name, at, statements):
                     self._pending.append(pending_work(join(group, entry)))
 
