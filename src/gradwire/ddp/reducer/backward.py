@@ -49,6 +49,8 @@ class Backward:
         takes_part: Whether the backward is this rank's part even if no parameter gets a gradient.
         ranks: How many ranks gradients are divided by.
         skip_unused: Whether buckets are skipped that are unused.
+        rebuild: Whether buckets are assigned again after the first backward.
+        has_rebuilt: Whether they were.
         manual: Whether a backward ends with `finalize_manually` instead of by itself.
         unused_here: Names of what was unused on this rank in the last one.
         weights: What gradients weigh.
@@ -66,7 +68,7 @@ class Backward:
         self.order: list[int] | None = []
         self.ready_order: Sequence[int] | None = None
         self.had_undefined = self.takes_part = False
-        self.skip_unused = self.manual = False
+        self.skip_unused = self.manual = self.rebuild = self.has_rebuilt = False
         self.unused_here: tuple[str, ...] = ()
         self.reword: Callable[[ReductionError], ReductionError | None] | None = None
         self.optimized: Sequence[Parameter] = ()
@@ -149,7 +151,18 @@ class Backward:
         if self.state is BackwardState.EXPECTED:
             self.prepare_buckets()
 
-    def rebuild_buckets(self, order: Sequence[int]) -> None:
+    def rebuild_once(self) -> None:
+        """After the first backward that was reduced: assign buckets in its order, or never."""
+        if self.order is None or self.ready_order is None:
+            return
+        self.has_rebuilt = self.rebuild
+        if self.rebuild:
+            self._rebuild_buckets(self.ready_order)
+            self.domain.raise_deferred()  # an error that was reported during the broadcast
+        else:
+            self.order = self.ready_order = None
+
+    def _rebuild_buckets(self, order: Sequence[int]) -> None:
         """Assign buckets for good, in the order in which rank 0's gradients became ready."""
         # what was left out of the first backward comes last, in the first order
         own = [*dict.fromkeys([*order, *self.assigner.first_order()])]

@@ -123,16 +123,20 @@ class Reducer:
         # the nodes that accumulate gradients: their hooks run after all hooks of the parameters
         nodes = [torch.autograd.graph.get_gradient_edge(p).node for _, p in parameters]
         usage = Usage(nodes, find_unused=find_unused_parameters, static=static_graph)
-        self._skip_unused, self._rebuilt = skip_unused, False
-        self._rebuild = static_graph or not find_unused_parameters if rebuild is None else rebuild
+        self._skip_unused = skip_unused
         self._backward = Backward(assigner, usage)
         self._backward.manual = manual_finalization
+        self._backward.rebuild = not usage.find_unused if rebuild is None else rebuild
+        self._remove_hooks = self._register_hooks(nodes)
+
+    def _register_hooks(self, nodes: Sequence[Any]) -> weakref.finalize[Any, Any]:
+        """Let autograd call when gradients are ready; the result removes the hooks."""
         reference = weakref.ref(self._backward)
         handles = [
             node.register_hook(partial(on_gradient, reference, i)) for i, node in enumerate(nodes)
         ]
-        registration = Registration(nodes, assigner.ownership)
-        self._hooks = remove_hooks_with(self, [*handles, registration])
+        registration = Registration(nodes, self._backward.assigner.ownership)
+        return remove_hooks_with(self, [*handles, registration])
 
     def register_comm_hook(self, state: Any, hook: CommHook | StatefulHook[Any] | None) -> None:
         """Let `hook(state, bucket)` communicate from the next `prepare` on; None: the mean.
@@ -173,7 +177,7 @@ class Reducer:
     @property
     def rebuilt(self) -> bool:
         """Whether buckets are as they stay, made in the order of a backward."""
-        return self._rebuilt and self._backward.order is None
+        return self._backward.has_rebuilt and self._backward.order is None
 
     @property
     def layout(self) -> list[list[Part]]:
@@ -209,21 +213,9 @@ class Reducer:
         backward.recover()
         if not backward.step:  # they may be registered after the module was wrapped
             backward.optimized = detach_optimizer_hooks(p for _, p in self._named)
-        self._rebuild_once()
+        backward.rebuild_once()
         backward.skip_unused = self._skip_unused and not uneven
         backward.prepare_for_backward(ranks or backward.assigner.group.size())
-
-    def _rebuild_once(self) -> None:
-        """After the first backward that was reduced: assign buckets in its order, or never."""
-        backward = self._backward
-        if backward.order is None or backward.ready_order is None:
-            return
-        self._rebuilt = self._rebuild
-        if self._rebuild:
-            backward.rebuild_buckets(backward.ready_order)
-            backward.domain.raise_deferred()  # an error that was reported during the broadcast
-        else:
-            backward.order = backward.ready_order = None
 
     def weight(self, weight: float) -> None:
         """See DistributedDataParallel.weight."""
@@ -323,7 +315,7 @@ class Reducer:
 
     def close(self) -> None:
         """Reduce nothing from now on: the parameters are free for another reducer."""
-        self._hooks()
+        self._remove_hooks()
 
     def logging_data(self) -> LoggingData:
         """Buckets, unused parameters and times, as of the last step that reduced gradients."""
