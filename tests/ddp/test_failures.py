@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ddp.common import Trap, mlp
 from gradwire.ddp import DistributedDataParallel, MixedPrecision, Reducer
 from gradwire.ddp.faults.waiting import wait_work
 from gradwire.ddp.reducer import launch
@@ -27,11 +28,6 @@ from gradwire.errors import (
 from gradwire.testing import run_ranks
 
 pytestmark = pytest.mark.usefixtures("each_backend", "quick_polls")
-
-
-def mlp():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
 
 
 def step(net):
@@ -271,16 +267,6 @@ def test_a_coroutine_is_no_hook():
 # -- backwards that fail -------------------------------------------------------------------
 
 
-class Trap(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise ArithmeticError("trap")
-
-
 class Sprung(nn.Module):
     """An mlp whose backward raises half way through while `sprung`."""
 
@@ -295,17 +281,20 @@ class Sprung(nn.Module):
         return self.tail(Trap.apply(x) if self.sprung else x)
 
 
+def fail_on_rank_1(net):
+    net.module.sprung = dist.get_rank() == 1
+    with pytest.raises(ArithmeticError if net.module.sprung else PeerFailedError):
+        step(net)
+    net.module.sprung = False
+
+
 @pytest.mark.parametrize("cap", [None, 1e-4])
 def test_an_exception_in_backward_on_one_rank(cap):
     def main():
         net = DistributedDataParallel(Sprung(), bucket_cap_mb=cap)
         assert_good_step(net)
         for _ in range(2):
-            net.module.sprung = dist.get_rank() == 1
-            kind = ArithmeticError if net.module.sprung else PeerFailedError
-            with pytest.raises(kind):
-                step(net)
-            net.module.sprung = False
+            fail_on_rank_1(net)
             assert_good_step(net)
 
     run_ranks(main, 3)
@@ -328,11 +317,7 @@ def test_an_exception_before_any_gradient(options):
         net = DistributedDataParallel(Top(), **options)
         for _ in range(2):
             assert_good_step(net)
-            net.module.sprung = dist.get_rank() == 1
-            kind = ArithmeticError if net.module.sprung else PeerFailedError
-            with pytest.raises(kind):
-                step(net)
-            net.module.sprung = False
+            fail_on_rank_1(net)
             assert_good_step(net)
 
     run_ranks(main, 2)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ddp.common import Trap, mlp
 from gradwire.ddp import DistributedDataParallel, Reducer
 from gradwire.ddp.faults import resynchronization_round
 from gradwire.ddp.faults.backward_state import BackwardState
@@ -31,11 +32,6 @@ from gradwire.errors import (
 from gradwire.testing import run_ranks
 
 pytestmark = pytest.mark.usefixtures("each_backend", "quick_polls")
-
-
-def mlp(seed=0):
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
 
 
 def inputs(rank):
@@ -67,18 +63,6 @@ def mean(state, bucket):
     group = state or dist.group.WORLD
     work = dist.all_reduce(bucket.buffer().div_(group.size()), group=group, async_op=True)
     return work.get_future().then(lambda f: f.value()[0])
-
-
-class Trap(torch.autograd.Function):
-    """Raises in backward."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise ArithmeticError("trap")
 
 
 def sprung(where, rank=1):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -18,12 +20,21 @@ if not rpc.is_available():
     pytest.skip("this PyTorch has no RPC", allow_module_level=True)
 
 
+@contextmanager
+def rpc_of_two(tmp_path: Path) -> Iterator[int]:
+    """RPC between two ranks, in the block; this rank."""
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{tmp_path / 'rpc'}")
+    rank = dist.get_rank()
+    rpc.init_rpc(f"rank{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+    try:
+        yield rank
+    finally:
+        rpc.shutdown()
+
+
 def test_a_forward_in_a_context_of_distributed_autograd_is_refused(tmp_path: Path) -> None:
     def main() -> float:
-        options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{tmp_path / 'rpc'}")
-        rank = dist.get_rank()
-        rpc.init_rpc(f"rank{rank}", rank=rank, world_size=2, rpc_backend_options=options)
-        try:
+        with rpc_of_two(tmp_path) as rank:
             net = DistributedDataParallel(nn.Linear(1, 1, bias=False))
             x = torch.tensor([[1.0 + rank]])
             with (
@@ -33,8 +44,6 @@ def test_a_forward_in_a_context_of_distributed_autograd_is_refused(tmp_path: Pat
                 net(x)
             net(x).sum().backward()  # outside of it all is as before
             return net.module.weight.grad.item()
-        finally:
-            rpc.shutdown()
 
     assert run_ranks(main, 2) == [1.5, 1.5]
 
@@ -45,10 +54,7 @@ def test_a_backward_in_a_context_never_reduces_what_is_in_grad(
     tmp_path: Path, reduced_before: bool
 ) -> None:
     def main() -> float:
-        options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{tmp_path / 'rpc'}")
-        rank = dist.get_rank()
-        rpc.init_rpc(f"rank{rank}", rank=rank, world_size=2, rpc_backend_options=options)
-        try:
+        with rpc_of_two(tmp_path) as rank:
             net = DistributedDataParallel(nn.Linear(1, 1, bias=False))
             x = torch.tensor([[1.0 + rank]])
             with dist.autograd.context() as context, net.no_sync():
@@ -65,7 +71,5 @@ def test_a_backward_in_a_context_never_reduces_what_is_in_grad(
             net.zero_grad()
             net(x).sum().backward()
             return net.module.weight.grad.item()
-        finally:
-            rpc.shutdown()
 
     assert run_ranks(main, 2) == [1.5, 1.5]

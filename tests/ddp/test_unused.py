@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from gradwire.ddp import DistributedDataParallel, naive
+from ddp.common import assert_same, average_used
+from gradwire.ddp import DistributedDataParallel
 from gradwire.errors import PeerFailedError, ReductionError
 from gradwire.testing import run_ranks
 
@@ -30,23 +31,6 @@ class Branches(nn.Module):
     def forward(self, x, take):
         x = self.trunk(x).tanh()
         return sum(self.branches[i](x) for i in take)
-
-
-def average_used(net):
-    """What find_unused_parameters has to do: a mean over ranks of what any of them used."""
-    for p in net.parameters():
-        used = torch.tensor(0.0 if p.grad is None else 1.0)
-        dist.all_reduce(used)
-        if used:
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-            naive.average_gradients(dist.group.WORLD, [p])
-
-
-def assert_same(net, twin):
-    for (n, p), q in zip(net.module.named_parameters(), twin.parameters(), strict=True):
-        assert (p.grad is None) == (q.grad is None), n
-        if q.grad is not None:
-            torch.testing.assert_close(p.grad, q.grad, msg=n)
 
 
 @pytest.mark.parametrize("view", [False, True])

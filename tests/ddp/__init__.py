@@ -1,0 +1,1 @@
+"""Tests of DistributedDataParallel; `common` is what several of their files use."""
