@@ -114,8 +114,7 @@ class DistributedDataParallel(ours.DistributedDataParallel):
 
     def will_sync_module_buffers(self) -> bool:
         """Whether the next training forward broadcasts buffers."""
-        wanted = self.require_forward_param_sync and self.broadcast_buffers
-        return wanted and bool(self.named_module_buffers)
+        return self._syncs_buffers()
 
     def _distributed_broadcast_coalesced(
         self, tensors: Sequence[Tensor], buffer_size: int, authoritative_rank: int = 0

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.distributed as dist
 
-if TYPE_CHECKING:
-    from gradwire.ddp import DistributedDataParallel
+from gradwire.ddp import DistributedDataParallel
 
 __all__ = ["logging_dict"]
 

@@ -21,7 +21,6 @@ from gradwire.ddp.arguments import (
     resolve_device,
     resolve_group,
 )
-from gradwire.ddp.broadcast import broadcast_coalesced
 from gradwire.ddp.buckets.assignment import BucketLayout, check_layout
 from gradwire.ddp.buffers import BufferHook, Buffers
 from gradwire.ddp.faults.fault_domain import FaultDomain
@@ -29,7 +28,6 @@ from gradwire.ddp.join import StepInfo, UnevenInputs, agree_on_rank
 from gradwire.ddp.outputs import map_tensors, tensors_in, with_own_nodes
 from gradwire.ddp.precision import resolve_precision
 from gradwire.ddp.reduced_module import ReducerOptions
-from gradwire.ddp.verify import describe, verify_same
 
 __all__ = ["DistributedDataParallel"]
 
@@ -161,9 +159,7 @@ class DistributedDataParallel(UnevenInputs):
         )
         self.broadcast_buffers, at_start = resolve_buffers(broadcast_buffers, forward_sync_buffers)
         if init_sync:
-            start = list(self._buffers_synced.named().items()) if at_start else []
-            verify_same(group, describe(named, "parameter") + describe(start, "buffer"))
-            broadcast_coalesced(group, [t for _, t in [*named, *start]])
+            self._take_values_of_rank_0(named, self._buffers_synced.named() if at_start else {})
             FaultDomain.of(group).connect()
         self._make_reducer()
 

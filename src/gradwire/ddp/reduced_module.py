@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from gradwire._groups import check_group
@@ -257,9 +257,16 @@ class ReducedModule(nn.Module):
             MismatchError: The ranks' models differ: raised on every rank, naming the parameter.
         """
         named = check_module(self.module, self.parameters_to_ignore)
-        verify_same(self._group, describe(named, "parameter"))
-        broadcast_coalesced(self._group, [p for _, p in named])
+        self._take_values_of_rank_0(named, {})
         self._make_reducer(self.reducer.layout)
+
+    def _take_values_of_rank_0(
+        self, named: Sequence[tuple[str, Tensor]], buffers: Mapping[str, Tensor]
+    ) -> None:
+        """Verify that the ranks' models are the same, and take rank 0's values."""
+        both = describe(named, "parameter") + describe(buffers.items(), "buffer")
+        verify_same(self._group, both)
+        broadcast_coalesced(self._group, [t for _, t in [*named, *buffers.items()]])
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()

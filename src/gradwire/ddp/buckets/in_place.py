@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gradwire.buckets import memory_strides, views
 from gradwire.ddp.buckets.bucket import Bucket, BucketOptions, Member, dense_gradient
-from gradwire.ddp.buckets.ownership import is_lazy
+from gradwire.ddp.buckets.ownership import is_conj_or_neg
 
 __all__ = ["InPlaceBucket"]
 
@@ -38,7 +38,7 @@ class InPlaceBucket(Bucket):
             self._scale_flat()
         else:
             self._copy_in_whole(gradient)
-            if not is_lazy(gradient) and self._ownership.may_move(member, gradient):
+            if not is_conj_or_neg(gradient) and self._ownership.may_move(member, gradient):
                 gradient.set_(self._copy)  # type: ignore[call-overload]  # torch's stub lacks it
                 self._copy = None
         self._taken = True
@@ -87,7 +87,7 @@ class InPlaceBucket(Bucket):
     def _put(self, gradient: Tensor, reduced: Tensor) -> None:
         member, ownership = self.members[0], self._ownership
         if (
-            not is_lazy(gradient)
+            not is_conj_or_neg(gradient)
             and ownership.is_used_elsewhere(member, gradient)
             and ownership.may_move(member, gradient, over=True)
         ):

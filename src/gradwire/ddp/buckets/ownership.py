@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-__all__ = ["Ownership", "Registration", "is_lazy", "uses"]
+__all__ = ["Ownership", "Registration", "is_conj_or_neg", "uses"]
 
 REDUCERS = "gradwire.ddp.reducers"
 
@@ -88,7 +88,7 @@ class Ownership:
         the tensor that it is a view of, use the memory until this step of backward ends.
         """
         storage = gradient.untyped_storage()
-        if index in self.shared or is_lazy(gradient) or not storage.resizable():
+        if index in self.shared or is_conj_or_neg(gradient) or not storage.resizable():
             return False  # what cannot be resized is not torch's: an array's, a file's
         if _holders(gradient) > ITSELF_AND_ITS_OBJECT:
             return False
@@ -172,7 +172,7 @@ class Registration:
                 (ownership.shared.add if len(entries) > 1 else ownership.shared.discard)(index)
 
 
-def is_lazy(tensor: Tensor) -> bool:
+def is_conj_or_neg(tensor: Tensor) -> bool:
     """Whether the values are conjugated or negated only when they are read."""
     return tensor.is_conj() or tensor.is_neg()
 

@@ -17,7 +17,7 @@ from torch.nn import Parameter
 
 from gradwire.buckets import views
 from gradwire.ddp.buckets.bucket import Bucket, BucketOptions, Member, dense_gradient
-from gradwire.ddp.buckets.ownership import is_lazy, uses
+from gradwire.ddp.buckets.ownership import is_conj_or_neg, uses
 from gradwire.shm import empty
 
 __all__ = ["AT_ONCE_BYTES", "VIEW_BYTES", "PackedBucket"]
@@ -145,7 +145,7 @@ class PackedBucket(Bucket):
     def _move_to(self, parameter: Parameter, gradient: Tensor, view: Tensor) -> None:
         if self._keep:
             parameter.grad = view
-        elif is_lazy(gradient):  # what it lies in would be read as conjugated
+        elif is_conj_or_neg(gradient):  # what it lies in would be read as conjugated
             parameter.grad = view.detach()
         else:
             gradient.set_(view)  # type: ignore[call-overload]  # torch's stub lacks this form

@@ -79,7 +79,7 @@ class ErrorChannel:
         values = self._ask(self._store.multi_get, keys)
         return None if values is _NOTHING else [json.loads(value) for value in values]
 
-    def absent(self, topic: str) -> list[int]:
+    def missing_ranks(self, topic: str) -> list[int]:
         """Ranks whose value is not there, as far as the store says."""
         keys = {rank: self._key(f"{topic}/{rank}") for rank in range(self._size)}
         there = self._ask(lambda: [r for r, key in keys.items() if self._store.check([key])])

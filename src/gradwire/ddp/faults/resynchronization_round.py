@@ -169,15 +169,15 @@ class ResynchronizationRound:
         self._next_check = now + LIVENESS_SECONDS
         self._raise_failure()
         topic = "joined" if self._phase is Phase.JOINED else "statement"
-        absent = self._channel.absent(topic)
-        dead = self._channel.dead(absent)
+        silent = self._channel.missing_ranks(topic)
+        dead = self._channel.dead(silent)
         # Asked again: a rank may have published its answer and ended between the two requests.
-        if dead and (dead := [r for r in self._channel.absent(topic) if r in dead]):
+        if dead and (dead := [r for r in self._channel.missing_ranks(topic) if r in dead]):
             raise PeerLostError(f"ranks {dead} ended while resynchronizing after an error")
         # the others may be joining until their own deadline, and say only then how it went
         if now > self._deadline + self._timeout * (self._phase is Phase.JOINED):
             raise CollectiveTimeoutError(
-                f"ranks {absent} did not answer within {self._timeout:g} s after an error"
+                f"ranks {silent} did not answer within {self._timeout:g} s after an error"
             )
 
     def _raise_failure(self) -> None:

@@ -39,7 +39,7 @@ class Launched:
     bucket: Bucket
     works: Sequence[Work] = ()
     future: torch._C.Future[Any] | None = None
-    seen: GradBucket | None = None
+    grad_bucket: GradBucket | None = None
     sparse: SparseSum | None = None
 
     @property
@@ -120,13 +120,13 @@ class Launcher:
 
     def _launch_hook(self, bucket: Bucket, *, is_last: bool) -> None:
         assert self.hook is not None
-        seen = bucket.as_grad_bucket(len(self.launched), is_last=is_last)
+        grad_bucket = bucket.as_grad_bucket(len(self.launched), is_last=is_last)
         try:
             with LogMode(self._group, self._domain.log):
-                future = as_future(self.hook.run_hook(seen), self.hook)
+                future = as_future(self.hook.run_hook(grad_bucket), self.hook)
         except Exception as error:
             self._domain.hook_failed(error, bucket.what)
-        self.launched.append(Launched(bucket, future=future, seen=seen))
+        self.launched.append(Launched(bucket, future=future, grad_bucket=grad_bucket))
         if not self.hook.single_collective:
             self._domain.chain = future
 
@@ -147,12 +147,12 @@ class Launcher:
             return launched.sparse.result()
         if launched.future is None:
             return None
-        assert launched.seen is not None
+        assert launched.grad_bucket is not None
         assert self.hook is not None
         if late := wait_future(launched.future, self._poll, self._domain.seconds):
             self._domain.give_up(self._domain.translate(late, launched.bucket.what), late)
         try:
-            reduced = parse_hook_result(launched.future.wait(), launched.seen, self.hook)
+            reduced = parse_hook_result(launched.future.wait(), launched.grad_bucket, self.hook)
         except Exception as error:
             self._domain.hook_failed(error, launched.bucket.what)
         return reduced if self.correction == 1.0 else reduced * self.correction

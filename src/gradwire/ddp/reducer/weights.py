@@ -67,7 +67,7 @@ class Weights:
         self._accumulated: set[int] = set()
         # whether gradients were cleared is asked of the first one's memory and version: reading
         # the values of all would cost a pass
-        self._witness, self._stamp = 0, (0, 0)
+        self._sampled, self._sampled_version = 0, (0, 0)
         self._unweighted: Tensor | None = None
 
     def give(self, weight: float) -> None:
@@ -144,7 +144,7 @@ class Weights:
         if index not in self._accumulated:
             self._check_first(index)
             if not self._accumulated:
-                self._witness = index
+                self._sampled = index
             self._accumulated.add(index)
         if torch.is_grad_enabled():
             self.fail(
@@ -161,8 +161,8 @@ class Weights:
     def _on_accumulated(self, index: int, *_: object) -> None:
         """A gradient was accumulated."""
         gradient = self._parameters[index].grad
-        if index == self._witness and gradient is not None:
-            self._stamp = _stamp(gradient)
+        if index == self._sampled and gradient is not None:
+            self._sampled_version = _version(gradient)
 
     def _count(self) -> None:
         """Add the weight to the total: once for each that is given."""
@@ -178,7 +178,7 @@ class Weights:
 
         Gradients that are zero by themselves count: their memory has not been written to.
         """
-        if self._accumulated and all(map(self._is_cleared, (self._witness, *self._accumulated))):
+        if self._accumulated and all(map(self._is_cleared, (self._sampled, *self._accumulated))):
             self.total = 0.0
             self._accumulated.clear()
         return not self._accumulated
@@ -187,7 +187,7 @@ class Weights:
         gradient = self._parameters[index].grad
         if gradient is None:
             return True
-        if index == self._witness and _stamp(gradient) == self._stamp:
+        if index == self._sampled and _version(gradient) == self._sampled_version:
             return False
         return _is_zero(gradient)
 
@@ -227,7 +227,7 @@ def check_weight(weight: object) -> float:
     return value
 
 
-def _stamp(gradient: Tensor) -> tuple[int, int]:
+def _version(gradient: Tensor) -> tuple[int, int]:
     """Changes when a gradient is replaced or written to."""
     dense = gradient.layout == torch.strided
     return gradient.data_ptr() if dense else 0, gradient._version
