@@ -137,6 +137,22 @@ def test_a_layout_of_the_users_own():
     run_ranks(main, 2)
 
 
+def test_a_layout_is_asked_for_without_frozen_parameters():
+    def main():
+        asked = []
+
+        def layout(named):
+            asked.append([name for name, _ in named])
+            return [asked[-1]]
+
+        net = mlp()
+        net[0].requires_grad_(False)
+        DistributedDataParallel(net, bucket_layout=layout)
+        assert asked == [["2.weight", "2.bias", "3.weight", "3.bias"]] * len(asked)
+
+    run_ranks(main, 2)
+
+
 def test_a_layout_that_ranks_disagree_on():
     def main():
         reverse = dist.get_rank() == 1
