@@ -4,7 +4,7 @@ Packing knows three sizes. A gradient of some size is taken the moment it is rea
 still in the processor's cache, scaled on the way, and from then on lives in the buffer: what
 autograd made is freed at once and nothing is copied back. Smaller ones do so in batches that fit
 the cache, with one multi-tensor copy a batch. Tiny ones, for which a Python step each would cost
-more than their bytes, are copied in with one call when the bucket is full, and out with another.
+more than their bytes, are copied in with one call when the bucket is ready, and out with another.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class PackedBucket(Bucket):
             parameter.grad = parameter.grad.clone()
 
     def _copy_in_batch(self) -> None:
-        """Copies what has come since the last time; it is scaled when the bucket is full."""
+        """Copies what has come since the last time; it is scaled when the bucket is ready."""
         outside = self._outside(self._batch)
         self._batch, self._batch_bytes = [], 0
         self._copy_to_views(outside)
