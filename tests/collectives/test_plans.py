@@ -7,10 +7,8 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from gradwire.collectives.autograd import linear
-from gradwire.collectives.ops.all_to_all import AllToAll
-from gradwire.collectives.ops.gather_scatter import Gather
-from gradwire.collectives.ops.permute import Permute
+from gradwire.collectives.autograd.linear_collective import decode_plan
+from gradwire.collectives.ops.plans import AllToAll, Gather, Permute
 
 GROUP = dist.group.WORLD  # None, as no group is initialized: nothing is sent
 
@@ -27,7 +25,7 @@ GROUP = dist.group.WORLD  # None, as no group is initialized: nothing is sent
     ],
 )
 def test_a_plan_is_restored_from_its_integers(plan):
-    ints = plan.plan()
+    ints = plan.as_ints()
     assert all(type(n) is int for n in ints)
     with patch.object(dist.distributed_c10d, "_resolve_process_group", lambda name: GROUP):
-        assert linear.restored_linear(plan.name, ints, "") == plan
+        assert decode_plan(plan.name, ints, "") == plan

@@ -13,6 +13,7 @@ from gradwire.collectives.wire.ints import gather_ints
 from gradwire.errors import ArgumentError, ArgumentTypeError
 
 __all__ = [
+    "KnownSizes",
     "Sizes",
     "equal_sizes",
     "move_back",
@@ -26,8 +27,11 @@ __all__ = [
 Sizes = Sequence[int] | Literal["find"] | None
 """Rows of each rank; "find" asks the ranks; None says that all have the same number."""
 
+KnownSizes = tuple[int, ...] | None
+"""Rows of each rank; None where all have the same number."""
 
-def resolve_sizes(sizes: Sizes, rows: int, group: ProcessGroup) -> tuple[int, ...] | None:
+
+def resolve_sizes(sizes: Sizes, rows: int, group: ProcessGroup) -> KnownSizes:
     """The ranks' sizes; None where all are equal.
 
     Args:

@@ -15,11 +15,15 @@ from torch import Tensor
 from torch.autograd import Function
 
 from gradwire.collectives.args.transforms import refuse_split
-from gradwire.collectives.autograd.linear import Linear, graph_is_needed, linear
+from gradwire.collectives.autograd.linear_collective import (
+    LinearCollective,
+    apply_linear,
+    graph_is_needed,
+)
 from gradwire.collectives.checks.consistency import CheckContext, check_backward
 from gradwire.collectives.wire import Pending
 
-__all__ = ["AsyncState", "Handle", "after", "run", "waited"]
+__all__ = ["AsyncState", "Handle", "apply_or_start", "handle_of_token", "then"]
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -111,7 +115,9 @@ class AsyncState:
         pending, self.pending = self.pending, None
         return pending.wait()
 
-    def wait_adjoint(self, token: Tensor, adjoint: Linear, context: CheckContext | None) -> Tensor:
+    def wait_adjoint(
+        self, token: Tensor, adjoint: LinearCollective, context: CheckContext | None
+    ) -> Tensor:
         """In backward: the result of the adjoint collective, which the wait's backward started."""
         state, self.adjoint = self.adjoint, None
         assert state is not None
@@ -122,17 +128,19 @@ class _Start(Function):
     """From the tensor to a token: starts the collective."""
 
     @staticmethod
-    def forward(x: Tensor, op: Linear, state: AsyncState, context: CheckContext | None) -> Tensor:
-        state.pending = op.start(x)
+    def forward(
+        x: Tensor, plan: LinearCollective, state: AsyncState, context: CheckContext | None
+    ) -> Tensor:
+        state.pending = plan.start(x)
         return x.new_zeros(())  # 0-d, because shapes differ between forward and backward
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        _, ctx.op, ctx.state, ctx.check = inputs
+        _, ctx.plan, ctx.state, ctx.check = inputs
 
     @staticmethod
     def backward(ctx: Any, token: Tensor) -> Any:
-        return ctx.state.wait_adjoint(token, ctx.op.adjoint(), ctx.check), None, None, None
+        return ctx.state.wait_adjoint(token, ctx.plan.adjoint(), ctx.check), None, None, None
 
 
 class _Wait(Function):
@@ -140,13 +148,13 @@ class _Wait(Function):
 
     @staticmethod
     def forward(
-        token: Tensor, op: Linear, state: AsyncState, context: CheckContext | None
+        token: Tensor, plan: LinearCollective, state: AsyncState, context: CheckContext | None
     ) -> Tensor:
         return state.wait()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        _, ctx.op, ctx.state, ctx.check = inputs
+        _, ctx.plan, ctx.state, ctx.check = inputs
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> Any:
@@ -154,32 +162,34 @@ class _Wait(Function):
         # overlaps with the adjoint collective.
         ctx.state.adjoint = adjoint = AsyncState()
         with check_backward(ctx.check, cotangent):
-            return _Start.apply(cotangent, ctx.op.adjoint(), adjoint, ctx.check), None, None, None  # type: ignore[no-untyped-call]
+            return _Start.apply(cotangent, ctx.plan.adjoint(), adjoint, ctx.check), None, None, None  # type: ignore[no-untyped-call]
 
 
-def run(op: Linear, x: Tensor, context: CheckContext | None, async_op: bool) -> Any:
+def apply_or_start(
+    plan: LinearCollective, x: Tensor, context: CheckContext | None, async_op: bool
+) -> Any:
     """The collective's result, or its handle."""
     if not async_op:
-        return linear(op, x, context)
+        return apply_linear(plan, x, context)
     refuse_split()
     if not graph_is_needed(x):
-        return Handle(op.start(x).wait, op.name)
+        return Handle(plan.start(x).wait, plan.name)
     state = AsyncState()
-    token = _Start.apply(x, op, state, context)  # type: ignore[no-untyped-call]
-    return waited(token, op, state, context)
+    token = _Start.apply(x, plan, state, context)  # type: ignore[no-untyped-call]
+    return handle_of_token(token, plan, state, context)
 
 
-def waited(
-    token: Tensor, op: Linear, state: AsyncState, context: CheckContext | None
+def handle_of_token(
+    token: Tensor, plan: LinearCollective, state: AsyncState, context: CheckContext | None
 ) -> Handle[Tensor]:
     """A handle whose `wait` turns the token of a collective that was started into its result."""
 
     def finish() -> Tensor:
-        return _Wait.apply(token, op, state, context)  # type: ignore[no-any-return, no-untyped-call]
+        return _Wait.apply(token, plan, state, context)  # type: ignore[no-any-return, no-untyped-call]
 
-    return Handle(finish, op.name)
+    return Handle(finish, plan.name)
 
 
-def after(result: Any, fn: Callable[[Any], Any]) -> Any:
+def then(result: Any, fn: Callable[[Any], Any]) -> Any:
     """`fn` of a result; of a handle, a handle of `fn` of its result."""
     return result.then(fn) if isinstance(result, Handle) else fn(result)

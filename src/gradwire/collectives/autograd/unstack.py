@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import Function
 
-from gradwire.collectives.autograd.linear import compiling, eager_apply, is_transformed
+from gradwire.collectives.autograd.linear_collective import compiling, eager_apply, is_transformed
 from gradwire.collectives.wire.backends import empty
 
 __all__ = ["concat", "unstack"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor
@@ -10,39 +10,44 @@ from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
 from gradwire.collectives import wire
+from gradwire.collectives.args.options import Async, Sync
 from gradwire.collectives.args.ranks import dense_tensor, member
-from gradwire.collectives.args.sizes import Sizes
-from gradwire.collectives.autograd.handles import Handle, after, run
-from gradwire.collectives.autograd.linear import (
+from gradwire.collectives.args.sizes import KnownSizes, Sizes
+from gradwire.collectives.autograd.handles import Handle, apply_or_start, then
+from gradwire.collectives.autograd.linear_collective import (
+    apply_linear,
     compiling,
     eager_apply,
     graph_is_needed,
     is_transformed,
-    linear,
 )
 from gradwire.collectives.autograd.unstack import concat, unstack
 from gradwire.collectives.checks.consistency import CheckContext, check_backward
-from gradwire.collectives.ops.all_gather_reduce_scatter import AllGather, checked_gather
+from gradwire.collectives.ops.all_gather_reduce_scatter import checked_gather
+from gradwire.collectives.ops.plans import AllGather
 from gradwire.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["all_gather_list"]
 
 
 class _GatherList(Function):
     @staticmethod
-    def forward(x: Tensor, op: AllGather, context: CheckContext | None) -> tuple[Tensor, ...]:
-        return wire.all_gather_list(x, op.sizes, op.group)
+    def forward(x: Tensor, plan: AllGather, context: CheckContext | None) -> tuple[Tensor, ...]:
+        return wire.all_gather_list(x, plan.sizes, plan.group)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        x, ctx.op, ctx.check = inputs
+        x, ctx.plan, ctx.check = inputs
         ctx.scalars = not x.dim()
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> Any:
         cotangent = torch.stack(cotangents) if ctx.scalars else concat(cotangents)
         with check_backward(ctx.check, cotangent):
-            gradient = linear(ctx.op.adjoint(), cotangent, ctx.check)
+            gradient = apply_linear(ctx.plan.adjoint(), cotangent, ctx.check)
         return gradient.reshape(()) if ctx.scalars else gradient, None, None
 
 
@@ -51,21 +56,11 @@ _apply_list = eager_apply(_GatherList)
 
 @overload
 def all_gather_list(
-    x: Tensor,
-    *,
-    sizes: Sizes = ...,
-    group: ProcessGroup | None = ...,
-    async_op: Literal[False] = ...,
-    check: bool | None = ...,
+    x: Tensor, *, sizes: Sizes = ..., **options: Unpack[Sync]
 ) -> tuple[Tensor, ...]: ...
 @overload
 def all_gather_list(
-    x: Tensor,
-    *,
-    sizes: Sizes = ...,
-    group: ProcessGroup | None = ...,
-    async_op: Literal[True],
-    check: bool | None = ...,
+    x: Tensor, *, sizes: Sizes = ..., **options: Unpack[Async]
 ) -> Handle[tuple[Tensor, ...]]: ...
 def all_gather_list(
     x: Tensor,
@@ -103,25 +98,25 @@ def all_gather_list(
     """
     dense_tensor(x)
     group = member(group)
-    front = x if x.dim() else x.reshape(1)
-    detail = "list" if x.dim() else "list of 0-d tensors"
+    scalars = not x.dim()
+    front = x.reshape(1) if scalars else x
+    detail = "list of 0-d tensors" if scalars else "list"
 
-    def start(op: AllGather, front: Tensor, context: CheckContext | None) -> Any:
-        if not x.dim():
-            op = _of_scalars(op)
+    def start(known: KnownSizes, front: Tensor, context: CheckContext | None) -> Any:
+        if scalars and known is not None:
+            if set(known) != {1}:
+                raise ArgumentError(
+                    f"sizes is {list(known)}: x is 0-d, and counts as one of size 1"
+                )
+            known = None
+        plan = AllGather(group, known)
         if async_op or compiling(x) or is_transformed():
-            cut = op.sizes or (front.shape[0],) * group.size()
-            return after(run(op, front, context, async_op), lambda y: unstack(y, cut, not x.dim()))
-        own = front if x.dim() else front.reshape(())
+            rows = known or (front.shape[0],) * group.size()
+            gathered = apply_or_start(plan, front, context, async_op)
+            return then(gathered, lambda y: unstack(y, rows, scalars))
+        own = front.reshape(()) if scalars else front
         if graph_is_needed(own):
-            return _apply_list(own, op, context)
-        return wire.all_gather_list(own, op.sizes, group)
+            return _apply_list(own, plan, context)
+        return wire.all_gather_list(own, known, group)
 
-    return checked_gather(front, sizes, detail, group, check, start)
-
-
-def _of_scalars(op: AllGather) -> AllGather:
-    """The op for 0-d tensors, of which each rank has one."""
-    if op.sizes is not None and set(op.sizes) != {1}:
-        raise ArgumentError(f"sizes is {list(op.sizes)}: x is 0-d, and counts as one of size 1")
-    return AllGather(op.group)
+    return checked_gather("all_gather", front, sizes, detail, group, check, start)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from gradwire.collectives import wire
 from gradwire.collectives.args.lists import piece_sizes, pieces_of
+from gradwire.collectives.args.options import Async, Sync
 from gradwire.collectives.args.ranks import member
 from gradwire.collectives.args.reductions import Op, reducible
 from gradwire.collectives.args.sizes import (
+    KnownSizes,
     Sizes,
     equal_sizes,
     move_back,
@@ -22,82 +22,29 @@ from gradwire.collectives.args.sizes import (
     sizes_text,
     valid_sizes,
 )
-from gradwire.collectives.autograd.handles import Handle, after, run
-from gradwire.collectives.autograd.linear import Linear, linear, register
+from gradwire.collectives.autograd.handles import Handle, apply_or_start, then
 from gradwire.collectives.autograd.unstack import concat
 from gradwire.collectives.checks import consistency
 from gradwire.collectives.checks.call_signature import CallSignature
-from gradwire.collectives.ops.all_reduce import AllReduce
+from gradwire.collectives.checks.consistency import CheckContext
 from gradwire.collectives.ops.checked import run_checked
-from gradwire.collectives.ops.nonlinear import Reducing, reduce_with
-from gradwire.collectives.wire import Pending
+from gradwire.collectives.ops.nonlinear import apply_reduction
+from gradwire.collectives.ops.plans import AllGather, ReduceScatter
 from gradwire.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["all_gather", "reduce_scatter"]
 
 
-@register
-@dataclass(frozen=True)
-class AllGather(Linear):
-    """All ranks' rows, on every rank."""
-
-    sizes: tuple[int, ...] | None = None
-    name = "all_gather"
-
-    def start(self, x: Tensor, blocking: bool = False) -> Pending:
-        return wire.all_gather(x, self.sizes, self.group, blocking)
-
-    def adjoint(self) -> ReduceScatter:
-        return ReduceScatter(self.group, self.sizes)
-
-    def rows(self, rows: int) -> int:
-        return rows * self.group.size() if self.sizes is None else sum(self.sizes)
-
-
-@register
-@dataclass(frozen=True)
-class ReduceScatter(Reducing):
-    """The sum, of which each rank gets its rows."""
-
-    sizes: tuple[int, ...] | None = None
-    name = "reduce_scatter"
-
-    def start_with(self, x: Tensor, op: str, blocking: bool = False) -> Pending:
-        return wire.reduce_scatter(x, self.sizes, op, self.group, blocking)
-
-    def sum_over_ranks(self, x: Tensor) -> Tensor:
-        return linear(AllReduce(self.group), x)
-
-    def adjoint(self) -> AllGather:
-        return AllGather(self.group, self.sizes)
-
-    def rows(self, rows: int) -> int:
-        if self.sizes is None:
-            return rows // self.group.size()
-        return self.sizes[self.group.rank()]
-
-
 @overload
 def all_gather(
-    x: Tensor,
-    dim: int = ...,
-    *,
-    sizes: Sizes = ...,
-    stack: bool = ...,
-    group: ProcessGroup | None = ...,
-    async_op: Literal[False] = ...,
-    check: bool | None = ...,
+    x: Tensor, dim: int = ..., *, sizes: Sizes = ..., stack: bool = ..., **options: Unpack[Sync]
 ) -> Tensor: ...
 @overload
 def all_gather(
-    x: Tensor,
-    dim: int = ...,
-    *,
-    sizes: Sizes = ...,
-    stack: bool = ...,
-    group: ProcessGroup | None = ...,
-    async_op: Literal[True],
-    check: bool | None = ...,
+    x: Tensor, dim: int = ..., *, sizes: Sizes = ..., stack: bool = ..., **options: Unpack[Async]
 ) -> Handle[Tensor]: ...
 def all_gather(
     x: Tensor,
@@ -140,37 +87,35 @@ def all_gather(
         [tensor([0, 1, 1]), tensor([0, 1, 1])]
     """
     front, dim = move_to_front(x, dim, stack)
-    gathered = checked_gather(
-        front,
-        sizes,
-        f"dim={dim}",
-        member(group),
-        check,
-        lambda op, front, context: run(op, front, context, async_op),
-    )
-    return after(gathered, lambda y: move_back(y, dim))
+    group = member(group)
+
+    def start(known: KnownSizes, front: Tensor, context: CheckContext | None) -> Any:
+        return apply_or_start(AllGather(group, known), front, context, async_op)
+
+    gathered = checked_gather("all_gather", front, sizes, f"dim={dim}", group, check, start)
+    return then(gathered, lambda y: move_back(y, dim))
 
 
 def checked_gather(
+    op: str,
     front: Tensor,
     sizes: Sizes,
     detail: str,
     group: ProcessGroup,
     check: bool | None,
-    gather: Callable[[AllGather, Tensor, consistency.CheckContext | None], Any],
+    gather: Callable[[KnownSizes, Tensor, CheckContext | None], Any],
+    root: int = -1,
 ) -> Any:
-    """The result of `gather`, called with the plan for these rows once ranks agree on it."""
+    """The result of `gather`, called with the ranks' sizes once ranks agree on the call."""
 
-    def describe(front: Tensor) -> CallSignature:
-        text = f"{detail}, {sizes_text(sizes)}"
-        return consistency.describe("all_gather", front, detail=text, ragged=sizes is not None)
+    def describe() -> CallSignature:
+        text, ragged = f"{detail}, {sizes_text(sizes)}", sizes is not None
+        return consistency.describe(op, front, root=root, detail=text, ragged=ragged)
 
-    def start(front: Tensor, context: consistency.CheckContext | None) -> Any:
-        return gather(AllGather(group, resolve_sizes(sizes, front.shape[0], group)), front, context)
+    def start(front: Tensor, context: CheckContext | None) -> Any:
+        return gather(resolve_sizes(sizes, front.shape[0], group), front, context)
 
-    return run_checked(
-        group, front, consistency.requested(check), describe, start, alike=sizes is None
-    )
+    return run_checked(group, front, check, describe, start, same_on_all=sizes is None)
 
 
 @overload
@@ -180,9 +125,7 @@ def reduce_scatter(
     dim: int = ...,
     *,
     sizes: Sequence[int] | None = ...,
-    group: ProcessGroup | None = ...,
-    async_op: Literal[False] = ...,
-    check: bool | None = ...,
+    **options: Unpack[Sync],
 ) -> Tensor: ...
 @overload
 def reduce_scatter(
@@ -191,9 +134,7 @@ def reduce_scatter(
     dim: int = ...,
     *,
     sizes: Sequence[int] | None = ...,
-    group: ProcessGroup | None = ...,
-    async_op: Literal[True],
-    check: bool | None = ...,
+    **options: Unpack[Async],
 ) -> Handle[Tensor]: ...
 def reduce_scatter(
     x: Tensor | Sequence[Tensor],
@@ -251,12 +192,12 @@ def reduce_scatter(
     result = run_checked(
         group,
         front,
-        consistency.requested(check),
-        lambda x: consistency.describe(
-            "reduce_scatter", x, reduce=reduction, detail=f"dim={dim}, sizes={known}"
+        check,
+        lambda: consistency.describe(
+            "reduce_scatter", front, reduce=reduction, detail=f"dim={dim}, sizes={known}"
         ),
-        lambda x, context: reduce_with(
+        lambda x, context: apply_reduction(
             ReduceScatter(group, known), x, reduction, context, async_op
         ),
     )
-    return after(result, lambda y: y.reshape(()) if scalars else move_back(y, dim))
+    return then(result, lambda y: y.reshape(()) if scalars else move_back(y, dim))

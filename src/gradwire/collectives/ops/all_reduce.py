@@ -8,92 +8,37 @@ the way from and to such values.
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from gradwire.collectives import wire
+from gradwire.collectives.args.options import Async, Sync
 from gradwire.collectives.args.ranks import dense_tensor, member
 from gradwire.collectives.args.reductions import Op, reducible
-from gradwire.collectives.autograd.handles import Handle, run
-from gradwire.collectives.autograd.linear import Linear, linear, register
+from gradwire.collectives.autograd.handles import Handle, apply_or_start
+from gradwire.collectives.autograd.linear_collective import apply_linear
 from gradwire.collectives.checks import consistency
 from gradwire.collectives.checks.consistency import CheckContext
 from gradwire.collectives.ops.checked import run_checked
-from gradwire.collectives.ops.nonlinear import Reducing, reduce_with, scaled
-from gradwire.collectives.wire import Pending
-from gradwire.collectives.wire.backends import fresh
+from gradwire.collectives.ops.nonlinear import apply_reduction, divide_if_avg
+from gradwire.collectives.ops.plans import AllReduce, Invariant, Vary
 from gradwire.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["all_reduce", "invariant", "vary"]
 
 
-@register
-class AllReduce(Reducing):
-    """The sum, on every rank."""
-
-    name = "all_reduce"
-
-    def start_with(self, x: Tensor, op: str, blocking: bool = False) -> Pending:
-        return wire.all_reduce(x, op, self.group, blocking)
-
-    def adjoint_of_result(self, y: Tensor) -> Tensor:
-        return y
-
-    def sum_over_ranks(self, x: Tensor) -> Tensor:
-        return linear(self, x)
-
-    def adjoint(self) -> AllReduce:
-        return self
-
-
-@register
-class Invariant(Linear):
-    """The sum of values that vary to one that does not: nothing is sent back."""
-
-    name = "psum_invariant"
-
-    def start(self, x: Tensor, blocking: bool = False) -> Pending:
-        return wire.all_reduce(x, "sum", self.group, blocking)
-
-    def adjoint(self) -> Vary:
-        return Vary(self.group)
-
-
-@register
-class Vary(Linear):
-    """A value that all ranks hold alike, to be used differently on each."""
-
-    name = "vary"
-
-    def start(self, x: Tensor, blocking: bool = False) -> Pending:
-        return wire.done(fresh(x))
-
-    def adjoint(self) -> Invariant:
-        return Invariant(self.group)
-
-
 @overload
 def all_reduce(
-    x: Tensor,
-    op: Op = ...,
-    *,
-    group: ProcessGroup | None = ...,
-    invariant: bool = ...,
-    async_op: Literal[False] = ...,
-    check: bool | None = ...,
+    x: Tensor, op: Op = ..., *, invariant: bool = ..., **options: Unpack[Sync]
 ) -> Tensor: ...
 @overload
 def all_reduce(
-    x: Tensor,
-    op: Op = ...,
-    *,
-    group: ProcessGroup | None = ...,
-    invariant: bool = ...,
-    async_op: Literal[True],
-    check: bool | None = ...,
+    x: Tensor, op: Op = ..., *, invariant: bool = ..., **options: Unpack[Async]
 ) -> Handle[Tensor]: ...
 def all_reduce(
     x: Tensor,
@@ -147,14 +92,16 @@ def all_reduce(
 
     def start(x: Tensor, context: CheckContext | None) -> Any:
         if invariant:
-            return scaled(run(Invariant(group), x, context, async_op), reduction, group)
-        return reduce_with(AllReduce(group), x, reduction, context, async_op)
+            return divide_if_avg(
+                apply_or_start(Invariant(group), x, context, async_op), reduction, group
+            )
+        return apply_reduction(AllReduce(group), x, reduction, context, async_op)
 
     return run_checked(
         group,
         x,
-        consistency.requested(check),
-        lambda x: consistency.describe(
+        check,
+        lambda: consistency.describe(
             "all_reduce", x, reduce=reduction, detail="invariant" if invariant else ""
         ),
         start,
@@ -188,7 +135,7 @@ def vary(x: Tensor, *, group: ProcessGroup | None = None, check: bool | None = N
     context = None
     if consistency.enabled(check):
         x, context, _ = consistency.agree(group, x, consistency.describe("vary", x))
-    return linear(Vary(group), x, context)
+    return apply_linear(Vary(group), x, context)
 
 
 def invariant(x: Tensor, *, group: ProcessGroup | None = None, check: bool | None = None) -> Tensor:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from gradwire.collectives import wire
 from gradwire.collectives.args.lists import pieces_of
+from gradwire.collectives.args.options import Async, Sync
 from gradwire.collectives.args.ranks import member
 from gradwire.collectives.args.sizes import (
     equal_sizes,
@@ -20,36 +19,19 @@ from gradwire.collectives.args.sizes import (
     valid_dim,
     valid_sizes,
 )
-from gradwire.collectives.autograd.handles import Handle, after, run
-from gradwire.collectives.autograd.linear import Linear, register
+from gradwire.collectives.autograd.handles import Handle, apply_or_start, then
 from gradwire.collectives.autograd.unstack import concat, unstack
 from gradwire.collectives.checks import consistency
 from gradwire.collectives.checks.call_signature import CallSignature
 from gradwire.collectives.ops.checked import run_checked
-from gradwire.collectives.wire import Pending
+from gradwire.collectives.ops.plans import AllToAll
 from gradwire.collectives.wire.ints import exchange_ints
 from gradwire.errors import ArgumentError
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 __all__ = ["all_to_all"]
-
-
-@register
-@dataclass(frozen=True)
-class AllToAll(Linear):
-    """Rows to each rank and rows from each rank; equal numbers of them if None."""
-
-    send: tuple[int, ...] | None = None
-    receive: tuple[int, ...] | None = None
-    name = "all_to_all"
-
-    def start(self, x: Tensor, blocking: bool = False) -> Pending:
-        return wire.all_to_all(x, self.send, self.receive, self.group, blocking)
-
-    def adjoint(self) -> AllToAll:
-        return AllToAll(self.group, self.receive, self.send)
-
-    def rows(self, rows: int) -> int:
-        return rows if self.receive is None else sum(self.receive)
 
 
 @overload
@@ -60,9 +42,7 @@ def all_to_all(
     output_splits: Sequence[int] | None = ...,
     split_dim: int = ...,
     concat_dim: int | None = ...,
-    group: ProcessGroup | None = ...,
-    async_op: Literal[False] = ...,
-    check: bool | None = ...,
+    **options: Unpack[Sync],
 ) -> Tensor: ...
 @overload
 def all_to_all(
@@ -72,9 +52,7 @@ def all_to_all(
     output_splits: Sequence[int] | None = ...,
     split_dim: int = ...,
     concat_dim: int | None = ...,
-    group: ProcessGroup | None = ...,
-    async_op: Literal[True],
-    check: bool | None = ...,
+    **options: Unpack[Async],
 ) -> Handle[Tensor]: ...
 @overload
 def all_to_all(
@@ -84,9 +62,7 @@ def all_to_all(
     output_splits: Sequence[int] | None = ...,
     split_dim: int = ...,
     concat_dim: int | None = ...,
-    group: ProcessGroup | None = ...,
-    async_op: Literal[False] = ...,
-    check: bool | None = ...,
+    **options: Unpack[Sync],
 ) -> tuple[Tensor, ...]: ...
 @overload
 def all_to_all(
@@ -96,9 +72,7 @@ def all_to_all(
     output_splits: Sequence[int] | None = ...,
     split_dim: int = ...,
     concat_dim: int | None = ...,
-    group: ProcessGroup | None = ...,
-    async_op: Literal[True],
-    check: bool | None = ...,
+    **options: Unpack[Async],
 ) -> Handle[tuple[Tensor, ...]]: ...
 def all_to_all(
     x: Tensor | Sequence[Tensor],
@@ -170,7 +144,7 @@ def all_to_all(
     detail = f"split_dim={split_dim}, concat_dim={out_dim}, splits given={send is not None}"
     rows, received = _exchange_rows(front, send, output_splits, detail, group, async_op, check)
     if out_dim == split_dim:
-        return after(rows, lambda y: move_back(y, split_dim))
+        return then(rows, lambda y: move_back(y, split_dim))
     world = group.size()
 
     def concatenated(y: Tensor) -> Tensor:
@@ -178,7 +152,7 @@ def all_to_all(
         pieces = y.split([y.shape[0] // world] * world if received is None else list(received))
         return torch.cat([piece.movedim(0, split_dim) for piece in pieces], out_dim)
 
-    return after(rows, concatenated)
+    return then(rows, concatenated)
 
 
 def _exchange_rows(
@@ -208,13 +182,13 @@ def _exchange_rows(
             group,
             rows,
             requested,
-            lambda x: _signature(x, detail, group, send, receive),
-            lambda x, context: run(op, x, context, async_op),
+            lambda: _signature(rows, detail, group, send, receive),
+            lambda x, context: apply_or_start(op, x, context, async_op),
         )
         return result, None
     elif send is not None and receive is None:
         receive = tuple(exchange_ints(send, group))
-    return run(AllToAll(group, send, receive), rows, context, async_op), receive
+    return apply_or_start(AllToAll(group, send, receive), rows, context, async_op), receive
 
 
 def _signature(
@@ -247,4 +221,4 @@ def _exchange_list(
         concat(pieces), send, output_splits, "list", group, async_op, check
     )
     assert receive is not None
-    return after(rows, lambda y: unstack(y, receive, scalars))
+    return then(rows, lambda y: unstack(y, receive, scalars))

@@ -3,62 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from gradwire.collectives import wire
+from gradwire.collectives.args.options import Async, Sync
 from gradwire.collectives.args.ranks import dense_tensor, member, root_of, with_data
 from gradwire.collectives.args.reductions import Op, reducible
 from gradwire.collectives.args.transforms import refuse_in_transforms
-from gradwire.collectives.autograd.handles import Handle, run
-from gradwire.collectives.autograd.linear import Linear, linear, register
+from gradwire.collectives.autograd.handles import Handle, apply_or_start
 from gradwire.collectives.checks import consistency
 from gradwire.collectives.checks.call_signature import CallSignature
-from gradwire.collectives.ops.all_reduce import AllReduce
 from gradwire.collectives.ops.checked import run_checked
-from gradwire.collectives.ops.nonlinear import Reducing, reduce_with
-from gradwire.collectives.wire import Pending
+from gradwire.collectives.ops.nonlinear import apply_reduction
+from gradwire.collectives.ops.plans import Broadcast, Reduce
 from gradwire.collectives.wire.ints import device_of
 from gradwire.errors import ArgumentError, ArgumentTypeError
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 __all__ = ["broadcast", "reduce"]
-
-
-@register
-@dataclass(frozen=True)
-class Broadcast(Linear):
-    """The root's tensor; the other ranks' inputs count for nothing."""
-
-    root: int
-    name = "broadcast"
-
-    def start(self, x: Tensor, blocking: bool = False) -> Pending:
-        return wire.broadcast(x, self.root, self.group, blocking)
-
-    def adjoint(self) -> Reduce:
-        return Reduce(self.group, self.root)
-
-
-@register
-@dataclass(frozen=True)
-class Reduce(Reducing):
-    """The sum on the root, zeros elsewhere."""
-
-    root: int
-    name = "reduce"
-
-    def start_with(self, x: Tensor, op: str, blocking: bool = False) -> Pending:
-        return wire.reduce(x, self.root, op, self.group, blocking)
-
-    def sum_over_ranks(self, x: Tensor) -> Tensor:
-        return linear(AllReduce(self.group), x)
-
-    def adjoint(self) -> Broadcast:
-        return Broadcast(self.group, self.root)
 
 
 @overload
@@ -68,9 +35,7 @@ def reduce(
     op: Op = ...,
     *,
     group_dst: int | None = ...,
-    group: ProcessGroup | None = ...,
-    async_op: Literal[False] = ...,
-    check: bool | None = ...,
+    **options: Unpack[Sync],
 ) -> Tensor: ...
 @overload
 def reduce(
@@ -79,9 +44,7 @@ def reduce(
     op: Op = ...,
     *,
     group_dst: int | None = ...,
-    group: ProcessGroup | None = ...,
-    async_op: Literal[True],
-    check: bool | None = ...,
+    **options: Unpack[Async],
 ) -> Handle[Tensor]: ...
 def reduce(
     x: Tensor,
@@ -128,9 +91,9 @@ def reduce(
     return run_checked(
         group,
         x,
-        consistency.requested(check),
-        lambda x: consistency.describe("reduce", x, reduce=reduction, root=root),
-        lambda x, context: reduce_with(Reduce(group, root), x, reduction, context, async_op),
+        check,
+        lambda: consistency.describe("reduce", x, reduce=reduction, root=root),
+        lambda x, context: apply_reduction(Reduce(group, root), x, reduction, context, async_op),
     )
 
 
@@ -140,9 +103,7 @@ def broadcast(
     src: int | None = ...,
     *,
     group_src: int | None = ...,
-    group: ProcessGroup | None = ...,
-    async_op: Literal[False] = ...,
-    check: bool | None = ...,
+    **options: Unpack[Sync],
 ) -> Tensor: ...
 @overload
 def broadcast(
@@ -150,9 +111,7 @@ def broadcast(
     src: int | None = ...,
     *,
     group_src: int | None = ...,
-    group: ProcessGroup | None = ...,
-    async_op: Literal[True],
-    check: bool | None = ...,
+    **options: Unpack[Async],
 ) -> Handle[Tensor]: ...
 def broadcast(
     x: Tensor | Sequence[int] | None,
@@ -209,14 +168,14 @@ def broadcast(
     op = Broadcast(group, root)
     if requested:
         y, context = _agree(given, root, group)
-        return run(op, _placeholder(y, group), context, async_op)
+        return apply_or_start(op, _placeholder(y, group), context, async_op)
     assert isinstance(given, Tensor)
     return run_checked(
         group,
         _placeholder(given, group),
         requested,
-        lambda x: consistency.describe("broadcast", x, root=root),
-        lambda x, context: run(op, x, context, async_op),
+        lambda: consistency.describe("broadcast", given, root=root),
+        lambda x, context: apply_or_start(op, x, context, async_op),
     )
 
 

@@ -36,37 +36,38 @@ _WILL_EXCHANGE = 1
 def run_checked(
     group: ProcessGroup,
     x: Tensor,
-    requested: bool | None,
-    describe: Callable[[Tensor], CallSignature],
+    check: bool | None,
+    describe: Callable[[], CallSignature],
     run: Callable[[Tensor, CheckContext | None], T],
     *,
-    alike: bool = True,
+    same_on_all: bool = True,
 ) -> T:
     """Run a call, after ranks have compared it if checks are on or cost nothing.
 
     Args:
         group: The group.
         x: The tensor.
-        requested: Whether checks are on; see `consistency.requested`.
-        describe: What the ranks compare.
+        check: As the caller gave it; see `checks`.
+        describe: Gives what the ranks compare.
         run: The call, with the context for its backward. It is called again if a gradient turns out
             to be wanted elsewhere.
-        alike: Whether all ranks' signatures are equal, so that their hashes are.
+        same_on_all: Whether all ranks' signatures are equal, so that their hashes are.
 
     Raises:
         MismatchError: On every rank, if they disagree.
     """
+    requested = consistency.requested(check)
     if requested:
-        x, context, _ = consistency.agree(group, x, describe(x))
+        x, context, _ = consistency.agree(group, x, describe())
         return run(x, context)
-    if requested is not None or not alike:
+    if requested is False or not same_on_all:
         return run(x, None)
     callee: Any = backend_of(group, x).python or group
     if not _sends_marks(callee):
         return run(x, None)
     # The number is part of the mark, so that a rank that is one call behind differs, although the
     # signatures are equal.
-    call, number = describe(x), consistency.next_number(group)
+    call, number = describe(), consistency.next_number(group)
 
     def repeat() -> T:
         y, context, _ = consistency.agree(group, x, call)

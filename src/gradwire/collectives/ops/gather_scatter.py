@@ -7,71 +7,32 @@ that the graph is the same on all: scatter does not read it, gather fills it wit
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from gradwire.collectives import wire
+from gradwire.collectives.args.options import Async, Sync
 from gradwire.collectives.args.ranks import member, root_of
 from gradwire.collectives.args.sizes import (
+    KnownSizes,
     Sizes,
     move_back,
     move_to_front,
     resolve_sizes,
-    sizes_text,
 )
 from gradwire.collectives.args.transforms import refuse_in_transforms
-from gradwire.collectives.autograd.handles import Handle, after, run
-from gradwire.collectives.autograd.linear import Linear, register
+from gradwire.collectives.autograd.handles import Handle, apply_or_start, then
 from gradwire.collectives.checks import consistency
-from gradwire.collectives.checks.call_signature import CallSignature
-from gradwire.collectives.ops.checked import run_checked
+from gradwire.collectives.checks.consistency import CheckContext
+from gradwire.collectives.ops.all_gather_reduce_scatter import checked_gather
+from gradwire.collectives.ops.plans import Gather, Scatter
 from gradwire.collectives.ops.scatter_source import ScatterSource, agree_on_source
-from gradwire.collectives.wire import Pending
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["gather", "scatter"]
-
-
-@register
-@dataclass(frozen=True)
-class Gather(Linear):
-    """All ranks' rows on the root; `elsewhere` rows of zeros on the others."""
-
-    root: int
-    sizes: tuple[int, ...]
-    elsewhere: int
-    name = "gather"
-
-    def start(self, x: Tensor, blocking: bool = False) -> Pending:
-        return wire.gather(x, self.root, self.sizes, self.elsewhere, self.group, blocking)
-
-    def adjoint(self) -> Scatter:
-        return Scatter(self.group, self.root, self.sizes, self.elsewhere)
-
-    def rows(self, rows: int) -> int:
-        return sum(self.sizes) if self.group.rank() == self.root else self.elsewhere
-
-
-@register
-@dataclass(frozen=True)
-class Scatter(Linear):
-    """The root's rows, some to each rank; the others' input, `elsewhere` rows, is not read."""
-
-    root: int
-    sizes: tuple[int, ...]
-    elsewhere: int
-    name = "scatter"
-
-    def start(self, x: Tensor, blocking: bool = False) -> Pending:
-        return wire.scatter(x, self.root, self.sizes, self.group, blocking)
-
-    def adjoint(self) -> Gather:
-        return Gather(self.group, self.root, self.sizes, self.elsewhere)
-
-    def rows(self, rows: int) -> int:
-        return self.sizes[self.group.rank()]
 
 
 @overload
@@ -83,9 +44,7 @@ def gather(
     sizes: Sizes = ...,
     stack: bool = ...,
     group_dst: int | None = ...,
-    group: ProcessGroup | None = ...,
-    async_op: Literal[False] = ...,
-    check: bool | None = ...,
+    **options: Unpack[Sync],
 ) -> Tensor: ...
 @overload
 def gather(
@@ -96,9 +55,7 @@ def gather(
     sizes: Sizes = ...,
     stack: bool = ...,
     group_dst: int | None = ...,
-    group: ProcessGroup | None = ...,
-    async_op: Literal[True],
-    check: bool | None = ...,
+    **options: Unpack[Async],
 ) -> Handle[Tensor]: ...
 def gather(
     x: Tensor,
@@ -146,20 +103,12 @@ def gather(
     root = root_of(group, dst, group_dst, "dst")
     front, dim = move_to_front(x, dim, stack)
 
-    def describe(front: Tensor) -> CallSignature:
-        text = f"dim={dim}, {sizes_text(sizes)}"
-        return consistency.describe(
-            "gather", front, root=root, detail=text, ragged=sizes is not None
-        )
+    def start(known: KnownSizes, front: Tensor, context: CheckContext | None) -> Any:
+        known = known or (front.shape[0],) * group.size()
+        return apply_or_start(Gather(group, root, known, sum(known)), front, context, async_op)
 
-    def start(front: Tensor, context: consistency.CheckContext | None) -> Any:
-        known = resolve_sizes(sizes, front.shape[0], group) or (front.shape[0],) * group.size()
-        return run(Gather(group, root, known, sum(known)), front, context, async_op)
-
-    gathered = run_checked(
-        group, front, consistency.requested(check), describe, start, alike=sizes is None
-    )
-    return after(gathered, lambda y: move_back(y, dim))
+    gathered = checked_gather("gather", front, sizes, f"dim={dim}", group, check, start, root)
+    return then(gathered, lambda y: move_back(y, dim))
 
 
 @overload
@@ -171,9 +120,7 @@ def scatter(
     sizes: Sequence[int] | None = ...,
     like: Tensor | None = ...,
     group_src: int | None = ...,
-    group: ProcessGroup | None = ...,
-    async_op: Literal[False] = ...,
-    check: bool | None = ...,
+    **options: Unpack[Sync],
 ) -> Tensor: ...
 @overload
 def scatter(
@@ -184,9 +131,7 @@ def scatter(
     sizes: Sequence[int] | None = ...,
     like: Tensor | None = ...,
     group_src: int | None = ...,
-    group: ProcessGroup | None = ...,
-    async_op: Literal[True],
-    check: bool | None = ...,
+    **options: Unpack[Async],
 ) -> Handle[Tensor]: ...
 def scatter(
     xs: Tensor | Sequence[Tensor] | None,
@@ -255,5 +200,5 @@ def scatter(
     if group.rank() != root and like is None:
         source = source.attach_to(xs)
     op = Scatter(group, root, source.sizes, len(source.rows))
-    result = run(op, source.rows, context, async_op)
-    return after(result, lambda y: y.reshape(()) if source.scalars else move_back(y, source.dim))
+    result = apply_or_start(op, source.rows, context, async_op)
+    return then(result, lambda y: y.reshape(()) if source.scalars else move_back(y, source.dim))

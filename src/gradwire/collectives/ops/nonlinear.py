@@ -7,7 +7,6 @@ product of the other ranks' tensors.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from typing import Any
 
 import torch
@@ -17,106 +16,95 @@ from torch.distributed import ProcessGroup
 
 from gradwire.collectives.args.reductions import BITWISE
 from gradwire.collectives.args.transforms import refuse_split
-from gradwire.collectives.autograd.handles import AsyncState, Handle, after, run, waited
-from gradwire.collectives.autograd.linear import (
-    Linear,
+from gradwire.collectives.autograd.handles import (
+    AsyncState,
+    Handle,
+    apply_or_start,
+    handle_of_token,
+    then,
+)
+from gradwire.collectives.autograd.linear_collective import (
+    apply_linear,
     compiling,
+    decode_plan,
     graph_is_needed,
-    linear,
-    restored_linear,
     result_like,
 )
 from gradwire.collectives.checks.consistency import CheckContext, check_backward
+from gradwire.collectives.ops.plans import AllReduce, ReductionCollective
 from gradwire.collectives.ops.sharded import exclusive_product
 from gradwire.collectives.wire import Pending
 
-__all__ = ["Reducing", "reduce_with", "scaled"]
+__all__ = ["apply_reduction", "divide_if_avg"]
 
 
-class Reducing(Linear):
-    """A collective that sums, and can do the same with another reduction."""
-
-    def start(self, x: Tensor, blocking: bool = False) -> Pending:
-        """`start_with` for a sum."""
-        return self.start_with(x, "sum", blocking)
-
-    @abstractmethod
-    def start_with(self, x: Tensor, op: str, blocking: bool = False) -> Pending:
-        """`start` with another reduction."""
-
-    def adjoint_of_result(self, y: Tensor) -> Tensor:
-        """The whole result on every rank: its adjoint collective, or for an all_reduce itself."""
-        return linear(self.adjoint(), y)
-
-    @abstractmethod
-    def sum_over_ranks(self, x: Tensor) -> Tensor:
-        """The sum of the ranks' inputs, unsplit and on all ranks."""
-
-
-def reduce_with(
-    form: Reducing, x: Tensor, op: str, context: CheckContext | None, async_op: bool
+def apply_reduction(
+    plan: ReductionCollective, x: Tensor, op: str, context: CheckContext | None, async_op: bool
 ) -> Any:
-    """The collective `form` with another reduction: its result, or its handle."""
+    """The collective with any reduction: its result, or its handle."""
     if op in ("sum", "avg", "premul"):
-        return scaled(run(form, x, context, async_op), op, form.group)
+        return divide_if_avg(apply_or_start(plan, x, context, async_op), op, plan.group)
     differentiable = op not in BITWISE and (x.is_floating_point() or x.is_complex())
     if async_op:
-        return _start_async(form, x, op, context, differentiable)
-    if differentiable and (
-        compiling(x) or torch._C._are_functorch_transforms_active() or graph_is_needed(x)
-    ):
-        return _differentiable(form, x, op, context)
-    return form.start_with(x, op, blocking=True).wait()
+        return _start_async(plan, x, op, context, differentiable)
+    if differentiable and compiling(x):
+        return _reduced(x, plan.name, plan.as_ints(), op, plan.group.group_name)
+    if differentiable and (torch._C._are_functorch_transforms_active() or graph_is_needed(x)):
+        return _Reduction.apply(x, plan, op, context)[0]  # type: ignore[no-untyped-call]
+    return plan.start_reduction(x, op, blocking=True).wait()
 
 
-def scaled(total: Any, op: str, group: ProcessGroup) -> Any:
+def divide_if_avg(total: Any, op: str, group: ProcessGroup) -> Any:
     """A sum, or its handle; divided by the number of ranks for "avg"."""
     world = group.size()
-    return after(total, lambda y: y.div_(world)) if op == "avg" else total
-
-
-def _differentiable(form: Reducing, x: Tensor, op: str, context: CheckContext | None) -> Tensor:
-    """The reduction, with its derivatives."""
-    if compiling(x):
-        y: Tensor = _reduced(x, form.name, form.plan(), op, form.group.group_name)
-        return y
-    if op == "product":
-        return _Product.apply(x, form, context)  # type: ignore[no-any-return, no-untyped-call]
-    return _Extremum.apply(x, form, op, context)[0]  # type: ignore[no-any-return, no-untyped-call]
+    return then(total, lambda y: y.div_(world)) if op == "avg" else total
 
 
 def _start_async(
-    form: Reducing, x: Tensor, op: str, context: CheckContext | None, differentiable: bool
+    plan: ReductionCollective,
+    x: Tensor,
+    op: str,
+    context: CheckContext | None,
+    differentiable: bool,
 ) -> Handle[Tensor]:
     """The reduction's handle, with its derivative if it has one."""
     refuse_split()
     if not differentiable or not graph_is_needed(x):
-        return Handle(form.start_with(x, op).wait, form.name)
+        return Handle(plan.start_reduction(x, op).wait, plan.name)
     state = AsyncState()
-    token = _Start.apply(x, form, op, state, context)  # type: ignore[no-untyped-call]
-    return waited(token, form, state, context)
+    token = _Start.apply(x, plan, op, state, context)  # type: ignore[no-untyped-call]
+    return handle_of_token(token, plan, state, context)
 
 
-def _factor(form: Reducing, op: str, x: Tensor, y: Tensor | None) -> Tensor:
-    """What this rank multiplies the cotangent of the sum with."""
+def _derivative(plan: ReductionCollective, op: str, x: Tensor, y: Tensor) -> Tensor:
+    """The local derivative of the result `y` by this rank's tensor."""
     if op == "product":
-        return exclusive_product(x, form.group).conj()
-    assert y is not None
-    return _share_of_ties(form, x, y)
+        return exclusive_product(x, plan.group)  # not y / x: x may be 0
+    # Ties over ranks share the derivative equally, as torch.amax has it.
+    x, y = x.detach(), plan.full_result(y.detach())
+    ties = (x == y) | x.isnan()
+    # Counted in uint8: a quarter of the bytes of float32, or less.
+    small = torch.uint8 if plan.group.size() < 256 else torch.int32
+    counts = apply_linear(AllReduce(plan.group), ties.to(small))
+    return ties.to(x.dtype) / counts.to(x.dtype)
 
 
-class _Extremum(Function):
-    """max and min. Ties over ranks share the cotangent equally, as torch.amax has it."""
+def _saved(op: str, y: Tensor) -> Tensor:
+    """What backward needs of a result: a copy, because the caller may change it in place."""
+    return y.new_empty(0) if op == "product" else y.clone()
+
+
+class _Reduction(Function):
+    """From the tensor to the result, and what backward needs of that."""
 
     @staticmethod
-    def forward(x: Tensor, form: Reducing, op: str, context: CheckContext | None) -> Any:
-        y = form.start_with(x, op, blocking=True).wait()
-        # A copy for backward, because the caller may change the result in place.
-        return y, y.clone()
+    def forward(x: Tensor, plan: ReductionCollective, op: str, context: CheckContext | None) -> Any:
+        y = plan.start_reduction(x, op, blocking=True).wait()
+        return y, _saved(op, y)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        x, ctx.form, _, ctx.check = inputs
+        x, ctx.plan, ctx.op, ctx.check = inputs
         ctx.mark_non_differentiable(output[1])
         ctx.save_for_backward(x, output[1])
         ctx.save_for_forward(x, output[1])
@@ -124,57 +112,18 @@ class _Extremum(Function):
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor, _: Any) -> Any:
         with check_backward(ctx.check, cotangent):
-            total = linear(ctx.form.adjoint(), cotangent, ctx.check)
-        return total * _share_of_ties(ctx.form, *ctx.saved_tensors), None, None, None
+            total = apply_linear(ctx.plan.adjoint(), cotangent, ctx.check)
+        return total * _derivative(ctx.plan, ctx.op, *ctx.saved_tensors).conj(), None, None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Any:
-        x, y = ctx.saved_tensors
-        return linear(ctx.form, tangent * _share_of_ties(ctx.form, x, y), ctx.check), None
+        local = tangent * _derivative(ctx.plan, ctx.op, *ctx.saved_tensors)
+        return apply_linear(ctx.plan, local, ctx.check), None
 
     @staticmethod
-    def vmap(_: Any, in_dims: Any, x: Tensor, *rest: Any) -> Any:
-        return _Extremum.apply(x.movedim(in_dims[0], -1), *rest), (-1, -1)  # type: ignore[no-untyped-call]
-
-
-def _share_of_ties(form: Reducing, x: Tensor, y: Tensor) -> Tensor:
-    """This rank's part of the derivative of an extremum: 1 over the number of ranks that tie."""
-    x, y = x.detach(), form.adjoint_of_result(y.detach())
-    ties = (x == y) | x.isnan()
-    # Counted in uint8: a quarter of the bytes of float32, or less.
-    small = torch.uint8 if form.group.size() < 256 else torch.int32
-    counts = form.sum_over_ranks(ties.to(small))
-    return ties.to(x.dtype) / counts.to(x.dtype)
-
-
-class _Product(Function):
-    """product. Its factor is the product of the other ranks, not result / x: x may be 0."""
-
-    @staticmethod
-    def forward(x: Tensor, form: Reducing, context: CheckContext | None) -> Tensor:
-        return form.start_with(x, "product", blocking=True).wait()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        x, ctx.form, ctx.check = inputs
-        ctx.save_for_backward(x)
-        ctx.save_for_forward(x)
-
-    @staticmethod
-    def backward(ctx: Any, cotangent: Tensor) -> Any:
-        (x,) = ctx.saved_tensors
-        with check_backward(ctx.check, cotangent):
-            total = linear(ctx.form.adjoint(), cotangent, ctx.check)
-        return total * exclusive_product(x, ctx.form.group).conj(), None, None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Any:
-        (x,) = ctx.saved_tensors
-        return linear(ctx.form, tangent * exclusive_product(x, ctx.form.group), ctx.check)
-
-    @staticmethod
-    def vmap(_: Any, in_dims: Any, x: Tensor, *rest: Any) -> Any:
-        return _Product.apply(x.movedim(in_dims[0], -1), *rest), -1  # type: ignore[no-untyped-call]
+    def vmap(_: Any, in_dims: Any, x: Tensor, plan: Any, op: str, context: Any) -> Any:
+        outputs = _Reduction.apply(x.movedim(in_dims[0], -1), plan, op, context)  # type: ignore[no-untyped-call]
+        return outputs, (-1, None if op == "product" else -1)
 
 
 class _Start(Function):
@@ -182,14 +131,17 @@ class _Start(Function):
 
     @staticmethod
     def forward(
-        x: Tensor, form: Reducing, op: str, state: AsyncState, context: CheckContext | None
+        x: Tensor,
+        plan: ReductionCollective,
+        op: str,
+        state: AsyncState,
+        context: CheckContext | None,
     ) -> Tensor:
-        pending = form.start_with(x, op)
+        pending = plan.start_reduction(x, op)
 
         def finish() -> Tensor:
             y = pending.wait()
-            # A copy for backward, because the caller may change the result in place.
-            state.result = None if op == "product" else y.clone()
+            state.result = _saved(op, y)
             return y
 
         state.pending = Pending((), finish)
@@ -197,51 +149,51 @@ class _Start(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        x, ctx.form, ctx.op, ctx.state, ctx.check = inputs
+        x, ctx.plan, ctx.op, ctx.state, ctx.check = inputs
         ctx.save_for_backward(x)
 
     @staticmethod
     def backward(ctx: Any, token: Tensor) -> Any:
         (x,) = ctx.saved_tensors
-        total = ctx.state.wait_adjoint(token, ctx.form.adjoint(), ctx.check)
-        factor = _factor(ctx.form, ctx.op, x, ctx.state.result)
-        return total * factor, None, None, None, None
+        total = ctx.state.wait_adjoint(token, ctx.plan.adjoint(), ctx.check)
+        derivative = _derivative(ctx.plan, ctx.op, x, ctx.state.result)
+        return total * derivative.conj(), None, None, None, None
 
 
 # --- compiled graphs ---
 
 
-def _run_reduced(x: Tensor, form: str, plan: list[int], op: str, group: str) -> Tensor:
-    return _reducing(form, plan, group).start_with(x, op, blocking=True).wait()
+def _run_reduced(x: Tensor, name: str, ints: list[int], op: str, group: str) -> Tensor:
+    return _decode(name, ints, group).start_reduction(x, op, blocking=True).wait()
+
+
+def _fake_reduced(x: Tensor, name: str, ints: list[int], op: str, group: str) -> Tensor:
+    return result_like(x, _decode(name, ints, group))
 
 
 def _save_reduced(ctx: Any, inputs: Any, output: Any) -> None:
-    x, ctx.name, ctx.plan, ctx.op, ctx.group = inputs
+    x, ctx.name, ctx.ints, ctx.op, ctx.group = inputs
     ctx.save_for_backward(x, output)
 
 
 def _backward_reduced(ctx: Any, cotangent: Tensor) -> Any:
-    form = _reducing(ctx.name, ctx.plan, ctx.group)
-    x, y = ctx.saved_tensors
-    total = linear(form.adjoint(), cotangent)
-    return total * _factor(form, ctx.op, x, y), None, None, None, None
+    plan = _decode(ctx.name, ctx.ints, ctx.group)
+    total = apply_linear(plan.adjoint(), cotangent)
+    derivative = _derivative(plan, ctx.op, *ctx.saved_tensors)
+    return total * derivative.conj(), None, None, None, None
 
 
-def _fake_reduced(x: Tensor, form: str, plan: list[int], op: str, group: str) -> Tensor:
-    return result_like(x, _reducing(form, plan, group))
-
-
-def _reducing(form: str, plan: list[int], group: str) -> Reducing:
-    restored = restored_linear(form, plan, group)
-    assert isinstance(restored, Reducing)
-    return restored
+def _decode(name: str, ints: list[int], group: str) -> ReductionCollective:
+    plan = decode_plan(name, ints, group)
+    assert isinstance(plan, ReductionCollective)
+    return plan
 
 
 _reduced = torch.library.custom_op(
     "gradwire::reduced",
     _run_reduced,
     mutates_args=(),
-    schema="(Tensor x, str form, int[] plan, str op, str group) -> Tensor",
+    schema="(Tensor x, str name, int[] ints, str op, str group) -> Tensor",
 )
 _reduced.register_fake(_fake_reduced)
 _reduced.register_autograd(_backward_reduced, setup_context=_save_reduced)

@@ -11,9 +11,8 @@ from torch.distributed import ProcessGroup
 
 from gradwire.collectives import wire
 from gradwire.collectives.args.ranks import dense_tensor, member
-from gradwire.collectives.autograd.linear import Linear, linear, register
-from gradwire.collectives.wire import Pending
-from gradwire.collectives.wire.backends import fresh
+from gradwire.collectives.autograd.linear_collective import apply_linear
+from gradwire.collectives.ops.plans import Barrier
 from gradwire.collectives.wire.ints import device_of, gather_ints
 
 __all__ = ["all_gather_object", "barrier"]
@@ -41,20 +40,6 @@ def all_gather_object(obj: Any, *, group: ProcessGroup | None = None) -> list[An
     return [pickle.loads(piece.numpy().tobytes()) for piece in pieces]
 
 
-@register
-class Barrier(Linear):
-    """The identity, which waits for all ranks in both passes."""
-
-    name = "barrier"
-
-    def start(self, x: Tensor, blocking: bool = False) -> Pending:
-        wire.barrier(self.group)
-        return wire.done(fresh(x))
-
-    def adjoint(self) -> Barrier:
-        return self
-
-
 @overload
 def barrier(x: None = ..., *, group: ProcessGroup | None = ...) -> None: ...
 @overload
@@ -77,6 +62,6 @@ def barrier(x: Tensor | None = None, *, group: ProcessGroup | None = None) -> Te
     group = member(group)
     if x is not None:
         dense_tensor(x)
-        return linear(Barrier(group), x)
+        return apply_linear(Barrier(group), x)
     wire.barrier(group)
     return None

@@ -3,77 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, overload
 
-import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from gradwire.collectives import wire
+from gradwire.collectives.args.options import Async, Sync
 from gradwire.collectives.args.ranks import dense_tensor, member
-from gradwire.collectives.autograd.handles import Handle, run
-from gradwire.collectives.autograd.linear import Linear, register
+from gradwire.collectives.autograd.handles import Handle, apply_or_start
 from gradwire.collectives.checks import consistency
 from gradwire.collectives.ops.checked import run_checked
-from gradwire.collectives.wire import Pending
-from gradwire.collectives.wire.backends import fresh
+from gradwire.collectives.ops.plans import Permute
 from gradwire.errors import ArgumentError, ArgumentTypeError
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["ppermute", "shift"]
 
 
-@register
-@dataclass(frozen=True)
-class Permute(Linear):
-    """Each tensor to the rank that its pair names; zeros where none comes."""
-
-    pairs: tuple[tuple[int, int], ...]
-    name = "ppermute"
-
-    def start(self, x: Tensor, blocking: bool = False) -> Pending:
-        rank, world = self.group.rank(), self.group.size()
-        send, receive = [0] * world, [0] * world
-        for source, target in self.pairs:
-            if source == rank:
-                send[target] = 1
-            if target == rank:
-                receive[source] = 1
-        if x.numel() == 0:
-            return wire.done(fresh(x))
-        row = x.unsqueeze(0)
-        pending = wire.all_to_all(row[: sum(send)], send, receive, self.group, blocking)
-        if sum(receive):
-            # Not a view, which could not be changed in place: autograd knows nothing of its base.
-            return Pending((), lambda: pending.wait()[0].data)
-
-        def nothing() -> Tensor:
-            pending.wait()
-            return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
-
-        return Pending((), nothing)
-
-    def adjoint(self) -> Permute:
-        return Permute(self.group, tuple((target, source) for source, target in self.pairs))
-
-
+@overload
+def ppermute(x: Tensor, pairs: Sequence[tuple[int, int]], **options: Unpack[Sync]) -> Tensor: ...
 @overload
 def ppermute(
-    x: Tensor,
-    pairs: Sequence[tuple[int, int]],
-    *,
-    group: ProcessGroup | None = ...,
-    async_op: Literal[False] = ...,
-    check: bool | None = ...,
-) -> Tensor: ...
-@overload
-def ppermute(
-    x: Tensor,
-    pairs: Sequence[tuple[int, int]],
-    *,
-    group: ProcessGroup | None = ...,
-    async_op: Literal[True],
-    check: bool | None = ...,
+    x: Tensor, pairs: Sequence[tuple[int, int]], **options: Unpack[Async]
 ) -> Handle[Tensor]: ...
 def ppermute(
     x: Tensor,
@@ -121,24 +74,10 @@ def ppermute(
 
 
 @overload
-def shift(
-    x: Tensor,
-    k: int = ...,
-    *,
-    wrap: bool = ...,
-    group: ProcessGroup | None = ...,
-    async_op: Literal[False] = ...,
-    check: bool | None = ...,
-) -> Tensor: ...
+def shift(x: Tensor, k: int = ..., *, wrap: bool = ..., **options: Unpack[Sync]) -> Tensor: ...
 @overload
 def shift(
-    x: Tensor,
-    k: int = ...,
-    *,
-    wrap: bool = ...,
-    group: ProcessGroup | None = ...,
-    async_op: Literal[True],
-    check: bool | None = ...,
+    x: Tensor, k: int = ..., *, wrap: bool = ..., **options: Unpack[Async]
 ) -> Handle[Tensor]: ...
 def shift(
     x: Tensor,
@@ -196,9 +135,9 @@ def _permuted(
     return run_checked(
         group,
         x,
-        consistency.requested(check),
-        lambda x: consistency.describe(name, x, detail=f"pairs={moves}"),
-        lambda x, context: run(Permute(group, moves), x, context, async_op),
+        check,
+        lambda: consistency.describe(name, x, detail=f"pairs={moves}"),
+        lambda x, context: apply_or_start(Permute(group, moves), x, context, async_op),
     )
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from gradwire.collectives.autograd.linear import linear
-from gradwire.collectives.ops.all_to_all import AllToAll
+from gradwire.collectives.autograd.linear_collective import apply_linear
+from gradwire.collectives.ops.plans import AllToAll
 from gradwire.collectives.wire import split_sizes
 
 __all__ = ["combine", "exclusive_product", "exclusive_scan", "filled_row"]
@@ -36,9 +36,9 @@ def combine(x: Tensor, group: ProcessGroup, fn: Callable[[Tensor], Tensor]) -> T
         there, back = AllToAll(group, sizes, mine), AllToAll(group, mine, sizes)
     else:
         there = back = AllToAll(group)
-    pieces = linear(there, flat)
+    pieces = apply_linear(there, flat)
     pieces = fn(pieces.reshape(world, pieces.shape[0] // world))
-    return linear(back, pieces.reshape(-1)).reshape(x.shape)
+    return apply_linear(back, pieces.reshape(-1)).reshape(x.shape)
 
 
 def exclusive_product(x: Tensor, group: ProcessGroup) -> Tensor:

@@ -1,8 +1,8 @@
 """The rules that all linear collectives share: backward is the adjoint, forward mode the op itself.
 
 A linear collective says how it starts, what its adjoint is and what shape it gives. From that
-follow the autograd function (whose backward calls `linear` again, so that every derivative has a
-derivative), its batching rule and the custom op that stands for it in a compiled graph.
+follow the autograd function (whose backward calls `apply_linear` again, so that every derivative
+has a derivative), its batching rule and the custom op that stands for it in a compiled graph.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,22 +25,24 @@ from gradwire.collectives.checks.consistency import CheckContext, check_backward
 from gradwire.collectives.wire import Pending
 
 __all__ = [
-    "Linear",
+    "LinearCollective",
+    "apply_linear",
     "compiling",
+    "decode_plan",
     "eager_apply",
     "graph_is_needed",
     "is_transformed",
-    "linear",
     "register",
-    "restored_linear",
     "result_like",
 ]
+
+P = TypeVar("P", bound="LinearCollective")
 
 _NONE, _INT, _TUPLE = range(3)
 
 
 @dataclass(frozen=True)
-class Linear(ABC):
+class LinearCollective(ABC):
     """A collective that is linear in its tensor: a plan, made before anything is sent.
 
     Only the first dim is split or concatenated. So `vmap` needs no rule for each collective: its
@@ -51,7 +53,7 @@ class Linear(ABC):
     """
 
     name: ClassVar[str]
-    field_names: ClassVar[tuple[str, ...]]  # listed once, because Dynamo traces `plan`
+    field_names: ClassVar[tuple[str, ...]]  # listed once, because Dynamo traces `as_ints`
     group: ProcessGroup
 
     @abstractmethod
@@ -59,14 +61,14 @@ class Linear(ABC):
         """Send, without gradients; `blocking` says that the result is waited for at once."""
 
     @abstractmethod
-    def adjoint(self) -> Linear:
+    def adjoint(self) -> LinearCollective:
         """The transpose, under the inner product that sums over the ranks."""
 
     def rows(self, rows: int) -> int:
         """The size of the result in the first dim, from the input's."""
         return rows
 
-    def plan(self) -> list[int]:
+    def as_ints(self) -> list[int]:
         """Its fields but the group, as the integers that the custom op takes."""
         return [n for name in self.field_names for n in _as_ints(getattr(self, name))]
 
@@ -90,27 +92,29 @@ def _from_ints(ints: Iterator[int]) -> Any:
     return tuple(_from_ints(ints) for _ in range(next(ints)))
 
 
-class _Linear(Function):
+class _LinearFunction(Function):
     @staticmethod
-    def forward(x: Tensor, op: Linear, context: CheckContext | None) -> Tensor:
-        return op.start(x, blocking=True).wait()
+    def forward(x: Tensor, plan: LinearCollective, context: CheckContext | None) -> Tensor:
+        return plan.start(x, blocking=True).wait()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        _, ctx.op, ctx.check = inputs
+        _, ctx.plan, ctx.check = inputs
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> Any:
         with check_backward(ctx.check, cotangent):
-            return linear(ctx.op.adjoint(), cotangent, ctx.check), None, None
+            return apply_linear(ctx.plan.adjoint(), cotangent, ctx.check), None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, _op: None, _context: None) -> Any:
-        return linear(ctx.op, tangent, ctx.check)
+        return apply_linear(ctx.plan, tangent, ctx.check)
 
     @staticmethod
-    def vmap(_info: Any, in_dims: Any, x: Tensor, op: Linear, context: CheckContext | None) -> Any:
-        return linear(op, x.movedim(in_dims[0], -1), context), -1
+    def vmap(
+        _info: Any, in_dims: Any, x: Tensor, plan: LinearCollective, context: CheckContext | None
+    ) -> Any:
+        return apply_linear(plan, x.movedim(in_dims[0], -1), context), -1
 
 
 def eager_apply(function: type[Function]) -> Callable[..., Any]:
@@ -136,27 +140,27 @@ def eager_apply(function: type[Function]) -> Callable[..., Any]:
     return apply
 
 
-_apply_linear = eager_apply(_Linear)
+_apply_eagerly = eager_apply(_LinearFunction)
 
 
-def linear(op: Linear, x: Tensor, context: CheckContext | None = None) -> Tensor:
+def apply_linear(plan: LinearCollective, x: Tensor, context: CheckContext | None = None) -> Tensor:
     """The collective on a tensor, differentiable in every mode."""
     if compiling(x):
-        return _compiled(op, x)
+        return _apply_compiled(plan, x)
     if is_legacy_batchedtensor(x):
-        return _batched_cotangent(op, x, context)
+        return _batched_cotangent(plan, x, context)
     if torch._C._are_functorch_transforms_active():
-        return _Linear.apply(x, op, context)  # type: ignore[no-any-return, no-untyped-call]
+        return _LinearFunction.apply(x, plan, context)  # type: ignore[no-any-return, no-untyped-call]
     if not graph_is_needed(x):
-        return op.start(x, blocking=True).wait()
-    return _apply_linear(x, op, context)  # type: ignore[no-any-return]
+        return plan.start(x, blocking=True).wait()
+    return _apply_eagerly(x, plan, context)  # type: ignore[no-any-return]
 
 
-def _batched_cotangent(op: Linear, x: Tensor, context: CheckContext | None) -> Tensor:
+def _batched_cotangent(plan: LinearCollective, x: Tensor, context: CheckContext | None) -> Tensor:
     """The collective on cotangents of `is_grads_batched`, which has a vmap without rules."""
     level = torch._C._vmapmode_increment_nesting() - 1
     torch._C._vmapmode_decrement_nesting()
-    y = linear(op, torch._remove_batch_dim(x, level, 1, x.dim()), context)
+    y = apply_linear(plan, torch._remove_batch_dim(x, level, 1, x.dim()), context)
     return torch._add_batch_dim(y, y.dim() - 1, level)
 
 
@@ -177,29 +181,28 @@ def compiling(x: Tensor) -> bool:
 
 # --- compiled graphs ---
 
-_kinds: dict[str, type[Linear]] = {}
-_custom: dict[str, Callable[[Tensor, list[int], str], Tensor]] = {}
+_plan_classes: dict[str, type[LinearCollective]] = {}
+_custom_ops: dict[str, Callable[[Tensor, list[int], str], Tensor]] = {}
 
 
-def _compiled(op: Linear, x: Tensor) -> Tensor:
-    return _custom[op.name](x, op.plan(), op.group.group_name)
+def _apply_compiled(plan: LinearCollective, x: Tensor) -> Tensor:
+    return _custom_ops[plan.name](x, plan.as_ints(), plan.group.group_name)
 
 
-def result_like(x: Tensor, op: Linear) -> Tensor:
+def result_like(x: Tensor, plan: LinearCollective) -> Tensor:
     """An empty tensor of the shape that the collective gives."""
-    return x.new_empty((op.rows(x.shape[0]), *x.shape[1:]) if x.dim() else ())
+    return x.new_empty((plan.rows(x.shape[0]), *x.shape[1:]) if x.dim() else ())
 
 
-def restored_linear(name: str, plan: Sequence[int], group_name: str) -> Linear:
-    """The collective that a custom op stands for."""
-    ints = iter(plan)
-    kind: Any = _kinds[name]
+def decode_plan(name: str, ints: Sequence[int], group_name: str) -> LinearCollective:
+    """The inverse of `as_ints`: the collective that a custom op stands for."""
+    values = iter(ints)
+    plan_class = _plan_classes[name]
     group = dist.distributed_c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
-    restored: Linear = kind(group, *(_from_ints(ints) for _ in kind.field_names))
-    return restored
+    return plan_class(group, *(_from_ints(values) for _ in plan_class.field_names))
 
 
-def register(kind: type[Linear]) -> type[Linear]:
+def register(plan_class: type[P]) -> type[P]:
     """Class decorator: give the collective a custom op, `gradwire::<name>`, for compiled graphs.
 
     Dynamo refuses an autograd function with a rule for forward mode; so compiled graphs have an
@@ -208,26 +211,27 @@ def register(kind: type[Linear]) -> type[Linear]:
     Stands above `@dataclass`, whose fields it lists; `name` is unique. Checks are not included: the
     public function calls `run_checked`.
     """
-    name = kind.name
-    _kinds[name] = kind
-    kind.field_names = tuple(field.name for field in fields(kind) if field.name != "group")
+    name = plan_class.name
+    _plan_classes[name] = plan_class
+    names = [field.name for field in fields(plan_class)]
+    plan_class.field_names = tuple(name for name in names if name != "group")
 
-    def run(x: Tensor, plan: list[int], group: str) -> Tensor:
-        return restored_linear(name, plan, group).start(x, blocking=True).wait()
+    def run(x: Tensor, ints: list[int], group: str) -> Tensor:
+        return decode_plan(name, ints, group).start(x, blocking=True).wait()
 
-    def fake(x: Tensor, plan: list[int], group: str) -> Tensor:
-        return result_like(x, restored_linear(name, plan, group))
+    def fake(x: Tensor, ints: list[int], group: str) -> Tensor:
+        return result_like(x, decode_plan(name, ints, group))
 
     def save(ctx: Any, inputs: Any, output: Any) -> None:
-        _, ctx.plan, ctx.group = inputs
+        _, *ctx.encoded = inputs
 
     def backward(ctx: Any, cotangent: Tensor) -> Any:
-        op = restored_linear(name, ctx.plan, ctx.group)
-        return _compiled(op.adjoint(), cotangent), None, None
+        adjoint = decode_plan(name, *ctx.encoded).adjoint()
+        return _apply_compiled(adjoint, cotangent), None, None
 
-    schema = "(Tensor x, int[] plan, str group) -> Tensor"
+    schema = "(Tensor x, int[] ints, str group) -> Tensor"
     op = torch.library.custom_op(f"gradwire::{name}", run, mutates_args=(), schema=schema)
     op.register_fake(fake)
     op.register_autograd(backward, setup_context=save)
-    _custom[name] = op
-    return kind
+    _custom_ops[name] = op
+    return plan_class

@@ -1,0 +1,273 @@
+"""Every linear collective, each beside its adjoint.
+
+    all_reduce ↔ all_reduce        all_gather ↔ reduce_scatter     broadcast ↔ reduce
+    vary ↔ psum_invariant          gather ↔ scatter                all_to_all ↔ all_to_all
+    ppermute ↔ ppermute            barrier ↔ barrier
+
+A plan's fields say what its collective needs beside the tensor; ranks are ranks in the group.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradwire.collectives import wire
+from gradwire.collectives.autograd.linear_collective import (
+    LinearCollective,
+    apply_linear,
+    register,
+)
+from gradwire.collectives.wire import Pending
+from gradwire.collectives.wire.backends import fresh
+
+__all__ = [
+    "AllGather",
+    "AllReduce",
+    "AllToAll",
+    "Barrier",
+    "Broadcast",
+    "Gather",
+    "Invariant",
+    "Permute",
+    "Reduce",
+    "ReduceScatter",
+    "ReductionCollective",
+    "Scatter",
+    "Vary",
+]
+
+
+class ReductionCollective(LinearCollective):
+    """A collective that sums, and can do the same with another reduction."""
+
+    def start(self, x: Tensor, blocking: bool = False) -> Pending:
+        """`start_reduction` for a sum."""
+        return self.start_reduction(x, "sum", blocking)
+
+    @abstractmethod
+    def start_reduction(self, x: Tensor, op: str, blocking: bool = False) -> Pending:
+        """`start` with another reduction."""
+
+    def full_result(self, y: Tensor) -> Tensor:
+        """The result of all ranks, on every rank: by the adjoint, or of an all_reduce itself."""
+        return apply_linear(self.adjoint(), y)
+
+
+@register
+class AllReduce(ReductionCollective):
+    """The sum, on every rank."""
+
+    name = "all_reduce"
+
+    def start_reduction(self, x: Tensor, op: str, blocking: bool = False) -> Pending:
+        return wire.all_reduce(x, op, self.group, blocking)
+
+    def full_result(self, y: Tensor) -> Tensor:
+        return y
+
+    def adjoint(self) -> AllReduce:
+        return self
+
+
+@register
+class Invariant(LinearCollective):
+    """The sum of values that vary to one that does not: nothing is sent back."""
+
+    name = "psum_invariant"
+
+    def start(self, x: Tensor, blocking: bool = False) -> Pending:
+        return wire.all_reduce(x, "sum", self.group, blocking)
+
+    def adjoint(self) -> Vary:
+        return Vary(self.group)
+
+
+@register
+class Vary(LinearCollective):
+    """A value that is the same on all ranks, to be used differently on each."""
+
+    name = "vary"
+
+    def start(self, x: Tensor, blocking: bool = False) -> Pending:
+        return wire.done(fresh(x))
+
+    def adjoint(self) -> Invariant:
+        return Invariant(self.group)
+
+
+@register
+@dataclass(frozen=True)
+class Broadcast(LinearCollective):
+    """The root's tensor; the other ranks' inputs are not read."""
+
+    root: int
+    name = "broadcast"
+
+    def start(self, x: Tensor, blocking: bool = False) -> Pending:
+        return wire.broadcast(x, self.root, self.group, blocking)
+
+    def adjoint(self) -> Reduce:
+        return Reduce(self.group, self.root)
+
+
+@register
+@dataclass(frozen=True)
+class Reduce(ReductionCollective):
+    """The sum on the root, zeros on the other ranks."""
+
+    root: int
+    name = "reduce"
+
+    def start_reduction(self, x: Tensor, op: str, blocking: bool = False) -> Pending:
+        return wire.reduce(x, self.root, op, self.group, blocking)
+
+    def adjoint(self) -> Broadcast:
+        return Broadcast(self.group, self.root)
+
+
+@register
+@dataclass(frozen=True)
+class AllGather(LinearCollective):
+    """All ranks' rows, on every rank."""
+
+    sizes: tuple[int, ...] | None = None
+    name = "all_gather"
+
+    def start(self, x: Tensor, blocking: bool = False) -> Pending:
+        return wire.all_gather(x, self.sizes, self.group, blocking)
+
+    def adjoint(self) -> ReduceScatter:
+        return ReduceScatter(self.group, self.sizes)
+
+    def rows(self, rows: int) -> int:
+        return rows * self.group.size() if self.sizes is None else sum(self.sizes)
+
+
+@register
+@dataclass(frozen=True)
+class ReduceScatter(ReductionCollective):
+    """The sum, of which each rank gets its rows."""
+
+    sizes: tuple[int, ...] | None = None
+    name = "reduce_scatter"
+
+    def start_reduction(self, x: Tensor, op: str, blocking: bool = False) -> Pending:
+        return wire.reduce_scatter(x, self.sizes, op, self.group, blocking)
+
+    def adjoint(self) -> AllGather:
+        return AllGather(self.group, self.sizes)
+
+    def rows(self, rows: int) -> int:
+        return rows // self.group.size() if self.sizes is None else self.sizes[self.group.rank()]
+
+
+@register
+@dataclass(frozen=True)
+class Gather(LinearCollective):
+    """All ranks' rows on the root; zeros, `other_rows` rows of them, on the other ranks."""
+
+    root: int
+    sizes: tuple[int, ...]
+    other_rows: int
+    name = "gather"
+
+    def start(self, x: Tensor, blocking: bool = False) -> Pending:
+        return wire.gather(x, self.root, self.sizes, self.other_rows, self.group, blocking)
+
+    def adjoint(self) -> Scatter:
+        return Scatter(self.group, self.root, self.sizes, self.other_rows)
+
+    def rows(self, rows: int) -> int:
+        return sum(self.sizes) if self.group.rank() == self.root else self.other_rows
+
+
+@register
+@dataclass(frozen=True)
+class Scatter(LinearCollective):
+    """The root's rows, some to each rank; the others' input, `other_rows` rows, is not read."""
+
+    root: int
+    sizes: tuple[int, ...]
+    other_rows: int
+    name = "scatter"
+
+    def start(self, x: Tensor, blocking: bool = False) -> Pending:
+        return wire.scatter(x, self.root, self.sizes, self.group, blocking)
+
+    def adjoint(self) -> Gather:
+        return Gather(self.group, self.root, self.sizes, self.other_rows)
+
+    def rows(self, rows: int) -> int:
+        return self.sizes[self.group.rank()]
+
+
+@register
+@dataclass(frozen=True)
+class AllToAll(LinearCollective):
+    """Rows to each rank and rows from each rank; equal numbers of them if None."""
+
+    send: tuple[int, ...] | None = None
+    receive: tuple[int, ...] | None = None
+    name = "all_to_all"
+
+    def start(self, x: Tensor, blocking: bool = False) -> Pending:
+        return wire.all_to_all(x, self.send, self.receive, self.group, blocking)
+
+    def adjoint(self) -> AllToAll:
+        return AllToAll(self.group, self.receive, self.send)
+
+    def rows(self, rows: int) -> int:
+        return rows if self.receive is None else sum(self.receive)
+
+
+@register
+@dataclass(frozen=True)
+class Permute(LinearCollective):
+    """Each tensor to the rank that its (source, destination) pair names; zeros where none comes."""
+
+    pairs: tuple[tuple[int, int], ...]
+    name = "ppermute"
+
+    def start(self, x: Tensor, blocking: bool = False) -> Pending:
+        if x.numel() == 0:
+            return wire.done(fresh(x))
+        rank, world = self.group.rank(), self.group.size()
+        send, receive = [0] * world, [0] * world
+        for source, destination in self.pairs:
+            if source == rank:
+                send[destination] = 1
+            if destination == rank:
+                receive[source] = 1
+        row = x.unsqueeze(0)
+        pending = wire.all_to_all(row[: sum(send)], send, receive, self.group, blocking)
+
+        def finish() -> Tensor:
+            rows = pending.wait()
+            if len(rows):
+                # Not a view, which could not be changed in place: autograd does not know its base.
+                return rows[0].data
+            return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+
+        return Pending((), finish)
+
+    def adjoint(self) -> Permute:
+        pairs = tuple((destination, source) for source, destination in self.pairs)
+        return Permute(self.group, pairs)
+
+
+@register
+class Barrier(LinearCollective):
+    """The identity, which waits for all ranks in both passes."""
+
+    name = "barrier"
+
+    def start(self, x: Tensor, blocking: bool = False) -> Pending:
+        wire.barrier(self.group)
+        return wire.done(fresh(x))
+
+    def adjoint(self) -> Barrier:
+        return self
