@@ -4,20 +4,10 @@ from gradwire.collectives.args.reductions import Premul
 from gradwire.collectives.autograd.handles import Handle
 from gradwire.collectives.checks.consistency import checks
 from gradwire.collectives.ops.all_gather_list import all_gather_list
-from gradwire.collectives.ops.all_gather_reduce_scatter import (
-    all_gather,
-    reduce_scatter,
-)
-from gradwire.collectives.ops.all_reduce import (
-    all_reduce,
-    invariant,
-    vary,
-)
+from gradwire.collectives.ops.all_gather_reduce_scatter import all_gather, reduce_scatter
+from gradwire.collectives.ops.all_reduce import all_reduce, invariant, vary
 from gradwire.collectives.ops.all_to_all import all_to_all
-from gradwire.collectives.ops.broadcast_reduce import (
-    broadcast,
-    reduce,
-)
+from gradwire.collectives.ops.broadcast_reduce import broadcast, reduce
 from gradwire.collectives.ops.coalesced import (
     all_gather_coalesced,
     all_reduce_coalesced,
@@ -25,33 +15,13 @@ from gradwire.collectives.ops.coalesced import (
     reduce_coalesced,
     reduce_scatter_coalesced,
 )
-from gradwire.collectives.ops.gather_scatter import (
-    gather,
-    scatter,
-)
+from gradwire.collectives.ops.gather_scatter import gather, scatter
 from gradwire.collectives.ops.halo import halo_exchange
-from gradwire.collectives.ops.objects import (
-    all_gather_object,
-    barrier,
-)
+from gradwire.collectives.ops.objects import all_gather_object, barrier
 from gradwire.collectives.ops.permute import ppermute, shift
-from gradwire.collectives.ops.point_to_point import (
-    recv,
-    send,
-    send_recv,
-    tie,
-)
-from gradwire.collectives.ops.prefix import (
-    exscan,
-    scan,
-)
-from gradwire.collectives.ops.statistics import (
-    logsumexp,
-    mean,
-    norm,
-    softmax,
-    var,
-)
+from gradwire.collectives.ops.point_to_point import recv, send, send_recv, tie
+from gradwire.collectives.ops.prefix import exscan, scan
+from gradwire.collectives.ops.statistics import logsumexp, mean, norm, softmax, var
 
 __all__ = [
     "Handle",

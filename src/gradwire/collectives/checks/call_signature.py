@@ -161,20 +161,15 @@ def _splits_agree(rows: list[list[int]]) -> bool:
 
 def description(field: str, call: CallSignature) -> str:
     """A field of a signature, for error messages."""
-    if field == "shape":
-        return f"{call.shape}" if not call.ragged else f"{call.shape} (the first size may differ)"
-    if field == "dtype":
-        return str(call.dtype)
-    if field == "reduce op":
-        return call.reduce or "none"
-    if field == "root":
-        return str(call.root)
-    if field == "detail":
-        return call.detail or "none"
-    if field == "splits":
-        return f"sends {list(call.send)}, expects {list(call.receive)}"
-    if field == "requires-grad":
-        return {1: "requires grad", 0: "requires none", -1: "gradients are off"}[call.wants_grad]
-    if call.origin >= 0:
-        return f"{call.op}, the group's call {call.origin}"
-    return call.op
+    gradients = {1: "requires grad", 0: "requires none", -1: "gradients are off"}
+    texts = {
+        "shape": f"{call.shape}" + (" (the first size may differ)" if call.ragged else ""),
+        "dtype": str(call.dtype),
+        "reduce op": call.reduce or "none",
+        "root": str(call.root),
+        "detail": call.detail or "none",
+        "splits": f"sends {list(call.send)}, expects {list(call.receive)}",
+        "requires-grad": gradients[call.wants_grad],
+    }
+    own = call.op if call.origin < 0 else f"{call.op}, the group's call {call.origin}"
+    return texts.get(field, own)

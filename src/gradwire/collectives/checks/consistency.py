@@ -44,12 +44,12 @@ __all__ = [
     "check_backward",
     "check_described_by_root",
     "checks",
-    "describe",
     "digest",
     "enabled",
     "exchange",
     "next_number",
     "requested",
+    "tensor_fields",
     "wants_grad",
 ]
 
@@ -186,21 +186,9 @@ def check_described_by_root(rows: Sequence[PeerSignature], root: int) -> bool:
     return needed
 
 
-def describe(
-    op: str,
-    x: Tensor,
-    *,
-    reduce: str = "",
-    root: int = -1,
-    detail: str = "",
-    ragged: bool = False,
-    send: Sequence[int] = (),
-    receive: Sequence[int] = (),
-) -> CallSignature:
-    """The signature of a collective on a tensor."""
-    return CallSignature(
-        op, tuple(x.shape), x.dtype, wants_grad(x), reduce, root, detail, ragged, send, receive
-    )
+def tensor_fields(x: Tensor) -> tuple[tuple[int, ...], torch.dtype, int]:
+    """What a `CallSignature` says of a tensor: shape, dtype, and whether it wants a gradient."""
+    return tuple(x.shape), x.dtype, wants_grad(x)
 
 
 def digest(x: Tensor) -> str:

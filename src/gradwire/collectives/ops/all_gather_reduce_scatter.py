@@ -110,7 +110,9 @@ def checked_gather(
 
     def describe() -> CallSignature:
         text, ragged = f"{detail}, {sizes_text(sizes)}", sizes is not None
-        return consistency.describe(op, front, root=root, detail=text, ragged=ragged)
+        return CallSignature(
+            op, *consistency.tensor_fields(front), root=root, detail=text, ragged=ragged
+        )
 
     def start(front: Tensor, context: CheckContext | None) -> Any:
         return gather(resolve_sizes(sizes, front.shape[0], group), front, context)
@@ -193,8 +195,11 @@ def reduce_scatter(
         group,
         front,
         check,
-        lambda: consistency.describe(
-            "reduce_scatter", front, reduce=reduction, detail=f"dim={dim}, sizes={known}"
+        lambda: CallSignature(
+            "reduce_scatter",
+            *consistency.tensor_fields(front),
+            reduce=reduction,
+            detail=f"dim={dim}, sizes={known}",
         ),
         lambda x, context: apply_reduction(
             ReduceScatter(group, known), x, reduction, context, async_op

@@ -20,6 +20,7 @@ from gradwire.collectives.args.reductions import Op, reducible
 from gradwire.collectives.autograd.handles import Handle, apply_or_start
 from gradwire.collectives.autograd.linear_collective import apply_linear
 from gradwire.collectives.checks import consistency
+from gradwire.collectives.checks.call_signature import CallSignature
 from gradwire.collectives.checks.consistency import CheckContext
 from gradwire.collectives.ops.checked import run_checked
 from gradwire.collectives.ops.nonlinear import apply_reduction, divide_if_avg
@@ -101,8 +102,11 @@ def all_reduce(
         group,
         x,
         check,
-        lambda: consistency.describe(
-            "all_reduce", x, reduce=reduction, detail="invariant" if invariant else ""
+        lambda: CallSignature(
+            "all_reduce",
+            *consistency.tensor_fields(x),
+            reduce=reduction,
+            detail="invariant" if invariant else "",
         ),
         start,
     )
@@ -134,7 +138,9 @@ def vary(x: Tensor, *, group: ProcessGroup | None = None, check: bool | None = N
     dense_tensor(x)
     context = None
     if consistency.enabled(check):
-        x, context, _ = consistency.agree(group, x, consistency.describe("vary", x))
+        x, context, _ = consistency.agree(
+            group, x, CallSignature("vary", *consistency.tensor_fields(x))
+        )
     return apply_linear(Vary(group), x, context)
 
 
@@ -158,6 +164,8 @@ def invariant(x: Tensor, *, group: ProcessGroup | None = None, check: bool | Non
     dense_tensor(x)
     if consistency.enabled(check):
         consistency.agree(
-            group, x, consistency.describe("invariant", x, detail=consistency.digest(x))
+            group,
+            x,
+            CallSignature("invariant", *consistency.tensor_fields(x), detail=consistency.digest(x)),
         )
     return x.clone(memory_format=torch.contiguous_format)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, TypedDict, overload
 
 import torch
 from torch import Tensor
@@ -34,46 +34,29 @@ if TYPE_CHECKING:
 __all__ = ["all_to_all"]
 
 
+class _Splits(TypedDict, total=False):
+    input_splits: Sequence[int] | None
+    output_splits: Sequence[int] | None
+    split_dim: int
+    concat_dim: int | None
+
+
+class _Sync(_Splits, Sync):
+    pass
+
+
+class _Async(_Splits, Async):
+    pass
+
+
 @overload
-def all_to_all(
-    x: Tensor,
-    *,
-    input_splits: Sequence[int] | None = ...,
-    output_splits: Sequence[int] | None = ...,
-    split_dim: int = ...,
-    concat_dim: int | None = ...,
-    **options: Unpack[Sync],
-) -> Tensor: ...
+def all_to_all(x: Tensor, **options: Unpack[_Sync]) -> Tensor: ...
 @overload
-def all_to_all(
-    x: Tensor,
-    *,
-    input_splits: Sequence[int] | None = ...,
-    output_splits: Sequence[int] | None = ...,
-    split_dim: int = ...,
-    concat_dim: int | None = ...,
-    **options: Unpack[Async],
-) -> Handle[Tensor]: ...
+def all_to_all(x: Tensor, **options: Unpack[_Async]) -> Handle[Tensor]: ...
 @overload
-def all_to_all(
-    x: Sequence[Tensor],
-    *,
-    input_splits: Sequence[int] | None = ...,
-    output_splits: Sequence[int] | None = ...,
-    split_dim: int = ...,
-    concat_dim: int | None = ...,
-    **options: Unpack[Sync],
-) -> tuple[Tensor, ...]: ...
+def all_to_all(x: Sequence[Tensor], **options: Unpack[_Sync]) -> tuple[Tensor, ...]: ...
 @overload
-def all_to_all(
-    x: Sequence[Tensor],
-    *,
-    input_splits: Sequence[int] | None = ...,
-    output_splits: Sequence[int] | None = ...,
-    split_dim: int = ...,
-    concat_dim: int | None = ...,
-    **options: Unpack[Async],
-) -> Handle[tuple[Tensor, ...]]: ...
+def all_to_all(x: Sequence[Tensor], **options: Unpack[_Async]) -> Handle[tuple[Tensor, ...]]: ...
 def all_to_all(
     x: Tensor | Sequence[Tensor],
     *,
@@ -168,44 +151,34 @@ def _exchange_rows(
     receive = None
     if output_splits is not None:
         receive = valid_sizes(output_splits, group, "output_splits")
+
+    def describe() -> CallSignature:
+        return CallSignature(
+            "all_to_all",
+            *consistency.tensor_fields(rows),
+            detail=detail,
+            ragged=True,
+            send=send or equal_sizes(rows.shape[0], group, "x"),
+            receive=receive or (),
+        )
+
     context = None
     requested = consistency.requested(check)
     if requested:
-        call = _signature(rows, detail, group, send, receive)
-        rows, context, peers = consistency.agree(group, rows, call)
+        rows, context, peers = consistency.agree(group, rows, describe())
         if send is not None or any(peer.send != peers[0].send for peer in peers):
             send = send or equal_sizes(rows.shape[0], group, "x")
             receive = tuple(peer.send[group.rank()] for peer in peers)
     elif send is None and receive is None:
-        op = AllToAll(group)
-        result = run_checked(
-            group,
-            rows,
-            requested,
-            lambda: _signature(rows, detail, group, send, receive),
-            lambda x, context: apply_or_start(op, x, context, async_op),
-        )
-        return result, None
+        plan = AllToAll(group)
+
+        def start(rows: Tensor, context: consistency.CheckContext | None) -> Any:
+            return apply_or_start(plan, rows, context, async_op)
+
+        return run_checked(group, rows, requested, describe, start), None
     elif send is not None and receive is None:
         receive = tuple(exchange_ints(send, group))
     return apply_or_start(AllToAll(group, send, receive), rows, context, async_op), receive
-
-
-def _signature(
-    rows: Tensor,
-    detail: str,
-    group: ProcessGroup,
-    send: tuple[int, ...] | None,
-    receive: tuple[int, ...] | None,
-) -> CallSignature:
-    return consistency.describe(
-        "all_to_all",
-        rows,
-        detail=detail,
-        ragged=True,
-        send=send or equal_sizes(rows.shape[0], group, "x"),
-        receive=receive or (),
-    )
 
 
 def _exchange_list(

@@ -92,7 +92,7 @@ def reduce(
         group,
         x,
         check,
-        lambda: consistency.describe("reduce", x, reduce=reduction, root=root),
+        lambda: CallSignature("reduce", *consistency.tensor_fields(x), reduce=reduction, root=root),
         lambda x, context: apply_reduction(Reduce(group, root), x, reduction, context, async_op),
     )
 
@@ -174,7 +174,7 @@ def broadcast(
         group,
         _placeholder(given, group),
         requested,
-        lambda: consistency.describe("broadcast", given, root=root),
+        lambda: CallSignature("broadcast", *consistency.tensor_fields(given), root=root),
         lambda x, context: apply_or_start(op, x, context, async_op),
     )
 
@@ -184,7 +184,7 @@ def _agree(
 ) -> tuple[Tensor, consistency.CheckContext]:
     """The tensor to call broadcast with, after ranks compared; without one, of the root's shape."""
     if isinstance(x, Tensor):
-        call, given = consistency.describe("broadcast", x, root=root), x
+        call, given = CallSignature("broadcast", *consistency.tensor_fields(x), root=root), x
     else:
         shape = None if x is None else tuple(x)
         call = CallSignature("broadcast", shape, None, consistency.grad_mode(), root=root)

@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 from gradwire.collectives.args.ranks import dense_tensor, member
 from gradwire.collectives.args.sizes import valid_dim
 from gradwire.collectives.checks import consistency
+from gradwire.collectives.checks.call_signature import CallSignature
 from gradwire.collectives.ops.permute import shift
 from gradwire.errors import ArgumentError, ArgumentTypeError
 
@@ -63,9 +64,9 @@ def halo_exchange(
     size = x.shape[dim]
     sizes = {group.rank(): size}
     if consistency.enabled(check):
-        call = consistency.describe(
+        call = CallSignature(
             "halo_exchange",
-            x.movedim(dim, 0),
+            *consistency.tensor_fields(x.movedim(dim, 0)),
             detail=f"widths={(before, after)}, dim={dim}, wrap={wrap}",
             ragged=True,
         )

@@ -12,6 +12,7 @@ from gradwire.collectives.args.options import Async, Sync
 from gradwire.collectives.args.ranks import dense_tensor, member
 from gradwire.collectives.autograd.handles import Handle, apply_or_start
 from gradwire.collectives.checks import consistency
+from gradwire.collectives.checks.call_signature import CallSignature
 from gradwire.collectives.ops.checked import run_checked
 from gradwire.collectives.ops.plans import Permute
 from gradwire.errors import ArgumentError, ArgumentTypeError
@@ -136,7 +137,7 @@ def _permuted(
         group,
         x,
         check,
-        lambda: consistency.describe(name, x, detail=f"pairs={moves}"),
+        lambda: CallSignature(name, *consistency.tensor_fields(x), detail=f"pairs={moves}"),
         lambda x, context: apply_or_start(Permute(group, moves), x, context, async_op),
     )
 

@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 from gradwire.collectives.args.ranks import member
 from gradwire.collectives.args.reductions import check_reducible
 from gradwire.collectives.checks import consistency
+from gradwire.collectives.checks.call_signature import CallSignature
 from gradwire.collectives.ops.sharded import combine, exclusive_scan, filled_row
 from gradwire.errors import ArgumentError
 
@@ -89,7 +90,9 @@ def _prefix(name: str, x: Tensor, op: str, group: ProcessGroup, check: bool | No
         raise ArgumentError(f"op is {op!r}: {name} takes {', '.join(_OPS)}")
     check_reducible(x, op)
     if consistency.enabled(check):
-        x, _, _ = consistency.agree(group, x, consistency.describe(name, x, reduce=op))
+        x, _, _ = consistency.agree(
+            group, x, CallSignature(name, *consistency.tensor_fields(x), reduce=op)
+        )
 
     def before(pieces: Tensor) -> Tensor:
         if op in ("max", "min"):

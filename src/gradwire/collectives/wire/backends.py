@@ -20,7 +20,7 @@ __all__ = [
     "Backend",
     "backend_of",
     "by_rows",
-    "callee",
+    "callee_of",
     "dense",
     "empty",
     "flat",
@@ -107,18 +107,21 @@ def _python_name(backend: object) -> str:
     return name
 
 
-def callee(group: ProcessGroup, backend: Backend) -> ProcessGroup:
+def callee_of(group: ProcessGroup, x: Tensor) -> tuple[ProcessGroup, Backend]:
     """What to call for a collective: the group, or its backend if that is written in Python.
 
     This leaves out PyTorch's dispatcher, which adds a quarter to the time of a small call; unless
     somebody observes what is dispatched: a mode such as CommDebugMode, or the profiler.
+
+    Returns:
+        What to call, and the backend.
     """
+    backend = backend_of(group, x)
     if backend.python is None:
-        return group
+        return group, backend
     if torch._C._len_torch_dispatch_stack() or torch.autograd._profiler_enabled():
-        return group
-    direct: ProcessGroup = backend.python
-    return direct
+        return group, backend
+    return backend.python, backend
 
 
 @lru_cache(maxsize=4096)

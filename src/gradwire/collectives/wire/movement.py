@@ -12,9 +12,8 @@ from torch.distributed.distributed_c10d import AllgatherOptions
 from gradwire._torch import ALL_GATHER_SINGLE, ALL_TO_ALL_SINGLE
 from gradwire.collectives.wire.backends import (
     Backend,
-    backend_of,
     by_rows,
-    callee,
+    callee_of,
     dense,
     empty,
     flat,
@@ -43,7 +42,7 @@ _TAG = 0x6777
 
 def broadcast(x: Tensor, root: int, group: ProcessGroup, blocking: bool = False) -> Pending:
     """The root's tensor. On other ranks only shape, dtype and device of `x` are read."""
-    group = callee(group, backend_of(group, x))
+    group, _ = callee_of(group, x)
     at_root = group.rank() == root
     out = fresh(x) if at_root else like(x)
     if x.numel() == 0:
@@ -56,8 +55,7 @@ def all_gather(
     x: Tensor, sizes: Sequence[int] | None, group: ProcessGroup, blocking: bool = False
 ) -> Pending:
     """All ranks' rows, one rank's after the other."""
-    backend = backend_of(group, x)
-    group = callee(group, backend)
+    group, backend = callee_of(group, x)
     source = dense(x)
     out = empty(x, x.shape[0] * group.size() if sizes is None else sum(sizes))
     if out.numel() == 0:
@@ -75,8 +73,7 @@ def all_gather_list(
     x: Tensor, sizes: Sequence[int] | None, group: ProcessGroup
 ) -> tuple[Tensor, ...]:
     """All ranks' tensors, when they have arrived."""
-    backend = backend_of(group, x)
-    group = callee(group, backend)
+    group, backend = callee_of(group, x)
     source = dense(x)
     if sizes is None:
         pieces = [like(source) for _ in range(group.size())]
@@ -119,8 +116,7 @@ def gather(
     blocking: bool = False,
 ) -> Pending:
     """All ranks' rows on the root; `elsewhere` rows of zeros on the others."""
-    backend = backend_of(group, x)
-    group = callee(group, backend)
+    group, backend = callee_of(group, x)
     at_root, world = group.rank() == root, group.size()
     out = empty(x, sum(sizes)) if at_root else empty(x, elsewhere).zero_()
     if _nothing(x, sum(sizes)):
@@ -152,8 +148,7 @@ def scatter(
     x: Tensor, root: int, sizes: Sequence[int], group: ProcessGroup, blocking: bool = False
 ) -> Pending:
     """Of the root's rows, those for this rank. On other ranks the values of `x` are not read."""
-    backend = backend_of(group, x)
-    group = callee(group, backend)
+    group, backend = callee_of(group, x)
     at_root, world = group.rank() == root, group.size()
     rows = sizes[group.rank()]
     out = empty(x, rows)
@@ -176,7 +171,7 @@ def all_to_all(
     blocking: bool = False,
 ) -> Pending:
     """Rows to each rank and rows from each rank; equal numbers of them if not given."""
-    group = callee(group, backend_of(group, x))
+    group, _ = callee_of(group, x)
     out = empty(x, x.shape[0] if receive is None else sum(receive))
     if x.shape[1:].numel() == 0 or (send is None and x.numel() == 0):
         return done(out)
@@ -195,14 +190,14 @@ def barrier(group: ProcessGroup) -> None:
 
 def send(x: Tensor, to: int, group: ProcessGroup) -> Pending:
     """The tensor to one rank of the group."""
-    group = callee(group, backend_of(group, x))
+    group, _ = callee_of(group, x)
     source = dense(x)
     return Pending((group.send([flat(source)], to, _TAG),), lambda: source, group)
 
 
 def receive(shaped: Tensor, source: int, group: ProcessGroup) -> Pending:
     """A tensor of that shape from one rank of the group."""
-    group = callee(group, backend_of(group, shaped))
+    group, _ = callee_of(group, shaped)
     out = like(shaped)
     return Pending((group.recv([flat(out)], source, _TAG),), lambda: out, group)
 

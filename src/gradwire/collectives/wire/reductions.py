@@ -15,8 +15,7 @@ from gradwire.collectives.wire import float_order
 from gradwire.collectives.wire.backends import (
     CARRIED,
     Backend,
-    backend_of,
-    callee,
+    callee_of,
     dense,
     empty,
     fresh,
@@ -41,8 +40,7 @@ _OPS: dict[str, Any] = {
 
 def all_reduce(x: Tensor, op: str, group: ProcessGroup, blocking: bool = False) -> Pending:
     """The reduction, on every rank."""
-    backend = backend_of(group, x)
-    group = callee(group, backend)
+    group, backend = callee_of(group, x)
     if x.numel() == 0:
         return done(fresh(x))
     if not _reduces(x, op, backend):
@@ -54,8 +52,7 @@ def all_reduce(x: Tensor, op: str, group: ProcessGroup, blocking: bool = False) 
 
 def reduce(x: Tensor, root: int, op: str, group: ProcessGroup, blocking: bool = False) -> Pending:
     """The reduction on the root, zeros elsewhere."""
-    backend = backend_of(group, x)
-    group = callee(group, backend)
+    group, backend = callee_of(group, x)
     at_root = group.rank() == root
     if x.numel() == 0:
         return done(fresh(x))
@@ -72,8 +69,7 @@ def reduce_scatter(
     x: Tensor, sizes: Sequence[int] | None, op: str, group: ProcessGroup, blocking: bool = False
 ) -> Pending:
     """Of the reduction's rows, those for this rank."""
-    backend = backend_of(group, x)
-    group = callee(group, backend)
+    group, backend = callee_of(group, x)
     world = group.size()
     rows = x.shape[0] // world if sizes is None else sizes[group.rank()]
     if x.numel() == 0:
