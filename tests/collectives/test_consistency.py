@@ -91,6 +91,17 @@ def test_a_gradient_that_one_rank_wants_is_computed_on_all():
     assert run_ranks(main, 4) == [nothing, nothing, [[10.0] * 2, [10.0] * 2, [0.0] * 2], nothing]
 
 
+def test_a_receiver_without_a_tensor_takes_part_in_a_gradient_that_another_wants():
+    def main():
+        rank = dist.get_rank()
+        x = None if rank == 2 else torch.ones(2, requires_grad=rank == 1)
+        y = C.broadcast(x, 0, check=True)
+        y.sum().backward()
+        return rank != 1 or x.grad.tolist() == [0.0, 0.0]
+
+    assert run_ranks(main, 3) == [True] * 3
+
+
 def test_a_gradient_that_one_rank_cannot_have():
     def usual():
         C.all_reduce(torch.ones(2, requires_grad=True))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ from gradwire.collectives.checks.call_signature import (
     encode,
     first_difference,
 )
-from gradwire.collectives.wire.backends import dense, in_bytes
+from gradwire.collectives.wire.backends import dense, in_bytes, placeholder
 from gradwire.collectives.wire.ints import gather_ints
 from gradwire.errors import ArgumentError, MismatchError
 
@@ -41,8 +41,8 @@ __all__ = [
     "CheckContext",
     "PeerSignature",
     "agree",
+    "agree_with_root",
     "check_backward",
-    "check_described_by_root",
     "checks",
     "digest",
     "enabled",
@@ -171,19 +171,29 @@ def agree(
     return x, CheckContext(group, call.op, number), rows
 
 
-def check_described_by_root(rows: Sequence[PeerSignature], root: int) -> bool:
-    """Whether some rank has no tensor, and gets shape and dtype from the root's signature.
+def agree_with_root(
+    group: ProcessGroup, x: Tensor | None, call: CallSignature, root: int
+) -> tuple[Tensor, CheckContext, list[PeerSignature]]:
+    """`agree`, where ranks without a tensor get a placeholder of the root's shape and dtype.
 
     Raises:
-        ArgumentError: On every rank, if it could not.
+        ArgumentError: On every rank, if the root's signature has no room for its shape.
+        MismatchError: On every rank, if they disagree.
+        NotSupportedError: A rank has no tensor, within torch.func's transforms.
     """
-    needed = any(row.dtype is None for row in rows)
-    if needed and rows[root].shape is None:
-        raise ArgumentError(
-            f"the root's tensor has more than {MAX_DIMS} dims, too many for its signature: give "
-            "every rank a tensor of what it will receive"
-        )
-    return needed
+    own, context, peers = agree(group, torch.empty(()) if x is None else x, call)
+    if any(peer.dtype is None for peer in peers):
+        shape, dtype = peers[root].shape, peers[root].dtype
+        if shape is None:
+            raise ArgumentError(
+                f"the root's tensor has more than {MAX_DIMS} dims, too many for its signature: "
+                "give every rank a tensor of what it will receive"
+            )
+        refuse_in_transforms("a receiver without a tensor", "give every rank a tensor")
+        if x is None:
+            # It requires a gradient where any rank wants one: the backwards are the same on all.
+            own = placeholder(shape, dtype, own.requires_grad, group)
+    return own, context, peers
 
 
 def tensor_fields(x: Tensor) -> tuple[tuple[int, ...], torch.dtype, int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, overload
 
-import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -19,7 +18,7 @@ from gradwire.collectives.checks.call_signature import CallSignature
 from gradwire.collectives.ops.checked import run_checked
 from gradwire.collectives.ops.nonlinear import apply_reduction
 from gradwire.collectives.ops.plans import Broadcast, Reduce
-from gradwire.collectives.wire.ints import device_of
+from gradwire.collectives.wire.backends import placeholder
 from gradwire.errors import ArgumentError, ArgumentTypeError
 
 if TYPE_CHECKING:
@@ -168,11 +167,11 @@ def broadcast(
     op = Broadcast(group, root)
     if requested:
         y, context = _agree(given, root, group)
-        return apply_or_start(op, _placeholder(y, group), context, async_op)
+        return apply_or_start(op, _off_meta(y, group), context, async_op)
     assert isinstance(given, Tensor)
     return run_checked(
         group,
-        _placeholder(given, group),
+        _off_meta(given, group),
         requested,
         lambda: CallSignature("broadcast", *consistency.tensor_fields(given), root=root),
         lambda x, context: apply_or_start(op, x, context, async_op),
@@ -183,30 +182,22 @@ def _agree(
     x: Tensor | Sequence[int] | None, root: int, group: ProcessGroup
 ) -> tuple[Tensor, consistency.CheckContext]:
     """The tensor to call broadcast with, after ranks compared; without one, of the root's shape."""
-    if isinstance(x, Tensor):
-        call, given = CallSignature("broadcast", *consistency.tensor_fields(x), root=root), x
+    own = x if isinstance(x, Tensor) else None
+    if own is not None:
+        call = CallSignature("broadcast", *consistency.tensor_fields(own), root=root)
     else:
         shape = None if x is None else tuple(x)
         call = CallSignature("broadcast", shape, None, consistency.grad_mode(), root=root)
-        given = torch.empty(())
-    y, context, rows = consistency.agree(group, given, call)
-    if consistency.check_described_by_root(rows, root):
-        refuse_in_transforms("a receiver without a tensor", "give every rank a tensor")
-    if call.dtype is None:
-        like = rows[root]
-        assert like.shape is not None
-        y = torch.empty((), dtype=like.dtype, device=device_of(group))
-        y = y.expand(like.shape).requires_grad_(like.wants_grad == 1)
+    y, context, _ = consistency.agree_with_root(group, own, call, root)
     return y, context
 
 
-def _placeholder(x: Tensor, group: ProcessGroup) -> Tensor:
+def _off_meta(x: Tensor, group: ProcessGroup) -> Tensor:
     """The tensor; for one on "meta", one of its shape on a device that the group carries."""
     if not x.is_meta:
         return x
     refuse_in_transforms("x on meta", "give a tensor that is transformed as the root's is")
-    number = torch.empty((), dtype=x.dtype, device=device_of(group))
-    return number.expand(x.shape).requires_grad_(x.requires_grad)
+    return placeholder(x.shape, x.dtype, x.requires_grad, group)
 
 
 def _receiver_shape(x: object, at_root: bool, checked: bool) -> Sequence[int] | None:

@@ -163,12 +163,17 @@ class _Start(Function):
 # --- compiled graphs ---
 
 
-def _run_reduced(x: Tensor, name: str, ints: list[int], op: str, group: str) -> Tensor:
+_SCHEMA = "(Tensor x, str name, int[] ints, str op, str group) -> Tensor"
+
+
+@torch.library.custom_op("gradwire::reduced", mutates_args=(), schema=_SCHEMA)
+def _reduced(x: Tensor, name: str, ints: list[int], op: str, group: str) -> Tensor:
     return _decode(name, ints, group).start_reduction(x, op, blocking=True).wait()
 
 
+@_reduced.register_fake
 def _fake_reduced(x: Tensor, name: str, ints: list[int], op: str, group: str) -> Tensor:
-    return result_like(x, _decode(name, ints, group))
+    return result_like(x, decode_plan(name, ints, group))
 
 
 def _save_reduced(ctx: Any, inputs: Any, output: Any) -> None:
@@ -189,11 +194,4 @@ def _decode(name: str, ints: list[int], group: str) -> ReductionCollective:
     return plan
 
 
-_reduced = torch.library.custom_op(
-    "gradwire::reduced",
-    _run_reduced,
-    mutates_args=(),
-    schema="(Tensor x, str name, int[] ints, str op, str group) -> Tensor",
-)
-_reduced.register_fake(_fake_reduced)
 _reduced.register_autograd(_backward_reduced, setup_context=_save_reduced)

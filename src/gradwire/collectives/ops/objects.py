@@ -13,7 +13,8 @@ from gradwire.collectives import wire
 from gradwire.collectives.args.ranks import dense_tensor, member
 from gradwire.collectives.autograd.linear_collective import apply_linear
 from gradwire.collectives.ops.plans import Barrier
-from gradwire.collectives.wire.ints import device_of, gather_ints
+from gradwire.collectives.wire.backends import device_of
+from gradwire.collectives.wire.ints import gather_ints
 
 __all__ = ["all_gather_object", "barrier"]
 

@@ -2,7 +2,7 @@
 
     all_reduce ↔ all_reduce        all_gather ↔ reduce_scatter     broadcast ↔ reduce
     vary ↔ psum_invariant          gather ↔ scatter                all_to_all ↔ all_to_all
-    ppermute ↔ ppermute            barrier ↔ barrier
+    ppermute ↔ ppermute            send_recv ↔ send_recv           barrier ↔ barrier
 
 A plan's fields say what its collective needs beside the tensor; ranks are ranks in the group.
 """
@@ -37,6 +37,7 @@ __all__ = [
     "ReduceScatter",
     "ReductionCollective",
     "Scatter",
+    "SendReceive",
     "Vary",
 ]
 
@@ -250,13 +251,38 @@ class Permute(LinearCollective):
             if len(rows):
                 # Not a view, which could not be changed in place: autograd does not know its base.
                 return rows[0].data
-            return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+            return _zeros_like(x)
 
         return Pending((), finish)
 
     def adjoint(self) -> Permute:
         pairs = tuple((destination, source) for source, destination in self.pairs)
         return Permute(self.group, pairs)
+
+
+@register
+@dataclass(frozen=True)
+class SendReceive(LinearCollective):
+    """The tensor to one rank while another's comes in; zeros where none does."""
+
+    destination: int | None
+    source: int | None
+    name = "send_recv"
+
+    def start(self, x: Tensor, blocking: bool = False) -> Pending:
+        sent = None if self.destination is None else wire.send(x, self.destination, self.group)
+        received = None if self.source is None else wire.receive(x, self.source, self.group)
+
+        def finish() -> Tensor:
+            result = _zeros_like(x) if received is None else received.wait()
+            if sent is not None:
+                sent.wait()
+            return result
+
+        return Pending((), finish)
+
+    def adjoint(self) -> SendReceive:
+        return SendReceive(self.group, self.source, self.destination)
 
 
 @register
@@ -271,3 +297,8 @@ class Barrier(LinearCollective):
 
     def adjoint(self) -> Barrier:
         return self
+
+
+def _zeros_like(x: Tensor) -> Tensor:
+    """Contiguous zeros; of a subclass of tensors a plain one."""
+    return torch.zeros(x.shape, dtype=x.dtype, device=x.device)

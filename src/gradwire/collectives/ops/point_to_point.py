@@ -17,6 +17,8 @@ from torch.distributed import ProcessGroup
 from gradwire._groups import rank_in_group
 from gradwire.collectives import wire
 from gradwire.collectives.args.ranks import dense_tensor, member, root_of
+from gradwire.collectives.autograd.linear_collective import apply_linear
+from gradwire.collectives.ops.plans import SendReceive
 from gradwire.errors import ArgumentError
 
 __all__ = ["recv", "send", "send_recv", "tie"]
@@ -106,37 +108,6 @@ class _Untie(Function):
     def backward(ctx: Any, cotangent: Tensor, token: Tensor) -> Any:
         tied = _Tie.apply(cotangent, token)  # type: ignore[no-untyped-call]
         return _Untie.apply(tied, token.detach())  # type: ignore[no-untyped-call]
-
-
-class _Exchange(Function):
-    """A tensor to one rank while another's comes in."""
-
-    @staticmethod
-    def forward(x: Tensor, to: int | None, source: int | None, group: ProcessGroup) -> Tensor:
-        sent = None if to is None else wire.send(x, to, group)
-        if source is None:
-            out = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
-        else:
-            out = wire.receive(x, source, group).wait()
-        if sent is not None:
-            sent.wait()
-        return out
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        _, ctx.to, ctx.source, ctx.group = inputs
-
-    @staticmethod
-    def backward(ctx: Any, cotangent: Tensor) -> Any:
-        return _Exchange.apply(cotangent, ctx.source, ctx.to, ctx.group), None, None, None  # type: ignore[no-untyped-call]
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
-        return _Exchange.apply(tangent, ctx.to, ctx.source, ctx.group)  # type: ignore[no-any-return, no-untyped-call]
-
-    @staticmethod
-    def vmap(_: Any, in_dims: Any, x: Tensor, *rest: Any) -> Any:
-        return _Exchange.apply(x.movedim(in_dims[0], -1), *rest), -1  # type: ignore[no-untyped-call]
 
 
 def send(
@@ -280,7 +251,7 @@ def send_recv(
     for rank, name in ((to, "dst"), (source, "src")):
         if rank is not None:
             _other(group, rank, name)
-    return _Exchange.apply(x, to, source, group)  # type: ignore[no-any-return, no-untyped-call]
+    return apply_linear(SendReceive(group, to, source), x)
 
 
 def _token(token: Tensor | None) -> Tensor:

@@ -16,7 +16,7 @@ from gradwire.collectives.args.transforms import refuse_in_transforms
 from gradwire.collectives.autograd.unstack import concat
 from gradwire.collectives.checks import consistency
 from gradwire.collectives.checks.call_signature import CallSignature
-from gradwire.collectives.wire.ints import device_of
+from gradwire.collectives.wire.backends import placeholder
 from gradwire.errors import ArgumentError
 
 __all__ = ["ScatterSource", "agree_on_source"]
@@ -70,8 +70,7 @@ class ScatterSource:
         front, dim = rows, dim = move_to_front(like, dim)
         if like.is_meta:
             refuse_in_transforms("like on meta", "give a tensor that is transformed as xs is")
-            rows = torch.empty((0, *front.shape[1:]), dtype=like.dtype, device=device_of(group))
-            rows.requires_grad_(like.requires_grad)
+            rows = placeholder((0, *front.shape[1:]), like.dtype, like.requires_grad, group)
         given = (front.shape[0],) * group.size()
         if sizes is not None:
             given = valid_sizes(sizes, group, "sizes")
@@ -101,27 +100,24 @@ def agree_on_source(
         ArgumentError: On every rank, if the root's tensor has too many dims to describe.
     """
     at_root = group.rank() == root
-    rows = torch.empty(0) if source is None else source.rows
     call = CallSignature("scatter", None, None, root=root, detail=f"dim={dim}", ragged=True)
     if source is None:
         call = call._replace(wants_grad=consistency.grad_mode())
     else:
         call = call._replace(
-            shape=() if source.scalars else tuple(rows.shape),
-            dtype=rows.dtype,
-            wants_grad=consistency.wants_grad(rows),
+            shape=() if source.scalars else tuple(source.rows.shape),
+            dtype=source.rows.dtype,
+            wants_grad=consistency.wants_grad(source.rows),
             send=source.sizes if at_root else (),
             receive=() if at_root else _expected(source.expected_rows, root, group),
         )
-    rows, context, peers = consistency.agree(group, rows, call)
-    consistency.check_described_by_root(peers, root)
+    own = None if source is None else source.rows
+    rows, context, peers = consistency.agree_with_root(group, own, call, root)
+    sizes = tuple(peers[root].send)
     if source is not None:
-        return replace(source, rows=rows, sizes=tuple(peers[root].send)), context
-    shape, dtype, sizes = peers[root].shape, peers[root].dtype, tuple(peers[root].send)
-    assert shape is not None
-    empty = torch.empty((0, *shape[1:]), dtype=dtype, device=device_of(group))
-    empty.requires_grad_(rows.requires_grad)
-    return ScatterSource(empty, sizes, dim % max(1, len(shape)), not shape), context
+        return replace(source, rows=rows, sizes=sizes), context
+    empty = rows.new_empty((0, *rows.shape[1:])).requires_grad_(rows.requires_grad)
+    return ScatterSource(empty, sizes, dim % max(1, rows.dim()), not rows.dim()), context
 
 
 def _expected(rows: int, root: int, group: ProcessGroup) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import FunctionType
@@ -22,12 +23,14 @@ __all__ = [
     "by_rows",
     "callee_of",
     "dense",
+    "device_of",
     "empty",
     "flat",
     "fresh",
     "in_bytes",
     "like",
     "options",
+    "placeholder",
     "plain",
 ]
 
@@ -171,6 +174,22 @@ def in_bytes(x: Tensor, shape: tuple[int, ...]) -> Tensor:
     """A contiguous tensor's bytes, in one dim or by rows."""
     # A contiguous tensor may have any stride in a dim of size 1, where `view(dtype)` wants a 1.
     return x.as_strided(shape, (1,) if len(shape) == 1 else (shape[1], 1)).view(torch.uint8)
+
+
+def device_of(group: ProcessGroup) -> torch.device:
+    """A device whose tensors the group carries: the CPU where it can."""
+    kinds = [device.type for device in group._device_types]
+    if not kinds or "cpu" in kinds:
+        return torch.device("cpu")
+    return torch.device(kinds[0], torch.accelerator.current_device_index())
+
+
+def placeholder(
+    shape: Sequence[int], dtype: torch.dtype | None, requires_grad: bool, group: ProcessGroup
+) -> Tensor:
+    """For a tensor whose values are not read: one number, expanded, on a device of the group."""
+    number = torch.empty((), dtype=dtype, device=device_of(group))
+    return number.expand(tuple(shape)).requires_grad_(requires_grad)
 
 
 # torch.empty with dtype and device takes 2.7 µs to parse them, empty_like 0.9. Of another class of

@@ -9,16 +9,9 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.distributed import ProcessGroup
 
 from gradwire.collectives import wire
+from gradwire.collectives.wire.backends import device_of
 
-__all__ = ["device_of", "exchange_ints", "gather_ints"]
-
-
-def device_of(group: ProcessGroup) -> torch.device:
-    """A device whose tensors the group carries: the CPU where it can."""
-    kinds = [device.type for device in group._device_types]
-    if not kinds or "cpu" in kinds:
-        return torch.device("cpu")
-    return torch.device(kinds[0], torch.accelerator.current_device_index())
+__all__ = ["exchange_ints", "gather_ints"]
 
 
 def gather_ints(mine: Sequence[int], group: ProcessGroup) -> list[list[int]]:
