@@ -20,7 +20,7 @@ from gradwire.collectives.autograd.linear_collective import (
     apply_linear,
     graph_is_needed,
 )
-from gradwire.collectives.checks.consistency import CheckContext, check_backward
+from gradwire.collectives.checks.consistency import CheckContext
 from gradwire.collectives.wire import Pending
 
 __all__ = ["AsyncState", "Handle", "apply_or_start", "handle_of_token", "then"]
@@ -116,7 +116,7 @@ class AsyncState:
         return pending.wait()
 
     def wait_adjoint(
-        self, token: Tensor, adjoint: LinearCollective, context: CheckContext | None
+        self, token: Tensor, adjoint: LinearCollective, context: CheckContext
     ) -> Tensor:
         """In backward: the result of the adjoint collective, which the wait's backward started."""
         state, self.adjoint = self.adjoint, None
@@ -129,7 +129,7 @@ class _Start(Function):
 
     @staticmethod
     def forward(
-        x: Tensor, plan: LinearCollective, state: AsyncState, context: CheckContext | None
+        x: Tensor, plan: LinearCollective, state: AsyncState, context: CheckContext
     ) -> Tensor:
         state.pending = plan.start(x)
         return x.new_zeros(())  # 0-d, because shapes differ between forward and backward
@@ -148,7 +148,7 @@ class _Wait(Function):
 
     @staticmethod
     def forward(
-        token: Tensor, plan: LinearCollective, state: AsyncState, context: CheckContext | None
+        token: Tensor, plan: LinearCollective, state: AsyncState, context: CheckContext
     ) -> Tensor:
         return state.wait()
 
@@ -161,13 +161,11 @@ class _Wait(Function):
         # Backward runs this first. The backward of _Start waits: what autograd runs in between
         # overlaps with the adjoint collective.
         ctx.state.adjoint = adjoint = AsyncState()
-        with check_backward(ctx.check, cotangent):
+        with ctx.check.backward(cotangent):
             return _Start.apply(cotangent, ctx.plan.adjoint(), adjoint, ctx.check), None, None, None  # type: ignore[no-untyped-call]
 
 
-def apply_or_start(
-    plan: LinearCollective, x: Tensor, context: CheckContext | None, async_op: bool
-) -> Any:
+def apply_or_start(plan: LinearCollective, x: Tensor, context: CheckContext, async_op: bool) -> Any:
     """The collective's result, or its handle."""
     if not async_op:
         return apply_linear(plan, x, context)
@@ -180,7 +178,7 @@ def apply_or_start(
 
 
 def handle_of_token(
-    token: Tensor, plan: LinearCollective, state: AsyncState, context: CheckContext | None
+    token: Tensor, plan: LinearCollective, state: AsyncState, context: CheckContext
 ) -> Handle[Tensor]:
     """A handle whose `wait` turns the token of a collective that was started into its result."""
 

@@ -21,7 +21,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import Function, forward_ad
 from torch.distributed import ProcessGroup
 
-from gradwire.collectives.checks.consistency import CheckContext, check_backward
+from gradwire.collectives.checks.consistency import UNCHECKED, CheckContext
 from gradwire.collectives.wire import Pending
 
 __all__ = [
@@ -94,7 +94,7 @@ def _from_ints(ints: Iterator[int]) -> Any:
 
 class _LinearFunction(Function):
     @staticmethod
-    def forward(x: Tensor, plan: LinearCollective, context: CheckContext | None) -> Tensor:
+    def forward(x: Tensor, plan: LinearCollective, context: CheckContext) -> Tensor:
         return plan.start(x, blocking=True).wait()
 
     @staticmethod
@@ -103,7 +103,7 @@ class _LinearFunction(Function):
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> Any:
-        with check_backward(ctx.check, cotangent):
+        with ctx.check.backward(cotangent):
             return apply_linear(ctx.plan.adjoint(), cotangent, ctx.check), None, None
 
     @staticmethod
@@ -112,7 +112,7 @@ class _LinearFunction(Function):
 
     @staticmethod
     def vmap(
-        _info: Any, in_dims: Any, x: Tensor, plan: LinearCollective, context: CheckContext | None
+        _info: Any, in_dims: Any, x: Tensor, plan: LinearCollective, context: CheckContext
     ) -> Any:
         return apply_linear(plan, x.movedim(in_dims[0], -1), context), -1
 
@@ -143,7 +143,7 @@ def eager_apply(function: type[Function]) -> Callable[..., Any]:
 _apply_eagerly = eager_apply(_LinearFunction)
 
 
-def apply_linear(plan: LinearCollective, x: Tensor, context: CheckContext | None = None) -> Tensor:
+def apply_linear(plan: LinearCollective, x: Tensor, context: CheckContext = UNCHECKED) -> Tensor:
     """The collective on a tensor, differentiable in every mode."""
     if compiling(x):
         return _apply_compiled(plan, x)
@@ -156,7 +156,7 @@ def apply_linear(plan: LinearCollective, x: Tensor, context: CheckContext | None
     return _apply_eagerly(x, plan, context)  # type: ignore[no-any-return]
 
 
-def _batched_cotangent(plan: LinearCollective, x: Tensor, context: CheckContext | None) -> Tensor:
+def _batched_cotangent(plan: LinearCollective, x: Tensor, context: CheckContext) -> Tensor:
     """The collective on cotangents of `is_grads_batched`, which has a vmap without rules."""
     level = torch._C._vmapmode_increment_nesting() - 1
     torch._C._vmapmode_decrement_nesting()

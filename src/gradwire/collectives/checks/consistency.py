@@ -37,12 +37,11 @@ from gradwire.collectives.wire.ints import gather_ints
 from gradwire.errors import ArgumentError, MismatchError
 
 __all__ = [
-    "CallSignature",
+    "UNCHECKED",
     "CheckContext",
-    "PeerSignature",
+    "Checked",
     "agree",
     "agree_with_root",
-    "check_backward",
     "checks",
     "digest",
     "enabled",
@@ -117,13 +116,8 @@ def _from_environment() -> bool | None:
     return value == "1" if value else None
 
 
-@dataclass(frozen=True)
 class CheckContext:
-    """Of a checked call, saved for its backward, which is checked too."""
-
-    group: ProcessGroup
-    call: str
-    number: int
+    """What a call saves for its backward: nothing here, so that neither is checked."""
 
     def backward(self, cotangent: Tensor) -> AbstractContextManager[None]:
         """Compare with the other ranks which call's backward this is, and of what.
@@ -134,6 +128,21 @@ class CheckContext:
         Raises:
             MismatchError: On every rank, if one runs its backwards in another order.
         """
+        return nullcontext()
+
+
+UNCHECKED = CheckContext()
+
+
+@dataclass(frozen=True)
+class Checked(CheckContext):
+    """Of a checked call: its backward is checked too."""
+
+    group: ProcessGroup
+    call: str
+    number: int
+
+    def backward(self, cotangent: Tensor) -> AbstractContextManager[None]:
         exchange(
             self.group,
             CallSignature(
@@ -145,11 +154,6 @@ class CheckContext:
             ),
         )
         return nullcontext()
-
-
-def check_backward(context: CheckContext | None, cotangent: Tensor) -> AbstractContextManager[None]:
-    """If its call was checked, compare a backward with the other ranks': a context for it."""
-    return nullcontext() if context is None else context.backward(cotangent)
 
 
 def agree(
@@ -168,7 +172,7 @@ def agree(
     if not x.requires_grad and any(row.wants_grad == 1 for row in rows):
         refuse_in_transforms("a gradient that another rank asks for", "ask for it on all")
         x = x.detach().requires_grad_()
-    return x, CheckContext(group, call.op, number), rows
+    return x, Checked(group, call.op, number), rows
 
 
 def agree_with_root(

@@ -22,7 +22,7 @@ from gradwire.collectives.autograd.linear_collective import (
     is_transformed,
 )
 from gradwire.collectives.autograd.unstack import concat, unstack
-from gradwire.collectives.checks.consistency import CheckContext, check_backward
+from gradwire.collectives.checks.consistency import CheckContext
 from gradwire.collectives.ops.all_gather_reduce_scatter import checked_gather
 from gradwire.collectives.ops.plans import AllGather
 from gradwire.errors import ArgumentError
@@ -35,7 +35,7 @@ __all__ = ["all_gather_list"]
 
 class _GatherList(Function):
     @staticmethod
-    def forward(x: Tensor, plan: AllGather, context: CheckContext | None) -> tuple[Tensor, ...]:
+    def forward(x: Tensor, plan: AllGather, context: CheckContext) -> tuple[Tensor, ...]:
         return wire.all_gather_list(x, plan.sizes, plan.group)
 
     @staticmethod
@@ -46,7 +46,7 @@ class _GatherList(Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> Any:
         cotangent = torch.stack(cotangents) if ctx.scalars else concat(cotangents)
-        with check_backward(ctx.check, cotangent):
+        with ctx.check.backward(cotangent):
             gradient = apply_linear(ctx.plan.adjoint(), cotangent, ctx.check)
         return gradient.reshape(()) if ctx.scalars else gradient, None, None
 
@@ -102,7 +102,7 @@ def all_gather_list(
     front = x.reshape(1) if scalars else x
     detail = "list of 0-d tensors" if scalars else "list"
 
-    def start(known: KnownSizes, front: Tensor, context: CheckContext | None) -> Any:
+    def start(known: KnownSizes, front: Tensor, context: CheckContext) -> Any:
         if scalars and known is not None:
             if set(known) != {1}:
                 raise ArgumentError(

@@ -89,7 +89,7 @@ def all_gather(
     front, dim = move_to_front(x, dim, stack)
     group = member(group)
 
-    def start(known: KnownSizes, front: Tensor, context: CheckContext | None) -> Any:
+    def start(known: KnownSizes, front: Tensor, context: CheckContext) -> Any:
         return apply_or_start(AllGather(group, known), front, context, async_op)
 
     gathered = checked_gather("all_gather", front, sizes, f"dim={dim}", group, check, start)
@@ -103,7 +103,7 @@ def checked_gather(
     detail: str,
     group: ProcessGroup,
     check: bool | None,
-    gather: Callable[[KnownSizes, Tensor, CheckContext | None], Any],
+    gather: Callable[[KnownSizes, Tensor, CheckContext], Any],
     root: int = -1,
 ) -> Any:
     """The result of `gather`, called with the ranks' sizes once ranks agree on the call."""
@@ -114,7 +114,7 @@ def checked_gather(
             op, *consistency.tensor_fields(front), root=root, detail=text, ragged=ragged
         )
 
-    def start(front: Tensor, context: CheckContext | None) -> Any:
+    def start(front: Tensor, context: CheckContext) -> Any:
         return gather(resolve_sizes(sizes, front.shape[0], group), front, context)
 
     return run_checked(group, front, check, describe, start, same_on_all=sizes is None)

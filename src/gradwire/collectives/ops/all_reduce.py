@@ -91,7 +91,7 @@ def all_reduce(
     if invariant and reduction not in ("sum", "avg"):
         raise ArgumentError(f"invariant=True with op={op!r}: it goes with sum and avg")
 
-    def start(x: Tensor, context: CheckContext | None) -> Any:
+    def start(x: Tensor, context: CheckContext) -> Any:
         if invariant:
             return divide_if_avg(
                 apply_or_start(Invariant(group), x, context, async_op), reduction, group
@@ -136,7 +136,7 @@ def vary(x: Tensor, *, group: ProcessGroup | None = None, check: bool | None = N
     """
     group = member(group)
     dense_tensor(x)
-    context = None
+    context = consistency.UNCHECKED
     if consistency.enabled(check):
         x, context, _ = consistency.agree(
             group, x, CallSignature("vary", *consistency.tensor_fields(x))

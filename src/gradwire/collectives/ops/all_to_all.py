@@ -23,6 +23,7 @@ from gradwire.collectives.autograd.handles import Handle, apply_or_start, then
 from gradwire.collectives.autograd.unstack import concat, unstack
 from gradwire.collectives.checks import consistency
 from gradwire.collectives.checks.call_signature import CallSignature
+from gradwire.collectives.checks.consistency import CheckContext
 from gradwire.collectives.ops.checked import run_checked
 from gradwire.collectives.ops.plans import AllToAll
 from gradwire.collectives.wire.ints import exchange_ints
@@ -162,7 +163,7 @@ def _exchange_rows(
             receive=receive or (),
         )
 
-    context = None
+    context = consistency.UNCHECKED
     requested = consistency.requested(check)
     if requested:
         rows, context, peers = consistency.agree(group, rows, describe())
@@ -172,7 +173,7 @@ def _exchange_rows(
     elif send is None and receive is None:
         plan = AllToAll(group)
 
-        def start(rows: Tensor, context: consistency.CheckContext | None) -> Any:
+        def start(rows: Tensor, context: CheckContext) -> Any:
             return apply_or_start(plan, rows, context, async_op)
 
         return run_checked(group, rows, requested, describe, start), None

@@ -15,6 +15,7 @@ from gradwire.collectives.args.transforms import refuse_in_transforms
 from gradwire.collectives.autograd.handles import Handle, apply_or_start
 from gradwire.collectives.checks import consistency
 from gradwire.collectives.checks.call_signature import CallSignature
+from gradwire.collectives.checks.consistency import CheckContext
 from gradwire.collectives.ops.checked import run_checked
 from gradwire.collectives.ops.nonlinear import apply_reduction
 from gradwire.collectives.ops.plans import Broadcast, Reduce
@@ -180,7 +181,7 @@ def broadcast(
 
 def _agree(
     x: Tensor | Sequence[int] | None, root: int, group: ProcessGroup
-) -> tuple[Tensor, consistency.CheckContext]:
+) -> tuple[Tensor, CheckContext]:
     """The tensor to call broadcast with, after ranks compared; without one, of the root's shape."""
     own = x if isinstance(x, Tensor) else None
     if own is not None:

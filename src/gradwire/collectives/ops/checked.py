@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 from gradwire.collectives.autograd.handles import Handle
 from gradwire.collectives.checks import consistency
 from gradwire.collectives.checks.call_signature import CallSignature, signature_hash
-from gradwire.collectives.checks.consistency import CheckContext
+from gradwire.collectives.checks.consistency import CheckContext, Checked
 from gradwire.collectives.wire.backends import backend_of
 from gradwire.errors import CheckedMismatchError
 
@@ -38,7 +38,7 @@ def run_checked(
     x: Tensor,
     check: bool | None,
     describe: Callable[[], CallSignature],
-    run: Callable[[Tensor, CheckContext | None], T],
+    run: Callable[[Tensor, CheckContext], T],
     *,
     same_on_all: bool = True,
 ) -> T:
@@ -61,10 +61,10 @@ def run_checked(
         x, context, _ = consistency.agree(group, x, describe())
         return run(x, context)
     if requested is False or not same_on_all:
-        return run(x, None)
+        return run(x, consistency.UNCHECKED)
     callee: Any = backend_of(group, x).python or group
     if not _sends_marks(callee):
-        return run(x, None)
+        return run(x, consistency.UNCHECKED)
     # The number is part of the mark, so that a rank that is one call behind differs, although the
     # signatures are equal.
     call, number = describe(), consistency.next_number(group)
@@ -85,7 +85,7 @@ def run_checked(
 
 
 @dataclass(frozen=True)
-class _Marked(CheckContext):
+class _Marked(Checked):
     """Of a call that had a mark: its backward has one too."""
 
     def backward(self, cotangent: Tensor) -> AbstractContextManager[None]:

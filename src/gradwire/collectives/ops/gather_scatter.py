@@ -103,7 +103,7 @@ def gather(
     root = root_of(group, dst, group_dst, "dst")
     front, dim = move_to_front(x, dim, stack)
 
-    def start(known: KnownSizes, front: Tensor, context: CheckContext | None) -> Any:
+    def start(known: KnownSizes, front: Tensor, context: CheckContext) -> Any:
         known = known or (front.shape[0],) * group.size()
         return apply_or_start(Gather(group, root, known, sum(known)), front, context, async_op)
 
@@ -189,7 +189,7 @@ def scatter(
         source = ScatterSource.on_root(xs, dim, sizes, group)
     elif like is not None:
         source = ScatterSource.from_like(like, dim, sizes, group)
-    context = None
+    context = consistency.UNCHECKED
     if like is None:
         refuse_in_transforms("scatter without like", "give it on every rank")
     if like is None or consistency.enabled(check):

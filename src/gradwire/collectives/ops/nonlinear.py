@@ -30,7 +30,7 @@ from gradwire.collectives.autograd.linear_collective import (
     graph_is_needed,
     result_like,
 )
-from gradwire.collectives.checks.consistency import CheckContext, check_backward
+from gradwire.collectives.checks.consistency import CheckContext
 from gradwire.collectives.ops.plans import AllReduce, ReductionCollective
 from gradwire.collectives.ops.sharded import exclusive_product
 from gradwire.collectives.wire import Pending
@@ -39,7 +39,7 @@ __all__ = ["apply_reduction", "divide_if_avg"]
 
 
 def apply_reduction(
-    plan: ReductionCollective, x: Tensor, op: str, context: CheckContext | None, async_op: bool
+    plan: ReductionCollective, x: Tensor, op: str, context: CheckContext, async_op: bool
 ) -> Any:
     """The collective with any reduction: its result, or its handle."""
     if op in ("sum", "avg", "premul"):
@@ -61,11 +61,7 @@ def divide_if_avg(total: Any, op: str, group: ProcessGroup) -> Any:
 
 
 def _start_async(
-    plan: ReductionCollective,
-    x: Tensor,
-    op: str,
-    context: CheckContext | None,
-    differentiable: bool,
+    plan: ReductionCollective, x: Tensor, op: str, context: CheckContext, differentiable: bool
 ) -> Handle[Tensor]:
     """The reduction's handle, with its derivative if it has one."""
     refuse_split()
@@ -98,7 +94,7 @@ class _Reduction(Function):
     """From the tensor to the result, and what backward needs of that."""
 
     @staticmethod
-    def forward(x: Tensor, plan: ReductionCollective, op: str, context: CheckContext | None) -> Any:
+    def forward(x: Tensor, plan: ReductionCollective, op: str, context: CheckContext) -> Any:
         y = plan.start_reduction(x, op, blocking=True).wait()
         return y, _saved(op, y)
 
@@ -111,7 +107,7 @@ class _Reduction(Function):
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor, _: Any) -> Any:
-        with check_backward(ctx.check, cotangent):
+        with ctx.check.backward(cotangent):
             total = apply_linear(ctx.plan.adjoint(), cotangent, ctx.check)
         return total * _derivative(ctx.plan, ctx.op, *ctx.saved_tensors).conj(), None, None, None
 
@@ -131,11 +127,7 @@ class _Start(Function):
 
     @staticmethod
     def forward(
-        x: Tensor,
-        plan: ReductionCollective,
-        op: str,
-        state: AsyncState,
-        context: CheckContext | None,
+        x: Tensor, plan: ReductionCollective, op: str, state: AsyncState, context: CheckContext
     ) -> Tensor:
         pending = plan.start_reduction(x, op)
 

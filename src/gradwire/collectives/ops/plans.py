@@ -16,11 +16,7 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives import wire
-from gradwire.collectives.autograd.linear_collective import (
-    LinearCollective,
-    apply_linear,
-    register,
-)
+from gradwire.collectives.autograd.linear_collective import LinearCollective, apply_linear, register
 from gradwire.collectives.wire import Pending
 from gradwire.collectives.wire.backends import fresh
 

@@ -16,6 +16,7 @@ from gradwire.collectives.args.transforms import refuse_in_transforms
 from gradwire.collectives.autograd.unstack import concat
 from gradwire.collectives.checks import consistency
 from gradwire.collectives.checks.call_signature import CallSignature
+from gradwire.collectives.checks.consistency import CheckContext
 from gradwire.collectives.wire.backends import placeholder
 from gradwire.errors import ArgumentError
 
@@ -92,7 +93,7 @@ class ScatterSource:
 
 def agree_on_source(
     source: ScatterSource | None, root: int, dim: int, group: ProcessGroup
-) -> tuple[ScatterSource, consistency.CheckContext]:
+) -> tuple[ScatterSource, CheckContext]:
     """The source that all ranks agree on; a rank that has None gets shape and sizes from the root.
 
     Raises:

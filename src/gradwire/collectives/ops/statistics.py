@@ -169,11 +169,7 @@ def logsumexp(
 
 
 def softmax(
-    x: Tensor,
-    dim: Dims = (),
-    *,
-    group: ProcessGroup | None = None,
-    check: bool | None = None,
+    x: Tensor, dim: Dims = (), *, group: ProcessGroup | None = None, check: bool | None = None
 ) -> Tensor:
     """exp(x) over its sum over the ranks and over dims of the tensor.
 

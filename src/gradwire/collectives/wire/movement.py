@@ -87,11 +87,7 @@ def all_gather_list(
 
 
 def _gather_into(
-    pieces: Sequence[Tensor],
-    source: Tensor,
-    group: ProcessGroup,
-    backend: Backend,
-    blocking: bool,
+    pieces: Sequence[Tensor], source: Tensor, group: ProcessGroup, backend: Backend, blocking: bool
 ) -> list[Work]:
     equal = all(piece.shape == pieces[0].shape for piece in pieces)
     if backend.gathers_uneven or (equal and not _by_messages(source, group, backend)):

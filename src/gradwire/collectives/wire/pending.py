@@ -26,10 +26,7 @@ class Pending:
     __slots__ = ("_finish", "_group", "_since", "_works")
 
     def __init__(
-        self,
-        works: Sequence[Work],
-        finish: Callable[[], Tensor],
-        group: ProcessGroup | None = None,
+        self, works: Sequence[Work], finish: Callable[[], Tensor], group: ProcessGroup | None = None
     ) -> None:
         self._works, self._finish, self._group = works, finish, group
         self._since = time.monotonic() if works else 0.0

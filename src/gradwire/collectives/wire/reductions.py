@@ -98,11 +98,7 @@ def reduce_locally(pieces: Tensor, op: str) -> Tensor:
         return pieces.amax(0)
     if op == "min":
         return pieces.amin(0)
-    combine = {
-        "band": torch.bitwise_and,
-        "bor": torch.bitwise_or,
-        "bxor": torch.bitwise_xor,
-    }[op]
+    combine = {"band": torch.bitwise_and, "bor": torch.bitwise_or, "bxor": torch.bitwise_xor}[op]
     result = pieces[0].clone()
     for piece in pieces[1:]:
         combine(result, piece, out=result)
