@@ -270,7 +270,7 @@ def test_a_receiver_that_expects_another_piece():
     assert run_ranks(main) == [[0.0, 1.0], [2.0, 3.0]]
 
 
-def test_more_dims_than_can_be_told():
+def test_more_dims_than_a_signature_has_room_for():
     def main():
         at_root = dist.get_rank() == 0
         x = torch.ones([2] + [1] * 8)

@@ -16,7 +16,7 @@ from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import Function
 
 from gradwire.collectives.autograd.linear_collective import compiling, eager_apply, is_transformed
-from gradwire.collectives.wire.backends import empty
+from gradwire.collectives.wire.backends import empty_rows
 
 __all__ = ["concat", "unstack"]
 
@@ -58,7 +58,7 @@ def concat(pieces: Sequence[Tensor], dim: int = 0) -> Tensor:
     """`torch.cat`, with a graph for pieces of shape (0,), and large results in huge pages."""
     if dim == 0 and not (torch.is_grad_enabled() or _is_traced(pieces)):
         rows = sum(piece.shape[0] for piece in pieces)
-        return torch.cat([*pieces], out=empty(pieces[0], rows))
+        return torch.cat([*pieces], out=empty_rows(pieces[0], rows))
     joined = torch.cat([*pieces], dim)
     # torch.cat's backward leaves pieces of shape (0,) out. Where a second derivative goes on from
     # there to a collective, other ranks, whose pieces have elements, would wait in it.

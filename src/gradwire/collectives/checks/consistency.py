@@ -143,6 +143,7 @@ class Checked(CheckContext):
     number: int
 
     def backward(self, cotangent: Tensor) -> AbstractContextManager[None]:
+        """Exchange the backward's signature, with the number of the call that it is of."""
         exchange(
             self.group,
             CallSignature(

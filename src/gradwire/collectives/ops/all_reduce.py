@@ -1,9 +1,9 @@
 """all_reduce, its own adjoint; and the pair that tensor parallelism is made of.
 
 Under the convention that the objective is the sum over ranks of the ranks' losses, the adjoint of
-a sum over ranks is the sum of the cotangents. A value that all ranks hold alike and use alike has
-a cotangent that is whole on each rank already: `vary` and `all_reduce(..., invariant=True)` are
-the way from and to such values.
+a sum over ranks is the sum of the cotangents. A value that is the same on all ranks, and used in
+the same way, has its full cotangent on each rank already: `vary` and
+`all_reduce(..., invariant=True)` are the way from and to such values.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def all_reduce(
         op: "sum", "avg", "max", "min", "product", "band", "bor", "bxor", torch.distributed's
             ReduceOp of that name, or a `Premul`. NaN propagates.
         group: The default group, if None.
-        invariant: For sum and avg: every rank uses the result alike, so that its cotangent is
-            whole on each rank already; backward then sends nothing.
+        invariant: For sum and avg: every rank uses the result in the same way, so that each
+            has the full cotangent already; backward then sends nothing.
         async_op: Return a `Handle`.
         check: Compare with the other ranks first; see `checks`.
 
@@ -113,7 +113,7 @@ def all_reduce(
 
 
 def vary(x: Tensor, *, group: ProcessGroup | None = None, check: bool | None = None) -> Tensor:
-    """A value that all ranks hold alike, from here on used differently by each: a copy.
+    """A value that is the same on all ranks, from here on used differently by each: a copy.
 
     In tensor parallelism this stands before the column-parallel layer, and
     `all_reduce(..., invariant=True)` after the row-parallel one.
@@ -145,7 +145,7 @@ def vary(x: Tensor, *, group: ProcessGroup | None = None, check: bool | None = N
 
 
 def invariant(x: Tensor, *, group: ProcessGroup | None = None, check: bool | None = None) -> Tensor:
-    """A value that all ranks hold alike and use alike: the tensor itself, as a statement.
+    """A value that is the same, and used in the same way, on all ranks: the tensor, as a statement.
 
     Nothing is sent in either pass. With checks on, the ranks compare a digest of the values, so
     that the statement is verified.
@@ -155,7 +155,7 @@ def invariant(x: Tensor, *, group: ProcessGroup | None = None, check: bool | Non
         group: The default group, if None.
         check: Verify it; see `checks`.
 
-    Adjoint: the identity. The cotangent is taken to be whole on every rank.
+    Adjoint: the identity. The cotangent is taken to be the full one on every rank.
 
     Raises:
         MismatchError: With checks on, the ranks' values differ.

@@ -112,11 +112,9 @@ def all_to_all(
     out_dim = split_dim if concat_dim is None else concat_dim
     front, split_dim = move_to_front(x, split_dim)
     out_dim = valid_dim(out_dim, front.dim(), x.shape)
-    if input_splits is None and output_splits is None:
-        equal_sizes(front.shape[0], group, "x")
-        send = None
-    elif input_splits is None:
-        send = equal_sizes(front.shape[0], group, "x")
+    if input_splits is None:
+        equal = equal_sizes(front.shape[0], group, "x")
+        send = None if output_splits is None else equal
     else:
         send = valid_sizes(input_splits, group, "input_splits")
         if sum(send) != front.shape[0]:

@@ -146,17 +146,12 @@ def all_gather_coalesced(
         [tensor([0., 0., 1., 1.]), tensor([1., 1.])]
     """
     world = member(group).size()
-
-    def move(leaves: Sequence[Tensor]) -> list[Tensor]:
-        flat = concat([leaf.reshape(-1) for leaf in leaves])
-        gathered = all_gather(flat, stack=True, group=group, check=check)
-        pieces = gathered.split([leaf.numel() for leaf in leaves], 1)
-        return [
-            piece.reshape(world * (leaf.shape[0] if leaf.dim() else 1), *leaf.shape[1:])
-            for piece, leaf in zip(pieces, leaves, strict=True)
-        ]
-
-    return _by_dtype(tree, move)
+    return _coalesced(
+        tree,
+        lambda leaf: leaf.reshape(-1),
+        lambda flat: all_gather(flat, stack=True, group=group, check=check),
+        lambda leaf: (world * (leaf.shape[0] if leaf.dim() else 1), *leaf.shape[1:]),
+    )
 
 
 def reduce_scatter_coalesced(
@@ -180,39 +175,39 @@ def reduce_scatter_coalesced(
     members = member(group)
     world = members.size()
 
-    def move(leaves: Sequence[Tensor]) -> list[Tensor]:
-        rows = [_rows(leaf, members) for leaf in leaves]
-        flat = concat([leaf.reshape(world, leaf.numel() // world) for leaf in leaves], 1)
-        mine = reduce_scatter(flat, op, group=group, check=check)[0]
-        pieces = mine.split([leaf.numel() // world for leaf in leaves])
-        return [
-            piece.reshape(row, *leaf.shape[1:])
-            for piece, row, leaf in zip(pieces, rows, leaves, strict=True)
-        ]
+    def by_rank(leaf: Tensor) -> Tensor:
+        if not leaf.dim():
+            raise ArgumentError("a leaf is 0-d, and cannot be cut: give it a dim")
+        equal_sizes(leaf.shape[0], members, "a leaf")
+        return leaf.reshape(world, leaf.numel() // world)
 
-    return _by_dtype(tree, move)
-
-
-def _rows(leaf: Tensor, group: ProcessGroup) -> int:
-    """How many rows of a leaf each rank gets."""
-    if not leaf.dim():
-        raise ArgumentError("a leaf is 0-d, and cannot be cut: give it a dim")
-    return equal_sizes(leaf.shape[0], group, "a leaf")[0]
+    return _coalesced(
+        tree,
+        by_rank,
+        lambda flat: reduce_scatter(flat, op, group=group, check=check)[0],
+        lambda leaf: (leaf.shape[0] // world, *leaf.shape[1:]),
+    )
 
 
 def _elementwise(tree: Any, move: Callable[[Tensor], Tensor]) -> Any:
-    """A collective that keeps shapes, on each dtype's elements in one row."""
-
-    def moved(leaves: Sequence[Tensor]) -> list[Tensor]:
-        flat = move(concat([leaf.reshape(-1) for leaf in leaves]))
-        pieces = flat.split([leaf.numel() for leaf in leaves])
-        return [piece.reshape(leaf.shape) for piece, leaf in zip(pieces, leaves, strict=True)]
-
-    return _by_dtype(tree, moved)
+    """A collective that keeps shapes."""
+    return _coalesced(tree, lambda leaf: leaf.reshape(-1), move, lambda leaf: leaf.shape)
 
 
-def _by_dtype(tree: Any, move: Callable[[Sequence[Tensor]], list[Tensor]]) -> Any:
-    """`move` of the tensors of each dtype and device, in the order in which these first occur."""
+def _coalesced(
+    tree: Any,
+    flatten: Callable[[Tensor], Tensor],
+    move: Callable[[Tensor], Tensor],
+    shape: Callable[[Tensor], Sequence[int]],
+) -> Any:
+    """A collective of a tree's tensors, by dtype and device in the order in which these occur.
+
+    Args:
+        tree: The tree.
+        flatten: Gives a leaf's elements in one row, or a row for each rank.
+        move: The collective, on the leaves concatenated along the last dim.
+        shape: The shape of a leaf's result.
+    """
     leaves, structure = _pytree.tree_flatten(tree)
     kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for i, leaf in enumerate(leaves):
@@ -220,8 +215,10 @@ def _by_dtype(tree: Any, move: Callable[[Sequence[Tensor]], list[Tensor]]) -> An
         kinds.setdefault((leaf.dtype, leaf.device), []).append(i)
     results: list[Tensor] = list(leaves)
     for indices in kinds.values():
-        moved = move([leaves[i] for i in indices])
-        for i, result in zip(indices, moved, strict=True):
+        rows = [flatten(leaves[i]) for i in indices]
+        moved = move(concat(rows, rows[0].dim() - 1))
+        pieces = moved.split([row.shape[-1] for row in rows], -1)
+        for i, piece in zip(indices, pieces, strict=True):
             # Cut from one buffer: a copy has memory, and a version counter, of its own.
-            results[i] = result.clone()
+            results[i] = piece.reshape(tuple(shape(leaves[i]))).clone()
     return _pytree.tree_unflatten(results, structure)

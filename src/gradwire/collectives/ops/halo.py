@@ -60,7 +60,7 @@ def halo_exchange(
     group = member(group)
     dense_tensor(x)
     dim = valid_dim(dim, x.dim(), x.shape)
-    before, after = _both(widths)
+    before, after = _width_pair(widths)
     size = x.shape[dim]
     sizes = {group.rank(): size}
     if consistency.enabled(check):
@@ -87,7 +87,7 @@ def halo_exchange(
     return torch.cat(parts, dim)
 
 
-def _both(widths: object) -> tuple[int, int]:
+def _width_pair(widths: object) -> tuple[int, int]:
     """The width before and the one after.
 
     Raises:

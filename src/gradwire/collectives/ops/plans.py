@@ -18,7 +18,7 @@ from torch import Tensor
 from gradwire.collectives import wire
 from gradwire.collectives.autograd.linear_collective import LinearCollective, apply_linear, register
 from gradwire.collectives.wire import Pending
-from gradwire.collectives.wire.backends import fresh
+from gradwire.collectives.wire.backends import contiguous_copy
 
 __all__ = [
     "AllGather",
@@ -90,7 +90,7 @@ class Vary(LinearCollective):
     name = "vary"
 
     def start(self, x: Tensor, blocking: bool = False) -> Pending:
-        return wire.done(fresh(x))
+        return wire.done(contiguous_copy(x))
 
     def adjoint(self) -> Invariant:
         return Invariant(self.group)
@@ -231,7 +231,7 @@ class Permute(LinearCollective):
 
     def start(self, x: Tensor, blocking: bool = False) -> Pending:
         if x.numel() == 0:
-            return wire.done(fresh(x))
+            return wire.done(contiguous_copy(x))
         rank, world = self.group.rank(), self.group.size()
         send, receive = [0] * world, [0] * world
         for source, destination in self.pairs:
@@ -289,7 +289,7 @@ class Barrier(LinearCollective):
 
     def start(self, x: Tensor, blocking: bool = False) -> Pending:
         wire.barrier(self.group)
-        return wire.done(fresh(x))
+        return wire.done(contiguous_copy(x))
 
     def adjoint(self) -> Barrier:
         return self

@@ -33,12 +33,12 @@ def combine(x: Tensor, group: ProcessGroup, fn: Callable[[Tensor], Tensor]) -> T
     if flat.shape[0] % world:
         sizes = split_sizes(flat.shape[0], world)
         mine = (sizes[group.rank()],) * world
-        there, back = AllToAll(group, sizes, mine), AllToAll(group, mine, sizes)
+        to_shards, from_shards = AllToAll(group, sizes, mine), AllToAll(group, mine, sizes)
     else:
-        there = back = AllToAll(group)
-    pieces = apply_linear(there, flat)
+        to_shards = from_shards = AllToAll(group)
+    pieces = apply_linear(to_shards, flat)
     pieces = fn(pieces.reshape(world, pieces.shape[0] // world))
-    return apply_linear(back, pieces.reshape(-1)).reshape(x.shape)
+    return apply_linear(from_shards, pieces.reshape(-1)).reshape(x.shape)
 
 
 def exclusive_product(x: Tensor, group: ProcessGroup) -> Tensor:

@@ -22,16 +22,16 @@ __all__ = [
     "backend_of",
     "by_rows",
     "callee_of",
+    "contiguous_copy",
     "dense",
     "device_of",
-    "empty",
+    "empty_like",
+    "empty_rows",
     "flat",
-    "fresh",
     "in_bytes",
-    "like",
     "options",
     "placeholder",
-    "plain",
+    "without_tangent",
 ]
 
 CARRIED = {
@@ -141,18 +141,18 @@ def options(kind: Any, blocking: bool, root: int | None = None, op: Any = None) 
 
 def dense(x: Tensor) -> Tensor:
     """The tensor with its elements in order in memory; itself, if they are."""
-    x = plain(x)
+    x = without_tangent(x)
     if x.is_complex() or x.is_neg():
         x = x.resolve_conj().resolve_neg()
     return x.contiguous()
 
 
-def fresh(x: Tensor) -> Tensor:
+def contiguous_copy(x: Tensor) -> Tensor:
     """A contiguous copy."""
-    return like(x).copy_(plain(x))
+    return empty_like(x).copy_(without_tangent(x))
 
 
-def plain(x: Tensor) -> Tensor:
+def without_tangent(x: Tensor) -> Tensor:
     """The tensor without its tangent, which the backend would be given too."""
     return forward_ad.unpack_dual(x).primal if forward_ad._current_level >= 0 else x
 
@@ -196,7 +196,7 @@ def placeholder(
 # tensors they would return that class, and results are plain tensors.
 
 
-def empty(x: Tensor, rows: int) -> Tensor:
+def empty_rows(x: Tensor, rows: int) -> Tensor:
     """Uninitialized memory for that many rows like the tensor's."""
     shape = (rows, *x.shape[1:])
     if type(x) is Tensor:
@@ -204,7 +204,7 @@ def empty(x: Tensor, rows: int) -> Tensor:
     return advised(torch.empty(shape, dtype=x.dtype, device=x.device))
 
 
-def like(x: Tensor) -> Tensor:
+def empty_like(x: Tensor) -> Tensor:
     """Uninitialized memory for a tensor of that shape."""
     if type(x) is Tensor:
         return advised(torch.empty_like(x, memory_format=torch.contiguous_format))

@@ -14,11 +14,11 @@ from gradwire.collectives.wire.backends import (
     Backend,
     by_rows,
     callee_of,
+    contiguous_copy,
     dense,
-    empty,
+    empty_like,
+    empty_rows,
     flat,
-    fresh,
-    like,
     options,
 )
 from gradwire.collectives.wire.pending import Pending, done
@@ -44,7 +44,7 @@ def broadcast(x: Tensor, root: int, group: ProcessGroup, blocking: bool = False)
     """The root's tensor. On other ranks only shape, dtype and device of `x` are read."""
     group, _ = callee_of(group, x)
     at_root = group.rank() == root
-    out = fresh(x) if at_root else like(x)
+    out = contiguous_copy(x) if at_root else empty_like(x)
     if x.numel() == 0:
         return done(out)
     work = group.broadcast([flat(out)], options(dist.BroadcastOptions, blocking, root))
@@ -57,7 +57,7 @@ def all_gather(
     """All ranks' rows, one rank's after the other."""
     group, backend = callee_of(group, x)
     source = dense(x)
-    out = empty(x, x.shape[0] * group.size() if sizes is None else sum(sizes))
+    out = empty_rows(x, x.shape[0] * group.size() if sizes is None else sum(sizes))
     if out.numel() == 0:
         return done(out)
     equal = sizes is None or len(set(sizes)) == 1
@@ -76,9 +76,9 @@ def all_gather_list(
     group, backend = callee_of(group, x)
     source = dense(x)
     if sizes is None:
-        pieces = [like(source) for _ in range(group.size())]
+        pieces = [empty_like(source) for _ in range(group.size())]
     else:
-        pieces = [empty(x, size) for size in sizes]
+        pieces = [empty_rows(x, size) for size in sizes]
     if any(piece.numel() for piece in pieces):
         Pending(
             _gather_into(pieces, source, group, backend, blocking=True), lambda: x, group
@@ -107,14 +107,14 @@ def gather(
     x: Tensor,
     root: int,
     sizes: Sequence[int],
-    elsewhere: int,
+    other_rows: int,
     group: ProcessGroup,
     blocking: bool = False,
 ) -> Pending:
-    """All ranks' rows on the root; `elsewhere` rows of zeros on the others."""
+    """All ranks' rows on the root; zeros, `other_rows` rows of them, on the others."""
     group, backend = callee_of(group, x)
     at_root, world = group.rank() == root, group.size()
-    out = empty(x, sum(sizes)) if at_root else empty(x, elsewhere).zero_()
+    out = empty_rows(x, sum(sizes)) if at_root else empty_rows(x, other_rows).zero_()
     if _nothing(x, sum(sizes)):
         return done(out)
     source = dense(x)
@@ -147,7 +147,7 @@ def scatter(
     group, backend = callee_of(group, x)
     at_root, world = group.rank() == root, group.size()
     rows = sizes[group.rank()]
-    out = empty(x, rows)
+    out = empty_rows(x, rows)
     if _nothing(x, sum(sizes)):
         return done(out)
     source = dense(x) if at_root else x[:0]
@@ -168,7 +168,7 @@ def all_to_all(
 ) -> Pending:
     """Rows to each rank and rows from each rank; equal numbers of them if not given."""
     group, _ = callee_of(group, x)
-    out = empty(x, x.shape[0] if receive is None else sum(receive))
+    out = empty_rows(x, x.shape[0] if receive is None else sum(receive))
     if x.shape[1:].numel() == 0 or (send is None and x.numel() == 0):
         return done(out)
     source = dense(x)
@@ -194,7 +194,7 @@ def send(x: Tensor, to: int, group: ProcessGroup) -> Pending:
 def receive(shaped: Tensor, source: int, group: ProcessGroup) -> Pending:
     """A tensor of that shape from one rank of the group."""
     group, _ = callee_of(group, shaped)
-    out = like(shaped)
+    out = empty_like(shaped)
     return Pending((group.recv([flat(out)], source, _TAG),), lambda: out, group)
 
 

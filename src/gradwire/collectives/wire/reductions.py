@@ -16,11 +16,11 @@ from gradwire.collectives.wire.backends import (
     CARRIED,
     Backend,
     callee_of,
+    contiguous_copy,
     dense,
-    empty,
-    fresh,
+    empty_rows,
     options,
-    plain,
+    without_tangent,
 )
 from gradwire.collectives.wire.movement import all_gather, all_to_all
 from gradwire.collectives.wire.pending import Pending, done
@@ -42,11 +42,11 @@ def all_reduce(x: Tensor, op: str, group: ProcessGroup, blocking: bool = False) 
     """The reduction, on every rank."""
     group, backend = callee_of(group, x)
     if x.numel() == 0:
-        return done(fresh(x))
+        return done(contiguous_copy(x))
     if not _reduces(x, op, backend):
         return _all_reduce_by_parts(x, op, group, blocking)
-    wire, result = _reduction_buffer(x, op, backend)
-    work = group.allreduce([wire], options(dist.AllreduceOptions, blocking, None, _OPS[op]))
+    buffer, result = _reduction_buffer(x, op, backend)
+    work = group.allreduce([buffer], options(dist.AllreduceOptions, blocking, None, _OPS[op]))
     return Pending((work,), result, group)
 
 
@@ -55,12 +55,12 @@ def reduce(x: Tensor, root: int, op: str, group: ProcessGroup, blocking: bool = 
     group, backend = callee_of(group, x)
     at_root = group.rank() == root
     if x.numel() == 0:
-        return done(fresh(x))
+        return done(contiguous_copy(x))
     if not _reduces(x, op, backend):
         reduced = _all_reduce_by_parts(x, op, group, blocking)
         return Pending((), lambda: reduced.wait() if at_root else reduced.wait().zero_())
-    wire, result = _reduction_buffer(x, op, backend)
-    work = group.reduce([wire], options(dist.ReduceOptions, blocking, root, _OPS[op]))
+    buffer, result = _reduction_buffer(x, op, backend)
+    work = group.reduce([buffer], options(dist.ReduceOptions, blocking, root, _OPS[op]))
     # Backends leave partial results in the other ranks' buffers.
     return Pending((work,), result if at_root else lambda: result().zero_(), group)
 
@@ -73,15 +73,17 @@ def reduce_scatter(
     world = group.size()
     rows = x.shape[0] // world if sizes is None else sizes[group.rank()]
     if x.numel() == 0:
-        return done(empty(x, rows))
+        return done(empty_rows(x, rows))
     if sizes is None and _reduce_scatters(x, op, backend):
         source = dense(x)
-        out = empty(x, rows)
-        wire = (out, source)
+        out = empty_rows(x, rows)
+        buffer = (out, source)
         if x.is_complex():
-            wire = (torch.view_as_real(out), torch.view_as_real(source))
+            buffer = (torch.view_as_real(out), torch.view_as_real(source))
         chosen = options(dist.ReduceScatterOptions, blocking, None, _OPS[op])
-        return Pending((getattr(group, REDUCE_SCATTER_SINGLE)(*wire, chosen),), lambda: out, group)
+        return Pending(
+            (getattr(group, REDUCE_SCATTER_SINGLE)(*buffer, chosen),), lambda: out, group
+        )
     # On Gloo this takes less than half as long as its reduce_scatter. It does every op and dtype,
     # adds in one fixed order, and accumulates half precision in float32.
     received = all_to_all(x, sizes, None if sizes is None else [rows] * world, group, blocking)
@@ -129,9 +131,9 @@ def _reduce_scatters(x: Tensor, op: str, backend: Backend) -> bool:
 def _reduction_buffer(x: Tensor, op: str, backend: Backend) -> tuple[Tensor, Callable[[], Tensor]]:
     """What the backend reduces in place, and a function that makes it the result."""
     if op in ("max", "min") and x.is_floating_point() and not backend.max_keeps_nan:
-        wire = float_order.encode(plain(x), op)
-        return wire, lambda: float_order.decode(wire, x.dtype)
-    out = fresh(x)
+        buffer = float_order.encode(without_tangent(x), op)
+        return buffer, lambda: float_order.decode(buffer, x.dtype)
+    out = contiguous_copy(x)
     if x.is_complex():
         return torch.view_as_real(out), lambda: out
     if x.dtype == torch.bool:
