@@ -22,6 +22,7 @@ OPS = {
     "all_reduce product": lambda x: C.all_reduce(x, "product"),
     "all_reduce premul": lambda x: C.all_reduce(x, C.Premul(dist.get_rank() + 2.0)),
     "invariant": lambda x: C.vary(C.all_reduce(x, invariant=True)),
+    "send_recv": lambda x: C.send_recv(x, 1 - dist.get_rank(), 1 - dist.get_rank()),
     "reduce": lambda x: C.reduce(x, 1),
     "reduce max": lambda x: C.reduce(x, 1, "max"),
     "broadcast": lambda x: C.broadcast(x, 1),

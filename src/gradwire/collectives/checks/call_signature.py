@@ -65,7 +65,6 @@ class PeerSignature:
     shape: tuple[int, ...] | None
     dtype: torch.dtype | None
     send: list[int]
-    receive: list[int]
 
 
 # A row: _HEAD single numbers, MAX_DIMS sizes, then rows for and from each rank.
@@ -115,13 +114,11 @@ def signature_hash(call: CallSignature) -> int:
 def decode(row: Sequence[int], world: int) -> PeerSignature:
     """The signature that a rank sent."""
     dtype, dims = row[_FIELDS.index("dtype")], row[_FIELDS.index("dims")]
-    splits = row[_HEAD + MAX_DIMS :]
     return PeerSignature(
         wants_grad=row[_FIELDS.index("grad")],
         shape=tuple(row[_HEAD : _HEAD + dims]) if ABSENT < dims <= MAX_DIMS else None,
         dtype=None if dtype == ABSENT else _DTYPES[dtype],
-        send=list(splits[:world]),
-        receive=list(splits[world:]),
+        send=list(row[_HEAD + MAX_DIMS : _HEAD + MAX_DIMS + world]),
     )
 
 
@@ -145,9 +142,9 @@ def _must_agree(rows: list[list[int]], ragged: bool) -> Iterator[tuple[str, list
     dims = _FIELDS.index("dims")
     present = [row for row in rows if row[dims] != ABSENT]
     yield "shape", [(row[dims], *row[_HEAD + ragged : _HEAD + MAX_DIMS]) for row in present]
-    states = {row[_FIELDS.index("grad")] for row in rows}
-    if states >= {1, -1}:
-        yield "requires-grad", [row[_FIELDS.index("grad")] for row in rows]
+    gradients: list[object] = [row[_FIELDS.index("grad")] for row in rows]
+    if {1, -1} <= set(gradients):
+        yield "requires-grad", gradients
 
 
 def _splits_agree(rows: list[list[int]]) -> bool:

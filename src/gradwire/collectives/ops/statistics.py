@@ -6,6 +6,7 @@ by for the sake of precision carries no gradient.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -221,10 +222,7 @@ def _sum_and_count(
 
 
 def _count(x: Tensor, dims: Sequence[int]) -> int:
-    count = 1
-    for dim in dims:
-        count *= x.shape[dim]
-    return count
+    return math.prod(x.shape[dim] for dim in dims)
 
 
 def _dims(x: Tensor, dim: Dims) -> list[int]:
