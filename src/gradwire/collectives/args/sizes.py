@@ -19,6 +19,7 @@ __all__ = [
     "move_back",
     "move_to_front",
     "resolve_sizes",
+    "sizes_of_split",
     "sizes_text",
     "valid_dim",
     "valid_sizes",
@@ -94,6 +95,30 @@ def equal_sizes(rows: int, group: ProcessGroup, what: str) -> tuple[int, ...]:
             "give the sizes"
         )
     return (rows // group.size(),) * group.size()
+
+
+def sizes_of_split(
+    sizes: Sequence[int] | None, x: Tensor, dim: int, group: ProcessGroup, *, names: tuple[str, str]
+) -> tuple[int, ...]:
+    """The sizes into which the rows of `x` are split: equal ones, if none are given.
+
+    Args:
+        sizes: As the caller gave them.
+        x: With the dim that is split in front.
+        dim: Where that was.
+        group: The group.
+        names: What the caller calls the sizes and the tensor.
+
+    Raises:
+        ArgumentError: They do not add up to the rows, or these cannot be split equally.
+    """
+    name, x_name = names
+    if sizes is None:
+        return equal_sizes(x.shape[0], group, x_name)
+    given = valid_sizes(sizes, group, name)
+    if sum(given) != x.shape[0]:
+        raise ArgumentError(f"{name} is {list(given)}: {x_name} has {x.shape[0]} in dim {dim}")
+    return given
 
 
 def valid_dim(dim: int, dims: int, shape: Sequence[int]) -> int:

@@ -15,12 +15,11 @@ from gradwire.collectives.args.reductions import Op, reducible
 from gradwire.collectives.args.sizes import (
     KnownSizes,
     Sizes,
-    equal_sizes,
     move_back,
     move_to_front,
     resolve_sizes,
+    sizes_of_split,
     sizes_text,
-    valid_sizes,
 )
 from gradwire.collectives.autograd.handles import Handle, apply_or_start, then
 from gradwire.collectives.autograd.unstack import concat
@@ -30,7 +29,6 @@ from gradwire.collectives.checks.consistency import CheckContext
 from gradwire.collectives.ops.checked import run_checked
 from gradwire.collectives.ops.nonlinear import apply_reduction
 from gradwire.collectives.ops.plans import AllGather, ReduceScatter
-from gradwire.errors import ArgumentError
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -184,13 +182,8 @@ def reduce_scatter(
         x = concat(pieces, dim)
     x, reduction = reducible(x, op)
     front, dim = move_to_front(x, dim)
-    known = None if sizes is None else valid_sizes(sizes, group, "sizes")
-    if known is None:
-        equal_sizes(front.shape[0], group, "x")
-    elif sum(known) != front.shape[0]:
-        raise ArgumentError(f"sizes is {list(known)}: x has {front.shape[0]} in dim {dim}")
-    elif len(set(known)) == 1:
-        known = None
+    split = sizes_of_split(sizes, front, dim, group, names=("sizes", "x"))
+    known = None if sizes is None or len(set(split)) == 1 else split
     result = run_checked(
         group,
         front,

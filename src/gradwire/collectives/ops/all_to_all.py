@@ -16,6 +16,7 @@ from gradwire.collectives.args.sizes import (
     equal_sizes,
     move_back,
     move_to_front,
+    sizes_of_split,
     valid_dim,
     valid_sizes,
 )
@@ -112,15 +113,9 @@ def all_to_all(
     out_dim = split_dim if concat_dim is None else concat_dim
     front, split_dim = move_to_front(x, split_dim)
     out_dim = valid_dim(out_dim, front.dim(), x.shape)
-    if input_splits is None:
-        equal = equal_sizes(front.shape[0], group, "x")
-        send = None if output_splits is None else equal
-    else:
-        send = valid_sizes(input_splits, group, "input_splits")
-        if sum(send) != front.shape[0]:
-            raise ArgumentError(
-                f"input_splits is {list(send)}: x has {front.shape[0]} in dim {split_dim}"
-            )
+    names = ("input_splits", "x")
+    split = sizes_of_split(input_splits, front, split_dim, group, names=names)
+    send = None if input_splits is None and output_splits is None else split
     if out_dim != split_dim and output_splits is not None:
         raise ArgumentError("output_splits goes with one dim: leave concat_dim out")
     detail = f"split_dim={split_dim}, concat_dim={out_dim}, splits given={send is not None}"

@@ -11,14 +11,13 @@ from torch.distributed import ProcessGroup
 
 from gradwire.collectives.args.lists import piece_sizes, pieces_of
 from gradwire.collectives.args.ranks import dense_tensor, with_data
-from gradwire.collectives.args.sizes import equal_sizes, move_to_front, valid_sizes
+from gradwire.collectives.args.sizes import move_to_front, sizes_of_split, valid_sizes
 from gradwire.collectives.args.transforms import refuse_in_transforms
 from gradwire.collectives.autograd.unstack import concat
 from gradwire.collectives.checks import consistency
 from gradwire.collectives.checks.call_signature import CallSignature
 from gradwire.collectives.checks.consistency import CheckContext
 from gradwire.collectives.wire.backends import placeholder
-from gradwire.errors import ArgumentError
 
 __all__ = ["ScatterSource", "agree_on_source"]
 
@@ -50,12 +49,8 @@ class ScatterSource:
         if isinstance(xs, Tensor):
             front, dim = move_to_front(xs, dim)
             with_data(xs, "xs")
-            if sizes is None:
-                return cls(front, equal_sizes(front.shape[0], group, "xs"), dim)
-            given = valid_sizes(sizes, group, "sizes")
-            if sum(given) != front.shape[0]:
-                raise ArgumentError(f"sizes is {list(given)}: xs has {front.shape[0]} in dim {dim}")
-            return cls(front, given, dim)
+            split = sizes_of_split(sizes, front, dim, group, names=("sizes", "xs"))
+            return cls(front, split, dim)
         pieces, dim, scalars = pieces_of(xs, dim, group, "xs")
         with_data(pieces[0], "xs[0]")
         known = piece_sizes(pieces, dim, sizes, group)
