@@ -6,7 +6,6 @@ by for the sake of precision carries no gradient.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -222,7 +221,10 @@ def _sum_and_count(
 
 
 def _count(x: Tensor, dims: Sequence[int]) -> int:
-    return math.prod(x.shape[dim] for dim in dims)
+    count = 1  # not by math.prod of a generator, which Dynamo does not trace
+    for dim in dims:
+        count *= x.shape[dim]
+    return count
 
 
 def _dims(x: Tensor, dim: Dims) -> list[int]:
