@@ -17,33 +17,31 @@ from gradwire.shm.group_segment import INLINE_BYTES
 from gradwire.shm.group_state import GroupState
 from gradwire.shm.header import INLINE, PRIVATE, Call, Location
 from gradwire.shm.pieces import PIECE_BYTES, block_start, fill_slot, location_for, share
-from gradwire.shm.sync import Deadline
-from gradwire.shm.tensors import overwrites
+from gradwire.shm.tensors import common_base, overwrites
 
-__all__ = ["barrier", "broadcast", "exchange"]
+__all__ = ["barrier", "broadcast", "exchange", "exchange_blocks"]
 
 
-def barrier(state: GroupState, deadline: Deadline, kind: str = "barrier") -> None:
+def barrier(state: GroupState, kind: str = "barrier") -> None:
     """Wait until every rank has called."""
-    state.announce(Call(kind), Location(INLINE), deadline)
+    state.announce(Call(kind), Location(INLINE))
 
 
-def broadcast(state: GroupState, call: Call, flat: Tensor, deadline: Deadline) -> None:
+def broadcast(state: GroupState, call: Call, flat: Tensor) -> None:
     """Copy the root's values to all ranks' tensors.
 
     Args:
         state: This rank's state of the group.
         call: broadcast, with its root.
         flat: 1-d and contiguous.
-        deadline: When to give up.
     """
     at_root, count = state.rank == call.root, flat.numel()
     outgoing = [flat] if at_root else []
     incoming = [flat if r == call.root and not at_root else None for r in range(state.size)]
     if flat.nbytes <= INLINE_BYTES:
-        exchange(state, call, outgoing, incoming, deadline, shared=True)
+        exchange(state, call, outgoing, incoming, shared=True)
         return
-    state.announce(call, location_for(state, flat, flat.nbytes, sends=at_root), deadline)
+    state.announce(call, location_for(state, flat, flat.nbytes, sends=at_root))
     locations = state.locations()
     if locations[call.root].region == PRIVATE:
         calls = [call] * state.size
@@ -63,12 +61,39 @@ def broadcast(state: GroupState, call: Call, flat: Tensor, deadline: Deadline) -
     state.sync()
 
 
+def exchange_blocks(
+    state: GroupState,
+    kind: str,
+    outgoing: Sequence[Tensor],
+    incoming: Sequence[Tensor],
+    *,
+    root: int = -1,
+    base: Tensor | None = None,
+    shared: bool = False,
+) -> None:
+    """`exchange` of blocks whose sizes may differ, which the ranks compare.
+
+    Args:
+        state: This rank's state of the group.
+        kind: The collective's name.
+        outgoing: As of `exchange`.
+        incoming: Where each rank's block goes; one for each rank.
+        root: The root's rank in the group; -1 if there is none.
+        base: As of `exchange`; found if None.
+        shared: As of `exchange`.
+    """
+    sends = tuple(block.numel() for block in outgoing) * (state.size if shared else 1)
+    receives = tuple(block.numel() for block in incoming)
+    call = Call(kind, incoming[0].dtype, root=root, sends=sends, receives=receives)
+    base = common_base(outgoing) if base is None else base
+    exchange(state, call, outgoing, incoming, base=base, shared=shared)
+
+
 def exchange(
     state: GroupState,
     call: Call,
     outgoing: Sequence[Tensor],
     incoming: Sequence[Tensor | None],
-    deadline: Deadline,
     *,
     base: Tensor | None = None,
     shared: bool = False,
@@ -81,7 +106,6 @@ def exchange(
         outgoing: This rank's block for each rank; or one for all, if `shared`; or nothing.
         incoming: Where each rank's block goes, 1-d and contiguous; None where there is none. What
             lies over outgoing blocks costs a copy of these.
-        deadline: When to give up.
         base: A contiguous tensor that holds the outgoing blocks in order, where there is one.
         shared: Whether a rank's one block goes to all ranks.
     """
@@ -90,9 +114,9 @@ def exchange(
         if overwrites(outgoing, incoming, state.rank, own):
             outgoing, base = [block.clone() for block in outgoing], None
             own = outgoing[0 if shared else state.rank]
-        state.announce(call, location_for(state, base, total), deadline)
+        state.announce(call, location_for(state, base, total))
     else:
-        state.announce(call, Location(INLINE), deadline, outgoing)
+        state.announce(call, Location(INLINE), outgoing)
     locations = state.locations()
     calls = state.calls() if call.sends else [call] * state.size
     # this rank's own block needs no other rank

@@ -35,7 +35,7 @@ __all__ = ["GroupBase"]
 _GROUPS: WeakSet[GroupBase] = WeakSet()
 """All groups of this process, for the handlers of its fork and its exit."""
 
-Job = Callable[[Deadline], None]
+Job = Callable[[], None]
 Observer = Callable[[str, int, Sequence[Sequence[Tensor]]], None]
 """Called with each collective as it is submitted: its name among torch's operators, its root, and
 the tensors. Groups that are written in C++ are observed through torch's dispatcher instead."""
@@ -165,14 +165,14 @@ class GroupBase:
 
         def guarded() -> None:
             self._check_usable()
-            self._state.mark = mark
+            self._state.begin(mark, seconds)
             try:
                 # inference tensors can be written in inference mode alone, which is thread-local
                 if inference:
                     with torch.inference_mode():
-                        job(Deadline(seconds))
+                        job()
                 else:
-                    job(Deadline(seconds))
+                    job()
             except MismatchError:
                 raise  # on all ranks, before any data moved: the group stays usable
             except BaseException as error:

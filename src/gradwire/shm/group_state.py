@@ -45,7 +45,6 @@ class GroupState:
 
     Attributes:
         links: The connections.
-        mark: The hash that the next collective's header carries; see `GroupBase.marked`.
     """
 
     def __init__(
@@ -79,37 +78,43 @@ class GroupState:
             [flat[layout.inline(parity, r) :][:INLINE_BYTES] for r in range(size)]
             for parity in (0, 1)
         ]
-        self._parity = self.mark = 0
+        self._parity = self._mark = 0
         self._typed: dict[tuple[int, int, torch.dtype], Tensor] = {}
         self._staging: dict[int, Tensor] = {}
         self._ring: int | None = None
 
-    def announce(
-        self, call: Call, location: Location, deadline: Deadline, inline: Sequence[Tensor] = ()
-    ) -> None:
+    def begin(self, mark: int, seconds: float) -> None:
+        """Begin an operation, before its first `announce`.
+
+        Args:
+            mark: What the header of its first collective carries; see `GroupBase.marked`.
+            seconds: For all waits of the operation, from now on.
+        """
+        self._mark, self._deadline = mark, Deadline(seconds)
+
+    def announce(self, call: Call, location: Location, inline: Sequence[Tensor] = ()) -> None:
         """Begin a collective: write this rank's header, wait for all others, and compare.
 
         Args:
             call: What this rank calls.
             location: Where this rank's data lies.
-            deadline: For all waits of this collective.
             inline: Tensors of the call's dtype to put one after the other with the header.
 
         Raises:
             MismatchError: On all ranks, if the calls do not fit each other.
             PeerLostError, PeerFailedError, CollectiveTimeoutError: A rank does not take part.
         """
-        self._kind, self._deadline = call.kind, deadline
+        self._kind = call.kind
         self._parity ^= 1
         self._ring = None
-        self._regions.release_ended(self.links, deadline)
+        self._regions.release_ended(self.links, self._deadline)
         start = 0
         for block in inline:
             self.inline(self.rank, call.dtype, start, block.numel()).copy_(block)
             start += block.numel()
         headers = self._headers[self._parity]
-        mark, self.mark = self.mark, 0
-        write(headers[self.rank], call, location, mark)
+        write(headers[self.rank], call, location, self._mark)
+        self._mark = 0
         self.sync()
         # about 1 µs, and any mismatch is the same error on all ranks, before data moves
         check_consistent(headers, self.rank)

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 from torch.distributed import Work
 from torch.distributed.distributed_c10d import (
@@ -19,15 +17,18 @@ from torch.distributed.distributed_c10d import (
 )
 
 from gradwire.shm import stream
-from gradwire.shm.exchange_algorithms import barrier, broadcast, exchange
+from gradwire.shm.exchange_algorithms import (
+    barrier,
+    broadcast,
+    exchange,
+    exchange_blocks,
+)
 from gradwire.shm.group_base import GroupBase
 from gradwire.shm.header import Call
-from gradwire.shm.sync import Deadline
 from gradwire.shm.tensors import (
     check_results,
-    check_tensors,
+    check_transfer,
     checksum_of,
-    common_base,
     equal_parts,
     flat_of,
     only,
@@ -49,13 +50,13 @@ class Movement(GroupBase):
         root = self._root(opts)
         check_results(tensors)  # on the root too: a mistake that all make is then an error on all
 
-        def job(deadline: Deadline) -> None:
+        def job() -> None:
             flats = [flat_of(tensor) for tensor in tensors]
             if len(flats) == 1:
                 call = Call("broadcast", flats[0].dtype, flats[0].numel(), -1, root)
-                broadcast(self._state, call, flats[0], deadline)
+                broadcast(self._state, call, flats[0])
             else:
-                stream.broadcast(self._state, flats, root, deadline)
+                stream.broadcast(self._state, flats, root)
             if root != self._rank:
                 write_all_back(tensors, flats)
 
@@ -78,19 +79,12 @@ class Movement(GroupBase):
     ) -> Work:
         """`allgather` of several tensors, as one operation."""
         for outputs, source in paired(output_lists, inputs):
-            check_tensors([source, *self._one_each(outputs, "tensor_list")], same_dtype=True)
-            check_results(outputs)
+            check_transfer([source], self._one_each(outputs, "tensor_list"))
 
-        def job(deadline: Deadline) -> None:
+        def job() -> None:
             for outputs, source in zip(output_lists, inputs, strict=True):
                 flat, into = flat_of(source), [flat_of(output) for output in outputs]
-                call = Call(
-                    "all_gather",
-                    flat.dtype,
-                    sends=(flat.numel(),) * self._size,
-                    receives=tuple(f.numel() for f in into),
-                )
-                exchange(self._state, call, [flat], into, deadline, base=flat, shared=True)
+                exchange_blocks(self._state, "all_gather", [flat], into, base=flat, shared=True)
                 write_all_back(outputs, into)
 
         everything = [output for outputs in output_lists for output in outputs]
@@ -111,17 +105,16 @@ class Movement(GroupBase):
     ) -> Work:
         """`all_gather_single` of several tensors, as one operation."""
         for output, source in paired(outputs, inputs):
-            check_tensors([source, output], same_dtype=True)
-            check_results([output])
+            check_transfer([source], [output])
             self._check_parts(whole=output, part=source)
         checksum = checksum_of(inputs)
 
-        def job(deadline: Deadline) -> None:
+        def job() -> None:
             for output, source in zip(outputs, inputs, strict=True):
                 flat, into = flat_of(source), flat_of(output)
                 call = Call("all_gather_single", flat.dtype, flat.numel(), checksum=checksum)
                 parts = equal_parts(into, self._size)
-                exchange(self._state, call, [flat], parts, deadline, base=flat, shared=True)
+                exchange(self._state, call, [flat], parts, base=flat, shared=True)
                 write_back(output, into)
 
         return self._submit(job, outputs, opts or AllgatherOptions())
@@ -136,15 +129,14 @@ class Movement(GroupBase):
         opts = opts or GatherOptions()
         root, source = self._root(opts), only(inputs)
         into = self._one_each(only(outputs), "gather_list") if root == self._rank else []
-        check_tensors([source, *into], same_dtype=True)
-        check_results(into)
+        check_transfer([source], into)
 
-        def job(deadline: Deadline) -> None:
+        def job() -> None:
             flat, flats = flat_of(source), [flat_of(output) for output in into]
             outgoing = [flat[:0]] * self._size
             outgoing[root] = flat
             incoming = flats or [flat.new_empty(0)] * self._size
-            self._exchange("gather", outgoing, incoming, deadline, root=root, base=flat)
+            exchange_blocks(self._state, "gather", outgoing, incoming, root=root, base=flat)
             write_all_back(into, flats)
 
         return self._submit(job, into, opts)
@@ -159,15 +151,14 @@ class Movement(GroupBase):
         opts = opts or ScatterOptions()
         root, output = self._root(opts), only(outputs)
         blocks = self._one_each(only(inputs), "scatter_list") if root == self._rank else []
-        check_tensors([output, *blocks], same_dtype=True)
-        check_results([output])
+        check_transfer(blocks, [output])
 
-        def job(deadline: Deadline) -> None:
+        def job() -> None:
             out = flat_of(output)
             outgoing = [flat_of(b) for b in blocks] or [out[:0]] * self._size
             incoming = [out[:0]] * self._size
             incoming[root] = out
-            self._exchange("scatter", outgoing, incoming, deadline, root=root)
+            exchange_blocks(self._state, "scatter", outgoing, incoming, root=root)
             write_back(output, out)
 
         return self._submit(job, outputs, opts)
@@ -180,13 +171,11 @@ class Movement(GroupBase):
     ) -> Work:
         """Entry i of a rank's outputs becomes what rank i has for it; sizes may differ."""
         self._one_each(outputs, "output_tensor_list")
-        self._one_each(inputs, "input_tensor_list")
-        check_tensors([*outputs, *inputs], same_dtype=True)
-        check_results(outputs)
+        check_transfer(self._one_each(inputs, "input_tensor_list"), outputs)
 
-        def job(deadline: Deadline) -> None:
+        def job() -> None:
             into = [flat_of(output) for output in outputs]
-            self._exchange("all_to_all", [flat_of(i) for i in inputs], into, deadline)
+            exchange_blocks(self._state, "all_to_all", [flat_of(i) for i in inputs], into)
             write_all_back(outputs, into)
 
         return self._submit(job, outputs, opts or AllToAllOptions())
@@ -200,44 +189,21 @@ class Movement(GroupBase):
         opts: AllToAllOptions | None = None,
     ) -> Work:
         """`alltoall` between the parts of two tensors, equal or of the given numbers of rows."""
-        check_tensors([output, input], same_dtype=True)
-        check_results([output])
+        check_transfer([input], [output])
         receives = row_counts(output, output_split_sizes, self._size, "output_split_sizes")
         sends = row_counts(input, input_split_sizes, self._size, "input_split_sizes")
 
-        def job(deadline: Deadline) -> None:
+        def job() -> None:
             out, flat = flat_of(output), flat_of(input)
             blocks, into = list(flat.split(sends)), list(out.split(receives))
-            self._exchange("all_to_all", blocks, into, deadline, base=flat)
+            exchange_blocks(self._state, "all_to_all", blocks, into, base=flat)
             write_back(output, out)
 
         return self._submit(job, [output], opts or AllToAllOptions())
 
-    def _exchange(
-        self,
-        kind: str,
-        outgoing: Sequence[Tensor],
-        incoming: Sequence[Tensor],
-        deadline: Deadline,
-        *,
-        root: int = -1,
-        base: Tensor | None = None,
-    ) -> None:
-        call = Call(
-            kind,
-            incoming[0].dtype,
-            root=root,
-            sends=tuple(block.numel() for block in outgoing),
-            receives=tuple(block.numel() for block in incoming),
-        )
-        base = common_base(outgoing) if base is None else base
-        exchange(self._state, call, outgoing, incoming, deadline, base=base)
-
     def barrier(self, opts: BarrierOptions | None = None) -> Work:
         """Done when every rank has called it."""
-        return self._submit(
-            lambda deadline: barrier(self._state, deadline), [], opts or BarrierOptions()
-        )
+        return self._submit(lambda: barrier(self._state), [], opts or BarrierOptions())
 
     def monitored_barrier(
         self, opts: BarrierOptions | None = None, wait_all_ranks: bool = False
@@ -253,7 +219,7 @@ class Movement(GroupBase):
         """
         opts = opts or BarrierOptions()
 
-        def job(deadline: Deadline) -> None:
-            barrier(self._state, deadline, "monitored_barrier")
+        def job() -> None:
+            barrier(self._state, "monitored_barrier")
 
         self._submit(job, [], opts).wait()

@@ -18,29 +18,27 @@ from gradwire.shm.group_segment import INLINE_BYTES
 from gradwire.shm.group_state import GroupState
 from gradwire.shm.header import INLINE, Call, Location
 from gradwire.shm.pieces import PIECE_BYTES, block_start, fill_slot, location_for, share
-from gradwire.shm.sync import Deadline
 from gradwire.shm.tensors import overwrites
 
 __all__ = ["reduce", "reduce_scatter"]
 
 
-def reduce(state: GroupState, call: Call, flat: Tensor, deadline: Deadline) -> None:
+def reduce(state: GroupState, call: Call, flat: Tensor) -> None:
     """Reduce `flat` over all ranks, in location: on all of them, or on the call's root only.
 
     Args:
         state: This rank's state of the group.
         call: all_reduce, or reduce with its root.
         flat: 1-d and contiguous; other ranks than the root keep their values.
-        deadline: When to give up.
     """
     gets_result = call.root in (-1, state.rank)
     if flat.nbytes <= INLINE_BYTES:
-        state.announce(call, Location(INLINE), deadline, [flat])
+        state.announce(call, Location(INLINE), [flat])
         if gets_result:
             pieces = [state.inline(r, flat.dtype, 0, flat.numel()) for r in range(state.size)]
             reduce_into(flat, pieces, call.op)
         return
-    state.announce(call, location_for(state, flat, flat.nbytes), deadline)
+    state.announce(call, location_for(state, flat, flat.nbytes))
     locations = state.locations()
     if all(p.region >= 0 for p in locations):
         _reduce_in_place(state, call, locations, flat)
@@ -53,7 +51,6 @@ def reduce_scatter(
     call: Call,
     blocks: Sequence[Tensor],
     out: Tensor,
-    deadline: Deadline,
     *,
     base: Tensor | None = None,
 ) -> None:
@@ -64,18 +61,17 @@ def reduce_scatter(
         call: With tables of block sizes, or with the one size that all blocks have.
         blocks: This rank's block for each rank, 1-d and contiguous.
         out: Like `blocks[rank]`, which it may be.
-        deadline: When to give up.
         base: A contiguous tensor that holds the blocks in order, if there is one.
     """
     start, count, ranks = block_start(call, state.rank), out.numel(), range(state.size)
     if (total := sum(block.nbytes for block in blocks)) <= INLINE_BYTES:
-        state.announce(call, Location(INLINE), deadline, blocks)
+        state.announce(call, Location(INLINE), blocks)
         reduce_into(out, [state.inline(r, call.dtype, start, count) for r in ranks], call.op)
         return
     results = [out if r == state.rank else None for r in ranks]
     if overwrites(blocks, results, state.rank, blocks[state.rank]):
         blocks, base = [block.clone() for block in blocks], None
-    state.announce(call, location_for(state, base, total), deadline)
+    state.announce(call, location_for(state, base, total))
     locations = state.locations()
     if all(p.region >= 0 for p in locations):
         pieces = [

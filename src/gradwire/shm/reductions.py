@@ -23,11 +23,10 @@ from gradwire.shm.arithmetic import SUM, check_reduction, number_of
 from gradwire.shm.group_base import GroupBase
 from gradwire.shm.header import Call
 from gradwire.shm.reduce_algorithms import reduce, reduce_scatter
-from gradwire.shm.sync import Deadline
 from gradwire.shm.tensors import (
     check_results,
     check_sparse,
-    check_tensors,
+    check_transfer,
     checksum_of,
     common_base,
     equal_parts,
@@ -62,8 +61,8 @@ class Reductions(GroupBase):
         if op != SUM:
             raise ArgumentError("sparse tensors are reduced by SUM alone: pass to_dense()")
 
-        def job(deadline: Deadline) -> None:
-            sparse.all_reduce(self._state, tensor, op, deadline)
+        def job() -> None:
+            sparse.all_reduce(self._state, tensor, op)
 
         return self._submit(job, tensors, opts, ("allreduce_", 0, [tensors]))
 
@@ -85,11 +84,11 @@ class Reductions(GroupBase):
             check_reduction(op, tensor.dtype)
         checksum = checksum_of(tensors)
 
-        def job(deadline: Deadline) -> None:
+        def job() -> None:
             for tensor in tensors:
                 flat = flat_of(tensor)
                 call = Call(kind, flat.dtype, flat.numel(), op, root, checksum=checksum)
-                reduce(self._state, call, flat, deadline)
+                reduce(self._state, call, flat)
                 if root in (-1, self._rank):
                     write_back(tensor, flat)
 
@@ -108,11 +107,11 @@ class Reductions(GroupBase):
         op = self._check_reduce_scatter(output, blocks, opts)
         sends = tuple(block.numel() for block in blocks)
 
-        def job(deadline: Deadline) -> None:
+        def job() -> None:
             out, flats = flat_of(output), [flat_of(block) for block in blocks]
             call = Call("reduce_scatter", out.dtype, 0, op, -1, sends, (out.numel(),) * self._size)
             base = common_base(flats)
-            reduce_scatter(self._state, call, flats, out, deadline, base=base)
+            reduce_scatter(self._state, call, flats, out, base=base)
             write_back(output, out)
 
         return self._submit(job, outputs, opts)
@@ -136,20 +135,19 @@ class Reductions(GroupBase):
             self._check_parts(whole=source, part=output)
         checksum = checksum_of(outputs)
 
-        def job(deadline: Deadline) -> None:
+        def job() -> None:
             for output, source in zip(outputs, inputs, strict=True):
                 out, flat = flat_of(output), flat_of(source)
                 kind, count = "reduce_scatter_single", out.numel()
                 call = Call(kind, out.dtype, count, op, checksum=checksum)
                 blocks = equal_parts(flat, self._size)
-                reduce_scatter(self._state, call, blocks, out, deadline, base=flat)
+                reduce_scatter(self._state, call, blocks, out, base=flat)
                 write_back(output, out)
 
         return self._submit(job, outputs, opts)
 
     def _check_reduce_scatter(self, output: Tensor, blocks: list[Tensor], opts: Any) -> int:
         op = number_of(opts.reduceOp.op)
-        check_tensors([output, *blocks], same_dtype=True)
-        check_results([output])
+        check_transfer(blocks, [output])
         check_reduction(op, output.dtype)
         return op

@@ -10,15 +10,14 @@ import torch
 from torch import Tensor
 
 from gradwire.shm.arithmetic import HALF
-from gradwire.shm.exchange_algorithms import exchange
+from gradwire.shm.exchange_algorithms import exchange, exchange_blocks
 from gradwire.shm.group_state import GroupState
 from gradwire.shm.header import NUMBERS, Call
-from gradwire.shm.sync import Deadline
 
 __all__ = ["all_reduce"]
 
 
-def all_reduce(state: GroupState, tensor: Tensor, op: int, deadline: Deadline) -> None:
+def all_reduce(state: GroupState, tensor: Tensor, op: int) -> None:
     """Set a sparse COO tensor to the sum over all ranks, coalesced.
 
     Entries are added in the order of the ranks, half precision in float32 and rounded once.
@@ -27,7 +26,6 @@ def all_reduce(state: GroupState, tensor: Tensor, op: int, deadline: Deadline) -
         state: This rank's state of the group.
         tensor: Of one shape, dtype and number of sparse dims on all ranks.
         op: The number of SUM.
-        deadline: When to give up.
     """
     own = tensor.detach().coalesce()
     dims = own.sparse_dim()
@@ -35,10 +33,10 @@ def all_reduce(state: GroupState, tensor: Tensor, op: int, deadline: Deadline) -
     count = torch.tensor([own._nnz()])
     counts = torch.empty(state.size, dtype=torch.int64)
     call = Call("all_reduce_sparse", count.dtype, 1, op, checksum=checksum)
-    exchange(state, call, [count], counts.split(1), deadline, shared=True)
+    exchange(state, call, [count], counts.split(1), shared=True)
     sizes: list[int] = counts.tolist()
-    keys = _gather(state, _keys(own), sizes, deadline)
-    values = _gather(state, own.values(), sizes, deadline)
+    keys = _gather(state, _keys(own), sizes)
+    values = _gather(state, own.values(), sizes)
     distinct, inverse = torch.unique(torch.cat(keys), return_inverse=True)
     wide = torch.float32 if own.dtype in HALF else own.dtype
     total = torch.zeros((len(distinct), *own.shape[dims:]), dtype=wide)
@@ -60,18 +58,10 @@ def _keys(own: Tensor) -> Tensor:
     return keys
 
 
-def _gather(
-    state: GroupState, own: Tensor, rows: Sequence[int], deadline: Deadline
-) -> list[Tensor]:
+def _gather(state: GroupState, own: Tensor, rows: Sequence[int]) -> list[Tensor]:
     """all_gather of tensors whose numbers of rows differ."""
     flat = own.contiguous().view(-1)
     each = [torch.empty((count, *own.shape[1:]), dtype=own.dtype) for count in rows]
     flats = [tensor.view(-1) for tensor in each]
-    call = Call(
-        "all_gather",
-        own.dtype,
-        sends=(flat.numel(),) * state.size,
-        receives=tuple(f.numel() for f in flats),
-    )
-    exchange(state, call, [flat], flats, deadline, shared=True)
+    exchange_blocks(state, "all_gather", [flat], flats, shared=True)
     return each

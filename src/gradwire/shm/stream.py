@@ -19,7 +19,6 @@ from torch import Tensor
 
 from gradwire.shm.group_state import GroupState
 from gradwire.shm.header import NUMBERS, Call
-from gradwire.shm.sync import Deadline
 
 __all__ = ["broadcast"]
 
@@ -29,20 +28,19 @@ _PIECE_BYTES = 128 << 10
 """… unless they would be shorter than this: the waits would cost more than is gained."""
 
 
-def broadcast(state: GroupState, flats: Sequence[Tensor], root: int, deadline: Deadline) -> None:
+def broadcast(state: GroupState, flats: Sequence[Tensor], root: int) -> None:
     """Copy the root's values to all ranks' tensors.
 
     Args:
         state: This rank's state of the group.
         flats: 1-d and contiguous, of any dtypes; the same sizes and dtypes on all ranks.
         root: The root's rank in the group.
-        deadline: When to give up.
     """
     runs = _runs(flats)
     total = sum(sum(run.sizes) * run.dtype.itemsize for run in runs)
     location = state.staged_location(total, sends=state.rank == root)
     call = Call("broadcast_coalesced", numel=total, root=root, checksum=_checksum(flats, runs))
-    state.announce(call, location, deadline)
+    state.announce(call, location)
     if state.size == 1:
         return
     ring = state.ring

@@ -18,6 +18,7 @@ __all__ = [
     "check_results",
     "check_sparse",
     "check_tensors",
+    "check_transfer",
     "checksum_of",
     "common_base",
     "equal_parts",
@@ -34,13 +35,29 @@ T = TypeVar("T")
 _PLAIN = {Tensor, torch.nn.Parameter}
 
 
-def check_results(tensors: Sequence[Tensor], *, same_dtype: bool = False) -> None:
+def check_transfer(sources: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+    """`check_results`, and `check_tensors` of what is read; all must be of one dtype.
+
+    Raises:
+        ArgumentTypeError: As of `check_tensors`, or dtypes differ.
+        ArgumentError, NotSupportedError: As of `check_results`.
+    """
+    check_tensors(sources)
+    check_results(results)
+    dtypes = list(dict.fromkeys(tensor.dtype for tensor in (*sources, *results)))
+    if len(dtypes) > 1:
+        raise ArgumentTypeError(
+            f"tensors of one operation must be of one dtype, but are of {dtypes[0]} and {dtypes[1]}"
+        )
+
+
+def check_results(tensors: Sequence[Tensor]) -> None:
     """`check_tensors` for tensors that are written.
 
     Raises:
         ArgumentError: As of `check_tensors`, or elements of a tensor overlap in memory.
     """
-    check_tensors(tensors, same_dtype=same_dtype)
+    check_tensors(tensors)
     for tensor in tensors:
         if not tensor.is_contiguous() and torch._debug_has_internal_overlap(tensor) == 1:
             raise ArgumentError(
@@ -49,11 +66,11 @@ def check_results(tensors: Sequence[Tensor], *, same_dtype: bool = False) -> Non
             )
 
 
-def check_tensors(tensors: Sequence[Tensor], *, same_dtype: bool = False) -> None:
+def check_tensors(tensors: Sequence[Tensor]) -> None:
     """Raise unless all are tensors that shm carries.
 
     Raises:
-        ArgumentTypeError: One is no tensor, or dtypes differ that must not.
+        ArgumentTypeError: One is no tensor.
         ArgumentError: A dtype or layout that cannot be carried.
         NotSupportedError: A tensor is on another device than the CPU.
     """
@@ -67,7 +84,6 @@ def check_tensors(tensors: Sequence[Tensor], *, same_dtype: bool = False) -> Non
             and not tensor.is_nested
             and (type(tensor) in _PLAIN or not _is_wrapper(tensor))
             and tensor.dtype in NUMBERS
-            and not same_dtype
         ):
             continue
         if not isinstance(tensor, Tensor):
@@ -86,13 +102,7 @@ def check_tensors(tensors: Sequence[Tensor], *, same_dtype: bool = False) -> Non
             raise ArgumentError("a tensor is nested: pass its parts")
         if tensor.layout != torch.strided:
             raise ArgumentError(f"a tensor has layout {tensor.layout}: pass dense tensors")
-        if tensor.dtype not in NUMBERS:
-            raise ArgumentError(f"a tensor is of {tensor.dtype}: shm does not carry that")
-        if same_dtype and tensor.dtype != tensors[0].dtype:
-            raise ArgumentTypeError(
-                f"tensors of one operation must be of one dtype, but are of {tensors[0].dtype} "
-                f"and {tensor.dtype}"
-            )
+        raise ArgumentError(f"a tensor is of {tensor.dtype}: shm does not carry that")
 
 
 def check_sparse(tensor: Tensor) -> None:
