@@ -27,7 +27,7 @@ from gradwire.errors import (
     PeerLostError,
 )
 from gradwire.shm import links as links_module
-from gradwire.shm.links import Kind, Links
+from gradwire.shm.links import Kind, Links, Message
 from gradwire.shm.regions import Regions
 from gradwire.shm.register import make_backend, member_of
 from gradwire.shm.sync import Deadline
@@ -217,7 +217,7 @@ class Listening:
         self.lost = threading.Event()
         self.links = Links(
             {1: connection},
-            lambda peer, message: self.received.append(message.text),
+            lambda peer, message: self.received.append(message.data),
             lambda peer, error: self.lost.set(),
         )
 
@@ -227,7 +227,7 @@ def pair() -> tuple[socket.socket, socket.socket]:
 
 
 def message(text: bytes) -> bytes:
-    return links_module._HEAD.pack(Kind.DATA, 0, 0, 0) + text
+    return Message(Kind.DATA).head() + text
 
 
 def test_what_a_peer_sent_before_it_left_arrives() -> None:
@@ -245,7 +245,7 @@ def test_what_a_peer_sent_before_it_left_arrives() -> None:
 def test_an_error_of_the_receiver_loses_the_peer_and_not_the_thread() -> None:
     here, there = pair()
     listening = Listening(here)
-    there.send(links_module._HEAD.pack(99, 0, 0, 0))
+    there.send(links_module._HEAD.pack(99, 0, 0))
     assert listening.lost.wait(5)
     with pytest.raises(DistributedError, match="could not be handled"):
         listening.links.check([1])
@@ -255,7 +255,7 @@ def test_an_error_of_the_receiver_loses_the_peer_and_not_the_thread() -> None:
 
 def fill(links: Links) -> None:
     while True:
-        links.send(1, Kind.DATA, Deadline(0.05), data=b"x" * 1000)
+        links.send(1, Message(Kind.DATA, data=b"x" * 1000), Deadline(0.05))
 
 
 def test_a_peer_that_reads_nothing_still_gets_the_failure() -> None:

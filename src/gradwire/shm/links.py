@@ -17,6 +17,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 
 from gradwire.errors import (
@@ -30,7 +31,7 @@ from gradwire.shm.sync import Deadline
 
 __all__ = ["Kind", "Links", "Message", "Receive"]
 
-_HEAD = struct.Struct("<Biqq")  # kind, tag, and two numbers that mean what the kind says
+_HEAD = struct.Struct("<Biq")  # kind, tag, and a number that means what the kind says
 _FD_BYTES = array.array("i").itemsize
 _MAX_BYTES = 1 << 17
 _FULL = {errno.EAGAIN, errno.EWOULDBLOCK, errno.ETOOMANYREFS, errno.ENOBUFS}
@@ -42,24 +43,33 @@ _JOIN_S = 1.0
 class Kind(IntEnum):
     """The kinds of messages, and what a message's fields hold."""
 
-    REGION = 0  # a: the region's number; text: its offset and size; the first has a descriptor
-    RELEASE = 1  # a: the region's number
-    DATA = 2  # a point-to-point message; a: dtype, b: elements; data: in text or a descriptor
-    FAILED = 3  # an operation failed at the sender; text: its error; a: whether it lost a peer
+    REGION = 0  # number: the region's number; data: its offset and size; the first has a descriptor
+    RELEASE = 1  # number: the region's number
+    DATA = 2  # a point-to-point message; number: its dtype; in data or a descriptor
+    FAILED = 3  # an operation failed at the sender; data: its error; number: whether it lost a peer
     LEFT = 4  # the sender left the group in order
 
 
+@dataclass
 class Message:
-    """One message.
+    """One message, to a peer or from it.
 
     Attributes:
-        kind, tag, a, b: See `Kind`.
-        text: The bytes after the head.
-        fd: A descriptor that came with it, or -1; closed once `receive` has returned.
+        kind, tag, number: See `Kind`.
+        data: The bytes after the head.
+        fd: A descriptor that comes with it, or -1; a received one is closed once `receive` has
+            returned.
     """
 
-    def __init__(self, kind: Kind, tag: int, a: int, b: int, text: bytes, fd: int) -> None:
-        self.kind, self.tag, self.a, self.b, self.text, self.fd = kind, tag, a, b, text, fd
+    kind: Kind
+    tag: int = 0
+    number: int = 0
+    data: bytes = b""
+    fd: int = -1
+
+    def head(self) -> bytes:
+        """What is sent before the data."""
+        return _HEAD.pack(self.kind, self.tag, self.number)
 
 
 Receive = Callable[[int, Message], Callable[[], None] | None]
@@ -101,18 +111,7 @@ class Links:
         self._thread = threading.Thread(target=self._read, name="gradwire-shm-links", daemon=True)
         self._thread.start()
 
-    def send(
-        self,
-        peer: int,
-        kind: Kind,
-        deadline: Deadline,
-        *,
-        tag: int = 0,
-        a: int = 0,
-        b: int = 0,
-        data: bytes | memoryview = b"",
-        fd: int | None = None,
-    ) -> None:
+    def send(self, peer: int, message: Message, deadline: Deadline) -> None:
         """Send one message; waits only while the peer has not read a great many before it.
 
         Raises:
@@ -120,12 +119,9 @@ class Links:
             CollectiveTimeoutError: It did not read within the time.
         """
         connection = self._peers[peer]
-        parts = [_HEAD.pack(kind, tag, a, b), data]
-        extra = (
-            [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
-            if fd is not None
-            else []
-        )
+        parts, extra = [message.head(), message.data], []
+        if message.fd >= 0:
+            extra = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [message.fd]))]
         while True:
             try:
                 connection.sendmsg(parts, extra)
@@ -158,24 +154,16 @@ class Links:
             poll.register(self._peers[peer], select.POLLOUT)
             poll.poll(_POLL_MS)
 
-    def send_to_all(
-        self,
-        kind: Kind,
-        deadline: Deadline,
-        *,
-        a: int = 0,
-        data: bytes = b"",
-        fd: int | None = None,
-    ) -> None:
+    def send_to_all(self, message: Message, deadline: Deadline) -> None:
         """Send one message to every peer that is not lost."""
         for peer in self._peers:
             with contextlib.suppress(PeerLostError, PeerFailedError):
-                self.send(peer, kind, deadline, a=a, data=data, fd=fd)
+                self.send(peer, message, deadline)
 
     def report_failure(self, reason: BaseException) -> None:
         """Send the peers the error with which this rank failed, so that none waits for it."""
         text = f"{type(reason).__name__}: {reason}".encode()[:_MAX_BYTES]
-        head = _HEAD.pack(Kind.FAILED, 0, int(isinstance(reason, PeerLostError)), 0)
+        head = Message(Kind.FAILED, number=isinstance(reason, PeerLostError)).head()
         for connection in self._peers.values():
             with contextlib.suppress(OSError):  # the peer may have ended
                 try:
@@ -197,7 +185,7 @@ class Links:
         """Send `LEFT` to all peers and end the thread."""
         for connection in self._peers.values():
             with contextlib.suppress(OSError):
-                connection.send(_HEAD.pack(Kind.LEFT, 0, 0, 0))
+                connection.send(Message(Kind.LEFT).head())
         os.close(self._woken)
         if threading.current_thread() is not self._thread:
             # with a limit: a signal handler may run this in a thread that holds `changed`, for
@@ -265,19 +253,18 @@ class Links:
         return True
 
     def _handle(self, peer: int, data: bytes, fd: int) -> None:
-        kind, tag, a, b = _HEAD.unpack_from(data)
-        text = data[_HEAD.size :]
+        (kind, tag, number), rest = _HEAD.unpack_from(data), data[_HEAD.size :]
         if kind == Kind.LEFT:
             self._mark_lost(
                 peer, PeerLostError(f"rank {peer} left the group before this operation")
             )
         elif kind == Kind.FAILED:
-            error = PeerLostError if a else PeerFailedError
+            error = PeerLostError if number else PeerFailedError
             self._mark_lost(
-                peer, error(f"an operation failed on rank {peer}: {text.decode(errors='replace')}")
+                peer, error(f"an operation failed on rank {peer}: {rest.decode(errors='replace')}")
             )
         else:
-            later = self._receive(peer, Message(Kind(kind), tag, a, b, text, fd))
+            later = self._receive(peer, Message(Kind(kind), tag, number, rest, fd))
             if later is not None:
                 self._deferred.append(later)
 

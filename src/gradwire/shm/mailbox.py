@@ -36,17 +36,17 @@ def send(links: Links, peer: int, tag: int, flat: Tensor, deadline: Deadline) ->
         PeerLostError: The peer is gone.
         CollectiveTimeoutError: It has not read what came before.
     """
-    number, count = NUMBERS[flat.dtype], flat.numel()
+    message = Message(Kind.DATA, tag, NUMBERS[flat.dtype])
     if flat.nbytes <= _ON_THE_LINK:
-        data = ctypes.string_at(flat.data_ptr(), flat.nbytes)
-        links.send(peer, Kind.DATA, deadline, tag=tag, a=number, b=count, data=data)
+        message.data = ctypes.string_at(flat.data_ptr(), flat.nbytes)
+        links.send(peer, message, deadline)
         return
-    fd = segment.create(flat.nbytes)
+    message.fd = segment.create(flat.nbytes)
     try:
-        segment.map_tensor(fd).view(flat.dtype).copy_(flat)
-        links.send(peer, Kind.DATA, deadline, tag=tag, a=number, b=count, fd=fd)
+        segment.map_tensor(message.fd).view(flat.dtype).copy_(flat)
+        links.send(peer, message, deadline)
     finally:
-        os.close(fd)
+        os.close(message.fd)
 
 
 @dataclass(eq=False)
@@ -133,12 +133,12 @@ class Mailbox:
 
 
 def _content(message: Message) -> Tensor:
-    dtype = DTYPES[message.a]
+    dtype = DTYPES[message.number]
     if message.fd >= 0:
         return segment.map_tensor(message.fd).view(dtype)
-    if not message.text:
+    if not message.data:
         return torch.empty(0, dtype=dtype, device="cpu")
-    return torch.frombuffer(bytearray(message.text), dtype=dtype)
+    return torch.frombuffer(bytearray(message.data), dtype=dtype)
 
 
 def _fits(receive: _PostedReceive, envelope: _Envelope) -> bool:

@@ -74,8 +74,9 @@ class Regions:
 
             flat = segment.map_for_user(self._memory, offset, max(size, 1), on_unmap)
             numbers[flat.data_ptr()] = known
-            fd = None if self._sent else self._memory.fd
-            links.send_to_all(Kind.REGION, deadline, a=known, data=_PIECE.pack(offset, size), fd=fd)
+            fd = -1 if self._sent else self._memory.fd
+            data = _PIECE.pack(offset, size)
+            links.send_to_all(Message(Kind.REGION, number=known, data=data, fd=fd), deadline)
             self._sent = True
         return flat[:size]
 
@@ -89,7 +90,7 @@ class Regions:
                 number = self._ended.popleft()
             except IndexError:
                 return
-            links.send_to_all(Kind.RELEASE, deadline, a=number)
+            links.send_to_all(Message(Kind.RELEASE, number=number), deadline)
             assert self._memory is not None
             self._memory.free(*self._pieces.pop(number))
 
@@ -106,19 +107,19 @@ class Regions:
             DistributedError: The peer's memory is too small for it, or cannot be mapped.
         """
         if message.kind == Kind.RELEASE:
-            self._mapped.pop((peer, message.a), None)
+            self._mapped.pop((peer, message.number), None)
             return
         if message.fd >= 0:
             self._close_descriptor(peer)
             self._descriptors[peer] = os.dup(message.fd)
-        offset, size = _PIECE.unpack(message.text)
+        offset, size = _PIECE.unpack(message.data)
         fd = self._descriptors.get(peer, -1)
         if fd < 0 or min(offset, size) < 0 or offset + size > os.fstat(fd).st_size:
             raise DistributedError(
                 f"rank {peer} sent a region of {size} bytes at {offset}, outside of its memory: "
                 "have all ranks the same version of gradwire?"
             )
-        self._mapped[peer, message.a] = segment.Mapping(fd, None, offset, max(size, 1)).flat
+        self._mapped[peer, message.number] = segment.Mapping(fd, None, offset, max(size, 1)).flat
 
     def of_peer(self, peer: int, number: int, links: Links, deadline: Deadline) -> Tensor:
         """A peer's region; waits for it, as its message may not have been read yet.
