@@ -14,10 +14,11 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp.common import Trap, mlp
+from gradwire._group_store import find_store
 from gradwire.ddp import DistributedDataParallel, Reducer
 from gradwire.ddp.faults import resynchronization_round
 from gradwire.ddp.faults.backward_state import BackwardState
-from gradwire.ddp.faults.error_channel import ErrorChannel, store_of
+from gradwire.ddp.faults.error_channel import ErrorChannel
 from gradwire.ddp.faults.fault_domain import FaultDomain
 from gradwire.ddp.reducer.arrival import on_bucket_ready
 from gradwire.errors import (
@@ -545,7 +546,7 @@ class UntilPolled(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         if dist.get_rank() == 1:
-            store_of(dist.group.WORLD).wait(["polled"], timedelta(seconds=20))
+            find_store(dist.group.WORLD).wait(["polled"], timedelta(seconds=20))
         return grad
 
 
@@ -561,7 +562,7 @@ def polled_after_destroying():
     def lost(channel):
         asked.append(channel)
         if channel is world:
-            store_of(dist.group.WORLD).set("polled", "")
+            find_store(dist.group.WORLD).set("polled", "")
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ErrorChannel, "lost", lost)

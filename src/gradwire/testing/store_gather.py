@@ -13,13 +13,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore, ProcessGroup, Store
+from torch.distributed import PrefixStore, ProcessGroup
 
+from gradwire._group_store import store_of
 from gradwire.errors import (
     ArgumentError,
     ArgumentTypeError,
     CollectiveTimeoutError,
-    NotSupportedError,
     PeerFailedError,
 )
 
@@ -33,7 +33,7 @@ class StoreGather:
 
     def __init__(self, group: ProcessGroup | None) -> None:
         group = _member(group)
-        store = _store_of(group)
+        store = store_of(group, "the check gathers")
         self.rank = group.rank()
         self.size = group.size()
         number = store.add(f"gradwire/checks/{self.rank}", 1)
@@ -99,16 +99,3 @@ def _member(group: object) -> ProcessGroup:
             f"group is {group!r}: pass a ProcessGroup, or None after init_process_group"
         )
     return group
-
-
-def _store_of(group: ProcessGroup) -> Store:
-    try:
-        store: Store | None = dist.distributed_c10d._get_process_group_store(group)
-    except KeyError:
-        store = None
-    if store is None:
-        raise NotSupportedError(
-            "the group has no store, through which the check gathers: use a group that "
-            "torch.distributed made with one (init_process_group or new_group; not MPI)"
-        )
-    return store

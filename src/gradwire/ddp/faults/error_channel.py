@@ -15,12 +15,15 @@ from contextlib import suppress
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore, ProcessGroup, Store
+from torch.distributed import PrefixStore, ProcessGroup
 
+from gradwire._group_store import store_of
 from gradwire.ddp.faults.liveness import is_alive, this_process
-from gradwire.errors import NotSupportedError, PeerLostError
+from gradwire.errors import PeerLostError
 
-__all__ = ["ErrorChannel", "has_store", "store_of"]
+__all__ = ["STORE_USE", "ErrorChannel"]
+
+STORE_USE = "ranks report errors to each other"
 
 ANSWER_SECONDS = 1.0
 """A store that takes longer counts as not answering this time; it is asked again."""
@@ -39,7 +42,7 @@ class ErrorChannel:
 
     def __init__(self, group: ProcessGroup, token: str) -> None:
         self._rank, self._size = group.rank(), group.size()
-        self._store = PrefixStore(f"gradwire/{token}", store_of(group))
+        self._store = PrefixStore(f"gradwire/{token}", store_of(group, STORE_USE))
         self._round = 0
         self._asking: threading.Thread | None = None
         self._ask(self._store.set, f"process/{self._rank}", this_process())
@@ -131,31 +134,3 @@ class ErrorChannel:
 
 
 _NOTHING = object()
-
-
-def store_of(group: ProcessGroup) -> Store:
-    """The group's store.
-
-    Raises:
-        NotSupportedError: It has none.
-    """
-    store = _store_of(group)
-    if store is None:
-        raise NotSupportedError(
-            "the group has no store, through which ranks report errors to each other: use a group "
-            "that torch.distributed made with one (init_process_group or new_group; not MPI)"
-        )
-    return store
-
-
-def has_store(group: ProcessGroup) -> bool:
-    """Whether the group has a store: not if it was destroyed."""
-    return _store_of(group) is not None
-
-
-def _store_of(group: ProcessGroup) -> Store | None:
-    try:
-        store: Store | None = dist.distributed_c10d._get_process_group_store(group)
-    except KeyError:  # destroyed, or made by hand: unknown to torch.distributed
-        return None
-    return store

@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 from gradwire._engine_errors import engine_failure, is_over
+from gradwire._group_store import find_store, store_of
 from gradwire.ddp.faults.collective_log import CollectiveLog, Entry
-from gradwire.ddp.faults.error_channel import ErrorChannel, has_store, store_of
+from gradwire.ddp.faults.error_channel import STORE_USE, ErrorChannel
 from gradwire.ddp.faults.participants import Participants
 from gradwire.ddp.faults.protocol import Statement
 from gradwire.ddp.faults.resynchronization_round import ResynchronizationRound
@@ -55,7 +56,7 @@ class Resynchronizer:
     """
 
     def __init__(self, group: ProcessGroup) -> None:
-        store_of(group)  # raises where there is none
+        store_of(group, STORE_USE)  # raises where there is none
         self._group = weakref.ref(group)  # the group keeps its domain, not the other way round
         self.participants = Participants()
         self._channel: ErrorChannel | None = None
@@ -161,7 +162,9 @@ class Resynchronizer:
         Begins a round if another rank has reported an error. What goes wrong breaks the group.
         """
         group = self._group()
-        if group is None or not has_store(group):  # destroyed, though something may refer to it
+        if (
+            group is None or find_store(group) is None
+        ):  # destroyed, though something may refer to it
             return False
         if self._channel is None or self.broken is not None:
             return False
