@@ -31,10 +31,10 @@ def refusal(*arguments: str) -> str:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("--nproc 0", "--nproc is 0; at least 1"),
+        ("--nproc 0", "'--nproc': 0 is not in the range x>=1"),
         ("--nproc many", "'many' is not a valid integer"),
-        ("--epochs 0", "--epochs is 0; at least 1"),
-        ("--epochs -3", "--epochs is -3; at least 1"),
+        ("--epochs 0", "'--epochs': 0 is not in the range x>=1"),
+        ("--epochs -3", "'--epochs': -3 is not in the range x>=1"),
         ("--hook none_such", "'none_such' is not one of 'none', 'all_reduce', 'fp16', 'bf16'"),
         ("--backend none_such", "--backend is 'none_such', which torch.distributed does not know"),
         ("--backend undefined", "--backend is 'undefined', which torch.distributed does not know"),

@@ -69,7 +69,7 @@ def test_ctrl_c_ends_it(command):
         ("--backend gloo", "--backend is gloo, but --mode devices runs in one process"),
         ("--hook none", "--hook is none, but --mode devices runs in one process"),
         ("--batch-size 3", "--batch-size is 3; it must be at least the number of replicas (4)"),
-        ("--epochs 0", "--epochs is 0; at least 1"),
+        ("--epochs 0", "'--epochs': 0 is not in the range x>=1"),
     ],
 )
 def test_what_has_no_meaning_there_is_refused(arguments, said):

@@ -28,53 +28,32 @@ from gradwire.errors import ArgumentError
 
 __all__ = ["demo"]
 
+_POSITIVE = click.IntRange(min=1)
 _USAGE = 2  # click's exit code for options that cannot be used
 _INTERRUPTED = 130  # what a shell reports after Ctrl-C
 
 
-@click.command()
+@click.command(context_settings={"show_default": True})
 @click.option(
     "--mode",
     type=click.Choice([PROCESSES, DEVICES]),
     default=PROCESSES,
-    show_default=True,
     help="DistributedDataParallel over processes, or DataParallel on 4 replicas in one.",
 )
-@click.option("--nproc", type=int, help="Processes that train.  [default: 2, or torchrun's]")
-@click.option("--backend", default="shm", show_default=True, help="Of torch.distributed.")
-@click.option("--epochs", type=int, default=12, show_default=True, help="Times each image is seen.")
 @click.option(
-    "--hook",
-    type=click.Choice(list(HOOKS)),
-    default="none",
-    show_default=True,
-    help="The communication hook.",
+    "--nproc", type=_POSITIVE, show_default="2, or torchrun's", help="Processes that train."
+)
+@click.option("--backend", default="shm", help="Of torch.distributed.")
+@click.option("--epochs", type=_POSITIVE, default=12, help="Times each image is seen.")
+@click.option(
+    "--hook", type=click.Choice(list(HOOKS)), default="none", help="The communication hook."
 )
 @click.option(
-    "--seed",
-    type=click.IntRange(0, 2**32 - 1),
-    default=0,
-    show_default=True,
-    help="Of initial parameters and order.",
+    "--seed", type=click.IntRange(0, 2**32 - 1), default=0, help="Of initial parameters and order."
 )
-@click.option(
-    "--batch-size",
-    type=int,
-    default=64,
-    show_default=True,
-    help="Images per step, in all.",
-)
+@click.option("--batch-size", type=int, default=64, help="Images per step, in all.")
 @click.pass_context
-def demo(
-    context: click.Context,
-    mode: str,
-    nproc: int | None,
-    backend: str,
-    epochs: int,
-    hook: str,
-    seed: int,
-    batch_size: int,
-) -> None:
+def demo(context: click.Context, /, mode: str, nproc: int | None, **others: Any) -> None:
     """Train a small network on real data, with several processes or several replicas.
 
     Shows that the result is that of one process, and what the communication costs, beside torch's
@@ -89,13 +68,10 @@ def demo(
         env = RankEnv.from_environment(os.environ)
         if mode == DEVICES:
             _refuse_processes(context, env)
-            options = DemoOptions(
-                REPLICAS, epochs=epochs, seed=seed, batch_size=batch_size, mode=DEVICES
-            )
+            options = DemoOptions(REPLICAS, mode=DEVICES, **others)
         else:
-            count = _process_count(nproc, env)
-            options = DemoOptions(count, backend, epochs, hook, seed, batch_size)
-            check_backend(backend, options.shares if env is None else env.local_size)
+            options = DemoOptions(_process_count(nproc, env), **others)
+            check_backend(options.backend, options.shares if env is None else env.local_size)
     except ArgumentError as error:
         if env is not None and env.rank != 0:
             sys.exit(_USAGE)  # rank 0 shows the error for all
@@ -167,14 +143,15 @@ def _show(options: DemoOptions, run: Callable[[Send], None]) -> int:
     """Show the messages and the result of `run`; returns the exit code: 1 if it is wrong."""
     console = Console(highlight=False)
     results: list[Result] = []
-    with View(console, options) as view:
+    view = View(console, options)
 
-        def receive(message: Any) -> None:
-            if isinstance(message, Result):
-                results.append(message)
-            else:
-                view.show(message)
+    def receive(message: Any) -> None:
+        if isinstance(message, Result):
+            results.append(message)
+        else:
+            view.show(message)
 
+    with view.progress:
         run(receive)
     (result,) = results
     show_result(console, result, options)

@@ -46,10 +46,6 @@ class DemoOptions:
     mode: str = PROCESSES
 
     def __post_init__(self) -> None:
-        if self.shares < 1:
-            raise ArgumentError(f"--nproc is {self.shares}; at least 1 process has to train")
-        if self.epochs < 1:
-            raise ArgumentError(f"--epochs is {self.epochs}; at least 1 is needed to train at all")
         if not self.shares <= self.batch_size <= TRAIN_IMAGES:
             name, taker = "--nproc", "process"
             if self.mode == DEVICES:

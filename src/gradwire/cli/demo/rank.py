@@ -17,13 +17,13 @@ from gradwire.cli.launch import Send
 from gradwire.cli.rank_env import RankEnv, join_group
 from gradwire.collectives.wire.backends import backend_of
 
-__all__ = ["Engine", "Result", "Round", "run_devices", "run_rank"]
+__all__ = ["Backend", "Result", "Round", "run_devices", "run_rank"]
 
 _TIMEOUT = timedelta(minutes=2)  # longer than any epoch of the twin, for which the others wait
 
 
 @dataclass(frozen=True)
-class Engine:
+class Backend:
     """The backend that the group uses: Gloo in place of shm if ranks cannot share memory."""
 
     name: str
@@ -52,7 +52,7 @@ class Result:
 
 
 def run_rank(options: DemoOptions, env: RankEnv, send: Send) -> None:
-    """Train, compare and time on one rank; rank 0 sends the Engine, Epochs, Rounds and the Result.
+    """Train, compare and time on one rank; rank 0 sends the Backend, Epochs, Rounds and the Result.
 
     Raises:
         DistributedError: A rank failed.
@@ -60,7 +60,7 @@ def run_rank(options: DemoOptions, env: RankEnv, send: Send) -> None:
     group = join_group(env, options.backend, _TIMEOUT)
     device = env.device(options.backend)
     if env.rank == 0:
-        send(Engine(backend_of(group, torch.empty(0, device=device)).name))
+        send(Backend(backend_of(group, torch.empty(0, device=device)).name))
     _run(options, env, group, device, send)
     dist.destroy_process_group()
 

@@ -103,8 +103,8 @@ def _explained_times(result: Result, options: DemoOptions) -> str:
         )
     text += "exposed communication is what a step takes longer than that."
     if TORCH not in result.times:
-        trouble = HOOKS[options.hook].torch_trouble
-        text += f" With {options.hook}, torch's DDP is left out: it {trouble}."
+        limit = HOOKS[options.hook].torch_limit
+        text += f" With {options.hook}, torch's DDP is left out: it {limit}."
     return text
 
 

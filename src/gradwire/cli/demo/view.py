@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 from gradwire.cli.demo.data import TEST_IMAGES, TRAIN_IMAGES
 from gradwire.cli.demo.model import build_model, parameter_count
 from gradwire.cli.demo.options import DEVICES, DemoOptions
-from gradwire.cli.demo.rank import Engine, Round
+from gradwire.cli.demo.rank import Backend, Round
 from gradwire.cli.demo.timing import ROUNDS
 from gradwire.cli.demo.train import Epoch
 
@@ -33,18 +32,21 @@ def _texts(options: DemoOptions) -> tuple[str, str, str]:
 
 
 class View:
-    """Shows the messages of a demo while it runs.
+    """Shows what the demo is, and then its messages.
 
     Args:
         console: Where to.
         options: Of the demo.
+
+    Attributes:
+        progress: The bar below the lines; entered while the demo runs.
     """
 
     def __init__(self, console: Console, options: DemoOptions) -> None:
         self._console = console
         self._options = options
         self._every = math.ceil(options.epochs / _LINES)
-        self._bar = Progress(
+        self.progress = Progress(
             SpinnerColumn(),
             BarColumn(),
             TextColumn("{task.description}"),
@@ -53,31 +55,19 @@ class View:
             transient=True,
             disable=not console.is_terminal,
         )
-        self._task = self._bar.add_task(f"starting {_texts(options)[0]}", total=None)
-
-    def __enter__(self) -> View:
+        self._task = self.progress.add_task(f"starting {_texts(options)[0]}", total=None)
         self._introduce()
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._bar.stop()
 
     def show(self, message: Any) -> None:
-        """Show a message of rank 0: an Engine, an Epoch or a Round."""
-        if isinstance(message, Engine):
-            self._console.print(f"[dim]  engine   {message.name} carries the gradients[/]")
+        """Show a message of rank 0: a Backend, an Epoch or a Round."""
+        if isinstance(message, Backend):
+            self._console.print(f"[dim]  backend  {message.name}[/]")
         elif isinstance(message, Epoch):
             self._show_epoch(message)
         elif isinstance(message, Round):
             if message.number == 1:
                 self._console.print("[dim]timing steps ...[/]")
-            self._bar.update(
+            self.progress.update(
                 self._task, description="timing", completed=message.number, total=ROUNDS
             )
 
@@ -98,7 +88,9 @@ class View:
             heads = "   epoch     loss   test accuracy   largest difference to the twin"
             self._console.print(f"\n[bold]{heads}[/]")
         total = self._options.epochs
-        self._bar.update(self._task, description="training", completed=epoch.number, total=total)
+        self.progress.update(
+            self._task, description="training", completed=epoch.number, total=total
+        )
         if epoch.number in (1, total) or epoch.number % self._every == 0:
             self._console.print(
                 f"{f'{epoch.number}/{total}':>8}   {epoch.loss:6.4f}   "

@@ -31,13 +31,13 @@ class Hook:
         ours: Makes the state and the hook for gradwire's class, or is None for no hook.
         torch: Likewise for torch's class.
         lossy: Whether the gradients are compressed.
-        torch_trouble: Why torch's class cannot be timed with it on CPU tensors, if it cannot.
+        torch_limit: Why torch's class cannot be timed with it on CPU tensors, if it cannot.
     """
 
     ours: Callable[[dist.ProcessGroup], _StateAndHook] | None
     torch: Callable[[dist.ProcessGroup], _StateAndHook] | None
     lossy: bool
-    torch_trouble: str = ""
+    torch_limit: str = ""
 
 
 def _power_sgd(group: dist.ProcessGroup) -> _StateAndHook:
@@ -65,13 +65,13 @@ HOOKS: dict[str, Hook] = {
         lambda group: (group, hooks.bf16),
         lambda group: (group, torch_hooks.bf16_compress_hook),
         lossy=True,
-        torch_trouble="refuses it without NCCL",
+        torch_limit="refuses it without NCCL",
     ),
     "powersgd": Hook(
         _power_sgd,
         _power_sgd,
         lossy=True,
-        torch_trouble="hangs in it on Gloo when there are several buckets",
+        torch_limit="hangs in it on Gloo when there are several buckets",
     ),
 }
 
@@ -96,7 +96,7 @@ def wrap_torch(
     """
     hook = HOOKS[options.hook]
     on_cpu = next(model.parameters()).device.type == "cpu"
-    if group is None or (hook.torch_trouble and on_cpu):
+    if group is None or (hook.torch_limit and on_cpu):
         return None
     wrapped = TorchDDP(model, process_group=group, bucket_cap_mb=BUCKET_CAP_MB)
     if hook.torch is not None:
