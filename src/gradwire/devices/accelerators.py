@@ -26,7 +26,7 @@ def _copy_stream(device: torch.device) -> torch.Stream:
     return torch.Stream(device)
 
 
-def from_host(source: Tensor, target: Tensor, stream: torch.Stream | None = None) -> None:
+def from_host(source: Tensor, target: Tensor, stream: torch.Stream | None) -> None:
     """Copy a CPU tensor into an accelerator's tensor, on a side stream.
 
     The copy starts after what is queued on the device's current stream, and what is queued there

@@ -32,7 +32,7 @@ def chunk_copies(
     devices: Sequence[torch.device],
     sizes: Sequence[int],
     dim: int,
-    streams: Sequence[torch.Stream | None] | None = None,
+    streams: Sequence[torch.Stream | None] | None,
 ) -> list[Tensor]:
     """For each place, its chunk: at the tensor's own place a view of it, elsewhere a copy."""
     chunks = cut(tensor, sizes, dim)

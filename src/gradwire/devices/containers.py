@@ -75,7 +75,8 @@ def open_container(value: Any) -> Opened | None:
     if isinstance(value, torch.Tensor | torch.Size | torch.nn.Module | type):
         return None
     if type(value) in _registered:
-        return _open_registered(value)
+        children_of, build = _registered[type(value)]
+        return _numbered(children_of(value), lambda new: build(value, new))
     if isinstance(value, PackedSequence):
         raise NotSupportedError(
             "a PackedSequence cannot be cut along the batch: pad it, and pack inside the module"
@@ -85,9 +86,9 @@ def open_container(value: Any) -> Opened | None:
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return Opened(value._fields, list(value), cast("Any", type(value))._make)
     if isinstance(value, list) and type(value) is not list:
-        return Opened(tuple(range(len(value))), list(value), functools.partial(_refilled, value))
+        return _numbered(value, functools.partial(_refilled, value))
     if isinstance(value, tuple | list):
-        return Opened(tuple(range(len(value))), list(value), type(value))
+        return _numbered(value, type(value))
     if dataclasses.is_dataclass(value):
         return _open_dataclass(value)
     if type(value) in pytree.SUPPORTED_NODES:
@@ -102,10 +103,9 @@ def _refilled(model: list[Any], new: Sequence[Any]) -> list[Any]:
     return result
 
 
-def _open_registered(value: Any) -> Opened:
-    children_of, build = _registered[type(value)]
-    children = list(children_of(value))
-    return Opened(tuple(range(len(children))), children, lambda new: build(value, new))
+def _numbered(children: Sequence[Any], build: Build) -> Opened:
+    """A container whose children have numbers and no names."""
+    return Opened(tuple(range(len(children))), list(children), build)
 
 
 def _open_dict(value: dict[Any, Any]) -> Opened:
@@ -135,8 +135,4 @@ def _open_dataclass(value: Any) -> Opened:
 def _open_pytree(value: Any) -> Opened:
     node = pytree.SUPPORTED_NODES[type(value)]
     children, context = node.flatten_fn(value)
-    return Opened(
-        tuple(range(len(children))),
-        list(children),
-        lambda new: node.unflatten_fn(new, context),
-    )
+    return _numbered(children, lambda new: node.unflatten_fn(new, context))

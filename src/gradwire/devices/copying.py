@@ -22,7 +22,16 @@ from gradwire.devices.accelerators import (
 )
 from gradwire.devices.placement import own_place
 
-__all__ = ["HOST", "copies", "copies_coalesced", "copy_into", "copy_to", "local", "packed"]
+__all__ = [
+    "HOST",
+    "buckets_of",
+    "copies",
+    "copies_coalesced",
+    "copy_into",
+    "copy_to",
+    "local",
+    "packed",
+]
 
 HOST = torch.device("cpu")
 
@@ -79,6 +88,19 @@ def packed(tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
     return flat, inside
 
 
+def buckets_of(
+    tensors: Sequence[Tensor], sparse: Sequence[bool], buffer_size: int
+) -> Sequence[Sequence[int]]:
+    """The indices of the tensors that share a buffer: of one dtype; a sparse one shares none."""
+    sizes = [
+        0 if alone else t.numel() * t.element_size()
+        for t, alone in zip(tensors, sparse, strict=True)
+    ]
+    dtypes = [t.dtype for t in tensors]
+    one_device = [None] * len(dtypes)
+    return plan_buckets(sizes, dtypes, one_device, [buffer_size], alone=sparse).buckets
+
+
 def copies_coalesced(
     tensors: Sequence[Tensor],
     devices: Sequence[torch.device],
@@ -99,24 +121,14 @@ def copies_coalesced(
     replicas: list[list[Tensor]] = [list(tensors) for _ in devices]
     if not others:
         return replicas
-    plan = plan_buckets(
-        [0 if _apart(t) else t.numel() * t.element_size() for t in tensors],
-        [t.dtype for t in tensors],
-        [t.device for t in tensors],
-        [buffer_size],
-        alone=[_apart(t) for t in tensors],
-    )
+    sparse = [t.layout != torch.strided for t in tensors]
     targets = [devices[place] for place in others]
-    for bucket in plan.buckets:
+    for bucket in buckets_of(tensors, sparse, buffer_size):
         members = [tensors[i] for i in bucket]
         for place, results in zip(others, _bucket_copies(members, targets), strict=True):
             for i, result in zip(bucket, results, strict=True):
                 replicas[place][i] = result
     return replicas
-
-
-def _apart(tensor: Tensor) -> bool:
-    return tensor.layout != torch.strided
 
 
 def _bucket_copies(members: list[Tensor], devices: Sequence[torch.device]) -> list[list[Tensor]]:

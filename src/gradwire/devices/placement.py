@@ -78,7 +78,7 @@ def _accelerator(index: int, name: str) -> torch.device:
     return torch.device(kind.type, index)
 
 
-def as_devices(devices: Iterable[Device], name: str = "devices") -> tuple[torch.device, ...]:
+def as_devices(devices: Iterable[Device]) -> tuple[torch.device, ...]:
     """The devices of a list, at least one; errors name the entry.
 
     Example:
@@ -86,10 +86,10 @@ def as_devices(devices: Iterable[Device], name: str = "devices") -> tuple[torch.
         (device(type='cpu'), device(type='cpu'))
     """
     if isinstance(devices, str | torch.device | int):
-        raise ArgumentTypeError(f"{name} is {devices!r}: give a list of devices, [{devices!r}]")
-    found = tuple(as_device(device, f"{name}[{i}]") for i, device in enumerate(devices))
+        raise ArgumentTypeError(f"devices is {devices!r}: give a list of devices, [{devices!r}]")
+    found = tuple(as_device(device, f"devices[{i}]") for i, device in enumerate(devices))
     if not found:
-        raise ArgumentError(f"{name} is empty: give at least one device")
+        raise ArgumentError("devices is empty: give at least one device")
     return found
 
 

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from gradwire import _memory
 from gradwire.buckets.pack import memory_strides, views
-from gradwire.buckets.plan import plan_buckets
-from gradwire.devices.copying import copy_to, local, packed
+from gradwire.devices.copying import buckets_of, copy_to, local, packed
 
 __all__ = ["PIECE", "sum_into", "summed", "summed_coalesced"]
 
@@ -85,14 +84,7 @@ def summed_coalesced(
     sparse = [all(t.layout != torch.strided for t in tensors) for tensors in positions]
     firsts = replicas[0]
     results = list(firsts)
-    plan = plan_buckets(
-        [0 if s else t.numel() * t.element_size() for s, t in zip(sparse, firsts, strict=True)],
-        [t.dtype for t in firsts],
-        [device] * len(firsts),
-        [buffer_size],
-        alone=sparse,
-    )
-    for bucket in plan.buckets:
+    for bucket in buckets_of(firsts, sparse, buffer_size):
         if sparse[bucket[0]]:
             sums = [summed(positions[bucket[0]], device)]
         else:
@@ -137,12 +129,13 @@ def _arrived(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
 def _groups(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
     """Runs of tensors that fit the cache together, so that they can be added in one call."""
     group: list[int] = []
-    room = PIECE
+    total = 0
     for i, tensor in enumerate(tensors):
-        room -= tensor.numel() * tensor.element_size()
-        if group and room < 0:
+        size = tensor.numel() * tensor.element_size()
+        if group and total + size > PIECE:
             yield group
-            group, room = [], PIECE - tensor.numel() * tensor.element_size()
+            group, total = [], 0
         group.append(i)
+        total += size
     if group:
         yield group

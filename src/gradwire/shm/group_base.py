@@ -25,7 +25,6 @@ from gradwire.errors import (
     MismatchError,
 )
 from gradwire.shm.group_state import GroupState
-from gradwire.shm.links import Message
 from gradwire.shm.mailbox import Mailbox
 from gradwire.shm.sync import Deadline
 from gradwire.shm.work import Queue, ShmWork
@@ -65,7 +64,8 @@ class GroupBase:
         """Form the group with the ranks that `peers` are connections to."""
         self._rank, self._size = rank, size
         self._mailbox, self._lost = Mailbox(), 0
-        self._state = GroupState(rank, size, peers, self._deliver, self._on_lost, deadline)
+        receive = self._mailbox.deliver
+        self._state = GroupState(rank, size, peers, receive, self._on_lost, deadline)
         self._queue = Queue(f"gradwire-shm-{rank}")
         self._broken, self._closed = None, ""
 
@@ -246,9 +246,6 @@ class GroupBase:
                 f"the larger tensor has {whole.numel()} elements: it needs "
                 f"{self._size} times {part.numel()} of the smaller"
             )
-
-    def _deliver(self, peer: int, message: Message) -> Callable[[], None] | None:
-        return self._mailbox.deliver(peer, message)
 
     def _on_lost(self, peer: int, error: DistributedError) -> None:
         self._lost += 1  # counted here: a peer may be lost before `_state` is set

@@ -6,7 +6,7 @@ torch's own groups resolve them in C++; a ProcessGroup that is written in Python
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from inspect import Parameter, Signature
 from typing import Any
@@ -124,10 +124,8 @@ def _is(what: str, options: type[Any], value: object) -> bool:
     if what == _TENSOR:
         return isinstance(value, Tensor)
     if what in (_LIST, _LISTS):
-        of_lists = isinstance(value, list | tuple) and any(
-            isinstance(x, list | tuple) for x in value
-        )
-        return isinstance(value, list | tuple) and (not value or of_lists == (what == _LISTS))
+        is_list = isinstance(value, list | tuple)
+        return is_list and (not value or _holds_lists(value) == (what == _LISTS))
     if what == "op":
         return isinstance(value, (ReduceOp, ReduceOp.RedOpType))
     if what == "root":
@@ -152,5 +150,6 @@ def _deep(value: Any, what: str) -> list[Any]:
     return [list(value)] if what == _LISTS and not _holds_lists(value) else list(value)
 
 
-def _holds_lists(value: Sequence[object]) -> bool:
-    return any(isinstance(item, list | tuple) for item in value)
+def _holds_lists(value: object) -> bool:
+    """Whether it is a list of lists."""
+    return isinstance(value, list | tuple) and any(isinstance(x, list | tuple) for x in value)

@@ -98,14 +98,14 @@ class Channel:
         message: Message = pickle.loads(self._read(length, deadline))
         return message
 
-    def send_descriptor(self, descriptor: int, deadline: float | None = None) -> None:
+    def send_descriptor(self, descriptor: int, deadline: float | None) -> None:
         """Send a duplicate of a descriptor."""
         with self._until(deadline):
             socket.send_fds(self._socket, [b"\0"], [descriptor])
 
-    def receive_descriptor(self, deadline: float | None = None) -> int:
+    def receive_descriptor(self) -> int:
         """Receive a descriptor, which the caller must close."""
-        with self._until(deadline):
+        with self._until(None):
             _, descriptors, _, _ = socket.recv_fds(self._socket, 1, 1)
         if not descriptors:
             raise EOFError

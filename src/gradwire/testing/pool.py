@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from gradwire.errors import DistributedError
 from gradwire.testing.channel import Channel
 
-__all__ = ["Pool", "Worker", "close_pool", "dump_stacks", "the_pool", "worker_environment"]
+__all__ = ["POOL", "Pool", "Worker", "close_pool", "dump_stacks", "worker_environment"]
 
 START_SECONDS = 120.0
 """How long new workers may take to import torch."""
@@ -85,12 +85,10 @@ class Worker:
 
     def new_log(self) -> str:
         """The stderr of the process since the last call."""
-        text = os.pread(self._log.fileno(), self._log_size() - self._relayed, self._relayed)
+        size = os.fstat(self._log.fileno()).st_size
+        text = os.pread(self._log.fileno(), size - self._relayed, self._relayed)
         self._relayed += len(text)
         return text.decode(errors="replace")
-
-    def _log_size(self) -> int:
-        return os.fstat(self._log.fileno()).st_size
 
     def _close_descriptors(self) -> None:
         self.channel.close()
@@ -138,7 +136,8 @@ class Pool:
         Raises:
             DistributedError: A worker could not be started; the message quotes its stderr.
         """
-        self._drop_dead()
+        for worker in [w for w in self._workers if w.process.poll() is not None]:
+            self.discard(worker)
         old = len(self._workers)
         try:
             while len(self._workers) < count:
@@ -172,20 +171,13 @@ class Pool:
 
     def forget(self) -> None:
         """In a forked child: close the descriptors of the parent's workers."""
+        self.lock = threading.Lock()  # another thread of the parent may have held it
         while self._workers:
             self._workers.pop().forget()
 
-    def _drop_dead(self) -> None:
-        for worker in [w for w in self._workers if w.process.poll() is not None]:
-            self.discard(worker)
 
-
-_pool = Pool()
-
-
-def the_pool() -> Pool:
-    """This process's pool."""
-    return _pool
+POOL = Pool()
+"""This process's pool."""
 
 
 def close_pool() -> None:
@@ -193,21 +185,15 @@ def close_pool() -> None:
 
     It happens by itself when the process ends; call it to have the memory back earlier.
     """
-    with _pool.lock:
-        _pool.close()
-
-
-def _after_fork() -> None:
-    global _pool
-    _pool.forget()
-    _pool = Pool()
+    with POOL.lock:
+        POOL.close()
 
 
 def _at_exit() -> None:
     # a thread within a call holds the lock; its workers end with their lifelines
-    if _pool.lock.acquire(blocking=False):
-        _pool.close()
+    if POOL.lock.acquire(blocking=False):
+        POOL.close()
 
 
 atexit.register(_at_exit)
-os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(after_in_child=POOL.forget)

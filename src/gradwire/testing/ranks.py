@@ -13,7 +13,7 @@ import torch.distributed as dist
 from gradwire.errors import ArgumentError, ArgumentTypeError, NotSupportedError
 from gradwire.testing.channel import Task
 from gradwire.testing.pickling import dumps
-from gradwire.testing.pool import the_pool, worker_environment
+from gradwire.testing.pool import POOL, worker_environment
 from gradwire.testing.run import Run
 
 __all__ = ["run_ranks"]
@@ -70,9 +70,8 @@ def run_ranks(
         raise NotSupportedError(f"run_ranks works on Linux, but this is {sys.platform}")
     _check(fn, world_size, backend, timeout, may_die)
     call = _pickled_call(fn, args)
-    pool = the_pool()
-    with pool.lock:
-        workers = pool.take(world_size)
+    with POOL.lock:
+        workers = POOL.take(world_size)
         tasks = [
             Task(
                 call=call,
@@ -95,7 +94,7 @@ def run_ranks(
         finally:
             os.close(store)
             for worker in running.lost:
-                pool.discard(worker)
+                POOL.discard(worker)
 
 
 def _check(
