@@ -13,7 +13,7 @@ from time import perf_counter
 import torch
 import torch.distributed as dist
 
-__all__ = ["OURS", "alternate", "order"]
+__all__ = ["OURS", "alternate", "order", "repeated"]
 
 OURS = "gradwire"
 """The name of our contender; the others are peers, or parts of the work that both share."""
@@ -42,6 +42,16 @@ def alternate(
     slowest = torch.tensor([taken[name] for name in names], dtype=torch.float64)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return dict(zip(names, slowest.tolist(), strict=True))
+
+
+def repeated(call: Callable[[], object], times: int) -> Callable[[], None]:
+    """A step that makes a call several times."""
+
+    def step() -> None:
+        for _ in range(times):
+            call()
+
+    return step
 
 
 def order(names: Sequence[str], number: int) -> list[str]:

@@ -10,7 +10,7 @@ from benchmarks.busy import busy
 from benchmarks.options import Options
 from benchmarks.results import CaseResult, Result
 
-__all__ = ["Benchmark", "Case"]
+__all__ = ["Benchmark", "Case", "size_text"]
 
 
 class Case(Protocol):
@@ -19,6 +19,14 @@ class Case(Protocol):
     @property
     def name(self) -> str:
         """What tables and `--only` call it."""
+
+
+def size_text(nbytes: int) -> str:
+    """As a case's name has it: "4 KiB"."""
+    for unit, size in (("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= size:
+            return f"{nbytes // size} {unit}"
+    return f"{nbytes} B"
 
 
 C = TypeVar("C", bound=Case)

@@ -18,7 +18,7 @@ from benchmarks.launch import launch
 from benchmarks.options import Options
 from benchmarks.progress import say
 from benchmarks.results import CaseResult, Measure
-from benchmarks.stats import ratio, spread
+from benchmarks.stats import scaled
 from benchmarks.training import GLOO, TORCH
 from gradwire.ddp import broadcast_coalesced
 from gradwire.ddp.broadcast import IN_PLACE_BYTES
@@ -93,12 +93,7 @@ def _measure_case(case: Case, rounds: int, calls: Mapping[str, Broadcast]) -> Ca
     steps = {name: partial(call, tensors) for name, call in calls.items()}
     rounds *= case.times
     seconds = alternate(steps, rounds)
-    time = Measure(
-        "time",
-        "ms",
-        {name: spread([s * 1e3 for s in samples]) for name, samples in seconds.items()},
-        {peer: ratio(seconds[OURS], seconds[peer]) for peer in seconds if peer != OURS},
-    )
+    time = Measure.of("time", "ms", scaled(seconds, 1e3))
     return CaseResult(case.name, _prediction(case, specs), rounds, [time])
 
 

@@ -11,14 +11,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from benchmarks.alternate import OURS, alternate
+from benchmarks.alternate import OURS, alternate, repeated
 from benchmarks.bare import bare_passes
-from benchmarks.benchmark import Benchmark
+from benchmarks.benchmark import Benchmark, size_text
 from benchmarks.launch import launch
 from benchmarks.options import Options
 from benchmarks.progress import say
 from benchmarks.results import CaseResult, Measure
-from benchmarks.stats import ratio, spread
+from benchmarks.stats import scaled
 from gradwire import shm
 
 __all__ = ["BENCHMARK", "Case", "measure"]
@@ -42,7 +42,7 @@ class Case:
     @property
     def name(self) -> str:
         """As tables have it."""
-        return f"{self.op}, {_size(self.nbytes)}"
+        return f"{self.op}, {size_text(self.nbytes)}"
 
 
 SMALL = [4, 4 << 10]
@@ -78,31 +78,25 @@ def _measure_case(case: Case, rounds: int, ours: ProcessGroup, theirs: ProcessGr
         )
         call = partial(OPERATIONS[case.op], group, whole, part, other)
         results[name] = _checked(call, whole, part, other)
-        steps[name] = partial(_repeat, call, repeats)
+        steps[name] = repeated(call, repeats)
     for name, result in results.items():
         if not torch.equal(result, results[GLOO]):
             raise AssertionError(f"{case.op} on {name} and on Gloo gave different values")
     bare = world_size == 2 and case.nbytes >= LARGE[0]
     if bare:
-        for name, inside in ((BARE, False), (BARE_INSIDE, True)):
-            steps[name] = partial(_repeat, bare_passes(case.op, count, inside=inside), repeats)
+        for name, shared in ((BARE, False), (BARE_INSIDE, True)):
+            steps[name] = repeated(bare_passes(case.op, count, inside=shared), repeats)
     seconds = alternate(steps, rounds)
-    micro = {name: [s * 1e6 / repeats for s in samples] for name, samples in seconds.items()}
+    micro = scaled(seconds, 1e6 / repeats)
+    ordinary = {name: micro[name] for name in (OURS, GLOO, BARE) if name in micro}
+    inside = {OURS: micro[INSIDE], GLOO: micro[GLOO]}
+    if bare:
+        inside[BARE] = micro[BARE_INSIDE]
     measures = [
-        _compared("ordinary tensors", micro[OURS], micro[GLOO], micro.get(BARE)),
-        _compared("in the segment", micro[INSIDE], micro[GLOO], micro.get(BARE_INSIDE)),
+        Measure.of("ordinary tensors", "µs", ordinary),
+        Measure.of("in the segment", "µs", inside),
     ]
     return CaseResult(case.name, _prediction(case), rounds, measures)
-
-
-def _compared(
-    name: str, ours: Sequence[float], gloo: Sequence[float], bare: Sequence[float] | None
-) -> Measure:
-    others = {GLOO: gloo} if bare is None else {GLOO: gloo, BARE: bare}
-    contenders = {peer: spread(samples) for peer, samples in {OURS: ours, **others}.items()}
-    return Measure(
-        name, "µs", contenders, {peer: ratio(ours, samples) for peer, samples in others.items()}
-    )
 
 
 def _checked(call: Callable[[], object], whole: Tensor, part: Tensor, other: Tensor) -> Tensor:
@@ -115,11 +109,6 @@ def _checked(call: Callable[[], object], whole: Tensor, part: Tensor, other: Ten
     for tensor in (whole, part, other):
         tensor.zero_()  # repeated sums must not run out of range, where adding is slow
     return result
-
-
-def _repeat(call: Callable[[], object], repeats: int) -> None:
-    for _ in range(repeats):
-        call()
 
 
 def _all_reduce(group: ProcessGroup, whole: Tensor, part: Tensor, other: Tensor) -> None:
@@ -160,13 +149,6 @@ def _prediction(case: Case) -> str:
         "segment nothing is copied that the operation itself does not move. Gloo copies through "
         "the kernel, twice."
     )
-
-
-def _size(nbytes: int) -> str:
-    for unit, size in (("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if nbytes >= size:
-            return f"{nbytes // size} {unit}"
-    return f"{nbytes} B"
 
 
 BENCHMARK = Benchmark(

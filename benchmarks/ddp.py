@@ -17,7 +17,7 @@ from benchmarks.memory import peak
 from benchmarks.options import Options
 from benchmarks.progress import say
 from benchmarks.results import CaseResult, Measure
-from benchmarks.stats import difference_ratio, ratio, spread
+from benchmarks.stats import difference_ratio, ratio, scaled, spread
 from benchmarks.training import BARE, GLOO, TORCH, Case, Training, Wrapper, peers, wrappers
 from gradwire.ddp.buckets.assignment import IN_PLACE_BYTES
 from gradwire.ddp.buckets.packed import AT_ONCE_BYTES, VIEW_BYTES
@@ -89,18 +89,13 @@ def _time_case(case: Case, rounds: int, contenders: Mapping[str, Wrapper]) -> li
     others = [name for name in contenders if name not in (OURS, BARE)]
     _check(trainings, others)
     seconds = alternate({name: t.step for name, t in trainings.items()}, rounds)
-    ms = {name: [s * 1e3 for s in samples] for name, samples in seconds.items()}
+    ms = scaled(seconds, 1e3)
     exposed = {
         name: [step - bare for step, bare in zip(ms[name], ms[BARE], strict=True)]
         for name in (OURS, *others)
     }
     measures = [
-        Measure(
-            "step",
-            "ms",
-            {name: spread(samples) for name, samples in ms.items()},
-            {peer: ratio(ms[OURS], ms[peer]) for peer in others},
-        ),
+        Measure.of("step", "ms", ms, peers=others),
         Measure(
             "exposed",
             "ms",
@@ -116,18 +111,12 @@ def _time_case(case: Case, rounds: int, contenders: Mapping[str, Wrapper]) -> li
 
 def _memory(case: Case, options: Options) -> Measure:
     say(f"{case.name}, memory")
-    others = peers(options.backend)
-    names = [OURS, *others]
+    names = [OURS, *peers(options.backend)]
     peaks: dict[str, list[float]] = {name: [] for name in names}
     for number in range(MEMORY_LAUNCHES):
         for name in order(names, number):
             peaks[name].append(peak(case, name, options))
-    return Measure(
-        "peak memory",
-        "MB",
-        {name: spread(samples) for name, samples in peaks.items()},
-        {peer: ratio(peaks[OURS], peaks[peer]) for peer in others},
-    )
+    return Measure.of("peak memory", "MB", peaks)
 
 
 def _check(trainings: Mapping[str, Training], others: Sequence[str]) -> None:

@@ -24,7 +24,7 @@ from benchmarks.launch import launch
 from benchmarks.options import Options
 from benchmarks.progress import say
 from benchmarks.results import CaseResult, Measure
-from benchmarks.stats import ratio, spread
+from benchmarks.stats import scaled
 from gradwire.devices import DataParallel, broadcast_coalesced, reduce_add, reduce_add_coalesced
 
 __all__ = ["BENCHMARK", "Case", "measure"]
@@ -225,12 +225,7 @@ def _measure(cases: Sequence[Case], rounds: int) -> list[CaseResult]:
 def _measure_case(case: Case, rounds: int) -> CaseResult:
     say(case.name)
     seconds = alternate(case.steps(**case.given), rounds)
-    time = Measure(
-        "time",
-        "ms",
-        {name: spread([s * 1e3 for s in samples]) for name, samples in seconds.items()},
-        {peer: ratio(seconds[OURS], seconds[peer]) for peer in seconds if peer != OURS},
-    )
+    time = Measure.of("time", "ms", scaled(seconds, 1e3))
     return CaseResult(case.name, case.expected, rounds, [time])
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.nn import functional as theirs
 
-from benchmarks.alternate import OURS, alternate
-from benchmarks.benchmark import Benchmark
+from benchmarks.alternate import OURS, alternate, repeated
+from benchmarks.benchmark import Benchmark, size_text
 from benchmarks.launch import launch
 from benchmarks.options import Options
 from benchmarks.progress import say
 from benchmarks.results import CaseResult, Measure
-from benchmarks.stats import ratio, spread
+from benchmarks.stats import ratio, scaled
 from gradwire import collectives as ours
 
 __all__ = ["BENCHMARK", "OPS", "RAW", "TORCH", "Call", "Case", "Op", "measure"]
@@ -66,8 +66,7 @@ class Case:
     @property
     def name(self) -> str:
         """As tables have it."""
-        unit, size = ("MiB", 1 << 20) if self.nbytes >= 1 << 20 else ("KiB", 1 << 10)
-        return f"{self.op.name}, {self.nbytes // size} {unit}"
+        return f"{self.op.name}, {size_text(self.nbytes)}"
 
     @property
     def repeats(self) -> int:
@@ -275,16 +274,11 @@ def _measure_case(case: Case, rounds: int, groups: Mapping[str, ProcessGroup]) -
 def _timed(
     name: str, steps: Mapping[str, Callable[[], object]], repeats: int, rounds: int
 ) -> Measure:
-    seconds = alternate({n: partial(_repeat, step, repeats) for n, step in steps.items()}, rounds)
-    ratios = {peer: ratio(seconds[OURS], seconds[peer]) for peer in (TORCH, RAW, CHECKED)}
-    ratios[f"{TORCH}, from shm"] = ratio(seconds[SHM], seconds[TORCH])
-    micro = {n: spread([s * 1e6 / repeats for s in samples]) for n, samples in seconds.items()}
-    return Measure(name, "µs", micro, ratios)
-
-
-def _repeat(step: Callable[[], object], repeats: int) -> None:
-    for _ in range(repeats):
-        step()
+    seconds = alternate({n: repeated(step, repeats) for n, step in steps.items()}, rounds)
+    micro = scaled(seconds, 1e6 / repeats)
+    measure = Measure.of(name, "µs", micro, peers=(TORCH, RAW, CHECKED))
+    from_shm = {f"{TORCH}, from shm": ratio(micro[SHM], micro[TORCH])}
+    return replace(measure, ratios={**measure.ratios, **from_shm})
 
 
 def _checked(call: Call, x: Tensor, group: ProcessGroup) -> Any:

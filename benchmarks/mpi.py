@@ -13,18 +13,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from time import perf_counter
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.alternate import OURS, order
+from benchmarks.alternate import OURS, alternate, order
 from benchmarks.benchmark import Benchmark
 from benchmarks.launch import launch
 from benchmarks.options import Options
 from benchmarks.progress import say
 from benchmarks.results import CaseResult, Measure
-from benchmarks.stats import ratio, spread
+from benchmarks.stats import scaled
 from gradwire import shm
 
 __all__ = ["BENCHMARK", "Case", "measure"]
@@ -81,13 +80,8 @@ def measure(cases: Sequence[Case], options: Options) -> list[CaseResult]:
 
 
 def _result(case: Case, taken: dict[str, Samples], options: Options) -> CaseResult:
-    micro = {name: [s * 1e6 for s in samples[case.nbytes]] for name, samples in taken.items()}
-    time = Measure(
-        "time",
-        "µs",
-        {name: spread(samples) for name, samples in micro.items()},
-        {name: ratio(micro[OURS], micro[name]) for name in micro if name != OURS},
-    )
+    seconds = {name: samples[case.nbytes] for name, samples in taken.items()}
+    time = Measure.of("time", "µs", scaled(seconds, 1e6))
     return CaseResult(case.name, PREDICTION, LAUNCHES * options.rounds, [time])
 
 
@@ -99,17 +93,8 @@ def _time(sizes: Sequence[int], rounds: int) -> Samples:
     taken = {}
     for size in sizes:
         tensor = shm.empty(size // 4, dtype=torch.float32).zero_()
-        seconds = []
-        for number in range(-WARMUP, rounds):
-            dist.barrier()
-            start = perf_counter()
-            dist.all_reduce(tensor)
-            elapsed = perf_counter() - start
-            if number >= 0:
-                seconds.append(elapsed)
-        slowest = torch.tensor(seconds, dtype=torch.float64)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        taken[size] = slowest.tolist()
+        step = partial(dist.all_reduce, tensor)
+        taken[size] = alternate({OURS: step}, rounds, warmup=WARMUP)[OURS]
     return taken
 
 

@@ -13,17 +13,15 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmarks.alternate import OURS, alternate
+from benchmarks.alternate import OURS, alternate, repeated
 from benchmarks.benchmark import Benchmark
-from benchmarks.differentiable import OPS, RAW, TORCH, Call, Op
+from benchmarks.differentiable import OPS, RAW, TORCH, Op
 from benchmarks.options import Options
 from benchmarks.progress import say
 from benchmarks.results import CaseResult, Measure
-from benchmarks.stats import ratio, spread
+from benchmarks.stats import ratio, scaled, spread
 
 __all__ = ["BENCHMARK", "Case", "measure"]
 
@@ -65,22 +63,14 @@ def _measure_case(case: Case, rounds: int) -> CaseResult:
     group = dist.distributed_c10d._get_default_group()
     x = torch.randn(ROWS, 64, requires_grad=True)
     calls = {OURS: case.op.ours, TORCH: case.op.torch, RAW: case.op.raw}
-    steps = {name: partial(_repeat, call, x, group) for name, call in calls.items()}
-    samples = {
-        name: [seconds * 1e6 / REPEATS for seconds in taken]
-        for name, taken in alternate(steps, rounds).items()
-    }
+    steps = {name: repeated(partial(call, x, group), REPEATS) for name, call in calls.items()}
+    samples = scaled(alternate(steps, rounds), 1e6 / REPEATS)
     times = {name: spread(taken) for name, taken in samples.items()}
     for name in (OURS, TORCH):
         above = [a - b for a, b in zip(samples[name], samples[RAW], strict=True)]
         times[f"{name}, above raw"] = spread(above)
     ratios = {peer: ratio(samples[OURS], samples[peer]) for peer in (TORCH, RAW)}
     return CaseResult(case.name, PREDICTION, rounds, [Measure("forward", "µs", times, ratios)])
-
-
-def _repeat(call: Call, x: Tensor, group: ProcessGroup) -> None:
-    for _ in range(REPEATS):
-        call(x, group)
 
 
 BENCHMARK = Benchmark(

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from benchmarks.alternate import OURS
 from benchmarks.host import Host, this_host
 from benchmarks.options import Options
-from benchmarks.stats import Estimate, Spread, geometric_mean
+from benchmarks.stats import Estimate, Spread, geometric_mean, ratio, spread
 
 __all__ = ["CaseResult", "Measure", "Result", "Summary"]
 
@@ -24,6 +25,31 @@ class Measure:
     unit: str
     contenders: Mapping[str, Spread]
     ratios: Mapping[str, Estimate]
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        unit: str,
+        samples: Mapping[str, Sequence[float]],
+        *,
+        peers: Iterable[str] | None = None,
+    ) -> Measure:
+        """The measure of all contenders' samples, one for each round.
+
+        Args:
+            name: What is measured.
+            unit: Of the samples.
+            samples: By contender; `OURS` is one of them.
+            peers: Those that ours is compared with; all others if None.
+        """
+        peers = [name for name in samples if name != OURS] if peers is None else peers
+        return cls(
+            name,
+            unit,
+            {name: spread(taken) for name, taken in samples.items()},
+            {peer: ratio(samples[OURS], samples[peer]) for peer in peers},
+        )
 
 
 @dataclass(frozen=True)

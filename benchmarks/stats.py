@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median, quantiles
 
-__all__ = ["Estimate", "Spread", "difference_ratio", "geometric_mean", "ratio", "spread"]
+__all__ = ["Estimate", "Spread", "difference_ratio", "geometric_mean", "ratio", "scaled", "spread"]
 
 RESAMPLES = 2000
 CONFIDENCE = 0.95
@@ -43,6 +43,11 @@ def spread(samples: Sequence[float]) -> Spread:
         return Spread(samples[0], samples[0], samples[0])
     lower, middle, upper = quantiles(samples, n=4, method="inclusive")
     return Spread(middle, lower, upper)
+
+
+def scaled(samples: Mapping[str, Sequence[float]], factor: float) -> dict[str, list[float]]:
+    """Each contender's samples in another unit."""
+    return {name: [sample * factor for sample in taken] for name, taken in samples.items()}
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Estimate:
