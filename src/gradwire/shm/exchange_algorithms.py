@@ -166,7 +166,7 @@ def _exchange_through_slots(
     )
     slots = {rank: state.slots(rank, call.dtype) for rank in staged}
     others = outgoing if shared else [*outgoing[: state.rank], *outgoing[state.rank + 1 :]]
-    for fill, fetch in state.turns(math.ceil(longest / step), stages=2):
+    for fill, fetch in state.pipeline(math.ceil(longest / step), stages=2):
         if state.rank in staged and fill >= 0:
             lo = fill * step
             slot = slots[state.rank][fill % ring.slots]

@@ -27,6 +27,7 @@ from gradwire.errors import (
 from gradwire.shm.group_state import GroupState
 from gradwire.shm.mailbox import Mailbox
 from gradwire.shm.sync import Deadline
+from gradwire.shm.tensors import flat_of, write_all_back
 from gradwire.shm.work import Queue, ShmWork
 
 __all__ = ["GroupBase"]
@@ -184,6 +185,18 @@ class GroupBase:
         finally:
             if self._leaving and not self._queue.runs_in_this_thread():
                 self._release()
+
+    def _submit_into(
+        self, results: Sequence[Tensor], fill: Callable[[list[Tensor]], None], opts: Any
+    ) -> Work:
+        """Submit a job that fills the results; it is given each as a 1-d contiguous tensor."""
+
+        def job() -> None:
+            flats = [flat_of(result) for result in results]
+            fill(flats)
+            write_all_back(results, flats)
+
+        return self._submit(job, results, opts)
 
     @contextmanager
     def marked(self, mark: int) -> Iterator[None]:

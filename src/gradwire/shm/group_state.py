@@ -140,24 +140,24 @@ class GroupState:
         """Wait for one post of each other rank."""
         self._semaphores.wait(self._others, self._check_peers)
 
-    def turns(self, pieces: int, *, stages: int) -> Iterator[list[int]]:
-        """The turns of a pipeline: in each, every stage works on another piece.
+    def pipeline(self, pieces: int, *, stages: int) -> Iterator[list[int]]:
+        """The steps of a pipeline: in each, every stage works on another piece.
 
-        A rank posts after each turn, and waits only for the posts of `ring.lag(stages)` turns ago:
-        ranks may be that many turns apart. After the wait, what the other ranks wrote in the
+        A rank posts after each step, and waits only for the posts of `ring.lag(stages)` steps ago:
+        a rank may be that many steps ahead. After the wait, what the other ranks wrote in the
         previous stage can be read, and a slot that they have read can be written again.
 
         Yields:
-            The number of the piece in each stage; -1 where a stage has none in this turn.
+            The number of the piece in each stage; -1 where a stage has none in this step.
         """
         lag = self.ring.lag(stages)
         schedule = list(self.ring.schedule(pieces, stages))
         posts = len(schedule) - lag - 1
-        for turn, numbers in enumerate(schedule):
+        for step, numbers in enumerate(schedule):
             yield numbers
-            if turn < posts:
+            if step < posts:
                 self.post()
-            if 0 <= turn - lag < posts:
+            if 0 <= step - lag < posts:
                 self.wait()
 
     def inline(self, rank: int, dtype: torch.dtype, start: int, count: int) -> Tensor:

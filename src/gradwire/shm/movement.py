@@ -35,7 +35,6 @@ from gradwire.shm.tensors import (
     paired,
     row_counts,
     write_all_back,
-    write_back,
 )
 
 __all__ = ["Movement"]
@@ -64,20 +63,14 @@ class Movement(GroupBase):
 
     def allgather(
         self,
-        outputs: list[list[Tensor]],
-        inputs: list[Tensor],
-        opts: AllgatherOptions | None = None,
-    ) -> Work:
-        """Every rank's list becomes all ranks' tensors; these may differ in size."""
-        return self.allgather_coalesced(outputs, inputs, opts)
-
-    def allgather_coalesced(
-        self,
         output_lists: list[list[Tensor]],
         inputs: list[Tensor],
         opts: AllgatherOptions | None = None,
     ) -> Work:
-        """`allgather` of several tensors, as one operation."""
+        """Every rank's list becomes all ranks' tensors; these may differ in size.
+
+        Several lists and as many inputs are one operation.
+        """
         for outputs, source in paired(output_lists, inputs):
             check_transfer([source], self._one_each(outputs, "tensor_list"))
 
@@ -90,6 +83,8 @@ class Movement(GroupBase):
         everything = [output for outputs in output_lists for output in outputs]
         seen = ("allgather_", 0, [everything, inputs])
         return self._submit(job, everything, opts or AllgatherOptions(), seen)
+
+    allgather_coalesced = allgather
 
     def all_gather_single(
         self, output: Tensor, input: Tensor, opts: AllgatherOptions | None = None
@@ -109,15 +104,13 @@ class Movement(GroupBase):
             self._check_parts(whole=output, part=source)
         checksum = checksum_of(inputs)
 
-        def job() -> None:
-            for output, source in zip(outputs, inputs, strict=True):
-                flat, into = flat_of(source), flat_of(output)
+        def fill(results: list[Tensor]) -> None:
+            for into, source in zip(results, inputs, strict=True):
+                flat, parts = flat_of(source), equal_parts(into, self._size)
                 call = Call("all_gather_single", flat.dtype, flat.numel(), checksum=checksum)
-                parts = equal_parts(into, self._size)
                 exchange(self._state, call, [flat], parts, base=flat, shared=True)
-                write_back(output, into)
 
-        return self._submit(job, outputs, opts or AllgatherOptions())
+        return self._submit_into(outputs, fill, opts or AllgatherOptions())
 
     def gather(
         self,
@@ -131,15 +124,14 @@ class Movement(GroupBase):
         into = self._one_each(only(outputs), "gather_list") if root == self._rank else []
         check_transfer([source], into)
 
-        def job() -> None:
-            flat, flats = flat_of(source), [flat_of(output) for output in into]
+        def fill(results: list[Tensor]) -> None:
+            flat = flat_of(source)
             outgoing = [flat[:0]] * self._size
             outgoing[root] = flat
-            incoming = flats or [flat.new_empty(0)] * self._size
+            incoming = results or [flat.new_empty(0)] * self._size
             exchange_blocks(self._state, "gather", outgoing, incoming, root=root, base=flat)
-            write_all_back(into, flats)
 
-        return self._submit(job, into, opts)
+        return self._submit_into(into, fill, opts)
 
     def scatter(
         self,
@@ -153,15 +145,14 @@ class Movement(GroupBase):
         blocks = self._one_each(only(inputs), "scatter_list") if root == self._rank else []
         check_transfer(blocks, [output])
 
-        def job() -> None:
-            out = flat_of(output)
+        def fill(results: list[Tensor]) -> None:
+            (out,) = results
             outgoing = [flat_of(b) for b in blocks] or [out[:0]] * self._size
             incoming = [out[:0]] * self._size
             incoming[root] = out
             exchange_blocks(self._state, "scatter", outgoing, incoming, root=root)
-            write_back(output, out)
 
-        return self._submit(job, outputs, opts)
+        return self._submit_into(outputs, fill, opts)
 
     def alltoall(
         self,
@@ -173,12 +164,10 @@ class Movement(GroupBase):
         self._one_each(outputs, "output_tensor_list")
         check_transfer(self._one_each(inputs, "input_tensor_list"), outputs)
 
-        def job() -> None:
-            into = [flat_of(output) for output in outputs]
-            exchange_blocks(self._state, "all_to_all", [flat_of(i) for i in inputs], into)
-            write_all_back(outputs, into)
+        def fill(results: list[Tensor]) -> None:
+            exchange_blocks(self._state, "all_to_all", [flat_of(i) for i in inputs], results)
 
-        return self._submit(job, outputs, opts or AllToAllOptions())
+        return self._submit_into(outputs, fill, opts or AllToAllOptions())
 
     def all_to_all_single(
         self,
@@ -193,13 +182,12 @@ class Movement(GroupBase):
         receives = row_counts(output, output_split_sizes, self._size, "output_split_sizes")
         sends = row_counts(input, input_split_sizes, self._size, "input_split_sizes")
 
-        def job() -> None:
-            out, flat = flat_of(output), flat_of(input)
-            blocks, into = list(flat.split(sends)), list(out.split(receives))
+        def fill(results: list[Tensor]) -> None:
+            flat = flat_of(input)
+            blocks, into = flat.split(sends), results[0].split(receives)
             exchange_blocks(self._state, "all_to_all", blocks, into, base=flat)
-            write_back(output, out)
 
-        return self._submit(job, [output], opts or AllToAllOptions())
+        return self._submit_into([output], fill, opts or AllToAllOptions())
 
     def barrier(self, opts: BarrierOptions | None = None) -> Work:
         """Done when every rank has called it."""

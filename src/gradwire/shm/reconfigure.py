@@ -1,4 +1,4 @@
-"""A group that can be formed anew from other processes, for instance without a dead one.
+"""A group that can be formed again from other processes, for instance without a dead one.
 
 It implements `torch.distributed.init_process_group(..., enable_reconfigure=True)`: each process has
 a handle, the program gathers the handles of the processes that are to be ranks, by any means, and
@@ -63,7 +63,7 @@ class ReconfigurableGroup(ShmProcessGroup):
         return _PREFIX + self._listener.name
 
     def reconfigure(self, options: Any) -> Work:
-        """Leave the present members and form the group anew; returns when all have.
+        """Leave the present members and form the group again; returns when all have.
 
         Args:
             options: torch's `ReconfigureOptions`: `uuid`, a number that the group never had before;

@@ -24,7 +24,7 @@ __all__ = ["reduce", "reduce_scatter"]
 
 
 def reduce(state: GroupState, call: Call, flat: Tensor) -> None:
-    """Reduce `flat` over all ranks, in location: on all of them, or on the call's root only.
+    """Reduce `flat` over all ranks, in place: on all of them, or on the call's root only.
 
     Args:
         state: This rank's state of the group.
@@ -82,12 +82,19 @@ def reduce_scatter(
         for into, *cut in zip(*[p.split(step) for p in (out, *pieces)], strict=True):
             reduce_into(into, cut, call.op)
         state.sync()
-        return
-    slots = [state.slots(r, call.dtype) for r in ranks]
-    ring = state.ring
+    else:
+        _reduce_scatter_through_slots(state, call, blocks, out)
+
+
+def _reduce_scatter_through_slots(
+    state: GroupState, call: Call, blocks: Sequence[Tensor], out: Tensor
+) -> None:
+    """In each step: copy a piece of every block in, reduce an earlier piece of this rank's."""
+    slots = [state.slots(r, call.dtype) for r in range(state.size)]
+    ring, count = state.ring, out.numel()
     step = ring.slot_bytes // call.dtype.itemsize // state.size
     longest, first = max(call.sends, default=call.numel), state.rank * step
-    for fill, now in state.turns(math.ceil(longest / step), stages=2):
+    for fill, now in state.pipeline(math.ceil(longest / step), stages=2):
         if fill >= 0:
             lo = fill * step
             slot = slots[state.rank][fill % ring.slots]
@@ -96,7 +103,7 @@ def reduce_scatter(
         if 0 <= lo < count:
             target = out[lo : lo + step]
             last = first + target.numel()
-            sources = [slots[r][now % ring.slots][first:last] for r in ranks]
+            sources = [each[now % ring.slots][first:last] for each in slots]
             reduce_into(target, sources, call.op)
 
 
@@ -126,7 +133,7 @@ def _reduce_in_place(
 def _reduce_through_slots(
     state: GroupState, call: Call, flat: Tensor, *, gets_result: bool
 ) -> None:
-    """In each turn: copy a piece in, reduce this rank's share of an earlier one, copy one out."""
+    """In each step: copy a piece in, reduce this rank's share of an earlier one, copy one out."""
     size, dtype = state.size, flat.dtype
     slots = [state.slots(r, dtype) for r in range(size)]
     ring = state.ring
@@ -134,7 +141,7 @@ def _reduce_through_slots(
     pieces = flat.split(step)
     # reduce leaves the tensors of other ranks than the root as they are
     spare = None if gets_result else torch.empty(len(pieces[0]), dtype=dtype, device="cpu")
-    for fill, now, fetch in state.turns(len(pieces), stages=3):
+    for fill, now, fetch in state.pipeline(len(pieces), stages=3):
         if fill >= 0:
             slots[state.rank][fill % ring.slots][: len(pieces[fill])].copy_(pieces[fill])
         if now >= 0:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.distributed import Work
 from torch.distributed.distributed_c10d import (
-    AllreduceCoalescedOptions,
     AllreduceOptions,
     ReduceOptions,
     ReduceScatterOptions,
@@ -43,7 +42,7 @@ class Reductions(GroupBase):
     """The part of a group that reduces."""
 
     def allreduce(self, tensors: list[Tensor], opts: AllreduceOptions | None = None) -> Work:
-        """Every rank's tensor becomes the reduction over all ranks; a sparse one the sum."""
+        """Every rank's tensors become the reduction over all ranks; a sparse one the sum."""
         if tensors and getattr(tensors[0], "layout", None) is torch.sparse_coo:
             return self.allreduce_sparse(tensors, opts)
         return self._reduce("all_reduce", tensors, opts or AllreduceOptions())
@@ -66,11 +65,7 @@ class Reductions(GroupBase):
 
         return self._submit(job, tensors, opts, ("allreduce_", 0, [tensors]))
 
-    def allreduce_coalesced(
-        self, tensors: list[Tensor], opts: AllreduceCoalescedOptions | None = None
-    ) -> Work:
-        """`allreduce` of several tensors, as one operation."""
-        return self._reduce("all_reduce", tensors, opts or AllreduceCoalescedOptions())
+    allreduce_coalesced = allreduce  # a list is one operation
 
     def reduce(self, tensors: list[Tensor], opts: ReduceOptions | None = None) -> Work:
         """The root's tensor becomes the reduction; the others' stay as they are."""
@@ -107,14 +102,12 @@ class Reductions(GroupBase):
         op = self._check_reduce_scatter(output, blocks, opts)
         sends = tuple(block.numel() for block in blocks)
 
-        def job() -> None:
-            out, flats = flat_of(output), [flat_of(block) for block in blocks]
+        def fill(results: list[Tensor]) -> None:
+            (out,), flats = results, [flat_of(block) for block in blocks]
             call = Call("reduce_scatter", out.dtype, 0, op, -1, sends, (out.numel(),) * self._size)
-            base = common_base(flats)
-            reduce_scatter(self._state, call, flats, out, base=base)
-            write_back(output, out)
+            reduce_scatter(self._state, call, flats, out, base=common_base(flats))
 
-        return self._submit(job, outputs, opts)
+        return self._submit_into(outputs, fill, opts)
 
     def reduce_scatter_single(
         self, output: Tensor, input: Tensor, opts: ReduceScatterOptions | None = None
@@ -135,16 +128,14 @@ class Reductions(GroupBase):
             self._check_parts(whole=source, part=output)
         checksum = checksum_of(outputs)
 
-        def job() -> None:
-            for output, source in zip(outputs, inputs, strict=True):
-                out, flat = flat_of(output), flat_of(source)
-                kind, count = "reduce_scatter_single", out.numel()
-                call = Call(kind, out.dtype, count, op, checksum=checksum)
+        def fill(results: list[Tensor]) -> None:
+            for out, source in zip(results, inputs, strict=True):
+                flat = flat_of(source)
+                call = Call("reduce_scatter_single", out.dtype, out.numel(), op, checksum=checksum)
                 blocks = equal_parts(flat, self._size)
                 reduce_scatter(self._state, call, blocks, out, base=flat)
-                write_back(output, out)
 
-        return self._submit(job, outputs, opts)
+        return self._submit_into(outputs, fill, opts)
 
     def _check_reduce_scatter(self, output: Tensor, blocks: list[Tensor], opts: Any) -> int:
         op = number_of(opts.reduceOp.op)

@@ -27,16 +27,16 @@ class Ring:
     slot_bytes: int
 
     def lag(self, stages: int) -> int:
-        """How many turns ranks may be apart in a pipeline of this many stages."""
+        """How many steps a rank may be ahead of others in a pipeline of this many stages."""
         return max(0, self.slots // stages - 1)
 
     def schedule(self, pieces: int, stages: int) -> Iterator[list[int]]:
-        """For each turn of a pipeline, the number of the piece in each stage; -1 for none."""
+        """For each step of a pipeline, the number of the piece in each stage; -1 for none."""
         delay = self.lag(stages) + 1
         stride = 1 if self.slots >= stages else stages
-        for turn in range((pieces - 1) * stride + 1 + (stages - 1) * delay):
-            steps = (divmod(turn - stage * delay, stride) for stage in range(stages))
-            yield [n if rest == 0 and 0 <= n < pieces else -1 for n, rest in steps]
+        for step in range((pieces - 1) * stride + 1 + (stages - 1) * delay):
+            found = (divmod(step - stage * delay, stride) for stage in range(stages))
+            yield [n if rest == 0 and 0 <= n < pieces else -1 for n, rest in found]
 
 
 RINGS = (

@@ -47,7 +47,7 @@ def broadcast(state: GroupState, flats: Sequence[Tensor], root: int) -> None:
     limit = min(ring.slot_bytes, max(_PIECE_BYTES, total // _PIECES))
     pieces = [piece for run in runs for piece in _pieces(run, limit // run.dtype.itemsize)]
     slots: dict[torch.dtype, list[Tensor]] = {}
-    for fill, fetch in state.turns(len(pieces), stages=2):
+    for fill, fetch in state.pipeline(len(pieces), stages=2):
         now = fill if state.rank == root else fetch
         if now < 0:
             continue
