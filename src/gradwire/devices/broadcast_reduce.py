@@ -49,13 +49,13 @@ def broadcast(
         >>> x.grad
         tensor([4., 4.])
     """
-    checks.one_tensor(tensor, "tensor")
-    checks.exactly_one(devices, out)
+    checks.check_tensor(tensor, "tensor")
+    checks.check_exactly_one(devices, out)
     if devices is not None:
         replicas = broadcast_lists([tensor], as_devices(devices))
         return tuple(replica[0] for replica in replicas)
-    targets = checks.tensor_list(() if out is None else out, "out")
-    checks.check_untracked_out(targets, [tensor])
+    targets = checks.as_tensor_list(() if out is None else out, "out")
+    checks.check_out_without_grad(targets, [tensor])
     for i, target in enumerate(targets):
         checks.check_out(target, tensor, tensor.shape, f"out[{i}]")
     with torch.no_grad():
@@ -97,11 +97,11 @@ def broadcast_coalesced(
         [tensor([1., 1.]), tensor([0, 1, 2])]
     """
     places = as_devices(devices)
-    found = checks.listed(tensors, "tensors")
+    found = checks.as_list(tensors, "tensors")
     if not found:
         return [[] for _ in places]
-    checks.tensor_list(found, "tensors")
-    home = checks.one_device(found, "tensors")
+    checks.as_tensor_list(found, "tensors")
+    home = checks.common_device(found, "tensors")
     if home != places[0]:
         raise ArgumentError(
             f"tensors are on {home}, devices[0] is {places[0]}: the first device is where the "
@@ -136,14 +136,14 @@ def reduce_add(
         >>> reduce_add([torch.tensor([1.0, 2.0]), torch.tensor([10.0, 20.0])])
         tensor([11., 22.])
     """
-    found = checks.tensor_list(inputs, "inputs")
+    found = checks.as_tensor_list(inputs, "inputs")
     checks.check_alike(found, "inputs")
     if out is None:
         home = as_destination(destination, found[0].device)
         return reduce_lists([[t] for t in found], home)[0]
-    checks.refuse_destination(destination)
+    checks.check_no_destination(destination)
     checks.check_out(out, found[0], found[0].shape, "out")
-    checks.check_untracked_out([out], found)
+    checks.check_out_without_grad([out], found)
     for i, tensor in enumerate(found):
         if _share_memory(out, tensor) and not (i == 0 and _same_place(out, tensor)):
             raise ArgumentError(
@@ -191,8 +191,8 @@ def reduce_add_coalesced(
         (tensor([2., 2.]), tensor(6))
     """
     replicas = [
-        checks.listed(tensors, f"inputs[{i}]")
-        for i, tensors in enumerate(checks.listed(inputs, "inputs"))
+        checks.as_list(tensors, f"inputs[{i}]")
+        for i, tensors in enumerate(checks.as_list(inputs, "inputs"))
     ]
     if not replicas:
         raise ArgumentError("inputs is empty: give one list of tensors for each place")
@@ -205,8 +205,8 @@ def reduce_add_coalesced(
     if not replicas[0]:
         return ()
     for i, tensors in enumerate(replicas):
-        checks.tensor_list(tensors, f"inputs[{i}]")
-        checks.one_device(tensors, f"inputs[{i}]")
+        checks.as_tensor_list(tensors, f"inputs[{i}]")
+        checks.common_device(tensors, f"inputs[{i}]")
     for j, column in enumerate(zip(*replicas, strict=True)):
         checks.check_alike(column, f"position {j} of inputs", layout=False)
     home = as_destination(destination, replicas[0][0].device)

@@ -14,7 +14,7 @@ from torch.nn import Module
 from gradwire.devices.copying import local
 from gradwire.errors import ArgumentError
 
-__all__ = ["BufferPolicy", "BufferWatch", "check_policy"]
+__all__ = ["BufferPolicy", "BufferTracker", "check_policy"]
 
 BufferPolicy: TypeAlias = Literal["first", "mean", "error"]
 
@@ -25,7 +25,7 @@ def check_policy(policy: str) -> None:
         raise ArgumentError(f'buffers is {policy!r}: give "first", "mean" or "error"')
 
 
-class BufferWatch:
+class BufferTracker:
     """Remembers a module's buffers before a forward, and applies the policy after it.
 
     Version counters are no help here: batch norm writes its statistics past them.
@@ -38,7 +38,7 @@ class BufferWatch:
             self.before = {name: b.detach().clone() for name, b in module.named_buffers()}
 
     @torch.no_grad()
-    def settle(self, module: Module, replicas: Sequence[Module]) -> None:
+    def apply_policy(self, module: Module, replicas: Sequence[Module]) -> None:
         """Apply the policy.
 
         Raises:

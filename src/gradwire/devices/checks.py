@@ -12,34 +12,34 @@ from torch import Tensor
 from gradwire.errors import ArgumentError, ArgumentTypeError
 
 __all__ = [
+    "as_list",
+    "as_tensor_list",
+    "canonical_dim",
     "check_alike",
-    "check_joinable",
+    "check_concat",
+    "check_exactly_one",
+    "check_no_destination",
     "check_out",
-    "check_untracked_out",
+    "check_out_without_grad",
+    "check_tensor",
     "chunk_sizes_of",
-    "exactly_one",
-    "listed",
-    "one_device",
-    "one_tensor",
-    "positive_dim",
-    "refuse_destination",
-    "tensor_list",
+    "common_device",
 ]
 
 T = TypeVar("T")
 
 
-def tensor_list(tensors: Iterable[Tensor], name: str) -> list[Tensor]:
+def as_tensor_list(tensors: Iterable[Tensor], name: str) -> list[Tensor]:
     """The tensors of a list, at least one."""
-    found = listed(tensors, name)
+    found = as_list(tensors, name)
     if not found:
         raise ArgumentError(f"{name} is empty: give at least one tensor")
     for i, tensor in enumerate(found):
-        one_tensor(tensor, f"{name}[{i}]")
+        check_tensor(tensor, f"{name}[{i}]")
     return found
 
 
-def listed(tensors: Iterable[T], name: str) -> list[T]:
+def as_list(tensors: Iterable[T], name: str) -> list[T]:
     """The entries of a list, which a tensor is not, although its rows could be listed."""
     if isinstance(tensors, Tensor):
         raise ArgumentTypeError(f"{name} is a tensor: give a list of tensors")
@@ -48,13 +48,13 @@ def listed(tensors: Iterable[T], name: str) -> list[T]:
     return list(tensors)
 
 
-def one_tensor(tensor: object, name: str) -> None:
+def check_tensor(tensor: object, name: str) -> None:
     """Refuse what is no tensor."""
     if not isinstance(tensor, Tensor):
         raise ArgumentTypeError(f"{name} is a {type(tensor).__name__}: give a tensor")
 
 
-def exactly_one(devices: object, out: object) -> None:
+def check_exactly_one(devices: object, out: object) -> None:
     """Refuse neither and both of `devices` and `out`."""
     if (devices is None) == (out is None):
         raise ArgumentError(
@@ -63,7 +63,7 @@ def exactly_one(devices: object, out: object) -> None:
         )
 
 
-def check_untracked_out(out: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+def check_out_without_grad(out: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
     """Refuse `out=` where a gradient would be recorded, as torch's own ops do."""
     if torch.is_grad_enabled() and any(t.requires_grad for t in (*out, *inputs)):
         raise ArgumentError(
@@ -72,7 +72,7 @@ def check_untracked_out(out: Sequence[Tensor], inputs: Sequence[Tensor]) -> None
         )
 
 
-def one_device(tensors: Sequence[Tensor], name: str) -> torch.device:
+def common_device(tensors: Sequence[Tensor], name: str) -> torch.device:
     """The one device that all of the tensors are on."""
     device = tensors[0].device
     for i, tensor in enumerate(tensors):
@@ -104,7 +104,7 @@ def check_alike(tensors: Sequence[Tensor], name: str, *, layout: bool = True) ->
 
 def check_out(out: Tensor, like: Tensor, shape: Sequence[int], name: str) -> None:
     """Refuse a result tensor of another shape, dtype or layout than the result has."""
-    one_tensor(out, name)
+    check_tensor(out, name)
     if tuple(out.shape) != tuple(shape):
         raise ArgumentError(
             f"{name} has shape {tuple(out.shape)}, the result has {tuple(shape)}: give a tensor of "
@@ -117,7 +117,7 @@ def check_out(out: Tensor, like: Tensor, shape: Sequence[int], name: str) -> Non
         )
 
 
-def positive_dim(dim: int, rank: int) -> int:
+def canonical_dim(dim: int, rank: int) -> int:
     """The dim, counted from the front."""
     if not isinstance(dim, int):
         raise ArgumentTypeError(f"dim is {dim!r}, a {type(dim).__name__}: give an int")
@@ -129,7 +129,7 @@ def positive_dim(dim: int, rank: int) -> int:
     return dim % rank
 
 
-def check_joinable(tensors: Sequence[Tensor], dim: int) -> int:
+def check_concat(tensors: Sequence[Tensor], dim: int) -> int:
     """Refuse tensors that cannot be joined along `dim`; the dim, counted from the front."""
     first = tensors[0]
     for i, tensor in enumerate(tensors):
@@ -143,7 +143,7 @@ def check_joinable(tensors: Sequence[Tensor], dim: int) -> int:
                 f"tensors[{i}] is {tensor.dtype}, {tensor.layout}; tensors[0] is {first.dtype}: "
                 "give dense tensors of one dtype"
             )
-    dim = positive_dim(dim, first.dim())
+    dim = canonical_dim(dim, first.dim())
     for i, tensor in enumerate(tensors):
         got, expected = list(tensor.shape), list(first.shape)
         expected[dim] = got[dim]
@@ -187,7 +187,7 @@ def chunk_sizes_of(
     return sizes
 
 
-def refuse_destination(destination: object) -> None:
+def check_no_destination(destination: object) -> None:
     """Refuse a destination beside `out`."""
     if destination is not None:
         raise ArgumentError(

@@ -1,4 +1,4 @@
-"""Cuts a tensor into chunks for several places and joins them again, without gradients."""
+"""Cuts a tensor into chunks for several places and concatenates them, without gradients."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gradwire.devices.accelerators import has_streams
 from gradwire.devices.copying import HOST, copy_into
 from gradwire.devices.placement import own_place
 
-__all__ = ["chunk_copies", "concatenated", "cut", "join_into"]
+__all__ = ["chunk_copies", "concat", "concat_into", "cut"]
 
 _FORMATS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
 
@@ -50,7 +50,7 @@ def chunk_copies(
     return chunks
 
 
-def concatenated(tensors: Sequence[Tensor], dim: int, device: torch.device) -> Tensor:
+def concat(tensors: Sequence[Tensor], dim: int, device: torch.device) -> Tensor:
     """One tensor on a device: the others one after another along `dim`, in their memory format."""
     first = tensors[0]
     shape = list(first.shape)
@@ -62,11 +62,11 @@ def concatenated(tensors: Sequence[Tensor], dim: int, device: torch.device) -> T
         memory_format=_common_format(tensors),
         pinned=device == HOST and any(has_streams(t.device) for t in tensors),
     )
-    join_into(result, tensors, dim)
+    concat_into(result, tensors, dim)
     return result
 
 
-def join_into(result: Tensor, tensors: Sequence[Tensor], dim: int) -> None:
+def concat_into(result: Tensor, tensors: Sequence[Tensor], dim: int) -> None:
     """Write tensors one after another along `dim` into another."""
     copy_into(cut(result, [t.shape[dim] for t in tensors], dim), tensors)
 

@@ -1,4 +1,4 @@
-"""Takes nested containers apart and builds them again: what DataParallel's inputs and outputs are.
+"""Flattens nested containers and builds them again: what DataParallel's inputs and outputs are.
 
 A container is a tuple, list, dict or one of their subclasses, a dataclass, a type registered here,
 or one registered with torch's pytrees. Everything else is a leaf.
@@ -18,25 +18,25 @@ from torch.utils import _pytree as pytree
 
 from gradwire.errors import ArgumentError, NotSupportedError
 
-__all__ = ["Opened", "open_container", "register_container"]
+__all__ = ["OneLevel", "flatten_one_level", "register_container"]
 
 T = TypeVar("T")
-Build: TypeAlias = Callable[[Sequence[Any]], Any]
+Unflatten: TypeAlias = Callable[[Sequence[Any]], Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Opened:
-    """A container taken apart.
+class OneLevel:
+    """A container, flattened by one level.
 
     Attributes:
-        names: What each child is called; two containers match if their types and names are equal.
+        keys: Of the children; two containers match if their types and keys are equal.
         children: What it holds.
-        build: Makes a container of the same type from other children.
+        unflatten: Makes a container of the same type from other children.
     """
 
-    names: tuple[Hashable, ...]
+    keys: tuple[Hashable, ...]
     children: list[Any]
-    build: Build
+    unflatten: Unflatten
 
 
 _registered: dict[type, tuple[Callable[[Any], Sequence[Any]], Callable[[Any, Sequence[Any]], Any]]]
@@ -70,8 +70,8 @@ def register_container(
     _registered[kind] = (children, build)
 
 
-def open_container(value: Any) -> Opened | None:
-    """The container taken apart, or None for a leaf."""
+def flatten_one_level(value: Any) -> OneLevel | None:
+    """The container, flattened by one level; None for a leaf."""
     if isinstance(value, torch.Tensor | torch.Size | torch.nn.Module | type):
         return None
     if type(value) in _registered:
@@ -82,57 +82,57 @@ def open_container(value: Any) -> Opened | None:
             "a PackedSequence cannot be cut along the batch: pad it, and pack inside the module"
         )
     if isinstance(value, dict):
-        return _open_dict(value)
+        return _flatten_dict(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return Opened(value._fields, list(value), cast("Any", type(value))._make)
+        return OneLevel(value._fields, list(value), cast("Any", type(value))._make)
     if isinstance(value, list) and type(value) is not list:
-        return _numbered(value, functools.partial(_refilled, value))
+        return _numbered(value, functools.partial(_copy_with, value))
     if isinstance(value, tuple | list):
         return _numbered(value, type(value))
     if dataclasses.is_dataclass(value):
-        return _open_dataclass(value)
+        return _flatten_dataclass(value)
     if type(value) in pytree.SUPPORTED_NODES:
-        return _open_pytree(value)
+        return _flatten_pytree(value)
     return None
 
 
-def _refilled(model: list[Any], new: Sequence[Any]) -> list[Any]:
-    """A copy of a list's subclass with other entries, and with all that it carries besides."""
+def _copy_with(model: list[Any], new: Sequence[Any]) -> list[Any]:
+    """A copy of a list's subclass with other entries, and with all its other attributes."""
     result = copy.copy(model)
     result[:] = new
     return result
 
 
-def _numbered(children: Sequence[Any], build: Build) -> Opened:
-    """A container whose children have numbers and no names."""
-    return Opened(tuple(range(len(children))), list(children), build)
+def _numbered(children: Sequence[Any], unflatten: Unflatten) -> OneLevel:
+    """A container whose keys are numbers."""
+    return OneLevel(tuple(range(len(children))), list(children), unflatten)
 
 
-def _open_dict(value: dict[Any, Any]) -> Opened:
+def _flatten_dict(value: dict[Any, Any]) -> OneLevel:
     keys = tuple(value)
 
-    def build(new: Sequence[Any]) -> dict[Any, Any]:
-        # A copy keeps what a subclass carries besides its items, as a defaultdict its default.
+    def unflatten(new: Sequence[Any]) -> dict[Any, Any]:
+        # A copy keeps a subclass's own attributes, as a defaultdict its default.
         result = copy.copy(value)
         result.update(zip(keys, new, strict=True))
         return result
 
-    return Opened(keys, list(value.values()), build)
+    return OneLevel(keys, list(value.values()), unflatten)
 
 
-def _open_dataclass(value: Any) -> Opened:
+def _flatten_dataclass(value: Any) -> OneLevel:
     names = tuple(field.name for field in dataclasses.fields(value))
 
-    def build(new: Sequence[Any]) -> Any:
+    def unflatten(new: Sequence[Any]) -> Any:
         result = copy.copy(value)
         for name, child in zip(names, new, strict=True):
             object.__setattr__(result, name, child)  # a frozen one, too
         return result
 
-    return Opened(names, [getattr(value, name) for name in names], build)
+    return OneLevel(names, [getattr(value, name) for name in names], unflatten)
 
 
-def _open_pytree(value: Any) -> Opened:
+def _flatten_pytree(value: Any) -> OneLevel:
     node = pytree.SUPPORTED_NODES[type(value)]
     children, context = node.flatten_fn(value)
     return _numbered(children, lambda new: node.unflatten_fn(new, context))

@@ -97,8 +97,8 @@ def buckets_of(
         for t, alone in zip(tensors, sparse, strict=True)
     ]
     dtypes = [t.dtype for t in tensors]
-    one_device = [None] * len(dtypes)
-    return plan_buckets(sizes, dtypes, one_device, [buffer_size], alone=sparse).buckets
+    same_device = [None] * len(dtypes)
+    return plan_buckets(sizes, dtypes, same_device, [buffer_size], alone=sparse).buckets
 
 
 def copies_coalesced(

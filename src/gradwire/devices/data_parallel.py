@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 from torch.nn import Module
 
-from gradwire.devices.buffers import BufferPolicy, BufferWatch, check_policy
+from gradwire.devices.buffers import BufferPolicy, BufferTracker, check_policy
 from gradwire.devices.nested import gather_nested, scatter_kwargs
 from gradwire.devices.parallel_apply import parallel_apply
 from gradwire.devices.placement import Device, as_destination, as_devices, default_devices
@@ -89,10 +89,10 @@ class DataParallel(Module, Generic[M]):
             chunks, named = chunks[:1], named[:1]
         if len(self.devices) == 1 and self.output_device == self.devices[0]:
             return self.module(*chunks[0], **named[0])
-        watch = BufferWatch(self.module, self.buffer_policy)
+        tracker = BufferTracker(self.module, self.buffer_policy)
         replicas = self.replicate(self.module, self.devices[: len(chunks)])
         outputs = self.parallel_apply(replicas, chunks, named)
-        watch.settle(self.module, replicas)
+        tracker.apply_policy(self.module, replicas)
         return self.gather(outputs, self.output_device)
 
     def replicate(self, module: M, devices: Sequence[Device]) -> list[M]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function, forward_ad
 
-from gradwire.devices.chunks import chunk_copies, concatenated
+from gradwire.devices.chunks import chunk_copies, concat
 from gradwire.devices.copying import copies_coalesced
 from gradwire.devices.placement import own_place
 from gradwire.devices.summing import summed_coalesced
@@ -199,7 +199,7 @@ class _Gather(Function):
 
     @staticmethod
     def forward(home: torch.device, dim: int, *tensors: Tensor) -> Any:
-        return concatenated(tensors, dim, home)
+        return concat(tensors, dim, home)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -288,6 +288,6 @@ def scatter_chunks(
 def gather_chunks(tensors: Sequence[Tensor], dim: int, home: torch.device) -> Tensor:
     """The chunks, one after another along `dim`. Adjoint: the scatter to where they came from."""
     if not any(_tracked(tensors)):
-        return concatenated(tensors, dim, home)
+        return concat(tensors, dim, home)
     whole: Tensor = _Gather.apply(home, dim, *tensors)  # type: ignore[no-untyped-call]
     return whole

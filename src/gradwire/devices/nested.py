@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradwire.devices import checks
-from gradwire.devices.containers import open_container
+from gradwire.devices.containers import flatten_one_level
 from gradwire.devices.functional import scatter_chunks
 from gradwire.devices.placement import Device, as_device, as_devices
 from gradwire.devices.scatter_gather import gather
@@ -88,8 +88,8 @@ def _tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a container, each with where it is."""
     if isinstance(value, Tensor):
         yield name, value
-    elif opened := open_container(value):
-        for key, child in zip(opened.names, opened.children, strict=True):
+    elif flattened := flatten_one_level(value):
+        for key, child in zip(flattened.keys, flattened.children, strict=True):
             yield from _tensors(child, f"{name}[{key!r}]")
 
 
@@ -121,11 +121,13 @@ def _scattered(
 ) -> list[Any]:
     if isinstance(value, Tensor):
         return list(scatter_chunks(value, places, sizes, dim % value.dim()))
-    opened = open_container(value)
-    if opened is None:
+    flattened = flatten_one_level(value)
+    if flattened is None:
         return [value for _ in places]
-    columns = [_scattered(child, places, sizes, dim) for child in opened.children]
-    return [opened.build([column[place] for column in columns]) for place in range(len(places))]
+    columns = [_scattered(child, places, sizes, dim) for child in flattened.children]
+    return [
+        flattened.unflatten([column[place] for column in columns]) for place in range(len(places))
+    ]
 
 
 def _gathered(values: list[Any], device: torch.device, dim: int, name: str) -> Any:
@@ -135,22 +137,22 @@ def _gathered(values: list[Any], device: torch.device, dim: int, name: str) -> A
         return gather(values, dim, device)
     if first is None:
         return None
-    opened = [open_container(value) for value in values]
-    if opened[0] is None:
+    flattened = [flatten_one_level(value) for value in values]
+    if flattened[0] is None:
         return values
-    model = opened[0]
+    model = flattened[0]
     children: list[list[Any]] = []
-    for i, other in enumerate(opened):
+    for i, other in enumerate(flattened):
         # The order of a dict's keys may differ; which keys there are may not.
-        found = dict(zip(other.names, other.children, strict=True)) if other else {}
-        if found.keys() != set(model.names):
+        found = dict(zip(other.keys, other.children, strict=True)) if other else {}
+        if found.keys() != set(model.keys):
             raise ArgumentError(
-                f"{name} of replica {i} has {list(found)}, of replica 0 {list(model.names)}: give "
+                f"{name} of replica {i} has {list(found)}, of replica 0 {list(model.keys)}: give "
                 "every replica's output the same keys and lengths"
             )
-        children.append([found[key] for key in model.names])
-    columns = zip(model.names, zip(*children, strict=True), strict=True)
-    return model.build(
+        children.append([found[key] for key in model.keys])
+    columns = zip(model.keys, zip(*children, strict=True), strict=True)
+    return model.unflatten(
         [_gathered(list(column), device, dim, f"{name}[{key!r}]") for key, column in columns]
     )
 
@@ -161,7 +163,7 @@ def _check_types(values: list[Any], name: str) -> None:
         both_tensors = isinstance(first, Tensor) and isinstance(value, Tensor)
         if both_tensors or type(value) is type(first):
             continue
-        if isinstance(first, Tensor) or isinstance(value, Tensor) or open_container(first):
+        if isinstance(first, Tensor) or isinstance(value, Tensor) or flatten_one_level(first):
             raise ArgumentError(
                 f"{name} is a {type(value).__name__} from replica {i}, a {type(first).__name__} "
                 "from replica 0: give every replica's output the same structure"

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire.devices.containers import open_container
+from gradwire.devices.containers import flatten_one_level
 from gradwire.devices.placement import Device, as_device
 from gradwire.errors import ArgumentError
 
@@ -124,8 +124,8 @@ def _first_device(value: Any) -> torch.device | None:
     """The device of the first tensor in a container."""
     if isinstance(value, Tensor):
         return value.device
-    opened = open_container(value)
-    found = (_first_device(child) for child in (opened.children if opened else ()))
+    flattened = flatten_one_level(value)
+    found = (_first_device(child) for child in (flattened.children if flattened else ()))
     return next((device for device in found if device is not None), None)
 
 

@@ -33,7 +33,7 @@ class ReplicaCache:
     """The copies of a module's parameters from its last replication, for as long as they hold.
 
     A copy holds while its source is the same tensor at the same address, neither has been written
-    since (their version counters tell), no optimizer that has the source has made a step, and the
+    since (by their version counters), no optimizer that has the source has made a step, and the
     devices are the same. Optimizers are watched because fused ones leave version counters as they
     are. So does writing through `.data`: call `clear` after that. Buffers are never kept, because
     batch norm writes them in just this way.
@@ -69,7 +69,7 @@ class ReplicaCache:
             self._devices = devices
         stale = [t for t in tensors if not self._holds(t)]
         if stale:
-            # For fewer places than before, too: a call for all of them then starts anew.
+            # For fewer places than before, too: a call for all of them then copies all again.
             self._devices = devices
         # Copies made in inference mode would have no version counters.
         with torch.inference_mode(False), torch.no_grad():
@@ -78,8 +78,7 @@ class ReplicaCache:
         self._entries = {id(t): made.get(id(t)) or self._entries[id(t)] for t in tensors}
         # Every call has aliases of its own, since autograd marks what it is given.
         return [
-            [self._entries[id(t)].handed_out(place) for t in tensors]
-            for place in range(len(devices))
+            [self._entries[id(t)].alias(place) for t in tensors] for place in range(len(devices))
         ]
 
     def _holds(self, tensor: Tensor) -> bool:
@@ -93,7 +92,7 @@ _caches_lock = threading.Lock()
 
 @functools.cache
 def _watch_optimizers() -> None:
-    """Have every optimizer tell its steps, once and for good.
+    """Register one hook for the steps of all optimizers, once and for good.
 
     A hook for each cache would have to be removed with it, which may be in the middle of a step:
     then the step fails, because hooks must not go while they are called.
@@ -125,7 +124,7 @@ class _Entry:
     def holds(self) -> bool:
         return self.seen is not None and self.seen == self._state()
 
-    def handed_out(self, place: int) -> Tensor:
+    def alias(self, place: int) -> Tensor:
         replica = self.replicas[place]
         return replica if replica is self.source else replica.detach()
 

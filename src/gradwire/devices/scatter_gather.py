@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradwire.devices import checks
-from gradwire.devices.chunks import cut, join_into
+from gradwire.devices.chunks import concat_into, cut
 from gradwire.devices.copying import copy_into
 from gradwire.devices.functional import gather_chunks, scatter_chunks
 from gradwire.devices.placement import Device, as_destination, as_devices
@@ -60,11 +60,11 @@ def scatter(
         >>> scatter(torch.arange(5), ["cpu"] * 2, chunk_sizes=[1, 4])
         (tensor([0]), tensor([1, 2, 3, 4]))
     """
-    checks.one_tensor(tensor, "tensor")
-    checks.exactly_one(devices, out)
+    checks.check_tensor(tensor, "tensor")
+    checks.check_exactly_one(devices, out)
     if tensor.is_nested:
         raise ArgumentError("tensor is a nested tensor: scatter cuts dense tensors")
-    dim = checks.positive_dim(dim, tensor.dim())
+    dim = checks.canonical_dim(dim, tensor.dim())
     if tensor.layout != torch.strided:
         raise ArgumentError(f"tensor has layout {tensor.layout}: scatter cuts dense tensors")
     if devices is not None:
@@ -74,7 +74,7 @@ def scatter(
         return scatter_chunks(tensor, places[: len(sizes)], sizes, dim, streams)
     if chunk_sizes is not None:
         raise ArgumentError("chunk_sizes and out are given: the sizes of out are the chunk sizes")
-    targets = checks.tensor_list(() if out is None else out, "out")
+    targets = checks.as_tensor_list(() if out is None else out, "out")
     _scatter_into(targets, tensor, dim, streams)
     return tuple(targets)
 
@@ -109,7 +109,7 @@ def gather(
         >>> gather([torch.zeros(1, 2), torch.ones(2, 2)], destination="cpu").shape
         torch.Size([3, 2])
     """
-    found = checks.tensor_list(tensors, "tensors")
+    found = checks.as_tensor_list(tensors, "tensors")
     if dim in (0, -1) and all(t.dim() == 0 for t in found):
         warnings.warn(
             "gather was given scalars: it returns a vector of them. Unsqueeze them to be rid of "
@@ -117,23 +117,23 @@ def gather(
             stacklevel=2,
         )
         found = [t.reshape(1) for t in found]
-    dim = checks.check_joinable(found, dim)
+    dim = checks.check_concat(found, dim)
     if out is None:
         return gather_chunks(found, dim, as_destination(destination, found[0].device))
-    checks.refuse_destination(destination)
+    checks.check_no_destination(destination)
     shape = list(found[0].shape)
     shape[dim] = sum(t.shape[dim] for t in found)
     checks.check_out(out, found[0], shape, "out")
-    checks.check_untracked_out([out], found)
+    checks.check_out_without_grad([out], found)
     with torch.no_grad():
-        join_into(out, found, dim)
+        concat_into(out, found, dim)
     return out
 
 
 def _scatter_into(
     targets: list[Tensor], tensor: Tensor, dim: int, streams: Sequence[torch.Stream | None] | None
 ) -> None:
-    checks.check_untracked_out(targets, [tensor])
+    checks.check_out_without_grad(targets, [tensor])
     for i, target in enumerate(targets):
         shape = list(tensor.shape)
         if target.dim() == tensor.dim():
