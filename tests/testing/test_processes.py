@@ -94,39 +94,29 @@ def test_a_script_ends_cleanly_with_idle_workers(start: Start) -> None:
     wait_until_gone([int(p) for p in out.split()])
 
 
-@pytest.mark.narrow({"action": "lambda: ctypes.PyDLL(None).sleep(100)"})
-@pytest.mark.parametrize(
-    "action",
-    [
-        "lambda: time.sleep(100)",
-        "lambda: ctypes.PyDLL(None).sleep(100)",  # with the GIL held
-        "lambda: dist.recv(torch.zeros(1), 1 - dist.get_rank())",
-    ],
-    ids=["sleeping", "holding the GIL", "in a collective"],
+HOLDING_THE_GIL = "run_ranks(reporting(lambda: ctypes.PyDLL(None).sleep(100)))"
+STARTING = (
+    "from gradwire.testing.pool import Worker\n"
+    "workers = [Worker(), Worker()]\n"
+    "[print(w.process.pid, flush=True) for w in workers]\n"
+    "time.sleep(100)"
 )
-def test_sigkill_of_the_parent_in_a_call(start: Start, action: str) -> None:
-    process = start(f"run_ranks(reporting({action}))")
-    pids = read_pids(process)
-    process.kill()
-    wait_until_gone(pids)
 
 
-@pytest.mark.wide
-def test_sigkill_of_the_parent_between_calls(start: Start) -> None:
-    process = start("run_ranks(reporting(lambda: None)); time.sleep(100)")
-    pids = read_pids(process)
-    process.kill()
-    wait_until_gone(pids)
-
-
-@pytest.mark.wide
-def test_sigkill_of_the_parent_while_workers_start(start: Start) -> None:
-    process = start(
-        "from gradwire.testing.pool import Worker\n"
-        "workers = [Worker(), Worker()]\n"
-        "[print(w.process.pid, flush=True) for w in workers]\n"
-        "time.sleep(100)"
-    )
+@pytest.mark.narrow({"script": HOLDING_THE_GIL})
+@pytest.mark.parametrize(
+    "script",
+    [
+        "run_ranks(reporting(lambda: time.sleep(100)))",
+        HOLDING_THE_GIL,
+        "run_ranks(reporting(lambda: dist.recv(torch.zeros(1), 1 - dist.get_rank())))",
+        "run_ranks(reporting(lambda: None)); time.sleep(100)",
+        STARTING,
+    ],
+    ids=["sleeping", "holding the GIL", "in a collective", "between calls", "starting"],
+)
+def test_sigkill_of_the_parent(start: Start, script: str) -> None:
+    process = start(script)
     pids = read_pids(process)
     process.kill()
     wait_until_gone(pids)
