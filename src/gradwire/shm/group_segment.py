@@ -9,65 +9,71 @@ from __future__ import annotations
 
 import os
 import socket
+from dataclasses import dataclass
+
+from torch import Tensor
 
 from gradwire.errors import CollectiveTimeoutError, DistributedError, PeerLostError
 from gradwire.shm import segment
 from gradwire.shm.header import header_bytes
 from gradwire.shm.sync import SEMAPHORE_BYTES, Deadline, Semaphores
 
-__all__ = ["INLINE_BYTES", "Layout", "form"]
+__all__ = ["INLINE_BYTES", "GroupSegment", "form"]
 
 INLINE_BYTES = 32 << 10
 """Up to here data travels with the header: one wait instead of two or more."""
 
 
-class Layout:
-    """Byte offsets in the segment of a group of `size` ranks."""
+@dataclass(frozen=True)
+class GroupSegment:
+    """The segment, as this process maps it.
 
-    def __init__(self, size: int) -> None:
-        self._ranks = size
-        self.header_bytes = header_bytes(size)
-        self._headers = SEMAPHORE_BYTES * size * size
-        self._inlines = (self._headers + 2 * size * self.header_bytes + 4095) // 4096 * 4096
-        self.size = self._inlines + 2 * size * INLINE_BYTES
+    Attributes:
+        semaphores: Of the group.
+        headers: For the even and for the odd collectives, each rank's header.
+        inline: Likewise, the memory for the data that travels with it, as uint8 tensors.
+    """
 
-    def header(self, parity: int, rank: int) -> int:
-        """Where a rank's header of the even or odd collectives begins."""
-        return self._headers + (parity * self._ranks + rank) * self.header_bytes
-
-    def inline(self, parity: int, rank: int) -> int:
-        """Where the data that travels with that header begins."""
-        return self._inlines + (parity * self._ranks + rank) * INLINE_BYTES
+    semaphores: Semaphores
+    headers: list[list[memoryview]]
+    inline: list[tuple[Tensor, ...]]
 
 
-def form(
-    rank: int, peers: dict[int, socket.socket], size: int, deadline: Deadline
-) -> tuple[segment.Mapping, Semaphores]:
-    """The group's segment and its semaphores: made by rank 0, received by the others.
+def form(rank: int, peers: dict[int, socket.socket], deadline: Deadline) -> GroupSegment:
+    """The group's segment: made by rank 0, received by the others.
 
     Raises:
         PeerLostError, CollectiveTimeoutError: Rank 0 did not send it; or a rank is gone.
         DistributedError: There is not enough memory for it.
     """
+    ranks = len(peers) + 1
+    headers_at, header = SEMAPHORE_BYTES * ranks * ranks, header_bytes(ranks)
+    inline_at = (headers_at + 2 * ranks * header + 4095) // 4096 * 4096
+    size = inline_at + 2 * ranks * INLINE_BYTES
     try:
         # rank 0 initializes the semaphores before any other rank has the descriptor
         fd = segment.create(size) if rank == 0 else _receive_segment(peers[0], size, deadline)
         try:
             memory = segment.Mapping(fd)
-            semaphores = Semaphores(memory.flat.data_ptr(), rank, len(peers) + 1)
+            semaphores = Semaphores(memory.flat.data_ptr(), rank, ranks)
             if rank == 0:
                 semaphores.create()
                 for peer in peers.values():
                     socket.send_fds(peer, [b"segment"], [fd])
         finally:
             os.close(fd)
-        return memory, semaphores
     except TimeoutError as error:
         raise CollectiveTimeoutError(
             f"rank 0 did not form the group within {deadline.seconds:g} s"
         ) from error
     except ConnectionError as error:
         raise PeerLostError("a rank died or gave up while the group was formed") from error
+    starts = range(headers_at, headers_at + 2 * ranks * header, header)
+    headers = [memory.bytes[start : start + header] for start in starts]
+    inline = memory.flat[inline_at:].view(2, ranks, INLINE_BYTES)
+    return GroupSegment(
+        semaphores, [headers[:ranks], headers[ranks:]], [half.unbind(0) for half in inline]
+    )
 
 
 def _receive_segment(rank_0: socket.socket, size: int, deadline: Deadline) -> int:

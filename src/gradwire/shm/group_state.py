@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gradwire.errors import CollectiveTimeoutError, DistributedError
-from gradwire.shm.group_segment import INLINE_BYTES, Layout, form
+from gradwire.shm.group_segment import form
 from gradwire.shm.header import (
     PRIVATE,
     Call,
@@ -60,24 +60,16 @@ class GroupState:
         self._others = [peer for peer in range(size) if peer != rank]
         self._other = other
         self._regions = Regions()
-        layout = Layout(size)
         try:
-            memory, self._semaphores = form(rank, peers, layout.size, deadline)
+            segment = form(rank, peers, deadline)
             self._kind, self._deadline = "forming the group", deadline
             self.links = Links(peers, self._receive, on_lost)
         except BaseException:
             for peer in peers.values():
                 peer.close()  # ends the other ranks' waits for this one
             raise
-        view, flat = memory.bytes, memory.flat
-        self._headers = [
-            [view[layout.header(parity, r) :][: layout.header_bytes] for r in range(size)]
-            for parity in (0, 1)
-        ]
-        self._inline = [
-            [flat[layout.inline(parity, r) :][:INLINE_BYTES] for r in range(size)]
-            for parity in (0, 1)
-        ]
+        self._semaphores, self._headers = segment.semaphores, segment.headers
+        self._inline = segment.inline
         self._parity = self._mark = 0
         self._typed: dict[tuple[int, int, torch.dtype], Tensor] = {}
         self._staging: dict[int, Tensor] = {}

@@ -43,11 +43,8 @@ class ShmWork(Work):
     ) -> None:
         super().__init__()
         self._tensors = list(tensors)
-        self._default_timeout, self._on_timeout, self._callbacks_in_own_thread = (
-            default_timeout,
-            on_timeout,
-            callbacks_in_own_thread,
-        )
+        self._default_timeout, self._on_timeout = default_timeout, on_timeout
+        self._callbacks_in_own_thread = callbacks_in_own_thread
         self._done = False
         self._error: BaseException | None = None
         self._future: torch.futures.Future[list[Tensor]] | None = None
