@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -39,9 +39,8 @@ class Case:
     """An op on k replicas: what makes its contenders, and what is expected by counting passes."""
 
     name: str
-    steps: Callable[..., Steps]
+    steps: Callable[[], Steps]
     expected: str
-    given: Mapping[str, Any] = field(default_factory=dict)
 
 
 def _torch_reduce_add(inputs: Sequence[Tensor], *, elsewhere: bool = True) -> Tensor:
@@ -165,10 +164,9 @@ def _cases() -> list[Case]:
     cases = [
         Case(
             f"reduce_add, {k} x {size} MiB",
-            _adding,
+            partial(_adding, k, size),
             f"Passes over {size} MiB: gradwire {k + 1}, torch {5 * (k - 1)}, on one device "
             f"{3 * (k - 1)}. Expected ratio to torch: at most 1/3.",
-            {"k": k, "mebibytes": size},
         )
         for k, size in ((4, 64), (8, 32))
     ]
@@ -179,24 +177,22 @@ def _cases() -> list[Case]:
             cases.append(
                 Case(
                     f"reduce_add_coalesced, {k} x {model}",
-                    _adding_many,
+                    partial(_adding_many, k, specs),
                     f"Passes: gradwire {k + 1}, torch {2 * k + 5 * (k - 1)}, on one device "
                     f"{2 * k + 3 * (k - 1)}; part of torch's stay in a cache of 32 MB. Expected "
                     "ratio: 1/5 to 1/3.",
-                    {"k": k, "specs": specs},
                 )
             )
         for k in (1, 2, 4):
             cases.append(
                 Case(
                     f"broadcast_coalesced, {k} x {model}",
-                    _broadcasting,
+                    partial(_broadcasting, k, specs),
                     _broadcast_prediction(k),
-                    {"k": k, "specs": specs},
                 )
             )
     expected = "34 MB of parameters for each of 3 replicas are copied, or not."
-    return [*cases, Case("DataParallel forward, 4 replicas", _forward, expected, {"k": 4})]
+    return [*cases, Case("DataParallel forward, 4 replicas", partial(_forward, 4), expected)]
 
 
 def _broadcast_prediction(k: int) -> str:
@@ -224,7 +220,7 @@ def _measure(cases: Sequence[Case], rounds: int) -> list[CaseResult]:
 
 def _measure_case(case: Case, rounds: int) -> CaseResult:
     say(case.name)
-    seconds = alternate(case.steps(**case.given), rounds)
+    seconds = alternate(case.steps(), rounds)
     time = Measure.of("time", "ms", scaled(seconds, 1e3))
     return CaseResult(case.name, case.expected, rounds, [time])
 

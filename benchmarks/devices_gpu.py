@@ -63,10 +63,10 @@ def _adding(k: int, mebibytes: int) -> Steps:
 
 
 CASES = [
-    Case("scatter, 1 GiB from the host", _scattering, "At most 1.18.", {"mebibytes": 1024}),
-    Case("gather, 1 GiB to the host", _gathering, "At most 1.18.", {"mebibytes": 1024}),
-    Case("reduce_add, 3 x 256 MiB", _adding, "At most 1.43.", {"k": 3, "mebibytes": 256}),
-    Case("reduce_add, 7 x 256 MiB", _adding, "At most 1.43.", {"k": 7, "mebibytes": 256}),
+    Case("scatter, 1 GiB from the host", partial(_scattering, 1024), "At most 1.18."),
+    Case("gather, 1 GiB to the host", partial(_gathering, 1024), "At most 1.18."),
+    Case("reduce_add, 3 x 256 MiB", partial(_adding, 3, 256), "At most 1.43."),
+    Case("reduce_add, 7 x 256 MiB", partial(_adding, 7, 256), "At most 1.43."),
 ]
 
 

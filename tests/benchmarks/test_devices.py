@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -21,10 +22,10 @@ def tiny() -> list[torch.Tensor]:
 def test_from_end_to_end() -> None:
     options = Options(rounds=2, world_size=1)
     cases = [
-        devices.Case("add", devices._adding, "any", {"k": 4, "mebibytes": 1}),
-        devices.Case("add many", devices._adding_many, "any", {"k": 4, "specs": tiny}),
-        devices.Case("copy many", devices._broadcasting, "any", {"k": 2, "specs": tiny}),
-        devices.Case("copy nothing", devices._broadcasting, "any", {"k": 1, "specs": tiny}),
+        devices.Case("add", partial(devices._adding, 4, 1), "any"),
+        devices.Case("add many", partial(devices._adding_many, 4, tiny), "any"),
+        devices.Case("copy many", partial(devices._broadcasting, 2, tiny), "any"),
+        devices.Case("copy nothing", partial(devices._broadcasting, 1, tiny), "any"),
     ]
     results = devices.measure(cases, options)
     contenders = ["gradwire", "torch", "torch, one device", "copying in place"]
@@ -56,9 +57,9 @@ def test_the_gpu_benchmark_says_that_there_is_none() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 def test_the_gpu_benchmark_from_end_to_end() -> None:
     cases = [
-        devices.Case("scatter", devices_gpu._scattering, "any", {"mebibytes": 1}),
-        devices.Case("gather", devices_gpu._gathering, "any", {"mebibytes": 1}),
-        devices.Case("add", devices_gpu._adding, "any", {"k": 3, "mebibytes": 1}),
+        devices.Case("scatter", partial(devices_gpu._scattering, 1), "any"),
+        devices.Case("gather", partial(devices_gpu._gathering, 1), "any"),
+        devices.Case("add", partial(devices_gpu._adding, 3, 1), "any"),
     ]
     results = devices_gpu.measure(cases, Options(rounds=2, world_size=1))
     assert [list(c.measures[0].contenders) for c in results] == [["gradwire", "bare copy"]] * 3
