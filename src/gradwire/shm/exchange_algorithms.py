@@ -136,7 +136,7 @@ def exchange(
                 target.copy_(state.at(rank, its_location, call.dtype, start, count))
     if staged:
         _exchange_through_slots(state, call, calls, staged, outgoing, incoming, shared=shared)
-    if any(p.region >= 0 for p in locations):
+    if any(location.region >= 0 for location in locations):
         state.sync()  # until then other ranks read this rank's tensors
 
 

@@ -153,12 +153,12 @@ class GroupBase:
         job: Job,
         tensors: Sequence[Tensor],
         opts: Any,
-        seen: tuple[str, int, Sequence[Sequence[Tensor]]] = ("a collective", 0, ()),
+        observed: tuple[str, int, Sequence[Sequence[Tensor]]] = ("a collective", 0, ()),
     ) -> Work:
         self._check_usable()
         self._submitted += 1
         if self.observer is not None:
-            self.observer(*seen)
+            self.observer(*observed)
         mark = self._take_mark()
         inference = any(tensor.is_inference() for tensor in tensors)
         own = opts.timeout.total_seconds()

@@ -81,8 +81,8 @@ class Movement(GroupBase):
                 write_all_back(outputs, into)
 
         everything = [output for outputs in output_lists for output in outputs]
-        seen = ("allgather_", 0, [everything, inputs])
-        return self._submit(job, everything, opts or AllgatherOptions(), seen)
+        observed = ("allgather_", 0, [everything, inputs])
+        return self._submit(job, everything, opts or AllgatherOptions(), observed)
 
     allgather_coalesced = allgather
 

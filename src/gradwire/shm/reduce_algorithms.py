@@ -40,7 +40,7 @@ def reduce(state: GroupState, call: Call, flat: Tensor) -> None:
         return
     state.announce(call, location_for(state, flat, flat.nbytes))
     locations = state.locations()
-    if all(p.region >= 0 for p in locations):
+    if all(location.region >= 0 for location in locations):
         _reduce_in_place(state, call, locations, flat)
     else:
         _reduce_through_slots(state, call, flat, gets_result=gets_result)
@@ -73,7 +73,7 @@ def reduce_scatter(
         blocks, base = [block.clone() for block in blocks], None
     state.announce(call, location_for(state, base, total))
     locations = state.locations()
-    if all(p.region >= 0 for p in locations):
+    if all(location.region >= 0 for location in locations):
         pieces = [
             blocks[r] if r == state.rank else state.at(r, locations[r], call.dtype, start, count)
             for r in ranks

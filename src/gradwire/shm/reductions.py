@@ -87,8 +87,8 @@ class Reductions(GroupBase):
                 if root in (-1, self._rank):
                     write_back(tensor, flat)
 
-        seen = ("allreduce_" if root < 0 else "reduce_", max(root, 0), [tensors])
-        return self._submit(job, tensors, opts, seen)
+        observed = ("allreduce_" if root < 0 else "reduce_", max(root, 0), [tensors])
+        return self._submit(job, tensors, opts, observed)
 
     def reduce_scatter(
         self,

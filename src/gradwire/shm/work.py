@@ -111,12 +111,11 @@ class ShmWork(Work):
         """The tensors it was to fill."""
         return self._tensors
 
-    def _source_rank(self) -> int:
-        return self._source
-
     def source_rank(self) -> int:
         """The rank that a received tensor came from."""
         return self._source
+
+    _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
         """A future of the tensors."""

@@ -92,9 +92,7 @@ def _times(result: Result, options: DemoOptions) -> Table:
 
 
 def _explained_times(result: Result, options: DemoOptions) -> str:
-    text = (
-        f"Medians of {TIMED_ROUNDS} steps, taken in turns. Compute is a step of the bare network; "
-    )
+    text = f"Medians of {TIMED_ROUNDS} steps, alternately. Compute is a step of the bare network; "
     if options.mode == DEVICES:
         return text + (
             "replicas is what a step takes longer than that: to scatter and gather the batch, to "

@@ -16,7 +16,7 @@ from gradwire.cli.demo.options import DemoOptions
 from gradwire.ddp import DistributedDataParallel
 from gradwire.devices import DataParallel
 
-__all__ = ["BUCKET_CAP_MB", "HOOKS", "Hook", "wrap_ours", "wrap_torch"]
+__all__ = ["HOOKS", "Hook", "wrap_ours", "wrap_torch"]
 
 BUCKET_CAP_MB = 0.25  # the network is small; two buckets show communication beside computation
 
