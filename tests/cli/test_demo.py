@@ -46,7 +46,7 @@ def test_two_processes_train_as_one(command):
     run = command("-m", "gradwire", "demo", "--epochs", "1")
     code, out, err = run.end()
     assert (code, err) == (0, "")
-    assert out.count("shm carries the gradients") == 1
+    assert out.count("  backend  shm\n") == 1
     check_output(out)
     assert not run.survivors()
 
