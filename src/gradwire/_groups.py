@@ -1,13 +1,13 @@
-"""Which process group, and which rank in it: roots are named globally or within the group."""
+"""Which process group, which rank in it, and which store an argument means."""
 
 from __future__ import annotations
 
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Store
 
-from gradwire.errors import ArgumentError, ArgumentTypeError
+from gradwire.errors import ArgumentError, ArgumentTypeError, NotSupportedError
 
-__all__ = ["check_group", "default_group", "rank_in_group"]
+__all__ = ["check_group", "default_group", "find_store", "rank_in_group", "store_of"]
 
 
 def check_group(group: object) -> ProcessGroup:
@@ -72,3 +72,31 @@ def rank_in_group(
     if rank not in members:
         raise ArgumentError(f"{name} is global rank {rank}: the group's ranks are {members}")
     return members.index(rank)
+
+
+def find_store(group: ProcessGroup) -> Store | None:
+    """The group's store; None if it has none: if it was destroyed, for instance."""
+    try:
+        store: Store | None = dist.distributed_c10d._get_process_group_store(group)
+    except KeyError:  # destroyed, or made by hand: unknown to torch.distributed
+        return None
+    return store
+
+
+def store_of(group: ProcessGroup, use: str) -> Store:
+    """The group's store.
+
+    Args:
+        group: The group.
+        use: What happens through the store, for the error.
+
+    Raises:
+        NotSupportedError: It has none.
+    """
+    store = find_store(group)
+    if store is None:
+        raise NotSupportedError(
+            f"the group has no store, through which {use}: use a group that torch.distributed "
+            "made with one (init_process_group or new_group; not MPI)"
+        )
+    return store

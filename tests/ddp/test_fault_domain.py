@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp.common import Trap, mlp
-from gradwire._group_store import find_store
+from gradwire._groups import find_store
 from gradwire.ddp import DistributedDataParallel, Reducer
 from gradwire.ddp.faults import resynchronization_round
 from gradwire.ddp.faults.backward_state import BackwardState

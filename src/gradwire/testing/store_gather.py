@@ -12,13 +12,10 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup
 
-from gradwire._group_store import store_of
+from gradwire._groups import check_group, default_group, store_of
 from gradwire.errors import (
-    ArgumentError,
-    ArgumentTypeError,
     CollectiveTimeoutError,
     PeerFailedError,
 )
@@ -32,7 +29,7 @@ class StoreGather:
     """The gathers of one check; every rank of the group makes them in the same order."""
 
     def __init__(self, group: ProcessGroup | None) -> None:
-        group = _member(group)
+        group = default_group("group") if group is None else check_group(group)
         store = store_of(group, "the check gathers")
         self.rank = group.rank()
         self.size = group.size()
@@ -86,16 +83,3 @@ class StoreGather:
             raise PeerFailedError(
                 f"the check ended because it raised elsewhere, on {'; '.join(failures)}"
             )
-
-
-def _member(group: object) -> ProcessGroup:
-    group = dist.group.WORLD if group is None else group
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ArgumentError(
-            "group does not contain this rank: call the check from the group's members only"
-        )
-    if not isinstance(group, ProcessGroup):
-        raise ArgumentTypeError(
-            f"group is {group!r}: pass a ProcessGroup, or None after init_process_group"
-        )
-    return group

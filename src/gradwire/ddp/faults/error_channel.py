@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup
 
-from gradwire._group_store import store_of
+from gradwire._groups import store_of
 from gradwire.ddp.faults.liveness import is_alive, this_process
 from gradwire.errors import PeerLostError
 

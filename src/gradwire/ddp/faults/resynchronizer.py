@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 from gradwire._engine_errors import engine_failure, is_over
-from gradwire._group_store import find_store, store_of
+from gradwire._groups import find_store, store_of
 from gradwire.ddp.faults.collective_log import CollectiveLog, Entry
 from gradwire.ddp.faults.error_channel import STORE_USE, ErrorChannel
 from gradwire.ddp.faults.participants import Participants
