@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -25,7 +26,10 @@ from gradwire.errors import (
     MismatchError,
 )
 from gradwire.shm.group_state import GroupState
+from gradwire.shm.incoming import Incoming
+from gradwire.shm.links import Kind, Message
 from gradwire.shm.mailbox import Mailbox
+from gradwire.shm.outgoing import Outgoing
 from gradwire.shm.sync import Deadline
 from gradwire.shm.tensors import flat_of, write_all_back
 from gradwire.shm.work import Queue, ShmWork
@@ -64,9 +68,15 @@ class GroupBase:
     def _join(self, rank: int, size: int, peers: dict[int, Any], deadline: Deadline) -> None:
         """Form the group with the ranks that `peers` are connections to."""
         self._rank, self._size = rank, size
-        self._mailbox, self._lost = Mailbox(), 0
-        receive = self._mailbox.deliver
-        self._state = GroupState(rank, size, peers, receive, self._on_lost, deadline)
+        self._mailbox = Mailbox()
+        self._incoming: dict[int, Incoming] = {}
+        self._outgoing: dict[int, Outgoing] = {}
+        state = GroupState(rank, size, peers, self._deliver, self._on_lost, deadline)
+        self._state, links = state, state.links
+        for peer in peers:
+            find, make = partial(state.find_ring, peer), partial(state.make_ring, peer)
+            self._incoming[peer] = Incoming(peer, links, self._mailbox, find)
+            self._outgoing[peer] = Outgoing(peer, links, make)
         self._queue = Queue(f"gradwire-shm-{rank}")
         self._broken, self._closed = None, ""
 
@@ -117,17 +127,17 @@ class GroupBase:
         self._leaving = False
         self._queue.close()
         self._state.close()
-        self._mailbox.fail_all(BrokenGroupError(self._closed))
+        links, error = self._state.links, BrokenGroupError(self._closed)
+        links.aborted = links.aborted or error
+        self._fail_receives(error)
 
     def abort(self) -> None:
         """Leave the group at once; operations in flight fail."""
         if not self._closed:
             error = BrokenGroupError("the group was aborted on this rank")
             self._break(error)
-            links = self._state.links
-            links.aborted = error
-            with links.changed:
-                self._mailbox.fail_all(error)
+            self._state.links.aborted = error
+            self._fail_receives(error)
             self._leave("the group was aborted on this rank: make a new one")
 
     def _leave_at_exit(self) -> None:
@@ -260,9 +270,24 @@ class GroupBase:
                 f"{self._size} times {part.numel()} of the smaller"
             )
 
-    def _on_lost(self, peer: int, error: DistributedError) -> None:
-        self._lost += 1  # counted here: a peer may be lost before `_state` is set
-        self._mailbox.fail(peer, error, others_left=self._lost < self._size - 1)
+    def _deliver(self, peer: int, message: Message) -> Callable[[], None] | None:
+        incoming = self._incoming[peer]
+        if message.kind == Kind.WAKE:
+            return incoming.wake
+        incoming.add_rest(message)
+        return incoming.look
+
+    def _on_lost(self, peer: int) -> Callable[[], None] | None:
+        # a peer may be lost before its `Incoming` is made; receives that are posted then look
+        incoming = self._incoming.get(peer)
+        return None if incoming is None else incoming.look
+
+    def _fail_receives(self, error: DistributedError) -> None:
+        """Fail all receives, posted or half filled; the links have the reason why as well."""
+        with self._state.links.changed:
+            self._mailbox.fail_all(error)
+        for incoming in self._incoming.values():
+            incoming.look()
 
 
 def _at_exit() -> None:

@@ -25,9 +25,10 @@ from gradwire.shm.header import (
     write,
 )
 from gradwire.shm.links import Kind, Links, Message, Receive
-from gradwire.shm.regions import STAGING, Regions
+from gradwire.shm.message_ring import RING_BYTES, MessageRing
+from gradwire.shm.regions import RING, STAGING, Regions
 from gradwire.shm.rings import RINGS, Ring, ring_for
-from gradwire.shm.sync import Deadline
+from gradwire.shm.sync import Deadline, spins_for
 
 __all__ = ["GroupState"]
 
@@ -53,7 +54,7 @@ class GroupState:
         size: int,
         peers: dict[int, socket.socket],
         other: Receive,
-        on_lost: Callable[[int, DistributedError], None],
+        on_lost: Callable[[int], Callable[[], None] | None],
         deadline: Deadline,
     ) -> None:
         self.rank, self.size = rank, size
@@ -221,6 +222,19 @@ class GroupState:
     def allocate(self, size: int) -> Tensor:
         """Bytes in a new region of this rank."""
         return self._regions.allocate(size, self.links, Deadline(self._deadline.seconds))
+
+    def make_ring(self, receiver: int) -> MessageRing:
+        """The ring for this rank's messages to another."""
+        deadline = Deadline(self._deadline.seconds)
+        memory = self._regions.allocate(RING_BYTES, self.links, deadline, RING + receiver)
+        return MessageRing(memory, spins_for(self.size), create=True)
+
+    def find_ring(self, sender: int) -> MessageRing:
+        """The ring for a peer's messages to this rank, which the peer has made."""
+        memory = self._regions.found(sender, RING + self.rank)
+        if memory.numel() != RING_BYTES:
+            raise DistributedError(f"rank {sender} sent a ring of {memory.numel()} bytes")
+        return MessageRing(memory, spins_for(self.size), create=False)
 
     def close(self) -> None:
         """Leave the group."""

@@ -45,9 +45,10 @@ class Kind(IntEnum):
 
     REGION = 0  # number: the region's number; data: its offset and size; the first has a descriptor
     RELEASE = 1  # number: the region's number
-    DATA = 2  # a point-to-point message; number: its dtype; in data or a descriptor
+    DATA = 2  # a point-to-point message, or the rest of one: see `outgoing`
     FAILED = 3  # an operation failed at the sender; data: its error; number: whether it lost a peer
     LEFT = 4  # the sender left the group in order
+    WAKE = 5  # a slot of the sender's ring was filled, and no thread was listening
 
 
 @dataclass
@@ -83,7 +84,7 @@ class Links:
         peers: A connected socket for each other rank.
         receive: Called in the reading thread, under `changed`, with a peer and its message; what it
             returns is called in that thread after releasing `changed`.
-        on_lost: Called in the same way, with a peer that is lost and the error.
+        on_lost: Called in the same way, with a peer that is lost.
 
     Attributes:
         changed: Held and notified whenever something was received or a peer was lost.
@@ -96,7 +97,7 @@ class Links:
         self,
         peers: dict[int, socket.socket],
         receive: Receive,
-        on_lost: Callable[[int, DistributedError], None],
+        on_lost: Callable[[int], Callable[[], None] | None],
     ) -> None:
         self.changed = threading.Condition()
         self.lost: dict[int, DistributedError] = {}
@@ -171,6 +172,13 @@ class Links:
                 except BlockingIOError:  # full: the peer reads all of it, and then end-of-file
                     connection.shutdown(socket.SHUT_WR)
 
+    def lose(self, peer: int, error: BaseException) -> DistributedError:
+        """Take a peer for lost, as what it sent cannot be handled; in any thread."""
+        with self.changed:
+            self._mark_lost(peer, _as_distributed_error(peer, error))
+            self.changed.notify_all()
+            return self.lost[peer]
+
     def check(self, peers: Sequence[int]) -> None:
         """Raise the error of this rank's abort, or of the first of `peers` that is lost."""
         for error in (self.aborted, *(self.lost.get(peer) for peer in peers)):
@@ -214,7 +222,9 @@ class Links:
                         poll.unregister(fd)
                 self.changed.notify_all()
             while self._deferred:
-                self._deferred.pop(0)()
+                # an error, as for want of memory, has taken the peer for lost
+                with contextlib.suppress(Exception):
+                    self._deferred.pop(0)()
         for connection in self._peers.values():
             connection.close()
         os.close(self._wake)
@@ -271,10 +281,12 @@ class Links:
     def _mark_lost(self, peer: int, error: DistributedError) -> None:
         if peer not in self.lost:
             self.lost[peer] = error
-            self._on_lost(peer, error)
+            later = self._on_lost(peer)
+            if later is not None:
+                self._deferred.append(later)
 
 
-def _as_distributed_error(peer: int, error: Exception) -> DistributedError:
+def _as_distributed_error(peer: int, error: BaseException) -> DistributedError:
     if isinstance(error, DistributedError):
         return error
     return DistributedError(

@@ -1,71 +1,76 @@
-"""Point-to-point messages: sent at once, kept at the receiver until a receive matches them.
+"""A rank's messages that no receive has matched yet, and its receives that no message has.
 
-Short messages travel over the connection itself, long ones in shared memory of their own, whose
-descriptor travels over it. As in MPI, a message matches a receive by source and tag, in the order
-in which they were sent.
+As in MPI, a message matches a receive by source and tag, in the order in which they were sent.
 """
 
 from __future__ import annotations
 
-import ctypes
-import os
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from gradwire.errors import DistributedError, MismatchError
-from gradwire.shm import segment
-from gradwire.shm.header import DTYPES, NUMBERS
-from gradwire.shm.links import Kind, Links, Message
-from gradwire.shm.sync import Deadline
 from gradwire.shm.work import ShmWork
 
-__all__ = ["Mailbox", "send"]
-
-_ON_THE_LINK = 16 << 10
-
-
-def send(links: Links, peer: int, tag: int, flat: Tensor, deadline: Deadline) -> None:
-    """Send a 1-d contiguous tensor; it can be changed once this returns.
-
-    Raises:
-        PeerLostError: The peer is gone.
-        CollectiveTimeoutError: It has not read what came before.
-    """
-    message = Message(Kind.DATA, tag, NUMBERS[flat.dtype])
-    if flat.nbytes <= _ON_THE_LINK:
-        message.data = ctypes.string_at(flat.data_ptr(), flat.nbytes)
-        links.send(peer, message, deadline)
-        return
-    message.fd = segment.create(flat.nbytes)
-    try:
-        segment.map_tensor(message.fd).view(flat.dtype).copy_(flat)
-        links.send(peer, message, deadline)
-    finally:
-        os.close(message.fd)
+__all__ = ["Envelope", "Mailbox", "PostedReceive"]
 
 
 @dataclass(eq=False)
-class _PostedReceive:
-    """A receive whose message has not arrived; its source is None for any."""
+class Envelope:
+    """A message that has arrived."""
+
+    source: int
+    tag: int
+    data: Tensor
+
+
+@dataclass(eq=False)
+class PostedReceive:
+    """A receive; its source is None for any."""
 
     source: int | None
     tag: int
     tensor: Tensor
     work: ShmWork
 
+    def fits(self, source: int, tag: int) -> bool:
+        """Whether it takes a message of this source and tag."""
+        return self.tag == tag and self.source in (source, None)
 
-@dataclass(eq=False)
-class _Envelope:
-    """A message that has arrived."""
+    def takes_in_place(self, dtype: torch.dtype, count: int) -> bool:
+        """Whether the bytes of such a message can be written where the tensor lies."""
+        x = self.tensor
+        plain = x.is_contiguous() and not (x.is_conj() or x.is_neg())
+        return plain and x.dtype == dtype and x.numel() == count
 
-    source: int
-    tag: int
-    data: Tensor
+    def complete(self, envelope: Envelope) -> None:
+        """Copy the message, if it is not in the tensor already, and finish the receive.
+
+        Once a message is matched, nothing else finishes its receive: every path here has to.
+        """
+        try:
+            self._fill(envelope)
+        except (MismatchError, RuntimeError) as error:  # the tensor's: the group stays usable
+            self.work.finish(error)
+        else:
+            self.work.finish(source=envelope.source)
+
+    def _fill(self, envelope: Envelope) -> None:
+        tensor, data = self.tensor, envelope.data
+        if data is tensor:
+            if not tensor.is_inference():
+                torch.autograd.graph.increment_version(tensor)
+            return
+        if (tensor.numel(), tensor.dtype) != (data.numel(), data.dtype):
+            raise MismatchError(
+                f"rank {envelope.source} sent {data.numel()} elements of {data.dtype} (tag "
+                f"{envelope.tag}), but recv was given a tensor of "
+                f"{tensor.numel()} elements of {tensor.dtype}"
+            )
+        with torch.inference_mode(tensor.is_inference()):
+            tensor.copy_(data.view(tensor.shape))
 
 
 class Mailbox:
@@ -77,38 +82,32 @@ class Mailbox:
     """
 
     def __init__(self) -> None:
-        self._unexpected: deque[_Envelope] = deque()
-        self._posted: deque[_PostedReceive] = deque()
+        self._unexpected: deque[Envelope] = deque()
+        self._posted: deque[PostedReceive] = deque()
 
-    def post_receive(
-        self, source: int | None, tag: int, tensor: Tensor, work: ShmWork
-    ) -> Callable[[], None] | None:
-        """Fill a tensor with the next message from `source`, None for any rank.
-
-        Returns:
-            If the message has arrived, the function that copies it, to be called without the lock.
-        """
-        receive = _PostedReceive(source, tag, tensor, work)
+    def post(self, receive: PostedReceive) -> Envelope | None:
+        """The first message that has arrived and fits; if there is none, the receive is kept."""
         for envelope in self._unexpected:
-            if _fits(receive, envelope):
+            if receive.fits(envelope.source, envelope.tag):
                 self._unexpected.remove(envelope)
-                return partial(_complete, receive, envelope)
+                return envelope
         self._posted.append(receive)
         return None
 
-    def deliver(self, source: int, message: Message) -> Callable[[], None] | None:
-        """Match a message that arrived with a receive, or keep it.
-
-        Returns:
-            If a receive matched, the function that copies it, to be called without the lock.
-        """
-        envelope = _Envelope(source, message.tag, _content(message))
+    def match(self, source: int, tag: int) -> PostedReceive | None:
+        """The first posted receive for a message that is beginning to arrive, if there is one."""
         for receive in self._posted:
-            if _fits(receive, envelope):
+            if receive.fits(source, tag):
                 self._posted.remove(receive)
-                return partial(_complete, receive, envelope)
-        self._unexpected.append(envelope)
+                return receive
         return None
+
+    def deliver(self, envelope: Envelope) -> PostedReceive | None:
+        """The first posted receive that fits; if there is none, the message is kept."""
+        receive = self.match(envelope.source, envelope.tag)
+        if receive is None:
+            self._unexpected.append(envelope)
+        return receive
 
     def fail(self, source: int, error: DistributedError, *, others_left: bool) -> None:
         """Fail the receives from a lost peer, and if no peer is left, those from any rank."""
@@ -125,46 +124,8 @@ class Mailbox:
             self._posted.popleft().work.finish(error)
 
     def cancel(self, work: ShmWork) -> bool:
-        """Remove a receive; whether its message had not arrived."""
+        """Remove a receive; whether no message had matched it."""
         kept = deque(w for w in self._posted if w.work is not work)
         cancelled = len(kept) < len(self._posted)
         self._posted = kept
         return cancelled
-
-
-def _content(message: Message) -> Tensor:
-    dtype = DTYPES[message.number]
-    if message.fd >= 0:
-        return segment.map_tensor(message.fd).view(dtype)
-    if not message.data:
-        return torch.empty(0, dtype=dtype, device="cpu")
-    return torch.frombuffer(bytearray(message.data), dtype=dtype)
-
-
-def _fits(receive: _PostedReceive, envelope: _Envelope) -> bool:
-    return receive.tag == envelope.tag and receive.source in (envelope.source, None)
-
-
-def _complete(receive: _PostedReceive, envelope: _Envelope) -> None:
-    """Copy the message and finish the receive.
-
-    Once a message is matched, nothing else finishes its receive: every path here has to.
-    """
-    try:
-        _fill(receive.tensor, envelope)
-    except Exception as error:  # the receiver's tensor is at fault: the group stays usable
-        receive.work.finish(error)
-    else:
-        receive.work.finish(source=envelope.source)
-
-
-def _fill(tensor: Tensor, envelope: _Envelope) -> None:
-    data = envelope.data
-    if (tensor.numel(), tensor.dtype) != (data.numel(), data.dtype):
-        raise MismatchError(
-            f"rank {envelope.source} sent {data.numel()} elements of {data.dtype} (tag "
-            f"{envelope.tag}), but recv was given a tensor of "
-            f"{tensor.numel()} elements of {tensor.dtype}"
-        )
-    with torch.inference_mode(tensor.is_inference()):
-        tensor.copy_(data.view(tensor.shape))

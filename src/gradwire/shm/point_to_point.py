@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 from torch.distributed import Work
 
 from gradwire.errors import ArgumentError
 from gradwire.shm.group_base import GroupBase
-from gradwire.shm.mailbox import send
+from gradwire.shm.incoming import Incoming
+from gradwire.shm.mailbox import PostedReceive
 from gradwire.shm.sync import Deadline
 from gradwire.shm.tensors import check_results, check_tensors, flat_of, only
 from gradwire.shm.work import ShmWork
@@ -28,7 +31,7 @@ class PointToPoint(GroupBase):
         _check_tag(tag)
         check_tensors(tensors)
         deadline = Deadline(self._timeout.total_seconds())
-        send(self._state.links, dst, tag, flat_of(only(tensors)), deadline)
+        self._outgoing[dst].send(tag, flat_of(only(tensors)), deadline)
         work = ShmWork(tensors)
         work.finish()
         return work
@@ -47,24 +50,44 @@ class PointToPoint(GroupBase):
         _check_tag(tag)
         check_results(tensors)
         links, mailbox = self._state.links, self._mailbox
+        incoming = None if src is None else self._incoming[src]
 
         def cancel() -> None:
             with links.changed:
                 cancelled = mailbox.cancel(work)
             if not cancelled:
-                work.wait_until_done()  # the message has arrived: the tensor is being written
+                work.wait_until_done()  # the message is arriving: the tensor is being written
 
-        work = ShmWork(tensors, self._timeout.total_seconds(), cancel, callbacks_in_own_thread=True)
+        work = _ReceiveWork(tensors, self._timeout.total_seconds(), cancel, incoming)
+        receive = PostedReceive(src, tag, only(tensors).detach(), work)
         with links.changed:
-            fill = mailbox.post_receive(src, tag, only(tensors).detach(), work)
-            if fill is None:
-                if src is not None and src in links.lost:
-                    mailbox.fail(src, links.lost[src], others_left=True)
-                elif links.lost and links.all_lost():
-                    mailbox.fail(-1, next(iter(links.lost.values())), others_left=False)
-        if fill is not None:
-            fill()
+            envelope = mailbox.post(receive)
+        if envelope is not None:
+            receive.complete(envelope)
+        elif links.lost:  # which the others have been told of already
+            for peer in links.lost if src is None else links.lost.keys() & {src}:
+                self._incoming[peer].look()
         return work
+
+
+class _ReceiveWork(ShmWork):
+    """The handle of a receive, whose waiting thread takes the message from the ring itself."""
+
+    def __init__(
+        self,
+        tensors: list[Tensor],
+        seconds: float,
+        cancel: Callable[[], None],
+        incoming: Incoming | None,
+    ) -> None:
+        super().__init__(tensors, seconds, cancel, callbacks_in_own_thread=True)
+        self._incoming = incoming
+
+    def _wait(self, seconds: float | None) -> bool:
+        if self._incoming is None:
+            return super()._wait(seconds)
+        self._incoming.wait(self.is_completed, Deadline(seconds))
+        return self.is_completed()
 
 
 def _check_tag(tag: int) -> None:

@@ -21,10 +21,12 @@ from gradwire.shm.header import PRIVATE, Location
 from gradwire.shm.links import Kind, Links, Message
 from gradwire.shm.sync import Deadline
 
-__all__ = ["STAGING", "Regions"]
+__all__ = ["RING", "STAGING", "Regions"]
 
 STAGING = (0, 1)
 """The numbers of every rank's staging regions: the same on all ranks."""
+RING = 1 << 40
+"""The number of the region with a rank's ring to rank 0; that to rank r is r more."""
 
 _PIECE = struct.Struct("<qq")  # a region's offset in its rank's memory, and its bytes
 
@@ -139,6 +141,17 @@ class Regions:
                     )
                 links.changed.wait(0.05)
             return self._mapped[peer, number]
+
+    def found(self, peer: int, number: int) -> Tensor:
+        """A peer's region, whose message has been read.
+
+        Raises:
+            DistributedError: It has not.
+        """
+        region = self._mapped.get((peer, number))
+        if region is None:
+            raise DistributedError(f"rank {peer} has not sent its region {number}")
+        return region
 
     def close(self) -> None:
         """Unmap the peers' regions, and close the descriptors."""

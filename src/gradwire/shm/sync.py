@@ -1,4 +1,4 @@
-"""Waiting for each other: one POSIX semaphore for each ordered pair of ranks.
+"""Waiting for each other, by POSIX semaphores in shared memory.
 
 A post orders the memory written before it, on every CPU; flags in shared memory would not on ARM,
 and waiting on sockets costs 60 µs each way. A waiting rank spins for about 30 µs, within which
@@ -13,10 +13,19 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
 
 from gradwire.shm.cgroups import cores
 
-__all__ = ["SEMAPHORE_BYTES", "Deadline", "Semaphores", "has_semaphores"]
+__all__ = [
+    "SEMAPHORE_BYTES",
+    "Deadline",
+    "Semaphore",
+    "Semaphores",
+    "has_semaphores",
+    "spins_for",
+]
 
 SEMAPHORE_BYTES = 64
 """More than a sem_t takes anywhere: a cache line for each."""
@@ -56,69 +65,65 @@ class Deadline:
         return None if self._end is None else max(0.0, self._end - time.monotonic())
 
 
-class Semaphores:
-    """The semaphores of a group, as one rank uses them.
+def spins_for(size: int) -> int:
+    """How often a rank of a group of `size` tries a semaphore before it yields or sleeps."""
+    # with fewer cores than ranks, a spinning rank may keep the core of the one it waits for
+    return _SPINS if size <= cores() else 1
+
+
+@cache
+def _libraries() -> tuple[Any, Any]:
+    """The C library, to call with the GIL, for calls that return at once, and without it."""
+    return ctypes.PyDLL(None), ctypes.CDLL(None, use_errno=True)
+
+
+class Semaphore:
+    """One semaphore in shared memory.
 
     Args:
-        address: Where the `size` × `size` semaphores lie in this process.
-        rank: This rank.
-        size: How many ranks.
+        address: Where it lies in this process.
+        spins: How often to try before yielding or sleeping.
     """
 
-    def __init__(self, address: int, rank: int, size: int) -> None:
-        # PyDLL keeps the GIL, for calls that return at once; CDLL releases it, for those that wait
-        quick, slow = ctypes.PyDLL(None), ctypes.CDLL(None, use_errno=True)
-        self._init, self._post, self._try = quick.sem_init, quick.sem_post, quick.sem_trywait
-        self._value, self._wait = quick.sem_getvalue, slow.sem_clockwait
-        self._yield = slow.sched_yield
-        self._address, self._size = address, size
-        self._to = [self._at(rank, peer) for peer in range(size)]
-        self._from = [self._at(peer, rank) for peer in range(size)]
-        # with fewer cores than ranks, a spinning rank may keep the core of the one it waits for
-        self._spins = _SPINS if size <= cores() else 1
+    def __init__(self, address: int, spins: int) -> None:
+        quick, slow = _libraries()
+        self._post, self._try, self._get = quick.sem_post, quick.sem_trywait, quick.sem_getvalue
+        self._wait, self._yield = slow.sem_clockwait, slow.sched_yield
+        self._at, self._spins = ctypes.c_void_p(address), spins
 
-    def _at(self, source: int, target: int) -> ctypes.c_void_p:
-        place = source * self._size + target
-        return ctypes.c_void_p(self._address + SEMAPHORE_BYTES * place)
+    def create(self, value: int) -> None:
+        """Initialize it: before any other process uses it."""
+        if _libraries()[0].sem_init(self._at, 1, value) != 0:
+            raise OSError("sem_init failed: this system has no process-shared semaphores")
 
-    def create(self) -> None:
-        """Initialize all of them: on one rank, before any other uses them."""
-        for source in range(self._size):
-            for target in range(self._size):
-                if self._init(self._at(source, target), 1, 0) != 0:
-                    raise OSError("sem_init failed: this system has no process-shared semaphores")
+    def post(self) -> None:
+        """Add one to its value."""
+        self._post(self._at)
 
-    def post(self, peers: Sequence[int]) -> None:
-        """Post the semaphores from this rank to these peers."""
-        post, to = self._post, self._to
-        for peer in peers:
-            post(to[peer])
+    def try_wait(self) -> bool:
+        """Take one from its value, if it is not zero; whether it did."""
+        taken: bool = self._try(self._at) == 0
+        return taken
 
-    def posted(self, peer: int) -> bool:
-        """Whether the semaphore from `peer` has a post that was not yet waited for."""
+    def value(self) -> int:
+        """Its value at this moment."""
         value = ctypes.c_int()
-        self._value(self._from[peer], ctypes.byref(value))
-        return value.value > 0
+        self._get(self._at, ctypes.byref(value))
+        return value.value
 
-    def wait(self, peers: Sequence[int], poll: Callable[[Sequence[int]], None]) -> None:
-        """Wait for one post of each peer.
+    def wait(self, seconds: float) -> bool:
+        """Take one from its value as soon as it is not zero; False if that takes longer.
 
-        Args:
-            peers: Their ranks.
-            poll: Called every 50 ms with the peers whose post is missing; raises to end the wait.
+        An exception of a signal's handler may be raised after it took one.
         """
-        attempt, sources = self._try, self._from
-        for i, peer in enumerate(peers):
-            source = sources[peer]
-            for _ in range(self._spins):
-                if attempt(source) == 0:
-                    break
-            else:
-                if not self._yielded(source):
-                    self._sleep(source, peers[i:], poll)
+        attempt, at = self._try, self._at
+        for _ in range(self._spins):
+            if attempt(at) == 0:
+                return True
+        return self._yielded() or self._slept(seconds)
 
-    def _yielded(self, source: ctypes.c_void_p) -> bool:
-        """Try for 0.3 ms, yielding the core between tries; whether a post came.
+    def _yielded(self) -> bool:
+        """Try for 0.3 ms, yielding the core between tries; whether it took one.
 
         In the main thread alone, which has nothing else to do; the group's thread would take the
         GIL from it at each try.
@@ -128,19 +133,58 @@ class Semaphores:
         end = time.monotonic() + _YIELD_SECONDS
         while time.monotonic() < end:
             self._yield()
-            if self._try(source) == 0:
+            if self._try(self._at) == 0:
                 return True
         return False
 
-    def _sleep(
-        self,
-        source: ctypes.c_void_p,
-        missing: Sequence[int],
-        poll: Callable[[Sequence[int]], None],
-    ) -> None:
-        while True:
-            until = time.monotonic() + _POLL_SECONDS
-            spec = _Timespec(int(until), int(until % 1 * 1e9))
-            if self._wait(source, _CLOCK_MONOTONIC, ctypes.byref(spec)) == 0:
-                return
-            poll(missing)
+    def _slept(self, seconds: float) -> bool:
+        until = time.monotonic() + seconds
+        spec = _Timespec(int(until), int(until % 1 * 1e9))
+        taken: bool = self._wait(self._at, _CLOCK_MONOTONIC, ctypes.byref(spec)) == 0
+        return taken
+
+
+class Semaphores:
+    """The semaphores of a group, as one rank uses them: one for each ordered pair of ranks.
+
+    Args:
+        address: Where the `size` × `size` semaphores lie in this process.
+        rank: This rank.
+        size: How many ranks.
+    """
+
+    def __init__(self, address: int, rank: int, size: int) -> None:
+        self._address, self._size, self._spins = address, size, spins_for(size)
+        self._to = [self._at(rank, peer) for peer in range(size)]
+        self._from = [self._at(peer, rank) for peer in range(size)]
+
+    def _at(self, source: int, target: int) -> Semaphore:
+        place = source * self._size + target
+        return Semaphore(self._address + SEMAPHORE_BYTES * place, self._spins)
+
+    def create(self) -> None:
+        """Initialize all of them: on one rank, before any other uses them."""
+        for source in range(self._size):
+            for target in range(self._size):
+                self._at(source, target).create(0)
+
+    def post(self, peers: Sequence[int]) -> None:
+        """Post the semaphores from this rank to these peers."""
+        to = self._to
+        for peer in peers:
+            to[peer].post()
+
+    def posted(self, peer: int) -> bool:
+        """Whether the semaphore from `peer` has a post that was not yet waited for."""
+        return self._from[peer].value() > 0
+
+    def wait(self, peers: Sequence[int], poll: Callable[[Sequence[int]], None]) -> None:
+        """Wait for one post of each peer.
+
+        Args:
+            peers: Their ranks.
+            poll: Called every 50 ms with the peers whose post is missing; raises to end the wait.
+        """
+        for i, peer in enumerate(peers):
+            while not self._from[peer].wait(_POLL_SECONDS):
+                poll(peers[i:])

@@ -14,10 +14,16 @@ from torch.distributed import Work
 from gradwire._torch import outside_graphs
 from gradwire.errors import BrokenGroupError, CollectiveTimeoutError, NotSupportedError
 
-__all__ = ["Queue", "ShmWork"]
+__all__ = ["Queue", "ShmWork", "wait_until"]
 
 _CHANGED = threading.Condition()
 """Notified when any operation is done; one for all, as making one costs more than a small one."""
+
+
+def wait_until(done: Callable[[], bool], seconds: float | None) -> bool:
+    """Wait until something that an operation's end makes true is true; whether it is."""
+    with _CHANGED:
+        return _CHANGED.wait_for(done, seconds)
 
 
 @outside_graphs
@@ -67,8 +73,7 @@ class ShmWork(Work):
 
     def wait_until_done(self) -> None:
         """Wait without a limit; for operations that depend on no other rank any more."""
-        with _CHANGED:
-            _CHANGED.wait_for(lambda: self._done)
+        self._wait(None)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait until it is done; with a timeout of zero or less, for the operation's own.
@@ -80,9 +85,7 @@ class ShmWork(Work):
         if not self._done:
             given = timeout.total_seconds()
             seconds = given if given > 0 else self._default_timeout
-            with _CHANGED:
-                done = _CHANGED.wait_for(lambda: self._done, seconds)
-            if not done:
+            if not self._wait(seconds):
                 if self._on_timeout is not None:
                     self._on_timeout()
                 if not self._done:  # a receive may have been finished while `on_timeout` ran
@@ -90,6 +93,10 @@ class ShmWork(Work):
         if self._error is not None:
             raise self._error
         return True
+
+    def _wait(self, seconds: float | None) -> bool:
+        """Wait for so long; whether it is done."""
+        return wait_until(self.is_completed, seconds)
 
     def synchronize(self) -> None:
         """As `wait`."""

@@ -1,0 +1,251 @@
+"""What a rank receives from one other: messages put together from the ring and the connection.
+
+Messages are put together one at a time, in the order in which they were sent, by whoever looks: the
+thread that waits for one of them, or else the links' thread, which the sender wakes. If a receive
+that matches was posted before, straight into its tensor.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradwire.errors import DistributedError, NotSupportedError
+from gradwire.shm import segment
+from gradwire.shm.header import DTYPES
+from gradwire.shm.links import Links, Message
+from gradwire.shm.mailbox import Envelope, Mailbox, PostedReceive
+from gradwire.shm.message_ring import SLOT_BYTES, Head, MessageRing
+from gradwire.shm.outgoing import REST
+from gradwire.shm.sync import Deadline
+from gradwire.shm.work import wait_until
+
+__all__ = ["Incoming"]
+
+_POLL_SECONDS = 0.05
+_EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+
+class _Rest(NamedTuple):
+    head: Head
+    content: Tensor
+
+
+class _Assembly:
+    """A message of which not all has arrived."""
+
+    def __init__(self, head: Head, receive: PostedReceive | None) -> None:
+        dtype = DTYPES[head.dtype]
+        self.head, self.receive, self.nbytes = head, receive, head.elements * dtype.itemsize
+        self.arrived = 0
+        if receive is not None and receive.takes_in_place(dtype, head.elements):
+            self.data = receive.tensor
+        else:
+            self.data = torch.empty(head.elements, dtype=dtype, device="cpu")
+        self.address = self.data.data_ptr()
+
+
+class Incoming:
+    """The receiving side of one pair of ranks.
+
+    Args:
+        source: The sender.
+        links: This rank's connections.
+        mailbox: Matches messages and receives.
+        find_ring: Finds the sender's ring; called once the sender has filled a slot of it.
+    """
+
+    def __init__(
+        self,
+        source: int,
+        links: Links,
+        mailbox: Mailbox,
+        find_ring: Callable[[], MessageRing],
+    ) -> None:
+        self._source, self._links, self._mailbox = source, links, mailbox
+        self._find_ring = find_ring
+        self._ring: MessageRing | None = None
+        self._rests: dict[int, _Rest] = {}
+        self._expected = 0
+        self._assembly: _Assembly | None = None
+        self._lock = threading.Lock()  # held by the thread that looks
+        self._looking = 0  # that thread
+        self._again = False  # whether somebody asked to look while another thread did
+
+    def add_rest(self, message: Message) -> None:
+        """Keep what came over the connection until the ring has brought what is before it.
+
+        Raises:
+            DistributedError: It is not what a peer sends.
+        """
+        head = Head(*REST.unpack_from(message.data))
+        _check(head, self._source)
+        data = bytearray(message.data[REST.size :])
+        if message.fd >= 0:
+            content = segment.map_tensor(message.fd)
+        else:
+            content = torch.frombuffer(data, dtype=torch.uint8) if data else _EMPTY
+        if content.nbytes < head.nbytes:
+            raise DistributedError(f"rank {self._source} sent {content.nbytes} bytes for {head}")
+        self._rests[head.message] = _Rest(head, content)
+
+    def wake(self) -> None:
+        """Look, as the sender asked for."""
+        if self._ring is None:
+            self._ring = self._find_ring()
+        self._ring.woke()
+        self.look()
+
+    def look(self) -> None:
+        """Put together what has arrived; returns at once if another thread does, which goes on."""
+        self._again = True
+        while self._again:
+            if not self._lock.acquire(blocking=False):
+                return
+            self._looking = threading.get_ident()
+            try:
+                self._again = False
+                self._take_all()
+            finally:
+                self._looking = 0
+                self._lock.release()
+
+    def wait(self, done: Callable[[], bool], deadline: Deadline) -> None:
+        """Wait at the ring until `done` is true or the time is over.
+
+        Raises:
+            NotSupportedError: This thread waits at the ring already, which a signal interrupted.
+        """
+        while not (done() or deadline.over()):
+            if self._looking == threading.get_ident():
+                raise NotSupportedError(
+                    "this thread is in another receive from the same rank, which a signal "
+                    "interrupted: let the signal's handler set a flag, and receive after it"
+                )
+            if self._ring is not None and self._lock.acquire(blocking=False):
+                self._looking = threading.get_ident()
+                try:
+                    self._wait_at(self._ring, done, deadline)
+                finally:
+                    self._looking = 0
+                    self._lock.release()
+                if self._again:
+                    self.look()
+            else:
+                wait_until(done, min(_POLL_SECONDS, _left(deadline)))
+
+    def _wait_at(self, ring: MessageRing, done: Callable[[], bool], deadline: Deadline) -> None:
+        ring.listen()
+        try:
+            while True:
+                self._again = False
+                self._take_all()
+                if done() or deadline.over() or self._links.aborted is not None:
+                    return
+                try:
+                    ring.wait(min(_POLL_SECONDS, _left(deadline)))
+                except BaseException:  # of a signal's handler
+                    ring.interrupted()
+                    raise
+        finally:
+            ring.stop_listening()
+            self._take_all()
+
+    def _take_all(self) -> None:
+        # read before the rest: what the sender sent before it was lost still counts
+        lost = self._links.aborted or self._links.lost.get(self._source)
+        try:
+            while self._take_rest() or self._take_slot():
+                pass
+        except DistributedError as error:
+            lost = self._links.lose(self._source, error)
+        except BaseException as error:
+            # no memory, or a signal's handler raised: the next piece may be half taken
+            self._fail(self._links.lose(self._source, error))
+            raise
+        if lost is not None:
+            self._fail(lost)
+
+    def _take_rest(self) -> bool:
+        wanted = self._expected if self._assembly is None else self._assembly.head.message
+        rest = self._rests.get(wanted)
+        if rest is None or rest.head.offset > (self._assembly.arrived if self._assembly else 0):
+            return False
+        assembly = self._begin(rest.head)
+        if rest.head.offset + rest.head.nbytes != assembly.nbytes:
+            raise DistributedError(f"rank {self._source} sent {rest.head} as a message's rest")
+        target = assembly.address + rest.head.offset
+        ctypes.memmove(target, rest.content.data_ptr(), rest.head.nbytes)
+        del self._rests[wanted]
+        self._arrived(assembly, assembly.nbytes)
+        return True
+
+    def _take_slot(self) -> bool:
+        ring = self._ring
+        head = None if ring is None else ring.head()
+        if ring is None or head is None:
+            return False
+        _check(head, self._source)
+        if head.message < self._expected:  # it came over the connection, after an interruption
+            ring.take(head._replace(nbytes=0), 0)
+            return True
+        if head.message > (self._assembly.head.message if self._assembly else self._expected):
+            return False  # the connection has not brought yet what is before it
+        assembly = self._begin(head)
+        end = head.offset + head.nbytes
+        if end > assembly.nbytes or head.offset > assembly.arrived or head.nbytes > SLOT_BYTES:
+            raise DistributedError(
+                f"rank {self._source} sent a piece outside of its message: {head}"
+            )
+        ring.take(head, assembly.address + head.offset)
+        self._arrived(assembly, end)
+        return True
+
+    def _begin(self, head: Head) -> _Assembly:
+        """The message that a piece belongs to."""
+        if self._assembly is None:
+            with self._links.changed:
+                receive = self._mailbox.match(self._source, head.tag)
+            self._assembly = _Assembly(head, receive)
+        return self._assembly
+
+    def _arrived(self, assembly: _Assembly, end: int) -> None:
+        """Note that a message has arrived up to a byte, and complete it if that is its end."""
+        assembly.arrived = max(assembly.arrived, end)
+        if assembly.arrived < assembly.nbytes:
+            return
+        receive = assembly.receive
+        envelope = Envelope(self._source, assembly.head.tag, assembly.data)
+        if receive is None:
+            with self._links.changed:
+                receive = self._mailbox.deliver(envelope)
+        if receive is not None:
+            assembly.receive = receive
+            receive.complete(envelope)
+        self._assembly, self._expected = None, assembly.head.message + 1
+
+    def _fail(self, error: DistributedError) -> None:
+        """Fail the receives that the lost sender will not fill."""
+        assembly, self._assembly = self._assembly, None
+        receive = None if assembly is None else assembly.receive
+        if receive is not None and not receive.work.is_completed():
+            receive.work.finish(error)
+        with self._links.changed:
+            self._mailbox.fail(self._source, error, others_left=not self._links.all_lost())
+
+
+def _check(head: Head, source: int) -> None:
+    """Raise unless the numbers, which a peer wrote, are those of a message's piece."""
+    sizes = head.message, head.elements, head.offset, head.nbytes
+    if min(sizes) < 0 or not 0 <= head.dtype < len(DTYPES):
+        raise DistributedError(f"rank {source} sent a piece of a message that cannot be: {head}")
+
+
+def _left(deadline: Deadline) -> float:
+    left = deadline.left()
+    return _POLL_SECONDS if left is None else left

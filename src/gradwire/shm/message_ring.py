@@ -1,0 +1,142 @@
+"""A ring of slots in the sender's shared memory, through which its messages reach one receiver.
+
+Both have it mapped for as long as the group lives: a message costs no system call, and no page of
+memory is touched for the first time. Long messages pass through it in pieces, which the sender
+copies in while the receiver copies out.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import struct
+from typing import NamedTuple
+
+from torch import Tensor
+
+from gradwire.shm.sync import SEMAPHORE_BYTES, Semaphore
+
+__all__ = ["RING_BYTES", "SLOT_BYTES", "Head", "MessageRing"]
+
+SLOTS = 8
+SLOT_BYTES = 128 << 10
+_HEAD = struct.Struct("<7q")
+_HEADS_AT = 4 * SEMAPHORE_BYTES
+_SLOTS_AT = 4096
+RING_BYTES = _SLOTS_AT + SLOTS * SLOT_BYTES
+
+_IN_ORDER = platform.machine() in {"x86_64", "AMD64", "i686"}
+"""Whether a semaphore that is read after another was posted is read after it on this CPU."""
+
+
+class Head(NamedTuple):
+    """What a slot holds.
+
+    Args:
+        message: The message's number, of those from this sender to this receiver.
+        tag: Its tag.
+        dtype: Its dtype's number.
+        elements: How many it has.
+        offset: Where in it the piece begins, in bytes.
+        nbytes: The piece's bytes.
+    """
+
+    message: int
+    tag: int
+    dtype: int
+    elements: int
+    offset: int
+    nbytes: int
+
+
+class MessageRing:
+    """One side of a ring; used by one thread of the sender and one of the receiver at a time.
+
+    Semaphores count the slots, wake who waits for one, and order memory. A signal's handler may
+    raise just after the receiver took one, so that it does not know it: it puts one back, and finds
+    by the slots' stamps if that was one too many.
+
+    Args:
+        memory: `RING_BYTES` bytes that both map.
+        spins: How often to try a semaphore before sleeping.
+        create: Whether this is the sender, which initializes it.
+    """
+
+    def __init__(self, memory: Tensor, spins: int, *, create: bool) -> None:
+        self._memory = memory  # kept mapped
+        address = memory.data_ptr()
+        self._filled, self._free, self._listening, self._woken = (
+            Semaphore(address + SEMAPHORE_BYTES * i, spins) for i in range(4)
+        )
+        if create:
+            for semaphore, value in (
+                *((self._filled, 0), (self._free, SLOTS)),
+                *((self._listening, 0), (self._woken, 0)),
+            ):
+                semaphore.create(value)
+        heads = (ctypes.c_ubyte * (SLOTS * _HEAD.size)).from_address(address + _HEADS_AT)
+        self._heads = memoryview(heads).cast("B")
+        self._slots = [address + _SLOTS_AT + SLOT_BYTES * i for i in range(SLOTS)]
+        self._turn = 0  # how many slots this side has filled, or emptied
+        self._ready = 0  # how many filled slots the receiver has taken from the semaphore
+
+    # --- the sender's side ---
+
+    def acquire(self, seconds: float) -> bool:
+        """Wait for a slot to fill; whether there is one."""
+        return self._free.try_wait() or self._free.wait(seconds)
+
+    def put(self, head: Head, source: int) -> bool:
+        """Fill the acquired slot from memory at `source`.
+
+        Returns:
+            Whether the receiver has to be woken, as no thread of it waits at the ring.
+        """
+        place = self._turn % SLOTS
+        ctypes.memmove(self._slots[place], source, head.nbytes)
+        _HEAD.pack_into(self._heads, place * _HEAD.size, self._turn + 1, *head)
+        self._turn += 1
+        self._filled.post()
+        if _IN_ORDER and (self._listening.value() or self._woken.value()):
+            return False
+        self._woken.post()
+        return True
+
+    # --- the receiver's side ---
+
+    def head(self) -> Head | None:
+        """What the next slot holds, if it is filled."""
+        while self._ready or self._filled.try_wait():
+            stamp, *fields = _HEAD.unpack_from(self._heads, self._turn % SLOTS * _HEAD.size)
+            if stamp == self._turn + 1:
+                self._ready = max(self._ready, 1)
+                return Head(*fields)
+            self._ready = max(self._ready - 1, 0)
+        return None
+
+    def take(self, head: Head, target: int) -> None:
+        """Copy the slot that `head` returned to memory at `target`, and give it back."""
+        ctypes.memmove(target, self._slots[self._turn % SLOTS], head.nbytes)
+        self._turn += 1
+        self._ready -= 1
+        self._free.post()
+
+    def listen(self) -> None:
+        """From here on a thread of the receiver waits, and need not be woken."""
+        self._listening.post()
+
+    def wait(self, seconds: float) -> None:
+        """Wait until a slot is filled; `head` says whether one is."""
+        self._ready += self._filled.wait(seconds)
+
+    def interrupted(self) -> None:
+        """An exception ended one of these calls: what it took from the semaphore is put back."""
+        self._filled.post()
+
+    def stop_listening(self) -> None:
+        """The opposite of `listen`; what was filled before it is found by a `head` after it."""
+        self._listening.try_wait()
+
+    def woke(self) -> None:
+        """The receiver is awake; called before it looks."""
+        self._woken.try_wait()

@@ -1,0 +1,113 @@
+"""What a rank sends to one other: through their ring, or over the connection where that is full.
+
+`send` never waits for a receive: what does not fit into the ring, because the receiver is busy,
+follows in memory of its own, whose descriptor travels over the connection. Messages are numbered,
+so that the receiver puts both ways in order.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+import threading
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from gradwire.shm import segment
+from gradwire.shm.header import NUMBERS
+from gradwire.shm.links import Kind, Links, Message
+from gradwire.shm.message_ring import SLOT_BYTES, Head, MessageRing
+from gradwire.shm.sync import Deadline
+
+__all__ = ["REST", "Outgoing"]
+
+REST = struct.Struct("<6q")
+"""The head of a message, or of the rest of one, that travels over the connection: before its data,
+or with the descriptor of memory that holds it."""
+
+_ON_THE_LINK = 16 << 10
+"""Up to here data travels in the connection's own message."""
+_PATIENCE = 0.02
+"""Seconds without a free slot after which the rest goes over the connection. A receiver that takes
+part frees one in some 20 µs; one whose main thread runs Python may need 5 ms for each."""
+
+
+class Outgoing:
+    """The sending side of one pair of ranks; any thread may send.
+
+    Args:
+        peer: The receiver.
+        links: This rank's connections.
+        make_ring: Makes the ring, for the first message.
+    """
+
+    def __init__(self, peer: int, links: Links, make_ring: Callable[[], MessageRing]) -> None:
+        self._peer, self._links, self._make_ring = peer, links, make_ring
+        self._lock = threading.RLock()
+        self._ring: MessageRing | None = None
+        self._in_ring = False  # whether this thread is amid a message
+        self._ring_is_usable = True
+        self._number = 0
+
+    def send(self, tag: int, flat: Tensor, deadline: Deadline) -> None:
+        """Send a 1-d contiguous tensor; it can be changed once this returns.
+
+        Raises:
+            PeerLostError: The peer is gone.
+            CollectiveTimeoutError: It has not read what came before.
+            DistributedError: There is no memory for a message that it does not read.
+        """
+        with self._lock:
+            self._links.check([self._peer])
+            ring = self._ring = self._ring or self._make_ring()
+            number, self._number = self._number, self._number + 1
+            whole = Head(number, tag, NUMBERS[flat.dtype], flat.numel(), 0, flat.nbytes)
+            rest: Head | None = whole
+            if self._ring_is_usable and not self._in_ring:  # else in a signal's handler, amid one
+                self._in_ring = True
+                try:
+                    rest = self._fill(ring, whole, flat, deadline)
+                except BaseException:
+                    # A signal's handler raised, and the slot may have been filled or not. The
+                    # receiver waits for the message; what it has of it already does no harm.
+                    self._ring_is_usable = False
+                    self._send_rest(whole, flat, deadline)
+                    raise
+                finally:
+                    self._in_ring = False
+            if rest is not None:
+                self._send_rest(rest, flat, deadline)
+
+    def _fill(
+        self, ring: MessageRing, message: Head, flat: Tensor, deadline: Deadline
+    ) -> Head | None:
+        """Send a message through the ring; returns the rest that had no place in it, if any."""
+        address, total = flat.data_ptr(), flat.nbytes
+        offset = 0
+        while ring.acquire(_PATIENCE):
+            nbytes = min(SLOT_BYTES, total - offset)
+            if ring.put(message._replace(offset=offset, nbytes=nbytes), address + offset):
+                self._links.send(self._peer, Message(Kind.WAKE), deadline)
+            offset += nbytes
+            if offset == total:
+                return None
+            self._links.check([self._peer])
+        return message._replace(offset=offset)
+
+    def _send_rest(self, rest: Head, flat: Tensor, deadline: Deadline) -> None:
+        """Send what of a message begins at an offset over the connection."""
+        content = flat.view(torch.uint8)[rest.offset :] if flat.nbytes else flat
+        head = REST.pack(*rest._replace(nbytes=content.nbytes))
+        if content.nbytes <= _ON_THE_LINK:
+            data = head + ctypes.string_at(content.data_ptr(), content.nbytes)
+            self._links.send(self._peer, Message(Kind.DATA, data=data), deadline)
+            return
+        fd = segment.create(content.nbytes)
+        try:
+            segment.map_tensor(fd).copy_(content)
+            self._links.send(self._peer, Message(Kind.DATA, data=head, fd=fd), deadline)
+        finally:
+            os.close(fd)

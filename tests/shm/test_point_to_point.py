@@ -1,0 +1,435 @@
+"""Messages between two ranks of shm: orders, sizes, a full ring, interruptions, deaths."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from contextlib import suppress
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gradwire.errors import (
+    CollectiveTimeoutError,
+    DistributedError,
+    NotSupportedError,
+    PeerLostError,
+)
+from gradwire.shm import message_ring, outgoing
+from gradwire.shm.message_ring import RING_BYTES, SLOT_BYTES, MessageRing
+from gradwire.shm.register import member_of
+from gradwire.testing import run_ranks
+
+SIZES = (0, 1, 7, 1000, SLOT_BYTES - 1, SLOT_BYTES, SLOT_BYTES + 1, RING_BYTES, 3 * RING_BYTES + 5)
+DTYPES = (torch.uint8, torch.float32, torch.complex64, torch.bool, torch.bfloat16)
+
+
+class Interruption(Exception):
+    """Raised by a signal's handler."""
+
+
+def on_ranks(function, world=2, **options):
+    return run_ranks(function, world, backend="shm", timeout=20, **options)
+
+
+def content(number: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
+    whole = nbytes // dtype.itemsize * dtype.itemsize
+    data = torch.arange(number, number + whole, dtype=torch.int64).remainder(251).to(torch.uint8)
+    return data.bool() if dtype == torch.bool else data.view(dtype)
+
+
+def same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
+    return x.dtype == y.dtype and torch.equal(x.view(torch.uint8), y.view(torch.uint8))
+
+
+def store_of_the_group():
+    return dist.distributed_c10d._get_default_store()
+
+
+# -- orders ----------------------------------------------------------------------------------
+
+
+def random_messages(seed):
+    """All send what the seed says; receives are posted and waited for in any order that fits."""
+    rank, world, rng = dist.get_rank(), dist.get_world_size(), random.Random(seed)
+    plan = [
+        (i, *rng.sample(range(world), 2), rng.randrange(3), rng.choice(SIZES), rng.choice(DTYPES))
+        for i in range(30)
+    ]
+    own = random.Random(1000 * seed + rank)
+    sends = [m for m in plan if m[1] == rank]
+    receives = [m for m in plan if m[2] == rank]
+    own.shuffle(receives)
+    for source in range(world):
+        for tag in range(3):  # of one source and tag in the order of sending
+            places = [i for i, m in enumerate(receives) if (m[1], m[3]) == (source, tag)]
+            for place, m in zip(places, sorted(receives[i] for i in places), strict=True):
+                receives[place] = m
+    waiting = []
+    while sends or receives or waiting:
+        what = own.choice(
+            [
+                w
+                for w in ("send", "receive", "wait")
+                if (sends, receives, waiting)[("send", "receive", "wait").index(w)]
+            ]
+        )
+        if what == "send":
+            number, _, to, tag, nbytes, dtype = sends.pop(0)
+            dist.isend(content(number, nbytes, dtype), to, tag=tag)
+        elif what == "receive":
+            m = receives.pop(0)
+            expected = content(m[0], m[4], m[5])
+            x = torch.empty_like(expected)
+            if x.numel() % 2 == 0 and own.random() < 0.3:
+                x = torch.empty(2, x.numel() // 2, dtype=x.dtype).t()  # not contiguous
+                expected = expected.view(x.shape)
+            waiting.append((dist.irecv(x, m[1], tag=m[3]), x, expected))
+        elif not sends:  # or ranks would wait for what is sent after
+            work, x, expected = waiting.pop(own.randrange(len(waiting)))
+            if own.random() < 0.2:
+                time.sleep(0.002)
+            if not receives:
+                work.wait()
+            elif not work.is_completed():
+                waiting.append((work, x, expected))
+                continue
+            assert same_bits(x.contiguous(), expected.contiguous())
+
+
+@pytest.mark.narrow({"seed": [0, 1, 2]}, {"seed": 3, "world": 3})
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("seed", range(20))
+def test_random_messages(seed, world):
+    on_ranks(random_messages, world, args=(seed,))
+
+
+def both_send_first():
+    peer = 1 - dist.get_rank()
+    xs = [torch.full((RING_BYTES,), i, dtype=torch.uint8) for i in range(4)]
+    for x in xs:
+        dist.send(x, peer)
+    for x in xs:
+        y = torch.empty_like(x)
+        dist.recv(y, peer)
+        assert y.equal(x)
+
+
+def test_a_send_waits_for_no_receive():
+    on_ranks(both_send_first)
+
+
+# -- a full ring -----------------------------------------------------------------------------
+
+
+def to_a_busy_receiver(sizes):
+    """Nobody empties the ring: the rest goes over the connection, and the order stays."""
+    store = store_of_the_group()
+    if dist.get_rank() == 0:
+        dist.send(torch.zeros(1), 1)  # makes the ring
+        store.wait(["busy"], timedelta(seconds=20))
+        for number, nbytes in enumerate(sizes):
+            dist.send(content(number, nbytes, torch.uint8), 1)
+        store.set("sent", "")
+        dist.send(content(99, 5, torch.uint8), 1)
+        return None
+    dist.recv(torch.zeros(1), 0)
+    incoming = member_of(dist.group.WORLD)._incoming[0]
+    with incoming._lock:
+        store.set("busy", "")
+        store.wait(["sent"], timedelta(seconds=20))
+        kept = len(incoming._rests)
+    for number, nbytes in [*enumerate(sizes), (99, 5)]:
+        expected = content(number, nbytes, torch.uint8)
+        x = torch.empty_like(expected)
+        dist.recv(x, 0)
+        assert x.equal(expected)
+    return kept
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rests"),
+    [
+        ([3 * RING_BYTES, 10], 2),
+        ([1] * 12, 4),
+        ([SLOT_BYTES] * 7 + [2 * SLOT_BYTES, 0, 20_000], 3),
+        ([20_000] * 30, 22),
+    ],
+)
+def test_what_does_not_fit_into_the_ring_follows(sizes, rests):
+    assert on_ranks(to_a_busy_receiver, args=(sizes,))[1] == rests
+
+
+# -- interruptions ---------------------------------------------------------------------------
+
+
+def interrupted_receives(count):
+    """Each message arrives once, whole; or, if copying was interrupted, an error says so."""
+    if dist.get_rank() == 0:
+        for number in range(count):
+            with suppress(PeerLostError):  # at the end, if the receiver has left
+                dist.send(content(number, 5 * SLOT_BYTES + number, torch.uint8), 1)
+        return ""
+    waiting = False
+
+    def interrupt(*_):
+        if waiting:
+            raise Interruption
+
+    signal.signal(signal.SIGALRM, interrupt)
+    for number in range(count):
+        expected = content(number, 5 * SLOT_BYTES + number, torch.uint8)
+        x = torch.empty_like(expected)
+        work = dist.irecv(x, 0)
+        arrived = False
+        while not arrived:
+            signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-5, 2e-3))
+            with suppress(Interruption):
+                waiting = True
+                try:
+                    work.wait()
+                except DistributedError as error:
+                    waiting = False
+                    return str(error)
+                waiting = False
+                arrived = True
+            waiting = False
+        assert x.equal(expected)
+    return ""
+
+
+def test_interrupted_receives_lose_nothing_silently():
+    ended = on_ranks(interrupted_receives, args=(60,))[1]
+    assert not ended or "could not be handled (Interruption" in ended
+
+
+def interrupted_send(at):
+    """It is sent all the same, and so is what comes after it."""
+    sizes = [10, 5 * SLOT_BYTES, 10, 3 * RING_BYTES]
+    if dist.get_rank() == 0:
+        dist.send(content(0, sizes[0], torch.uint8), 1)
+        put, calls = MessageRing.put, []
+
+        def interrupted(ring, head, source):
+            calls.append(head)
+            if len(calls) == at:
+                if at % 2:
+                    put(ring, head, source)
+                raise Interruption
+            return put(ring, head, source)
+
+        MessageRing.put = interrupted
+        try:
+            with pytest.raises(Interruption):
+                dist.send(content(1, sizes[1], torch.uint8), 1)
+        finally:
+            MessageRing.put = put
+        for number in (2, 3):
+            dist.send(content(number, sizes[number], torch.uint8), 1)
+    else:
+        for number, nbytes in enumerate(sizes):
+            expected = content(number, nbytes, torch.uint8)
+            x = torch.empty_like(expected)
+            dist.recv(x, 0)
+            assert x.equal(expected)
+    dist.barrier()
+
+
+def interrupted_waits(count):
+    """An exception while it waits for a slot loses nothing."""
+    if dist.get_rank() == 0:
+        dist.send(torch.zeros(1), 1)
+        for number in range(count):
+            store_of_the_group().wait([f"waiting {number}"], timedelta(seconds=20))
+            dist.send(content(number, 3 * SLOT_BYTES, torch.uint8), 1)
+        return
+    dist.recv(torch.zeros(1), 0)
+    wait, told = MessageRing.wait, []
+
+    def interrupted(ring, seconds):
+        wait(ring, 1e-4 if told else seconds)
+        number = len(told)
+        if number % 2 == 0:
+            told.append(1)
+            raise Interruption
+        told.append(1)
+
+    expected = content(0, 0, torch.uint8)
+    for number in range(count):
+        expected = content(number, 3 * SLOT_BYTES, torch.uint8)
+        x = torch.empty_like(expected)
+        work = dist.irecv(x, 0)
+        MessageRing.wait = interrupted
+        store_of_the_group().set(f"waiting {number}", "")
+        while not work.is_completed():
+            with suppress(Interruption):
+                work.wait()
+        MessageRing.wait = wait
+        assert x.equal(expected)
+    return
+
+
+def test_interrupted_waits_lose_nothing():
+    on_ranks(interrupted_waits, args=(20,))
+
+
+@pytest.mark.parametrize("at", [1, 2, 3, 5])
+def test_an_interrupted_send(at):
+    on_ranks(interrupted_send, args=(at,))
+
+
+def in_a_handler():
+    """A handler that sends amid a send, and one that receives amid a receive."""
+    peer = 1 - dist.get_rank()
+    dist.send(torch.zeros(1), peer)
+    dist.recv(torch.empty(1), peer)
+    if dist.get_rank() == 0:
+        put, nested = MessageRing.put, []
+
+        def amid(ring, head, source):
+            if head.offset and not nested:
+                nested.append(1)
+                dist.send(torch.full((3,), 7.0), 1)
+            return put(ring, head, source)
+
+        MessageRing.put = amid
+        dist.send(torch.ones(SLOT_BYTES), 1)
+        MessageRing.put = put
+        x = torch.empty(1)
+        refused = []
+
+        def receive(*_):
+            with pytest.raises(NotSupportedError, match="another receive"):
+                dist.recv(torch.empty(1), 1, tag=5)
+            refused.append(1)
+            dist.send(torch.zeros(1), 1)
+
+        signal.signal(signal.SIGALRM, receive)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        dist.recv(x, 1)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        assert refused
+    else:
+        x, y = torch.empty(SLOT_BYTES), torch.empty(3)
+        dist.recv(x, 0)
+        dist.recv(y, 0)
+        assert x.eq(1).all()
+        assert y.eq(7).all()
+        dist.recv(torch.empty(1), 0)  # only then
+        dist.send(torch.zeros(1), 0)
+    dist.barrier()
+
+
+def test_a_signal_s_handler_amid_a_message():
+    on_ranks(in_a_handler)
+
+
+# -- deaths and mistakes ---------------------------------------------------------------------
+
+
+def dies_amid_a_message():
+    if dist.get_rank() == 1:
+        dist.send(torch.arange(5.0), 0)
+        put, calls = MessageRing.put, []
+
+        def third(ring, head, source):
+            calls.append(head)
+            if len(calls) == 3:
+                os._exit(1)
+            return put(ring, head, source)
+
+        MessageRing.put = third
+        dist.send(torch.ones(SLOT_BYTES), 0)
+    store = store_of_the_group()
+    store.set("there", "")
+    x = torch.empty(SLOT_BYTES)
+    begun = time.monotonic()
+    y = torch.empty(5)
+    dist.recv(y, 1)
+    with pytest.raises(PeerLostError, match="rank 1 died"):
+        dist.recv(x, 1)
+    with pytest.raises(PeerLostError, match="rank 1 died"):
+        dist.recv(x, 1)
+    assert time.monotonic() - begun < 20
+    return y.tolist()
+
+
+def test_a_sender_that_dies_amid_a_message():
+    assert on_ranks(dies_amid_a_message, may_die=[1])[0] == [0, 1, 2, 3, 4]
+
+
+def times_out_amid_a_message():
+    """A receive whose message is arriving ends with that, not before: the tensor is in use."""
+    store = store_of_the_group()
+    peer = 1 - dist.get_rank()
+    dist.send(torch.zeros(1), peer)
+    dist.recv(torch.empty(1), peer)
+    if dist.get_rank() == 0:
+        put = MessageRing.put
+
+        def pauses(ring, head, source):
+            if head.offset == SLOT_BYTES:
+                store.set("half", "")
+                time.sleep(0.3)
+            return put(ring, head, source)
+
+        MessageRing.put = pauses
+        store.wait(["posted"], timedelta(seconds=20))
+        dist.send(torch.ones(SLOT_BYTES), 1)
+        MessageRing.put = put
+    else:
+        x = torch.zeros(SLOT_BYTES)
+        work = dist.irecv(x, 0)
+        store.set("posted", "")
+        store.wait(["half"], timedelta(seconds=20))
+        work.wait(timedelta(milliseconds=50))
+        assert x.eq(1).all()
+        with pytest.raises(CollectiveTimeoutError):
+            dist.irecv(x, 0).wait(timedelta(milliseconds=50))
+    dist.barrier()
+
+
+def test_a_time_limit_that_is_over_amid_a_message():
+    on_ranks(times_out_amid_a_message)
+
+
+def nonsense(fields):
+    """What a peer wrote is checked before it is used."""
+    peer = 1 - dist.get_rank()
+    dist.send(torch.zeros(1), peer)
+    dist.recv(torch.empty(1), peer)
+    if dist.get_rank() == 0:
+        pack = message_ring._HEAD.pack_into
+
+        class Forged:
+            size = message_ring._HEAD.size
+
+            @staticmethod
+            def pack_into(memory, at, stamp, *head):
+                head = message_ring.Head(*head)._replace(**fields)
+                pack(memory, at, stamp, *head)
+
+        message_ring._HEAD, kept = Forged, message_ring._HEAD
+        dist.send(torch.zeros(10), 1)
+        message_ring._HEAD = kept
+        return None
+    with pytest.raises(DistributedError) as caught:
+        dist.recv(torch.zeros(10), 0)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"dtype": 99}, {"offset": 4}, {"offset": -4}, {"nbytes": 44}, {"elements": -1}],
+    ids=str,
+)
+def test_pieces_that_cannot_be_are_refused(fields):
+    assert "rank 0 sent" in on_ranks(nonsense, args=(fields,))[1]
+
+
+def test_patience_is_longer_than_python_s_switch_of_threads():
+    assert outgoing._PATIENCE > 0.005
