@@ -218,7 +218,7 @@ class Listening:
         self.links = Links(
             {1: connection},
             lambda peer, message: self.received.append(message.data),
-            lambda peer, error: self.lost.set(),
+            lambda peer: self.lost.set(),
         )
 
 

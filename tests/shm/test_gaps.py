@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gradwire.errors import ArgumentError, CollectiveTimeoutError, MismatchError
-from gradwire.shm import mailbox
+from gradwire.shm.message_ring import MessageRing
 from gradwire.shm.register import member_of
 from gradwire.shm.rings import Ring
 from gradwire.testing import run_ranks
@@ -225,23 +225,25 @@ def test_no_slot_is_used_again_before_all_ranks_are_done_with_it(slots, stages, 
 
 def copied_without_the_lock():
     rank, group = dist.get_rank(), dist.group.WORLD
-    large = torch.full((1 << 20,), 3.0)
+    large, store = torch.full((1 << 20,), 3.0), dist.distributed_c10d._get_default_store()
     if rank == 0:
+        store.wait(["posted"], timedelta(seconds=30))
         dist.send(large, 1)
         dist.send(large, 1)
         dist.barrier()
         return
-    copying, go_on, fill = threading.Event(), threading.Event(), mailbox._complete
+    copying, go_on, take = threading.Event(), threading.Event(), MessageRing.take
 
-    def slow(wanted, envelope):
+    def slow(ring, head, target):
         copying.set()
         assert go_on.wait(30)
-        fill(wanted, envelope)
+        take(ring, head, target)
 
-    mailbox._complete = slow
+    MessageRing.take = slow
     try:
         x = torch.zeros(1 << 20)
         work = dist.irecv(x, 0)
+        store.set("posted", "")
         assert copying.wait(30)
         free = _links(group).changed.acquire(timeout=5)
         if free:
@@ -253,7 +255,7 @@ def copied_without_the_lock():
         assert x.eq(3).all()
     finally:
         go_on.set()
-        mailbox._complete = fill
+        MessageRing.take = take
     dist.recv(x, 0)
     dist.barrier()
 
