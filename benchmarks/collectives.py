@@ -51,6 +51,7 @@ CASES = [
     *(Case("all_reduce", n) for n in (*SMALL, 64 << 10, *LARGE, 100 << 20)),
     *(Case(op, n) for op in ("all_gather", "reduce_scatter", "broadcast") for n in LARGE),
     *(Case("all_to_all", n) for n in LARGE),
+    *(Case("ping-pong", n) for n in (*SMALL, 100 << 10, *LARGE)),
 ]
 
 
@@ -82,7 +83,7 @@ def _measure_case(case: Case, rounds: int, ours: ProcessGroup, theirs: ProcessGr
     for name, result in results.items():
         if not torch.equal(result, results[GLOO]):
             raise AssertionError(f"{case.op} on {name} and on Gloo gave different values")
-    bare = world_size == 2 and case.nbytes >= LARGE[0]
+    bare = world_size == 2 and case.nbytes >= LARGE[0] and case.op != "ping-pong"
     if bare:
         for name, shared in ((BARE, False), (BARE_INSIDE, True)):
             steps[name] = repeated(bare_passes(case.op, count, inside=shared), repeats)
@@ -131,6 +132,19 @@ def _all_to_all(group: ProcessGroup, whole: Tensor, part: Tensor, other: Tensor)
     dist.all_to_all_single(other, whole, group=group)
 
 
+def _ping_pong(group: ProcessGroup, whole: Tensor, part: Tensor, other: Tensor) -> None:
+    """To the neighbour, which answers with as much; with an odd number of ranks the last rests."""
+    peer = group.rank() ^ 1
+    if peer >= group.size():
+        return
+    if peer > group.rank():
+        dist.send(whole, group=group, group_dst=peer)
+        dist.recv(other, group=group, group_src=peer)
+    else:
+        dist.recv(other, group=group, group_src=peer)
+        dist.send(whole, group=group, group_dst=peer)
+
+
 Operation = Callable[[ProcessGroup, Tensor, Tensor, Tensor], None]
 OPERATIONS: dict[str, Operation] = {
     "all_reduce": _all_reduce,
@@ -138,10 +152,16 @@ OPERATIONS: dict[str, Operation] = {
     "reduce_scatter": _reduce_scatter,
     "broadcast": _broadcast,
     "all_to_all": _all_to_all,
+    "ping-pong": _ping_pong,
 }
 
 
 def _prediction(case: Case) -> str:
+    if case.op == "ping-pong":
+        return (
+            "Through a ring in shared memory, in pieces that one rank copies in while the other "
+            "copies out, against Gloo's messages over TCP."
+        )
     if case.nbytes <= 32 << 10:
         return "One wait and some thirty steps in Python, against Gloo's messages over TCP."
     return (
