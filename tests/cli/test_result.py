@@ -38,7 +38,7 @@ def printed(result: Result, options: DemoOptions) -> str:
     return console.file.getvalue()
 
 
-@pytest.mark.narrow({"lost_in_step": 44})
+@pytest.mark.wide
 @pytest.mark.parametrize("lost_in_step", [3, 44])
 def test_half_a_bucket_lost_in_one_step_is_no_rounding(lost_in_step):
     def main():

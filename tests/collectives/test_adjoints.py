@@ -152,7 +152,7 @@ DTYPES = {
 }
 
 
-@pytest.mark.narrow({"layout": ["strides differ", "expanded"], "each_backend": "shm"})
+@pytest.mark.narrow({"layout": "expanded", "each_backend": "shm"})
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_linear_ops_in_every_group_layout_and_dtype(layout):
     def main():

@@ -70,6 +70,7 @@ def summed(x: Tensor | None) -> Tensor:
     return total
 
 
+@pytest.mark.narrow({"world_size": 2})
 @WORLDS
 def test_contrastive_loss(run: Run, world_size: int) -> None:
     def twin(images: Tensor, texts: Tensor, scale: Tensor) -> Tensor:
