@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 import gradwire.shm
 from gradwire.errors import DistributedError, PeerFailedError, PeerLostError
+from gradwire.shm.register import member_of
 from gradwire.testing import run_ranks
 
 SOON_S = 5.0
@@ -90,3 +91,24 @@ def killed_amid_forming():
 def test_a_death_amid_forming_reaches_the_others():
     results = run_ranks(killed_amid_forming, 3, backend="shm", timeout=20, may_die=[1])
     assert results == [True, None, True]
+
+
+def spins_when_pinned(cores: list[int]) -> bool:
+    """Whether ranks spin that may use one core each; they may use all again afterwards."""
+    usable = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {cores[dist.get_rank()]})
+    dist.barrier()  # all are pinned
+    try:
+        group = dist.new_group(backend="shm")
+        dist.barrier(group)
+        return member_of(group)._state._spins > 1
+    finally:
+        os.sched_setaffinity(0, usable)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
+@pytest.mark.parametrize("alike", [False, True])
+def test_pinned_ranks_spin_if_each_has_a_core(alike: bool) -> None:
+    first, second, *_ = sorted(os.sched_getaffinity(0))
+    cores = [first, first if alike else second]
+    assert run_ranks(spins_when_pinned, 2, backend="gloo", args=(cores,)) == [not alike] * 2

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 __all__ = ["CGROUPS", "PROC", "cores", "folders", "number_in", "text_of"]
@@ -11,15 +12,21 @@ __all__ = ["CGROUPS", "PROC", "cores", "folders", "number_in", "text_of"]
 PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 
-def cores(*, proc: Path = PROC, cgroups: Path = CGROUPS) -> float:
-    """How many cores this process may use, by its affinity and its cgroups' quotas.
+def cores(others: Iterable[int] = (), *, proc: Path = PROC, cgroups: Path = CGROUPS) -> float:
+    """How many cores processes may use together, by their affinities and this one's quotas.
 
     Args:
+        others: The processes beside this one; those that have ended, or have no number in this
+            one's namespace (0), count for nothing.
         proc: Where procfs is mounted.
         cgroups: Where the cgroups' file system is mounted.
     """
+    usable = os.sched_getaffinity(0)
+    for process in others:
+        with suppress(OSError):
+            usable |= os.sched_getaffinity(process)
     quotas = map(_quota, folders("cpu", proc, cgroups))
-    return min([float(len(os.sched_getaffinity(0))), *(q for q in quotas if q is not None)])
+    return min([float(len(usable)), *(q for q in quotas if q is not None)])
 
 
 def _quota(folder: Path) -> float | None:

@@ -39,7 +39,9 @@ class GroupSegment:
     inline: list[tuple[Tensor, ...]]
 
 
-def form(rank: int, peers: dict[int, socket.socket], deadline: Deadline) -> GroupSegment:
+def form(
+    rank: int, peers: dict[int, socket.socket], spins: int, deadline: Deadline
+) -> GroupSegment:
     """The group's segment: made by rank 0, received by the others.
 
     Raises:
@@ -55,7 +57,7 @@ def form(rank: int, peers: dict[int, socket.socket], deadline: Deadline) -> Grou
         fd = segment.create(size) if rank == 0 else _receive_segment(peers[0], size, deadline)
         try:
             memory = segment.Mapping(fd)
-            semaphores = Semaphores(memory.flat.data_ptr(), rank, ranks)
+            semaphores = Semaphores(memory.flat.data_ptr(), rank, ranks, spins)
             if rank == 0:
                 semaphores.create()
                 for peer in peers.values():

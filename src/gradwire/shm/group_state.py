@@ -27,6 +27,7 @@ from gradwire.shm.header import (
 from gradwire.shm.links import Kind, Links, Message, Receive
 from gradwire.shm.message_ring import RING_BYTES, MessageRing
 from gradwire.shm.regions import RING, STAGING, Regions
+from gradwire.shm.rendezvous import process_of
 from gradwire.shm.rings import RINGS, Ring, ring_for
 from gradwire.shm.sync import Deadline, spins_for
 
@@ -62,7 +63,8 @@ class GroupState:
         self._other = other
         self._regions = Regions()
         try:
-            segment = form(rank, peers, deadline)
+            self._spins = spins_for([process_of(connection) for connection in peers.values()])
+            segment = form(rank, peers, self._spins, deadline)
             self._kind, self._deadline = "forming the group", deadline
             self.links = Links(peers, self._receive, on_lost)
         except BaseException:
@@ -227,14 +229,14 @@ class GroupState:
         """The ring for this rank's messages to another."""
         deadline = Deadline(self._deadline.seconds)
         memory = self._regions.allocate(RING_BYTES, self.links, deadline, RING + receiver)
-        return MessageRing(memory, spins_for(self.size), create=True)
+        return MessageRing(memory, self._spins, create=True)
 
     def find_ring(self, sender: int) -> MessageRing:
         """The ring for a peer's messages to this rank, which the peer has made."""
         memory = self._regions.found(sender, RING + self.rank)
         if memory.numel() != RING_BYTES:
             raise DistributedError(f"rank {sender} sent a ring of {memory.numel()} bytes")
-        return MessageRing(memory, spins_for(self.size), create=False)
+        return MessageRing(memory, self._spins, create=False)
 
     def close(self) -> None:
         """Leave the group."""

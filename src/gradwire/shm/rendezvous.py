@@ -20,7 +20,7 @@ from torch.distributed import Store
 from gradwire.errors import CollectiveTimeoutError, PeerFailedError, PeerLostError
 from gradwire.shm.sync import Deadline
 
-__all__ = ["Listener", "connect_all", "connect_by_name", "report_failure"]
+__all__ = ["Listener", "connect_all", "connect_by_name", "process_of", "report_failure"]
 
 _FAILED = b"failed: "
 
@@ -213,8 +213,17 @@ def _greeting(connection: socket.socket) -> tuple[int | None, int]:
     return _GREETING.unpack(data) if len(data) == _GREETING.size else (None, 0)
 
 
+def process_of(connection: socket.socket) -> int:
+    """The process that a connection leads to; 0 if it has no number in this one's namespace."""
+    return _credentials(connection)[0]
+
+
 def _same_user(connection: socket.socket) -> bool:
     """Whether the peer's process belongs to the same user."""
+    return _credentials(connection)[1] == os.geteuid()
+
+
+def _credentials(connection: socket.socket) -> tuple[int, int, int]:
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    uid: int = _CREDENTIALS.unpack(data)[1]
-    return uid == os.geteuid()
+    pid, uid, gid = _CREDENTIALS.unpack(data)
+    return pid, uid, gid

@@ -12,7 +12,7 @@ import ctypes
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cache
 from typing import Any
 
@@ -65,10 +65,15 @@ class Deadline:
         return None if self._end is None else max(0.0, self._end - time.monotonic())
 
 
-def spins_for(size: int) -> int:
-    """How often a rank of a group of `size` tries a semaphore before it yields or sleeps."""
+def spins_for(others: Collection[int]) -> int:
+    """How often a rank tries a semaphore before it yields or sleeps.
+
+    Args:
+        others: The processes of the other ranks. Launchers pin each to a core of its own: what
+            counts is what all have together.
+    """
     # with fewer cores than ranks, a spinning rank may keep the core of the one it waits for
-    return _SPINS if size <= cores() else 1
+    return _SPINS if len(others) < cores(others) else 1
 
 
 @cache
@@ -151,10 +156,11 @@ class Semaphores:
         address: Where the `size` × `size` semaphores lie in this process.
         rank: This rank.
         size: How many ranks.
+        spins: How often to try before yielding or sleeping.
     """
 
-    def __init__(self, address: int, rank: int, size: int) -> None:
-        self._address, self._size, self._spins = address, size, spins_for(size)
+    def __init__(self, address: int, rank: int, size: int, spins: int) -> None:
+        self._address, self._size, self._spins = address, size, spins
         self._to = [self._at(rank, peer) for peer in range(size)]
         self._from = [self._at(peer, rank) for peer in range(size)]
 
