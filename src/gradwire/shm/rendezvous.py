@@ -67,8 +67,8 @@ def _connect_or_not(
     """Fill `peers`; whether every rank connected to every other."""
     with Listener() as listener:
         store.set(f"address/{rank}", listener.name)
-        for lower in range(rank):
-            connection = _connect(store.get(f"address/{lower}"), 0, rank)
+        for lower, name in enumerate(_of_ranks(store, "address", rank)):
+            connection = _connect(name, 0, rank)
             if connection is None:
                 break
             peers[lower] = connection
@@ -80,12 +80,17 @@ def _connect_or_not(
 
 
 def _all_reached_all(store: Store, size: int) -> bool:
-    answers = [store.get(f"reached/{rank}") for rank in range(size)]
+    answers = _of_ranks(store, "reached", size)
     for rank, answer in enumerate(answers):
         if answer.startswith(_FAILED):
             reason = answer.removeprefix(_FAILED).decode(errors="replace")
             raise PeerFailedError(f"rank {rank} could not form the group: {reason}")
     return set(answers) == {b"yes"}
+
+
+def _of_ranks(store: Store, step: str, count: int) -> list[bytes]:
+    """What the first `count` ranks set, in one request: one for each would be count² for all."""
+    return store.multi_get([f"{step}/{rank}" for rank in range(count)]) if count else []
 
 
 class Listener:
