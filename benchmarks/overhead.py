@@ -1,6 +1,6 @@
 """What a differentiable collective costs before and after anything is sent: steps in Python.
 
-The ranks' engine is torch's fake one, which moves nothing and returns at once. On a real engine
+The ranks' backend is torch's fake one, which moves nothing and returns at once. On a real backend
 the waits for other ranks vary by more than what is looked for here.
 """
 
@@ -75,7 +75,7 @@ def _measure_case(case: Case, rounds: int) -> CaseResult:
 
 BENCHMARK = Benchmark(
     "overhead",
-    "Steps in Python of differentiable collectives: an engine that moves nothing",
+    "Steps in Python of differentiable collectives: a backend that moves nothing",
     CASES,
     measure,
     rounds=31,

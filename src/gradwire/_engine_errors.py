@@ -1,6 +1,6 @@
-"""What the error that a collective of another engine ends with means: a rank lost, or late.
+"""What the error means that a backend such as Gloo ends a collective with: a rank lost, or late.
 
-By its type and by the time that has passed, never by its message: those differ between engines and
+By its type and by the time that has passed, never by its message: those differ between backends and
 their versions.
 """
 
@@ -13,10 +13,10 @@ from torch.distributed import ProcessGroup
 
 from gradwire.errors import CollectiveTimeoutError, DistributedError, PeerLostError
 
-__all__ = ["engine_failure", "engine_timeout", "is_over", "is_transport"]
+__all__ = ["backend_failure", "backend_timeout", "is_over", "is_transport"]
 
 SLACK_SECONDS = 1.0
-"""An engine's clock starts when it takes a collective, which may be before its caller's does."""
+"""A backend's clock starts when it takes a collective, which may be before its caller's does."""
 
 
 def is_transport(error: BaseException) -> bool:
@@ -28,15 +28,15 @@ def is_transport(error: BaseException) -> bool:
     return isinstance(error, DistributedError | dist.DistError) or type(error) is RuntimeError
 
 
-def engine_failure(error: BaseException, what: str, *, timed_out: bool) -> DistributedError:
-    """What an engine reported of a collective that was under way, as an error of ours.
+def backend_failure(error: BaseException, what: str, *, timed_out: bool) -> DistributedError:
+    """What a backend reported of a collective that was under way, as an error of ours.
 
     Args:
-        error: The engine's.
+        error: The backend's.
         what: What was under way.
-        timed_out: Whether the engine's time for it was over.
+        timed_out: Whether the backend's time for it was over.
     """
-    if isinstance(error, DistributedError):  # an engine of our own
+    if isinstance(error, DistributedError):  # of shm
         return type(error)(f"{what}: {error}")
     kind = CollectiveTimeoutError if timed_out else PeerLostError
     if isinstance(error, dist.DistNetworkError):
@@ -45,7 +45,7 @@ def engine_failure(error: BaseException, what: str, *, timed_out: bool) -> Distr
 
 
 def is_over(since: float, timeout: float) -> bool:
-    """Whether an engine's time for a collective that was started at `since` is over.
+    """Whether a backend's time for a collective that was started at `since` is over.
 
     Args:
         since: Of `time.monotonic`, at once after the start.
@@ -54,8 +54,8 @@ def is_over(since: float, timeout: float) -> bool:
     return time.monotonic() - since >= timeout - min(SLACK_SECONDS, timeout / 10)
 
 
-def engine_timeout(group: ProcessGroup) -> float:
-    """Seconds that PyTorch's engines give a collective; torch's default where they do not say."""
+def backend_timeout(group: ProcessGroup) -> float:
+    """Seconds that PyTorch's backends give a collective; torch's default where they do not say."""
     for device in group._device_types:
         timeout = getattr(group._get_backend(device).options, "_timeout", None)
         if timeout is not None:

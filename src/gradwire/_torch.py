@@ -110,7 +110,7 @@ def is_done(work: Work) -> bool:
         return False
     try:
         return work.get_future().done()
-    except RuntimeError:  # an engine that has no futures says itself when it is done
+    except RuntimeError:  # a backend that has no futures says itself when it is done
         return False
 
 

@@ -231,7 +231,7 @@ def test_a_chain_of_collectives_that_cannot_be_joined_says_so():
             step(net)
         with pytest.raises(BrokenGroupError, match="new process group"):
             net(torch.zeros(2, 4))
-        os._exit(0)  # the engine's threads hang in the collective: so would leaving
+        os._exit(0)  # the backend's threads hang in the collective: so would leaving
 
     assert run_ranks(main, 2, may_die=[0, 1], timeout=20) == [None, None]
 

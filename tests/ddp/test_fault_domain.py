@@ -477,7 +477,7 @@ def test_buckets_are_launched_once_and_in_order_by_several_threads():
         def launch(bucket, *, is_last):
             launched.append(bucket)
             inside.set()
-            threading.Event().wait(0.05)  # as long as an engine may keep a thread
+            threading.Event().wait(0.05)  # as long as a backend may keep a thread
             backward.launcher.launched.append(
                 type("Launched", (), {"future": None, "works": (), "bucket": bucket})
             )

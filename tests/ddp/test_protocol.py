@@ -153,7 +153,7 @@ class Model:
             yield put(replace(w, faults=w.faults - 1), r, self._interrupted(rank))
 
     def _deaf(self, w, r, rank, stated, joined):
-        """It waits for a rank that will not answer: the engine or the deadline says so."""
+        """It waits for a rank that will not answer: the backend or the deadline says so."""
         if rank.phase is Phase.JOINING:
             return self._engine_fails(w, r)
         there = stated if rank.phase is Phase.STATED else joined
@@ -197,7 +197,7 @@ class Model:
         return all(len(sent) >= len(w.sent[r]) for sent in w.sent)
 
     def _engine_fails(self, w, r):
-        """A message that it waits in will never be joined: the engine tells, or times out."""
+        """A message that it waits in will never be joined: the backend tells, or times out."""
         return any(
             rank.fate and len(sent) < len(w.sent[r])
             for rank, sent in zip(w.ranks, w.sent, strict=True)

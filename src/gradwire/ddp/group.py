@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.distributed import BroadcastOptions, ProcessGroup
 
-from gradwire._engine_errors import engine_timeout
+from gradwire._engine_errors import backend_timeout
 from gradwire.shm.register import member_of
 
 __all__ = ["broadcast_options", "cpu_capable", "message_device", "timeout_of"]
@@ -36,4 +36,4 @@ def timeout_of(group: ProcessGroup) -> float:
     """Seconds that the group gives a collective; torch's default where it does not say."""
     if (member := member_of(group)) is not None:
         return member.timeout.total_seconds()
-    return engine_timeout(group)
+    return backend_timeout(group)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-from gradwire._engine_errors import engine_failure, engine_timeout, is_over, is_transport
+from gradwire._engine_errors import backend_failure, backend_timeout, is_over, is_transport
 from gradwire.errors import DistributedError
 
 __all__ = ["Pending", "done"]
@@ -48,9 +48,9 @@ class Pending:
 
     def _failure(self, error: RuntimeError) -> DistributedError:
         assert self._group is not None
-        timed_out = is_over(self._since, engine_timeout(self._group))
+        timed_out = is_over(self._since, backend_timeout(self._group))
         what = "another rank did not take part in time" if timed_out else "another rank is gone"
-        return engine_failure(error, what, timed_out=timed_out)
+        return backend_failure(error, what, timed_out=timed_out)
 
 
 def done(result: Tensor) -> Pending:

@@ -1,7 +1,7 @@
 """The collectives that a rank has sent lately, so that a rank that fell behind can join them.
 
 When a rank fails in the middle of a backward, the others wait in collectives that it never joined,
-and an engine such as Gloo cannot abort them. So every rank logs its collectives, with the engine's
+and a backend such as Gloo cannot abort them. So every rank logs its collectives, with the backend's
 own count of them as their numbers; after an error the logs are compared, and a rank that is behind
 takes part in what it missed with zeros (see `protocol`).
 """
@@ -54,13 +54,13 @@ def broadcast_entry(tensor: Tensor, root: int) -> Entry:
 class CollectiveLog:
     """The collectives that all reducers of a group have sent and others may still wait in.
 
-    Their number is the engine's count, so that ranks mean the same by it, and so that collectives
+    Their number is the backend's count, so that ranks mean the same by it, and so that collectives
     which are not in the log leave a gap.
 
     Attributes:
         sent: On the group.
         elsewhere: On other groups, by name, as communication hooks may.
-        works: Handles of what hooks sent: by them an engine's failure is known from the hook's own.
+        works: Handles of what hooks sent: by them a backend's failure is known from the hook's own.
         since: When the first of `sent` was sent.
     """
 
@@ -86,7 +86,7 @@ class CollectiveLog:
         """The number of the last collective that was sent on the group."""
         try:
             return sequence_number(group)
-        except RuntimeError:  # an engine that does not count: then only ours count
+        except RuntimeError:  # a backend that does not count: then only ours count
             return self._counted
 
     def clear(self) -> None:
@@ -106,7 +106,7 @@ class CollectiveLog:
 class LogMode(TorchDispatchMode):
     """Logs the collectives that this thread issues while the mode is active.
 
-    A hook may send anything on any group; what its callbacks send later, on an engine's threads, is
+    A hook may send anything on any group; what its callbacks send later, on a backend's threads, is
     not seen (`missing` then finds a number that no log has, and the group is broken).
     """
 
@@ -202,10 +202,10 @@ def _zeros(dtype: str, device: str, shape: list[int]) -> Tensor:
 
 
 def sequence_number(group: ProcessGroup) -> int:
-    """How many collectives this rank has sent on the group, by its engine's count.
+    """How many collectives this rank has sent on the group, by its backend's count.
 
     Raises:
-        RuntimeError: The engine does not count.
+        RuntimeError: The backend does not count.
     """
     return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
 

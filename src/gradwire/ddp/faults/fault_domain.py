@@ -19,7 +19,7 @@ from typing import NoReturn
 
 from torch.distributed import ProcessGroup
 
-from gradwire._engine_errors import engine_failure, is_over
+from gradwire._engine_errors import backend_failure, is_over
 from gradwire.ddp.faults.collective_log import group_named
 from gradwire.ddp.faults.participants import Participant
 from gradwire.ddp.faults.protocol import all_took_part, may_finish
@@ -75,14 +75,14 @@ class FaultDomain(Resynchronizer):
 
     def hook_failed(self, error: Exception, what: str) -> NoReturn:
         """Raise a failure of the group, which a hook passes on, or the hook's own error."""
-        if failure := self._engine_error():
+        if failure := self._backend_error():
             self.give_up(self.translate(failure, what), error)
         if isinstance(error, DistributedError):
             self.fail(error)
         text = f"{what}: the communication hook raised {type(error).__name__}: {error}"
         self.fail(HookError(text), error)
 
-    def _engine_error(self) -> BaseException | None:
+    def _backend_error(self) -> BaseException | None:
         """What a collective of a hook failed with: its handle has it, or its group on shm."""
         if error := first_failure([pending_work(work) for work in self.log.works]):
             return error
@@ -93,9 +93,9 @@ class FaultDomain(Resynchronizer):
         return None
 
     def translate(self, error: BaseException, what: str) -> DistributedError:
-        """An engine's failure of a collective under way, as one of ours."""
+        """A backend's failure of a collective under way, as one of ours."""
         timed_out = is_over(self.log.since, self.seconds)
-        return engine_failure(error, what, timed_out=timed_out)
+        return backend_failure(error, what, timed_out=timed_out)
 
     def note_interrupted(self) -> None:
         """An exception ended a participant's backward here; `recover` reports it to the ranks."""

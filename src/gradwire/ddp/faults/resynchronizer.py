@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-from gradwire._engine_errors import engine_failure, is_over
+from gradwire._engine_errors import backend_failure, is_over
 from gradwire._groups import find_store, store_of
 from gradwire.ddp.faults.collective_log import CollectiveLog, Entry
 from gradwire.ddp.faults.error_channel import STORE_USE, ErrorChannel
@@ -124,7 +124,7 @@ class Resynchronizer:
                 work.wait()
             except RuntimeError as error:
                 timed_out = is_over(since, self.seconds)
-                failure = engine_failure(error, "the first message", timed_out=timed_out)
+                failure = backend_failure(error, "the first message", timed_out=timed_out)
                 self.give_up(failure, error)
             self._channel = ErrorChannel(group, bytes(token.tolist()).hex())
 

@@ -1,7 +1,7 @@
 """Waiting for communication without waiting for a rank that has failed.
 
-A wait polls at intervals for errors that other ranks report; each has a deadline. An engine's
-failure becomes an error of gradwire's by its type, and by whether the engine's timeout was over:
+A wait polls at intervals for errors that other ranks report; each has a deadline. A backend's
+failure becomes an error of gradwire's by its type, and by whether the backend's timeout was over:
 never by its message.
 """
 
@@ -36,12 +36,12 @@ __all__ = [
 POLL_SECONDS = 0.2
 """How often a wait polls. A wait that ends sooner never does."""
 GRACE_SECONDS = 5.0
-"""How much later than the engine's own deadline ours is: the engine's error says more."""
+"""How much later than the backend's own deadline ours is: the backend's error says more."""
 
 
 @dataclass(frozen=True)
 class Pending:
-    """Communication that a rank has under way: whether it has ended, and the engine's error."""
+    """Communication that a rank has under way: whether it has ended, and the backend's error."""
 
     done: Callable[[], bool]
     error: Callable[[], BaseException | None]
@@ -72,7 +72,7 @@ def wait_work(
     """Wait for a work handle; on an accelerator, let the current stream wait.
 
     Returns:
-        What the engine raised, if it failed. What `poll` raises is raised.
+        What the backend raised, if it failed. What `poll` raises is raised.
     """
     if not on_cpu:
         try:
@@ -94,7 +94,7 @@ def wait_work(
 
 
 def wait_done(work: Work, poll: Callable[[], None]) -> None:
-    """Wait until an accelerator's collective has ended; the engine has a deadline for it."""
+    """Wait until an accelerator's collective has ended; the backend has a deadline for it."""
     # `wait()` would only queue a wait on the stream. From 20 µs to 1 ms: short collectives end in
     # microseconds, long ones should not keep a core busy.
     pause = 0.0
@@ -128,6 +128,6 @@ def wait_future(
 
 
 def first_failure(pending: Sequence[Pending]) -> BaseException | None:
-    """The first engine failure among what has ended."""
+    """The first backend failure among what has ended."""
     errors = (p.error() for p in pending if p.done())
     return next((error for error in errors if error and is_transport(error)), None)

@@ -109,11 +109,11 @@ class Launcher:
         except RuntimeError as error:
             self._refused(error, bucket.what)
         self.launched.append(Launched(bucket, works=[work]))
-        # logged when the engine has taken it: other ranks join what is in the log with zeros
+        # logged when the backend has taken it: other ranks join what is in the log with zeros
         self._domain.sent(all_reduce_entry(wire))
 
     def _refused(self, error: RuntimeError, what: str) -> NoReturn:
-        """The engine did not take a collective: it cannot, or the group has failed before."""
+        """The backend did not take a collective: it cannot, or the group has failed before."""
         if isinstance(error, DistributedError):
             self._domain.give_up(self._domain.translate(error, what), error)
         self._domain.fail(DistributedError(f"{what}: {error}"), error)
@@ -133,7 +133,7 @@ class Launcher:
     def _wait_for_chain(self) -> None:
         """Let a hook that may send more in callbacks come to its end before anything else is sent.
 
-        Callbacks run in threads of the engine: their collectives would come before ours on one
+        Callbacks run in threads of the backend: their collectives would come before ours on one
         rank and after them on another. Whoever the hook's reducer is: the group is the same.
         """
         chain, self._domain.chain = self._domain.chain, None
@@ -203,7 +203,7 @@ class Launcher:
         self._wait_work(work, "a small all_reduce or broadcast", on_cpu=cpu_capable(self._group))
 
     def _wait_work(self, work: Work, what: str, *, on_cpu: bool) -> None:
-        """Waits for a work handle; an engine's failure ends the group's use."""
+        """Waits for a work handle; a backend's failure ends the group's use."""
         seconds = self._domain.seconds
         if error := wait_work(work, self._poll, on_cpu=on_cpu, seconds=seconds):
             if not is_transport(error):
