@@ -484,7 +484,7 @@ def test_buckets_are_launched_once_and_in_order_by_several_threads():
 
         backward.launcher.launch, backward.launcher.copy_in = launch, lambda bucket: None
         backward.state = type(backward.state).RUNNING
-        backward.take_place()
+        backward.take_turn()
         for bucket in backward.buckets:
             bucket.ready.append(bucket.members[0])
         threads = [

@@ -51,9 +51,9 @@ def plan_buckets(
         alone: Per tensor *index*, whether it gets a bucket of its own, as sparse gradients do;
             empty means none.
         indices: The index by which each tensor is known in the plan; empty means 0, 1, 2, ….
-            When given, the order of `indices` is taken as the order in which the tensors become
-            ready, and buckets stay in the order in which they closed. Otherwise they are sorted
-            by their smallest index.
+            It decides the order of the buckets, too: when given, tensors are taken to become ready
+            in this order, and buckets stay in the order in which they closed. Otherwise they are
+            sorted by their smallest index.
 
     Returns:
         The plan. Every index is in exactly one bucket.

@@ -1,4 +1,8 @@
-"""Which bucket each parameter is in: makes the reducer's buckets for an order of readiness."""
+"""Which bucket each parameter is in, and which bucket is before which.
+
+Makes the reducer's buckets for an order of readiness. They are launched in the order of the list
+that `BucketAssigner.make` returns. `gradwire.buckets.plan_buckets` decides on sizes alone.
+"""
 
 from __future__ import annotations
 
@@ -35,6 +39,8 @@ IN_PLACE_BYTES = 4 << 20
 copying it into a bucket and back. With two ranks on two cores, a message costs 0.5 ms while both
 compute, and at 1 MiB that was a loss. On accelerators copies are cheap, messages are not."""
 
+_NO_LIMIT = 1 << 62
+
 BucketLayout = Callable[[Sequence[tuple[str, Parameter]]], Sequence[Sequence[str]]]
 """From the parameters, by name, to the names in each bucket, in the order of launch."""
 
@@ -45,13 +51,15 @@ class BucketAssigner:
 
     Attributes:
         caps: Bytes: the size limits of the first bucket, the second, …; None: our own.
-        keep: Whether gradients are views of their bucket.
+        as_views: Whether gradients are views of their bucket (gradient_as_bucket_view).
         lazy: Whether buckets have memory during backward only.
         sparse: Indices of parameters with sparse gradients.
         delayed: Indices of parameters that travel together after all others.
         extra_numel: How many numbers the first bucket with room for them has after its gradients,
             where there is no hook: it is one of float32 or float64.
         layout: Indices in each bucket, if they are given; no other order is then followed.
+        counts: For a static graph, how often each parameter's gradient arrives in a backward; once
+            if it is not there.
         ownership: What is known about the parameters' gradients.
     """
 
@@ -59,7 +67,7 @@ class BucketAssigner:
     parameters: Sequence[Parameter]
     group: ProcessGroup
     caps: Sequence[int] | None = None
-    keep: bool = False
+    as_views: bool = False
     lazy: bool = False
     sparse: Collection[int] = ()
     delayed: Collection[int] = ()
@@ -73,18 +81,22 @@ class BucketAssigner:
         return list(range(len(self.parameters)))[::-1]
 
     def make(self, order: Sequence[int], *, with_hook: bool) -> list[Bucket]:
-        """Buckets for parameters that become ready in this order; those not in it have none."""
-        kept = {i: self.parameters[i].grad for i in order} if self.keep else {}
+        """Buckets in their order of launch, for parameters that become ready in this order.
+
+        Parameters that are not in it have no bucket.
+        """
+        old_views = {i: self.parameters[i].grad for i in order} if self.as_views else {}
         buckets: list[Bucket] = []
-        options = BucketOptions(self.group, self.ownership, keep=self.keep, lazy=self.lazy)
+        options = BucketOptions(self.group, self.ownership, as_views=self.as_views, lazy=self.lazy)
         extra_numel = 0 if with_hook else self.extra_numel
         scale = 1.0 if with_hook else 1.0 / self.group.size()
-        for members in self._groups(order, with_hook=with_hook):
+        for members in self._partition(order, with_hook=with_hook):
             packed = []
             for i in members:
                 if i in self.sparse:
                     buckets.append(SparseBucket(self._member(i), scale, options))
                 elif self._travels_alone(i, with_hook=with_hook):
+                    # before the packed ones, some of which may become ready after it
                     buckets.append(InPlaceBucket(self._member(i), scale, options))
                 else:
                     packed.append(self._member(i))
@@ -93,12 +105,13 @@ class BucketAssigner:
                 room = extra_numel if exact else 0
                 buckets.append(PackedBucket(packed, scale, options, extra_numel=room))
                 extra_numel -= room
-        for i, gradient in kept.items():  # views of buckets that are no more
+        for i, gradient in old_views.items():  # views of buckets that are no more
             if gradient is not None:
                 self.parameters[i].grad = gradient.clone()
         return buckets
 
-    def _groups(self, order: Sequence[int], *, with_hook: bool) -> list[Sequence[int]]:
+    def _partition(self, order: Sequence[int], *, with_hook: bool) -> list[Sequence[int]]:
+        """The parameters of each bucket, in the order of launch."""
         if self.layout is not None:
             wanted = set(order)
             given = [[i for i in members if i in wanted] for members in self.layout]
@@ -106,7 +119,7 @@ class BucketAssigner:
         caps = self._caps(with_hook=with_hook)
         soon = [i for i in order if i not in self.delayed]
         late = [i for i in order if i in self.delayed]
-        return [*self._plan(soon, caps), *self._plan(late, [1 << 62])]
+        return [*self._plan(soon, caps), *self._plan(late, [_NO_LIMIT])]
 
     def _plan(self, order: Sequence[int], caps: Sequence[int]) -> Sequence[Sequence[int]]:
         params = [self.parameters[i] for i in order]

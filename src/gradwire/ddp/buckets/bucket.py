@@ -46,13 +46,13 @@ class BucketOptions:
     Attributes:
         group: The group that reduces; on shm, buffers lie in memory that its ranks share.
         ownership: What is known about the parameters' gradients.
-        keep: Whether gradients are views of their bucket's buffer (gradient_as_bucket_view).
+        as_views: Whether gradients are views of their bucket's buffer (gradient_as_bucket_view).
         lazy: Whether buffers are allocated in each backward, and released after it.
     """
 
     group: ProcessGroup
     ownership: Ownership
-    keep: bool = False
+    as_views: bool = False
     lazy: bool = False
 
 

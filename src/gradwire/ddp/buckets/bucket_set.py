@@ -58,6 +58,8 @@ class BucketSet:
         self.weights_bucket = next((b for b in self._buckets if b.extra_numel), None)
         if before and state is not None:
             rekey(state, before, self.layout)
+        # for a parameter in no bucket, one that expects no gradient and is never launched: what
+        # arrives there is unexpected. A sparse bucket allocates nothing
         options = BucketOptions(self._assigner.group, self._assigner.ownership)
         named = enumerate(zip(self._assigner.names, self._assigner.parameters, strict=True))
         self.of = [

@@ -50,7 +50,7 @@ class PackedBucket(Bucket):
         sizes = {m.index: m.parameter.nbytes if m.count == 1 else 0 for m in members}
         if scale != 1.0:
             members = sorted(members, key=lambda m: sizes[m.index] < AT_ONCE_BYTES)
-        self._keep, self._group, self._lazy = options.keep, options.group, options.lazy
+        self._as_views, self._group, self._lazy = options.as_views, options.group, options.lazy
         self.extra_numel = extra_numel
         self._views: list[Tensor] = []  # of the buffer, where there is one
         self._place = {
@@ -91,7 +91,7 @@ class PackedBucket(Bucket):
         """
         if not self._views:
             self._allocate()
-        elif not self._keep and (others := uses(self.flat) - self._own_uses):
+        elif not self._as_views and (others := uses(self.flat) - self._own_uses):
             in_buffer = 0
             for place, _ in self._place.values():
                 gradient = self.parameters[place].grad
@@ -105,7 +105,7 @@ class PackedBucket(Bucket):
         super().reset()
         if self._lazy and self._views:
             self._release()
-        self._writable = self._keep and not self._lazy
+        self._writable = self._as_views and not self._lazy
         self._batch: list[int] = []
         self._batch_bytes = 0
         self._saved: dict[int, Tensor] = {}
@@ -137,13 +137,13 @@ class PackedBucket(Bucket):
         self, member: int, gradient: Tensor, *, listed: int = 0, over: bool = False
     ) -> bool:
         """Whether a gradient may live in the buffer from now on."""
-        if self._keep:
+        if self._as_views:
             return over or member not in self._ownership.shared
         # one more name than where the count is made
         return self._ownership.may_move(member, gradient, listed=listed + 1, over=over)
 
     def _move_to(self, parameter: Parameter, gradient: Tensor, view: Tensor) -> None:
-        if self._keep:
+        if self._as_views:
             parameter.grad = view
         elif is_conj_or_neg(gradient):  # what it lies in would be read as conjugated
             parameter.grad = view.detach()
@@ -216,9 +216,9 @@ class PackedBucket(Bucket):
         self._copy_to_views(outside)
         # not of shared ones: another reducer would take our reference for that of a reader
         alone = self._ownership.shared.isdisjoint(self.members)
-        if alone and not (self.unused or self._deferred or self._keep):
+        if alone and not (self.unused or self._deferred or self._as_views):
             self._copied_in = outside
-        if self._keep and not self._with_graph:
+        if self._as_views and not self._with_graph:
             for place, gradient, view in outside:
                 if self._may_move(self.members[place], gradient):
                     self.parameters[place].grad = view
@@ -293,6 +293,6 @@ class PackedBucket(Bucket):
             if gradient is not None and gradient.data_ptr() == view.data_ptr():
                 view.copy_(self._saved[place])
         elif gradient is None:
-            parameter.grad = view.copy_(reduced) if self._keep else reduced.clone()
+            parameter.grad = view.copy_(reduced) if self._as_views else reduced.clone()
         elif gradient.data_ptr() != reduced.data_ptr():
             gradient.copy_(reduced)

@@ -23,7 +23,7 @@ from gradwire._engine_errors import backend_failure, is_over
 from gradwire.ddp.faults.collective_log import group_named
 from gradwire.ddp.faults.participants import Participant
 from gradwire.ddp.faults.protocol import all_took_part, may_finish
-from gradwire.ddp.faults.resynchronizer import UNDECIDED, Resynchronizer
+from gradwire.ddp.faults.resynchronizer import UNDECIDED_TEXT, Resynchronizer
 from gradwire.ddp.faults.waiting import first_failure, pending_work
 from gradwire.errors import BrokenGroupError, DistributedError, HookError, ReductionError
 from gradwire.shm.register import member_of
@@ -33,10 +33,10 @@ __all__ = ["FaultDomain", "Participant"]
 RESYNC_POLL_SECONDS = 2e-3
 _DOMAINS: weakref.WeakKeyDictionary[ProcessGroup, FaultDomain] = weakref.WeakKeyDictionary()
 _DOMAINS_LOCK = threading.Lock()
-_INTERRUPTED: set[FaultDomain] = set()
+_WITH_INTERRUPTED: set[FaultDomain] = set()
 """Those with a backward that an exception ended on this rank."""
 
-INTERRUPTED = "backward was interrupted by an exception"
+INTERRUPTED_TEXT = "backward was interrupted by an exception"
 
 
 class FaultDomain(Resynchronizer):
@@ -99,16 +99,16 @@ class FaultDomain(Resynchronizer):
 
     def note_interrupted(self) -> None:
         """An exception ended a participant's backward here; `recover` reports it to the ranks."""
-        _INTERRUPTED.add(self)
+        _WITH_INTERRUPTED.add(self)
 
     def recover(self) -> None:
         """Bring all ranks out of backwards that exceptions ended here; then `raise_deferred`.
 
         For all groups at once: one exception may have ended backwards in several.
         """
-        if not _INTERRUPTED and not self.running:
+        if not _WITH_INTERRUPTED and not self.running:
             return
-        domains = {self, *_INTERRUPTED}
+        domains = {self, *_WITH_INTERRUPTED}
         for domain in domains:
             domain._report_interrupted()
         _advance_all()
@@ -116,24 +116,24 @@ class FaultDomain(Resynchronizer):
             domain._after_interrupted()
 
     def _report_interrupted(self) -> None:
-        if self not in _INTERRUPTED or self.broken is not None:
+        if self not in _WITH_INTERRUPTED or self.broken is not None:
             return
         if self.deferred is not None:
             return  # another rank's error has ended that backward on every rank already
-        self.begin_round(UNDECIDED if self.participants.undecided() else INTERRUPTED)
+        self.begin_round(UNDECIDED_TEXT if self.participants.undecided() else INTERRUPTED_TEXT)
 
     def _after_interrupted(self) -> None:
         """Raises nothing: the caller knows of the exception that ended the backward."""
-        if self not in _INTERRUPTED:
+        if self not in _WITH_INTERRUPTED:
             return
-        _INTERRUPTED.discard(self)
+        _WITH_INTERRUPTED.discard(self)
         if self.broken is not None:
             return
         undecided = self.participants.undecided()
         if not self.diverged and any(all_took_part(end, self.positions) for end in undecided):
             # It was interrupted after this rank's statement of that round, as COMMITTING: the
             # others do not know yet that this rank has not taken their step.
-            self.begin_round(UNDECIDED)
+            self.begin_round(UNDECIDED_TEXT)
             _advance_all()
             if self.broken is not None:
                 return

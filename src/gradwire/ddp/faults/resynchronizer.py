@@ -23,10 +23,10 @@ from gradwire.ddp.faults.waiting import pending_work
 from gradwire.ddp.group import broadcast_options, message_device, timeout_of
 from gradwire.errors import BrokenGroupError, DistributedError, PeerFailedError
 
-__all__ = ["UNDECIDED", "Resynchronizer"]
+__all__ = ["UNDECIDED_TEXT", "Resynchronizer"]
 
 TOKEN_BYTES = 16
-UNDECIDED = (
+UNDECIDED_TEXT = (
     "backward was interrupted by an exception after its last message: ranks that reduced gradients "
     "in that step have taken a step that this rank has not; give all ranks the same parameters"
 )
@@ -193,7 +193,7 @@ class Resynchronizer:
         self._channel.next_round()
         self._round, self.positions, self.diverged = None, done.positions, ""
         if done.diverged:
-            self.diverged = f"ranks {done.diverged}: {UNDECIDED}"
+            self.diverged = f"ranks {done.diverged}: {UNDECIDED_TEXT}"
         self.log.clear()
         self._works.clear()
         self.chain = None

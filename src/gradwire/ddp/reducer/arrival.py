@@ -35,11 +35,11 @@ def on_output(reference: weakref.ref[Backward], _: Tensor) -> None:
     if backward is None:
         return
     state = backward.state
-    if backward.running and not backward.has_place:
-        backward.take_place()
+    if backward.running and not backward.has_turn:
+        backward.take_turn()
     if backward.running or state in (BackwardState.LOCAL, BackwardState.FINALIZED):
         return
-    if state is BackwardState.REDUCED and backward.usage.static and backward.order is not None:
+    if state is BackwardState.REDUCED and backward.usage.static and backward.arrivals is not None:
         return  # a static graph's second backward goes by the first one's, which is not known yet
     _begin(backward)
 
@@ -69,8 +69,8 @@ def on_gradient(
         return
     if not running:
         _begin(backward, index, incoming[0])
-    if backward.order is not None:
-        backward.order.append(index)
+    if backward.arrivals is not None:
+        backward.arrivals.append(index)
     bucket = backward.buckets.of[index]
     bucket.ready.append(index)
     if index in bucket.early:
@@ -86,8 +86,8 @@ def _on_undefined(backward: Backward, index: int) -> None:
     """A parameter's node was run, and had no gradient: others may have one."""
     if not backward.running:
         _begin(backward, index)
-    if backward.order is not None:
-        backward.order.append(index)
+    if backward.arrivals is not None:
+        backward.arrivals.append(index)
     backward.had_undefined = True
     bucket = backward.buckets.of[index]
     bucket.mark_unused([index])
@@ -126,9 +126,9 @@ def _begin(backward: Backward, index: int | None = None, incoming: Tensor | None
         else:
             backward.transition(Event.BEGIN)
         backward.assigner.ownership.begin(backward.parameters, index, incoming)
-        backward.has_place = False
+        backward.has_turn = False
         if index is None or not backward.usage.find_unused or not backward.others():
-            backward.take_place()
+            backward.take_turn()
         backward.runs += 1
         backward.task = torch._C._current_graph_task_id()
         engine = torch.autograd.Variable._execution_engine

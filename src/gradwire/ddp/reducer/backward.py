@@ -40,11 +40,13 @@ class Backward:
         step: How many backwards were prepared on this rank.
         runs: How many backwards have begun: the callback of an earlier one is recognized by it.
         task: Autograd's number of the running backward.
-        has_place: Whether its place among the reducers of the running backward is known.
-        predecessors: Reducers of the group that have an earlier place in the same backward: theirs
+        has_turn: Whether its turn among the reducers that share the running backward is known.
+        predecessors: The group's reducers whose turn in the same backward is earlier: their buckets
             go first.
-        order: The order of arrival, until buckets have been rebuilt.
-        ready_order: That of the first backward that was reduced, until then.
+        arrivals: Indices of parameters as their gradients come in this backward; None once buckets
+            are as they stay.
+        ready_order: The arrivals of the first backward that was reduced, and of its repetitions,
+            by which buckets are to be rebuilt; None before it, and once they are as they stay.
         had_undefined: Whether autograd passed a parameter no gradient.
         takes_part: Whether the backward is this rank's part even if no parameter gets a gradient.
         ranks: How many ranks gradients are divided by.
@@ -63,9 +65,9 @@ class Backward:
         self.names, self.parameters = assigner.names, assigner.parameters
         self.buckets, self.timer = BucketSet(assigner), StepTimer()
         self.state, self.end, self.runs = BackwardState.LOCAL, 0, 0
-        self.task, self.has_place = -1, True
+        self.task, self.has_turn = -1, True
         self.predecessors: set[Backward] = set()
-        self.order: list[int] | None = []
+        self.arrivals: list[int] | None = []
         self.ready_order: Sequence[int] | None = None
         self.had_undefined = self.takes_part = False
         self.skip_unused = self.manual = self.rebuild = self.has_rebuilt = False
@@ -146,21 +148,21 @@ class Backward:
 
     def reassign_buckets(self, order: Sequence[int], *, keep_state: bool = True) -> None:
         """Assign buckets for this order of readiness, until a backward has shown a better one."""
-        self.order, self.ready_order = [], None
+        self.arrivals, self.ready_order = [], None
         self._make_buckets(order, keep_state=keep_state)
         if self.state is BackwardState.EXPECTED:
             self.prepare_buckets()
 
     def rebuild_once(self) -> None:
         """After the first backward that was reduced: assign buckets in its order, or never."""
-        if self.order is None or self.ready_order is None:
+        if self.arrivals is None or self.ready_order is None:
             return
         self.has_rebuilt = self.rebuild
         if self.rebuild:
             self._rebuild_buckets(self.ready_order)
             self.domain.raise_deferred()  # an error that was reported during the broadcast
         else:
-            self.order = self.ready_order = None
+            self.arrivals = self.ready_order = None
 
     def _rebuild_buckets(self, order: Sequence[int]) -> None:
         """Assign buckets for good, in the order in which rank 0's gradients became ready."""
@@ -168,7 +170,7 @@ class Backward:
         own = [*dict.fromkeys([*order, *self.assigner.first_order()])]
         agreed = self.launcher.broadcast_order(own)
         self._clear()
-        self.order = self.ready_order = None
+        self.arrivals = self.ready_order = None
         never = self.usage.unused if self.usage.static else frozenset()
         self._make_buckets([i for i in agreed if i not in never])
 
@@ -177,16 +179,16 @@ class Backward:
         state = self.launcher.state if keep_state else None
         self.buckets.make(order, with_hook=self.launcher.hook is not None, state=state)
 
-    def take_place(self) -> None:
-        """Send after the reducers that have a place in this backward already.
+    def take_turn(self) -> None:
+        """Send after the reducers that have a turn in this backward already.
 
-        Where parameters may be left out, places go by the order in which backward reaches the
+        Where parameters may be left out, turns go by the order in which backward reaches the
         outputs: a gradient may come before them on one rank, from the loss, and after them on
         another.
         """
         with self.domain.lock:
-            self.has_place = True
-            self.predecessors |= {b for b in self.others() if b.running and b.has_place}
+            self.has_turn = True
+            self.predecessors |= {b for b in self.others() if b.running and b.has_turn}
 
     # -- its end ---------------------------------------------------------------------------
 
@@ -198,8 +200,8 @@ class Backward:
     def commit(self, used: Sequence[int]) -> None:
         """Gradients hold what was reduced."""
         self.domain.committed(self.end)
-        if self.order is not None:
-            self.ready_order = [*dict.fromkeys([*(self.ready_order or ()), *self.order])]
+        if self.arrivals is not None:
+            self.ready_order = [*dict.fromkeys([*(self.ready_order or ()), *self.arrivals])]
         if self.usage.recording:
             self.usage.record(used)
         self.weights.clear()
@@ -278,6 +280,6 @@ class Backward:
         self.predecessors.clear()
         for other in self.others():
             other.predecessors.discard(self)
-        if self.order is not None:
-            self.order.clear()
+        if self.arrivals is not None:
+            self.arrivals.clear()
         self.buckets.reset()

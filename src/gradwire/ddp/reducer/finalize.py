@@ -16,7 +16,7 @@ from gradwire.ddp.faults.backward_state import BackwardState, Event
 from gradwire.ddp.reducer.backward import Backward
 from gradwire.ddp.reducer.in_backward import step_and_clear
 from gradwire.ddp.reducer.launch import Launched
-from gradwire.ddp.reducer.launch_order import all_launched, launch, launch_in_order
+from gradwire.ddp.reducer.launch_order import all_launched, launch_filled, launch_in_order
 from gradwire.ddp.reducer.weights import NO_WEIGHTS_BUCKET, WEIGHT_SUMS
 from gradwire.errors import NotSupportedError, ReductionError
 
@@ -50,8 +50,8 @@ def _end(backward: Backward) -> None:
     backward.timer.compute_end = perf_counter_ns()
     with torch.no_grad():
         _mark_missing(backward)
-        if not backward.has_place:
-            backward.take_place()
+        if not backward.has_turn:
+            backward.take_turn()
         if not backward.predecessors:
             _launch_others(backward)
             launch_in_order(backward, final=True)
@@ -98,8 +98,8 @@ def finalize_manually(backward: Backward) -> None:
             "finalize_backward() once"
         )
     with torch.no_grad():
-        if running and not backward.has_place:
-            backward.take_place()
+        if running and not backward.has_turn:
+            backward.take_turn()
         if running and not backward.predecessors:
             launch_in_order(backward, final=True)
         if not all_launched(backward):
@@ -158,7 +158,7 @@ def shadow(backward: Backward) -> None:
             backward.domain.connect()
             for number, bucket in enumerate(backward.buckets, 1):
                 bucket.zero()
-                launch(backward, bucket, is_last=number == len(backward.buckets))
+                launch_filled(backward, bucket, is_last=number == len(backward.buckets))
             _receive(backward, (), WEIGHT_SUMS * [0.0])
     except BaseException:
         backward.interrupt()

@@ -2,6 +2,10 @@
 
 A bucket that is launched before another on one rank and after it on the next would be summed with
 it. The last bucket is kept back until backward has ended: its message is the vote.
+
+The order is that of the `BucketSet`. `BucketAssigner.make` decides it, from an order of parameters
+that all ranks have: the reverse of their registration, and after the first backward that in which
+rank 0's gradients became ready (`Backward.rebuild_once`).
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from gradwire.ddp.buckets.sparse import SparseBucket
 from gradwire.ddp.reducer.backward import Backward
 from gradwire.ddp.reducer.launch import Launched
 
-__all__ = ["all_launched", "has_only_last_left", "launch", "launch_in_order"]
+__all__ = ["all_launched", "has_only_last_left", "launch_filled", "launch_in_order"]
 
 
 def launch_in_order(backward: Backward, *, final: bool) -> None:
@@ -27,9 +31,9 @@ def launch_in_order(backward: Backward, *, final: bool) -> None:
         final: Whether backward has ended. Whatever fails before, fails before all ranks have sent
             the last bucket, and so none of them takes the result.
     """
-    if not backward.has_place or any(not has_only_last_left(b) for b in backward.predecessors):
+    if not backward.has_turn or any(not has_only_last_left(b) for b in backward.predecessors):
         return
-    _launch_full(backward, final=final)
+    _launch_ready(backward, final=final)
     if not final and has_only_last_left(backward):
         for other in backward.others():
             if backward in other.predecessors:  # it may have waited for this one alone
@@ -38,7 +42,8 @@ def launch_in_order(backward: Backward, *, final: bool) -> None:
 
 def has_only_last_left(backward: Backward) -> bool:
     """Whether all buckets have been launched but the last."""
-    # read without the lock: the list only grows while autograd runs, and `_launch_full` looks again
+    # read without the lock: the list only grows while autograd runs, and `_launch_ready` looks
+    # again
     launched = len(backward.launcher.launched)
     return launched >= len(backward.buckets) or _is_last(backward, launched)
 
@@ -48,8 +53,8 @@ def all_launched(backward: Backward) -> bool:
     return len(backward.launcher.launched) >= len(backward.buckets)
 
 
-def launch(backward: Backward, bucket: Bucket, *, is_last: bool) -> None:
-    """Launch a bucket whose buffer is filled."""
+def launch_filled(backward: Backward, bucket: Bucket, *, is_last: bool) -> None:
+    """Launch a bucket whose buffer is filled; the backward is COMMITTING if this is its vote."""
     votes = backward.launcher.hook is None and not backward.usage.allows_unused
     # a sparse bucket is several messages: `finalize` counts when they are sent
     if is_last and votes and not isinstance(bucket, SparseBucket):
@@ -57,7 +62,8 @@ def launch(backward: Backward, bucket: Bucket, *, is_last: bool) -> None:
     backward.launcher.launch(bucket, is_last=is_last)
 
 
-def _launch_full(backward: Backward, *, final: bool) -> None:
+def _launch_ready(backward: Backward, *, final: bool) -> None:
+    """Fill and launch the buckets that come next, as far as they are ready."""
     buckets, launched = backward.buckets, backward.launcher.launched
     # on several devices, autograd has a thread for each: the next bucket is found and launched
     # by one of them at a time
@@ -76,7 +82,7 @@ def _launch_full(backward: Backward, *, final: bool) -> None:
             if bucket.extra_numel:
                 backward.weights.write(bucket.flat)
             backward.timer.comm_start = backward.timer.comm_start or perf_counter_ns()
-            launch(backward, bucket, is_last=is_last)
+            launch_filled(backward, bucket, is_last=is_last)
 
 
 def _is_last(backward: Backward, index: int) -> bool:

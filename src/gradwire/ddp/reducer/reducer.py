@@ -112,7 +112,7 @@ class Reducer:
             [p for _, p in parameters],
             group,
             caps=None if caps is None else list(caps),
-            keep=gradient_as_bucket_view,
+            as_views=gradient_as_bucket_view,
             lazy=lazy,
             sparse={i for i, name in enumerate(names) if name in sparse},
             delayed={i for i, name in enumerate(names) if name in delayed},
@@ -177,7 +177,7 @@ class Reducer:
     @property
     def rebuilt(self) -> bool:
         """Whether buckets are as they stay, made in the order of a backward."""
-        return self._backward.has_rebuilt and self._backward.order is None
+        return self._backward.has_rebuilt and self._backward.arrivals is None
 
     @property
     def layout(self) -> list[list[Part]]:
@@ -285,7 +285,7 @@ class Reducer:
     def must_return_first(self) -> bool:
         """Whether the next backward has to return before `finalize` is called."""
         backward = self._backward
-        return backward.manual and (backward.order is not None or backward.usage.recording)
+        return backward.manual and (backward.arrivals is not None or backward.usage.recording)
 
     def finalize(self) -> None:
         """End a backward, after it or in one of its hooks: with `manual_finalization`.
