@@ -123,7 +123,7 @@ def _messages(tensors: Sequence[Tensor], buffer_size: int) -> Sequence[Sequence[
 
 
 @dataclass
-class _InFlight:
+class _Message:
     """A message in flight, and what has to be copied where once it has arrived."""
 
     work: Work
@@ -139,7 +139,7 @@ class _Wire:
         self._group = group
         self._is_root = group.rank() == root
         self._options = broadcast_options(root)
-        self._in_flight: deque[_InFlight] = deque()
+        self._in_flight: deque[_Message] = deque()
         self._spare: list[Tensor] = []
 
     def send_large(self, tensor: Tensor) -> None:
@@ -179,10 +179,10 @@ class _Wire:
         while self._in_flight:
             self._finish_one()
 
-    def _send(self, wire: Tensor, staging: Tensor | None = None) -> _InFlight:
+    def _send(self, wire: Tensor, staging: Tensor | None = None) -> _Message:
         while len(self._in_flight) >= IN_FLIGHT:
             self._finish_one()
-        message = _InFlight(self._group.broadcast([wire], self._options), staging)
+        message = _Message(self._group.broadcast([wire], self._options), staging)
         self._in_flight.append(message)
         return message
 

@@ -96,7 +96,7 @@ class Handle(Generic[T]):
 class AsyncState:
     """What the start and the wait of one asynchronous collective share, on this rank.
 
-    Args:
+    Attributes:
         pending: The collective, from the start to the wait.
         adjoint: In backward, the state of the adjoint collective, from the wait to the start.
         result: A copy of the result, if backward needs it.

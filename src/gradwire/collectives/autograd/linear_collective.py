@@ -32,7 +32,7 @@ __all__ = [
     "eager_apply",
     "graph_is_needed",
     "is_transformed",
-    "register",
+    "register_plan",
     "result_like",
 ]
 
@@ -202,14 +202,14 @@ def decode_plan(name: str, ints: Sequence[int], group_name: str) -> LinearCollec
     return plan_class(group, *(_from_ints(values) for _ in plan_class.field_names))
 
 
-def register(plan_class: type[P]) -> type[P]:
+def register_plan(plan_class: type[P]) -> type[P]:
     """Class decorator: give the collective a custom op, `gradwire::<name>`, for compiled graphs.
 
     Dynamo refuses an autograd function with a rule for forward mode; so compiled graphs have an
     operator of their own, whose backward is the adjoint's operator.
 
-    Stands above `@dataclass`, whose fields it lists; `name` is unique. Checks are not included: the
-    public function calls `run_checked`.
+    Stands above `@dataclass`, whose fields it lists, or alone where a plan adds none to the base
+    class's. `name` is unique. Checks are not included: the public function calls `run_checked`.
     """
     name = plan_class.name
     _plan_classes[name] = plan_class

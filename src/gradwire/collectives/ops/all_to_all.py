@@ -141,7 +141,10 @@ def _exchange_rows(
     async_op: bool,
     check: bool | None,
 ) -> tuple[Any, tuple[int, ...] | None]:
-    """The exchanged rows, or a handle; and how many came from each rank, if not equal numbers."""
+    """The exchanged rows, or a handle; and how many came from each rank, if not equal numbers.
+
+    `send` is None where the caller gave no splits: ranks then exchange no sizes, unless checks do.
+    """
     receive = None
     if output_splits is not None:
         receive = valid_sizes(output_splits, group, "output_splits")
@@ -160,10 +163,12 @@ def _exchange_rows(
     requested = consistency.requested(check)
     if requested:
         rows, context, peers = consistency.agree(group, rows, describe())
+        # without splits, too, ranks may have different numbers of rows
         if send is not None or any(peer.send != peers[0].send for peer in peers):
             send = send or equal_sizes(rows.shape[0], group, "x")
             receive = tuple(peer.send[group.rank()] for peer in peers)
     elif send is None and receive is None:
+        # all ranks have one signature, as `run_checked` needs it; with splits each has another
         plan = AllToAll(group)
 
         def start(rows: Tensor, context: CheckContext) -> Any:

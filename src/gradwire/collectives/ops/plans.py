@@ -16,7 +16,11 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives import wire
-from gradwire.collectives.autograd.linear_collective import LinearCollective, apply_linear, register
+from gradwire.collectives.autograd.linear_collective import (
+    LinearCollective,
+    apply_linear,
+    register_plan,
+)
 from gradwire.collectives.wire import Pending
 from gradwire.collectives.wire.backends import contiguous_copy
 
@@ -54,7 +58,7 @@ class ReductionCollective(LinearCollective):
         return apply_linear(self.adjoint(), y)
 
 
-@register
+@register_plan
 class AllReduce(ReductionCollective):
     """The sum, on every rank."""
 
@@ -70,7 +74,7 @@ class AllReduce(ReductionCollective):
         return self
 
 
-@register
+@register_plan
 class Invariant(LinearCollective):
     """The sum of values that vary to one that does not: nothing is sent back."""
 
@@ -83,7 +87,7 @@ class Invariant(LinearCollective):
         return Vary(self.group)
 
 
-@register
+@register_plan
 class Vary(LinearCollective):
     """A value that is the same on all ranks, to be used differently on each."""
 
@@ -96,7 +100,7 @@ class Vary(LinearCollective):
         return Invariant(self.group)
 
 
-@register
+@register_plan
 @dataclass(frozen=True)
 class Broadcast(LinearCollective):
     """The root's tensor; the other ranks' inputs are not read."""
@@ -111,7 +115,7 @@ class Broadcast(LinearCollective):
         return Reduce(self.group, self.root)
 
 
-@register
+@register_plan
 @dataclass(frozen=True)
 class Reduce(ReductionCollective):
     """The sum on the root, zeros on the other ranks."""
@@ -126,7 +130,7 @@ class Reduce(ReductionCollective):
         return Broadcast(self.group, self.root)
 
 
-@register
+@register_plan
 @dataclass(frozen=True)
 class AllGather(LinearCollective):
     """All ranks' rows, on every rank."""
@@ -144,7 +148,7 @@ class AllGather(LinearCollective):
         return rows * self.group.size() if self.sizes is None else sum(self.sizes)
 
 
-@register
+@register_plan
 @dataclass(frozen=True)
 class ReduceScatter(ReductionCollective):
     """The sum, of which each rank gets its rows."""
@@ -162,7 +166,7 @@ class ReduceScatter(ReductionCollective):
         return rows // self.group.size() if self.sizes is None else self.sizes[self.group.rank()]
 
 
-@register
+@register_plan
 @dataclass(frozen=True)
 class Gather(LinearCollective):
     """All ranks' rows on the root; zeros, `other_rows` rows of them, on the other ranks."""
@@ -182,7 +186,7 @@ class Gather(LinearCollective):
         return sum(self.sizes) if self.group.rank() == self.root else self.other_rows
 
 
-@register
+@register_plan
 @dataclass(frozen=True)
 class Scatter(LinearCollective):
     """The root's rows, some to each rank; the others' input, `other_rows` rows, is not read."""
@@ -202,26 +206,29 @@ class Scatter(LinearCollective):
         return self.sizes[self.group.rank()]
 
 
-@register
+@register_plan
 @dataclass(frozen=True)
 class AllToAll(LinearCollective):
-    """Rows to each rank and rows from each rank; equal numbers of them if None."""
+    """Rows to each rank and rows from each rank; equal numbers of them if None.
 
-    send: tuple[int, ...] | None = None
-    receive: tuple[int, ...] | None = None
+    Both splits are given, or none: only with none are the result's rows the input's.
+    """
+
+    input_splits: tuple[int, ...] | None = None
+    output_splits: tuple[int, ...] | None = None
     name = "all_to_all"
 
     def start(self, x: Tensor, blocking: bool = False) -> Pending:
-        return wire.all_to_all(x, self.send, self.receive, self.group, blocking)
+        return wire.all_to_all(x, self.input_splits, self.output_splits, self.group, blocking)
 
     def adjoint(self) -> AllToAll:
-        return AllToAll(self.group, self.receive, self.send)
+        return AllToAll(self.group, self.output_splits, self.input_splits)
 
     def rows(self, rows: int) -> int:
-        return rows if self.receive is None else sum(self.receive)
+        return rows if self.output_splits is None else sum(self.output_splits)
 
 
-@register
+@register_plan
 @dataclass(frozen=True)
 class Permute(LinearCollective):
     """Each tensor to the rank that its (source, destination) pair names; zeros where none comes."""
@@ -256,7 +263,7 @@ class Permute(LinearCollective):
         return Permute(self.group, pairs)
 
 
-@register
+@register_plan
 @dataclass(frozen=True)
 class SendReceive(LinearCollective):
     """The tensor to one rank while another's comes in; zeros where none does."""
@@ -281,7 +288,7 @@ class SendReceive(LinearCollective):
         return SendReceive(self.group, self.source, self.destination)
 
 
-@register
+@register_plan
 class Barrier(LinearCollective):
     """The identity, which waits for all ranks in both passes."""
 

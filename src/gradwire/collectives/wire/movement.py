@@ -161,18 +161,18 @@ def scatter(
 
 def all_to_all(
     x: Tensor,
-    send: Sequence[int] | None,
-    receive: Sequence[int] | None,
+    input_splits: Sequence[int] | None,
+    output_splits: Sequence[int] | None,
     group: ProcessGroup,
     blocking: bool = False,
 ) -> Pending:
     """Rows to each rank and rows from each rank; equal numbers of them if not given."""
     group, _ = callee_of(group, x)
-    out = empty_rows(x, x.shape[0] if receive is None else sum(receive))
-    if x.shape[1:].numel() == 0 or (send is None and x.numel() == 0):
+    out = empty_rows(x, x.shape[0] if output_splits is None else sum(output_splits))
+    if x.shape[1:].numel() == 0 or (input_splits is None and x.numel() == 0):
         return done(out)
     source = dense(x)
-    splits = list(receive or ()), list(send or ())
+    splits = list(output_splits or ()), list(input_splits or ())
     work = getattr(group, ALL_TO_ALL_SINGLE)(
         by_rows(out), by_rows(source), *splits, options(dist.AllToAllOptions, blocking)
     )

@@ -24,7 +24,7 @@ from gradwire.ddp.faults.collective_log import group_named
 from gradwire.ddp.faults.participants import Participant
 from gradwire.ddp.faults.protocol import all_took_part, may_finish
 from gradwire.ddp.faults.resynchronizer import UNDECIDED_TEXT, Resynchronizer
-from gradwire.ddp.faults.waiting import first_failure, pending_work
+from gradwire.ddp.faults.waiting import first_failure, work_in_flight
 from gradwire.errors import BrokenGroupError, DistributedError, HookError, ReductionError
 from gradwire.shm.register import member_of
 
@@ -84,7 +84,7 @@ class FaultDomain(Resynchronizer):
 
     def _backend_error(self) -> BaseException | None:
         """What a collective of a hook failed with: its handle has it, or its group on shm."""
-        if error := first_failure([pending_work(work) for work in self.log.works]):
+        if error := first_failure([work_in_flight(work) for work in self.log.works]):
             return error
         for group in (self.group, *map(group_named, self.log.elsewhere)):
             member = None if group is None else member_of(group)

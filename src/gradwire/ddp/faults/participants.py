@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from gradwire.ddp.faults.backward_state import BackwardState
-from gradwire.ddp.faults.waiting import Pending
+from gradwire.ddp.faults.waiting import InFlight
 
 __all__ = ["Participant", "Participants"]
 
@@ -23,7 +23,7 @@ class Participant(Protocol):
     state: BackwardState
     end: int
 
-    def pending(self) -> list[Pending]:
+    def in_flight(self) -> list[InFlight]:
         """What it has under way."""
         ...
 
@@ -68,9 +68,9 @@ class Participants:
             return []
         return [p.end for p in self if p.state is BackwardState.UNDECIDED]
 
-    def pending(self) -> list[Pending]:
+    def in_flight(self) -> list[InFlight]:
         """What all of them have under way."""
-        return [pending for participant in self for pending in participant.pending()]
+        return [one for participant in self for one in participant.in_flight()]
 
     def start_over(self) -> None:
         """Call `start_over` of each."""

@@ -24,7 +24,7 @@ from gradwire.ddp.faults.protocol import (
     missing_elsewhere,
     next_phase,
 )
-from gradwire.ddp.faults.waiting import Pending, first_failure, pending_work
+from gradwire.ddp.faults.waiting import InFlight, first_failure, work_in_flight
 from gradwire.errors import BrokenGroupError, CollectiveTimeoutError, PeerLostError
 
 __all__ = ["RESYNC_TIMEOUT_SECONDS", "ResynchronizationRound"]
@@ -43,7 +43,7 @@ class ResynchronizationRound:
         channel: Its error channel.
         log: Its log.
         statement: This rank's.
-        pending: What this rank has under way.
+        in_flight: What this rank has under way.
         seconds: The group's timeout.
 
     Attributes:
@@ -61,11 +61,11 @@ class ResynchronizationRound:
         channel: ErrorChannel,
         log: CollectiveLog,
         statement: Statement,
-        pending: Sequence[Pending],
+        in_flight: Sequence[InFlight],
         seconds: float,
     ) -> None:
         self._group, self._channel, self._log = group, channel, log
-        self._statement, self._pending = statement, list(pending)
+        self._statement, self._in_flight = statement, list(in_flight)
         self.own = statement.error
         self.failures: dict[int, str] = {}
         self.positions: list[int] = []
@@ -126,13 +126,13 @@ class ResynchronizationRound:
     def _join(self, statements: Sequence[Statement]) -> None:
         own = self._log.position(self._group)
         for entry in missing(own, [(s.position, s.sent) for s in statements]):
-            self._pending.append(pending_work(join(self._group, entry)))
+            self._in_flight.append(work_in_flight(join(self._group, entry)))
         for name in sorted({name for s in statements for name in s.elsewhere}):
             group = group_named(name)
             if group is not None:
                 at = sequence_number(group)
                 for entry in missing_elsewhere(name, at, statements):
-                    self._pending.append(pending_work(join(group, entry)))
+                    self._in_flight.append(work_in_flight(join(group, entry)))
 
     def _ended(self) -> bool:
         """Whether all that is under way has ended, or it is known that it cannot."""
@@ -140,7 +140,7 @@ class ResynchronizationRound:
             return True
         if self._log.position(self._group) > self._goal:
             self._outcome = "a hook went on to further collectives after the error"
-        elif all(p.done() for p in self._pending):
+        elif all(p.done() for p in self._in_flight):
             self._raise_failure()
         elif time.monotonic() > self._deadline:
             self._outcome = f"collectives were still under way after {self._timeout:g} s"
@@ -181,7 +181,7 @@ class ResynchronizationRound:
             )
 
     def _raise_failure(self) -> None:
-        if failure := first_failure(self._pending):
+        if failure := first_failure(self._in_flight):
             raise PeerLostError(f"a rank was lost while resynchronizing: {failure}") from failure
 
     def _publish(self, topic: str, value: Any) -> None:

@@ -19,7 +19,7 @@ from gradwire.ddp.faults.error_channel import STORE_USE, ErrorChannel
 from gradwire.ddp.faults.participants import Participants
 from gradwire.ddp.faults.protocol import Statement
 from gradwire.ddp.faults.resynchronization_round import ResynchronizationRound
-from gradwire.ddp.faults.waiting import pending_work
+from gradwire.ddp.faults.waiting import work_in_flight
 from gradwire.ddp.group import broadcast_options, message_device, timeout_of
 from gradwire.errors import BrokenGroupError, DistributedError, PeerFailedError
 
@@ -152,9 +152,9 @@ class Resynchronizer:
         }
         undecided = max(self.participants.undecided(), default=None)
         statement = Statement(error, self.position(), list(log.sent), elsewhere, undecided)
-        pending = self.participants.pending()
-        pending += [pending_work(work) for work in (*log.works, *self._works)]
-        return ResynchronizationRound(group, self._channel, log, statement, pending, self.seconds)
+        in_flight = self.participants.in_flight()
+        in_flight += [work_in_flight(work) for work in (*log.works, *self._works)]
+        return ResynchronizationRound(group, self._channel, log, statement, in_flight, self.seconds)
 
     def advance(self) -> bool:
         """Go on as far as is possible without waiting; whether there is more to do.

@@ -23,14 +23,14 @@ from gradwire.errors import CollectiveTimeoutError
 
 __all__ = [
     "POLL_SECONDS",
-    "Pending",
+    "InFlight",
     "failure_of",
     "first_failure",
-    "pending_future",
-    "pending_work",
+    "future_in_flight",
     "wait_done",
     "wait_future",
     "wait_work",
+    "work_in_flight",
 ]
 
 POLL_SECONDS = 0.2
@@ -40,21 +40,24 @@ GRACE_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
-class Pending:
-    """Communication that a rank has under way: whether it has ended, and the backend's error."""
+class InFlight:
+    """Communication that a rank has under way: whether it has ended, and the backend's error.
+
+    To be looked at, not waited for: several may be in flight, and the wait for one of them polls.
+    """
 
     done: Callable[[], bool]
     error: Callable[[], BaseException | None]
 
 
-def pending_work(work: Work) -> Pending:
-    """A work handle as something pending."""
-    return Pending(lambda: is_done(work), lambda: failure_of(work))
+def work_in_flight(work: Work) -> InFlight:
+    """A work handle as in flight."""
+    return InFlight(lambda: is_done(work), lambda: failure_of(work))
 
 
-def pending_future(future: torch._C.Future[Any]) -> Pending:
-    """A hook's future as something pending. Its error may be the hook's own, and does not count."""
-    return Pending(future.done, lambda: None)
+def future_in_flight(future: torch._C.Future[Any]) -> InFlight:
+    """A hook's future as in flight. Its error may be the hook's own, and does not count."""
+    return InFlight(future.done, lambda: None)
 
 
 def failure_of(work: Work) -> BaseException | None:
@@ -127,7 +130,7 @@ def wait_future(
     return None
 
 
-def first_failure(pending: Sequence[Pending]) -> BaseException | None:
+def first_failure(in_flight: Sequence[InFlight]) -> BaseException | None:
     """The first backend failure among what has ended."""
-    errors = (p.error() for p in pending if p.done())
+    errors = (p.error() for p in in_flight if p.done())
     return next((error for error in errors if error and is_transport(error)), None)

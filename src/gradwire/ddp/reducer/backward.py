@@ -17,7 +17,7 @@ from gradwire.ddp.buckets.assignment import BucketAssigner
 from gradwire.ddp.buckets.bucket_set import BucketSet
 from gradwire.ddp.faults.backward_state import TRANSITIONS, BackwardState, Event, after
 from gradwire.ddp.faults.fault_domain import FaultDomain
-from gradwire.ddp.faults.waiting import Pending
+from gradwire.ddp.faults.waiting import InFlight
 from gradwire.ddp.reducer.launch import Launcher
 from gradwire.ddp.reducer.log import StepTimer
 from gradwire.ddp.reducer.usage import Usage
@@ -123,9 +123,9 @@ class Backward:
         """The backwards of the group's other reducers."""
         return cast("Sequence[Backward]", self.domain.participants.others(self))
 
-    def pending(self) -> list[Pending]:
+    def in_flight(self) -> list[InFlight]:
         """What is in flight."""
-        return self.launcher.pending()
+        return self.launcher.in_flight()
 
     # -- before it -------------------------------------------------------------------------
 

@@ -17,12 +17,12 @@ from gradwire.ddp.buckets.sparse import SparseBucket
 from gradwire.ddp.faults.collective_log import LogMode, all_reduce_entry, broadcast_entry
 from gradwire.ddp.faults.fault_domain import FaultDomain, Participant
 from gradwire.ddp.faults.waiting import (
-    Pending,
-    pending_future,
-    pending_work,
+    InFlight,
+    future_in_flight,
     wait_done,
     wait_future,
     wait_work,
+    work_in_flight,
 )
 from gradwire.ddp.group import broadcast_options, cpu_capable, message_device
 from gradwire.errors import BrokenGroupError, DistributedError, NotSupportedError, ReductionError
@@ -77,11 +77,11 @@ class Launcher:
         """The hook's state."""
         return None if self.hook is None else self.hook.state
 
-    def pending(self) -> list[Pending]:
+    def in_flight(self) -> list[InFlight]:
         """All that may still be in flight."""
         works = [w for launched in self.launched for w in launched.works]
         futures = [launched.future for launched in self.launched if launched.future is not None]
-        return [*map(pending_work, works), *map(pending_future, futures)]
+        return [*map(work_in_flight, works), *map(future_in_flight, futures)]
 
     def launch(self, bucket: Bucket, *, is_last: bool) -> None:
         """Send a bucket whose gradients are copied in."""
