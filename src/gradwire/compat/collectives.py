@@ -63,7 +63,7 @@ def reduce_scatter(
 
 
 def all_gather(tensor: Tensor, group: ProcessGroup | None = None) -> Any:
-    """See gradwire.collectives.ops.all_gather_list."""
+    """See gradwire.collectives.all_gather_list."""
     return ours.all_gather_list(tensor, group=group)
 
 
@@ -87,7 +87,7 @@ def all_to_all(
     input_tensor_list: Sequence[Tensor],
     group: ProcessGroup | None = None,
 ) -> tuple[Tensor, ...]:
-    """See gradwire.collectives.ops.all_to_all; shapes may differ in every dim."""
+    """See gradwire.collectives.all_to_all; shapes may differ in every dim."""
     for name, tensors in (("output", output_tensor_list), ("input", input_tensor_list)):
         _check_count(f"{name}_tensor_list", tensors, group)
     pieces = ours.all_to_all(
@@ -106,7 +106,7 @@ def all_to_all_single(
     input_split_sizes: Sequence[int] | None = None,
     group: ProcessGroup | None = None,
 ) -> Tensor:
-    """See gradwire.collectives.ops.all_to_all."""
+    """See gradwire.collectives.all_to_all."""
     _check_output("output", output, (len(output), *input.shape[1:]), input.dtype)
     if output_split_sizes or input_split_sizes or len(output) != len(input):
         output_split_sizes = output_split_sizes or _equal("output", output, group)
@@ -121,7 +121,7 @@ def all_to_all_single(
 
 
 def all_reduce(tensor: Tensor, op: Any = SUM, group: ProcessGroup | None = None) -> Tensor:
-    """See gradwire.collectives.ops.all_reduce."""
+    """See gradwire.collectives.all_reduce."""
     return ours.all_reduce(tensor, op, group=group)
 
 

@@ -1,5 +1,7 @@
 """The rings of slots through which data passes between private memory and shared memory.
 
+They are those of collectives, in each rank's staging region; a `MessageRing` is between two ranks.
+
 Every torch op releases the GIL and acquires it again, for which it waits up to 5 ms while another
 thread runs Python (sys.getswitchinterval). An operation that runs beside other threads therefore
 takes few large slots.
