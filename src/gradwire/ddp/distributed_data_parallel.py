@@ -72,7 +72,7 @@ class DistributedDataParallel(UnevenInputs):
         skip_all_reduce_unused_params: With `find_unused_parameters`: send nothing for a bucket
             that is unused; the same ones must be unused on every rank.
         bucket_cap_mb_list: MiB in the first bucket, in the second, …; the last repeats.
-        batched_grad_copy: Of no effect: gradients are always copied with one call a bucket.
+        batched_grad_copy: Of no effect: small gradients are always copied in batches.
         forward_sync_buffers: As `broadcast_buffers`, but buffers start as rank 0's in any case.
         lazy_bucket_allocation: Allocate a bucket's memory when its first gradient arrives, and
             release it after backward: the next forward's activations can have it.

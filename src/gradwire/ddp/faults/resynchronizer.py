@@ -49,7 +49,8 @@ class Resynchronizer:
             round; empty if there are none.
         deferred: An error that this rank learnt of and has yet to raise.
         broken: Why the group cannot be used again, if so.
-        chain: What the hook that was called last returned, if it may send more in callbacks.
+        hook_future: What the hook that was called last returned, if it may send more in callbacks:
+            nothing else is sent on the group before it is done.
 
     Raises:
         NotSupportedError: The group has no store.
@@ -70,7 +71,7 @@ class Resynchronizer:
         self.diverged = ""
         self.deferred: DistributedError | None = None
         self.broken: str | None = None
-        self.chain: torch._C.Future[Any] | None = None
+        self.hook_future: torch._C.Future[Any] | None = None
 
     @property
     def group(self) -> ProcessGroup:
@@ -196,7 +197,7 @@ class Resynchronizer:
             self.diverged = f"ranks {done.diverged}: {UNDECIDED_TEXT}"
         self.log.clear()
         self._works.clear()
-        self.chain = None
+        self.hook_future = None
         if done.broken is not None:
             self.broken, self.deferred = str(done.broken), done.broken
         elif done.own is None:

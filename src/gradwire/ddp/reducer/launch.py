@@ -85,7 +85,7 @@ class Launcher:
 
     def launch(self, bucket: Bucket, *, is_last: bool) -> None:
         """Send a bucket whose gradients are copied in."""
-        self._wait_for_chain()
+        self._wait_for_hook()
         if self.hook is not None:
             self._launch_hook(bucket, is_last=is_last)
         elif isinstance(bucket, SparseBucket):
@@ -128,16 +128,16 @@ class Launcher:
             self._domain.hook_failed(error, bucket.what)
         self.launched.append(Launched(bucket, future=future, grad_bucket=grad_bucket))
         if not self.hook.single_collective:
-            self._domain.chain = future
+            self._domain.hook_future = future
 
-    def _wait_for_chain(self) -> None:
+    def _wait_for_hook(self) -> None:
         """Let a hook that may send more in callbacks come to its end before anything else is sent.
 
         Callbacks run in threads of the backend: their collectives would come before ours on one
         rank and after them on another. Whoever the hook's reducer is: the group is the same.
         """
-        chain, self._domain.chain = self._domain.chain, None
-        if chain is not None and (late := wait_future(chain, self._poll, self._domain.seconds)):
+        future, self._domain.hook_future = self._domain.hook_future, None
+        if future is not None and (late := wait_future(future, self._poll, self._domain.seconds)):
             self._domain.give_up(self._domain.translate(late, "a communication hook"), late)
 
     def result(self, launched: Launched) -> Tensor | None:
@@ -175,7 +175,7 @@ class Launcher:
 
     def start_sum(self, flags: Tensor) -> tuple[Tensor, Work]:
         """Begin to sum a small tensor over the ranks: it holds the sum when the work has ended."""
-        self._wait_for_chain()
+        self._wait_for_hook()
         flags = flags.to(message_device(self._group))
         try:
             work = self._group.allreduce([flags], AllreduceOptions())

@@ -2,7 +2,7 @@
 
 Each parameter reports once per backward that its gradient is ready. A bucket whose parameters all
 have is launched, in the same order on every rank; when backward ends, the buckets are waited for
-in that order and their values put back (see `backward`). `average_gradients` in `naive.py` is the
+in that order and their values put back (see `finalize`). `average_gradients` in `naive.py` is the
 same without buckets or overlap.
 """
 
