@@ -23,6 +23,9 @@ class SparseSum:
             rank. Sent: 8 bytes, then N bytes for the longest rank's N bytes of indices and values.
         group: The process group.
 
+    Attributes:
+        counting: The exchange of the numbers of entries, which begins at once.
+
     Example:
         >>> from gradwire.testing import run_ranks
         >>> def main():

@@ -61,6 +61,7 @@ class Bucket(ABC):
 
     Attributes:
         members: The parameters' indices, in the order they lie in the bucket.
+        names, parameters: In the same order.
         early: Those of them that get `copy_in_early` when their gradient is ready.
         ready: Those whose gradient is ready in this backward, as they came.
         unused: Those that get no gradient in this backward.

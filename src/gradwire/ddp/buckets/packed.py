@@ -53,6 +53,7 @@ class PackedBucket(Bucket):
         self._as_views, self._group, self._lazy = options.as_views, options.group, options.lazy
         self.extra_numel = extra_numel
         self._views: list[Tensor] = []  # of the buffer, where there is one
+        # for each member that comes early, by its index: its place among the members, and its bytes
         self._place = {
             m.index: (i, sizes[m.index])
             for i, m in enumerate(members)

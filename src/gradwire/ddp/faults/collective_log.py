@@ -107,7 +107,7 @@ class LogMode(TorchDispatchMode):
     """Logs the collectives that this thread issues while the mode is active.
 
     A hook may send anything on any group; what its callbacks send later, on a backend's threads, is
-    not seen (`missing` then finds a number that no log has, and the group is broken).
+    not seen (`protocol.missing` then finds a number that no log has, and the group is broken).
     """
 
     def __init__(self, group: ProcessGroup, log: CollectiveLog) -> None:

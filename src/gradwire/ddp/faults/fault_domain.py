@@ -40,7 +40,10 @@ INTERRUPTED_TEXT = "backward was interrupted by an exception"
 
 
 class FaultDomain(Resynchronizer):
-    """The errors of a group's reducers, on all ranks. Made by `FaultDomain.of`."""
+    """The errors of a group's reducers, on all ranks. Made by `FaultDomain.of`.
+
+    Its attributes are those of `Resynchronizer`.
+    """
 
     @staticmethod
     def of(group: ProcessGroup) -> FaultDomain:

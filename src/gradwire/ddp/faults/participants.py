@@ -13,7 +13,7 @@ __all__ = ["Participant", "Participants"]
 
 
 class Participant(Protocol):
-    """A reducer's backward.
+    """A reducer's `Backward`, which is not imported here, as far as a fault domain knows it.
 
     Attributes:
         state: Where its backward is.

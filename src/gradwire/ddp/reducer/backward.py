@@ -35,6 +35,10 @@ class Backward:
         usage: Which parameters a backward uses.
 
     Attributes:
+        buckets: The buckets, in the order of launch.
+        launcher: Sends buckets, and has those that are in flight.
+        domain: The fault domain of the group, shared with its other reducers.
+        timer: When what happened in this step.
         state: Where the backward is.
         end: The position of its last message in the group's log, while COMMITTING or UNDECIDED.
         step: How many backwards were prepared on this rank.
