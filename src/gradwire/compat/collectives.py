@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
 from gradwire import collectives as ours
-from gradwire.collectives.args.ranks import dense_tensor
+from gradwire.collectives.args.ranks import check_dense
 from gradwire.collectives.autograd.unstack import unstack
 from gradwire.compat.error_messages import as_runtime_error
 from gradwire.compat.replacements import Replacement
@@ -33,7 +33,7 @@ def broadcast(tensor: Tensor, src: int, group: ProcessGroup | None = None) -> An
 
 def gather(tensor: Tensor, dst: int = 0, group: ProcessGroup | None = None) -> tuple[Tensor, ...]:
     """See gradwire.collectives.gather; a tuple, of zeros on ranks other than `dst`."""
-    dense_tensor(tensor)
+    check_dense(tensor)
     whole = ours.gather(tensor.reshape(-1), dst, group=group)
     parts = unstack(whole, (tensor.numel(),) * dist.get_world_size(group))
     return tuple(part.view(tensor.shape) for part in parts)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from gradwire.collectives.args.ranks import dense_tensor
+from gradwire.collectives.args.ranks import check_dense
 from gradwire.collectives.args.sizes import valid_dim, valid_sizes
 from gradwire.errors import ArgumentError, ArgumentTypeError
 
@@ -35,7 +35,7 @@ def pieces_of(
             f"{name} has {len(xs)} pieces: give one for each of {group.size()} ranks"
         )
     for i, x in enumerate(xs):
-        dense_tensor(x, f"{name}[{i}]")
+        check_dense(x, f"{name}[{i}]")
     first = xs[0]
     scalars = not first.dim()
     dim = valid_dim(dim, max(1, first.dim()), first.shape)

@@ -1,4 +1,7 @@
-"""Which group, and which rank in it: roots are named globally or within the group."""
+"""Which group, and which rank in it: roots are named globally or within the group.
+
+And which tensors a collective takes.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,10 @@ from torch.distributed import ProcessGroup
 from gradwire._groups import check_group, default_group, rank_in_group
 from gradwire.errors import ArgumentError, ArgumentTypeError
 
-__all__ = ["dense_tensor", "member", "root_of", "with_data"]
+__all__ = ["check_dense", "check_has_data", "resolve_group", "root_of"]
 
 
-def member(group: object) -> ProcessGroup:
+def resolve_group(group: object) -> ProcessGroup:
     """The group, or the default group for None, if this rank belongs to it.
 
     Raises:
@@ -22,7 +25,7 @@ def member(group: object) -> ProcessGroup:
     return check_group(default_group("group") if group is None else group)
 
 
-def dense_tensor(x: object, name: str = "x") -> None:
+def check_dense(x: object, name: str = "x") -> None:
     """Raise if it is no tensor, or one without strides.
 
     Raises:
@@ -37,7 +40,7 @@ def dense_tensor(x: object, name: str = "x") -> None:
         )
 
 
-def with_data(x: Tensor, name: str) -> None:
+def check_has_data(x: Tensor, name: str) -> None:
     """Raise if it is a tensor on "meta", which has nothing to send.
 
     Raises:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.collectives.args.ranks import dense_tensor
+from gradwire.collectives.args.ranks import check_dense
 from gradwire.errors import ArgumentError, ArgumentTypeError
 
 __all__ = ["BITWISE", "Op", "Premul", "check_reducible", "reducible"]
@@ -79,7 +79,7 @@ def check_reducible(x: Tensor, op: str | Premul) -> None:
     Raises:
         ArgumentError: It is not.
     """
-    dense_tensor(x)
+    check_dense(x)
     real_or_complex = x.is_floating_point() or x.is_complex()
     if op in BITWISE and real_or_complex:
         raise ArgumentError(f"op is {op}, tensor is {x.dtype}: it takes integers and booleans")

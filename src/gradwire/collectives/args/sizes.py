@@ -8,7 +8,7 @@ from typing import Literal
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from gradwire.collectives.args.ranks import dense_tensor
+from gradwire.collectives.args.ranks import check_dense
 from gradwire.collectives.wire.ints import gather_ints
 from gradwire.errors import ArgumentError, ArgumentTypeError
 
@@ -140,7 +140,7 @@ def move_to_front(x: Tensor, dim: int, stack: bool = False) -> tuple[Tensor, int
     Raises:
         ArgumentError: There is no such dim.
     """
-    dense_tensor(x)
+    check_dense(x)
     if stack:
         x = x.unsqueeze(valid_dim(dim, x.dim() + 1, x.shape))
     elif not x.dim():

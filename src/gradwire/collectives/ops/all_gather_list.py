@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from gradwire.collectives import wire
 from gradwire.collectives.args.options import Async, Sync
-from gradwire.collectives.args.ranks import dense_tensor, member
+from gradwire.collectives.args.ranks import check_dense, resolve_group
 from gradwire.collectives.args.sizes import KnownSizes, Sizes
 from gradwire.collectives.autograd.handles import Handle, apply_or_start, then
 from gradwire.collectives.autograd.linear_collective import (
@@ -96,8 +96,8 @@ def all_gather_list(
         >>> run_ranks(main, world_size=2)
         [(tensor(1.), tensor(2.)), (tensor(1.), tensor(2.))]
     """
-    dense_tensor(x)
-    group = member(group)
+    check_dense(x)
+    group = resolve_group(group)
     scalars = not x.dim()
     front = x.reshape(1) if scalars else x
     detail = "list of 0-d tensors" if scalars else "list"

@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 
 from gradwire.collectives.args.lists import piece_sizes, pieces_of
 from gradwire.collectives.args.options import Async, Sync
-from gradwire.collectives.args.ranks import member
+from gradwire.collectives.args.ranks import resolve_group
 from gradwire.collectives.args.reductions import Op, reducible
 from gradwire.collectives.args.sizes import (
     KnownSizes,
@@ -85,7 +85,7 @@ def all_gather(
         [tensor([0, 1, 1]), tensor([0, 1, 1])]
     """
     front, dim = move_to_front(x, dim, stack)
-    group = member(group)
+    group = resolve_group(group)
 
     def start(known: KnownSizes, front: Tensor, context: CheckContext) -> Any:
         return apply_or_start(AllGather(group, known), front, context, async_op)
@@ -174,7 +174,7 @@ def reduce_scatter(
         >>> run_ranks(main, world_size=2)  # of [1, 2] + [2, 4]
         [tensor([3.]), tensor([6.])]
     """
-    group = member(group)
+    group = resolve_group(group)
     scalars = False
     if not isinstance(x, Tensor):
         pieces, dim, scalars = pieces_of(x, dim, group, "x")

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from gradwire.collectives.args.options import Async, Sync
-from gradwire.collectives.args.ranks import dense_tensor, member
+from gradwire.collectives.args.ranks import check_dense, resolve_group
 from gradwire.collectives.args.reductions import Op, reducible
 from gradwire.collectives.autograd.handles import Handle, apply_or_start
 from gradwire.collectives.autograd.linear_collective import apply_linear
@@ -86,7 +86,7 @@ def all_reduce(
         >>> run_ranks(main, world_size=2)
         [(3.0, 2.0), (3.0, 2.0)]
     """
-    group = member(group)
+    group = resolve_group(group)
     x, reduction = reducible(x, op)
     if invariant and reduction not in ("sum", "avg"):
         raise ArgumentError(f"invariant=True with op={op!r}: it goes with sum and avg")
@@ -134,8 +134,8 @@ def vary(x: Tensor, *, group: ProcessGroup | None = None, check: bool | None = N
         >>> run_ranks(main, world_size=2)
         [tensor([3.]), tensor([3.])]
     """
-    group = member(group)
-    dense_tensor(x)
+    group = resolve_group(group)
+    check_dense(x)
     context = consistency.UNCHECKED
     if consistency.enabled(check):
         x, context, _ = consistency.agree(
@@ -160,8 +160,8 @@ def invariant(x: Tensor, *, group: ProcessGroup | None = None, check: bool | Non
     Raises:
         MismatchError: With checks on, the ranks' values differ.
     """
-    group = member(group)
-    dense_tensor(x)
+    group = resolve_group(group)
+    check_dense(x)
     if consistency.enabled(check):
         consistency.agree(
             group,

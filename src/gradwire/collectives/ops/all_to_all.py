@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from gradwire.collectives.args.lists import pieces_of
 from gradwire.collectives.args.options import Async, Sync
-from gradwire.collectives.args.ranks import member
+from gradwire.collectives.args.ranks import resolve_group
 from gradwire.collectives.args.sizes import (
     equal_sizes,
     move_back,
@@ -102,7 +102,7 @@ def all_to_all(
         >>> run_ranks(main, world_size=2)  # rank 0 has [1, 2], rank 1 has [11, 12]
         [tensor([ 1, 11]), tensor([ 2, 12])]
     """
-    group = member(group)
+    group = resolve_group(group)
     if not isinstance(x, Tensor):
         if input_splits is not None or split_dim or concat_dim:
             raise ArgumentError(

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from gradwire.collectives.args.options import Async, Sync
-from gradwire.collectives.args.ranks import dense_tensor, member, root_of, with_data
+from gradwire.collectives.args.ranks import check_dense, check_has_data, resolve_group, root_of
 from gradwire.collectives.args.reductions import Op, reducible
 from gradwire.collectives.args.transforms import refuse_in_transforms
 from gradwire.collectives.autograd.handles import Handle, apply_or_start
@@ -85,7 +85,7 @@ def reduce(
         >>> run_ranks(main, world_size=2)
         [tensor([3.]), tensor([0.])]
     """
-    group = member(group)
+    group = resolve_group(group)
     root = root_of(group, dst, group_dst, "dst")
     x, reduction = reducible(x, op)
     return run_checked(
@@ -155,12 +155,12 @@ def broadcast(
         >>> run_ranks(main, world_size=2)
         [tensor([5.]), tensor([5.])]
     """
-    group = member(group)
+    group = resolve_group(group)
     root = root_of(group, src, group_src, "src")
     if isinstance(x, Tensor):
-        dense_tensor(x)
+        check_dense(x)
         if group.rank() == root:
-            with_data(x, "x")
+            check_has_data(x, "x")
     requested = consistency.requested(check)
     given = (
         x if isinstance(x, Tensor) else _receiver_shape(x, group.rank() == root, bool(requested))

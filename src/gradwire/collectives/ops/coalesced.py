@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils import _pytree
 
-from gradwire.collectives.args.ranks import dense_tensor, member
+from gradwire.collectives.args.ranks import check_dense, resolve_group
 from gradwire.collectives.args.reductions import Op
 from gradwire.collectives.args.sizes import equal_sizes
 from gradwire.collectives.autograd.unstack import concat
@@ -145,7 +145,7 @@ def all_gather_coalesced(
         >>> run_ranks(main, world_size=2)[0]
         [tensor([0., 0., 1., 1.]), tensor([1., 1.])]
     """
-    world = member(group).size()
+    world = resolve_group(group).size()
     return _coalesced(
         tree,
         lambda leaf: leaf.reshape(-1),
@@ -172,7 +172,7 @@ def reduce_scatter_coalesced(
         ArgumentError: A first dim cannot be split.
         MismatchError: With checks on, ranks disagree.
     """
-    members = member(group)
+    members = resolve_group(group)
     world = members.size()
 
     def by_rank(leaf: Tensor) -> Tensor:
@@ -211,7 +211,7 @@ def _coalesced(
     leaves, structure = _pytree.tree_flatten(tree)
     kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for i, leaf in enumerate(leaves):
-        dense_tensor(leaf, f"leaf {i} of the tree")
+        check_dense(leaf, f"leaf {i} of the tree")
         kinds.setdefault((leaf.dtype, leaf.device), []).append(i)
     results: list[Tensor] = list(leaves)
     for indices in kinds.values():

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from gradwire.collectives.args.options import Async, Sync
-from gradwire.collectives.args.ranks import member, root_of
+from gradwire.collectives.args.ranks import resolve_group, root_of
 from gradwire.collectives.args.sizes import (
     KnownSizes,
     Sizes,
@@ -99,7 +99,7 @@ def gather(
         >>> run_ranks(main, world_size=2)
         [tensor([1., 2.]), tensor([0., 0.])]
     """
-    group = member(group)
+    group = resolve_group(group)
     root = root_of(group, dst, group_dst, "dst")
     front, dim = move_to_front(x, dim, stack)
 
@@ -182,7 +182,7 @@ def scatter(
         >>> run_ranks(main, world_size=2)
         [tensor([1.]), tensor([2.])]
     """
-    group = member(group)
+    group = resolve_group(group)
     root = root_of(group, src, group_src, "src")
     source: ScatterSource | None = None
     if group.rank() == root:

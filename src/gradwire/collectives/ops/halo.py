@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from gradwire.collectives.args.ranks import dense_tensor, member
+from gradwire.collectives.args.ranks import check_dense, resolve_group
 from gradwire.collectives.args.sizes import valid_dim
 from gradwire.collectives.checks import consistency
 from gradwire.collectives.checks.call_signature import CallSignature
@@ -57,8 +57,8 @@ def halo_exchange(
         >>> run_ranks(main, world_size=2)
         [[0.0, 1.0, 2.0, 11.0], [2.0, 11.0, 12.0, 0.0]]
     """
-    group = member(group)
-    dense_tensor(x)
+    group = resolve_group(group)
+    check_dense(x)
     dim = valid_dim(dim, x.dim(), x.shape)
     before, after = _width_pair(widths)
     size = x.shape[dim]

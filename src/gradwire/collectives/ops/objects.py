@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from gradwire.collectives import wire
-from gradwire.collectives.args.ranks import dense_tensor, member
+from gradwire.collectives.args.ranks import check_dense, resolve_group
 from gradwire.collectives.autograd.linear_collective import apply_linear
 from gradwire.collectives.ops.plans import Barrier
 from gradwire.collectives.wire.backends import device_of
@@ -33,7 +33,7 @@ def all_gather_object(obj: Any, *, group: ProcessGroup | None = None) -> list[An
         >>> run_ranks(lambda: all_gather_object({"rank": dist.get_rank()}), world_size=2)
         [[{'rank': 0}, {'rank': 1}], [{'rank': 0}, {'rank': 1}]]
     """
-    group = member(group)
+    group = resolve_group(group)
     data = bytearray(pickle.dumps(obj))
     own = torch.frombuffer(data, dtype=torch.uint8).to(device_of(group))
     sizes = [count for (count,) in gather_ints([len(own)], group)]
@@ -60,9 +60,9 @@ def barrier(x: Tensor | None = None, *, group: ProcessGroup | None = None) -> Te
         >>> run_ranks(barrier, world_size=2)
         [None, None]
     """
-    group = member(group)
+    group = resolve_group(group)
     if x is not None:
-        dense_tensor(x)
+        check_dense(x)
         return apply_linear(Barrier(group), x)
     wire.barrier(group)
     return None

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from gradwire.collectives.args.options import Async, Sync
-from gradwire.collectives.args.ranks import dense_tensor, member
+from gradwire.collectives.args.ranks import check_dense, resolve_group
 from gradwire.collectives.autograd.handles import Handle, apply_or_start
 from gradwire.collectives.checks import consistency
 from gradwire.collectives.checks.call_signature import CallSignature
@@ -63,7 +63,7 @@ def ppermute(
         >>> run_ranks(main, world_size=2)
         [tensor([0.]), tensor([1.])]
     """
-    group = member(group)
+    group = resolve_group(group)
     try:
         moves = tuple((int(source), int(target)) for source, target in pairs)
     except (TypeError, ValueError) as error:
@@ -116,7 +116,7 @@ def shift(
         >>> run_ranks(main, world_size=3)
         [(3.0, 0.0), (1.0, 1.0), (2.0, 2.0)]
     """
-    group = member(group)
+    group = resolve_group(group)
     if not isinstance(k, int):
         raise ArgumentTypeError(f"k is {k!r}: give a whole number")
     world = group.size()
@@ -132,7 +132,7 @@ def _permuted(
     async_op: bool,
     check: bool | None,
 ) -> Any:
-    dense_tensor(x)
+    check_dense(x)
     return run_checked(
         group,
         x,

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 from gradwire._groups import rank_in_group
 from gradwire.collectives import wire
-from gradwire.collectives.args.ranks import dense_tensor, member, root_of
+from gradwire.collectives.args.ranks import check_dense, resolve_group, root_of
 from gradwire.collectives.autograd.linear_collective import apply_linear
 from gradwire.collectives.ops.plans import SendReceive
 from gradwire.errors import ArgumentError
@@ -152,8 +152,8 @@ def send(
         >>> run_ranks(main, world_size=2)
         [tensor([3.]), tensor([5.])]
     """
-    group = member(group)
-    dense_tensor(x)
+    group = resolve_group(group)
+    check_dense(x)
     to = _other(group, root_of(group, dst, group_dst, "dst"), "dst")
     return _Send.apply(x, _token(token), to, group)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -183,8 +183,8 @@ def recv(
     Raises:
         ArgumentError: No sender or two, or it is this rank.
     """
-    group = member(group)
-    dense_tensor(like, "like")
+    group = resolve_group(group)
+    check_dense(like, "like")
     source = _other(group, root_of(group, src, group_src, "src"), "src")
     y, after = _Receive.apply(like.detach(), _token(token), source, group)  # type: ignore[no-untyped-call]
     return y, after
@@ -199,8 +199,8 @@ def tie(x: Tensor, token: Tensor) -> Tensor:
 
     Adjoint: the identity; zero for the token.
     """
-    dense_tensor(x)
-    dense_tensor(token, "token")
+    check_dense(x)
+    check_dense(token, "token")
     return _Tie.apply(x, token)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -244,8 +244,8 @@ def send_recv(
     Source:
         MPI standard, MPI_Sendrecv.
     """
-    group = member(group)
-    dense_tensor(x)
+    group = resolve_group(group)
+    check_dense(x)
     to = rank_in_group(group, dst, group_dst, "dst")
     source = rank_in_group(group, src, group_src, "src")
     for rank, name in ((to, "dst"), (source, "src")):

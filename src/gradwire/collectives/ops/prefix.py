@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from gradwire.collectives.args.ranks import member
+from gradwire.collectives.args.ranks import resolve_group
 from gradwire.collectives.args.reductions import check_reducible
 from gradwire.collectives.checks import consistency
 from gradwire.collectives.checks.call_signature import CallSignature
@@ -49,7 +49,7 @@ def scan(
     Source:
         MPI standard, MPI_Scan.
     """
-    return _prefix("scan", x, op, member(group), check)
+    return _prefix("scan", x, op, resolve_group(group), check)
 
 
 def exscan(
@@ -82,7 +82,7 @@ def exscan(
     Source:
         MPI standard, MPI_Exscan.
     """
-    return _prefix("exscan", x, op, member(group), check)
+    return _prefix("exscan", x, op, resolve_group(group), check)
 
 
 def _prefix(name: str, x: Tensor, op: str, group: ProcessGroup, check: bool | None) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from gradwire.collectives.args.lists import piece_sizes, pieces_of
-from gradwire.collectives.args.ranks import dense_tensor, with_data
+from gradwire.collectives.args.ranks import check_dense, check_has_data
 from gradwire.collectives.args.sizes import move_to_front, sizes_of_split, valid_sizes
 from gradwire.collectives.args.transforms import refuse_in_transforms
 from gradwire.collectives.autograd.unstack import concat
@@ -48,11 +48,11 @@ class ScatterSource:
         """From the tensor or the list that the root was given."""
         if isinstance(xs, Tensor):
             front, dim = move_to_front(xs, dim)
-            with_data(xs, "xs")
+            check_has_data(xs, "xs")
             split = sizes_of_split(sizes, front, dim, group, names=("sizes", "xs"))
             return cls(front, split, dim)
         pieces, dim, scalars = pieces_of(xs, dim, group, "xs")
-        with_data(pieces[0], "xs[0]")
+        check_has_data(pieces[0], "xs[0]")
         known = piece_sizes(pieces, dim, sizes, group)
         return cls(concat([piece.movedim(dim, 0) for piece in pieces]), known, dim, scalars)
 
@@ -61,7 +61,7 @@ class ScatterSource:
         cls, like: Tensor, dim: int, sizes: Sequence[int] | None, group: ProcessGroup
     ) -> ScatterSource:
         """On a receiver that has a tensor of the shape it will receive."""
-        dense_tensor(like, "like")
+        check_dense(like, "like")
         scalars = not like.dim()
         front, dim = rows, dim = move_to_front(like, dim)
         if like.is_meta:

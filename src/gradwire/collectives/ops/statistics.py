@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from gradwire.collectives.args.ranks import dense_tensor, member
+from gradwire.collectives.args.ranks import check_dense, resolve_group
 from gradwire.collectives.args.sizes import valid_dim
 from gradwire.collectives.ops.all_reduce import all_reduce
 from gradwire.errors import ArgumentError
@@ -50,7 +50,7 @@ def mean(
         >>> run_ranks(main, world_size=2)  # of 0, 1, 2 and 7
         [tensor(2.5000), tensor(2.5000)]
     """
-    total, count = _sum_and_count(_wide(x), dim, keepdim, member(group), check)
+    total, count = _sum_and_count(_wide(x), dim, keepdim, resolve_group(group), check)
     return (total / count).to(x.dtype)
 
 
@@ -80,7 +80,7 @@ def var(
         >>> run_ranks(lambda: var(torch.tensor(2.0 * dist.get_rank())), world_size=2)
         [tensor(2.), tensor(2.)]
     """
-    group = member(group)
+    group = resolve_group(group)
     wide = _wide(x)
     centred = wide - mean(wide, dim, keepdim=True, group=group, check=check)
     squares = (centred * centred.conj()).real if x.is_complex() else centred * centred
@@ -119,7 +119,7 @@ def norm(
     """
     if not p >= 1:
         raise ArgumentError(f"p is {p}: give a number of at least 1, or inf")
-    group = member(group)
+    group = resolve_group(group)
     size = _wide(x).abs()
     dims = _dims(x, dim)
     if p == float("inf"):
@@ -159,7 +159,7 @@ def logsumexp(
         >>> run_ranks(lambda: logsumexp(torch.tensor(1000.0)), world_size=2)
         [tensor(1000.6932), tensor(1000.6932)]
     """
-    group = member(group)
+    group = resolve_group(group)
     wide = _wide(x)
     dims = _dims(x, dim)
     top = _maximum(wide.detach(), dims, group, check)
@@ -202,7 +202,7 @@ def _wide(x: Tensor) -> Tensor:
     Raises:
         ArgumentError: Not floating-point or complex.
     """
-    dense_tensor(x)
+    check_dense(x)
     if not (x.is_floating_point() or x.is_complex()):
         raise ArgumentError(f"x is {x.dtype}: statistics take floating-point or complex numbers")
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
