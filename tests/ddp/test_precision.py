@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -89,5 +90,37 @@ def test_buffers_and_reduction_alone():
         assert net.module.calls.dtype == torch.int64
         bits = net.module.first.weight.grad
         assert torch.equal(bits, bits.bfloat16().float())
+
+    run_ranks(main, 2)
+
+
+@dataclass(frozen=True)
+class Batch:
+    x: torch.Tensor
+    more: dict[str, torch.Tensor]
+    name: str
+
+
+class OfBatches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, batch):
+        assert batch.more["rows"].dtype == torch.int64
+        return Batch(self.layer(batch.x), batch.more, batch.name)
+
+
+def test_dataclasses_are_cast_as_other_inputs_are():
+    def main():
+        config = MixedPrecision(param_dtype=torch.bfloat16)
+        net = DistributedDataParallel(OfBatches(), mixed_precision=config)
+        batch = Batch(torch.randn(3, 4), {"rows": torch.arange(3)}, "first")
+        out = net(batch)
+        assert out.x.dtype == torch.bfloat16
+        assert batch.x.dtype == torch.float32
+        assert out.name == "first"
+        out.x.float().square().mean().backward()
+        assert net.module.layer.weight.grad.dtype == torch.float32
 
     run_ranks(main, 2)

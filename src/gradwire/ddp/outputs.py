@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -35,7 +36,9 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """The value with a function applied to the tensors in its tuples, lists and dicts.
+    """The value with a function applied to the tensors in its tuples, lists, dicts and dataclasses.
+
+    These are new; what is of other types is as it was.
 
     Example:
         >>> map_tensors(lambda t: t + 1, (torch.tensor(1), {"a": [torch.tensor(2)]}))
@@ -49,6 +52,12 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
         return type(value)(*(map_tensors(function, v) for v in value))
     if isinstance(value, list | tuple):
         return type(value)(map_tensors(function, v) for v in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        mapped = copy.copy(value)
+        for field in fields(value):  # also of frozen ones, and fields that __init__ does not take
+            new = map_tensors(function, getattr(value, field.name))
+            object.__setattr__(mapped, field.name, new)
+        return mapped
     return value
 
 
