@@ -572,3 +572,27 @@ def polled_after_destroying():
 
 def test_a_destroyed_group_that_something_still_refers_to_is_not_polled():
     assert run_ranks(polled_after_destroying, 2, timeout=60)[0] == (True, False)
+
+
+def test_an_interrupted_wait_for_a_hook_is_waited_for_again():
+    """Or its callbacks would send between what is sent next."""
+
+    def main():
+        net = DistributedDataParallel(mlp())
+        launcher = net.reducer._backward.launcher
+        future = torch.futures.Future()
+        launcher._domain.hook_future = future
+
+        def interrupted(*_):
+            raise KeyboardInterrupt
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("gradwire.ddp.reducer.launch.wait_future", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                launcher._wait_for_hook()
+        assert launcher._domain.hook_future is future
+        future.set_result([])
+        launcher._wait_for_hook()
+        assert launcher._domain.hook_future is None
+
+    run_ranks(main, 1, timeout=30)

@@ -136,9 +136,11 @@ class Launcher:
         Callbacks run in threads of the backend: their collectives would come before ours on one
         rank and after them on another. Whoever the hook's reducer is: the group is the same.
         """
-        future, self._domain.hook_future = self._domain.hook_future, None
+        future = self._domain.hook_future
         if future is not None and (late := wait_future(future, self._poll, self._domain.seconds)):
             self._domain.give_up(self._domain.translate(late, "a communication hook"), late)
+        # not before: an exception of a signal's handler may end the wait
+        self._domain.hook_future = None
 
     def result(self, launched: Launched) -> Tensor | None:
         """Waits for a bucket; what was made of it, or None if that lies in `flat`."""
