@@ -220,6 +220,7 @@ class Listening:
             lambda peer, message: self.received.append(message.data),
             lambda peer: self.lost.set(),
         )
+        self.links.start()
 
 
 def pair() -> tuple[socket.socket, socket.socket]:

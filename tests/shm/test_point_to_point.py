@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import threading
 import time
 from contextlib import suppress
 from datetime import timedelta
@@ -14,12 +15,13 @@ import torch
 import torch.distributed as dist
 
 from gradwire.errors import (
+    BrokenGroupError,
     CollectiveTimeoutError,
     DistributedError,
     NotSupportedError,
     PeerLostError,
 )
-from gradwire.shm import message_ring, outgoing
+from gradwire.shm import group_base, message_ring, outgoing, point_to_point, segment
 from gradwire.shm.message_ring import RING_BYTES, SLOT_BYTES, MessageRing
 from gradwire.shm.register import member_of
 from gradwire.testing import run_ranks
@@ -135,14 +137,19 @@ def to_a_busy_receiver(sizes):
         for number, nbytes in enumerate(sizes):
             dist.send(content(number, nbytes, torch.uint8), 1)
         store.set("sent", "")
+        store.wait(["counted"], timedelta(seconds=20))
         dist.send(content(99, 5, torch.uint8), 1)
         return None
     dist.recv(torch.zeros(1), 0)
     incoming = member_of(dist.group.WORLD)._incoming[0]
-    with incoming._lock:
+    turn = threading.Lock()
+    with turn:
+        while not incoming._enter(turn):
+            time.sleep(0.001)
         store.set("busy", "")
         store.wait(["sent"], timedelta(seconds=20))
         kept = len(incoming._rests)
+    store.set("counted", "")
     for number, nbytes in [*enumerate(sizes), (99, 5)]:
         expected = content(number, nbytes, torch.uint8)
         x = torch.empty_like(expected)
@@ -365,7 +372,7 @@ def test_a_sender_that_dies_amid_a_message():
 
 
 def times_out_amid_a_message():
-    """A receive whose message is arriving ends with that, not before: the tensor is in use."""
+    """Another receive gets the message: nothing writes to the first one's tensor any more."""
     store = store_of_the_group()
     peer = 1 - dist.get_rank()
     dist.send(torch.zeros(1), peer)
@@ -388,8 +395,13 @@ def times_out_amid_a_message():
         work = dist.irecv(x, 0)
         store.set("posted", "")
         store.wait(["half"], timedelta(seconds=20))
-        work.wait(timedelta(milliseconds=50))
-        assert x.eq(1).all()
+        with pytest.raises(CollectiveTimeoutError):
+            work.wait(timedelta(milliseconds=50))
+        x.fill_(5)
+        y = torch.zeros(SLOT_BYTES)
+        dist.recv(y, 0)
+        assert y.eq(1).all()
+        assert x.eq(5).all()
         with pytest.raises(CollectiveTimeoutError):
             dist.irecv(x, 0).wait(timedelta(milliseconds=50))
     dist.barrier()
@@ -411,9 +423,8 @@ def nonsense(fields):
             size = message_ring._HEAD.size
 
             @staticmethod
-            def pack_into(memory, at, stamp, *head):
-                head = message_ring.Head(*head)._replace(**fields)
-                pack(memory, at, stamp, *head)
+            def pack_into(memory, at, *head):
+                pack(memory, at, *message_ring.Head(*head)._replace(**fields))
 
         message_ring._HEAD, kept = Forged, message_ring._HEAD
         dist.send(torch.zeros(10), 1)
@@ -435,3 +446,166 @@ def test_pieces_that_cannot_be_are_refused(fields):
 
 def test_patience_is_longer_than_python_s_switch_of_threads():
     assert outgoing._PATIENCE > 0.005
+
+
+# -- what must not make a receiver wait --------------------------------------------------------
+
+
+def exchange_first():
+    """Makes the rings; returns the peer's rank."""
+    peer = 1 - dist.get_rank()
+    dist.send(torch.zeros(1), peer)
+    dist.recv(torch.empty(1), peer)
+    return peer
+
+
+def huge():
+    exchange_first()
+    if dist.get_rank() == 0:
+        put = MessageRing.put
+        MessageRing.put = lambda ring, head, at: put(ring, head._replace(elements=1 << 60), at)
+        dist.send(torch.zeros(10), 1)
+        MessageRing.put = put
+        return None
+    x = torch.zeros(10)
+    errors = []
+    for work in [dist.irecv(x, 0), dist.irecv(x, 0)]:
+        with pytest.raises(DistributedError) as caught:
+            work.wait(timedelta(seconds=3))
+        errors.append(str(caught.value))
+    return errors
+
+
+def test_no_memory_for_a_message_ends_its_receive():
+    assert all("no memory for a message" in text for text in on_ranks(huge)[1])
+
+
+def rest_without_memory():
+    exchange_first()
+    store = store_of_the_group()
+    if dist.get_rank() == 0:
+
+        def no_memory(size):
+            raise DistributedError("not enough memory")
+
+        store.wait(["busy"], timedelta(seconds=20))
+        create, outgoing.segment.create = outgoing.segment.create, no_memory
+        with pytest.raises(DistributedError, match="not enough memory"):
+            dist.send(torch.zeros(RING_BYTES), 1)
+        outgoing.segment.create = create
+        store.set("tried", "")
+        return
+    incoming, turn = member_of(dist.group.WORLD)._incoming[0], threading.Lock()
+    with turn:
+        while not incoming._enter(turn):
+            time.sleep(0.001)
+        store.set("busy", "")
+        store.wait(["tried"], timedelta(seconds=20))
+    with pytest.raises(DistributedError, match="not enough memory"):
+        dist.irecv(torch.zeros(RING_BYTES), 0).wait(timedelta(seconds=3))
+
+
+def test_a_rest_for_which_the_sender_has_no_memory():
+    on_ranks(rest_without_memory)
+
+
+def sends_to_a_stuck_receiver():
+    exchange_first()
+    store = store_of_the_group()
+    if dist.get_rank() == 0:
+        store.wait(["busy"], timedelta(seconds=20))
+        begun = time.monotonic()
+        for _ in range(200):
+            dist.send(torch.zeros(1), 1)
+        seconds = time.monotonic() - begun
+        store.set("tried", "")
+        return seconds
+    incoming, turn = member_of(dist.group.WORLD)._incoming[0], threading.Lock()
+    with turn:
+        while not incoming._enter(turn):
+            time.sleep(0.001)
+        store.set("busy", "")
+        store.wait(["tried"], timedelta(seconds=20))
+    for _ in range(200):
+        dist.recv(torch.zeros(1), 0)
+    return 0
+
+
+def test_the_patience_is_not_for_each_message():
+    assert on_ranks(sends_to_a_stuck_receiver)[0] < 100 * outgoing._PATIENCE
+
+
+def aborted_before_it_is_posted(src):
+    group = member_of(dist.group.WORLD)
+    if dist.get_rank() == 1:
+        store_of_the_group().wait(["over"], timedelta(seconds=20))
+        return
+    posted = point_to_point.PostedReceive
+
+    def late(*fields):
+        aborting = threading.Thread(target=group.abort)
+        aborting.start()
+        aborting.join()
+        return posted(*fields)
+
+    point_to_point.PostedReceive = late
+    work = group._receive([torch.zeros(1)], src, 0)
+    point_to_point.PostedReceive = posted
+    with pytest.raises(BrokenGroupError):
+        work.wait(timedelta(seconds=3))
+    store_of_the_group().set("over", "")
+
+
+@pytest.mark.parametrize("src", [None, 1])
+def test_a_receive_that_is_posted_as_the_group_is_aborted(src):
+    on_ranks(aborted_before_it_is_posted, args=(src,))
+
+
+def sends_while_a_ring_is_made():
+    """In a signal's handler, to the same rank and to another."""
+    if dist.get_rank() == 0:
+        map_for_user = segment.map_for_user
+
+        def amid(*arguments):
+            segment.map_for_user = map_for_user
+            dist.send(torch.full((1,), 9.0), 2)
+            dist.send(torch.full((1,), 8.0), 1)
+            return map_for_user(*arguments)
+
+        segment.map_for_user = amid
+        dist.send(torch.ones(1), 1)
+        return None
+    values = torch.zeros(2 if dist.get_rank() == 1 else 1)
+    for value in values.split(1):
+        dist.recv(value, 0)
+    return values.tolist()
+
+
+def test_a_send_amid_the_making_of_a_ring():
+    assert on_ranks(sends_while_a_ring_is_made, 3)[1:] == [[8, 1], [9]]
+
+
+def early_bird():
+    """A peer may send before this rank has formed its part of the group."""
+    if dist.get_rank() == 1:
+        made = group_base.GroupState
+
+        def slowly(*arguments):
+            state = made(*arguments)
+            time.sleep(0.5)
+            return state
+
+        group_base.GroupState = slowly
+    group = dist.new_group([0, 1])
+    x = torch.ones(3)
+    if dist.get_rank() == 0:
+        dist.send(x, 1, group=group)
+    else:
+        group_base.GroupState = made
+        dist.recv(x.zero_(), 0, group=group)
+        assert x.eq(1).all()
+    dist.barrier(group=group)
+
+
+def test_a_message_before_the_receiver_has_formed_the_group():
+    on_ranks(early_bird)

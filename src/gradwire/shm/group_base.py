@@ -78,6 +78,7 @@ class GroupBase:
             self._incoming[peer] = Incoming(peer, links, self._mailbox, find)
             self._outgoing[peer] = Outgoing(peer, links, make)
         self._queue = Queue(f"gradwire-shm-{rank}")
+        links.start()  # not before: a peer may have sent already
         self._broken, self._closed = None, ""
 
     # --- properties ---
@@ -278,13 +279,11 @@ class GroupBase:
         return incoming.look
 
     def _on_lost(self, peer: int) -> Callable[[], None] | None:
-        # a peer may be lost before its `Incoming` is made; receives that are posted then look
-        incoming = self._incoming.get(peer)
-        return None if incoming is None else incoming.look
+        return self._incoming[peer].look
 
     def _fail_receives(self, error: DistributedError) -> None:
         """Fail all receives, posted or half filled; the links have the reason why as well."""
-        with self._state.links.changed:
+        with self._state.links.lock:
             self._mailbox.fail_all(error)
         for incoming in self._incoming.values():
             incoming.look()

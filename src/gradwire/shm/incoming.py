@@ -9,21 +9,22 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from gradwire.errors import DistributedError, NotSupportedError
+from gradwire.errors import CollectiveTimeoutError, DistributedError, NotSupportedError
 from gradwire.shm import segment
 from gradwire.shm.header import DTYPES
 from gradwire.shm.links import Links, Message
 from gradwire.shm.mailbox import Envelope, Mailbox, PostedReceive
-from gradwire.shm.message_ring import SLOT_BYTES, Head, MessageRing
+from gradwire.shm.message_ring import SLOT_BYTES, SLOTS, Head, MessageRing
 from gradwire.shm.outgoing import REST
 from gradwire.shm.sync import Deadline
-from gradwire.shm.work import wait_until
+from gradwire.shm.work import ShmWork, wait_until
 
 __all__ = ["Incoming"]
 
@@ -39,15 +40,39 @@ class _Rest(NamedTuple):
 class _Assembly:
     """A message of which not all has arrived."""
 
-    def __init__(self, head: Head, receive: PostedReceive | None) -> None:
-        dtype = DTYPES[head.dtype]
-        self.head, self.receive, self.nbytes = head, receive, head.elements * dtype.itemsize
+    def __init__(self, head: Head) -> None:
+        self.head, self.dtype = head, DTYPES[head.dtype]
+        self.nbytes = head.elements * self.dtype.itemsize
+        self.receive: PostedReceive | None = None
         self.arrived = 0
-        if receive is not None and receive.takes_in_place(dtype, head.elements):
-            self.data = receive.tensor
-        else:
-            self.data = torch.empty(head.elements, dtype=dtype, device="cpu")
-        self.address = self.data.data_ptr()
+        self.data: Tensor | None = None
+        self.address = 0
+
+    def place(self) -> None:
+        """Decide where it is put together.
+
+        Raises:
+            DistributedError: There is no memory for it.
+        """
+        receive, elements = self.receive, self.head.elements
+        if receive is not None and receive.takes_in_place(self.dtype, elements):
+            self._put_into(receive.tensor)
+            return
+        try:
+            self._put_into(torch.empty(elements, dtype=self.dtype, device="cpu"))
+        except (RuntimeError, MemoryError) as error:  # torch raises either
+            raise DistributedError(
+                f"there is no memory for a message of {self.nbytes} bytes ({error})"
+            ) from error
+
+    def detach(self) -> None:
+        """Go on without the receive, as if it had not been posted."""
+        self.receive = None
+        if self.data is not None:
+            self._put_into(self.data.clone())
+
+    def _put_into(self, data: Tensor) -> None:
+        self.data, self.address = data, data.data_ptr()
 
 
 class Incoming:
@@ -73,9 +98,13 @@ class Incoming:
         self._rests: dict[int, _Rest] = {}
         self._expected = 0
         self._assembly: _Assembly | None = None
-        self._lock = threading.Lock()  # held by the thread that looks
-        self._looking = 0  # that thread
+        # A call looks while it holds a lock of its own, which is entered here. `with` gives that
+        # back whenever a signal's handler raises, as no lock is with `acquire(blocking=False)`.
+        self._turn: threading.Lock | None = None
+        self._looking = 0  # the thread whose turn it is
+        self._entering = threading.RLock()
         self._again = False  # whether somebody asked to look while another thread did
+        self._abandoned: deque[ShmWork] = deque()
 
     def add_rest(self, message: Message) -> None:
         """Keep what came over the connection until the ring has brought what is before it.
@@ -85,6 +114,8 @@ class Incoming:
         """
         head = Head(*REST.unpack_from(message.data))
         _check(head, self._source)
+        if head.message < self._expected:
+            return  # sent again after an interruption
         data = bytearray(message.data[REST.size :])
         if message.fd >= 0:
             content = segment.map_tensor(message.fd)
@@ -97,23 +128,37 @@ class Incoming:
     def wake(self) -> None:
         """Look, as the sender asked for."""
         if self._ring is None:
-            self._ring = self._find_ring()
-        self._ring.woke()
+            try:
+                self._ring = self._find_ring()
+            except DistributedError as error:
+                self._links.lose(self._source, error)
+        if self._ring is not None:
+            self._ring.woke()
+        self.look()
+
+    def abandon(self, work: ShmWork) -> None:
+        """End a receive that is given up while its message arrives; another can take that."""
+        self._abandoned.append(work)
         self.look()
 
     def look(self) -> None:
         """Put together what has arrived; returns at once if another thread does, which goes on."""
         self._again = True
         while self._again:
-            if not self._lock.acquire(blocking=False):
-                return
-            self._looking = threading.get_ident()
-            try:
+            turn = threading.Lock()
+            with turn:
+                if not self._enter(turn):
+                    return
                 self._again = False
                 self._take_all()
-            finally:
-                self._looking = 0
-                self._lock.release()
+
+    def _enter(self, turn: threading.Lock) -> bool:
+        """Whether nobody else looks; nobody else does then until `turn`, which is held, is not."""
+        with self._entering:
+            if self._turn is not None and self._turn.locked():
+                return False
+            self._turn, self._looking = turn, threading.get_ident()
+            return True
 
     def wait(self, done: Callable[[], bool], deadline: Deadline) -> None:
         """Wait at the ring until `done` is true or the time is over.
@@ -122,30 +167,33 @@ class Incoming:
             NotSupportedError: This thread waits at the ring already, which a signal interrupted.
         """
         while not (done() or deadline.over()):
-            if self._looking == threading.get_ident():
+            turn = self._turn
+            if turn is not None and turn.locked() and self._looking == threading.get_ident():
                 raise NotSupportedError(
                     "this thread is in another receive from the same rank, which a signal "
                     "interrupted: let the signal's handler set a flag, and receive after it"
                 )
-            if self._ring is not None and self._lock.acquire(blocking=False):
-                self._looking = threading.get_ident()
-                try:
-                    self._wait_at(self._ring, done, deadline)
-                finally:
-                    self._looking = 0
-                    self._lock.release()
+            turn = threading.Lock()
+            try:
+                with turn:
+                    if waits := self._ring is not None and self._enter(turn):
+                        self._wait_at(self._ring, done, deadline)
+            finally:
                 if self._again:
                     self.look()
-            else:
+            if not waits:
                 wait_until(done, min(_POLL_SECONDS, _left(deadline)))
 
     def _wait_at(self, ring: MessageRing, done: Callable[[], bool], deadline: Deadline) -> None:
-        ring.listen()
+        def over() -> bool:
+            return done() or deadline.over() or self._links.aborted is not None
+
         try:
+            ring.listen()
             while True:
                 self._again = False
-                self._take_all()
-                if done() or deadline.over() or self._links.aborted is not None:
+                self._take_all(over)
+                if over():
                     return
                 try:
                     ring.wait(min(_POLL_SECONDS, _left(deadline)))
@@ -154,13 +202,16 @@ class Incoming:
                     raise
         finally:
             ring.stop_listening()
-            self._take_all()
+            limit = ring.taken + SLOTS  # of what is filled from here on, the sender tells
+            self._take_all(lambda: ring.taken >= limit)
 
-    def _take_all(self) -> None:
+    def _take_all(self, enough: Callable[[], bool] = lambda: False) -> None:
         # read before the rest: what the sender sent before it was lost still counts
         lost = self._links.aborted or self._links.lost.get(self._source)
         try:
-            while self._take_rest() or self._take_slot():
+            self._detach_abandoned()
+            # rests are taken in any case: they have been told of, and nobody tells of them again
+            while self._take_rest() or (not enough() and self._take_slot()):
                 pass
         except DistributedError as error:
             lost = self._links.lose(self._source, error)
@@ -208,25 +259,41 @@ class Incoming:
 
     def _begin(self, head: Head) -> _Assembly:
         """The message that a piece belongs to."""
-        if self._assembly is None:
-            with self._links.changed:
-                receive = self._mailbox.match(self._source, head.tag)
-            self._assembly = _Assembly(head, receive)
-        return self._assembly
+        assembly = self._assembly
+        if assembly is None:
+            assembly = self._assembly = _Assembly(head)
+            self._match(assembly)
+        if assembly.data is None:
+            assembly.place()
+        return assembly
+
+    def _match(self, assembly: _Assembly) -> None:
+        """Find a message's receive, which `_fail` finishes wherever this is interrupted."""
+        with self._links.lock:
+            receive = assembly.receive = self._mailbox.find(self._source, assembly.head.tag)
+            if receive is not None:
+                self._mailbox.take(receive)
+
+    def _detach_abandoned(self) -> None:
+        while self._abandoned:
+            work, assembly = self._abandoned.popleft(), self._assembly
+            if assembly and assembly.receive and assembly.receive.work is work:
+                assembly.detach()
+                work.finish(CollectiveTimeoutError("not all of the message arrived in time"))
 
     def _arrived(self, assembly: _Assembly, end: int) -> None:
         """Note that a message has arrived up to a byte, and complete it if that is its end."""
         assembly.arrived = max(assembly.arrived, end)
-        if assembly.arrived < assembly.nbytes:
+        if assembly.arrived < assembly.nbytes or assembly.data is None:
             return
-        receive = assembly.receive
         envelope = Envelope(self._source, assembly.head.tag, assembly.data)
-        if receive is None:
-            with self._links.changed:
-                receive = self._mailbox.deliver(envelope)
-        if receive is not None:
-            assembly.receive = receive
-            receive.complete(envelope)
+        if assembly.receive is None:
+            with self._links.lock:
+                self._match(assembly)
+                if assembly.receive is None:
+                    self._mailbox.keep(envelope)
+        if assembly.receive is not None:
+            assembly.receive.complete(envelope)
         self._assembly, self._expected = None, assembly.head.message + 1
 
     def _fail(self, error: DistributedError) -> None:
@@ -235,7 +302,7 @@ class Incoming:
         receive = None if assembly is None else assembly.receive
         if receive is not None and not receive.work.is_completed():
             receive.work.finish(error)
-        with self._links.changed:
+        with self._links.lock:
             self._mailbox.fail(self._source, error, others_left=not self._links.all_lost())
 
 

@@ -82,12 +82,14 @@ class Links:
 
     Args:
         peers: A connected socket for each other rank.
-        receive: Called in the reading thread, under `changed`, with a peer and its message; what it
-            returns is called in that thread after releasing `changed`.
+        receive: Called in the reading thread, under `lock`, with a peer and its message; what it
+            returns is called in that thread after releasing `lock`.
         on_lost: Called in the same way, with a peer that is lost.
 
     Attributes:
-        changed: Held and notified whenever something was received or a peer was lost.
+        lock: Held whenever something is received or a peer is lost.
+        changed: Its condition, notified after that. An exception of a signal's handler cannot leave
+            the lock held, as it can the condition.
         lost: For each peer that takes no further part, because it died, left or failed, the error
             that waits for it raise.
         aborted: The error with which all waits of this rank fail, once it aborted.
@@ -99,7 +101,8 @@ class Links:
         receive: Receive,
         on_lost: Callable[[int], Callable[[], None] | None],
     ) -> None:
-        self.changed = threading.Condition()
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
         self.lost: dict[int, DistributedError] = {}
         self.aborted: DistributedError | None = None
         self._peers = peers
@@ -110,6 +113,9 @@ class Links:
         for peer in peers.values():
             peer.setblocking(False)
         self._thread = threading.Thread(target=self._read, name="gradwire-shm-links", daemon=True)
+
+    def start(self) -> None:
+        """Begin to read: from here on `receive` and `on_lost` are called."""
         self._thread.start()
 
     def send(self, peer: int, message: Message, deadline: Deadline) -> None:
@@ -163,18 +169,24 @@ class Links:
 
     def report_failure(self, reason: BaseException) -> None:
         """Send the peers the error with which this rank failed, so that none waits for it."""
-        text = f"{type(reason).__name__}: {reason}".encode()[:_MAX_BYTES]
-        head = Message(Kind.FAILED, number=isinstance(reason, PeerLostError)).head()
         for connection in self._peers.values():
-            with contextlib.suppress(OSError):  # the peer may have ended
-                try:
-                    connection.sendmsg([head, text])
-                except BlockingIOError:  # full: the peer reads all of it, and then end-of-file
-                    connection.shutdown(socket.SHUT_WR)
+            _report_failure(connection, reason)
+
+    def part(self, peer: int, reason: BaseException) -> None:
+        """Part from a peer to which a message could not be sent: each loses the other.
+
+        What each sent before still arrives.
+        """
+        with self.lock:
+            if peer not in self.lost:
+                _report_failure(self._peers[peer], reason)
+                self._mark_lost(peer, _as_distributed_error(peer, reason))
+                with contextlib.suppress(OSError):  # wakes the reading thread
+                    self._peers[peer].shutdown(socket.SHUT_RDWR)
 
     def lose(self, peer: int, error: BaseException) -> DistributedError:
         """Take a peer for lost, as what it sent cannot be handled; in any thread."""
-        with self.changed:
+        with self.lock:
             self._mark_lost(peer, _as_distributed_error(peer, error))
             self.changed.notify_all()
             return self.lost[peer]
@@ -195,8 +207,8 @@ class Links:
             with contextlib.suppress(OSError):
                 connection.send(Message(Kind.LEFT).head())
         os.close(self._woken)
-        if threading.current_thread() is not self._thread:
-            # with a limit: a signal handler may run this in a thread that holds `changed`, for
+        if self._thread.ident is not None and threading.current_thread() is not self._thread:
+            # with a limit: a signal handler may run this in a thread that holds `lock`, for
             # which the reading thread waits
             self._thread.join(_JOIN_S)
 
@@ -216,7 +228,7 @@ class Links:
             ready = [fd for fd, _ in poll.poll()]
             if self._wake in ready:
                 break
-            with self.changed:
+            with self.lock:
                 for fd in ready:
                     if not self._read_one(ranks[fd]):
                         poll.unregister(fd)
@@ -284,6 +296,16 @@ class Links:
             later = self._on_lost(peer)
             if later is not None:
                 self._deferred.append(later)
+
+
+def _report_failure(connection: socket.socket, reason: BaseException) -> None:
+    text = f"{type(reason).__name__}: {reason}".encode()[:_MAX_BYTES]
+    head = Message(Kind.FAILED, number=isinstance(reason, PeerLostError)).head()
+    with contextlib.suppress(OSError):  # the peer may have ended
+        try:
+            connection.sendmsg([head, text])
+        except BlockingIOError:  # full: the peer reads all of it, and then end-of-file
+            connection.shutdown(socket.SHUT_WR)
 
 
 def _as_distributed_error(peer: int, error: BaseException) -> DistributedError:

@@ -94,20 +94,17 @@ class Mailbox:
         self._posted.append(receive)
         return None
 
-    def match(self, source: int, tag: int) -> PostedReceive | None:
-        """The first posted receive for a message that is beginning to arrive, if there is one."""
-        for receive in self._posted:
-            if receive.fits(source, tag):
-                self._posted.remove(receive)
-                return receive
-        return None
+    def find(self, source: int, tag: int) -> PostedReceive | None:
+        """The first posted receive that fits, if there is one; it stays posted."""
+        return next((w for w in self._posted if w.fits(source, tag)), None)
 
-    def deliver(self, envelope: Envelope) -> PostedReceive | None:
-        """The first posted receive that fits; if there is none, the message is kept."""
-        receive = self.match(envelope.source, envelope.tag)
-        if receive is None:
-            self._unexpected.append(envelope)
-        return receive
+    def take(self, receive: PostedReceive) -> None:
+        """Remove a receive that was found: the caller finishes it."""
+        self._posted.remove(receive)
+
+    def keep(self, envelope: Envelope) -> None:
+        """Keep a message for which none was found."""
+        self._unexpected.append(envelope)
 
     def fail(self, source: int, error: DistributedError, *, others_left: bool) -> None:
         """Fail the receives from a lost peer, and if no peer is left, those from any rank."""
@@ -116,12 +113,15 @@ class Mailbox:
         ]
         for receive in failed:
             self._posted.remove(receive)
-            receive.work.finish(error)
+            if not receive.work.is_completed():
+                receive.work.finish(error)
 
     def fail_all(self, error: DistributedError) -> None:
         """Fail all posted receives."""
         while self._posted:
-            self._posted.popleft().work.finish(error)
+            receive = self._posted.popleft()
+            if not receive.work.is_completed():
+                receive.work.finish(error)
 
     def cancel(self, work: ShmWork) -> bool:
         """Remove a receive; whether no message had matched it."""

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from gradwire.shm.sync import SEMAPHORE_BYTES, Semaphore
 
-__all__ = ["RING_BYTES", "SLOT_BYTES", "Head", "MessageRing"]
+__all__ = ["RING_BYTES", "SLOTS", "SLOT_BYTES", "Head", "MessageRing"]
 
 SLOTS = 8
 SLOT_BYTES = 128 << 10
-_HEAD = struct.Struct("<7q")
+_STAMP, _HEAD = struct.Struct("<q"), struct.Struct("<6q")
+_STAMP_AND_HEAD = _STAMP.size + _HEAD.size
 _HEADS_AT = 4 * SEMAPHORE_BYTES
 _SLOTS_AT = 4096
 RING_BYTES = _SLOTS_AT + SLOTS * SLOT_BYTES
@@ -74,7 +75,7 @@ class MessageRing:
                 *((self._listening, 0), (self._woken, 0)),
             ):
                 semaphore.create(value)
-        heads = (ctypes.c_ubyte * (SLOTS * _HEAD.size)).from_address(address + _HEADS_AT)
+        heads = (ctypes.c_ubyte * (SLOTS * _STAMP_AND_HEAD)).from_address(address + _HEADS_AT)
         self._heads = memoryview(heads).cast("B")
         self._slots = [address + _SLOTS_AT + SLOT_BYTES * i for i in range(SLOTS)]
         self._turn = 0  # how many slots this side has filled, or emptied
@@ -84,7 +85,7 @@ class MessageRing:
 
     def acquire(self, seconds: float) -> bool:
         """Wait for a slot to fill; whether there is one."""
-        return self._free.try_wait() or self._free.wait(seconds)
+        return self._free.try_wait() or (seconds > 0 and self._free.wait(seconds))
 
     def put(self, head: Head, source: int) -> bool:
         """Fill the acquired slot from memory at `source`.
@@ -94,7 +95,10 @@ class MessageRing:
         """
         place = self._turn % SLOTS
         ctypes.memmove(self._slots[place], source, head.nbytes)
-        _HEAD.pack_into(self._heads, place * _HEAD.size, self._turn + 1, *head)
+        # the stamp last: a receiver with a post too many may be reading it
+        at = place * _STAMP_AND_HEAD
+        _HEAD.pack_into(self._heads, at + _STAMP.size, *head)
+        _STAMP.pack_into(self._heads, at, self._turn + 1)
         self._turn += 1
         self._filled.post()
         if _IN_ORDER and (self._listening.value() or self._woken.value()):
@@ -107,10 +111,10 @@ class MessageRing:
     def head(self) -> Head | None:
         """What the next slot holds, if it is filled."""
         while self._ready or self._filled.try_wait():
-            stamp, *fields = _HEAD.unpack_from(self._heads, self._turn % SLOTS * _HEAD.size)
-            if stamp == self._turn + 1:
+            at = self._turn % SLOTS * _STAMP_AND_HEAD
+            if _STAMP.unpack_from(self._heads, at)[0] == self._turn + 1:
                 self._ready = max(self._ready, 1)
-                return Head(*fields)
+                return Head(*_HEAD.unpack_from(self._heads, at + _STAMP.size))
             self._ready = max(self._ready - 1, 0)
         return None
 
@@ -120,6 +124,11 @@ class MessageRing:
         self._turn += 1
         self._ready -= 1
         self._free.post()
+
+    @property
+    def taken(self) -> int:
+        """How many slots were taken."""
+        return self._turn
 
     def listen(self) -> None:
         """From here on a thread of the receiver waits, and need not be woken."""
@@ -135,7 +144,8 @@ class MessageRing:
 
     def stop_listening(self) -> None:
         """The opposite of `listen`; what was filled before it is found by a `head` after it."""
-        self._listening.try_wait()
+        while self._listening.try_wait():  # more than one if an exception skipped this before
+            pass
 
     def woke(self) -> None:
         """The receiver is awake; called before it looks."""

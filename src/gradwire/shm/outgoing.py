@@ -12,10 +12,12 @@ import os
 import struct
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 from torch import Tensor
 
+from gradwire.errors import DistributedError, NotSupportedError
 from gradwire.shm import segment
 from gradwire.shm.header import NUMBERS
 from gradwire.shm.links import Kind, Links, Message
@@ -32,7 +34,8 @@ _ON_THE_LINK = 16 << 10
 """Up to here data travels in the connection's own message."""
 _PATIENCE = 0.02
 """Seconds without a free slot after which the rest goes over the connection. A receiver that takes
-part frees one in some 20 µs; one whose main thread runs Python may need 5 ms for each."""
+part frees one in some 20 µs; one whose main thread runs Python may need 5 ms for each. Later
+messages wait no more until a slot is free."""
 
 
 class Outgoing:
@@ -48,8 +51,9 @@ class Outgoing:
         self._peer, self._links, self._make_ring = peer, links, make_ring
         self._lock = threading.RLock()
         self._ring: MessageRing | None = None
-        self._in_ring = False  # whether this thread is amid a message
+        self._amid = False  # whether this thread is amid a message
         self._ring_is_usable = True
+        self._behind = False  # whether the receiver did not empty the ring in time
         self._number = 0
 
     def send(self, tag: int, flat: Tensor, deadline: Deadline) -> None:
@@ -58,28 +62,50 @@ class Outgoing:
         Raises:
             PeerLostError: The peer is gone.
             CollectiveTimeoutError: It has not read what came before.
-            DistributedError: There is no memory for a message that it does not read.
+            DistributedError: There is no memory for a message that it does not read. As the
+                receiver waits for the message, the ranks lose each other then.
         """
+        message = Head(0, tag, NUMBERS[flat.dtype], flat.numel(), 0, flat.nbytes)
         with self._lock:
             self._links.check([self._peer])
-            ring = self._ring = self._ring or self._make_ring()
-            number, self._number = self._number, self._number + 1
-            whole = Head(number, tag, NUMBERS[flat.dtype], flat.numel(), 0, flat.nbytes)
-            rest: Head | None = whole
-            if self._ring_is_usable and not self._in_ring:  # else in a signal's handler, amid one
-                self._in_ring = True
-                try:
-                    rest = self._fill(ring, whole, flat, deadline)
-                except BaseException:
-                    # A signal's handler raised, and the slot may have been filled or not. The
-                    # receiver waits for the message; what it has of it already does no harm.
-                    self._ring_is_usable = False
-                    self._send_rest(whole, flat, deadline)
-                    raise
-                finally:
-                    self._in_ring = False
+            if self._amid:  # in a signal's handler
+                self._send(None, message, flat, deadline)
+                return
+            self._amid = True
+            try:
+                if self._ring is None:
+                    with suppress(NotSupportedError):  # in a handler, amid an allocation
+                        self._ring = self._make_ring()
+                ring = self._ring if self._ring_is_usable else None
+                self._send(ring, message, flat, deadline)
+            finally:
+                self._amid = False
+
+    def _send(
+        self, ring: MessageRing | None, message: Head, flat: Tensor, deadline: Deadline
+    ) -> None:
+        # no call is between these: a signal's handler runs before or after both, or in the `try`
+        number = self._number
+        self._number = number + 1
+        try:
+            rest: Head | None = message._replace(message=number)
+            if ring is not None and rest is not None:
+                rest = self._fill(ring, rest, flat, deadline)
             if rest is not None:
                 self._send_rest(rest, flat, deadline)
+        except DistributedError as error:
+            self._links.part(self._peer, error)
+            raise
+        except BaseException:
+            # A signal's handler raised, and the slot may have been filled or not. The receiver
+            # waits for the message; what it has of it already does no harm.
+            self._ring_is_usable = False
+            try:
+                self._send_rest(message._replace(message=number), flat, deadline)
+            except BaseException as error:
+                self._links.part(self._peer, error)
+                raise
+            raise
 
     def _fill(
         self, ring: MessageRing, message: Head, flat: Tensor, deadline: Deadline
@@ -87,7 +113,8 @@ class Outgoing:
         """Send a message through the ring; returns the rest that had no place in it, if any."""
         address, total = flat.data_ptr(), flat.nbytes
         offset = 0
-        while ring.acquire(_PATIENCE):
+        while ring.acquire(0 if self._behind else _PATIENCE):
+            self._behind = False
             nbytes = min(SLOT_BYTES, total - offset)
             if ring.put(message._replace(offset=offset, nbytes=nbytes), address + offset):
                 self._links.send(self._peer, Message(Kind.WAKE), deadline)
@@ -95,6 +122,7 @@ class Outgoing:
             if offset == total:
                 return None
             self._links.check([self._peer])
+        self._behind = True
         return message._replace(offset=offset)
 
     def _send_rest(self, rest: Head, flat: Tensor, deadline: Deadline) -> None:

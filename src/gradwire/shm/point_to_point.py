@@ -51,19 +51,25 @@ class PointToPoint(GroupBase):
         check_results(tensors)
         links, mailbox = self._state.links, self._mailbox
         incoming = None if src is None else self._incoming[src]
+        senders = list(self._incoming.values()) if incoming is None else [incoming]
 
         def cancel() -> None:
-            with links.changed:
+            with links.lock:
                 cancelled = mailbox.cancel(work)
-            if not cancelled:
-                work.wait_until_done()  # the message is arriving: the tensor is being written
+            if not cancelled:  # the message is arriving: the tensor is being written
+                for sender in senders:
+                    sender.abandon(work)
+                work.wait_until_done()
 
         work = _ReceiveWork(tensors, self._timeout.total_seconds(), cancel, incoming)
         receive = PostedReceive(src, tag, only(tensors).detach(), work)
-        with links.changed:
+        with links.lock:
             envelope = mailbox.post(receive)
         if envelope is not None:
             receive.complete(envelope)
+        elif links.aborted is not None:  # by another thread, after the check above
+            with links.lock:
+                mailbox.fail_all(links.aborted)
         elif links.lost:  # which the others have been told of already
             for peer in links.lost if src is None else links.lost.keys() & {src}:
                 self._incoming[peer].look()

@@ -15,7 +15,7 @@ from itertools import count
 
 from torch import Tensor
 
-from gradwire.errors import CollectiveTimeoutError, DistributedError
+from gradwire.errors import CollectiveTimeoutError, DistributedError, NotSupportedError
 from gradwire.shm import segment
 from gradwire.shm.header import PRIVATE, Location
 from gradwire.shm.links import Kind, Links, Message
@@ -37,11 +37,13 @@ class Regions:
     def __init__(self) -> None:
         self._numbers: dict[int, int] = {}  # of this rank's regions, by address
         self._next = count(len(STAGING))
-        self._ended: deque[int] = deque()
+        self._ended: deque[tuple[int, tuple[int, int]]] = deque()
         self._pieces: dict[int, tuple[int, int]] = {}
         self._memory: segment.GrowingMemory | None = None
         self._sent = False
-        self._lock = threading.Lock()  # the descriptor has to be sent before any later region
+        # the descriptor has to be sent before any later region; reentrant, so that a signal's
+        # handler that allocates amid an allocation is refused
+        self._lock, self._allocating = threading.RLock(), False
         self._mapped: dict[tuple[int, int], Tensor] = {}  # by peer and the region's number
         self._descriptors: dict[int, int] = {}  # of peers' memory
 
@@ -58,28 +60,41 @@ class Regions:
 
         Raises:
             DistributedError: There is not enough memory.
+            NotSupportedError: This thread is in an allocation already, which a signal interrupted.
         """
         self.release_ended(links, deadline)
         with self._lock:
-            if self._memory is None:
-                self._memory = segment.GrowingMemory()
-            offset = self._memory.allocate(size)
-            numbers, ended = self._numbers, self._ended
-            known = next(self._next) if number is None else number
-            self._pieces[known] = offset, size
+            if self._allocating:
+                raise NotSupportedError(
+                    "this thread is in another allocation of shared memory, which a signal "
+                    "interrupted: let the signal's handler set a flag, and allocate after it"
+                )
+            self._allocating = True
+            try:
+                return self._allocate(size, links, deadline, number)
+            finally:
+                self._allocating = False
 
-            # runs in any thread, whenever the last tensor is freed: it takes no lock and sends
-            # nothing; `release_ended` does the rest
-            def on_unmap(address: int) -> None:
-                del numbers[address]
-                ended.append(known)
+    def _allocate(self, size: int, links: Links, deadline: Deadline, number: int | None) -> Tensor:
+        if self._memory is None:
+            self._memory = segment.GrowingMemory()
+        piece = self._memory.allocate(size), size
+        numbers, ended = self._numbers, self._ended
+        known = next(self._next) if number is None else number
+        self._pieces[known] = piece
 
-            flat = segment.map_for_user(self._memory, offset, max(size, 1), on_unmap)
-            numbers[flat.data_ptr()] = known
-            fd = -1 if self._sent else self._memory.fd
-            data = _PIECE.pack(offset, size)
-            links.send_to_all(Message(Kind.REGION, number=known, data=data, fd=fd), deadline)
-            self._sent = True
+        # runs in any thread, whenever the last tensor is freed: it takes no lock and sends
+        # nothing; `release_ended` does the rest
+        def on_unmap(address: int) -> None:
+            numbers.pop(address, None)
+            ended.append((known, piece))
+
+        flat = segment.map_for_user(self._memory, piece[0], max(size, 1), on_unmap)
+        numbers[flat.data_ptr()] = known
+        fd = -1 if self._sent else self._memory.fd
+        data = _PIECE.pack(*piece)
+        links.send_to_all(Message(Kind.REGION, number=known, data=data, fd=fd), deadline)
+        self._sent = True
         return flat[:size]
 
     def release_ended(self, links: Links, deadline: Deadline) -> None:
@@ -89,12 +104,14 @@ class Regions:
         """
         while True:
             try:  # no check before: another thread may take the last one meanwhile
-                number = self._ended.popleft()
+                number, piece = self._ended.popleft()
             except IndexError:
                 return
-            links.send_to_all(Message(Kind.RELEASE, number=number), deadline)
+            if self._pieces.get(number) is piece:  # else it was allocated anew, after an error
+                links.send_to_all(Message(Kind.RELEASE, number=number), deadline)
+                del self._pieces[number]
             assert self._memory is not None
-            self._memory.free(*self._pieces.pop(number))
+            self._memory.free(*piece)
 
     def locate(self, tensor: Tensor) -> Location:
         """The location of a tensor of this rank; `PRIVATE` if it lies in no region."""

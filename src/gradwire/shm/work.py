@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from queue import SimpleQueue
 
@@ -16,14 +18,38 @@ from gradwire.errors import BrokenGroupError, CollectiveTimeoutError, NotSupport
 
 __all__ = ["Queue", "ShmWork", "wait_until"]
 
-_CHANGED = threading.Condition()
-"""Notified when any operation is done; one for all, as making one costs more than a small one."""
+_STATE = threading.RLock()
+"""Held while an operation is marked as done; one for all, as making one takes longer than a small
+operation."""
+_WAITING: list[threading.Lock] = []
+"""A lock for each thread that waits for any operation, which is released when one is done. A
+condition would not do: an exception of a signal's handler can leave its lock held for ever."""
+_MISSED_SECONDS = 0.5  # after which a wait looks again: an exception may have ended `_tell_waiting`
 
 
 def wait_until(done: Callable[[], bool], seconds: float | None) -> bool:
     """Wait until something that an operation's end makes true is true; whether it is."""
-    with _CHANGED:
-        return _CHANGED.wait_for(done, seconds)
+    end = None if seconds is None else time.monotonic() + seconds
+    while not done():
+        left = _MISSED_SECONDS if end is None else min(end - time.monotonic(), _MISSED_SECONDS)
+        if left <= 0:
+            return False
+        told = threading.Lock()
+        told.acquire()
+        try:
+            _WAITING.append(told)
+            if not done():
+                told.acquire(timeout=left)
+        finally:
+            with suppress(ValueError):
+                _WAITING.remove(told)
+    return True
+
+
+def _tell_waiting() -> None:
+    for told in list(_WAITING):
+        with suppress(RuntimeError):  # it was told already
+            told.release()
 
 
 @outside_graphs
@@ -58,10 +84,10 @@ class ShmWork(Work):
 
     def finish(self, error: BaseException | None = None, source: int = -1) -> None:
         """Mark it as done; `source` is the rank that a received tensor came from."""
-        with _CHANGED:
+        with _STATE:
             self._error, self._source, self._done = error, source, True
-            _CHANGED.notify_all()
             future = self._future
+        _tell_waiting()
         if future is not None and self._callbacks_in_own_thread:
             threading.Thread(target=future.set_result, args=(self._tensors,), daemon=True).start()
         elif future is not None:
@@ -126,7 +152,7 @@ class ShmWork(Work):
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
         """A future of the tensors."""
-        with _CHANGED:
+        with _STATE:
             if self._future is None:
                 # set_exception on it would crash torch's C++ callers; raising in `then` does not
                 self._future = torch.futures.Future()
