@@ -18,9 +18,10 @@ from torch import Tensor
 
 from gradwire.errors import CollectiveTimeoutError, DistributedError, NotSupportedError
 from gradwire.shm import segment
+from gradwire.shm.assembly import Assembly
 from gradwire.shm.header import DTYPES
 from gradwire.shm.links import Links, Message
-from gradwire.shm.mailbox import Envelope, Mailbox, PostedReceive
+from gradwire.shm.mailbox import Envelope, Mailbox
 from gradwire.shm.message_ring import SLOT_BYTES, SLOTS, Head, MessageRing
 from gradwire.shm.outgoing import REST
 from gradwire.shm.sync import Deadline
@@ -35,44 +36,6 @@ _EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
 class _Rest(NamedTuple):
     head: Head
     content: Tensor
-
-
-class _Assembly:
-    """A message of which not all has arrived."""
-
-    def __init__(self, head: Head) -> None:
-        self.head, self.dtype = head, DTYPES[head.dtype]
-        self.nbytes = head.elements * self.dtype.itemsize
-        self.receive: PostedReceive | None = None
-        self.arrived = 0
-        self.data: Tensor | None = None
-        self.address = 0
-
-    def place(self) -> None:
-        """Decide where it is put together.
-
-        Raises:
-            DistributedError: There is no memory for it.
-        """
-        receive, elements = self.receive, self.head.elements
-        if receive is not None and receive.takes_in_place(self.dtype, elements):
-            self._put_into(receive.tensor)
-            return
-        try:
-            self._put_into(torch.empty(elements, dtype=self.dtype, device="cpu"))
-        except (RuntimeError, MemoryError) as error:  # torch raises either
-            raise DistributedError(
-                f"there is no memory for a message of {self.nbytes} bytes ({error})"
-            ) from error
-
-    def detach(self) -> None:
-        """Go on without the receive, as if it had not been posted."""
-        self.receive = None
-        if self.data is not None:
-            self._put_into(self.data.clone())
-
-    def _put_into(self, data: Tensor) -> None:
-        self.data, self.address = data, data.data_ptr()
 
 
 class Incoming:
@@ -97,7 +60,7 @@ class Incoming:
         self._ring: MessageRing | None = None
         self._rests: dict[int, _Rest] = {}
         self._expected = 0
-        self._assembly: _Assembly | None = None
+        self._assembly: Assembly | None = None
         # A call looks while it holds a lock of its own, which is entered here. `with` gives that
         # back whenever a signal's handler raises, as no lock is with `acquire(blocking=False)`.
         self._turn: threading.Lock | None = None
@@ -257,17 +220,17 @@ class Incoming:
         self._arrived(assembly, end)
         return True
 
-    def _begin(self, head: Head) -> _Assembly:
+    def _begin(self, head: Head) -> Assembly:
         """The message that a piece belongs to."""
         assembly = self._assembly
         if assembly is None:
-            assembly = self._assembly = _Assembly(head)
+            assembly = self._assembly = Assembly(head)
             self._match(assembly)
         if assembly.data is None:
             assembly.place()
         return assembly
 
-    def _match(self, assembly: _Assembly) -> None:
+    def _match(self, assembly: Assembly) -> None:
         """Find a message's receive, which `_fail` finishes wherever this is interrupted."""
         with self._links.lock:
             receive = assembly.receive = self._mailbox.find(self._source, assembly.head.tag)
@@ -281,7 +244,7 @@ class Incoming:
                 assembly.detach()
                 work.finish(CollectiveTimeoutError("not all of the message arrived in time"))
 
-    def _arrived(self, assembly: _Assembly, end: int) -> None:
+    def _arrived(self, assembly: Assembly, end: int) -> None:
         """Note that a message has arrived up to a byte, and complete it if that is its end."""
         assembly.arrived = max(assembly.arrived, end)
         if assembly.arrived < assembly.nbytes or assembly.data is None:
