@@ -42,6 +42,7 @@ def ignores_ctrl_c(pid: int) -> bool:
     return bool(int(blocked, 16) >> (signal.SIGINT - 1) & 1)
 
 
+@pytest.mark.wide
 def test_two_processes_train_as_one(command):
     run = command("-m", "gradwire", "demo", "--epochs", "1")
     code, out, err = run.end()

@@ -95,6 +95,7 @@ def test_contrastive_loss(run: Run, world_size: int) -> None:
     run(member, world_size)
 
 
+@pytest.mark.narrow({"world_size": 2})
 @WORLDS
 def test_tensor_parallel_linear(run: Run, world_size: int) -> None:
     def member() -> None:

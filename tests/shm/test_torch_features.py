@@ -109,6 +109,7 @@ def dtensor():
     torch.testing.assert_close(moved.full_tensor(), x)
 
 
+@pytest.mark.wide
 def test_dtensor_on_a_mesh():
     run_ranks(dtensor, 4, backend="shm", timeout=30)
 
