@@ -63,8 +63,9 @@ def test_collectives_from_end_to_end(op: str) -> None:
     (case,) = collectives.measure([large], OPTIONS)
     check_figures(case)
     assert [measure.name for measure in case.measures] == ["ordinary tensors", "in the segment"]
+    bare = [] if op == "ping-pong" else ["bare passes"]  # messages have none to compare with
     for measure in case.measures:
-        assert list(measure.ratios) == ["Gloo", "bare passes"]
+        assert list(measure.ratios) == ["Gloo", *bare]
 
 
 @pytest.mark.wide
