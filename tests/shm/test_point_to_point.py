@@ -7,7 +7,7 @@ import random
 import signal
 import threading
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import pytest
@@ -50,6 +50,16 @@ def same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 def store_of_the_group():
     return dist.distributed_c10d._get_default_store()
+
+
+@contextmanager
+def taking_nothing(source):
+    """Whatever this rank is sent by `source` meanwhile stays in the ring, and with the links."""
+    incoming, turn = member_of(dist.group.WORLD)._incoming[source], threading.Lock()
+    with turn:
+        while not incoming._enter(turn):  # the links' thread looks, for a moment
+            time.sleep(0.001)
+        yield
 
 
 # -- orders ----------------------------------------------------------------------------------
@@ -134,28 +144,29 @@ def to_a_busy_receiver(sizes):
     if dist.get_rank() == 0:
         dist.send(torch.zeros(1), 1)  # makes the ring
         store.wait(["busy"], timedelta(seconds=20))
-        for number, nbytes in enumerate(sizes):
-            dist.send(content(number, nbytes, torch.uint8), 1)
+        rests, send_rest = [], outgoing.Outgoing._send_rest
+
+        def counted(*arguments):
+            rests.append(arguments)
+            send_rest(*arguments)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(outgoing.Outgoing, "_send_rest", counted)
+            for number, nbytes in enumerate(sizes):
+                dist.send(content(number, nbytes, torch.uint8), 1)
         store.set("sent", "")
-        store.wait(["counted"], timedelta(seconds=20))
         dist.send(content(99, 5, torch.uint8), 1)
-        return None
+        return len(rests)
     dist.recv(torch.zeros(1), 0)
-    incoming = member_of(dist.group.WORLD)._incoming[0]
-    turn = threading.Lock()
-    with turn:
-        while not incoming._enter(turn):
-            time.sleep(0.001)
+    with taking_nothing(0):
         store.set("busy", "")
         store.wait(["sent"], timedelta(seconds=20))
-        kept = len(incoming._rests)
-    store.set("counted", "")
     for number, nbytes in [*enumerate(sizes), (99, 5)]:
         expected = content(number, nbytes, torch.uint8)
         x = torch.empty_like(expected)
         dist.recv(x, 0)
         assert x.equal(expected)
-    return kept
+    return None
 
 
 @pytest.mark.parametrize(
@@ -168,7 +179,7 @@ def to_a_busy_receiver(sizes):
     ],
 )
 def test_what_does_not_fit_into_the_ring_follows(sizes, rests):
-    assert on_ranks(to_a_busy_receiver, args=(sizes,))[1] == rests
+    assert on_ranks(to_a_busy_receiver, args=(sizes,))[0] == rests
 
 
 # -- interruptions ---------------------------------------------------------------------------
@@ -383,7 +394,7 @@ def times_out_amid_a_message():
         def pauses(ring, head, source):
             if head.offset == SLOT_BYTES:
                 store.set("half", "")
-                time.sleep(0.3)
+                store.wait(["given up"], timedelta(seconds=20))
             return put(ring, head, source)
 
         MessageRing.put = pauses
@@ -398,6 +409,7 @@ def times_out_amid_a_message():
         with pytest.raises(CollectiveTimeoutError):
             work.wait(timedelta(milliseconds=50))
         x.fill_(5)
+        store.set("given up", "")
         y = torch.zeros(SLOT_BYTES)
         dist.recv(y, 0)
         assert y.eq(1).all()
@@ -495,10 +507,7 @@ def rest_without_memory():
         outgoing.segment.create = create
         store.set("tried", "")
         return
-    incoming, turn = member_of(dist.group.WORLD)._incoming[0], threading.Lock()
-    with turn:
-        while not incoming._enter(turn):
-            time.sleep(0.001)
+    with taking_nothing(0):
         store.set("busy", "")
         store.wait(["tried"], timedelta(seconds=20))
     with pytest.raises(DistributedError, match="not enough memory"):
@@ -510,29 +519,35 @@ def test_a_rest_for_which_the_sender_has_no_memory():
 
 
 def sends_to_a_stuck_receiver():
+    """The seconds for which a slot was waited for in vain, where that was not 0."""
     exchange_first()
     store = store_of_the_group()
     if dist.get_rank() == 0:
         store.wait(["busy"], timedelta(seconds=20))
-        begun = time.monotonic()
-        for _ in range(200):
-            dist.send(torch.zeros(1), 1)
-        seconds = time.monotonic() - begun
+        waits, acquire = [], MessageRing.acquire
+
+        def noted(ring, seconds):
+            acquired = acquire(ring, seconds)
+            if seconds and not acquired:
+                waits.append(seconds)
+            return acquired
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(MessageRing, "acquire", noted)
+            for _ in range(50):
+                dist.send(torch.zeros(1), 1)
         store.set("tried", "")
-        return seconds
-    incoming, turn = member_of(dist.group.WORLD)._incoming[0], threading.Lock()
-    with turn:
-        while not incoming._enter(turn):
-            time.sleep(0.001)
+        return waits
+    with taking_nothing(0):
         store.set("busy", "")
         store.wait(["tried"], timedelta(seconds=20))
-    for _ in range(200):
+    for _ in range(50):
         dist.recv(torch.zeros(1), 0)
-    return 0
+    return []
 
 
 def test_the_patience_is_not_for_each_message():
-    assert on_ranks(sends_to_a_stuck_receiver)[0] < 100 * outgoing._PATIENCE
+    assert on_ranks(sends_to_a_stuck_receiver)[0] == [outgoing._PATIENCE]
 
 
 def aborted_before_it_is_posted(src):
@@ -585,27 +600,22 @@ def test_a_send_amid_the_making_of_a_ring():
     assert on_ranks(sends_while_a_ring_is_made, 3)[1:] == [[8, 1], [9]]
 
 
-def early_bird():
-    """A peer may send before this rank has formed its part of the group."""
-    if dist.get_rank() == 1:
-        made = group_base.GroupState
+def incoming_when_reading_begins():
+    """Whether each peer has its `Incoming` when the links' thread may call it."""
+    state_of, seen, made = group_base.GroupState, [], []
 
-        def slowly(*arguments):
-            state = made(*arguments)
-            time.sleep(0.5)
-            return state
+    def make(*arguments):
+        made.append(state_of(*arguments))
+        seen.append(made[0].links._thread.is_alive())
+        return made[0]
 
-        group_base.GroupState = slowly
-    group = dist.new_group([0, 1])
-    x = torch.ones(3)
-    if dist.get_rank() == 0:
-        dist.send(x, 1, group=group)
-    else:
-        group_base.GroupState = made
-        dist.recv(x.zero_(), 0, group=group)
-        assert x.eq(1).all()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(group_base, "GroupState", make)
+        group = dist.new_group([0, 1])
     dist.barrier(group=group)
+    return seen, made[0].links._thread.is_alive()
 
 
-def test_a_message_before_the_receiver_has_formed_the_group():
-    on_ranks(early_bird)
+def test_nothing_is_read_before_the_group_is_formed():
+    """A peer's first message finds who takes it."""
+    assert on_ranks(incoming_when_reading_begins) == [([False], True)] * 2

@@ -71,8 +71,8 @@ class PointToPoint(GroupBase):
             with links.lock:
                 mailbox.fail_all(links.aborted)
         elif links.lost:  # which the others have been told of already
-            for peer in links.lost if src is None else links.lost.keys() & {src}:
-                self._incoming[peer].look()
+            for sender in senders:  # not over `lost`, which the links' thread may add to meanwhile
+                sender.look()
         return work
 
 

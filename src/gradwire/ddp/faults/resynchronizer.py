@@ -163,9 +163,8 @@ class Resynchronizer:
         Begins a round if another rank has reported an error. What goes wrong breaks the group.
         """
         group = self._group()
-        if (
-            group is None or find_store(group) is None
-        ):  # destroyed, though something may refer to it
+        # no store: the group was destroyed, though something may refer to it
+        if group is None or find_store(group) is None:
             return False
         if self._channel is None or self.broken is not None:
             return False
