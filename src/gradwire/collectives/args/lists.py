@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from gradwire.collectives.args.ranks import check_dense
 from gradwire.collectives.args.sizes import valid_dim, valid_sizes
+from gradwire.collectives.args.tensors import check_dense
 from gradwire.errors import ArgumentError, ArgumentTypeError
 
 __all__ = ["piece_sizes", "pieces_of"]

@@ -1,18 +1,13 @@
-"""Which group, and which rank in it: roots are named globally or within the group.
-
-And which tensors a collective takes.
-"""
+"""Which group, and which rank in it: roots are named globally or within the group."""
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from gradwire._groups import check_group, default_group, rank_in_group
-from gradwire.errors import ArgumentError, ArgumentTypeError
+from gradwire.errors import ArgumentError
 
-__all__ = ["check_dense", "check_has_data", "resolve_group", "root_of"]
+__all__ = ["resolve_group", "root_of"]
 
 
 def resolve_group(group: object) -> ProcessGroup:
@@ -23,31 +18,6 @@ def resolve_group(group: object) -> ProcessGroup:
         ArgumentError: This rank is outside the group, or there is no default group.
     """
     return check_group(default_group("group") if group is None else group)
-
-
-def check_dense(x: object, name: str = "x") -> None:
-    """Raise if it is no tensor, or one without strides.
-
-    Raises:
-        ArgumentTypeError: Not a tensor.
-        ArgumentError: Sparse, or of another layout than strided.
-    """
-    if not isinstance(x, Tensor):
-        raise ArgumentTypeError(f"{name} is a {type(x).__name__}: give a tensor")
-    if x.layout != torch.strided:
-        raise ArgumentError(
-            f"{name} has layout {x.layout}: give dense tensors, for instance its parts"
-        )
-
-
-def check_has_data(x: Tensor, name: str) -> None:
-    """Raise if it is a tensor on "meta", which has nothing to send.
-
-    Raises:
-        ArgumentError: It is.
-    """
-    if x.device.type == "meta":
-        raise ArgumentError(f"{name} is on meta on the root: give the tensor to send")
 
 
 def root_of(group: ProcessGroup, rank: int | None, group_rank: int | None, name: str) -> int:

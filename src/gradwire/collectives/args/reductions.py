@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.collectives.args.ranks import check_dense
+from gradwire.collectives.args.tensors import check_dense
 from gradwire.errors import ArgumentError, ArgumentTypeError
 
 __all__ = ["BITWISE", "Op", "Premul", "check_reducible", "reducible"]

@@ -8,7 +8,7 @@ from typing import Literal
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from gradwire.collectives.args.ranks import check_dense
+from gradwire.collectives.args.tensors import check_dense
 from gradwire.collectives.wire.ints import gather_ints
 from gradwire.errors import ArgumentError, ArgumentTypeError
 

@@ -11,8 +11,9 @@ from torch.distributed import ProcessGroup
 
 from gradwire.collectives import wire
 from gradwire.collectives.args.options import Async, Sync
-from gradwire.collectives.args.ranks import check_dense, resolve_group
+from gradwire.collectives.args.ranks import resolve_group
 from gradwire.collectives.args.sizes import KnownSizes, Sizes
+from gradwire.collectives.args.tensors import check_dense
 from gradwire.collectives.autograd.handles import Handle, apply_or_start, then
 from gradwire.collectives.autograd.linear_collective import (
     apply_linear,

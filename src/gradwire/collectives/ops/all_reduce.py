@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from gradwire.collectives.args.options import Async, Sync
-from gradwire.collectives.args.ranks import check_dense, resolve_group
+from gradwire.collectives.args.ranks import resolve_group
 from gradwire.collectives.args.reductions import Op, reducible
+from gradwire.collectives.args.tensors import check_dense
 from gradwire.collectives.autograd.handles import Handle, apply_or_start
 from gradwire.collectives.autograd.linear_collective import apply_linear
 from gradwire.collectives.checks import consistency

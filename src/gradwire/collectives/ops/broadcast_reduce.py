@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from gradwire.collectives.args.options import Async, Sync
-from gradwire.collectives.args.ranks import check_dense, check_has_data, resolve_group, root_of
+from gradwire.collectives.args.ranks import resolve_group, root_of
 from gradwire.collectives.args.reductions import Op, reducible
+from gradwire.collectives.args.tensors import check_dense, check_has_data
 from gradwire.collectives.args.transforms import refuse_in_transforms
 from gradwire.collectives.autograd.handles import Handle, apply_or_start
 from gradwire.collectives.checks import consistency

@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils import _pytree
 
-from gradwire.collectives.args.ranks import check_dense, resolve_group
+from gradwire.collectives.args.ranks import resolve_group
 from gradwire.collectives.args.reductions import Op
 from gradwire.collectives.args.sizes import equal_sizes
+from gradwire.collectives.args.tensors import check_dense
 from gradwire.collectives.autograd.unstack import concat
 from gradwire.collectives.ops.all_gather_reduce_scatter import all_gather, reduce_scatter
 from gradwire.collectives.ops.all_reduce import all_reduce

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from gradwire.collectives.args.ranks import check_dense, resolve_group
+from gradwire.collectives.args.ranks import resolve_group
 from gradwire.collectives.args.sizes import valid_dim
+from gradwire.collectives.args.tensors import check_dense
 from gradwire.collectives.checks import consistency
 from gradwire.collectives.checks.call_signature import CallSignature
 from gradwire.collectives.ops.permute import shift

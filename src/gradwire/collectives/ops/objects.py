@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from gradwire.collectives import wire
-from gradwire.collectives.args.ranks import check_dense, resolve_group
+from gradwire.collectives.args.ranks import resolve_group
+from gradwire.collectives.args.tensors import check_dense
 from gradwire.collectives.autograd.linear_collective import apply_linear
 from gradwire.collectives.ops.plans import Barrier
 from gradwire.collectives.wire.backends import device_of

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from gradwire.collectives.args.lists import piece_sizes, pieces_of
-from gradwire.collectives.args.ranks import check_dense, check_has_data
 from gradwire.collectives.args.sizes import move_to_front, sizes_of_split, valid_sizes
+from gradwire.collectives.args.tensors import check_dense, check_has_data
 from gradwire.collectives.args.transforms import refuse_in_transforms
 from gradwire.collectives.autograd.unstack import concat
 from gradwire.collectives.checks import consistency

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from gradwire.collectives.args.ranks import check_dense, resolve_group
+from gradwire.collectives.args.ranks import resolve_group
 from gradwire.collectives.args.sizes import valid_dim
+from gradwire.collectives.args.tensors import check_dense
 from gradwire.collectives.ops.all_reduce import all_reduce
 from gradwire.errors import ArgumentError
 
