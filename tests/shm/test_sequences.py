@@ -24,7 +24,8 @@ from gradwire.errors import PeerLostError
 from gradwire.testing import run_ranks
 
 LONG = os.environ.get("GRADWIRE_LONG") == "1"
-KINDS = ["all_reduce", "max", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "message"]
+KINDS = ["all_reduce", "max", "reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all"]
+KINDS += ["message"]
 
 
 def numbers(rank, count, salt):
@@ -34,10 +35,11 @@ def numbers(rank, count, salt):
 def operation(kind, count, salt, inside, ranks, group):
     """Start one; returns its handles, what it fills, and what that must become."""
     me, world = dist.get_rank(group), len(ranks)
+    in_segment = inside == "all" or (inside == "one" and me == salt % world)
     values = [numbers(r, count * world, salt) for r in range(world)]
 
     def tensor(content):
-        if not inside:
+        if not in_segment:
             return content.clone()
         return gradwire.shm.empty(len(content), dtype=torch.float64, group=group).copy_(content)
 
@@ -48,8 +50,11 @@ def operation(kind, count, salt, inside, ranks, group):
         return [dist.all_reduce(x, **options)], x, torch.stack(values).sum(0)
     if kind == "max":
         return [dist.all_reduce(x, dist.ReduceOp.MAX, **options)], x, torch.stack(values).amax(0)
+    root = salt % world
+    if kind == "reduce":
+        expected = torch.stack(values).sum(0) if me == root else values[me]
+        return [dist.reduce(x, ranks[root], **options)], x, expected
     if kind == "broadcast":
-        root = salt % world
         return [dist.broadcast(x, ranks[root], **options)], x, values[root]
     if kind == "all_gather":
         work = dist.all_gather_into_tensor(x, head, **options)
@@ -91,8 +96,8 @@ SUBSETS = {"all": [0, 1, 2], "two": [0, 2], "other": [1, 2]}
 STEPS = st.lists(
     st.tuples(
         st.sampled_from(KINDS),
-        st.sampled_from([1, 3, 900, 3_000, 70_000]),
-        st.booleans(),
+        st.sampled_from([1, 3, 900, 3_000, 20_000, 70_000]),
+        st.sampled_from(["none", "one", "all"]),
         st.sampled_from(sorted(SUBSETS)),
     ),
     min_size=1,

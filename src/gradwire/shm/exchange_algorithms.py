@@ -1,9 +1,9 @@
 """Exchanges over shared memory: every rank has a block for each other rank, or one for all.
 
-Each rank fetches the blocks that are meant for it. There are three paths. Up to `INLINE_BYTES` a
-rank's blocks travel with its header (one wait); blocks in regions are copied from where they lie;
-all others pass in pieces through the staging slots, so that copies in and out overlap between
-ranks.
+Each rank fetches the blocks that are meant for it. Up to `INLINE_BYTES` a rank's blocks travel with
+its header, and up to `UPFRONT_BYTES` they are copied to a region before: one wait. Blocks in
+regions are copied from where they lie; all others pass in pieces through the staging slots, so that
+copies in and out overlap between ranks.
 """
 
 from __future__ import annotations
@@ -13,10 +13,19 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from gradwire.shm.copying import copy
 from gradwire.shm.group_segment import INLINE_BYTES
 from gradwire.shm.group_state import GroupState
 from gradwire.shm.header import INLINE, PRIVATE, Call, Location
-from gradwire.shm.pieces import PIECE_BYTES, block_start, fill_slot, location_for, share
+from gradwire.shm.pieces import (
+    PIECE_BYTES,
+    block_start,
+    fill_slot,
+    location_for,
+    share,
+    sync_in_place,
+)
+from gradwire.shm.regions import UPFRONT
 from gradwire.shm.tensors import common_base, overwrites
 
 __all__ = ["barrier", "broadcast", "exchange", "exchange_blocks"]
@@ -41,7 +50,7 @@ def broadcast(state: GroupState, call: Call, flat: Tensor) -> None:
     if flat.nbytes <= INLINE_BYTES:
         exchange(state, call, outgoing, incoming, shared=True)
         return
-    state.announce(call, location_for(state, flat, flat.nbytes, sends=at_root))
+    state.announce(call, location_for(state, [flat], flat, sends=at_root))
     locations = state.locations()
     if locations[call.root].region == PRIVATE:
         calls = [call] * state.size
@@ -49,16 +58,18 @@ def broadcast(state: GroupState, call: Call, flat: Tensor) -> None:
         return
     # root and receivers copy at the same time: with tensors in regions, the root writes the first
     # share to each receiver, which fetches the rest
-    first = share(count, 0, state.size)[1]
-    if at_root:
-        for rank, location in enumerate(locations):
-            if rank != state.rank and location.region >= 0:
-                state.at(rank, location, flat.dtype, 0, first).copy_(flat[:first])
-    else:
+    in_place = locations[call.root].region > UPFRONT
+    first = share(count, 0, state.size)[1] if in_place else 0
+    if not at_root:
         start = first if locations[state.rank].region >= 0 else 0
         source = state.at(call.root, locations[call.root], flat.dtype, start, count - start)
-        flat[start:].copy_(source)
-    state.sync()
+        copy(flat[start:], source)
+    elif in_place:
+        for rank, location in enumerate(locations):
+            if rank != state.rank and location.region >= 0:
+                copy(state.at(rank, location, flat.dtype, 0, first), flat[:first])
+    if in_place:
+        state.sync()
 
 
 def exchange_blocks(
@@ -110,18 +121,20 @@ def exchange(
         shared: Whether a rank's one block goes to all ranks.
     """
     own = outgoing[0 if shared else state.rank] if outgoing else None
-    if (total := sum(block.nbytes for block in outgoing)) > INLINE_BYTES:
+    if sum(block.nbytes for block in outgoing) > INLINE_BYTES:
         if overwrites(outgoing, incoming, state.rank, own):
             outgoing, base = [block.clone() for block in outgoing], None
             own = outgoing[0 if shared else state.rank]
-        state.announce(call, location_for(state, base, total))
+        start = 0 if shared else block_start(call, state.rank)
+        unread = (0, 0) if shared else (start, start + outgoing[state.rank].numel())
+        state.announce(call, location_for(state, outgoing, base, unread))
     else:
         state.announce(call, Location(INLINE), outgoing)
     locations = state.locations()
     calls = state.calls() if call.sends else [call] * state.size
     # this rank's own block needs no other rank
-    if own is not None:
-        _copy(incoming[state.rank], own)
+    if own is not None and (target := incoming[state.rank]) is not None:
+        copy(target, own)
     staged = []
     for rank, (its_location, its_call) in enumerate(zip(locations, calls, strict=True)):
         target = incoming[rank]
@@ -133,16 +146,10 @@ def exchange(
             if its_location.region == INLINE:
                 target.copy_(state.inline(rank, call.dtype, start, count))
             else:
-                target.copy_(state.at(rank, its_location, call.dtype, start, count))
+                copy(target, state.at(rank, its_location, call.dtype, start, count))
     if staged:
         _exchange_through_slots(state, call, calls, staged, outgoing, incoming, shared=shared)
-    if any(location.region >= 0 for location in locations):
-        state.sync()  # until then other ranks read this rank's tensors
-
-
-def _copy(target: Tensor | None, source: Tensor) -> None:
-    if target is not None and target.data_ptr() != source.data_ptr():
-        target.copy_(source)
+    sync_in_place(state, locations)
 
 
 def _exchange_through_slots(
@@ -177,4 +184,4 @@ def _exchange_through_slots(
             if rank != state.rank and target is not None and 0 <= lo < target.numel():
                 piece, slot = target[lo : lo + step], slots[rank][fetch % ring.slots]
                 column = 0 if shared else state.rank - (rank < state.rank)
-                piece.copy_(slot[column * step :][: piece.numel()])
+                copy(piece, slot[column * step :][: piece.numel()])

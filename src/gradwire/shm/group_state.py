@@ -1,8 +1,9 @@
 """One rank's state of a group: the headers and data that ranks share, and how they wait.
 
-Short data lies in the group's segment, beside the headers. Long data lies in regions: the caller's
-tensor, if it was allocated in one, or else the rank's staging region, whose slots it passes through
-piece by piece.
+Short data lies in the group's segment, beside the headers. Longer data lies in regions: the
+caller's tensor, if it was allocated in one. Else it is copied to the rank's upfront region before
+the ranks meet, up to `UPFRONT_BYTES`, or passes piece by piece through the slots of its staging
+region.
 """
 
 from __future__ import annotations
@@ -26,12 +27,16 @@ from gradwire.shm.header import (
 )
 from gradwire.shm.links import Kind, Links, Message, Receive
 from gradwire.shm.message_ring import RING_BYTES, MessageRing
-from gradwire.shm.regions import RING, STAGING, Regions
+from gradwire.shm.regions import RING, STAGING, UPFRONT, Regions
 from gradwire.shm.rendezvous import process_of
 from gradwire.shm.rings import RINGS, Ring, ring_for
 from gradwire.shm.sync import Deadline, spins_for
 
-__all__ = ["GroupState"]
+__all__ = ["UPFRONT_BYTES", "GroupState"]
+
+UPFRONT_BYTES = 1 << 20
+"""Up to here ordinary tensors are copied before the ranks meet, which saves a wait; above it is
+better to copy in and out at the same time."""
 
 
 class GroupState:
@@ -76,6 +81,8 @@ class GroupState:
         self._parity = self._mark = 0
         self._typed: dict[tuple[int, int, torch.dtype], Tensor] = {}
         self._staging: dict[int, Tensor] = {}
+        self._upfront: list[Tensor] = []
+        self._crowd = size if self._spins == 1 else 0
         self._ring: int | None = None
 
     def begin(self, mark: int, seconds: float) -> None:
@@ -186,10 +193,27 @@ class GroupState:
             nbytes: Bytes of the data.
             sends: Whether this rank writes it to slots, and so needs a staging region.
         """
-        number = ring_for(nbytes)
+        number = ring_for(nbytes, crowd=self._crowd)
         if sends:
             self._stage(number)
         return Location(PRIVATE, number)
+
+    def upfront(self, dtype: torch.dtype) -> tuple[Location, Tensor]:
+        """Where data of up to `UPFRONT_BYTES` goes before `announce`, and that memory.
+
+        There are two halves, for even and odd collectives: peers may still read what was there for
+        the last one, and are done with that of the one before it.
+        """
+        if not self._upfront:
+            deadline, size = Deadline(self._deadline.seconds), 2 * UPFRONT_BYTES
+            region = self._regions.allocate(size, self.links, deadline, UPFRONT)
+            self._upfront = list(region.chunk(2))
+        parity = self._parity ^ 1
+        return Location(UPFRONT, UPFRONT_BYTES * parity), self._upfront[parity].view(dtype)
+
+    def own_upfront(self, dtype: torch.dtype) -> Tensor:
+        """What `upfront` gave before the last `announce`."""
+        return self._upfront[self._parity].view(dtype)
 
     @property
     def ring(self) -> Ring:
@@ -242,7 +266,7 @@ class GroupState:
         """Leave the group."""
         self.links.close()
         self._regions.close()
-        for kept in (self._headers, self._inline, self._typed, self._staging):
+        for kept in (self._headers, self._inline, self._typed, self._staging, self._upfront):
             kept.clear()
 
     def _check_peers(self, missing: Sequence[int]) -> None:

@@ -7,28 +7,75 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from gradwire.shm.group_state import GroupState
+from gradwire.shm.copying import copy
+from gradwire.shm.group_state import UPFRONT_BYTES, GroupState
 from gradwire.shm.header import PRIVATE, Call, Location
+from gradwire.shm.regions import UPFRONT
 
-__all__ = ["PIECE_BYTES", "block_start", "fill_slot", "location_for", "share"]
+__all__ = [
+    "PIECE_BYTES",
+    "block_start",
+    "copy_but",
+    "fill_slot",
+    "location_for",
+    "share",
+    "sync_in_place",
+]
 
 PIECE_BYTES = 256 << 10  # shorter pieces cost more in waits than they gain in cache
 _LINE = 64  # elements; shares end between cache lines, so that ranks do not write to the same one
 
 
 def location_for(
-    state: GroupState, base: Tensor | None, nbytes: int, *, sends: bool = True
+    state: GroupState,
+    blocks: Sequence[Tensor],
+    base: Tensor | None,
+    unread: tuple[int, int] = (0, 0),
+    *,
+    sends: bool = True,
 ) -> Location:
-    """The location of this rank's data: a region, or the ring that it passes through.
+    """The location of this rank's data: of a region, or of the ring that it passes through.
+
+    Up to `UPFRONT_BYTES` that is not in a region is copied there.
 
     Args:
         state: This rank's state of the group.
+        blocks: The data, one block after the other.
         base: A tensor that holds all of the data; None if there is none.
-        nbytes: Bytes of the data.
-        sends: Whether this rank writes it to slots.
+        unread: The first and last element of what no other rank reads.
+        sends: Whether others read it at all.
     """
     location = Location(PRIVATE) if base is None else state.locate(base)
-    return state.staged_location(nbytes, sends=sends) if location.region == PRIVATE else location
+    nbytes = sum(block.nbytes for block in blocks)
+    if location.region != PRIVATE:
+        return location
+    if nbytes > UPFRONT_BYTES or not sends:
+        return state.staged_location(nbytes, sends=sends)
+    location, target = state.upfront(blocks[0].dtype)
+    if base is not None:
+        total = nbytes // base.element_size()
+        copy_but(unread, base.as_strided((total,), (1,)), target)
+        return location
+    start = 0
+    for block in blocks:
+        stop = start + block.numel()
+        if start < stop and (start, stop) != unread:
+            copy(target[start:stop], block)
+        start = stop
+    return location
+
+
+def sync_in_place(state: GroupState, locations: Sequence[Location]) -> None:
+    """Wait until no rank uses another's tensors any more, if any lie where others use them."""
+    if any(location.region > UPFRONT for location in locations):
+        state.sync()
+
+
+def copy_but(unread: tuple[int, int], source: Tensor, target: Tensor) -> None:
+    """Copy what lies before and after a range of elements."""
+    for start, stop in ((0, unread[0]), (unread[1], source.numel())):
+        if start < stop:
+            copy(target[start:stop], source[start:stop])
 
 
 def block_start(call: Call, rank: int) -> int:
@@ -46,4 +93,4 @@ def fill_slot(slot: Tensor, pieces: Sequence[Tensor], step: int) -> None:
     """Copy piece i to elements i * step and on of a slot."""
     for i, piece in enumerate(pieces):
         if piece.numel():
-            slot[i * step :][: piece.numel()].copy_(piece)
+            copy(slot[i * step :][: piece.numel()], piece)

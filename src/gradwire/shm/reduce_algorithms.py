@@ -1,8 +1,8 @@
 """Reductions over shared memory: every rank reduces its share of the elements, in rank order.
 
-The other ranks fetch the result, or have it written to their tensors. The three paths are those of
-`exchange`: with the header, in place in regions, in pieces through the staging slots. Each element
-is reduced by one rank alone and in the order of the ranks: all ranks get the same bits, every time.
+The other ranks fetch the result, or have it written to their tensors. The paths are those of
+`exchange`: with the header, in regions, in pieces through the staging slots. Each element is
+reduced by one rank alone and in the order of the ranks: all ranks get the same bits, every time.
 """
 
 from __future__ import annotations
@@ -10,14 +10,23 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from gradwire.shm.arithmetic import reduce_into
+from gradwire.shm.copying import copy
 from gradwire.shm.group_segment import INLINE_BYTES
 from gradwire.shm.group_state import GroupState
-from gradwire.shm.header import INLINE, Call, Location
-from gradwire.shm.pieces import PIECE_BYTES, block_start, fill_slot, location_for, share
+from gradwire.shm.header import INLINE, PRIVATE, Call, Location
+from gradwire.shm.pieces import (
+    PIECE_BYTES,
+    block_start,
+    copy_but,
+    fill_slot,
+    location_for,
+    share,
+    sync_in_place,
+)
+from gradwire.shm.regions import UPFRONT
 from gradwire.shm.tensors import overwrites
 
 __all__ = ["reduce", "reduce_scatter"]
@@ -38,12 +47,15 @@ def reduce(state: GroupState, call: Call, flat: Tensor) -> None:
             pieces = [state.inline(r, flat.dtype, 0, flat.numel()) for r in range(state.size)]
             reduce_into(flat, pieces, call.op)
         return
-    state.announce(call, location_for(state, flat, flat.nbytes))
+    own = share(flat.numel(), state.rank, state.size)
+    state.announce(call, location_for(state, [flat], flat, own))
     locations = state.locations()
-    if all(location.region >= 0 for location in locations):
-        _reduce_in_place(state, call, locations, flat)
-    else:
+    if any(location.region == PRIVATE for location in locations):
         _reduce_through_slots(state, call, flat, gets_result=gets_result)
+    elif any(location.region == UPFRONT for location in locations):
+        _reduce_and_fetch(state, call, locations, flat)
+    else:
+        _reduce_in_place(state, call, locations, flat)
 
 
 def reduce_scatter(
@@ -64,14 +76,14 @@ def reduce_scatter(
         base: A contiguous tensor that holds the blocks in order, if there is one.
     """
     start, count, ranks = block_start(call, state.rank), out.numel(), range(state.size)
-    if (total := sum(block.nbytes for block in blocks)) <= INLINE_BYTES:
+    if sum(block.nbytes for block in blocks) <= INLINE_BYTES:
         state.announce(call, Location(INLINE), blocks)
         reduce_into(out, [state.inline(r, call.dtype, start, count) for r in ranks], call.op)
         return
     results = [out if r == state.rank else None for r in ranks]
     if overwrites(blocks, results, state.rank, blocks[state.rank]):
         blocks, base = [block.clone() for block in blocks], None
-    state.announce(call, location_for(state, base, total))
+    state.announce(call, location_for(state, blocks, base, (start, start + count)))
     locations = state.locations()
     if all(location.region >= 0 for location in locations):
         pieces = [
@@ -81,7 +93,7 @@ def reduce_scatter(
         step = PIECE_BYTES // call.dtype.itemsize
         for into, *cut in zip(*[p.split(step) for p in (out, *pieces)], strict=True):
             reduce_into(into, cut, call.op)
-        state.sync()
+        sync_in_place(state, locations)
     else:
         _reduce_scatter_through_slots(state, call, blocks, out)
 
@@ -89,21 +101,31 @@ def reduce_scatter(
 def _reduce_scatter_through_slots(
     state: GroupState, call: Call, blocks: Sequence[Tensor], out: Tensor
 ) -> None:
-    """In each step: copy a piece of every block in, reduce an earlier piece of this rank's."""
+    """In each step: copy a piece of every other rank's block in, reduce an earlier one of its own.
+
+    A slot has no part for the rank itself, which reads its own block where it lies.
+    """
+    rank, parts = state.rank, max(1, state.size - 1)
     slots = [state.slots(r, call.dtype) for r in range(state.size)]
     ring, count = state.ring, out.numel()
-    step = ring.slot_bytes // call.dtype.itemsize // state.size
-    longest, first = max(call.sends, default=call.numel), state.rank * step
-    for fill, now in state.pipeline(math.ceil(longest / step), stages=2):
+    step = ring.slot_bytes // call.dtype.itemsize // parts
+    others = [*blocks[:rank], *blocks[rank + 1 :]]
+    for fill, now in state.pipeline(
+        math.ceil(max(call.sends, default=call.numel) / step), stages=2
+    ):
         if fill >= 0:
             lo = fill * step
-            slot = slots[state.rank][fill % ring.slots]
-            fill_slot(slot, [block[lo : lo + step] for block in blocks], step)
+            fill_slot(
+                slots[rank][fill % ring.slots], [block[lo : lo + step] for block in others], step
+            )
         lo = now * step
         if 0 <= lo < count:
             target = out[lo : lo + step]
-            last = first + target.numel()
-            sources = [each[now % ring.slots][first:last] for each in slots]
+            sources = []
+            for r, each in enumerate(slots):
+                first = (rank - (rank > r)) * step
+                sources.append(each[now % ring.slots][first : first + target.numel()])
+            sources[rank] = blocks[rank][lo : lo + step]
             reduce_into(target, sources, call.op)
 
 
@@ -124,35 +146,69 @@ def _reduce_in_place(
         if call.root < 0:
             reduce_into(pieces[0], pieces, call.op)
             for piece in pieces[1:]:
-                piece.copy_(pieces[0])
+                copy(piece, pieces[0])
         else:
             reduce_into(pieces[call.root], pieces, call.op)
     state.sync()
 
 
+def _reduce_and_fetch(
+    state: GroupState, call: Call, locations: Sequence[Location], flat: Tensor
+) -> None:
+    """Reduce this rank's share into shared memory; after a wait, fetch the other ranks' shares.
+
+    The share goes to where this rank's tensor lies, or the root's. A rank's own share of its tensor
+    is read there: nobody else needs it.
+    """
+    rank, count, dtype = state.rank, flat.numel(), flat.dtype
+    start, stop = share(count, rank, state.size)
+    sources = [
+        flat[start:stop] if r == rank else state.at(r, at, dtype, start, stop - start)
+        for r, at in enumerate(locations)
+    ]
+    upfront = locations[rank].region == UPFRONT
+    shown = state.own_upfront(dtype)[:count] if upfront else flat
+    result = shown[start:stop] if call.root in (-1, rank) else sources[call.root]
+    reduce_into(result, sources, call.op)
+    if call.root < 0:
+        copy(sources[rank], result)
+    state.sync()
+    if call.root == rank:
+        copy(flat, shown)
+    if call.root < 0:
+        for r, location in enumerate(locations):
+            start, stop = share(count, r, state.size)
+            if r != rank and start < stop:
+                copy(flat[start:stop], state.at(r, location, dtype, start, stop - start))
+        sync_in_place(state, locations)
+
+
 def _reduce_through_slots(
     state: GroupState, call: Call, flat: Tensor, *, gets_result: bool
 ) -> None:
-    """In each step: copy a piece in, reduce this rank's share of an earlier one, copy one out."""
-    size, dtype = state.size, flat.dtype
-    slots = [state.slots(r, dtype) for r in range(size)]
+    """In each step: copy a piece in, reduce this rank's share of an earlier one, copy one out.
+
+    A rank's own share of its tensor is read where it lies: nobody else needs it.
+    """
+    rank, size = state.rank, state.size
+    slots = [state.slots(r, flat.dtype) for r in range(size)]
     ring = state.ring
-    step = ring.slot_bytes // dtype.itemsize
-    pieces = flat.split(step)
-    # reduce leaves the tensors of other ranks than the root as they are
-    spare = None if gets_result else torch.empty(len(pieces[0]), dtype=dtype, device="cpu")
+    pieces = flat.split(ring.slot_bytes // flat.dtype.itemsize)
     for fill, now, fetch in state.pipeline(len(pieces), stages=3):
         if fill >= 0:
-            slots[state.rank][fill % ring.slots][: len(pieces[fill])].copy_(pieces[fill])
+            copy_but(
+                share(len(pieces[fill]), rank, size), pieces[fill], slots[rank][fill % ring.slots]
+            )
         if now >= 0:
-            start, stop = share(len(pieces[now]), state.rank, size)
+            start, stop = share(len(pieces[now]), rank, size)
             if start < stop:
-                result = (pieces[now] if spare is None else spare)[start:stop]
                 sources = [slots[r][now % ring.slots][start:stop] for r in range(size)]
+                result, sources[rank] = sources[rank], pieces[now][start:stop]
                 reduce_into(result, sources, call.op)
-                sources[state.rank].copy_(result)
+                if gets_result:
+                    copy(sources[rank], result)
         if fetch >= 0 and gets_result:
             for r in range(size):
                 start, stop = share(len(pieces[fetch]), r, size)
-                if r != state.rank and start < stop:
-                    pieces[fetch][start:stop].copy_(slots[r][fetch % ring.slots][start:stop])
+                if r != rank and start < stop:
+                    copy(pieces[fetch][start:stop], slots[r][fetch % ring.slots][start:stop])
