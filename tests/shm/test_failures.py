@@ -188,7 +188,7 @@ KINDS = [
     {"how": "killed", "kind": "broadcast", "count": 4},
     {"how": "left", "kind": "all_gather", "count": 300_000},
 )
-@pytest.mark.parametrize("count", [4, 300_000])
+@pytest.mark.parametrize("count", [4, 20_000, 300_000])
 @pytest.mark.parametrize(
     ("how", "kind"),
     [("killed", k) for k in KINDS] + [("left", k) for k in ("all_reduce", "all_gather", "barrier")],

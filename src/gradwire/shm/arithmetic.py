@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -41,6 +42,7 @@ _WIDE_UNSIGNED = {torch.uint16, torch.uint32, torch.uint64}  # torch hardly comp
 HALF = {torch.float16, torch.bfloat16}
 
 
+@cache
 def check_reduction(op: int, dtype: torch.dtype) -> None:
     """Raise unless tensors of `dtype` can be reduced by `op`.
 
@@ -93,7 +95,7 @@ def reduce_into(out: Tensor, pieces: Sequence[Tensor], op: int) -> None:
             total.div_(len(pieces))
         out.copy_(total)
         return
-    if any(piece.data_ptr() == out.data_ptr() for piece in pieces[2:]):
+    if len(pieces) > 2 and any(piece.data_ptr() == out.data_ptr() for piece in pieces[2:]):
         total = torch.empty_like(out)  # out is read after the first step
         reduce_into(total, pieces, op)
         out.copy_(total)

@@ -32,7 +32,7 @@ from gradwire.shm.mailbox import Mailbox
 from gradwire.shm.outgoing import Outgoing
 from gradwire.shm.sync import Deadline
 from gradwire.shm.tensors import flat_of, write_all_back
-from gradwire.shm.work import Queue, ShmWork
+from gradwire.shm.work import Prepared, Queue, ShmWork
 
 __all__ = ["GroupBase"]
 
@@ -43,6 +43,10 @@ Job = Callable[[], None]
 Observer = Callable[[str, int, Sequence[Sequence[Tensor]]], None]
 """Called with each collective as it is submitted: its name among torch's operators, its root, and
 the tensors. Groups that are written in C++ are observed through torch's dispatcher instead."""
+
+
+class _Marks(threading.local):
+    next = 0
 
 
 class GroupBase:
@@ -62,7 +66,7 @@ class GroupBase:
         self.observer: Observer | None = None
         self._submitted = 0
         self._leaving = False  # whether `_release` is still to be called
-        self._marks = threading.local()
+        self._marks = _Marks()
         _GROUPS.add(self)
 
     def _join(self, rank: int, size: int, peers: dict[int, Any], deadline: Deadline) -> None:
@@ -171,9 +175,18 @@ class GroupBase:
         if self.observer is not None:
             self.observer(*observed)
         mark = self._take_mark()
-        inference = any(tensor.is_inference() for tensor in tensors)
+        inference = any(map(Tensor.is_inference, tensors))
         own = opts.timeout.total_seconds()
         seconds = own if own > 0 else self._timeout.total_seconds()
+        guarded = self._guarded(job, mark, seconds, inference=inference)
+        try:
+            return self._queue.submit(guarded, ShmWork(tensors), wait=not opts.asyncOp)
+        finally:
+            if self._leaving and not self._queue.runs_in_this_thread():
+                self._release()
+
+    def _guarded(self, job: Job, mark: int, seconds: float, *, inference: bool) -> Job:
+        """A job after whose errors the group cannot be used; arguments as of `GroupState.begin`."""
 
         def guarded() -> None:
             self._check_usable()
@@ -191,8 +204,41 @@ class GroupBase:
                 self._break(error)
                 raise
 
+        return guarded
+
+    def prepare(
+        self, job_of: Callable[[GroupState], Job], tensors: Sequence[Tensor], *, short: bool
+    ) -> Prepared:
+        """Prepare an operation that `start` and `finish` run again and again.
+
+        Args:
+            job_of: Gives what it does.
+            tensors: What it fills.
+            short: Whether `finish` runs it.
+        """
+        seconds, inference = self._timeout.total_seconds(), any(map(Tensor.is_inference, tensors))
+        guarded = self._guarded(job_of(self._state), 0, seconds, inference=inference)
+        return Prepared(guarded, tensors, short)
+
+    def start(self, prepared: Prepared) -> None:
+        """Begin a prepared operation, which `finish` ends; a short one is run there."""
+        self._check_usable()
+        self._submitted += 1
+        if self.observer is not None:
+            self.observer("allreduce_", 0, [prepared.tensors])
+        if prepared.short:
+            self._queue.hold(prepared)
+        else:
+            prepared.work = self._queue.submit(prepared.job, ShmWork(prepared.tensors), wait=False)
+
+    def finish(self, prepared: Prepared) -> None:
+        """Wait for a prepared operation to end.
+
+        Raises:
+            DistributedError: The operation failed.
+        """
         try:
-            return self._queue.submit(guarded, ShmWork(tensors), wait=not opts.asyncOp)
+            self._queue.finish(prepared)
         finally:
             if self._leaving and not self._queue.runs_in_this_thread():
                 self._release()
@@ -225,7 +271,7 @@ class GroupBase:
             self._marks.next = 0
 
     def _take_mark(self) -> int:
-        mark: int = getattr(self._marks, "next", 0)
+        mark = self._marks.next
         if mark:
             self._marks.next = 0
         return mark

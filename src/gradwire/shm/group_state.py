@@ -15,13 +15,16 @@ import torch
 from torch import Tensor
 
 from gradwire.errors import CollectiveTimeoutError, DistributedError
-from gradwire.shm.group_segment import form
+from gradwire.shm.group_segment import INLINE_BYTES, form
 from gradwire.shm.header import (
+    INLINE,
     PRIVATE,
     Call,
     Location,
     check_consistent,
+    compared,
     location_of,
+    packed,
     read,
     write,
 )
@@ -37,6 +40,7 @@ __all__ = ["UPFRONT_BYTES", "GroupState"]
 UPFRONT_BYTES = 1 << 20
 """Up to here ordinary tensors are copied before the ranks meet, which saves a wait; above it is
 better to copy in and out at the same time."""
+_KEPT_VIEWS = 256
 
 
 class GroupState:
@@ -77,9 +81,10 @@ class GroupState:
                 peer.close()  # ends the other ranks' waits for this one
             raise
         self._semaphores, self._headers = segment.semaphores, segment.headers
+        self._compared = [[compared(header) for header in half] for half in segment.headers]
         self._inline = segment.inline
         self._parity = self._mark = 0
-        self._typed: dict[tuple[int, int, torch.dtype], Tensor] = {}
+        self._views: dict[tuple[int, torch.dtype, int], list[Tensor]] = {}
         self._staging: dict[int, Tensor] = {}
         self._upfront: list[Tensor] = []
         self._crowd = size if self._spins == 1 else 0
@@ -106,20 +111,57 @@ class GroupState:
             MismatchError: On all ranks, if the calls do not fit each other.
             PeerLostError, PeerFailedError, CollectiveTimeoutError: A rank does not take part.
         """
-        self._kind = call.kind
+        self._next(call.kind)
+        if inline:
+            self._write_inline(call.dtype, inline)
+        write(self._headers[self._parity][self.rank], call, location, self._mark)
+        self._mark = 0
+        self._meet(tables=bool(call.sends))
+
+    def prepared(self, call: Call, flat: Tensor) -> Callable[[], list[Tensor]]:
+        """A function that announces a call with short data beside its header, again and again.
+
+        Args:
+            call: Without tables.
+            flat: The data, of up to `INLINE_BYTES`.
+
+        Returns:
+            The function; it returns all ranks' data.
+        """
+        header = packed(call, Location(INLINE))
+        own = [half[self.rank][: len(header)] for half in self._headers]
+
+        def announce() -> list[Tensor]:
+            self._next(call.kind)
+            blocks = self.all_inline(call.dtype, call.numel)
+            blocks[self.rank].copy_(flat)
+            own[self._parity][:] = header
+            self._meet(tables=False)
+            return blocks
+
+        return announce
+
+    def _next(self, kind: str) -> None:
+        self._kind = kind
         self._parity ^= 1
         self._ring = None
         self._regions.release_ended(self.links, self._deadline)
-        start = 0
-        for block in inline:
-            self.inline(self.rank, call.dtype, start, block.numel()).copy_(block)
-            start += block.numel()
-        headers = self._headers[self._parity]
-        write(headers[self.rank], call, location, self._mark)
-        self._mark = 0
+
+    def _meet(self, *, tables: bool) -> None:
         self.sync()
-        # about 1 µs, and any mismatch is the same error on all ranks, before data moves
-        check_consistent(headers, self.rank)
+        # less than 1 µs, and any mismatch is the same error on all ranks, before data moves
+        parts = self._compared[self._parity]
+        if tables or parts.count(parts[self.rank]) != self.size:
+            check_consistent(self._headers[self._parity], self.rank, tables=tables)
+
+    def _write_inline(self, dtype: torch.dtype, blocks: Sequence[Tensor]) -> None:
+        if len(blocks) == 1:
+            self.all_inline(dtype, blocks[0].numel())[self.rank].copy_(blocks[0])
+            return
+        start = 0
+        for block in blocks:
+            self.inline(self.rank, dtype, start, block.numel()).copy_(block)
+            start += block.numel()
 
     def locations(self) -> list[Location]:
         """Where each rank's data lies, as announced."""
@@ -164,13 +206,21 @@ class GroupState:
 
     def inline(self, rank: int, dtype: torch.dtype, start: int, count: int) -> Tensor:
         """Elements of the data that a rank wrote beside its header."""
-        key = (self._parity, rank, dtype)
-        typed = self._typed.get(key)
-        if typed is None:
-            # kept for later operations, which may run outside of inference mode
+        return self.all_inline(dtype, INLINE_BYTES // dtype.itemsize)[rank][start : start + count]
+
+    def all_inline(self, dtype: torch.dtype, count: int) -> list[Tensor]:
+        """The first elements of the data that each rank wrote beside its header."""
+        key = (self._parity, dtype, count)
+        views = self._views.get(key)
+        if views is None:
+            if len(self._views) == _KEPT_VIEWS:
+                self._views.clear()
+            # kept for later operations, which may run outside of inference mode; making them anew
+            # costs each time as much as adding a thousand numbers
             with torch.inference_mode(False):
-                typed = self._typed[key] = self._inline[self._parity][rank].view(dtype)
-        return typed[start : start + count]
+                views = [block.view(dtype)[:count] for block in self._inline[self._parity]]
+            self._views[key] = views
+        return views
 
     def locate(self, tensor: Tensor) -> Location:
         """The location of a tensor of this rank."""
@@ -266,7 +316,14 @@ class GroupState:
         """Leave the group."""
         self.links.close()
         self._regions.close()
-        for kept in (self._headers, self._inline, self._typed, self._staging, self._upfront):
+        for kept in (
+            self._headers,
+            self._compared,
+            self._inline,
+            self._views,
+            self._staging,
+            self._upfront,
+        ):
             kept.clear()
 
     def _check_peers(self, missing: Sequence[int]) -> None:

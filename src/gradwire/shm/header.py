@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch.distributed import ReduceOp
@@ -24,8 +24,10 @@ __all__ = [
     "Call",
     "Location",
     "check_consistent",
+    "compared",
     "header_bytes",
     "location_of",
+    "packed",
     "read",
     "write",
 ]
@@ -50,10 +52,10 @@ KINDS = (
     *("scatter", "reduce_scatter", "reduce_scatter_single", "all_to_all", "barrier"),
     *("broadcast_coalesced", "all_reduce_sparse", "monitored_barrier"),
 )
+_KIND_NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """A collective, as one rank calls it.
 
     Args:
@@ -77,8 +79,7 @@ class Call:
     checksum: int = 0
 
 
-@dataclass(frozen=True)
-class Location:
+class Location(NamedTuple):
     """Where a rank's data for a collective lies.
 
     Args:
@@ -102,10 +103,21 @@ def header_bytes(size: int) -> int:
 
 def write(buffer: memoryview, call: Call, location: Location, mark: int) -> None:
     """Write a header; `mark` is the call's, 0 for none."""
-    _FIXED.pack_into(
-        buffer,
-        0,
-        KINDS.index(call.kind),
+    _FIXED.pack_into(buffer, 0, *_fixed(call, location, mark))
+    if call.sends:
+        struct.pack_into(
+            f"<{2 * len(call.sends)}q", buffer, _FIXED.size, *call.sends, *call.receives
+        )
+
+
+def packed(call: Call, location: Location) -> bytes:
+    """What `write` writes for a call without tables or a mark."""
+    return _FIXED.pack(*_fixed(call, location, 0))
+
+
+def _fixed(call: Call, location: Location, mark: int) -> tuple[int, ...]:
+    return (
+        _KIND_NUMBERS[call.kind],
         NUMBERS[call.dtype],
         call.op,
         call.root,
@@ -116,10 +128,6 @@ def write(buffer: memoryview, call: Call, location: Location, mark: int) -> None
         location.region,
         location.offset,
     )
-    if call.sends:
-        struct.pack_into(
-            f"<{2 * len(call.sends)}q", buffer, _FIXED.size, *call.sends, *call.receives
-        )
 
 
 def read(buffer: memoryview) -> tuple[Call, Location]:
@@ -135,23 +143,32 @@ def location_of(buffer: memoryview) -> Location:
     return Location(*struct.unpack_from("<2q", buffer, _COMPARED + 8))
 
 
-def check_consistent(headers: Sequence[memoryview], rank: int) -> None:
+def compared(header: memoryview) -> memoryview:
+    """The part of a header that is the same on all ranks which call the same."""
+    return header[:_COMPARED]
+
+
+def check_consistent(headers: Sequence[memoryview], rank: int, *, tables: bool) -> None:
     """Raise unless all ranks call the same collective with matching arguments.
 
     Marks are compared only if all calls have one.
+
+    Args:
+        headers: Of all ranks.
+        rank: This rank.
+        tables: Whether its call has tables of block sizes.
 
     Raises:
         CheckedMismatchError: They do not, and all have marks whose lowest bit is set.
         MismatchError: They do not. Every rank raises the same.
     """
-    own = headers[rank][:_COMPARED]
-    if any(header[:_COMPARED] != own for header in headers):
+    own = compared(headers[rank])
+    if any(compared(header) != own for header in headers):
         marks = [_mark_of(header) for header in headers]
         described = own[:_MARK]
         if all(marks) or any(header[:_MARK] != described for header in headers):
             error = _mismatch([read(header)[0] for header in headers])
             raise CheckedMismatchError(str(error)) if all(mark & 1 for mark in marks) else error
-    (tables,) = struct.unpack_from("<q", headers[rank], _COMPARED)
     if tables:
         _check_tables([read(header)[0] for header in headers])
 

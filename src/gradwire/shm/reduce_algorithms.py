@@ -44,8 +44,7 @@ def reduce(state: GroupState, call: Call, flat: Tensor) -> None:
     if flat.nbytes <= INLINE_BYTES:
         state.announce(call, Location(INLINE), [flat])
         if gets_result:
-            pieces = [state.inline(r, flat.dtype, 0, flat.numel()) for r in range(state.size)]
-            reduce_into(flat, pieces, call.op)
+            reduce_into(flat, state.all_inline(flat.dtype, flat.numel()), call.op)
         return
     own = share(flat.numel(), state.rank, state.size)
     state.announce(call, location_for(state, [flat], flat, own))

@@ -104,8 +104,8 @@ class Regions:
 
         No peer reads them: a collective on regions ends after all ranks have read.
         """
-        while True:
-            try:  # no check before: another thread may take the last one meanwhile
+        while self._ended:
+            try:  # another thread may take the last one meanwhile
                 number, piece = self._ended.popleft()
             except IndexError:
                 return

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from queue import SimpleQueue
 
@@ -65,6 +66,12 @@ class ShmWork(Work):
             waits.
     """
 
+    # of the class until they change: setting them takes as long as a small operation
+    _done = False
+    _error: BaseException | None = None
+    _future: torch.futures.Future[list[Tensor]] | None = None
+    _source = -1
+
     def __init__(
         self,
         tensors: Sequence[Tensor],
@@ -73,14 +80,10 @@ class ShmWork(Work):
         *,
         callbacks_in_own_thread: bool = False,
     ) -> None:
-        super().__init__()
+        Work.__init__(self)
         self._tensors = list(tensors)
         self._default_timeout, self._on_timeout = default_timeout, on_timeout
         self._callbacks_in_own_thread = callbacks_in_own_thread
-        self._done = False
-        self._error: BaseException | None = None
-        self._future: torch.futures.Future[list[Tensor]] | None = None
-        self._source = -1
 
     def finish(self, error: BaseException | None = None, source: int = -1) -> None:
         """Mark it as done; `source` is the rank that a received tensor came from."""
@@ -173,6 +176,23 @@ class ShmWork(Work):
 Job = Callable[[], None]
 
 
+@dataclass
+class Prepared:
+    """An operation that is run again and again.
+
+    Args:
+        job: What it does.
+        tensors: What it fills.
+        short: Whether it is run by who waits for it, unless others come in between.
+        work: The handle of the present run, if a thread has or gets it.
+    """
+
+    job: Job
+    tensors: Sequence[Tensor]
+    short: bool
+    work: ShmWork | None = None
+
+
 class Queue:
     """Runs operations one at a time, in the order of the calls.
 
@@ -190,6 +210,69 @@ class Queue:
         self._thread: threading.Thread | None = None
         self._inline_in = 0  # the thread that runs an operation it submitted; 0 for none
         self._closed = False
+        self._held: Prepared | None = None
+
+    def hold(self, prepared: Prepared) -> None:
+        """Take an operation that `finish` runs, or the thread once there are others."""
+        with self._order:
+            self._check_open()
+            if self._pending or self._held is not None:
+                self._enqueue_prepared(prepared)
+            else:
+                self._held = prepared
+
+    def finish(self, prepared: Prepared) -> None:
+        """Run an operation that is held, or wait for it.
+
+        Raises:
+            BrokenGroupError: The queue was closed before.
+            Exception: What the job raises.
+        """
+        with self._order:
+            held = self._held is prepared
+            if held:
+                self._held = None
+                self._enter_inline()
+        if held:
+            self._run_inline(prepared.job)
+        elif prepared.work is None:
+            raise BrokenGroupError("the group was destroyed before the operation was waited for")
+        else:
+            prepared.work.wait()
+
+    def _enqueue_prepared(self, prepared: Prepared) -> None:
+        prepared.work = ShmWork(prepared.tensors)
+        self._enqueue(prepared.job, prepared.work)
+
+    def _enqueue(self, job: Job, work: ShmWork) -> None:
+        self._pending += 1
+        self._start()
+        self._jobs.put((job, work))
+
+    def _enter_inline(self) -> None:
+        self._pending += 1
+        # before the lock is acquired: a signal handler that runs between the two would wait for
+        # its own thread if `submit` did not refuse it
+        self._inline_in = threading.get_ident()
+        self._running.acquire()
+
+    def _run_inline(self, job: Job) -> None:
+        try:
+            job()
+        finally:
+            self._running.release()  # before `_inline_in` is reset, as in `_enter_inline`
+            self._inline_in = 0
+            with self._order:
+                self._pending -= 1
+
+    def _check_open(self) -> None:
+        if self.runs_in_this_thread():
+            raise NotSupportedError(
+                "this thread is in another operation of the group, which a signal interrupted: let "
+                "the signal's handler set a flag, and call the operation after the interrupted one"
+            )
+        if self._closed:
+            raise BrokenGroupError("the group was destroyed on this rank: make a new one")
 
     def submit(self, job: Job, work: ShmWork, *, wait: bool) -> ShmWork:
         """Run a job now, if the caller is to `wait` and nothing is before it, or in its turn.
@@ -199,36 +282,22 @@ class Queue:
             NotSupportedError: This thread is in a job already, which a signal interrupted.
             Exception: What the job raises, if it ran here.
         """
-        if self.runs_in_this_thread():
-            raise NotSupportedError(
-                "this thread is in another operation of the group, which a signal interrupted: let "
-                "the signal's handler set a flag, and call the operation after the interrupted one"
-            )
         with self._order:
-            if self._closed:
-                raise BrokenGroupError("the group was destroyed on this rank: make a new one")
+            self._check_open()
+            if self._held is not None:
+                held, self._held = self._held, None
+                self._enqueue_prepared(held)
             inline = wait and self._pending == 0 and threading.current_thread() is not self._thread
-            self._pending += 1
             if inline:
-                # before the lock is acquired: a signal handler that runs between the two would
-                # wait for its own thread if `submit` did not refuse it
-                self._inline_in = threading.get_ident()
-                self._running.acquire()
+                self._enter_inline()
             else:
-                self._start()
-                self._jobs.put((job, work))
+                self._enqueue(job, work)
         if threading.current_thread() is self._thread:
             # called by a future's callback, which may wait for the operation: no other thread runs
             # it, so run what is pending here
             self._run(until=work)
         if inline:
-            try:
-                job()
-            finally:
-                self._running.release()  # before `_inline_in` is reset, as above
-                self._inline_in = 0
-                with self._order:
-                    self._pending -= 1
+            self._run_inline(job)
             work.mark_done()
         return work
 
@@ -239,7 +308,7 @@ class Queue:
     def close(self) -> None:
         """Refuse new jobs, run the submitted ones, then end the thread; not from within a job."""
         with self._order:
-            self._closed = True
+            self._closed, self._held = True, None  # what was held was begun by nobody
         with self._running:
             pass  # wait for an operation that runs in a caller's thread
         if self._thread is not None:

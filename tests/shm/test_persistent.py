@@ -1,0 +1,158 @@
+"""An all_reduce that is prepared once: values, order beside other operations, errors."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import gradwire.shm
+from gradwire.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    BrokenGroupError,
+    DistributedError,
+    MismatchError,
+    PeerLostError,
+)
+from gradwire.shm.register import member_of
+from gradwire.testing import run_ranks
+
+SHORT, LONG = 7, 50_000
+
+
+def again_and_again(count, op):
+    rank, world = dist.get_rank(), dist.get_world_size()
+    x = torch.empty(count)
+    prepared = gradwire.shm.all_reduce_init(x, op)
+    for step in range(5):
+        values = [torch.arange(count) % 5 + r + step + 1.0 for r in range(world)]
+        x.copy_(values[rank])
+        version = x._version
+        prepared.start()
+        prepared.wait()
+        expected = values[rank].clone()
+        dist.all_reduce(expected, op)
+        assert x.equal(expected)
+        if gradwire.shm.shares_memory(dist.group.WORLD):  # Gloo's does not count
+            assert x._version > version
+
+
+@pytest.mark.narrow({"backend": "shm"})
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@pytest.mark.parametrize("count", [SHORT, LONG])
+def test_gives_what_all_reduce_gives_each_time(backend, count):
+    run_ranks(again_and_again, 2, backend=backend, args=(count, dist.ReduceOp.SUM), timeout=30)
+
+
+@pytest.mark.narrow({"op": "AVG"})
+@pytest.mark.parametrize("op", ["AVG", "MAX", "PRODUCT"])
+def test_takes_every_reduce_op_between_three(op):
+    op = getattr(dist.ReduceOp, op)
+    run_ranks(again_and_again, 3, backend="shm", args=(SHORT, op), timeout=30)
+
+
+def among_others(count):
+    rank = dist.get_rank()
+    first, second, other = (torch.full((n,), rank + 1.0) for n in (count, SHORT, 3))
+    one, two = (gradwire.shm.all_reduce_init(x) for x in (first, second))
+    one.start()
+    two.start()
+    work = dist.all_reduce(other, async_op=True)
+    dist.barrier()
+    if rank:  # what is waited for first differs between ranks
+        two.wait()
+        one.wait()
+    else:
+        one.wait()
+        two.wait()
+    work.wait()
+    return [x[-1].item() for x in (first, second, other)]
+
+
+@pytest.mark.parametrize("count", [SHORT, LONG])
+def test_other_operations_may_come_in_between(count):
+    assert run_ranks(among_others, 2, backend="shm", args=(count,), timeout=30) == [[3.0] * 3] * 2
+
+
+def fits_ordinary(count):
+    x = torch.ones(count)
+    if dist.get_rank():
+        dist.all_reduce(x)
+    else:
+        prepared = gradwire.shm.all_reduce_init(x)
+        prepared.start()
+        prepared.wait()
+    return x.eq(2).all().item()
+
+
+@pytest.mark.narrow({"count": SHORT})
+@pytest.mark.parametrize("count", [SHORT, LONG])
+def test_fits_an_ordinary_all_reduce_of_another_rank(count):
+    assert run_ranks(fits_ordinary, 2, backend="shm", args=(count,), timeout=30) == [True, True]
+
+
+def misused():
+    x = torch.ones(3)
+    prepared = gradwire.shm.all_reduce_init(x)
+    with pytest.raises(DistributedError, match="start"):
+        prepared.wait()
+    prepared.start()
+    with pytest.raises(DistributedError, match="wait"):
+        prepared.start()
+    prepared.wait()
+    wrong = [(torch.ones(4, 4).t(), ArgumentError), ([1.0], ArgumentTypeError)]
+    for tensor, error in wrong:
+        with pytest.raises(error):
+            gradwire.shm.all_reduce_init(tensor)
+    for keywords in ({"op": "sum"}, {"group": "all"}):
+        with pytest.raises(ArgumentTypeError):
+            gradwire.shm.all_reduce_init(x, **keywords)
+    uneven = gradwire.shm.all_reduce_init(torch.ones(3 + dist.get_rank()))
+    uneven.start()
+    with pytest.raises(MismatchError, match="number of elements"):
+        uneven.wait()
+    prepared.start()
+    prepared.wait()
+    prepared.start()
+    group = dist.new_group()
+    late = gradwire.shm.all_reduce_init(x, group=group)
+    late.start()
+    member_of(group).shutdown()
+    with pytest.raises(BrokenGroupError):
+        late.wait()
+    prepared.wait()
+    assert x.eq(2**3).all()
+
+
+def test_misuse_is_an_error_and_the_group_goes_on():
+    run_ranks(misused, 2, backend="shm", timeout=30)
+
+
+def until_it_fails(prepared):
+    while True:
+        prepared.wait()
+        prepared.start()
+
+
+def one_dies(count):
+    x = torch.ones(count)
+    prepared = gradwire.shm.all_reduce_init(x)
+    prepared.start()
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(PeerLostError, match="rank 1"):
+        until_it_fails(prepared)
+    with pytest.raises(BrokenGroupError):
+        prepared.start()
+    return True
+
+
+@pytest.mark.narrow({"count": SHORT})
+@pytest.mark.parametrize("count", [SHORT, LONG])
+def test_a_death_is_noticed(count):
+    results = run_ranks(one_dies, 3, backend="shm", args=(count,), timeout=30, may_die=[1])
+    assert results == [True, None, True]
