@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from benchmarks import (
+    all_collectives,
     broadcast,
     collectives,
     ddp,
@@ -21,7 +23,7 @@ from benchmarks import (
     overhead,
 )
 from benchmarks.benchmark import Benchmark
-from benchmarks.options import Options
+from benchmarks.options import OWN_WORLDS, Options
 from benchmarks.report import conditions, figures, terminal
 from benchmarks.results import Result
 from benchmarks.tables import PAGES, PLOT, RESULTS, rewritten
@@ -30,7 +32,7 @@ BENCHMARKS: dict[str, Benchmark[Any]] = {
     benchmark.name: benchmark
     for benchmark in (
         broadcast.BENCHMARK,
-        collectives.BENCHMARK,
+        replace(collectives.BENCHMARK, in_full=all_collectives.BENCHMARK),
         ddp.BENCHMARK,
         devices.BENCHMARK,
         devices_gpu.BENCHMARK,
@@ -86,13 +88,18 @@ def _command(benchmark: Benchmark[Any]) -> click.Command:
         help="Write the results to this file too.",
     )
     def command(json: Path | None, **options: Any) -> None:
+        chosen = benchmark
         if benchmark.one_process:
             options["world_size"] = 1
-        result = benchmark.run(Options(**options))
+        if options.pop("all", False) and benchmark.in_full:
+            chosen, options["world_size"] = benchmark.in_full, OWN_WORLDS
+        result = chosen.run(Options(**options))
         if json:
             result.write(json)
-        width = None if sys.stdout.isatty() else 160
-        Console(width=width).print(terminal(figures(result), benchmark.about, conditions(result)))
+        console = Console(width=None if sys.stdout.isatty() else 160)
+        console.print(terminal(figures(result), chosen.about, conditions(result)))
+        if chosen.verdict:
+            console.print(chosen.verdict(result.cases))
 
     if not benchmark.one_process:
         for option in (
@@ -105,6 +112,8 @@ def _command(benchmark: Benchmark[Any]) -> click.Command:
             ),
         ):
             command = option(command)
+    if benchmark.in_full:
+        command = click.option("--all", is_flag=True, help=f"{benchmark.in_full.about}.")(command)
     return click.command(
         benchmark.name, help=benchmark.about, context_settings={"show_default": True}
     )(command)

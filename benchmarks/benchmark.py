@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from benchmarks.busy import busy
 from benchmarks.options import Options
@@ -43,6 +43,8 @@ class Benchmark(Generic[C]):
         measure: Launches the ranks and measures these cases.
         rounds: How many, unless the user says otherwise.
         one_process: Whether it runs in a single process that uses all cores.
+        verdict: What the results amount to, in a sentence under the table.
+        in_full: What the command's `--all` runs instead, each case with its own number of ranks.
     """
 
     name: str
@@ -51,6 +53,8 @@ class Benchmark(Generic[C]):
     measure: Callable[[Sequence[C], Options], list[CaseResult]]
     rounds: int
     one_process: bool = False
+    verdict: Callable[[Sequence[CaseResult]], str] | None = None
+    in_full: Benchmark[Any] | None = None
 
     def run(self, options: Options) -> Result:
         """Measures the cases that the options name, or all."""

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Options"]
+__all__ = ["OWN_WORLDS", "Options"]
+
+OWN_WORLDS = 0
+"""The `world_size` of a run whose cases have numbers of ranks of their own."""
 
 
 @dataclass(frozen=True)

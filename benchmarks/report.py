@@ -8,9 +8,18 @@ from dataclasses import dataclass, replace
 from rich.table import Table
 
 from benchmarks.results import CaseResult, Measure, Result
-from benchmarks.stats import Estimate, Spread
+from benchmarks.stats import Estimate, Spread, geometric_mean
 
-__all__ = ["Rows", "conditions", "figures", "headline", "markdown", "predictions", "terminal"]
+__all__ = [
+    "Rows",
+    "conditions",
+    "figures",
+    "grid",
+    "headline",
+    "markdown",
+    "predictions",
+    "terminal",
+]
 
 
 @dataclass(frozen=True)
@@ -46,6 +55,21 @@ def headline(result: Result) -> Rows:
     return Rows(rows.header, rows.rows[: len(firsts)])
 
 
+def grid(result: Result) -> Rows:
+    """For cases "operation, condition": mean and largest of the ratios to the first peer."""
+    cells: dict[str, dict[str, str]] = {}
+    for case in result.cases:
+        row, _, column = case.name.partition(", ")
+        ratios = {m.name: next(iter(m.ratios.values())) for m in case.measures}
+        where = max(ratios, key=lambda name: ratios[name].value)
+        worst = ratios[where]
+        mean = geometric_mean([ratio.value for ratio in ratios.values()])
+        cells.setdefault(row, {})[column] = f"{mean:.2f}, at most {worst.value:.2f} at {where}"
+    columns = list(dict.fromkeys(column for row in cells.values() for column in row))
+    rows = [[row, *(of.get(column, "") for column in columns)] for row, of in cells.items()]
+    return Rows(["ratio to Gloo", *columns], rows)
+
+
 def predictions(result: Result) -> Rows:
     """What was expected of each case, beside the ratios that were measured."""
     rows = [[case.name, case.prediction, _ratios(case)] for case in result.cases]
@@ -55,7 +79,7 @@ def predictions(result: Result) -> Rows:
 def conditions(result: Result) -> str:
     """When, where and how the figures were taken, in one sentence."""
     host, options = result.host, result.options
-    ranks = f"{options.world_size} ranks on {options.backend}"
+    ranks = f"{options.world_size or 'several'} ranks on {options.backend}"
     if options.busy:
         ranks += f" beside {options.busy} busy process{'es' if options.busy > 1 else ''}"
     return (

@@ -2,17 +2,18 @@
 
 A page says where: between `<!-- benchmarks:NAME -->` and `<!-- /benchmarks -->`, each on a line of
 its own, stands the table of `results/NAME.json`; for `NAME headline` only its first measure, for
-`NAME predictions` what was expected. What stood there before is replaced. What was run with
-`--backend shm`, `--world-size 4` or `--busy 1` is kept under `NAME_shm`, `NAME_4` or `NAME_busy`.
+`NAME predictions` what was expected, for `NAME grid` a line for each operation. What stood there
+before is replaced. What was run with `--backend shm`, `--world-size 4`, `--busy 1` or `--all` is
+kept under `NAME_shm`, `NAME_4`, `NAME_busy` or `NAME_all`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection
 from pathlib import Path
 
-from benchmarks.report import conditions, figures, headline, markdown, predictions
+from benchmarks.report import conditions, figures, grid, headline, markdown, predictions
 from benchmarks.results import Result
 
 __all__ = ["PAGES", "PLOT", "RESULTS", "rewritten"]
@@ -26,10 +27,10 @@ BLOCK = re.compile(
     r"^<!-- benchmarks:(?P<name>\w+)(?P<view> \w+)? -->\n.*?^<!-- /benchmarks -->$",
     re.MULTILINE | re.DOTALL,
 )
-VARIANT = re.compile(r"_(shm|busy|\d+)$")
+VARIANT = re.compile(r"_(shm|busy|all|\d+)$")
 
 
-def rewritten(page: str, results: Path, benchmarks: Mapping[str, object]) -> str:
+def rewritten(page: str, results: Path, benchmarks: Collection[str]) -> str:
     """The page with the tables of these results.
 
     Where a benchmark has no results, the page is left as it is.
@@ -43,7 +44,7 @@ def rewritten(page: str, results: Path, benchmarks: Mapping[str, object]) -> str
         if VARIANT.sub("", name) not in benchmarks or view not in VIEWS:
             raise ValueError(
                 f"the page has a block benchmarks:{name}{view}: the benchmarks are "
-                f"{', '.join(benchmarks)}, each alone or followed by 'headline' or 'predictions'"
+                f"{', '.join(benchmarks)}, each alone or followed by one of{','.join(VIEWS)}"
             )
         path = results / f"{name}.json"
         if not path.exists():
@@ -62,8 +63,12 @@ def _headline(result: Result) -> str:
     return f"{markdown(headline(result))}\n\n{conditions(result)}"
 
 
+def _grid(result: Result) -> str:
+    return f"{markdown(grid(result))}\n\n{conditions(result)}"
+
+
 def _predictions(result: Result) -> str:
     return markdown(predictions(result))
 
 
-VIEWS = {"": _figures, " headline": _headline, " predictions": _predictions}
+VIEWS = {"": _figures, " grid": _grid, " headline": _headline, " predictions": _predictions}

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from benchmarks import broadcast, collectives, ddp, models, shapes
+from benchmarks import all_collectives, broadcast, collectives, ddp, models, report, shapes
 from benchmarks.__main__ import main
 from benchmarks.launch import launch
 from benchmarks.options import Options
-from benchmarks.results import CaseResult, Result
+from benchmarks.results import CaseResult, Measure, Result
 from benchmarks.training import Case, Training, wrappers
 from click.testing import CliRunner
 
@@ -54,6 +54,33 @@ def test_broadcast_from_end_to_end(tmp_path: Path) -> None:
         assert list(time.contenders) == ["gradwire", "torch"]
         assert time.contenders["gradwire"].median > 0
     Result.of("broadcast", OPTIONS, cases).write(tmp_path / "broadcast.json")
+
+
+def all_sizes(sizes: tuple[int, ...]) -> list[CaseResult]:
+    all_collectives.SIZES = sizes
+    ops = [*all_collectives.ALL, "barrier"]
+    return all_collectives._measure([all_collectives.Case(3, True, op) for op in ops], 1)
+
+
+@pytest.mark.wide
+def test_all_collectives_from_end_to_end() -> None:
+    (cases, *_) = run_ranks(all_sizes, 3, backend="gloo", args=((4, 64 << 10),), timeout=100)
+    assert [len(case.measures) for case in cases] == [3] * len(all_collectives.ALL) + [1]
+    for case in cases:
+        check_figures(case)
+    result = Result.of("collectives_all", OPTIONS, cases)
+    assert "all_reduce, 3 ranks, pinned" in {case.name for case in result.cases}
+    assert report.grid(result).header == ["ratio to Gloo", "3 ranks, pinned"]
+
+
+def test_what_is_slower_beyond_the_interval_is_said() -> None:
+    samples = {"gradwire": [2.0] * 3, "Gloo": [1.0] * 3}
+    slow = CaseResult("gather, 2 ranks", "", 3, [Measure.of("4 B", "µs", samples)])
+    fast = CaseResult(
+        "scatter, 2 ranks", "", 3, [Measure.of("4 B", "µs", samples | {"Gloo": [4.0] * 3})]
+    )
+    assert "gather, 2 ranks, 4 B: 2.00 (2.00 to 2.00)." in all_collectives.slower([slow, fast])
+    assert all_collectives.slower([fast]).startswith("No operation")
 
 
 @pytest.mark.wide

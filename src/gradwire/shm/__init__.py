@@ -13,18 +13,5 @@ __all__ = [
     "shares_memory",
 ]
 
-warn_if_untested
-from gradwire.shm.persistent import PersistentAllReduce, all_reduce_init
-from gradwire.shm.register import empty, is_available, register, shares_memory
-
-__all__ = [
-    "PersistentAllReduce",
-    "all_reduce_init",
-    "empty",
-    "is_available",
-    "register",
-    "shares_memory",
-]
-
 warn_if_untested()
 register()
