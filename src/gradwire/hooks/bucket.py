@@ -25,9 +25,12 @@ class GradBucket:
             size. A single sparse COO gradient for a sparse parameter.
         parameters: The parameters, in the order in which their gradients lie in the buffer.
         is_last: Whether no other bucket follows in this backward.
+        names: The parameters' names in the module, by which a hook keeps what belongs to them;
+            None: made of the bucket's number and the parameters' places.
 
     Raises:
-        ArgumentError: The buffer is not 1-d, or has fewer elements than the parameters.
+        ArgumentError: The buffer is not 1-d, or has fewer elements than the parameters; or there
+            are more or fewer names than parameters.
 
     Example:
         >>> weight, bias = torch.zeros(2, 2), torch.zeros(2)
@@ -39,10 +42,16 @@ class GradBucket:
         tensor([0., 0.])
     """
 
-    __slots__ = ("_buffer", "_index", "_is_last", "_parameters")
+    __slots__ = ("_buffer", "_index", "_is_last", "_names", "_parameters")
 
     def __init__(
-        self, index: int, buffer: Tensor, parameters: Sequence[Tensor], *, is_last: bool
+        self,
+        index: int,
+        buffer: Tensor,
+        parameters: Sequence[Tensor],
+        *,
+        is_last: bool,
+        names: Sequence[str] | None = None,
     ) -> None:
         length = sum(p.numel() for p in parameters)
         if buffer.layout == torch.strided and (buffer.dim() != 1 or len(buffer) < length):
@@ -50,6 +59,11 @@ class GradBucket:
                 f"buffer has shape {tuple(buffer.shape)}: the {len(parameters)} parameters need "
                 f"one dimension of at least {length} elements"
             )
+        if names is not None and len(names) != len(parameters):
+            raise ArgumentError(
+                f"names has {len(names)} entries for {len(parameters)} parameters: give one each"
+            )
+        self._names = None if names is None else tuple(names)
         self._index = index
         self._buffer = buffer
         self._parameters = tuple(parameters)
@@ -96,6 +110,12 @@ class GradBucket:
     def parameters(self) -> list[Tensor]:
         """The parameters, in the order of `gradients`."""
         return list(self._parameters)
+
+    def names(self) -> list[str]:
+        """The parameters' names, in the order of `gradients`: the same in any other bucket."""
+        if self._names is None:
+            return [f"bucket {self._index}, {i}" for i in range(len(self._parameters))]
+        return list(self._names)
 
     def is_last(self) -> bool:
         """Whether this bucket is the last to be communicated in this backward."""

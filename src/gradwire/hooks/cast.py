@@ -61,7 +61,13 @@ def compress(hook: CommHook, dtype: torch.dtype) -> CommHook:
         params = bucket.parameters()
         if buffer.is_complex():
             params = [torch.view_as_real(p.detach()) for p in params]
-        small = GradBucket(bucket.index(), real.to(dtype), params, is_last=bucket.is_last())
+        small = GradBucket(
+            bucket.index(),
+            real.to(dtype),
+            params,
+            is_last=bucket.is_last(),
+            names=bucket.names(),
+        )
 
         def decompress(future: torch._C.Future[Any]) -> Tensor:
             reduced = parse_hook_result(future.value(), small, hook)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from gradwire.errors import ArgumentError
 from gradwire.hooks.averaging import all_reduce
 from gradwire.hooks.bucket import GradBucket
 from gradwire.hooks.cast import bf16, fp16
+from gradwire.hooks.compression import BlockQuantization, LowRank, Sign, TopK
 from gradwire.hooks.protocol import CommHook
 from gradwire.hooks.result import as_future
 
@@ -25,11 +27,22 @@ def noop(state: Any, bucket: GradBucket) -> torch._C.Future[Tensor]:
 noop.single_collective = True  # type: ignore[attr-defined]
 
 
+PLAIN: dict[str, CommHook] = {h.__name__: h for h in (all_reduce, bf16, fp16, noop)}
+COMPRESSING: dict[str, Callable[[], CommHook]] = {
+    "int8": lambda: BlockQuantization(8),
+    "int4": lambda: BlockQuantization(4),
+    "low_rank": LowRank,
+    "sign": Sign,
+    "top_k": TopK,
+}
+
+
 def get_hook(name: str) -> CommHook:
     """A hook of this package by its name.
 
     Args:
-        name: "all_reduce", "bf16", "fp16" or "noop".
+        name: "all_reduce", "bf16", "fp16" or "noop"; or, of those that compress, "int8", "int4",
+            "low_rank", "sign" or "top_k": a new one each time, with its defaults.
 
     Raises:
         ArgumentError: There is no such hook; the message lists those there are.
@@ -37,8 +50,12 @@ def get_hook(name: str) -> CommHook:
     Example:
         >>> get_hook("bf16").__name__
         'bf16'
+        >>> get_hook("int4").bits
+        4
     """
-    named: dict[str, CommHook] = {h.__name__: h for h in (all_reduce, bf16, fp16, noop)}
-    if name not in named:
-        raise ArgumentError(f"hook is {name!r}: the hooks by name are {', '.join(named)}")
-    return named[name]
+    if name in COMPRESSING:
+        return COMPRESSING[name]()
+    if name not in PLAIN:
+        named = ", ".join([*PLAIN, *COMPRESSING])
+        raise ArgumentError(f"hook is {name!r}: the hooks by name are {named}")
+    return PLAIN[name]

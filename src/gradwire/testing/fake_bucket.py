@@ -21,6 +21,7 @@ class FakeBucket(GradBucket):
         index: The bucket's number.
         is_last: Whether no other bucket follows.
         parameters: The parameters; made with the gradients' shapes if None.
+        names: The parameters' names; made of the bucket's number and their places if None.
 
     Raises:
         ArgumentError: There are no gradients, or gradients and parameters do not fit.
@@ -43,6 +44,7 @@ class FakeBucket(GradBucket):
         index: int = 0,
         is_last: bool = True,
         parameters: Sequence[Tensor] | None = None,
+        names: Sequence[str] | None = None,
     ) -> None:
         if not gradients:
             raise ArgumentError("gradients is empty: give at least one tensor")
@@ -52,6 +54,6 @@ class FakeBucket(GradBucket):
         buffer = torch.empty(
             sum(g.numel() for g in gradients), dtype=gradients[0].dtype, device=gradients[0].device
         )
-        super().__init__(index, buffer, params, is_last=is_last)
+        super().__init__(index, buffer, params, is_last=is_last, names=names)
         for view, gradient in zip(self.gradients(), gradients, strict=True):
             view.copy_(gradient)

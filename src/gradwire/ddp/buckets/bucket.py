@@ -159,7 +159,7 @@ class Bucket(ABC):
 
     def as_grad_bucket(self, index: int, *, is_last: bool) -> GradBucket:
         """The bucket as hooks see it."""
-        return GradBucket(index, self.flat, self.parameters, is_last=is_last)
+        return GradBucket(index, self.flat, self.parameters, is_last=is_last, names=self.names)
 
 
 def dense_gradient(parameter: Parameter) -> Tensor:

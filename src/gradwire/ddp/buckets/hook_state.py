@@ -1,6 +1,7 @@
 """A hook's state, by parameter: kept through a change of the buckets, saved and loaded.
 
-A state may bring `state_dict` and `load_state_dict` of its own. Otherwise its attributes are read:
+A state may bring `state_dict` and `load_state_dict` of its own; where its `depends_on_buckets` is
+true, the buckets that it was saved with are made again, too. Otherwise its attributes are read:
 tensors that are kept by a bucket's index and are as long as the bucket (PyTorch's PowerSGD keeps
 its errors so) are cut into the parameters' parts; other tensors by bucket are valid only for the
 same buckets, which are therefore saved along and made again.
@@ -41,8 +42,10 @@ def save_state(state: Any, layout: Layout) -> dict[str, Any]:
     """What has to be saved of a hook's state: tensors, numbers, and the buckets they are for."""
     if not has_state(state):
         return {}
+    names = [[part.name for part in bucket] for bucket in layout]
     if callable(getattr(state, "state_dict", None)):
-        return {"own": state.state_dict()}
+        own = {"own": state.state_dict()}
+        return own | {"layout": names} if getattr(state, "depends_on_buckets", False) else own
     plain: dict[str, Any] = {}
     by_parameter: dict[str, Any] = {}
     by_bucket: dict[str, Any] = {}
@@ -54,7 +57,6 @@ def save_state(state: Any, layout: Layout) -> dict[str, Any]:
             plain[name] = value
     if not (plain or by_parameter or by_bucket):
         return {}
-    names = [[part.name for part in bucket] for bucket in layout]
     return {"plain": plain, "parameters": by_parameter, "buckets": by_bucket, "layout": names}
 
 

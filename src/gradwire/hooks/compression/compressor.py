@@ -1,0 +1,159 @@
+"""What all compressing hooks share: error feedback, and what is not compressed.
+
+A step adds to each gradient what earlier steps did not send, sends an approximation of that, and
+keeps the difference. So everything arrives, some of it later (error feedback; Seide et al. 2014,
+Karimireddy et al., arXiv 1901.09847).
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from gradwire._groups import check_group, default_group
+from gradwire.errors import ArgumentError
+from gradwire.hooks.averaging import all_reduce
+from gradwire.hooks.bucket import GradBucket
+from gradwire.hooks.compression.chain import chain
+from gradwire.hooks.compression.state import CompressorState
+from gradwire.hooks.compression.wire import Traffic, Wire
+from gradwire.hooks.protocol import HookReturn
+from gradwire.hooks.stateful import StatefulHook
+
+__all__ = ["Compressor", "Reduction"]
+
+
+_NOTHING: Mapping[str, Tensor] = MappingProxyType({})
+
+
+class Reduction:
+    """One bucket on its way through a compressing hook.
+
+    Args:
+        bucket: Of reals.
+        state: The hook's.
+        wire: Where collectives are started.
+
+    Attributes:
+        sent: Gradient and error, in float32 at least: what is to be approximated. It is new
+            memory, which becomes the error.
+    """
+
+    def __init__(self, bucket: GradBucket, state: CompressorState, wire: Wire) -> None:
+        self.bucket, self.state, self.wire = bucket, state, wire
+        buffer = bucket.buffer()
+        double = buffer.dtype == torch.float64
+        self.dtype = torch.float64 if double else torch.float32
+        self.sent = state.errors.flat(bucket, self.dtype) + buffer
+
+    def finish(
+        self,
+        mean: Tensor,
+        error: Tensor,
+        *,
+        others: Mapping[str, Tensor] = _NOTHING,
+        bases: Mapping[str, Tensor] = _NOTHING,
+    ) -> Tensor:
+        """Put the result into the bucket, and keep what was not sent.
+
+        Where the result is not finite, memories stay as they were, on all ranks as the result is
+        the same on all: such a step is skipped by whoever looks at gradients, and its error would
+        stay for good.
+
+        Args:
+            mean: What the ranks got, the same on all: like the buffer.
+            error: What this rank has not sent.
+            others: What else is to be kept like the buffer, by its use.
+            bases: What is to be kept by parameter, of other sizes than the parameter's.
+
+        Returns:
+            The buffer.
+        """
+        buffer = self.bucket.buffer()
+        buffer.copy_(mean)
+        if is_finite(buffer):
+            self.state.errors.put(self.bucket, error)
+            self.state.bases.update(bases)
+            for use, flat in others.items():
+                self.state.memories[use].put(self.bucket, flat)
+        return buffer
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether all elements are: one pass, and no second tensor."""
+    largest = torch.linalg.vector_norm(tensor, float("inf")) if tensor.numel() else tensor.sum()
+    return bool(largest.isfinite())
+
+
+class Compressor(StatefulHook[CompressorState]):
+    """A hook that approximates the mean, with error feedback.
+
+    A subclass says in `reduce` how a bucket travels. Integer and sparse gradients are averaged as
+    without a hook, complex ones travel as pairs of reals; on one rank nothing is changed. The
+    error is kept in float32 for float16 and bfloat16 gradients, one float for each element of a
+    parameter.
+
+    Args:
+        group: The group; None: the default one.
+        start: How many steps are averaged without compression, before the first with it.
+    """
+
+    def __init__(self, group: ProcessGroup | None = None, *, start: int = 0) -> None:
+        if group is not None:
+            check_group(group)
+        if start < 0:
+            raise ArgumentError(f"start is {start}: give the number of steps before compression")
+        super().__init__(CompressorState(type(self).__name__, group))
+        self.start = start
+
+    @property
+    def traffic(self) -> Traffic:
+        """What this rank has given to collectives so far."""
+        return self.state.traffic
+
+    def run_hook(self, bucket: GradBucket) -> HookReturn:
+        """Start a bucket."""
+        state, step = self.state, self.state.step
+        group = state.process_group or default_group("group")
+        buffer = bucket.buffer()
+        state.step += bucket.is_last()
+        if group.size() == 1:
+            return buffer
+        dense = buffer.layout == torch.strided
+        if step < self.start or not (dense and _is_float(buffer)):
+            if dense:
+                nbytes = buffer.nbytes
+                state.traffic.add(nbytes, 2 * nbytes * (group.size() - 1) / group.size())
+            return all_reduce(group, bucket)
+        real = as_real(bucket)
+        reduction = Reduction(real, state, Wire(group, state.traffic))
+        reduced = self.reduce(reduction, step)
+        return chain(buffer.device, reduced, lambda _: buffer)
+
+    @abstractmethod
+    def reduce(self, reduction: Reduction, step: int) -> torch._C.Future[Any]:
+        """Start what ends with `reduction.finish`."""
+
+
+def _is_float(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def as_real(bucket: GradBucket) -> GradBucket:
+    """The bucket, or one of pairs of reals in its memory."""
+    buffer = bucket.buffer()
+    if not buffer.is_complex():
+        return bucket
+    return GradBucket(
+        bucket.index(),
+        torch.view_as_real(buffer).view(-1),
+        [torch.view_as_real(p.detach()) for p in bucket.parameters()],
+        is_last=bucket.is_last(),
+        names=bucket.names(),
+    )

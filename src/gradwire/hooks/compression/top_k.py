@@ -1,0 +1,156 @@
+"""Only the largest gradients of a bucket, and where they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from gradwire.errors import ArgumentError, HookError
+from gradwire.hooks.compression.chain import chain
+from gradwire.hooks.compression.compressor import Compressor, Reduction
+from gradwire.hooks.compression.memory import ParameterMemory
+
+__all__ = ["TopK"]
+
+SAMPLES = 1 << 14
+"""How many elements the threshold is found from, at least: 1 % of them are known to some 8 %."""
+
+
+class TopK(Compressor):
+    """Average the largest of each rank's gradients, and keep the rest for later steps.
+
+    The threshold is that of a sample of the bucket; a rank sends at most twice as many elements as
+    the ratio says. Ranks exchange their counts, then 4 bytes of index and the value for each, by
+    all_gather: more than without compression where W times the ratio is large. A NaN counts as
+    largest, and arrives; then nothing is kept of that step.
+
+    Args:
+        ratio: The part of a bucket's elements that a rank sends; 0 < ratio <= 1.
+        momentum: Of SGD, if more than 0: it is then applied here, before elements are chosen, so
+            that those which wait have the momentum that they would have had (momentum correction).
+            Leave the optimizer's own at 0.
+        group: The group; None: the default one.
+        start: How many steps are averaged without compression, before the first with it.
+
+    Raises:
+        ArgumentError: `ratio` or `momentum` is out of its range.
+
+    Example:
+        >>> from gradwire.ddp import DistributedDataParallel
+        >>> from gradwire.testing import run_ranks
+        >>> def main():
+        ...     net = DistributedDataParallel(torch.nn.Linear(4, 1, bias=False))
+        ...     net.register_comm_hook(None, TopK(0.25))
+        ...     gradients = []
+        ...     for _ in range(2):
+        ...         net.zero_grad()
+        ...         net(torch.tensor([[5.0, 1.0, 4.0, 0.0]])).sum().backward()
+        ...         gradients.append(net.module.weight.grad.tolist())
+        ...     return gradients
+        >>> run_ranks(main, world_size=2)[0]  # what was kept back is the largest of the next step
+        [[[5.0, 0.0, 0.0, 0.0]], [[0.0, 0.0, 8.0, 0.0]]]
+
+    Source:
+        Deep Gradient Compression, Y. Lin et al., arXiv 1712.01887.
+    """
+
+    def __init__(
+        self,
+        ratio: float = 0.01,
+        *,
+        momentum: float = 0.0,
+        group: ProcessGroup | None = None,
+        start: int = 0,
+    ) -> None:
+        super().__init__(group, start=start)
+        if not 0 < ratio <= 1:
+            raise ArgumentError(f"ratio is {ratio}: give a part of the elements, such as 0.01")
+        if not 0 <= momentum < 1:
+            raise ArgumentError(f"momentum is {momentum}: give at least 0, and less than 1")
+        self.ratio, self.momentum = ratio, momentum
+        if momentum:
+            self.state.memories["momentum"] = ParameterMemory()
+
+    def reduce(self, reduction: Reduction, step: int) -> torch._C.Future[Any]:
+        """Choose, exchange counts, then indices and values."""
+        wire, error = reduction.wire, reduction.sent
+        others = self._with_momentum(reduction)
+        count = max(1, round(self.ratio * error.numel()))
+        indices = largest(error, count)
+        values = error[indices]
+        error[indices] = 0
+        for velocity in others.values():
+            velocity[indices] = 0  # what has arrived has its momentum in the step that it makes
+        small = error.numel() < 2**31
+        own = _joined(indices.to(torch.int32) if small else indices, values)
+
+        def exchange(counts: Tensor) -> torch._C.Future[Tensor]:
+            most = int(counts.max())
+            if int(counts.min()) < 0 or most > error.numel():
+                raise HookError(f"ranks sent {counts.tolist()} of {error.numel()} elements")
+            lengths.extend(counts.view(-1).tolist())
+            padded = own.new_zeros(most * (own.numel() // max(len(indices), 1)))
+            padded[: own.numel()] = own
+            return wire.all_gather(padded)
+
+        def finish(received: Tensor) -> Tensor:
+            mean = torch.zeros_like(error)
+            for row, length in zip(received, lengths, strict=True):
+                where, what = _split(row, length, torch.int32 if small else torch.int64, error)
+                mean.index_add_(0, where, what)
+            return reduction.finish(mean.div_(wire.size), error, others=others)
+
+        lengths: list[int] = []
+        counts = torch.tensor([len(indices)], device=error.device)
+        return chain(error.device, wire.all_gather(counts), exchange, finish)
+
+    def _with_momentum(self, reduction: Reduction) -> dict[str, Tensor]:
+        """Adds the momentum of earlier steps to what is sent; the velocity, to be kept."""
+        if not self.momentum:
+            return {}
+        kept = self.state.memories["momentum"].flat(reduction.bucket, reduction.dtype)
+        reduction.sent.add_(kept, alpha=self.momentum)  # error + gradient + m * velocity
+        return {"momentum": kept * self.momentum + reduction.bucket.buffer()}
+
+
+def largest(values: Tensor, count: int) -> Tensor:
+    """Indices of about `count` elements of the largest magnitude: more than 0, at most 2 * count.
+
+    Example:
+        >>> largest(torch.tensor([1.0, -5.0, 3.0, 0.0]), 2)
+        tensor([1, 2])
+    """
+    magnitudes = values.abs()
+    threshold = _threshold(magnitudes, count)
+    # neither NaN nor, where all is zero, zeros: "not below" and "not zero" are true for NaN
+    chosen = ~(magnitudes < threshold) & (magnitudes != 0)
+    indices = chosen.nonzero().view(-1)
+    if len(indices) > 2 * count:
+        among = magnitudes[indices].topk(count, sorted=False).indices
+        indices = indices[among].sort().values
+    return indices
+
+
+def _threshold(magnitudes: Tensor, count: int) -> Tensor:
+    """Which of a sample's magnitudes the largest `count` of all are expected to reach."""
+    stride = max(1, magnitudes.numel() // max(SAMPLES, 1))
+    sample = magnitudes[::stride]
+    wanted = max(1, round(count * len(sample) / magnitudes.numel()))
+    return sample.topk(wanted, sorted=False).values.min()
+
+
+def _joined(indices: Tensor, values: Tensor) -> Tensor:
+    """Bytes of pairs: as many for each element, wherever a rank's message ends."""
+    pairs = (indices.view(-1, 1).view(torch.uint8), values.view(-1, 1).view(torch.uint8))
+    return torch.cat(pairs, 1).view(-1)
+
+
+def _split(row: Tensor, length: int, integer: torch.dtype, like: Tensor) -> tuple[Tensor, Tensor]:
+    cut = integer.itemsize
+    width = cut + like.element_size()
+    pairs = row[: length * width].view(length, width)
+    where = pairs[:, :cut].contiguous().view(integer).view(-1)
+    return where, pairs[:, cut:].contiguous().view(like.dtype).view(-1)
