@@ -10,6 +10,7 @@ from torch.distributed import ProcessGroup
 
 from gradwire.errors import ArgumentError
 from gradwire.hooks.compression.two_phase import TwoPhase
+from gradwire.hooks.compression.wire import values_in
 
 __all__ = ["BlockQuantization"]
 
@@ -95,9 +96,9 @@ class BlockQuantization(TwoPhase):
     def decode(self, code: Tensor, dtype: torch.dtype) -> Tensor:
         """Integers times their block's scale."""
         split = self.block * self.bits // 8
-        scales = code[:, split:].contiguous().view(dtype)
+        scales = values_in(code[:, split:], dtype)
         packed = code[:, :split]
-        codes = packed.contiguous().view(torch.int8) if self.bits == 8 else _unpack(packed)
+        codes = values_in(packed, torch.int8) if self.bits == 8 else _unpack(packed)
         return codes.to(dtype).mul_(scales)
 
 

@@ -78,6 +78,8 @@ class Reduction:
         buffer = self.bucket.buffer()
         buffer.copy_(mean)
         if is_finite(buffer):
+            if buffer.dtype != mean.dtype:
+                error += mean - buffer  # what the bucket's dtype cannot hold, on every rank
             self.state.errors.put(self.bucket, error)
             self.state.bases.update(bases)
             for use, flat in others.items():

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from gradwire.hooks.compression.two_phase import TwoPhase
+from gradwire.hooks.compression.wire import values_in
 
 __all__ = ["Sign"]
 
@@ -63,7 +64,7 @@ class Sign(TwoPhase):
     def decode(self, code: Tensor, dtype: torch.dtype) -> Tensor:
         """The mean magnitude, with the signs."""
         split = self.block // 8
-        means = code[:, split:].contiguous().view(dtype)
+        means = values_in(code[:, split:], dtype)
         bits = (code[:, :split, None] >> _places(code)) & 1
         return bits.view(len(code), -1).to(dtype).mul_(2).sub_(1).mul_(means)
 

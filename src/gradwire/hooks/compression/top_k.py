@@ -12,6 +12,7 @@ from gradwire.errors import ArgumentError, HookError
 from gradwire.hooks.compression.chain import chain
 from gradwire.hooks.compression.compressor import Compressor, Reduction
 from gradwire.hooks.compression.memory import ParameterMemory
+from gradwire.hooks.compression.wire import values_in
 
 __all__ = ["TopK"]
 
@@ -152,5 +153,5 @@ def _split(row: Tensor, length: int, integer: torch.dtype, like: Tensor) -> tupl
     cut = integer.itemsize
     width = cut + like.element_size()
     pairs = row[: length * width].view(length, width)
-    where = pairs[:, :cut].contiguous().view(integer).view(-1)
-    return where, pairs[:, cut:].contiguous().view(like.dtype).view(-1)
+    where = values_in(pairs[:, :cut], integer).view(-1)
+    return where, values_in(pairs[:, cut:], like.dtype).view(-1)

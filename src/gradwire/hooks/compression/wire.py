@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-__all__ = ["Traffic", "Wire"]
+__all__ = ["Traffic", "Wire", "values_in"]
 
 
 @dataclass
@@ -87,3 +87,9 @@ def _future(work: Work | None, result: Tensor) -> torch._C.Future[Tensor]:
 def _value(done: torch._C.Future[object], result: Tensor) -> Tensor:
     done.value()  # raises what ended the collective
     return result
+
+
+def values_in(columns: Tensor, dtype: torch.dtype) -> Tensor:
+    """What (n, b) bytes among others are in a dtype: (n, b / its size)."""
+    # always a copy: one row of many counts as contiguous, wherever in memory it begins
+    return columns.clone(memory_format=torch.contiguous_format).view(dtype)

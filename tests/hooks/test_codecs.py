@@ -1,0 +1,216 @@
+"""What compressing hooks are made of, in one process: codes, choices, bases, memories."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gradwire.hooks import BlockQuantization, LowRank, ParameterMemory, Sign, TopK
+from gradwire.hooks.compression.chain import chain
+from gradwire.hooks.compression.orthogonal import orthonormal, renewed
+from gradwire.hooks.compression.top_k import largest
+from gradwire.hooks.host_groups import teams
+from gradwire.testing import FakeBucket
+
+CPU = torch.device("cpu")
+floats = st.floats(-1e6, 1e6, width=32)
+INTEGERS = [BlockQuantization(8, block=16), BlockQuantization(4, block=16)]
+CODECS = [*INTEGERS, BlockQuantization(4, block=16, stochastic=True), Sign(block=16)]
+
+
+def coded(hook, blocks):
+    code = hook.encode(blocks, hook.generator(0, 0, 0) if hasattr(hook, "seed") else None)
+    assert code.dtype == torch.uint8
+    return hook.decode(code, blocks.dtype)
+
+
+@given(st.lists(st.lists(floats, min_size=16, max_size=16), min_size=1, max_size=3))
+@settings(deadline=None, max_examples=50)
+def test_integers_are_off_by_half_a_scale(rows):
+    blocks = torch.tensor(rows)
+    for hook in CODECS[:3]:
+        scale = blocks.abs().amax(1, keepdim=True) / (127 if hook.bits == 8 else 7)
+        off = (coded(hook, blocks) - blocks).abs()
+        assert (off <= scale * (1.0 if hook.stochastic else 0.5) * 1.001 + 1e-37).all()
+
+
+@given(st.lists(floats, min_size=16, max_size=16))
+@settings(deadline=None, max_examples=50)
+def test_a_sign_s_error_is_shorter_than_what_it_stands_for(row):
+    block = torch.tensor([row], dtype=torch.float64)
+    off = coded(Sign(block=16), block) - block
+    rest = block.square().sum() - 16 * block.abs().mean() ** 2
+    torch.testing.assert_close(off.square().sum(), rest, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("hook", CODECS)
+def test_codes_of_zeros_tiny_and_not_finite_blocks(hook, dtype):
+    blocks = torch.ones(5, 16, dtype=dtype)
+    blocks[0] = 0
+    blocks[1] = 1e-42
+    blocks[2, 3] = float("nan")
+    blocks[3, 3] = -float("inf")
+    found = coded(hook, blocks)
+    assert (found[0] == 0).all()
+    assert found[1].abs().max() <= 1e-37
+    assert not found[2:4].isfinite().any()
+    torch.testing.assert_close(found[4], blocks[4])
+
+
+@pytest.mark.parametrize(("hook", "nbytes"), [*zip(CODECS, (20, 12, 12, 6), strict=True)])
+def test_the_size_of_codes(hook, nbytes):
+    assert hook.encode(torch.ones(3, 16), hook.generator(0, 0, 0)).shape == (3, nbytes)
+
+
+def test_stochastic_rounding_is_right_on_average_and_follows_from_its_seed():
+    hook = BlockQuantization(4, block=8, stochastic=True, seed=3)
+    block = torch.tensor([[7.0, 0.3, -0.3, 2.5, 0, 1, -6.9, 0.01]])
+    found = torch.stack([hook.decode(hook.encode(block, hook.generator(0, i, 0)), torch.float32)
+                         for i in range(4000)])  # fmt: skip
+    assert (found.mean(0) - block).abs().max() < 4 * 0.5 / 4000**0.5
+    assert not torch.equal(found[0], found[1])
+    assert torch.equal(
+        found[1], hook.decode(hook.encode(block, hook.generator(0, 1, 0)), torch.float32)
+    )
+    assert hook.generator(0, 1, 2).initial_seed() != hook.generator(1, 0, 2).initial_seed()
+
+
+@given(st.lists(floats, min_size=1, max_size=200), st.floats(0.001, 1))
+@settings(deadline=None, max_examples=50)
+def test_the_largest_are_chosen(values, ratio):
+    tensor, count = torch.tensor(values), max(1, round(ratio * len(values)))
+    chosen = largest(tensor, count)
+    assert len(chosen.unique()) == len(chosen) <= 2 * count
+    if (tensor != 0).any():
+        rest = torch.ones(len(values), dtype=torch.bool)
+        rest[chosen] = False
+        assert len(chosen) >= min(count, int((tensor != 0).sum()))
+        if rest.any():
+            assert tensor[rest].abs().max() <= tensor[chosen].abs().min()
+
+
+def test_the_largest_of_many_by_a_sample():
+    torch.manual_seed(0)
+    values = torch.randn(300_000)
+    values[7], values[9] = float("nan"), float("inf")
+    chosen = largest(values, 3000)
+    assert 2400 < len(chosen) < 3600
+    assert {7, 9} <= set(chosen.tolist())
+    assert len(largest(torch.ones(300_000), 3000)) == 3000  # all alike
+    assert len(largest(torch.zeros(300_000), 3000)) == 0
+    values = torch.zeros(300_000)
+    values[5] = 1e-30  # which the sample does not see
+    assert largest(values, 3000).tolist() == [5]
+
+
+@pytest.mark.parametrize("scale", [1e-25, 1.0, 1e25])
+@pytest.mark.parametrize("rank", [0, 1, 3, 4])
+def test_bases_of_matrices_that_lack_rank(rank, scale):
+    torch.manual_seed(0)
+    matrix = scale * torch.randn(40, rank) @ torch.randn(rank, 4)
+    basis = orthonormal(matrix)
+    torch.testing.assert_close(basis.t() @ basis, torch.eye(4), atol=1e-5, rtol=0)
+    torch.testing.assert_close(basis @ (basis.t() @ matrix), matrix, atol=1e-5 * scale, rtol=1e-4)
+
+
+def test_a_base_of_what_is_not_finite_is_not_finite():
+    assert orthonormal(torch.tensor([[1.0], [float("nan")], [0.0]])).isnan().all()
+
+
+def test_a_direction_that_found_nothing_is_replaced():
+    matrix = torch.tensor([[1.0, 0.0], [2.0, 0.0]])
+    found = renewed(matrix, seed=1)
+    assert torch.equal(found[:, 0], matrix[:, 0])
+    assert found[:, 1].all()
+    assert torch.equal(found, renewed(matrix, seed=1))
+    assert renewed(torch.zeros(3, 2), seed=1).all()
+    whole = torch.ones(2, 2)
+    assert renewed(whole, seed=1) is whole
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=50)
+def test_memories_follow_parameters_through_any_buckets(data):
+    sizes = data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=6))
+    names = [f"p{i}" for i in range(len(sizes))]
+    memory, want = ParameterMemory(), {}
+    for round_ in range(3):
+        order = data.draw(st.permutations(range(len(sizes))))
+        cut = data.draw(st.integers(0, len(sizes)))
+        for part in (order[:cut], order[cut:]):
+            if not part:
+                continue
+            bucket = FakeBucket(
+                *[torch.zeros(sizes[i]) for i in part], names=[names[i] for i in part]
+            )
+            flat = memory.flat(bucket, torch.float32)
+            for i, piece in zip(part, flat.split([sizes[i] for i in part]), strict=True):
+                assert piece.tolist() == want.get(i, [0.0] * sizes[i])
+            new = torch.rand(len(flat))
+            memory.put(bucket, new)
+            pieces = new.split([sizes[i] for i in part])
+            want.update({i: p.tolist() for i, p in zip(part, pieces, strict=True)})
+        if round_ == 1:
+            again = ParameterMemory()
+            again.load_state_dict(memory.state_dict())
+            memory = again
+    assert memory.nbytes == 4 * sum(sizes)
+
+
+def test_a_memory_of_a_parameter_that_has_another_size_now_is_none():
+    memory = ParameterMemory()
+    memory.put(FakeBucket(torch.zeros(2), names=["p"]), torch.ones(2))
+    assert memory.flat(FakeBucket(torch.zeros(3), names=["p"]), torch.float32).tolist() == [0, 0, 0]
+
+
+def test_names_tell_parameters_apart_where_none_are_given():
+    buckets = [FakeBucket(torch.zeros(1), torch.zeros(1), index=i) for i in range(2)]
+    names = [name for bucket in buckets for name in bucket.names()]
+    assert len(set(names)) == 4
+    with pytest.raises(ValueError, match="names has 1 entries for 2"):
+        FakeBucket(torch.zeros(1), torch.zeros(1), names=["p"])
+
+
+def test_chains_pass_values_and_errors_on():
+    first, second = torch.futures.Future(), torch.futures.Future()
+    seen = []
+    end = chain(CPU, first, lambda x: seen.append(x) or second, lambda x: x + 1)
+    assert not end.done()
+    first.set_result(1)
+    assert (seen, end.done()) == ([1], False)
+    second.set_result(2)
+    assert end.wait() == 3
+    with pytest.raises(ZeroDivisionError):
+        chain(CPU, 0, lambda x: 1 / x).wait()
+    bad = torch.futures.Future()
+    end = chain(CPU, bad, lambda x: x)
+    bad.set_exception(KeyError("out of luck"))
+    with pytest.raises(KeyError, match="out of luck"):
+        end.wait()
+    assert chain(CPU, second).wait() == 2
+
+
+def test_hosts_are_in_the_order_of_their_first_ranks():
+    assert teams([b"b", b"a", b"b"]) == [[0, 2], [1]]
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: BlockQuantization(5), "bits is 5"),
+        (lambda: BlockQuantization(block=12), "block is 12"),
+        (lambda: Sign(block=0), "block is 0"),
+        (lambda: TopK(0.0), "ratio is 0.0"),
+        (lambda: TopK(momentum=1.0), "momentum is 1.0"),
+        (lambda: LowRank(0), "rank is 0"),
+        (lambda: LowRank(min_saving=0.5), "min_saving is 0.5"),
+        (lambda: LowRank(start=-1), "start is -1"),
+        (lambda: LowRank(group=3), "group is 3"),
+    ],
+)
+def test_what_is_refused(make, said):
+    with pytest.raises((ValueError, TypeError), match=said):
+        make()

@@ -1,0 +1,239 @@
+"""Steps of each rank alone, and outer steps of all: beside a naive twin, with equal bits."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gradwire import hooks
+from gradwire.errors import ArgumentError, DistributedError, HookError, MismatchError
+from gradwire.local_sgd import LocalSGD, assign_fragments, diloco, due
+from gradwire.testing import run_ranks
+
+pytestmark = pytest.mark.usefixtures("each_backend")
+
+
+def mlp(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def backward(model, step, rank=None):
+    generator = torch.Generator().manual_seed(
+        100 * step + (dist.get_rank() if rank is None else rank)
+    )
+    model.zero_grad()
+    model(torch.randn(8, 4, generator=generator)).square().mean().backward()
+
+
+def parameters(model):
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def close(one, other):
+    for a, b in zip(one, other, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def mean_of(model):
+    """Every parameter's mean over ranks, by one all_reduce each."""
+    found = []
+    for p in parameters(model):
+        dist.all_reduce(p)
+        found.append(p / dist.get_world_size())
+    return found
+
+
+def naive_diloco(model, optimizer, step, anchors, velocity, lr=0.7, momentum=0.9):
+    """An outer step, as the paper's algorithm 1 has it, with Nesterov's momentum."""
+    with torch.no_grad():
+        for i, (p, mean) in enumerate(zip(model.parameters(), mean_of(model), strict=True)):
+            gradient = anchors[i] - mean
+            velocity[i] = gradient if step == 0 else momentum * velocity[i] + gradient
+            anchors[i] = anchors[i] - lr * (gradient + momentum * velocity[i])
+            p.copy_(anchors[i])
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.narrow({"world": 2})
+def test_every_step_with_an_outer_rate_of_1_is_plain_averaging(world):
+    def main():
+        model, twin = mlp(dist.get_rank()), mlp(0)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = LocalSGD(sgd, model.named_parameters(), every=1)
+        close(parameters(model), parameters(twin))  # rank 0's
+        plain = torch.optim.SGD(twin.parameters(), lr=0.1)
+        for step in range(3):
+            backward(model, step)
+            optimizer.step()
+            backward(twin, step)
+            plain.step()
+            with torch.no_grad():
+                for p, mean in zip(twin.parameters(), mean_of(twin), strict=True):
+                    p.copy_(mean)
+            close(parameters(model), parameters(twin))
+
+    run_ranks(main, world)
+
+
+@pytest.mark.parametrize("inner", [torch.optim.AdamW, torch.optim.SGD])
+@pytest.mark.narrow({"inner": torch.optim.AdamW})
+def test_diloco_is_the_paper_s(inner):
+    def main():
+        model, twin = mlp(), mlp()
+        optimizer = diloco(inner(model.parameters(), lr=0.01), model.named_parameters(), every=3)
+        plain = inner(twin.parameters(), lr=0.01)
+        anchors, velocity = parameters(twin), parameters(twin)
+        for step in range(9):
+            for each, steps in ((model, optimizer), (twin, plain)):
+                backward(each, step)
+                steps.step()
+            if step % 3 == 2:
+                naive_diloco(twin, plain, step // 3, anchors, velocity)
+            close(parameters(model), parameters(twin))
+        return [p.tolist() for p in parameters(model)]
+
+    first, second = run_ranks(main, 2)
+    assert first == second
+
+
+HOOKS = {
+    "low_rank": lambda: hooks.LowRank(2, min_saving=1),
+    "top_k": lambda: hooks.TopK(0.2),
+    "int4": lambda: hooks.BlockQuantization(4, block=8, stochastic=True),
+    "sign": lambda: hooks.Sign(block=8),
+    "bf16": lambda: hooks.bf16,
+    "none": lambda: None,
+}
+
+
+@pytest.mark.narrow({"name": "int4"}, {"name": "none", "fragments": 1})
+@pytest.mark.parametrize("fragments", [1, 3])
+@pytest.mark.parametrize("name", HOOKS)
+def test_ranks_are_together_after_their_exchange_and_can_resume(name, fragments):
+    def made(model):
+        return diloco(
+            torch.optim.AdamW(model.parameters(), lr=0.01),
+            model.named_parameters(),
+            every=4,
+            hook=HOOKS[name](),
+            fragments=fragments,
+        )
+
+    def main():
+        model = mlp(dist.get_rank())
+        optimizer = made(model)
+        history, saved = [], None
+        for step in range(12):
+            backward(model, step)
+            optimizer.step()
+            history.append([p.tolist() for p in parameters(model)])
+            if step == 5:
+                saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        again = mlp()
+        resumed = made(again)
+        again.load_state_dict(saved[0])
+        resumed.load_state_dict(saved[1])
+        for step in range(6, 12):
+            backward(again, step)
+            resumed.step()
+            assert [p.tolist() for p in parameters(again)] == history[step]
+        optimizer.synchronize()
+        return history, [p.tolist() for p in parameters(model)]
+
+    first, second = run_ranks(main, 2)
+    runs = assign_fragments([p.nbytes for p in mlp().parameters()], fragments)
+    for step, (one, other) in enumerate(zip(first[0], second[0], strict=True), 1):
+        together = {i for f in due(step, 4, fragments) for i in runs[f]}
+        assert all(one[i] == other[i] for i in together), step
+        assert (one == other) == (len(together) == len(one)), step
+    assert first[1] == second[1]
+
+
+def test_compressed_outer_gradients_lose_nothing():
+    """With an outer rate of 1: anchors + the mean of errors = where plain averaging would be."""
+
+    def main():
+        model, twin = mlp(), mlp()
+        hook = hooks.Sign(block=8)
+        optimizer = LocalSGD(
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            model.named_parameters(),
+            every=1,
+            hook=hook,
+        )
+        drift = [torch.zeros_like(p) for p in model.parameters()]
+        for step in range(4):
+            backward(model, step)
+            optimizer.step()
+            for total, p in zip(drift, model.parameters(), strict=True):
+                gradient = p.grad.clone()
+                dist.all_reduce(gradient)
+                total -= 0.1 * gradient / dist.get_world_size()
+        for (name, p), start, total in zip(
+            model.named_parameters(), twin.parameters(), drift, strict=True
+        ):
+            error = hook.state.errors.state_dict()[name].view(p.shape)
+            dist.all_reduce(error)
+            torch.testing.assert_close(p - error / dist.get_world_size(), start + total)
+
+    run_ranks(main, 2)
+
+
+def test_ranks_that_disagree_and_hooks_that_fail():
+    def main():
+        model = mlp()
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(MismatchError, match="every"):
+            LocalSGD(sgd, model.named_parameters(), every=1 + dist.get_rank())
+
+        def failing(state, bucket):
+            raise KeyError("out of luck")
+
+        optimizer = LocalSGD(sgd, model.named_parameters(), every=1, hook=failing)
+        backward(model, 0)
+        with pytest.raises(HookError, match="failing, bucket 0: KeyError"):
+            optimizer.step()
+
+    run_ranks(main, 2)
+
+
+def test_a_rank_that_dies_ends_the_exchange_on_the_others():
+    def main():
+        model = mlp()
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = LocalSGD(sgd, model.named_parameters(), every=1, hook="int8")
+        backward(model, 0)
+        if dist.get_rank() == 1:
+            import os
+
+            os._exit(0)
+        with pytest.raises(DistributedError):
+            optimizer.step()
+
+    run_ranks(main, 2, may_die=[1])
+
+
+def test_what_is_refused():
+    def main():
+        model = mlp()
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        named = list(model.named_parameters())
+        for bad in ({"every": 0}, {"every": 2, "fragments": 3}, {"every": 9, "fragments": 9}):
+            with pytest.raises(ArgumentError, match="fragments"):
+                LocalSGD(sgd, named, **bad)
+        with pytest.raises(ArgumentError, match="empty"):
+            LocalSGD(sgd, [], every=1)
+        with pytest.raises(TypeError, match="optimizer is 3"):
+            LocalSGD(3, named, every=1)
+        optimizer = LocalSGD(sgd, named, every=1)
+        saved = optimizer.state_dict()
+        saved["anchors"]["other"] = saved["anchors"].pop("0.bias")
+        with pytest.raises(ArgumentError, match=r"'0\.bias', 'other'"):
+            optimizer.load_state_dict(saved)
+
+    run_ranks(main, 1)
