@@ -1,6 +1,7 @@
 """Communication hooks: what they receive, what they are, and those that come with gradwire."""
 
 from gradwire.hooks.across_hosts import AcrossHosts, across_hosts
+from gradwire.hooks.auto import Auto, auto, measure_link
 from gradwire.hooks.averaging import all_reduce
 from gradwire.hooks.bucket import GradBucket
 from gradwire.hooks.cast import bf16, compress, fp16
@@ -26,6 +27,7 @@ from gradwire.hooks.wrapping import wrap
 
 __all__ = [
     "AcrossHosts",
+    "Auto",
     "BlockQuantization",
     "CommHook",
     "Compressor",
@@ -45,6 +47,7 @@ __all__ = [
     "across_hosts",
     "all_reduce",
     "as_future",
+    "auto",
     "bf16",
     "bind_hook",
     "check_hook",
@@ -54,6 +57,7 @@ __all__ = [
     "get_hook",
     "hook_name",
     "host_groups",
+    "measure_link",
     "noop",
     "parse_hook_result",
     "wrap",

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from gradwire.errors import ArgumentError
+from gradwire.hooks.auto.candidates import COMPRESSING
+from gradwire.hooks.auto.hook import auto
 from gradwire.hooks.averaging import all_reduce
 from gradwire.hooks.bucket import GradBucket
 from gradwire.hooks.cast import bf16, fp16
-from gradwire.hooks.compression import BlockQuantization, LowRank, Sign, TopK
 from gradwire.hooks.protocol import CommHook
 from gradwire.hooks.result import as_future
 
@@ -28,13 +29,7 @@ noop.single_collective = True  # type: ignore[attr-defined]
 
 
 PLAIN: dict[str, CommHook] = {h.__name__: h for h in (all_reduce, bf16, fp16, noop)}
-COMPRESSING: dict[str, Callable[[], CommHook]] = {
-    "int8": lambda: BlockQuantization(8),
-    "int4": lambda: BlockQuantization(4),
-    "low_rank": LowRank,
-    "sign": Sign,
-    "top_k": TopK,
-}
+MADE: dict[str, Callable[[], CommHook]] = {**COMPRESSING, "auto": auto}
 
 
 def get_hook(name: str) -> CommHook:
@@ -42,7 +37,7 @@ def get_hook(name: str) -> CommHook:
 
     Args:
         name: "all_reduce", "bf16", "fp16" or "noop"; or, of those that compress, "int8", "int4",
-            "low_rank", "sign" or "top_k": a new one each time, with its defaults.
+            "low_rank", "sign" or "top_k", and "auto": a new one each time, with its defaults.
 
     Raises:
         ArgumentError: There is no such hook; the message lists those there are.
@@ -53,9 +48,9 @@ def get_hook(name: str) -> CommHook:
         >>> get_hook("int4").bits
         4
     """
-    if name in COMPRESSING:
-        return COMPRESSING[name]()
+    if name in MADE:
+        return MADE[name]()
     if name not in PLAIN:
-        named = ", ".join([*PLAIN, *COMPRESSING])
+        named = ", ".join([*PLAIN, *MADE])
         raise ArgumentError(f"hook is {name!r}: the hooks by name are {named}")
     return PLAIN[name]

@@ -39,6 +39,8 @@ class StatefulHook(ABC, Generic[S]):
         state: The same.
         single_collective: Whether each bucket has one collective, which is started at once: the
             next bucket then need not wait for it.
+        withdrawn: Whether the mean is to be computed without a hook from the next step on; from
+            the same step on on all ranks.
 
     Example:
         The future holds what was reduced in half precision; it becomes float32 when it is read.
@@ -64,6 +66,7 @@ class StatefulHook(ABC, Generic[S]):
     """
 
     single_collective: bool = False
+    withdrawn: bool = False
 
     def __init__(self, state: S) -> None:
         self.state = state

@@ -213,6 +213,8 @@ class Reducer:
         backward.recover()
         if not backward.step:  # they may be registered after the module was wrapped
             backward.optimized = detach_optimizer_hooks(p for _, p in self._named)
+        if (hook := backward.launcher.hook) is not None and hook.withdrawn:
+            self.register_comm_hook(None, None)
         backward.rebuild_once()
         backward.skip_unused = self._skip_unused and not uneven
         backward.prepare_for_backward(ranks or backward.assigner.group.size())

@@ -8,7 +8,7 @@ Karimireddy et al., arXiv 1901.09847).
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from gradwire._groups import check_group, default_group
+from gradwire.cost_model import Message
 from gradwire.errors import ArgumentError
 from gradwire.hooks.averaging import all_reduce
 from gradwire.hooks.bucket import GradBucket
@@ -141,6 +142,17 @@ class Compressor(StatefulHook[CompressorState]):
     @abstractmethod
     def reduce(self, reduction: Reduction, step: int) -> torch._C.Future[Any]:
         """Start what ends with `reduction.finish`."""
+
+    @abstractmethod
+    def messages(self, parameters: Sequence[Tensor], world: int) -> list[Message]:
+        """What `reduce` sends of a bucket of these parameters, for predictions."""
+
+    @staticmethod
+    def extent(parameters: Sequence[Tensor]) -> tuple[int, int]:
+        """How many reals a bucket of these parameters has, and the bytes of each as it is sent."""
+        numel = sum(p.numel() * (2 if p.is_complex() else 1) for p in parameters)
+        double = parameters[0].dtype in (torch.float64, torch.complex128)
+        return numel, 8 if double else 4
 
 
 def _is_float(tensor: Tensor) -> bool:

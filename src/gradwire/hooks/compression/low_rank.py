@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from gradwire.buckets import memory_strides
+from gradwire.cost_model import Message
 from gradwire.errors import ArgumentError
 from gradwire.hooks.compression.chain import chain
 from gradwire.hooks.compression.compressor import Compressor, Reduction
@@ -106,6 +108,19 @@ class LowRank(Compressor):
 
         whole = wire.all_reduce(cut.first)
         return chain(cut.first.device, whole, multiply_back, lambda _: cut.finish())
+
+    def messages(self, parameters: Sequence[Tensor], world: int) -> list[Message]:
+        """All P with what is not compressed, then all Q."""
+        left = right = 0
+        for parameter in parameters:
+            numel = parameter.numel() * (2 if parameter.is_complex() else 1)
+            rows = _rows(parameter)
+            rank = self.fits(rows, numel // rows) if numel else 0
+            left += rank * rows or numel
+            right += rank * numel // rows if rank else 0
+        itemsize = self.extent(parameters)[1]
+        sizes = [left, right] if right else [left]
+        return [Message("all_reduce", size * itemsize) for size in sizes]
 
     def _basis(self, matrix: _Matrix, reduction: Reduction, step: int) -> Tensor:
         """Q as the step before left it, orthonormal; random where that has found nothing."""

@@ -42,6 +42,12 @@ class CompressorState:
         self.bases: dict[str, Tensor] = {}
         self.traffic = Traffic()
 
+    def empty(self) -> CompressorState:
+        """A new state of the same hook, which keeps nothing yet."""
+        made = CompressorState(self.kind, self.process_group)
+        made.memories = {use: ParameterMemory() for use in self.memories}
+        return made
+
     @property
     def errors(self) -> ParameterMemory:
         """What was not sent yet."""

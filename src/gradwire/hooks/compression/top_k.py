@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from gradwire.cost_model import Message
 from gradwire.errors import ArgumentError, HookError
 from gradwire.hooks.compression.chain import chain
 from gradwire.hooks.compression.compressor import Compressor, Reduction
@@ -108,11 +110,18 @@ class TopK(Compressor):
         counts = torch.tensor([len(indices)], device=error.device)
         return chain(error.device, wire.all_gather(counts), exchange, finish)
 
+    def messages(self, parameters: Sequence[Tensor], world: int) -> list[Message]:
+        """The count, and what is expected to be chosen; it may be twice as many."""
+        numel, itemsize = self.extent(parameters)
+        index = 4 if numel < 2**31 else 8
+        pairs = max(1, round(self.ratio * numel)) * (index + itemsize)
+        return [Message("all_gather", 8), Message("all_gather", pairs)]
+
     def _with_momentum(self, reduction: Reduction) -> dict[str, Tensor]:
         """Adds the momentum of earlier steps to what is sent; the velocity, to be kept."""
         if not self.momentum:
             return {}
-        kept = self.state.memories["momentum"].flat(reduction.bucket, reduction.dtype)
+        kept = reduction.state.memories["momentum"].flat(reduction.bucket, reduction.dtype)
         reduction.sent.add_(kept, alpha=self.momentum)  # error + gradient + m * velocity
         return {"momentum": kept * self.momentum + reduction.bucket.buffer()}
 

@@ -9,12 +9,14 @@ twice, however many ranks there are. All decode the same bytes, so that all have
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from gradwire.cost_model import Message
 from gradwire.errors import ArgumentError
 from gradwire.hooks.compression.chain import chain
 from gradwire.hooks.compression.compressor import Compressor, Reduction
@@ -51,6 +53,17 @@ class TwoPhase(Compressor):
     def generator(self, rank: int, step: int, bucket: int) -> torch.Generator | None:
         """The random numbers of one bucket's rounding, if there are any."""
         return None
+
+    def messages(self, parameters: Sequence[Tensor], world: int) -> list[Message]:
+        """All shares' codes, then the own share's."""
+        numel, itemsize = self.extent(parameters)
+        dtype = torch.float64 if itemsize == 8 else torch.float32
+        code = self.encode(torch.zeros(1, self.block, dtype=dtype), self.generator(0, 0, 0)).numel()
+        blocks = -(-numel // (world * self.block))
+        return [
+            Message("all_to_all", blocks * world * code),
+            Message("all_gather", blocks * code),
+        ]
 
     def reduce(self, reduction: Reduction, step: int) -> torch._C.Future[Any]:
         """Encode, all_to_all, mean, encode, all_gather."""

@@ -1,0 +1,19 @@
+"""What communication costs, predicted: from links, messages and the times of a backward."""
+
+from gradwire.cost_model.choose import Choice, choose
+from gradwire.cost_model.links import Cluster, Link, fit_link
+from gradwire.cost_model.messages import Collective, Message, collective_seconds
+from gradwire.cost_model.timeline import Cost, end_of_step
+
+__all__ = [
+    "Choice",
+    "Cluster",
+    "Collective",
+    "Cost",
+    "Link",
+    "Message",
+    "choose",
+    "collective_seconds",
+    "end_of_step",
+    "fit_link",
+]

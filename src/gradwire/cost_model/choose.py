@@ -1,0 +1,79 @@
+"""Which hook each bucket takes, of those that are allowed; or none of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from gradwire.cost_model.links import Cluster
+from gradwire.cost_model.timeline import Cost, end_of_step
+
+__all__ = ["Choice", "choose"]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is to be taken.
+
+    Attributes:
+        names: The candidate of each bucket.
+        plain_seconds: When the step would end with the first candidate for all buckets.
+        seconds: When it ends with these.
+    """
+
+    names: tuple[str, ...]
+    plain_seconds: float
+    seconds: float
+
+
+def choose(
+    ready: Sequence[float],
+    candidates: Mapping[str, Sequence[Cost]],
+    cluster: Cluster,
+    *,
+    min_gain: float = 0.0,
+) -> Choice:
+    """The candidate for each bucket with which the step ends first.
+
+    From the best that all buckets can have alike, buckets change one by one as long as that helps.
+    The same numbers give the same choice.
+
+    Args:
+        ready: As `end_of_step` has it.
+        candidates: The costs of each bucket; the first candidate is the plain one, which stays
+            where nothing gains enough.
+        cluster: As `end_of_step` has it.
+        min_gain: Seconds that a choice has to gain, or it is not taken.
+
+    Example:
+        >>> from gradwire.cost_model import Link, Message
+        >>> plain = Cost(0.0, (Message("all_reduce", 1e6),), single=True)
+        >>> small = Cost(0.1, (Message("all_reduce", 1e5),), after=0.1)
+        >>> candidates = {"plain": [plain], "small": [small]}
+        >>> slow, fast = (Cluster(2, Link(0.0, bandwidth)) for bandwidth in (1e6, 1e8))
+        >>> choose([0.0], candidates, slow).names, choose([0.0], candidates, fast).names
+        (('small',), ('plain',))
+    """
+    names = list(candidates)
+    plain = [names[0]] * len(ready)
+
+    def seconds(chosen: Sequence[str]) -> float:
+        costs = [candidates[name][i] for i, name in enumerate(chosen)]
+        return end_of_step(ready, costs, cluster)
+
+    best, end = plain, seconds(plain)
+    before = end
+    for name in names[1:]:
+        if (alike := seconds([name] * len(ready))) < end:
+            best, end = [name] * len(ready), alike
+    changed = True
+    while changed:
+        changed = False
+        for bucket in range(len(ready)):
+            for name in names:
+                other = [*best[:bucket], name, *best[bucket + 1 :]]
+                if (after := seconds(other)) < end * (1 - 1e-9):
+                    best, end, changed = other, after, True
+    if before - end <= min_gain:
+        best, end = plain, before
+    return Choice(tuple(best), before, end)

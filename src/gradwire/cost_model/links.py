@@ -1,0 +1,89 @@
+"""A link as two numbers: what a message costs, and what a byte costs (the α-β model).
+
+Source:
+    R. W. Hockney, The communication challenge for MPP, 1994.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gradwire.errors import ArgumentError
+
+__all__ = ["Cluster", "Link", "fit_link"]
+
+
+@dataclass(frozen=True)
+class Link:
+    """A full-duplex link of one host, or of one rank.
+
+    Args:
+        latency: Seconds that a message takes beside its bytes (α), ≥ 0.
+        bandwidth: Bytes a second each way (1 / β), > 0.
+
+    Example:
+        >>> Link(latency=1e-4, bandwidth=125e6).seconds(125_000)
+        0.0011
+    """
+
+    latency: float
+    bandwidth: float
+
+    def __post_init__(self) -> None:
+        if not (self.latency >= 0 and self.bandwidth > 0):
+            raise ArgumentError(
+                f"latency is {self.latency} s and bandwidth {self.bandwidth} bytes/s: give at "
+                "least 0, and more than 0"
+            )
+
+    def seconds(self, nbytes: float) -> float:
+        """How long one message takes."""
+        return self.latency + nbytes / self.bandwidth
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Ranks, and the link that the slowest part of a collective goes over.
+
+    Args:
+        ranks: How many ranks take part, ≥ 1.
+        link: Of each host, where hosts have one rank each that takes part; where several ranks of a
+            host do, of the host: a ring crosses it once each way.
+    """
+
+    ranks: int
+    link: Link
+
+    def __post_init__(self) -> None:
+        if self.ranks < 1:
+            raise ArgumentError(f"ranks is {self.ranks}: give at least 1")
+
+
+def fit_link(ranks: int, samples: Sequence[tuple[int, float]]) -> Link:
+    """The link that explains how long all_reduces in a ring took.
+
+    Args:
+        ranks: How many ranks took part, ≥ 2.
+        samples: Bytes and seconds, of at least two sizes; the line goes through the smallest and
+            the largest.
+
+    Returns:
+        A link; its latency is 0 where the line would have it below.
+
+    Raises:
+        ArgumentError: There are not two sizes.
+
+    Example:
+        >>> fit_link(2, [(0, 2e-4), (1_000_000, 2e-4 + 8e-3)]).bandwidth
+        125000000.0
+    """
+    small, large = min(samples), max(samples)
+    if small[0] == large[0] or ranks < 2:
+        raise ArgumentError(f"samples are {samples} of {ranks} ranks: give two sizes and two ranks")
+    travelled = 2 * (ranks - 1) / ranks * (large[0] - small[0])
+    # a large message that took no longer than a small one: as fast as the clock can tell
+    seconds = max(large[1] - small[1], 1e-9)
+    bandwidth = travelled / seconds
+    own = 2 * (ranks - 1) / ranks * small[0] / bandwidth
+    return Link(max(0.0, small[1] - own) / (2 * (ranks - 1)), bandwidth)

@@ -1,0 +1,167 @@
+"""What may be chosen, and what each costs on this machine: measured, with nothing sent."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradwire.cost_model import Cost, Message
+from gradwire.errors import ArgumentError
+from gradwire.hooks.auto.local_wire import LocalWire
+from gradwire.hooks.averaging import all_reduce
+from gradwire.hooks.bucket import GradBucket
+from gradwire.hooks.cast import bf16, fp16
+from gradwire.hooks.compression import BlockQuantization, Compressor, LowRank, Reduction, Sign, TopK
+from gradwire.hooks.compression.compressor import as_real
+from gradwire.hooks.protocol import CommHook
+from gradwire.hooks.stateful import StatefulHook, bind_hook
+
+__all__ = ["PLAIN", "Candidate", "candidate", "interpolated"]
+
+PLAIN = "all_reduce"
+"""The name of what is taken where nothing else pays."""
+RUNS = 2
+"""How often each is measured; the shortest counts."""
+COMPRESSING: dict[str, Callable[[], Compressor]] = {
+    "int8": lambda: BlockQuantization(8),
+    "int4": lambda: BlockQuantization(4),
+    "low_rank": LowRank,
+    "sign": Sign,
+    "top_k": TopK,
+}
+CASTS: dict[str, tuple[CommHook, torch.dtype]] = {
+    "bf16": (bf16, torch.bfloat16),
+    "fp16": (fp16, torch.float16),
+}
+
+
+@dataclass(frozen=True)
+class Computing:
+    """Seconds of computing before the first collective and after it."""
+
+    before: float
+    after: float
+
+
+class Candidate(ABC):
+    """A hook that may be chosen.
+
+    Attributes:
+        name: What it is called in choices.
+        hook: The hook.
+        single: Whether it has one collective.
+    """
+
+    single = True
+
+    def __init__(self, name: str, hook: StatefulHook[Any]) -> None:
+        self.name, self.hook = name, hook
+
+    @abstractmethod
+    def messages(self, parameters: Sequence[Tensor], world: int) -> list[Message]:
+        """What it sends of a bucket."""
+
+    @abstractmethod
+    def compute(self, bucket: GradBucket, world: int) -> Computing:
+        """What it computes for a bucket, whose values it may change: run once, and timed."""
+
+    def measure(self, parameters: Sequence[Tensor], world: int) -> Computing:
+        """The shortest of a few runs on gradients like these parameters."""
+        first = parameters[0]
+        flat = torch.randn(sum(p.numel() for p in parameters), dtype=first.dtype)
+        bucket = GradBucket(0, flat.to(first.device), list(parameters), is_last=True)
+        runs = [self.compute(bucket, world) for _ in range(RUNS)]
+        return Computing(min(r.before for r in runs), min(r.after for r in runs))
+
+    def cost(self, parameters: Sequence[Tensor], computing: Computing, world: int) -> Cost:
+        """What a bucket costs."""
+        messages = tuple(self.messages(parameters, world))
+        return Cost(computing.before, messages, computing.after, single=self.single)
+
+
+class _Plain(Candidate):
+    """The mean by one all_reduce."""
+
+    def messages(self, parameters: Sequence[Tensor], world: int) -> list[Message]:
+        return [Message("all_reduce", sum(p.nbytes for p in parameters))]
+
+    def compute(self, bucket: GradBucket, world: int) -> Computing:
+        start = perf_counter()
+        bucket.buffer().div_(world)
+        return Computing(perf_counter() - start, 0.0)
+
+
+class _Cast(Candidate):
+    """The mean in a smaller dtype."""
+
+    def __init__(self, name: str, hook: StatefulHook[Any], dtype: torch.dtype) -> None:
+        super().__init__(name, hook)
+        self._dtype = dtype
+
+    def messages(self, parameters: Sequence[Tensor], world: int) -> list[Message]:
+        numel = sum(p.numel() for p in parameters)
+        pairs = 2 if parameters[0].is_complex() else 1
+        return [Message("all_reduce", numel * pairs * self._dtype.itemsize)]
+
+    def compute(self, bucket: GradBucket, world: int) -> Computing:
+        buffer = as_real(bucket).buffer()
+        start = perf_counter()
+        small = buffer.to(self._dtype).div_(world)
+        middle = perf_counter()
+        buffer.copy_(small)
+        return Computing(middle - start, perf_counter() - middle)
+
+
+class _Compressing(Candidate):
+    """A hook with error feedback."""
+
+    single = False
+    hook: Compressor
+
+    def messages(self, parameters: Sequence[Tensor], world: int) -> list[Message]:
+        return self.hook.messages(parameters, world)
+
+    def compute(self, bucket: GradBucket, world: int) -> Computing:
+        wire, start = LocalWire(world), perf_counter()
+        reduction = Reduction(as_real(bucket), self.hook.state.empty(), wire)
+        self.hook.reduce(reduction, 0).wait()
+        return Computing(wire.started - start, perf_counter() - wire.started)
+
+
+def candidate(allowed: str | Compressor) -> Candidate:
+    """What is allowed, by a hook's name, or a hook that compresses.
+
+    Raises:
+        ArgumentError: It is neither.
+    """
+    if isinstance(allowed, Compressor):
+        return _Compressing(type(allowed).__name__, allowed)
+    if allowed == PLAIN:
+        return _Plain(PLAIN, bind_hook(None, all_reduce))
+    if allowed in CASTS:
+        hook, dtype = CASTS[allowed]
+        return _Cast(allowed, bind_hook(None, hook), dtype)
+    if allowed in COMPRESSING:
+        return _Compressing(allowed, COMPRESSING[allowed]())
+    named = ", ".join([*CASTS, *COMPRESSING])
+    raise ArgumentError(
+        f"allowed has {allowed!r}: the hooks to choose from by name are {named}; or give one that "
+        "compresses, such as hooks.LowRank(8)"
+    )
+
+
+def interpolated(points: Sequence[tuple[int, Computing]], numel: int) -> Computing:
+    """The time for a bucket between, or beyond, the smallest and the largest that were measured."""
+    (small, low), (large, high) = points[0], points[-1]
+    part = (numel - small) / (large - small) if large > small else 0.0
+
+    def between(a: float, b: float) -> float:
+        return max(0.0, a + (b - a) * part)
+
+    return Computing(between(low.before, high.before), between(low.after, high.after))

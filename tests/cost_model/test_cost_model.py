@@ -1,0 +1,118 @@
+"""Predictions: by hand where they are simple, by all choices where those are few."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradwire.cost_model import (
+    Cluster,
+    Cost,
+    Link,
+    Message,
+    choose,
+    collective_seconds,
+    end_of_step,
+    fit_link,
+)
+from gradwire.errors import ArgumentError
+
+SLOW = Cluster(4, Link(1e-3, 1e6))
+sizes = st.floats(0, 1e7)
+links = st.builds(Link, st.floats(0, 0.1), st.floats(1e3, 1e11))
+
+
+@pytest.mark.parametrize(
+    ("message", "want"),
+    [
+        (Message("all_reduce", 4e6), 6 * (1e-3 + 1.0)),
+        (Message("all_gather", 4e6), 3 * (1e-3 + 4.0)),
+        (Message("all_to_all", 4e6), 3 * (1e-3 + 1.0)),
+    ],
+)
+def test_collectives_step_by_step(message, want):
+    assert collective_seconds(message, SLOW) == pytest.approx(want)
+    assert collective_seconds(message, Cluster(1, SLOW.link)) == 0
+
+
+@given(links, st.integers(2, 4096), st.integers(0, 10**5), st.integers(10**6, 10**8))
+def test_a_link_is_found_again_from_what_it_takes(link, ranks, small, large):
+    cluster = Cluster(ranks, link)
+    samples = [(n, collective_seconds(Message("all_reduce", n), cluster)) for n in (small, large)]
+    if samples[1][1] - samples[0][1] > 1e-6 * samples[1][1]:
+        found = fit_link(ranks, samples)
+        for nbytes, seconds in samples:
+            again = collective_seconds(Message("all_reduce", nbytes), Cluster(ranks, found))
+            assert again == pytest.approx(seconds, rel=1e-4, abs=1e-9)
+
+
+def test_a_link_faster_than_the_clock():
+    assert fit_link(2, [(1, 1e-5), (10**6, 1e-5)]).bandwidth > 1e12
+    with pytest.raises(ArgumentError, match="two sizes"):
+        fit_link(2, [(1, 1e-5), (1, 1e-5)])
+
+
+def plain(nbytes):
+    return Cost(0.0, (Message("all_reduce", nbytes),), single=True)
+
+
+def test_backward_hides_what_it_can():
+    cluster = Cluster(2, Link(0.0, 1e6))
+    assert end_of_step([1.0, 5.0], [plain(2e6), plain(1e6)], cluster) == 6.0
+    assert end_of_step([], [], cluster) == 0.0
+
+
+def test_a_hook_of_several_collectives_holds_the_next_launch_up():
+    cluster = Cluster(2, Link(0.0, 1e6))
+    two = Cost(0.5, (Message("all_reduce", 1e6), Message("all_reduce", 1e6)), after=0.25)
+    # launched at 1, sent at 1.5, back at 3.75: backward, at 2, waits for it, and ends at 5.75
+    assert end_of_step([1.0, 2.0, 4.0], [two, plain(0), plain(0)], cluster) == 5.75
+
+
+times = st.floats(0, 2)
+costs = st.builds(
+    Cost,
+    times,
+    st.lists(st.builds(Message, st.sampled_from(["all_reduce", "all_gather"]), sizes), max_size=2)
+    .map(tuple),
+    times,
+    st.booleans(),
+)  # fmt: skip
+
+
+@given(st.lists(times, min_size=1, max_size=3).map(sorted), links, st.data())
+def test_a_choice_is_not_worse_than_any_for_all_and_never_than_plain(ready, link, data):
+    many = st.lists(costs, min_size=len(ready), max_size=len(ready))
+    candidates = {name: data.draw(many) for name in ("plain", "a", "b")}
+    cluster = Cluster(3, link)
+    found = choose(ready, candidates, cluster)
+
+    def seconds(names):
+        return end_of_step(ready, [candidates[n][i] for i, n in enumerate(names)], cluster)
+
+    assert found.seconds == seconds(found.names)
+    assert found.plain_seconds == seconds(["plain"] * len(ready))
+    alike = min(seconds([name] * len(ready)) for name in candidates)
+    best = min(seconds(names) for names in itertools.product(candidates, repeat=len(ready)))
+    assert best <= found.seconds * (1 + 1e-6)
+    assert found.seconds <= alike * (1 + 1e-6)
+    some = choose(ready, candidates, cluster, min_gain=0.5)
+    assert some.names == ("plain",) * len(ready) or some.plain_seconds - some.seconds > 0.5
+
+
+def test_what_does_not_pay_is_not_taken():
+    fast = Cluster(2, Link(1e-6, 1e11))
+    candidates = {"plain": [plain(26e6)], "int8": [Cost(0.01, (Message("all_to_all", 7e6),), 0.01)]}
+    assert choose([0.0], candidates, fast).names == ("plain",)
+    assert choose([0.0], candidates, Cluster(2, Link(1e-4, 1e7))).names == ("int8",)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: Link(-1, 1), lambda: Link(0, 0), lambda: Cluster(0, SLOW.link)]
+)
+def test_what_is_refused(make):
+    with pytest.raises(ArgumentError):
+        make()

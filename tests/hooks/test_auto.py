@@ -1,0 +1,187 @@
+"""Choosing a hook: what is predicted is what is sent, all ranks choose alike, and may resume."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gradwire import hooks
+from gradwire.cost_model import Link
+from gradwire.ddp import DistributedDataParallel
+from gradwire.errors import ArgumentError
+from gradwire.hooks.auto import hook as auto_module
+from gradwire.hooks.auto.candidates import Computing, candidate, interpolated
+from gradwire.testing import FakeBucket, run_ranks
+
+pytestmark = pytest.mark.usefixtures("each_backend")
+
+SLOW, FAST = Link(1e-4, 1e5), Link(1e-9, 1e15)
+
+
+def wrapped(hook):
+    torch.manual_seed(0)
+    layers = [nn.Linear(32, 32) for _ in range(4)]
+    net = DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=0.005)
+    net.register_comm_hook(None, hook)
+    return net
+
+
+def train(net, steps):
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    for step in steps:
+        torch.manual_seed(100 * step + dist.get_rank())
+        optimizer.zero_grad()
+        net(torch.randn(4, 32)).square().mean().backward()
+        optimizer.step()
+    return [p.tolist() for p in net.module.parameters()]
+
+
+class MeasuredAs:
+    """For a while, the link is measured to be this one."""
+
+    def __init__(self, link):
+        self._link = link
+
+    def __enter__(self):
+        self._real = auto_module.measure_link
+        auto_module.measure_link = lambda group: self._link
+
+    def __exit__(self, *raised):
+        auto_module.measure_link = self._real
+
+
+@pytest.mark.narrow({"world": 2})
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_slow_link_gets_the_fewest_bytes_and_a_fast_one_no_hook(world):
+    def main():
+        with MeasuredAs(SLOW):
+            hook = hooks.auto(["bf16", "int8", "int4"])
+            net = wrapped(hook)
+            train(net, range(3))
+            assert hook.state.choice is None
+            found = train(net, range(3, 7))
+        assert set(hook.state.choice.names) == {"int4"}
+        assert hook.state.choice.seconds < hook.state.choice.plain_seconds
+        assert hook.state.hooks["int4"].traffic.collectives > 0
+        assert hook.state.hooks["int8"].traffic.collectives == 0
+        assert net.reducer.has_hook
+        with MeasuredAs(FAST):
+            hook = hooks.auto(["int8"])
+            net = wrapped(hook)
+            plain = wrapped(None)
+            assert train(net, range(6)) == train(plain, range(6)) or world > 2
+        assert hook.withdrawn
+        assert not net.reducer.has_hook
+        assert net.comm_hook_state_dict() == {}
+        return found
+
+    first, *others = run_ranks(main, world)
+    assert all(other == first for other in others)
+
+
+def test_ranks_that_measure_differently_choose_alike():
+    def main():
+        real = auto_module.Auto._costs
+
+        def biased(self, chosen, world):
+            costs = real(self, chosen, world)
+            if dist.get_rank() == 0 and chosen.name == "int4":
+                costs = [slower(c) for c in costs]
+            return costs
+
+        def slower(cost):
+            return type(cost)(9.0, cost.messages, cost.after, single=cost.single)
+
+        auto_module.Auto._costs = biased
+        try:
+            with MeasuredAs(SLOW):
+                hook = hooks.auto(["int8", "int4"])
+                train(wrapped(hook), range(5))
+        finally:
+            auto_module.Auto._costs = real
+        return hook.state.choice.names
+
+    first, second = run_ranks(main, 2)
+    assert first == second
+    assert "int4" not in first
+
+
+def test_a_resumed_run_goes_on_with_the_same_choice():
+    def main():
+        with MeasuredAs(SLOW):
+            net = wrapped(hooks.auto([hooks.BlockQuantization(4, stochastic=True)]))
+            train(net, range(6))
+        model, saved = copy.deepcopy(net.state_dict()), net.comm_hook_state_dict()
+        want = train(net, range(6, 9))
+        with MeasuredAs(None):  # and does not measure
+            again = wrapped(hooks.auto([hooks.BlockQuantization(4, stochastic=True)]))
+            again.load_state_dict(model)
+            again.load_comm_hook_state_dict(saved)
+            assert train(again, range(6, 9)) == want
+        with pytest.raises(ArgumentError, match="allow the same hooks"):
+            wrapped(hooks.auto(["int8"])).load_comm_hook_state_dict(saved)
+        copied = copy.deepcopy(net)
+        assert copied._hook.state.choices == net._hook.state.choices
+
+    run_ranks(main, 2)
+
+
+def test_other_buckets_are_measured_again():
+    def main():
+        with MeasuredAs(SLOW):
+            net = wrapped(hooks.auto(["int8"]))
+            train(net, range(5))
+            before = dict(net._hook.state.choices)
+            net.module[0].weight.requires_grad_(False)
+            net.refit()
+            train(net, range(5))
+            assert net._hook.state.choices
+            assert net._hook.state.choices.keys() != before.keys()
+
+    run_ranks(main, 2)
+
+
+SHAPES = ((60, 40), (30,), (), (3, 4, 5))
+BY_NAME = ["bf16", "int8", "int4", "low_rank", "sign", "top_k"]
+
+
+@pytest.mark.narrow({"world": 2, "name": BY_NAME})
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("name", [*BY_NAME, "all_reduce"])
+def test_the_bytes_of_predictions_are_those_that_are_given(name, world):
+    def main():
+        chosen = candidate(hooks.TopK(0.1) if name == "top_k" else name)
+        parameters = [torch.zeros(s) for s in SHAPES]
+        messages = chosen.messages(parameters, world)
+        if not isinstance(chosen.hook, hooks.Compressor):
+            return [m.nbytes for m in messages] == [sum(p.nbytes for p in parameters) * chosen_part]
+        torch.manual_seed(dist.get_rank())
+        bucket = FakeBucket(*[torch.randn(s) for s in SHAPES])
+        chosen.hook.run_hook(bucket).wait()
+        assert len(messages) == chosen.hook.traffic.collectives
+        return sum(m.nbytes for m in messages), chosen.hook.traffic.given_bytes
+
+    chosen_part = {"bf16": 0.5}.get(name, 1)
+    for found in run_ranks(main, world):
+        if name == "top_k":
+            assert 0.4 < found[0] / found[1] <= 1.6
+        else:
+            assert found is True or found[0] == found[1]
+
+
+def test_what_was_not_measured_lies_between():
+    points = [(10, Computing(1.0, 0.0)), (20, Computing(2.0, 4.0))]
+    assert interpolated(points, 15) == Computing(1.5, 2.0)
+    assert interpolated(points, 30) == Computing(3.0, 8.0)
+    assert interpolated(points, 5) == Computing(0.5, 0.0)
+    assert interpolated(points[:1], 99) == points[0][1]
+
+
+@pytest.mark.parametrize("allowed", [[], ["int8", "int8"], ["none_such"], [3]])
+def test_what_is_refused(allowed):
+    with pytest.raises(ArgumentError, match="allowed"):
+        hooks.auto(allowed)
