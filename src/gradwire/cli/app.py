@@ -6,6 +6,7 @@ import click
 
 from gradwire._version import __version__
 from gradwire.cli.demo.command import demo
+from gradwire.cli.plan.command import plan
 
 __all__ = ["app"]
 
@@ -17,3 +18,4 @@ def app() -> None:
 
 
 app.add_command(demo)
+app.add_command(plan)

@@ -56,9 +56,11 @@ class Candidate(ABC):
         name: What it is called in choices.
         hook: The hook.
         single: Whether it has one collective.
+        grows_with_world: Whether it computes more with more ranks.
     """
 
     single = True
+    grows_with_world = False
 
     def __init__(self, name: str, hook: StatefulHook[Any]) -> None:
         self.name, self.hook = name, hook
@@ -123,6 +125,10 @@ class _Compressing(Candidate):
 
     single = False
     hook: Compressor
+
+    @property
+    def grows_with_world(self) -> bool:  # type: ignore[override]
+        return self.hook.grows_with_world
 
     def messages(self, parameters: Sequence[Tensor], world: int) -> list[Message]:
         return self.hook.messages(parameters, world)

@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 
 from gradwire.errors import ArgumentError
 from gradwire.hooks.compression.two_phase import TwoPhase
-from gradwire.hooks.compression.wire import values_in
+from gradwire.hooks.compression.wire import looked_up, values_in
 
 __all__ = ["BlockQuantization"]
 
@@ -79,17 +79,19 @@ class BlockQuantization(TwoPhase):
     def encode(self, blocks: Tensor, generator: torch.Generator | None) -> Tensor:
         """Integers, then the block's scale."""
         largest = LARGEST[self.bits]
-        scales = blocks.abs().amax(1, keepdim=True) / largest
+        scales = torch.linalg.vector_norm(blocks, float("inf"), dim=1, keepdim=True).div_(largest)
         # a block of zeros has a scale, too; NaN stays NaN
         scales.clamp_min_(torch.finfo(blocks.dtype).tiny)
-        scaled = blocks / scales
+        integers = blocks / scales
         if generator is None:
-            scaled.round_()
+            integers.round_()
         else:
-            noise = torch.rand(scaled.shape, dtype=scaled.dtype, generator=generator)
-            scaled.add_(noise.to(scaled.device)).floor_()
-        # a NaN is no integer at all: its scale says that the block is not finite
-        codes = scaled.clamp_(-largest, largest).nan_to_num_(0).to(torch.int8)
+            noise = torch.rand(blocks.shape, dtype=blocks.dtype, generator=generator)
+            # the quotient may be a rounding error above the largest, and would be one more
+            integers.add_(noise.to(blocks.device)).floor_().clamp_(-largest, largest)
+        blocks.addcmul_(integers, scales, value=-1)
+        # what NaN becomes is undefined: its scale says that the block is not finite
+        codes = integers.to(torch.int8)
         packed = codes.view(torch.uint8) if self.bits == 8 else _pack(codes)
         return torch.cat((packed, scales.view(torch.uint8)), 1)
 
@@ -97,16 +99,18 @@ class BlockQuantization(TwoPhase):
         """Integers times their block's scale."""
         split = self.block * self.bits // 8
         scales = values_in(code[:, split:], dtype)
-        packed = code[:, :split]
-        codes = values_in(packed, torch.int8) if self.bits == 8 else _unpack(packed)
-        return codes.to(dtype).mul_(scales)
+        if self.bits == 8:
+            return values_in(code[:, :split], torch.int8).to(dtype).mul_(scales)
+        return looked_up(_pairs(code.device, dtype), code[:, :split]).mul_(scales)
 
 
 def _pack(codes: Tensor) -> Tensor:
-    """Two integers from -7 to 7 in each byte."""
-    halves = (codes + 8).view(torch.uint8).view(len(codes), -1, 2)
-    return halves[..., 0] | (halves[..., 1] << 4)
+    """Two integers from -7 to 7 in each byte, the first in its lower half."""
+    pairs = (codes + 8).view(torch.int16)
+    return (pairs | (pairs >> 4)).to(torch.uint8)
 
 
-def _unpack(packed: Tensor) -> Tensor:
-    return torch.stack((packed & 15, packed >> 4), -1).view(len(packed), -1).view(torch.int8) - 8
+def _pairs(device: torch.device, dtype: torch.dtype) -> Tensor:
+    """The two integers in each byte."""
+    byte = torch.arange(256, device=device)
+    return torch.stack(((byte & 15) - 8, (byte >> 4) - 8), 1).to(dtype)

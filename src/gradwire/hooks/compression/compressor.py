@@ -107,6 +107,9 @@ class Compressor(StatefulHook[CompressorState]):
         start: How many steps are averaged without compression, before the first with it.
     """
 
+    grows_with_world = False
+    """Whether what it computes on each rank grows with the number of ranks."""
+
     def __init__(self, group: ProcessGroup | None = None, *, start: int = 0) -> None:
         if group is not None:
             check_group(group)

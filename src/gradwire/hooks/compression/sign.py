@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from gradwire.hooks.compression.two_phase import TwoPhase
-from gradwire.hooks.compression.wire import values_in
+from gradwire.hooks.compression.wire import looked_up, values_in
 
 __all__ = ["Sign"]
 
@@ -56,18 +56,27 @@ class Sign(TwoPhase):
 
     def encode(self, blocks: Tensor, generator: torch.Generator | None) -> Tensor:
         """A bit each, then the block's mean magnitude."""
-        bits = (blocks >= 0).to(torch.uint8).view(len(blocks), -1, 8)
-        packed = (bits << _places(bits)).sum(-1, dtype=torch.uint8)
-        means = blocks.abs().mean(1, keepdim=True)
-        return torch.cat((packed, means.view(torch.uint8)), 1)
+        positive = blocks >= 0
+        means = torch.linalg.vector_norm(blocks, 1, dim=1, keepdim=True).div_(self.block)
+        blocks.sub_(torch.where(positive, means, -means))
+        return torch.cat((_pack(positive), means.view(torch.uint8)), 1)
 
     def decode(self, code: Tensor, dtype: torch.dtype) -> Tensor:
         """The mean magnitude, with the signs."""
         split = self.block // 8
         means = values_in(code[:, split:], dtype)
-        bits = (code[:, :split, None] >> _places(code)) & 1
-        return bits.view(len(code), -1).to(dtype).mul_(2).sub_(1).mul_(means)
+        return looked_up(_signs(code.device, dtype), code[:, :split]).mul_(means)
 
 
-def _places(like: Tensor) -> Tensor:
-    return torch.arange(8, dtype=torch.uint8, device=like.device)
+def _pack(positive: Tensor) -> Tensor:
+    """Eight booleans in each byte, the first in its lowest bit."""
+    eight = positive.view(torch.uint8).view(torch.int64)  # a byte each
+    # the product has byte i's bit at 56 + i, for each of the factor's bits at 56 - 7 i; no two of
+    # all products of bits lie at the same place, so that nothing is carried
+    return (eight.mul_(0x0102040810204080) >> 56).to(torch.uint8)
+
+
+def _signs(device: torch.device, dtype: torch.dtype) -> Tensor:
+    """The eight signs in each byte."""
+    byte, place = torch.arange(256, device=device)[:, None], torch.arange(8, device=device)
+    return ((byte >> place & 1) * 2 - 1).to(dtype)

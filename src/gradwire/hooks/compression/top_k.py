@@ -60,6 +60,8 @@ class TopK(Compressor):
         Deep Gradient Compression, Y. Lin et al., arXiv 1712.01887.
     """
 
+    grows_with_world = True
+
     def __init__(
         self,
         ratio: float = 0.01,
@@ -135,8 +137,8 @@ def largest(values: Tensor, count: int) -> Tensor:
     """
     magnitudes = values.abs()
     threshold = _threshold(magnitudes, count)
-    # neither NaN nor, where all is zero, zeros: "not below" and "not zero" are true for NaN
-    chosen = ~(magnitudes < threshold) & (magnitudes != 0)
+    # "not below" and "not zero" are true for NaN
+    chosen = ~(magnitudes < threshold) if threshold > 0 else magnitudes != 0
     indices = chosen.nonzero().view(-1)
     if len(indices) > 2 * count:
         among = magnitudes[indices].topk(count, sorted=False).indices

@@ -44,7 +44,10 @@ class TwoPhase(Compressor):
 
     @abstractmethod
     def encode(self, blocks: Tensor, generator: torch.Generator | None) -> Tensor:
-        """Bytes of (n, block) floats: (n, b), uint8; not finite floats become such codes."""
+        """Bytes of (n, block) floats: (n, b), uint8; not finite floats become such codes.
+
+        Afterwards the blocks hold what the code lacks.
+        """
 
     @abstractmethod
     def decode(self, code: Tensor, dtype: torch.dtype) -> Tensor:
@@ -73,16 +76,12 @@ class TwoPhase(Compressor):
         error = torch.nn.functional.pad(sent, (0, share * size - numel))
         generator = self.generator(wire.rank, step, reduction.bucket.index())
         code = self.encode(error.view(-1, block), generator)
-        error -= self.decode(code, sent.dtype).view(-1)
 
         def mean_of_share(received: Tensor) -> torch._C.Future[Tensor]:
-            total = self.decode(received[0].view(-1, code.shape[1]), sent.dtype)
-            for row in received[1:]:
-                total += self.decode(row.view(-1, code.shape[1]), sent.dtype)
-            total /= size
-            own = self.encode(total, generator)
-            total -= self.decode(own, sent.dtype)
-            error.view(size, share)[wire.rank].add_(total.view(-1), alpha=size)
+            every = self.decode(received.view(-1, code.shape[1]), sent.dtype)
+            mean = every.view(size, -1).sum(0).div_(size).view(-1, block)
+            own = self.encode(mean, generator)
+            error.view(size, share)[wire.rank].add_(mean.view(-1), alpha=size)
             return wire.all_gather(own)
 
         def finish(shares: Tensor) -> Tensor:

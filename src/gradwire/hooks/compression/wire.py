@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-__all__ = ["Traffic", "Wire", "values_in"]
+__all__ = ["Traffic", "Wire", "looked_up", "values_in"]
 
 
 @dataclass
@@ -93,3 +93,8 @@ def values_in(columns: Tensor, dtype: torch.dtype) -> Tensor:
     """What (n, b) bytes among others are in a dtype: (n, b / its size)."""
     # always a copy: one row of many counts as contiguous, wherever in memory it begins
     return columns.clone(memory_format=torch.contiguous_format).view(dtype)
+
+
+def looked_up(table: Tensor, columns: Tensor) -> Tensor:
+    """(n, b) bytes, each replaced by its row of a table of 256: (n, b * the row's length)."""
+    return table.index_select(0, columns.reshape(-1).int()).view(len(columns), -1)

@@ -1,0 +1,1 @@
+"""`gradwire plan`: what a step would take on other links, with more ranks, by each hook."""

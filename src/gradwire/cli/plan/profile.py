@@ -1,0 +1,132 @@
+"""One step of a model in this process: its times, and when each bucket would be ready."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradwire.buckets import plan_buckets
+from gradwire.errors import ArgumentError
+
+__all__ = ["Profile", "given", "load_factory", "profile"]
+
+CAPS = [1 << 20, 25 << 20]
+"""As `DistributedDataParallel` has them where a hook is registered."""
+STEPS = 5
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A model's step.
+
+    Attributes:
+        forward: Seconds.
+        ready: For each bucket, seconds from the beginning of backward; the last is backward's end.
+        buckets: The parameters in each, in the order of launch.
+    """
+
+    forward: float
+    ready: tuple[float, ...]
+    buckets: tuple[tuple[Tensor, ...], ...]
+
+    @property
+    def numel(self) -> int:
+        """How many numbers are trained."""
+        return sum(p.numel() for bucket in self.buckets for p in bucket)
+
+
+def load_factory(name: str) -> tuple[nn.Module, tuple[Any, ...] | None]:
+    """The module that MODULE:FACTORY makes, and its inputs, if it makes them too.
+
+    Raises:
+        ArgumentError: There is no such factory, or it returns something else.
+    """
+    module_name, _, attribute = name.partition(":")
+    if not attribute:
+        raise ArgumentError(f"{name!r} has no colon: give MODULE:FACTORY, such as models:build")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        factory = getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ArgumentError(f"{name!r} cannot be loaded: {error}") from error
+    made = factory()
+    model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"{name!r} returned {type(model).__name__}: return a torch.nn.Module")
+    if isinstance(inputs, Tensor):
+        inputs = (inputs,)
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ArgumentError(f"{name!r} returned a module without parameters to train")
+    return model, inputs
+
+
+def profile(model: nn.Module, inputs: Sequence[Any]) -> Profile:
+    """Run some steps; their medians."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    buckets = _buckets(parameters)
+    runs = [_step(model, inputs, parameters) for _ in range(STEPS + 1)][1:]
+    ready, end = [], 0.0
+    for number, bucket in enumerate(buckets, 1):
+        last = number == len(buckets)
+        times = [run[1] if last else max(run[2].get(id(p), 0.0) for p in bucket) for run in runs]
+        end = max(end, median(times))
+        ready.append(end)
+    return Profile(median(run[0] for run in runs), tuple(ready), buckets)
+
+
+def given(model: nn.Module, forward: float, backward: float) -> Profile:
+    """A profile of times that are given: gradients come evenly, by their number of elements."""
+    buckets = _buckets([p for p in model.parameters() if p.requires_grad])
+    sizes = [sum(p.numel() for p in bucket) for bucket in buckets]
+    passed = [sum(sizes[: i + 1]) / sum(sizes) for i in range(len(sizes))]
+    return Profile(forward, tuple(backward * part for part in passed), buckets)
+
+
+def _buckets(parameters: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], ...]:
+    """In the reverse of their registration, as before the first backward."""
+    order = list(reversed(parameters))
+    plan = plan_buckets(
+        [p.nbytes for p in order], [p.dtype for p in order], [p.device for p in order], CAPS
+    )
+    return tuple(tuple(order[i] for i in members) for members in plan.buckets)
+
+
+def _step(
+    model: nn.Module, inputs: Sequence[Any], parameters: Sequence[Tensor]
+) -> tuple[float, float, dict[int, float]]:
+    """Seconds of forward and backward, and when in backward each gradient came."""
+    came: dict[int, float] = {}
+    handles = [
+        p.register_post_accumulate_grad_hook(lambda p: came.update({id(p): perf_counter()}))
+        for p in parameters
+    ]
+    start = perf_counter()
+    output = model(*inputs)
+    loss = sum(t.float().sum() for t in _tensors(output))
+    middle = perf_counter()
+    loss.backward()  # type: ignore[union-attr]
+    end = perf_counter()
+    for handle in handles:
+        handle.remove()
+    model.zero_grad()
+    return middle - start, end - middle, {key: when - middle for key, when in came.items()}
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    """What backward can begin at."""
+    values = output if isinstance(output, list | tuple) else [output]
+    values = list(output.values()) if isinstance(output, dict) else values
+    found = [t for t in values if isinstance(t, torch.Tensor) and t.requires_grad]
+    if not found:
+        raise ArgumentError("the model's output has no tensor that requires a gradient")
+    return found
