@@ -111,7 +111,7 @@ HOOKS = {
 }
 
 
-@pytest.mark.narrow({"name": "int4"}, {"name": "none", "fragments": 1})
+@pytest.mark.narrow({"name": "int4", "fragments": 3})
 @pytest.mark.parametrize("fragments", [1, 3])
 @pytest.mark.parametrize("name", HOOKS)
 def test_ranks_are_together_after_their_exchange_and_can_resume(name, fragments):
@@ -154,6 +154,7 @@ def test_ranks_are_together_after_their_exchange_and_can_resume(name, fragments)
     assert first[1] == second[1]
 
 
+@pytest.mark.wide
 def test_compressed_outer_gradients_lose_nothing():
     """With an outer rate of 1: anchors + the mean of errors = where plain averaging would be."""
 
@@ -202,6 +203,7 @@ def test_ranks_that_disagree_and_hooks_that_fail():
     run_ranks(main, 2)
 
 
+@pytest.mark.wide
 def test_a_rank_that_dies_ends_the_exchange_on_the_others():
     def main():
         model = mlp()

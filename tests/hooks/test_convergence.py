@@ -1,0 +1,86 @@
+"""A small network learns digits as well with hooks that compress as without one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gradwire import hooks
+from gradwire.cli.demo.data import load_digits
+from gradwire.ddp import DistributedDataParallel
+from gradwire.local_sgd import diloco
+from gradwire.testing import run_ranks
+
+pytestmark = pytest.mark.wide
+
+SEEDS = (0, 1, 2)
+STEPS = 200
+HOOKS = {
+    "low_rank": lambda: hooks.LowRank(2, min_saving=1),
+    "top_k": lambda: hooks.TopK(0.02),
+    "momentum": lambda: hooks.TopK(0.05, momentum=0.9),
+    "int8": lambda: hooks.BlockQuantization(8),
+    "int4": lambda: hooks.BlockQuantization(4),
+    "stochastic": lambda: hooks.BlockQuantization(4, stochastic=True),
+    "sign": hooks.Sign,
+}
+
+
+def learn(seed, step_of):
+    """Accuracy on images that were not learned, after `STEPS` steps."""
+    digits = load_digits(seed, torch.device("cpu"))
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10))
+    model, optimizer = step_of(net)
+    order = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
+    for _ in range(STEPS):
+        chosen = torch.randint(len(digits.train_labels), (32,), generator=order)
+        optimizer.zero_grad()
+        outputs = model(digits.train_images[chosen])
+        nn.functional.cross_entropy(outputs, digits.train_labels[chosen]).backward()
+        optimizer.step()
+    if hasattr(optimizer, "synchronize"):
+        optimizer.synchronize()
+    with torch.no_grad():
+        found = net(digits.test_images).argmax(1)
+    return (found == digits.test_labels).float().mean().item()
+
+
+def with_hook(make, momentum=0.9):
+    def step_of(net):
+        model = DistributedDataParallel(net, bucket_cap_mb=0.01)
+        model.register_comm_hook(None, make())
+        return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=momentum)
+
+    return step_of
+
+
+def with_outer_steps(net):
+    sgd = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    return net, diloco(sgd, net.named_parameters(), every=10, lr=0.7, hook="int8", fragments=2)
+
+
+def accuracies(step_of):
+    return run_ranks(lambda: [learn(seed, step_of) for seed in SEEDS], 2)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return run_ranks(lambda: [learn(s, with_hook(lambda: None)) for s in SEEDS], 2)[0]
+
+
+@pytest.mark.parametrize("name", [*HOOKS, "outer"])
+def test_accuracy_is_within_the_spread_of_plain_training(name, plain):
+    if name == "outer":
+        step_of = with_outer_steps
+    else:
+        # with its own momentum, the optimizer has none
+        step_of = with_hook(HOOKS[name], 0.0 if name == "momentum" else 0.9)
+    first, second = accuracies(step_of)
+    assert first == second
+    spread = max(plain) - min(plain)
+    assert spread < 0.06
+    for seed, (found, want) in enumerate(zip(first, plain, strict=True)):
+        assert abs(found - want) <= spread, (seed, first, plain)
