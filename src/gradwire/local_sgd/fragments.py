@@ -24,7 +24,7 @@ def assign_fragments(sizes: Sequence[int], count: int) -> list[list[int]]:
 
     Example:
         >>> assign_fragments([5, 1, 1, 1, 4], 2)
-        [[0], [1, 2, 3, 4]]
+        [[0, 1], [2, 3, 4]]
     """
     if not 1 <= count <= len(sizes):
         raise ArgumentError(
