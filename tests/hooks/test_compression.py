@@ -97,6 +97,7 @@ def result_of(hook, bucket):
 @pytest.mark.parametrize("name", [name for name in HOOKS if name != "momentum"])
 def test_what_arrives_and_what_is_kept_are_what_was_given(name, world):
     """The mean over ranks of all gradients = all results + the mean of what ranks still keep."""
+
     def main():
         @given(
             shapes=st.lists(st.lists(st.integers(1, 9), max_size=3), min_size=1, max_size=4),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -88,8 +89,8 @@ def plan(
         for rate in sorted(set(mbit))
         for n in sorted(set(ranks))
     ]
-    console = Console(highlight=False)
-    console.print(table(rows, found), width=None if console.is_terminal else 160)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+    console.print(table(rows, found))
     if plot is not None:
         draw(rows, plot)
         console.print(f"{plot} written")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from rich.box import SIMPLE
 from rich.table import Table
 
 from gradwire.cli.plan.predict import Row
@@ -29,15 +30,16 @@ def table(rows: Sequence[Row], profile: Profile) -> Table:
     """One row for each link and number of ranks, the fastest hook of each in bold."""
     names = list(rows[0].seconds)
     made = Table(
+        box=SIMPLE,
+        padding=(0, 1, 0, 0),
         title=f"Predicted ms a step: forward {milliseconds(profile.forward)}, backward "
         f"{milliseconds(profile.ready[-1])}, {profile.numel:,} parameters in "
         f"{len(profile.buckets)} buckets",
         caption="take: what gains 5 % of a step, or more; factor: plain over that",
     )
-    made.add_column("link", justify="right")
-    made.add_column("ranks", justify="right")
-    for name in names:
-        made.add_column("plain" if name == PLAIN else name, justify="right")
+    for name in ("link", "ranks", *names):
+        title = "plain" if name == PLAIN else name.replace("_", " ")
+        made.add_column(title, justify="right", no_wrap=name not in names, min_width=5)
     made.add_column("take")
     made.add_column("factor", justify="right")
     for i, row in enumerate(rows):

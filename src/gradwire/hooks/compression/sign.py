@@ -50,10 +50,10 @@ class Sign(TwoPhase):
 
     def encode(self, blocks: Tensor, generator: torch.Generator | None) -> Tensor:
         """A bit each, then the block's mean magnitude."""
-        positive = blocks >= 0
-        means = torch.linalg.vector_norm(blocks, 1, dim=1, keepdim=True).div_(self.block)
-        blocks.sub_(torch.where(positive, means, -means))
-        return torch.cat((_pack(positive), means.view(torch.uint8)), 1)
+        means = blocks.abs().mean(1, keepdim=True)
+        negative = blocks.signbit()
+        blocks.sub_(torch.copysign(means, blocks))
+        return torch.cat((_pack(negative), means.view(torch.uint8)), 1)
 
     def decode(self, code: Tensor, dtype: torch.dtype) -> Tensor:
         """The mean magnitude, with the signs."""
@@ -62,9 +62,9 @@ class Sign(TwoPhase):
         return looked_up(_signs(code.device, dtype), code[:, :split]).mul_(means)
 
 
-def _pack(positive: Tensor) -> Tensor:
+def _pack(negative: Tensor) -> Tensor:
     """Eight booleans in each byte, the first in its lowest bit."""
-    eight = positive.view(torch.uint8).view(torch.int64)  # a byte each
+    eight = negative.view(torch.uint8).view(torch.int64)  # a byte each
     # the product has byte i's bit at 56 + i, for each of the factor's bits at 56 - 7 i; no two of
     # all products of bits lie at the same place, so that nothing is carried
     return (eight.mul_(0x0102040810204080) >> 56).to(torch.uint8)
@@ -73,4 +73,4 @@ def _pack(positive: Tensor) -> Tensor:
 def _signs(device: torch.device, dtype: torch.dtype) -> Tensor:
     """The eight signs in each byte."""
     byte, place = torch.arange(256, device=device)[:, None], torch.arange(8, device=device)
-    return ((byte >> place & 1) * 2 - 1).to(dtype)
+    return (1 - (byte >> place & 1) * 2).to(dtype)

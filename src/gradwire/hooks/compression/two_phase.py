@@ -73,7 +73,8 @@ class TwoPhase(Compressor):
         wire, sent, block = reduction.wire, reduction.sent, self.block
         numel, size = sent.numel(), wire.size
         share = -(-numel // (size * block)) * block
-        error = torch.nn.functional.pad(sent, (0, share * size - numel))
+        over = share * size - numel
+        error = torch.nn.functional.pad(sent, (0, over)) if over else sent
         generator = self.generator(wire.rank, step, reduction.bucket.index())
         code = self.encode(error.view(-1, block), generator)
 
