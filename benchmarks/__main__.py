@@ -19,6 +19,7 @@ from benchmarks import (
     devices,
     devices_gpu,
     differentiable,
+    hooks,
     mpi,
     overhead,
 )
@@ -37,6 +38,7 @@ BENCHMARKS: dict[str, Benchmark[Any]] = {
         devices.BENCHMARK,
         devices_gpu.BENCHMARK,
         differentiable.BENCHMARK,
+        hooks.BENCHMARK,
         mpi.BENCHMARK,
         overhead.BENCHMARK,
     )

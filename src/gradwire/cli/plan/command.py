@@ -77,6 +77,7 @@ def plan(
     """
     if plot is not None and find_spec("matplotlib") is None:
         raise click.UsageError('--plot needs matplotlib: pip install "gradwire[plot]"')
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         found = _profile(factory, forward_ms, backward_ms)
@@ -84,6 +85,8 @@ def plan(
         speeds = measure(found, candidates)
     except ArgumentError as error:
         raise click.UsageError(str(error)) from error
+    finally:
+        torch.set_num_threads(threads)
     rows = [
         predict(found, candidates, speeds, ranks=n, mbit=rate, latency=latency_us / 1e6)
         for rate in sorted(set(mbit))

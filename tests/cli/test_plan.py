@@ -1,0 +1,116 @@
+"""`gradwire plan`: predictions of models that the user's own modules build."""
+
+from __future__ import annotations
+
+import pytest
+from click.testing import CliRunner
+
+from gradwire.cli.app import app
+from gradwire.cli.plan.predict import Speeds, predict
+from gradwire.cli.plan.profile import given, load_factory, profile
+from gradwire.cli.plan.report import milliseconds, rate, taken
+from gradwire.hooks.auto.candidates import PLAIN, Computing, candidate
+
+MODULE = """
+import torch
+from torch import nn
+
+def build():
+    net = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
+    return net, (torch.randn(8, 64),)
+
+def bare():
+    return build()[0]
+
+def number():
+    return 3
+
+def frozen():
+    return build()[0].requires_grad_(False)
+
+class Dict(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = bare()
+    def forward(self, x):
+        return {"out": self.net(x), "other": None}
+
+def dictionary():
+    return Dict(), torch.randn(8, 64)
+"""
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    (tmp_path / "planned_models.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+def run(*arguments, code=0):
+    result = CliRunner().invoke(app, ["plan", *arguments])
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+def test_a_table_and_a_plot(here):
+    pytest.importorskip("matplotlib")
+    output = run(
+        *("planned_models:build", "--ranks", "2", "--ranks", "4096", "--plot", "plan.svg"),
+        *("--mbit", "10", "--mbit", "100000", "--hook", "bf16", "--hook", "low_rank"),
+    )
+    for text in ("10 Mbit/s", "100 Gbit/s", "4,096", "bf16", "low rank", "plan.svg written"):
+        assert text in output
+    assert "int8" not in output
+    assert "<svg" in (here / "plan.svg").read_text()
+
+
+def test_times_may_be_given_instead_of_inputs():
+    output = run(
+        *("planned_models:bare", "--backward-ms", "20", "--forward-ms", "10"),
+        *("--ranks", "2", "--mbit", "1000", "--hook", "int8"),
+    )
+    assert "forward 10, backward 20" in output
+
+
+@pytest.mark.parametrize(
+    ("factory", "said"),
+    [
+        ("planned_models", "has no colon"),
+        ("planned_models:none_such", "cannot be loaded"),
+        ("none_such_module:build", "cannot be loaded"),
+        ("planned_models:number", "returned int"),
+        ("planned_models:frozen", "without parameters to train"),
+        ("planned_models:bare", "returns no inputs"),
+    ],
+)
+def test_what_is_refused(factory, said):
+    assert said in run(factory, code=2)
+
+
+def test_a_profile_s_buckets_are_ready_in_order_and_the_last_at_the_end():
+    model, inputs = load_factory("planned_models:dictionary")
+    found = profile(model, inputs)
+    assert found.numel == sum(p.numel() for p in model.parameters())
+    assert list(found.ready) == sorted(found.ready)
+    assert found.forward > 0
+    assert found.buckets[0][0].shape == model.net[2].bias.shape
+    assert given(model, 1.0, 2.0).ready[-1] == 2.0
+
+
+def test_a_slow_link_makes_it_worth_while_and_a_fast_one_not():
+    found = given(load_factory("planned_models:bare")[0], 0.0, 0.01)
+    candidates = [candidate(PLAIN), candidate("int8")]
+    speeds = Speeds({(c.name, 2): [(1, Computing(1e-3, 1e-3))] for c in candidates})
+    slow, fast = (
+        predict(found, candidates, speeds, ranks=2, mbit=m, latency=0.0) for m in (1, 1e6)
+    )
+    assert (taken(slow), taken(fast)) == ("int8", "nothing")
+    assert slow.seconds["int8"] < slow.seconds[PLAIN] / 3
+    assert fast.chosen_seconds == fast.seconds[PLAIN]
+
+
+def test_numbers_as_people_read_them():
+    assert [rate(m) for m in (10, 1000, 2500)] == ["10 Mbit/s", "1 Gbit/s", "2.5 Gbit/s"]
+    assert [milliseconds(s) for s in (0.0012345, 0.5, 12.0)] == ["1.23", "500", "12,000"]
