@@ -70,7 +70,7 @@ def test_a_slow_link_gets_the_fewest_bytes_and_a_fast_one_no_hook(world):
         assert hook.state.hooks["int8"].traffic.collectives == 0
         assert net.reducer.has_hook
         with MeasuredAs(FAST):
-            hook = hooks.auto(["int8"])
+            hook = hooks.auto(["int8"])  # which costs computing alone
             net = wrapped(hook)
             plain = wrapped(None)
             assert train(net, range(6)) == train(plain, range(6)) or world > 2
@@ -84,6 +84,39 @@ def test_a_slow_link_gets_the_fewest_bytes_and_a_fast_one_no_hook(world):
 
 
 @pytest.mark.wide
+@pytest.mark.parametrize("pays", [True, False])
+def test_a_choice_that_may_not_pay_is_tried(pays):
+    """Step times are told to the trial: steps with the choice are faster, or slower."""
+
+    def main():
+        real = auto_module._Trial.add
+
+        def add(trial, seconds):
+            faster = trial.with_choice == pays
+            real(trial, 1.0 if faster and dist.get_rank() == 0 else 2.0 if not faster else 0.5)
+
+        auto_module._Trial.add = add
+        clear, auto_module.CLEAR_GAIN = auto_module.CLEAR_GAIN, 1e9
+        try:
+            with MeasuredAs(SLOW):
+                hook = hooks.auto(["int8"])
+                net = wrapped(hook)
+                seen = []
+                for step in range(3 + 2 * auto_module.TRIAL_STEPS + 2):
+                    before = hook._candidates["int8"].hook.traffic.collectives
+                    train(net, [step])
+                    seen.append(hook._candidates["int8"].hook.traffic.collectives > before)
+        finally:
+            auto_module._Trial.add = real
+            auto_module.CLEAR_GAIN = clear
+        assert seen[:3] == [False] * 3
+        assert seen[3:11] == [True, False] * 4
+        assert seen[11:] == [pays] * 2
+        assert net.reducer.has_hook == pays
+
+    run_ranks(main, 2)
+
+
 def test_ranks_that_measure_differently_choose_alike():
     def main():
         real = auto_module.Auto._costs

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -30,8 +31,15 @@ logger = logging.getLogger(__name__)
 
 MEASURED_STEPS = 3
 """How many steps are plain: in the first, buckets are not yet as they stay."""
-MIN_GAIN = 0.05
-"""The part of a step that a choice has to gain by prediction: less is within its error."""
+MIN_GAIN = 0.1
+"""The part of a step that a choice has to gain, by prediction and then by trial.
+
+A hook costs some percent beside what it computes and sends: packing, a vote, other buckets.
+"""
+CLEAR_GAIN = 0.5
+"""A choice that is predicted to gain so much is not tried: plain steps take long there."""
+TRIAL_STEPS = 4
+"""How many steps of each kind a trial has, by turns; the first of each is not counted."""
 
 
 @dataclass
@@ -41,6 +49,28 @@ class _Seen:
     names: tuple[str, ...]
     parameters: Sequence[Tensor]
     ready: float
+
+
+class _Trial:
+    """Steps with the choice and plain ones, by turns."""
+
+    def __init__(self) -> None:
+        self.with_choice = True
+        self._seconds: dict[bool, list[float]] = {True: [], False: []}
+
+    def add(self, seconds: float) -> None:
+        """A step of the present kind has taken so long; the next is of the other."""
+        self._seconds[self.with_choice].append(seconds)
+        self.with_choice = not self.with_choice
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there are enough of both."""
+        return len(self._seconds[False]) >= TRIAL_STEPS
+
+    def medians(self) -> list[float]:
+        """Of steps with the choice, and of plain ones."""
+        return [median(self._seconds[kind][1:]) for kind in (True, False)]
 
 
 class AutoState:
@@ -64,7 +94,7 @@ class AutoState:
         self.choice: Choice | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The choices, and what the hooks keep."""
+        """The choices, and what the hooks keep; while a choice is on trial, as if it were final."""
         kept = {n: h.state.state_dict() for n, h in self.hooks.items() if isinstance(h, Compressor)}
         choices = [[list(names), chosen] for names, chosen in self.choices.items()]
         return {"step": self.step, "choices": choices, "hooks": kept}
@@ -106,11 +136,19 @@ class Auto(StatefulHook[AutoState]):
         self._looked = 0  # steps
         self._seen: list[_Seen] = []
         self._last: list[_Seen] = []
+        self._trial: _Trial | None = None
+        self._is_new_step = True
         self._step_began = self._step_seconds = 0.0
 
     def __getstate__(self) -> dict[str, Any]:
         # parameters would be copied; a copy looks at its own
-        return super().__getstate__() | {"_looked": 0, "_seen": [], "_last": []}
+        return super().__getstate__() | {
+            "_looked": 0,
+            "_seen": [],
+            "_last": [],
+            "_trial": None,
+            "_is_new_step": True,
+        }
 
     def run_hook(self, bucket: GradBucket) -> HookReturn:
         """By the choice for the bucket; plain as long as there is none."""
@@ -119,19 +157,41 @@ class Auto(StatefulHook[AutoState]):
         names = tuple(bucket.names())
         if state.choices and names not in state.choices:
             self._start_over()
-        if not state.choices and not self._seen:
-            self._step_seconds = perf_counter() - self._step_began
-            self._step_began = perf_counter()
-        if not state.choices and self._looked >= MEASURED_STEPS:
-            self._decide(group)
+        if self._is_new_step:
+            self._begin_step(group)
         if not state.choices:
             self._look(bucket, names)
+        self._is_new_step = bucket.is_last()
         step, state.step = state.step, state.step + bucket.is_last()
-        chosen = state.choices.get(names, PLAIN)
+        plain = self._trial is not None and not self._trial.with_choice
+        chosen = PLAIN if plain else state.choices.get(names, PLAIN)
         self.single_collective = self._candidates[chosen].single
         if chosen == PLAIN:
             return all_reduce(group, bucket)
         return self._run(chosen, group, bucket, step)
+
+    def _begin_step(self, group: ProcessGroup) -> None:
+        """At its first bucket: what the steps before have shown."""
+        self._step_seconds = perf_counter() - self._step_began
+        if self._trial is not None:
+            self._trial.add(self._step_seconds)
+            if self._trial.is_over:
+                self._conclude(group, self._trial)
+        elif not self.state.choices and self._looked >= MEASURED_STEPS:
+            self._decide(group)
+        self._step_began = perf_counter()
+
+    def _conclude(self, group: ProcessGroup, trial: _Trial) -> None:
+        """Keep the choice, or nothing."""
+        with_choice, plain = agree_on_largest(group, trial.medians())
+        logger.info("auto: %.3g s a step with the choice, %.3g s without", with_choice, plain)
+        self._trial = None
+        if with_choice > (1 - MIN_GAIN) * plain:
+            self.state.choices = dict.fromkeys(self.state.choices, PLAIN)
+        self._withdraw_if_plain()
+
+    def _withdraw_if_plain(self) -> None:
+        self.withdrawn = set(self.state.choices.values()) == {PLAIN}
 
     def _run(self, chosen: str, group: ProcessGroup, bucket: GradBucket, step: int) -> HookReturn:
         hook = self._candidates[chosen].hook
@@ -153,7 +213,8 @@ class Auto(StatefulHook[AutoState]):
     def _start_over(self) -> None:
         """Buckets are others: the module has changed."""
         self.state.choices, self.state.choice = {}, None
-        self._looked, self._seen, self._last = 0, [], []
+        self._looked, self._seen, self._last, self._trial = 0, [], [], None
+        self._is_new_step = True
 
     def _decide(self, group: ProcessGroup) -> None:
         """Measure, agree, and choose: every rank at the same bucket of the same step."""
@@ -164,8 +225,11 @@ class Auto(StatefulHook[AutoState]):
         self.state.choices = {
             seen.names: name for seen, name in zip(self._last, choice.names, strict=True)
         }
-        self.withdrawn = set(choice.names) == {PLAIN}
+        gain = choice.plain_seconds - choice.seconds
         self._last = []
+        self._withdraw_if_plain()
+        if not self.withdrawn and gain < CLEAR_GAIN * self._step_seconds:
+            self._trial = _Trial()
         logger.info("auto: %s", choice)
 
     def _choose(self, group: ProcessGroup) -> Choice:
@@ -212,8 +276,9 @@ def auto(
     """Take for each bucket what is fastest of what is allowed; where nothing pays, no hook at all.
 
     Three steps are plain. Then every rank measures the group's link and what each hook computes,
-    in about a second; they agree on the numbers, predict when a step would end, and choose. A
-    choice has to gain 5 % of a step.
+    in about a second; they agree on the numbers, predict when a step would end, and choose. Where
+    that would gain 10 % of a step, but not half of it, some steps with the choice and without it
+    are compared, by turns. It is kept if they, too, are 10 % apart.
 
     Args:
         allowed: Names of hooks ("bf16", "fp16", "int8", "int4", "low_rank", "sign", "top_k"), or
