@@ -41,17 +41,25 @@ def train(net, steps):
 
 
 class MeasuredAs:
-    """For a while, the link is measured to be this one."""
+    """For a while, the link is measured to be this one, and hooks to compute for a millisecond."""
 
-    def __init__(self, link):
-        self._link = link
+    def __init__(self, link, seconds=1e-3):
+        self._link, self._seconds = link, seconds
 
     def __enter__(self):
-        self._real = auto_module.measure_link
+        names = ("measure_link", "measured", "CLEAR_GAIN")
+        self._real = {name: getattr(auto_module, name) for name in names}
         auto_module.measure_link = lambda group: self._link
+        auto_module.measured = self._measured
+        auto_module.CLEAR_GAIN = 0  # nothing is tried: that would depend on time
 
     def __exit__(self, *raised):
-        auto_module.measure_link = self._real
+        for name, value in self._real.items():
+            setattr(auto_module, name, value)
+
+    def _measured(self, candidates, buckets, world):
+        own = Computing(self._seconds, 0.0)
+        return {c.name: [own for _ in buckets] for c in candidates}
 
 
 @pytest.mark.narrow({"world": 2})
@@ -96,9 +104,9 @@ def test_a_choice_that_may_not_pay_is_tried(pays):
             real(trial, 1.0 if faster and dist.get_rank() == 0 else 2.0 if not faster else 0.5)
 
         auto_module._Trial.add = add
-        clear, auto_module.CLEAR_GAIN = auto_module.CLEAR_GAIN, 1e9
         try:
             with MeasuredAs(SLOW):
+                auto_module.CLEAR_GAIN = 1e9
                 hook = hooks.auto(["int8"])
                 net = wrapped(hook)
                 seen = []
@@ -108,7 +116,6 @@ def test_a_choice_that_may_not_pay_is_tried(pays):
                     seen.append(hook._candidates["int8"].hook.traffic.collectives > before)
         finally:
             auto_module._Trial.add = real
-            auto_module.CLEAR_GAIN = clear
         assert seen[:3] == [False] * 3
         assert seen[3:11] == [True, False] * 4
         assert seen[11:] == [pays] * 2
@@ -119,24 +126,18 @@ def test_a_choice_that_may_not_pay_is_tried(pays):
 
 def test_ranks_that_measure_differently_choose_alike():
     def main():
-        real = auto_module.Auto._costs
+        with MeasuredAs(SLOW):
+            usual = auto_module.measured
 
-        def biased(self, chosen, world):
-            costs = real(self, chosen, world)
-            if dist.get_rank() == 0 and chosen.name == "int4":
-                costs = [slower(c) for c in costs]
-            return costs
+            def biased(candidates, buckets, world):
+                found = usual(candidates, buckets, world)
+                if dist.get_rank() == 0:
+                    found["int4"] = [Computing(9.0, c.after) for c in found["int4"]]
+                return found
 
-        def slower(cost):
-            return type(cost)(9.0, cost.messages, cost.after, single=cost.single)
-
-        auto_module.Auto._costs = biased
-        try:
-            with MeasuredAs(SLOW):
-                hook = hooks.auto(["int8", "int4"])
-                train(wrapped(hook), range(5))
-        finally:
-            auto_module.Auto._costs = real
+            auto_module.measured = biased
+            hook = hooks.auto(["int8", "int4"])
+            train(wrapped(hook), range(5))
         return hook.state.choice.names
 
     first, second = run_ranks(main, 2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -197,6 +199,36 @@ def test_chains_pass_values_and_errors_on():
     with pytest.raises(KeyError, match="out of luck"):
         end.wait()
     assert chain(CPU, second).wait() == 2
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_chain_that_is_done_holds_no_step(fails):
+    """What steps hold, a process group, must not be dropped last by a backend's thread."""
+
+    class Held:
+        pass
+
+    first, held, alive = torch.futures.Future(), Held(), []
+    reference = weakref.ref(held)
+
+    def step(value, held=held):
+        return value
+
+    def last(value, held=held):
+        if fails:
+            raise KeyError("out of luck")
+        return value
+
+    end = chain(CPU, first, step, last)
+    end.add_done_callback(lambda done: alive.append(reference() is not None))
+    del held, step, last
+    assert reference() is not None
+    first.set_result(1)
+    assert alive == [False]
+    if fails:
+        with pytest.raises(KeyError, match="out of luck") as caught:
+            end.wait()
+        assert "in last" in str(caught.value.__cause__)
 
 
 def test_hosts_are_in_the_order_of_their_first_ranks():

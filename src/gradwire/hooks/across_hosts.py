@@ -101,13 +101,16 @@ class AcrossHosts(DelegatingHook):
                 return buffer
             # hosts count alike in the hook's mean over them, their ranks do not
             buffer.mul_(groups.hosts / ranks)
-            reduced = as_future(self.hook.run_hook(bucket), self.hook)
-            return reduced.then(lambda f: parse_hook_result(f.value(), bucket, self.hook))
+            return as_future(self.hook.run_hook(bucket), self.hook)
 
-        def spread(reduced: Tensor) -> Any:
-            if reduced.data_ptr() != buffer.data_ptr():
-                buffer.copy_(reduced)
-            if groups.hosts == 1 or inside.size() == 1:
+        def spread(result: Any) -> Any:
+            if groups.hosts == 1:
+                return buffer
+            if between is not None:
+                reduced = parse_hook_result(result, bucket, self.hook)
+                if reduced.data_ptr() != buffer.data_ptr():
+                    buffer.copy_(reduced)
+            if inside.size() == 1:
                 return buffer
             work = dist.broadcast(real, group_src=0, group=inside, async_op=True)
             assert work is not None

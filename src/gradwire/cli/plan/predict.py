@@ -16,7 +16,7 @@ __all__ = ["Row", "Speeds", "measure", "predict"]
 
 FEW, MORE = 2, 8
 """Ranks for which computing is measured; the second where it grows with them, on a line."""
-MIN_GAIN = 0.05
+MIN_GAIN = 0.1
 
 
 @dataclass(frozen=True)
@@ -80,12 +80,13 @@ def predict(
 ) -> Row:
     """A step's time by each candidate, and by what would be chosen for each bucket."""
     cluster = Cluster(ranks, Link(latency, mbit * 1e6 / 8))
-    costs: dict[str, list[Cost]] = {}
-    for c in candidates:
-        costs[c.name] = [
-            c.cost(bucket, speeds.of(c.name, sum(p.numel() for p in bucket), ranks), ranks)
-            for bucket in profile.buckets
-        ]
+    costs: dict[str, list[Cost]] = {c.name: [] for c in candidates}
+    for bucket in profile.buckets:
+        numel = sum(p.numel() for p in bucket)
+        packing = speeds.of(PLAIN, numel, ranks).before
+        for c in candidates:
+            computing = speeds.of(c.name, numel, ranks)
+            costs[c.name].append(c.cost(bucket, computing, packing, ranks))
     seconds = {
         name: profile.forward + end_of_step(profile.ready, of_hook, cluster)
         for name, of_hook in costs.items()

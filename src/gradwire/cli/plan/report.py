@@ -35,7 +35,7 @@ def table(rows: Sequence[Row], profile: Profile) -> Table:
         title=f"Predicted ms a step: forward {milliseconds(profile.forward)}, backward "
         f"{milliseconds(profile.ready[-1])}, {profile.numel:,} parameters in "
         f"{len(profile.buckets)} buckets",
-        caption="take: what gains 5 % of a step, or more; factor: plain over that",
+        caption="take: what gains 10 % of a step, or more; factor: plain over that",
     )
     for name in ("link", "ranks", *names):
         title = "plain" if name == PLAIN else name.replace("_", " ")

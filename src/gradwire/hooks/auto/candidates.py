@@ -90,22 +90,36 @@ class Candidate(ABC):
         runs = [self.compute(bucket, world) for _ in range(RUNS + 1)][1:]
         return Computing(min(r.before for r in runs), min(r.after for r in runs))
 
-    def cost(self, parameters: Sequence[Tensor], computing: Computing, world: int) -> Cost:
-        """What a bucket costs."""
+    def cost(
+        self, parameters: Sequence[Tensor], computing: Computing, packing: float, world: int
+    ) -> Cost:
+        """What a bucket costs.
+
+        Args:
+            parameters: Of the bucket.
+            computing: What this computes for it.
+            packing: Seconds that it takes to make the bucket, for any hook.
+            world: How many ranks there are.
+        """
         messages = tuple(self.messages(parameters, world))
-        return Cost(computing.before, messages, computing.after, single=self.single)
+        return Cost(packing + computing.before, messages, computing.after, single=self.single)
 
 
 class _Plain(Candidate):
-    """The mean by one all_reduce."""
+    """The mean by one all_reduce, without a hook: what it computes is what hooks add to that."""
 
     def messages(self, parameters: Sequence[Tensor], world: int) -> list[Message]:
         return [Message("all_reduce", sum(p.nbytes for p in parameters))]
 
     def compute(self, bucket: GradBucket, world: int) -> Computing:
         start = perf_counter()
-        bucket.buffer().div_(world)
+        bucket.buffer().clone().div_(world)
         return Computing(perf_counter() - start, 0.0)
+
+    def cost(
+        self, parameters: Sequence[Tensor], computing: Computing, packing: float, world: int
+    ) -> Cost:
+        return Cost(0.0, tuple(self.messages(parameters, world)), single=True)
 
 
 class _Cast(Candidate):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -14,9 +15,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from gradwire._groups import check_group, default_group
-from gradwire.cost_model import Choice, Cluster, Cost, choose
+from gradwire.cost_model import Choice, Cluster, choose
 from gradwire.errors import ArgumentError
-from gradwire.hooks.auto.candidates import PLAIN, Candidate, candidate, interpolated
+from gradwire.hooks.auto.candidates import PLAIN, Candidate, Computing, candidate, interpolated
 from gradwire.hooks.auto.measure import agree_on_largest, measure_link
 from gradwire.hooks.averaging import all_reduce
 from gradwire.hooks.bucket import GradBucket
@@ -34,7 +35,7 @@ MEASURED_STEPS = 3
 MIN_GAIN = 0.1
 """The part of a step that a choice has to gain, by prediction and then by trial.
 
-A hook costs some percent beside what it computes and sends: packing, a vote, other buckets.
+A hook costs more than what it computes and sends, packing included: a vote, other buckets.
 """
 CLEAR_GAIN = 0.5
 """A choice that is predicted to gain so much is not tried: plain steps take long there."""
@@ -137,6 +138,7 @@ class Auto(StatefulHook[AutoState]):
         self._seen: list[_Seen] = []
         self._last: list[_Seen] = []
         self._trial: _Trial | None = None
+        self._packing = 0.0
         self._is_new_step = True
         self._step_began = self._step_seconds = 0.0
 
@@ -184,6 +186,7 @@ class Auto(StatefulHook[AutoState]):
     def _conclude(self, group: ProcessGroup, trial: _Trial) -> None:
         """Keep the choice, or nothing."""
         with_choice, plain = agree_on_largest(group, trial.medians())
+        plain -= self._packing  # which a step without a hook does not have
         logger.info("auto: %.3g s a step with the choice, %.3g s without", with_choice, plain)
         self._trial = None
         if with_choice > (1 - MIN_GAIN) * plain:
@@ -218,54 +221,62 @@ class Auto(StatefulHook[AutoState]):
 
     def _decide(self, group: ProcessGroup) -> None:
         """Measure, agree, and choose: every rank at the same bucket of the same step."""
-        choice = Choice((PLAIN,) * len(self._last), 0.0, 0.0)
+        choice, step = Choice((PLAIN,) * len(self._last), 0.0, 0.0), 0.0
         if group.size() > 1:
-            choice = self._choose(group)
+            choice, step = self._choose(group)
         self.state.choice = choice
         self.state.choices = {
             seen.names: name for seen, name in zip(self._last, choice.names, strict=True)
         }
-        gain = choice.plain_seconds - choice.seconds
         self._last = []
         self._withdraw_if_plain()
-        if not self.withdrawn and gain < CLEAR_GAIN * self._step_seconds:
+        # by agreed numbers alone: all ranks try, or none
+        if not self.withdrawn and choice.plain_seconds - choice.seconds < CLEAR_GAIN * step:
             self._trial = _Trial()
         logger.info("auto: %s", choice)
 
-    def _choose(self, group: ProcessGroup) -> Choice:
+    def _choose(self, group: ProcessGroup) -> tuple[Choice, float]:
+        """The choice, and the seconds of a step before it: the same on all ranks."""
         world, link = group.size(), measure_link(group)
-        costs = {n: self._costs(c, world) for n, c in self._candidates.items()}
+        buckets = [seen.parameters for seen in self._last]
+        own = measured(list(self._candidates.values()), buckets, world)
         numbers = [self._step_seconds, *(seen.ready for seen in self._last)]
-        for of_hook in costs.values():
-            numbers += [number for cost in of_hook for number in (cost.before, cost.after)]
+        for of_hook in own.values():
+            numbers += [number for c in of_hook for number in (c.before, c.after)]
         # what one rank has measured another has measured differently
         agreed = iter(agree_on_largest(group, numbers))
         step = next(agreed)
-        ready = [next(agreed) for _ in self._last]
-        candidates = {
-            name: [
-                Cost(next(agreed), cost.messages, next(agreed), single=cost.single)
-                for cost in of_hook
-            ]
-            for name, of_hook in costs.items()
+        ready = list(accumulate((next(agreed) for _ in buckets), max))
+        computing = {
+            name: [Computing(next(agreed), next(agreed)) for _ in of_hook]
+            for name, of_hook in own.items()
         }
-        gain = MIN_GAIN * step
-        ordered = [max(ready[: i + 1]) for i in range(len(ready))]
-        return choose(ordered, candidates, Cluster(world, link), min_gain=gain)
-
-    def _costs(self, candidate: Candidate, world: int) -> list[Cost]:
-        """Of each bucket; computing is measured on the smallest and the largest."""
-        buckets = [seen.parameters for seen in self._last]
-        sizes = [sum(p.numel() for p in parameters) for parameters in buckets]
-        with torch.no_grad():
-            points = [
-                (sizes[i], candidate.measure(buckets[i], world))
-                for i in dict.fromkeys((sizes.index(min(sizes)), sizes.index(max(sizes))))
+        packing = [c.before for c in computing[PLAIN]]
+        self._packing = sum(packing)
+        costs = {
+            name: [
+                candidate.cost(parameters, computes, packs, world)
+                for parameters, computes, packs in zip(
+                    buckets, computing[name], packing, strict=True
+                )
             ]
-        return [
-            candidate.cost(parameters, interpolated(points, size), world)
-            for parameters, size in zip(buckets, sizes, strict=True)
-        ]
+            for name, candidate in self._candidates.items()
+        }
+        return choose(ready, costs, Cluster(world, link), min_gain=MIN_GAIN * step), step
+
+
+def measured(
+    candidates: Sequence[Candidate], buckets: Sequence[Sequence[Tensor]], world: int
+) -> dict[str, list[Computing]]:
+    """What each candidate computes for each bucket: measured for the smallest and the largest."""
+    sizes = [sum(p.numel() for p in parameters) for parameters in buckets]
+    chosen = dict.fromkeys((sizes.index(min(sizes)), sizes.index(max(sizes))))
+    found = {}
+    with torch.no_grad():
+        for c in candidates:
+            points = [(sizes[i], c.measure(buckets[i], world)) for i in chosen]
+            found[c.name] = [interpolated(points, size) for size in sizes]
+    return found
 
 
 def auto(
