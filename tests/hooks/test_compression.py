@@ -211,6 +211,22 @@ def test_what_is_not_finite_arrives_and_leaves_no_trace(name, bad):
     assert first == second
 
 
+@pytest.mark.narrow({"name": "top_k"})
+@each_hook
+def test_ranks_that_have_nothing(name):
+    """As a rank has that ran out of input: the others' gradients arrive, or nobody's."""
+
+    def main():
+        hook = HOOKS[name]()
+        gradient = torch.ones(8, 8) * (dist.get_rank() == 0)
+        some = result_of(hook, FakeBucket(gradient, torch.zeros(3), names=["w", "b"]))
+        other = HOOKS[name]()
+        none = result_of(other, FakeBucket(torch.zeros(8, 8), torch.zeros(3), names=["w", "b"]))
+        return some.sum().item() > 0, none.tolist()
+
+    assert run_ranks(main, 2) == [(True, [0.0] * 67)] * 2
+
+
 def expected_bytes(name, matrix, vector, world):
     """What leaves a rank for a gradient of these sizes, by hand."""
     n, m = matrix

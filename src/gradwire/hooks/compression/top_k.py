@@ -89,22 +89,23 @@ class TopK(Compressor):
         error[indices] = 0
         for velocity in others.values():
             velocity[indices] = 0  # what has arrived has its momentum in the step that it makes
-        small = error.numel() < 2**31
-        own = _joined(indices.to(torch.int32) if small else indices, values)
+        integer = torch.int32 if error.numel() < 2**31 else torch.int64
+        width = integer.itemsize + error.element_size()
+        own = _joined(indices.to(integer), values)
 
-        def exchange(counts: Tensor) -> torch._C.Future[Tensor]:
-            most = int(counts.max())
-            if int(counts.min()) < 0 or most > error.numel():
-                raise HookError(f"ranks sent {counts.tolist()} of {error.numel()} elements")
+        def exchange(counts: Tensor) -> Any:
             lengths.extend(counts.view(-1).tolist())
-            padded = own.new_zeros(most * (own.numel() // max(len(indices), 1)))
+            if min(lengths) < 0 or max(lengths) > error.numel():
+                raise HookError(f"ranks sent {lengths} of {error.numel()} elements")
+            padded = own.new_zeros(max(lengths) * width)
             padded[: own.numel()] = own
-            return wire.all_gather(padded)
+            # where nobody has anything, nothing is sent
+            return wire.all_gather(padded) if len(padded) else padded.view(1, 0)
 
         def finish(received: Tensor) -> Tensor:
             mean = torch.zeros_like(error)
-            for row, length in zip(received, lengths, strict=True):
-                where, what = _split(row, length, torch.int32 if small else torch.int64, error)
+            for row, length in zip(received, lengths, strict=False):
+                where, what = _split(row, length, integer, error)
                 mean.index_add_(0, where, what)
             return reduction.finish(mean.div_(wire.size), error, others=others)
 
