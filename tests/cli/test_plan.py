@@ -54,6 +54,7 @@ def run(*arguments, code=0):
     return result.output
 
 
+@pytest.mark.wide  # matplotlib takes a second to load
 def test_a_table_and_a_plot(here):
     pytest.importorskip("matplotlib")
     output = run(
