@@ -14,7 +14,7 @@ from torch import nn
 
 from gradwire import hooks
 from gradwire.ddp import DistributedDataParallel, MixedPrecision
-from gradwire.errors import ArgumentError
+from gradwire.errors import ArgumentError, DistributedError
 from gradwire.hooks import host_groups
 from gradwire.hooks.compression import wire as wire_module
 from gradwire.hooks.host_groups import _make
@@ -89,6 +89,7 @@ def mean_over_ranks(tensor):
 
 def result_of(hook, bucket):
     result = hook.run_hook(bucket)
+    hook.committed()
     return (result if isinstance(result, torch.Tensor) else result.wait()).clone()
 
 
@@ -356,6 +357,31 @@ def test_steps_before_the_start_are_plain():
         assert not same(train(plain, range(2, 3)), train(late, range(2, 3)))
 
     run_ranks(main, 2)
+
+
+def test_a_step_that_failed_counts_on_no_rank():
+    """Rank 1 fails at the first bucket, when rank 0 may have sent its last one."""
+
+    def main():
+        hook = hooks.Sign(start=2)
+        net = wrapped(hook)
+        train(net, range(1))
+        inner = hook.run_hook
+
+        def failing(bucket):
+            if dist.get_rank() == 1:
+                raise KeyError("out of luck")
+            return inner(bucket)
+
+        hook.run_hook = failing
+        with pytest.raises(DistributedError):
+            train(net, range(1, 2))
+        hook.run_hook = inner
+        assert hook.state.step == 1
+        return [p.tolist() for p in train(net, range(1, 5))]
+
+    first, second = run_ranks(main, 2)
+    assert first == second
 
 
 def test_another_hook_s_state_is_refused():

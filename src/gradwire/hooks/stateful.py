@@ -89,6 +89,13 @@ class StatefulHook(ABC, Generic[S]):
         """
         return tensor_in(result, self)
 
+    def committed(self) -> None:
+        """A backward has ended on all ranks: one that failed on a rank has ended on none.
+
+        What decides which collectives a hook runs must be counted here, not when buckets come:
+        after an error, ranks may have come to different ones.
+        """
+
     def __call__(self, state: None, bucket: Any, /) -> Any:
         """Run as a function of a state, which is None, and a bucket."""
         return self.run_hook(bucket)
@@ -123,6 +130,10 @@ class DelegatingHook(StatefulHook[Any]):
     def __init__(self, hook: StatefulHook[Any]) -> None:
         self.hook = hook
         self.single_collective = hook.single_collective
+
+    def committed(self) -> None:
+        """Tells the inner hook."""
+        self.hook.committed()
 
     @property
     def state(self) -> Any:

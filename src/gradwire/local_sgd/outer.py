@@ -159,6 +159,7 @@ class LocalSGD:
             bucket.set_buffer(reduced.view(-1))
             for index, gradient in zip(chosen, bucket.gradients(), strict=True):
                 self._anchors[index].grad = gradient
+        self._hook.committed()
         self.outer.step()
         for index in indices:
             self._parameters[index].copy_(self._anchors[index])

@@ -210,6 +210,8 @@ class Backward:
             self.usage.record(used)
         self.weights.clear()
         self.transition(Event.COMMIT)
+        if self.launcher.hook is not None:
+            self.launcher.hook.committed()
         self._clear()
 
     def keep_local(self) -> None:

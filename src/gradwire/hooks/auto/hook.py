@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -139,8 +140,8 @@ class Auto(StatefulHook[AutoState]):
         self._last: list[_Seen] = []
         self._trial: _Trial | None = None
         self._packing = 0.0
-        self._is_new_step = True
-        self._step_began = self._step_seconds = 0.0
+        self._index = sys.maxsize  # of the bucket before, in a step
+        self._step_began = self._step_ended = self._step_seconds = 0.0
 
     def __getstate__(self) -> dict[str, Any]:
         # parameters would be copied; a copy looks at its own
@@ -149,7 +150,7 @@ class Auto(StatefulHook[AutoState]):
             "_seen": [],
             "_last": [],
             "_trial": None,
-            "_is_new_step": True,
+            "_index": sys.maxsize,
         }
 
     def run_hook(self, bucket: GradBucket) -> HookReturn:
@@ -159,29 +160,39 @@ class Auto(StatefulHook[AutoState]):
         names = tuple(bucket.names())
         if state.choices and names not in state.choices:
             self._start_over()
-        if self._is_new_step:
+        if bucket.index() <= self._index:  # also where the step before was given up
             self._begin_step(group)
+        self._index = bucket.index()
         if not state.choices:
-            self._look(bucket, names)
-        self._is_new_step = bucket.is_last()
-        step, state.step = state.step, state.step + bucket.is_last()
+            ready = perf_counter() - self._step_began
+            self._seen.append(_Seen(names, bucket.parameters(), ready))
         plain = self._trial is not None and not self._trial.with_choice
         chosen = PLAIN if plain else state.choices.get(names, PLAIN)
         self.single_collective = self._candidates[chosen].single
         if chosen == PLAIN:
             return all_reduce(group, bucket)
-        return self._run(chosen, group, bucket, step)
+        return self._run(chosen, group, bucket)
 
     def _begin_step(self, group: ProcessGroup) -> None:
         """At its first bucket: what the steps before have shown."""
-        self._step_seconds = perf_counter() - self._step_began
-        if self._trial is not None:
-            self._trial.add(self._step_seconds)
-            if self._trial.is_over:
-                self._conclude(group, self._trial)
+        if self._trial is not None and self._trial.is_over:
+            self._conclude(group, self._trial)
         elif not self.state.choices and self._looked >= MEASURED_STEPS:
             self._decide(group)
+        self._seen = []
         self._step_began = perf_counter()
+
+    def committed(self) -> None:
+        """Counts the step, and takes its time: from the end of the one before."""
+        now = perf_counter()
+        self._step_seconds, self._step_ended = now - self._step_ended, now
+        self._index = sys.maxsize
+        self.state.step += 1
+        if self._trial is not None:
+            self._trial.add(self._step_seconds)
+        elif not self.state.choices:
+            self._looked += 1
+            self._last = self._seen
 
     def _conclude(self, group: ProcessGroup, trial: _Trial) -> None:
         """Keep the choice, or nothing."""
@@ -196,28 +207,20 @@ class Auto(StatefulHook[AutoState]):
     def _withdraw_if_plain(self) -> None:
         self.withdrawn = set(self.state.choices.values()) == {PLAIN}
 
-    def _run(self, chosen: str, group: ProcessGroup, bucket: GradBucket, step: int) -> HookReturn:
+    def _run(self, chosen: str, group: ProcessGroup, bucket: GradBucket) -> HookReturn:
         hook = self._candidates[chosen].hook
         if isinstance(hook, Compressor):
             hook.state.process_group = group
-            hook.state.step = step  # its own count goes by the last bucket, which it may not have
+            hook.state.step = self.state.step
         else:
             hook.state = group
         return hook.run_hook(bucket)
-
-    def _look(self, bucket: GradBucket, names: tuple[str, ...]) -> None:
-        """Note when a bucket is ready in a plain step."""
-        ready = perf_counter() - self._step_began
-        self._seen.append(_Seen(names, bucket.parameters(), ready))
-        if bucket.is_last():
-            self._looked += 1
-            self._last, self._seen = self._seen, []
 
     def _start_over(self) -> None:
         """Buckets are others: the module has changed."""
         self.state.choices, self.state.choice = {}, None
         self._looked, self._seen, self._last, self._trial = 0, [], [], None
-        self._is_new_step = True
+        self._index = sys.maxsize
 
     def _decide(self, group: ProcessGroup) -> None:
         """Measure, agree, and choose: every rank at the same bucket of the same step."""

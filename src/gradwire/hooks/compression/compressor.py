@@ -127,7 +127,6 @@ class Compressor(StatefulHook[CompressorState]):
         state, step = self.state, self.state.step
         group = state.process_group or default_group("group")
         buffer = bucket.buffer()
-        state.step += bucket.is_last()
         if group.size() == 1:
             return buffer
         dense = buffer.layout == torch.strided
@@ -140,6 +139,10 @@ class Compressor(StatefulHook[CompressorState]):
         reduction = Reduction(real, state, Wire(group, state.traffic))
         reduced = self.reduce(reduction, step)
         return chain(buffer.device, reduced, lambda _: buffer)
+
+    def committed(self) -> None:
+        """Counts the step."""
+        self.state.step += 1
 
     @abstractmethod
     def reduce(self, reduction: Reduction, step: int) -> torch._C.Future[Any]:
