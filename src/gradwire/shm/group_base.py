@@ -25,6 +25,7 @@ from gradwire.errors import (
     DistributedError,
     MismatchError,
 )
+from gradwire.shm.algorithms import Algorithms, InSharedMemory
 from gradwire.shm.group_state import GroupState
 from gradwire.shm.incoming import Incoming
 from gradwire.shm.links import Kind, Message
@@ -77,6 +78,7 @@ class GroupBase:
         self._outgoing: dict[int, Outgoing] = {}
         state = GroupState(rank, size, peers, self._deliver, self._on_lost, deadline)
         self._state, links = state, state.links
+        self._algorithms: Algorithms = InSharedMemory(state)
         for peer in peers:
             find, make = partial(state.find_ring, peer), partial(state.make_ring, peer)
             self._incoming[peer] = Incoming(peer, links, self._mailbox, find)

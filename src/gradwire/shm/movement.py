@@ -16,13 +16,6 @@ from torch.distributed.distributed_c10d import (
     ScatterOptions,
 )
 
-from gradwire.shm import stream
-from gradwire.shm.exchange_algorithms import (
-    barrier,
-    broadcast,
-    exchange,
-    exchange_blocks,
-)
 from gradwire.shm.group_base import GroupBase
 from gradwire.shm.header import Call
 from gradwire.shm.tensors import (
@@ -53,9 +46,9 @@ class Movement(GroupBase):
             flats = [flat_of(tensor) for tensor in tensors]
             if len(flats) == 1:
                 call = Call("broadcast", flats[0].dtype, flats[0].numel(), -1, root)
-                broadcast(self._state, call, flats[0])
+                self._algorithms.broadcast(call, flats[0])
             else:
-                stream.broadcast(self._state, flats, root)
+                self._algorithms.broadcast_list(flats, root)
             if root != self._rank:
                 write_all_back(tensors, flats)
 
@@ -77,7 +70,7 @@ class Movement(GroupBase):
         def job() -> None:
             for outputs, source in zip(output_lists, inputs, strict=True):
                 flat, into = flat_of(source), [flat_of(output) for output in outputs]
-                exchange_blocks(self._state, "all_gather", [flat], into, base=flat, shared=True)
+                self._algorithms.exchange_blocks("all_gather", [flat], into, base=flat, shared=True)
                 write_all_back(outputs, into)
 
         everything = [output for outputs in output_lists for output in outputs]
@@ -108,7 +101,7 @@ class Movement(GroupBase):
             for into, source in zip(results, inputs, strict=True):
                 flat, parts = flat_of(source), equal_parts(into, self._size)
                 call = Call("all_gather_single", flat.dtype, flat.numel(), checksum=checksum)
-                exchange(self._state, call, [flat], parts, base=flat, shared=True)
+                self._algorithms.exchange(call, [flat], parts, base=flat, shared=True)
 
         return self._submit_into(outputs, fill, opts or AllgatherOptions())
 
@@ -129,7 +122,7 @@ class Movement(GroupBase):
             outgoing = [flat[:0]] * self._size
             outgoing[root] = flat
             incoming = results or [flat.new_empty(0)] * self._size
-            exchange_blocks(self._state, "gather", outgoing, incoming, root=root, base=flat)
+            self._algorithms.exchange_blocks("gather", outgoing, incoming, root=root, base=flat)
 
         return self._submit_into(into, fill, opts)
 
@@ -150,7 +143,7 @@ class Movement(GroupBase):
             outgoing = [flat_of(b) for b in blocks] or [out[:0]] * self._size
             incoming = [out[:0]] * self._size
             incoming[root] = out
-            exchange_blocks(self._state, "scatter", outgoing, incoming, root=root)
+            self._algorithms.exchange_blocks("scatter", outgoing, incoming, root=root)
 
         return self._submit_into(outputs, fill, opts)
 
@@ -165,7 +158,7 @@ class Movement(GroupBase):
         check_transfer(self._one_each(inputs, "input_tensor_list"), outputs)
 
         def fill(results: list[Tensor]) -> None:
-            exchange_blocks(self._state, "all_to_all", [flat_of(i) for i in inputs], results)
+            self._algorithms.exchange_blocks("all_to_all", [flat_of(i) for i in inputs], results)
 
         return self._submit_into(outputs, fill, opts or AllToAllOptions())
 
@@ -185,13 +178,13 @@ class Movement(GroupBase):
         def fill(results: list[Tensor]) -> None:
             flat = flat_of(input)
             blocks, into = flat.split(sends), results[0].split(receives)
-            exchange_blocks(self._state, "all_to_all", blocks, into, base=flat)
+            self._algorithms.exchange_blocks("all_to_all", blocks, into, base=flat)
 
         return self._submit_into([output], fill, opts or AllToAllOptions())
 
     def barrier(self, opts: BarrierOptions | None = None) -> Work:
         """Done when every rank has called it."""
-        return self._submit(lambda: barrier(self._state), [], opts or BarrierOptions())
+        return self._submit(self._algorithms.barrier, [], opts or BarrierOptions())
 
     def monitored_barrier(
         self, opts: BarrierOptions | None = None, wait_all_ranks: bool = False
@@ -208,6 +201,6 @@ class Movement(GroupBase):
         opts = opts or BarrierOptions()
 
         def job() -> None:
-            barrier(self._state, "monitored_barrier")
+            self._algorithms.barrier("monitored_barrier")
 
         self._submit(job, [], opts).wait()

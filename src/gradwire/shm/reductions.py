@@ -21,7 +21,6 @@ from gradwire.shm import sparse
 from gradwire.shm.arithmetic import SUM, check_reduction, number_of
 from gradwire.shm.group_base import GroupBase
 from gradwire.shm.header import Call
-from gradwire.shm.reduce_algorithms import reduce, reduce_scatter
 from gradwire.shm.tensors import (
     check_results,
     check_sparse,
@@ -61,7 +60,7 @@ class Reductions(GroupBase):
             raise ArgumentError("sparse tensors are reduced by SUM alone: pass to_dense()")
 
         def job() -> None:
-            sparse.all_reduce(self._state, tensor, op)
+            sparse.all_reduce(self._algorithms, self._size, tensor, op)
 
         return self._submit(job, tensors, opts, ("allreduce_", 0, [tensors]))
 
@@ -83,7 +82,7 @@ class Reductions(GroupBase):
             for tensor in tensors:
                 flat = flat_of(tensor)
                 call = Call(kind, flat.dtype, flat.numel(), op, root, checksum=checksum)
-                reduce(self._state, call, flat)
+                self._algorithms.reduce(call, flat)
                 if root in (-1, self._rank):
                     write_back(tensor, flat)
 
@@ -105,7 +104,7 @@ class Reductions(GroupBase):
         def fill(results: list[Tensor]) -> None:
             (out,), flats = results, [flat_of(block) for block in blocks]
             call = Call("reduce_scatter", out.dtype, 0, op, -1, sends, (out.numel(),) * self._size)
-            reduce_scatter(self._state, call, flats, out, base=common_base(flats))
+            self._algorithms.reduce_scatter(call, flats, out, base=common_base(flats))
 
         return self._submit_into(outputs, fill, opts)
 
@@ -133,7 +132,7 @@ class Reductions(GroupBase):
                 flat = flat_of(source)
                 call = Call("reduce_scatter_single", out.dtype, out.numel(), op, checksum=checksum)
                 blocks = equal_parts(flat, self._size)
-                reduce_scatter(self._state, call, blocks, out, base=flat)
+                self._algorithms.reduce_scatter(call, blocks, out, base=flat)
 
         return self._submit_into(outputs, fill, opts)
 

@@ -9,21 +9,21 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from gradwire.shm.algorithms import Algorithms
 from gradwire.shm.arithmetic import HALF
-from gradwire.shm.exchange_algorithms import exchange, exchange_blocks
-from gradwire.shm.group_state import GroupState
 from gradwire.shm.header import NUMBERS, Call
 
 __all__ = ["all_reduce"]
 
 
-def all_reduce(state: GroupState, tensor: Tensor, op: int) -> None:
+def all_reduce(algorithms: Algorithms, size: int, tensor: Tensor, op: int) -> None:
     """Set a sparse COO tensor to the sum over all ranks, coalesced.
 
     Entries are added in the order of the ranks, half precision in float32 and rounded once.
 
     Args:
-        state: This rank's state of the group.
+        algorithms: The group's.
+        size: How many ranks.
         tensor: Of one shape, dtype and number of sparse dims on all ranks.
         op: The number of SUM.
     """
@@ -31,12 +31,12 @@ def all_reduce(state: GroupState, tensor: Tensor, op: int) -> None:
     dims = own.sparse_dim()
     checksum = zlib.crc32(array("q", [NUMBERS[own.dtype], dims, *own.shape]))
     count = torch.tensor([own._nnz()])
-    counts = torch.empty(state.size, dtype=torch.int64)
+    counts = torch.empty(size, dtype=torch.int64)
     call = Call("all_reduce_sparse", count.dtype, 1, op, checksum=checksum)
-    exchange(state, call, [count], counts.split(1), shared=True)
+    algorithms.exchange(call, [count], counts.split(1), shared=True)
     sizes: list[int] = counts.tolist()
-    keys = _gather(state, _keys(own), sizes)
-    values = _gather(state, own.values(), sizes)
+    keys = _gather(algorithms, _keys(own), sizes)
+    values = _gather(algorithms, own.values(), sizes)
     distinct, inverse = torch.unique(torch.cat(keys), return_inverse=True)
     wide = torch.float32 if own.dtype in HALF else own.dtype
     total = torch.zeros((len(distinct), *own.shape[dims:]), dtype=wide)
@@ -58,10 +58,10 @@ def _keys(own: Tensor) -> Tensor:
     return keys
 
 
-def _gather(state: GroupState, own: Tensor, rows: Sequence[int]) -> list[Tensor]:
+def _gather(algorithms: Algorithms, own: Tensor, rows: Sequence[int]) -> list[Tensor]:
     """all_gather of tensors whose numbers of rows differ."""
     flat = own.contiguous().view(-1)
     each = [torch.empty((count, *own.shape[1:]), dtype=own.dtype) for count in rows]
     flats = [tensor.view(-1) for tensor in each]
-    exchange_blocks(state, "all_gather", [flat], flats, shared=True)
+    algorithms.exchange_blocks("all_gather", [flat], flats, shared=True)
     return each

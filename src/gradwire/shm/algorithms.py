@@ -1,0 +1,125 @@
+"""What moves a group's data: the seam between the operations' many forms and how they are done.
+
+`Reductions` and `Movement` check a caller's tensors and make 1-d contiguous ones of them; what is
+left of all their forms are the eight methods here. `InSharedMemory` is for ranks that all share
+memory, `hierarchy` for ranks on several hosts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from gradwire.shm import exchange_algorithms, reduce_algorithms, stream
+from gradwire.shm.group_state import GroupState
+from gradwire.shm.header import Call
+
+__all__ = ["Algorithms", "InSharedMemory"]
+
+
+class Algorithms(Protocol):
+    """How a rank does its part of a collective; tensors are 1-d and contiguous."""
+
+    def barrier(self, kind: str = "barrier") -> None:
+        """Wait until every rank has called."""
+
+    def broadcast(self, call: Call, flat: Tensor) -> None:
+        """As `exchange_algorithms.broadcast`."""
+
+    def broadcast_list(self, flats: Sequence[Tensor], root: int) -> None:
+        """As `stream.broadcast`."""
+
+    def exchange(
+        self,
+        call: Call,
+        outgoing: Sequence[Tensor],
+        incoming: Sequence[Tensor | None],
+        *,
+        base: Tensor | None = None,
+        shared: bool = False,
+    ) -> None:
+        """As `exchange_algorithms.exchange`."""
+
+    def exchange_blocks(
+        self,
+        kind: str,
+        outgoing: Sequence[Tensor],
+        incoming: Sequence[Tensor],
+        *,
+        root: int = -1,
+        base: Tensor | None = None,
+        shared: bool = False,
+    ) -> None:
+        """As `exchange_algorithms.exchange_blocks`."""
+
+    def reduce(self, call: Call, flat: Tensor) -> None:
+        """As `reduce_algorithms.reduce`."""
+
+    def reduce_scatter(
+        self, call: Call, blocks: Sequence[Tensor], out: Tensor, *, base: Tensor | None = None
+    ) -> None:
+        """As `reduce_algorithms.reduce_scatter`."""
+
+
+class InSharedMemory:
+    """The algorithms of a group whose ranks all share memory.
+
+    Args:
+        state: This rank's state of the group.
+    """
+
+    def __init__(self, state: GroupState) -> None:
+        self._state = state
+
+    def barrier(self, kind: str = "barrier") -> None:
+        """See `Algorithms`, as for all methods."""
+        exchange_algorithms.barrier(self._state, kind)
+
+    def broadcast(self, call: Call, flat: Tensor) -> None:
+        """See `Algorithms`."""
+        exchange_algorithms.broadcast(self._state, call, flat)
+
+    def broadcast_list(self, flats: Sequence[Tensor], root: int) -> None:
+        """See `Algorithms`."""
+        stream.broadcast(self._state, flats, root)
+
+    def exchange(
+        self,
+        call: Call,
+        outgoing: Sequence[Tensor],
+        incoming: Sequence[Tensor | None],
+        *,
+        base: Tensor | None = None,
+        shared: bool = False,
+    ) -> None:
+        """See `Algorithms`."""
+        exchange_algorithms.exchange(
+            self._state, call, outgoing, incoming, base=base, shared=shared
+        )
+
+    def exchange_blocks(
+        self,
+        kind: str,
+        outgoing: Sequence[Tensor],
+        incoming: Sequence[Tensor],
+        *,
+        root: int = -1,
+        base: Tensor | None = None,
+        shared: bool = False,
+    ) -> None:
+        """See `Algorithms`."""
+        exchange_algorithms.exchange_blocks(
+            self._state, kind, outgoing, incoming, root=root, base=base, shared=shared
+        )
+
+    def reduce(self, call: Call, flat: Tensor) -> None:
+        """See `Algorithms`."""
+        reduce_algorithms.reduce(self._state, call, flat)
+
+    def reduce_scatter(
+        self, call: Call, blocks: Sequence[Tensor], out: Tensor, *, base: Tensor | None = None
+    ) -> None:
+        """See `Algorithms`."""
+        reduce_algorithms.reduce_scatter(self._state, call, blocks, out, base=base)
