@@ -1,16 +1,19 @@
-"""A process-group backend for the ranks of one host, in shared memory."""
+"""A process-group backend in shared memory within a host, and through an engine between hosts."""
 
 from gradwire._torch import warn_if_untested
+from gradwire.shm.hierarchy.options import Options
 from gradwire.shm.persistent import PersistentAllReduce, all_reduce_init
-from gradwire.shm.register import empty, is_available, register, shares_memory
+from gradwire.shm.register import empty, is_available, register, shares_memory, teams
 
 __all__ = [
+    "Options",
     "PersistentAllReduce",
     "all_reduce_init",
     "empty",
     "is_available",
     "register",
     "shares_memory",
+    "teams",
 ]
 
 warn_if_untested()

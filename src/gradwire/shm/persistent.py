@@ -14,6 +14,7 @@ from gradwire.shm.arithmetic import check_reduction, number_of, reduce_into
 from gradwire.shm.group_segment import INLINE_BYTES
 from gradwire.shm.group_state import GroupState
 from gradwire.shm.header import Call
+from gradwire.shm.hierarchy.group import AcrossHostsOperations
 from gradwire.shm.process_group import Operations
 from gradwire.shm.reduce_algorithms import reduce
 from gradwire.shm.register import member_of
@@ -94,8 +95,8 @@ def all_reduce_init(
     """Prepare an all_reduce of one tensor, to be run any number of times by `start` and `wait`.
 
     What can be done once is: checks, and where the data goes. It fits an ordinary all_reduce of the
-    same tensor on other ranks, and runs on any group; on other backends than shm it is as fast as
-    `torch.distributed.all_reduce`. Not differentiable.
+    same tensor on other ranks, and runs on any group; on other backends than shm, and over several
+    hosts, it is as fast as `torch.distributed.all_reduce`. Not differentiable.
 
     Args:
         tensor: Contiguous; its memory is used at each `start`.
@@ -138,4 +139,7 @@ def all_reduce_init(
             f"tensor has shape {tuple(tensor.shape)} and strides {tensor.stride()}: pass one that "
             "is contiguous, for instance its contiguous()"
         )
-    return PersistentAllReduce(tensor, op, group, member_of(group))
+    member = member_of(group)
+    if isinstance(member, AcrossHostsOperations):
+        member = None  # messages take its time: there is nothing to prepare
+    return PersistentAllReduce(tensor, op, group, member)

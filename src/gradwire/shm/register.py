@@ -1,4 +1,4 @@
-"""The backend's entry in torch.distributed, and the fallback to Gloo where memory is not shared."""
+"""The backend's entry in torch.distributed, and which kind of group ranks get where they are."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from math import prod
 from operator import index
 from typing import Any
@@ -20,10 +21,20 @@ from torch.distributed.distributed_c10d import BarrierOptions
 import gradwire_autoload
 from gradwire._torch import PYTHON_BACKENDS, wants_reconfigure
 from gradwire.errors import ArgumentError, ArgumentTypeError, DistributedError
+from gradwire.shm.hierarchy.context import Context
+from gradwire.shm.hierarchy.engine import Transport
+from gradwire.shm.hierarchy.group import (
+    AcrossHostsBackend,
+    AcrossHostsOperations,
+    AcrossHostsProcessGroup,
+)
+from gradwire.shm.hierarchy.options import Options
+from gradwire.shm.hierarchy.team import Team
 from gradwire.shm.process_group import Operations, ShmBackend, ShmProcessGroup
 from gradwire.shm.reconfigure import ReconfigurableGroup
 from gradwire.shm.rendezvous import connect_all, report_failure
-from gradwire.shm.sync import has_semaphores
+from gradwire.shm.sync import Deadline, has_semaphores
+from gradwire.shm.teams import Teams
 
 __all__ = [
     "create_backend",
@@ -33,6 +44,7 @@ __all__ = [
     "member_of",
     "register",
     "shares_memory",
+    "teams",
 ]
 
 _members: WeakKeyDictionary[ProcessGroup, Operations | None] = WeakKeyDictionary()
@@ -64,7 +76,7 @@ def register() -> None:
 
 
 def shares_memory(group: ProcessGroup) -> bool:
-    """Whether the group's ranks share memory, so that `empty` gives tensors in it."""
+    """Whether the ranks share memory, those of each host, so that `empty` gives tensors in it."""
     return member_of(group) is not None
 
 
@@ -75,6 +87,25 @@ def member_of(group: ProcessGroup) -> Operations | None:
     if group not in _members:
         _members[group] = _backend_of(group)
     return _members[group]
+
+
+def teams(group: ProcessGroup) -> tuple[tuple[int, ...], ...]:
+    """The ranks, in the group, that share memory with each other: those of each host.
+
+    Raises:
+        ArgumentError: The group is not on shm.
+
+    Example:
+        >>> import gradwire.shm
+        >>> run_ranks(lambda: gradwire.shm.teams(dist.group.WORLD), world_size=2)[0]
+        ((0, 1),)
+    """
+    member = member_of(group)
+    if member is None:
+        raise ArgumentError("group is not on shm: its ranks share no memory that gradwire knows of")
+    if isinstance(member, AcrossHostsOperations):
+        return member.teams
+    return (tuple(range(group.size())),)
 
 
 def _backend_of(group: ProcessGroup) -> Operations | None:
@@ -95,8 +126,9 @@ def empty(
     """A tensor in memory that the group's ranks share: collectives read and write it in place.
 
     Only this rank calls; the others map the memory when they take part in a collective with it.
-    Memory is new to the process each time: allocate once and use it often. If the group is not on
-    shm, or fell back to Gloo, the result is an ordinary tensor.
+    Memory is new to the process each time: allocate once and use it often. In a group over several
+    hosts it is memory of this rank's. If the group is not on shm, or fell back to Gloo, the result
+    is an ordinary tensor.
 
     Args:
         shape: Its shape.
@@ -142,23 +174,38 @@ def empty(
     return member.allocate(prod(size) * dtype.itemsize).view(dtype).view(size)
 
 
-def create_backend(options: Any, _: object) -> Any:
-    """Make a group's backend: the function that torch.distributed calls."""
+def create_backend(options: Any, given: object) -> Any:
+    """Make a group's backend: the function that torch.distributed calls.
+
+    Args:
+        options: What torch.distributed says of the group.
+        given: The caller's `pg_options`.
+
+    Raises:
+        ArgumentTypeError: These are not `gradwire.shm.Options`.
+    """
+    if given is not None and not isinstance(given, Options):
+        raise ArgumentTypeError(
+            f"pg_options is {given!r}: for shm, pass gradwire.shm.Options, or leave it out"
+        )
     if wants_reconfigure(options):
         return ReconfigurableGroup(options.group_rank, options.group_size, options.timeout)
-    return make_backend(options.store, options.group_rank, options.group_size, options.timeout)
+    rank, size = options.group_rank, options.group_size
+    return make_backend(options.store, rank, size, options.timeout, given or Options())
 
 
-def make_backend(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
-    """The backend for a group's CPU tensors: shm, or Gloo where ranks cannot share memory."""
+def make_backend(
+    store: Store, rank: int, size: int, timeout: timedelta, options: Options | None = None
+) -> Any:
+    """The backend for a group's CPU tensors: shm, or Gloo where no ranks can share memory."""
     # a store may outlive a group: torchrun's still has the keys of a destroyed one of this name
     store = PrefixStore(f"time {store.add(f'times/{rank}', 1)}", store)
     store.set(f"available/{rank}", "yes" if is_available() else "no")
     if all(store.get(f"available/{other}") == b"yes" for other in range(size)):
-        group = _connect_group(store, rank, size, timeout)
+        group = _form_group(store, rank, size, timeout, options or Options())
         if group is not None:
             return group
-        reason = "its ranks are on several hosts, or in containers that cannot reach each other"
+        reason = "its ranks are on as many hosts, or in containers that cannot reach each other"
     else:
         reason = "a rank's system lacks what it needs (Linux with glibc 2.30)"
     if rank == 0:
@@ -166,7 +213,9 @@ def make_backend(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     return dist.ProcessGroupGloo(store, rank, size, timeout)
 
 
-def _connect_group(store: Store, rank: int, size: int, timeout: timedelta) -> Operations | None:
+def _form_group(
+    store: Store, rank: int, size: int, timeout: timedelta, options: Options
+) -> Operations | None:
     """Connect to the other ranks; the group on all of them, None on all, or an error on all.
 
     Raises:
@@ -174,10 +223,15 @@ def _connect_group(store: Store, rank: int, size: int, timeout: timedelta) -> Op
     """
     group = None
     try:
-        peers = connect_all(store, rank, size, timeout)
-        if peers is None:
+        peers, ranks = connect_all(store, rank, size, timeout, options.host)
+        if len(ranks) == size > 1:
             return None
-        group = _make_group(rank, size, peers, timeout)
+        teams = Teams.of(ranks, rank)
+        places = {teams.own.index(peer): connection for peer, connection in peers.items()}
+        if teams.count == 1:
+            group = _make_group(rank, size, places, timeout)
+        else:
+            group = _make_group_across(store, rank, size, timeout, options, teams, places)
         opts = BarrierOptions()
         opts.asyncOp = False
         group.barrier(opts)  # raises if a rank failed meanwhile: it has closed its connections
@@ -198,3 +252,27 @@ def _make_group(rank: int, size: int, peers: dict[int, Any], timeout: timedelta)
     if PYTHON_BACKENDS:
         return ShmBackend(rank, size, peers, timeout, make_backend)
     return ShmProcessGroup(rank, size, peers, timeout)
+
+
+def _make_group_across(
+    store: Store,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    options: Options,
+    teams: Teams,
+    peers: dict[int, Any],
+) -> Operations:
+    """The group over several hosts: a team within each, and the engine between them."""
+    deadline = Deadline(timeout.total_seconds())
+    team = Team(teams.own, teams.place, teams.owners, peers, deadline)
+    try:
+        engine = options.engine(PrefixStore("engine", store), rank, size, timeout)
+    except BaseException:
+        team.close()
+        raise
+    context: Any = Context(rank, teams, team, Transport(engine, rank, size, store))
+    if PYTHON_BACKENDS:
+        split_off = partial(make_backend, options=options)
+        return AcrossHostsBackend(rank, size, context, timeout, split_off)
+    return AcrossHostsProcessGroup(rank, size, context, timeout)

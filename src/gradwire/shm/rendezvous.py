@@ -1,9 +1,8 @@
-"""How the ranks of a group connect, and find out whether they share a host.
+"""How the ranks of a group connect, and find out which of them share a host.
 
 Each rank connects to every other over a unix socket, which does not leave the host: ranks that
-connect can share memory. The sockets' names are random and abstract (in no file system); only
-processes of the same user are accepted. If any pair of ranks cannot connect, no rank uses shared
-memory.
+connect can share memory, and make a team. The sockets' names are random and abstract (in no file
+system); only processes of the same user are accepted.
 """
 
 from __future__ import annotations
@@ -12,13 +11,14 @@ import os
 import secrets
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import timedelta
 
 from torch.distributed import Store
 
 from gradwire.errors import CollectiveTimeoutError, PeerFailedError, PeerLostError
 from gradwire.shm.sync import Deadline
+from gradwire.shm.teams import find_teams
 
 __all__ = ["Listener", "connect_all", "connect_by_name", "process_of", "report_failure"]
 
@@ -35,9 +35,16 @@ def report_failure(store: Store, rank: int, reason: Exception) -> None:
 
 
 def connect_all(
-    store: Store, rank: int, size: int, timeout: timedelta
-) -> dict[int, socket.socket] | None:
-    """A connection to every other rank, or None on all ranks if they are not on one host.
+    store: Store, rank: int, size: int, timeout: timedelta, host: str = ""
+) -> tuple[dict[int, socket.socket], tuple[tuple[int, ...], ...]]:
+    """A connection to every other rank of this one's team, and the teams, alike on all ranks.
+
+    Args:
+        store: Used by this group alone.
+        rank: This rank.
+        size: How many ranks.
+        timeout: For all of it.
+        host: Ranks with another are taken to be on another host.
 
     Raises:
         CollectiveTimeoutError: A rank did not connect in time.
@@ -45,47 +52,59 @@ def connect_all(
         OSError: The system refuses, for instance to open as many files.
     """
     peers: dict[int, socket.socket] = {}
-    everywhere = False
     try:
-        everywhere = _connect_or_not(store, rank, size, timeout, peers)
-    except TimeoutError as error:
+        return peers, _connect(store, rank, size, timeout, host, peers)
+    except BaseException as error:
+        for connection in peers.values():
+            connection.close()
+        if not isinstance(error, TimeoutError):
+            raise
         missing = sorted(set(range(size)) - set(peers) - {rank})
         raise CollectiveTimeoutError(
             f"ranks {missing} did not answer within {timeout.total_seconds():g} s while the "
             "group was formed"
         ) from error
-    finally:
-        if not everywhere:
-            for connection in peers.values():
-                connection.close()
-    return peers if everywhere else None
 
 
-def _connect_or_not(
-    store: Store, rank: int, size: int, timeout: timedelta, peers: dict[int, socket.socket]
-) -> bool:
-    """Fill `peers`; whether every rank connected to every other."""
+def _connect(
+    store: Store,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    host: str,
+    peers: dict[int, socket.socket],
+) -> tuple[tuple[int, ...], ...]:
+    """Fill `peers` with the connections to this rank's team; returns all teams."""
+    label = f"/{host}".encode()
     with Listener() as listener:
-        store.set(f"address/{rank}", listener.name)
-        for lower, name in enumerate(_of_ranks(store, "address", rank)):
-            connection = _connect(name, 0, rank)
-            if connection is None:
-                break
-            peers[lower] = connection
-        store.set(f"reached/{rank}", "yes" if len(peers) == rank else "no")
-        if not _all_reached_all(store, size):
-            return False
-        listener.accept(peers, range(rank + 1, size), 0, Deadline(timeout.total_seconds()))
-        return True
+        store.set(f"address/{rank}", listener.name + label.decode())
+        for lower, address in enumerate(_of_ranks(store, "address", rank)):
+            name, _, of_host = address.partition(b"/")
+            connection = _connect_to(name, 0, rank) if b"/" + of_host == label else None
+            if connection is not None:
+                peers[lower] = connection
+        store.set(f"reached/{rank}", ",".join(map(str, sorted(peers))) or "none")
+        teams = find_teams(_reached(store, size))
+        own = next(team for team in teams if rank in team)
+        for lower in peers.keys() - set(own):
+            peers.pop(lower).close()
+        higher = [other for other in own if other > rank]
+        listener.accept(peers, higher, 0, Deadline(timeout.total_seconds()))
+        return teams
 
 
-def _all_reached_all(store: Store, size: int) -> bool:
+def _reached(store: Store, size: int) -> list[list[int]]:
+    """For each rank, the lower ranks that it connected to.
+
+    Raises:
+        PeerFailedError: A rank failed.
+    """
     answers = _of_ranks(store, "reached", size)
     for rank, answer in enumerate(answers):
         if answer.startswith(_FAILED):
             reason = answer.removeprefix(_FAILED).decode(errors="replace")
             raise PeerFailedError(f"rank {rank} could not form the group: {reason}")
-    return set(answers) == {b"yes"}
+    return [[] if answer == b"none" else [*map(int, answer.split(b","))] for answer in answers]
 
 
 def _of_ranks(store: Store, step: str, count: int) -> list[bytes]:
@@ -121,7 +140,7 @@ class Listener:
         self._socket.close()
 
     def accept(
-        self, peers: dict[int, socket.socket], ranks: range, uuid: int, deadline: Deadline
+        self, peers: dict[int, socket.socket], ranks: Collection[int], uuid: int, deadline: Deadline
     ) -> None:
         """Fill `peers` with a connection from each of these ranks.
 
@@ -168,7 +187,7 @@ def connect_by_name(
     peers: dict[int, socket.socket] = {}
     try:
         for lower in range(rank):
-            connection = _connect(names[lower].encode(), uuid, rank)
+            connection = _connect_to(names[lower].encode(), uuid, rank)
             if connection is None:
                 raise PeerLostError(f"rank {lower} of the new group has ended, or is elsewhere")
             peers[lower] = connection
@@ -177,7 +196,7 @@ def connect_by_name(
         for connection in peers.values():
             connection.close()
         for name in names:  # report the failure, so that no rank waits for this one
-            other = None if name == listener.name else _connect(name.encode(), uuid, ~rank)
+            other = None if name == listener.name else _connect_to(name.encode(), uuid, ~rank)
             if other is not None:
                 other.close()
         if isinstance(error, TimeoutError):
@@ -195,7 +214,7 @@ def _left(deadline: Deadline) -> float | None:
     return None if left is None else max(left, 1e-3)
 
 
-def _connect(name: bytes, uuid: int, rank: int) -> socket.socket | None:
+def _connect_to(name: bytes, uuid: int, rank: int) -> socket.socket | None:
     """A connection to a listener; None if it is not on this host, or of another user."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:

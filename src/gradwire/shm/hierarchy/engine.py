@@ -1,0 +1,178 @@
+"""What carries bytes between hosts: any process group that sends and receives, Gloo by default.
+
+Everything that leaves a host is a message: an engine's collectives would each have limits of their
+own (dtypes, uneven sizes, the order of additions), and messages alone can be posted ahead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import Store
+
+from gradwire._engine_errors import backend_failure
+from gradwire.errors import CollectiveTimeoutError, DistributedError, PeerFailedError, PeerLostError
+from gradwire.shm.sync import Deadline
+
+__all__ = ["USER_TAGS", "Engine", "Transfer", "Transport"]
+
+USER_TAGS = 8
+"""Tags below are those of collectives; a caller's tag is that much higher on the engine."""
+_MAX_TAG = 2**31 - 1 - USER_TAGS
+_FAILED = "failed"
+_KINDS: dict[str, type[DistributedError]] = {
+    kind.__name__: kind for kind in (PeerLostError, PeerFailedError, CollectiveTimeoutError)
+}
+
+
+class Engine(Protocol):
+    """What is asked of the process group between hosts: messages of bytes, by rank and tag.
+
+    As torch's ProcessGroup has them. Messages of one tag arrive in the order in which they were
+    sent. An `abort` that ends what is under way is called where there is one.
+    """
+
+    def send(self, tensors: list[Tensor], dst: int, tag: int, /) -> Any:
+        """Start to send a tensor; returns torch's Work."""
+
+    def recv(self, tensors: list[Tensor], src: int, tag: int, /) -> Any:
+        """Start to receive a tensor; returns torch's Work."""
+
+
+class Transfer:
+    """A message under way.
+
+    Args:
+        work: The engine's handle.
+        tensor: What is sent or filled: kept until then.
+        peers: The other rank, or all that it may be.
+        fail: Makes an error of ours of the engine's.
+    """
+
+    def __init__(
+        self,
+        work: Any,
+        tensor: Tensor,
+        peer: str,
+        fail: Callable[[BaseException, str, Deadline], DistributedError],
+    ) -> None:
+        self._work, self._tensor, self._peer, self._fail = work, tensor, peer, fail
+
+    def wait(self, deadline: Deadline) -> None:
+        """Wait until the tensor is filled, or need not be kept any more.
+
+        Raises:
+            PeerLostError, PeerFailedError, CollectiveTimeoutError: It will never be.
+        """
+        left = deadline.left()
+        try:
+            if left is None:
+                self._work.wait()
+            else:
+                self._work.wait(timedelta(seconds=max(left, 1e-3)))
+        except Exception as error:
+            raise self._fail(error, self._peer, deadline) from error
+
+    def source(self) -> int:
+        """The rank that a received message came from."""
+        work = self._work
+        source: int = work._source_rank() if hasattr(work, "_source_rank") else work.source_rank()
+        return source
+
+
+class Transport:
+    """The engine as one rank uses it, and what a rank says to the others when it fails.
+
+    Args:
+        engine: Of all ranks of the group.
+        rank: This rank.
+        size: How many ranks.
+        store: The group's; the reason of the first failure is left there.
+    """
+
+    def __init__(self, engine: Engine, rank: int, size: int, store: Store) -> None:
+        self._engine, self._rank, self._size, self._store = engine, rank, size, store
+        self._cut = False
+
+    def send(self, flat: Tensor, rank: int, tag: int) -> Transfer:
+        """Start to send a 1-d contiguous tensor; leave it as it is until the transfer's end."""
+        return self._start("send", flat, rank, tag)
+
+    def receive(self, flat: Tensor, rank: int, tag: int) -> Transfer:
+        """Start to fill a 1-d contiguous tensor with the next message of this tag."""
+        return self._start("recv", flat, rank, tag)
+
+    def receive_from_any(self, flat: Tensor, tag: int) -> Transfer:
+        """Start to fill a tensor with the next message of this tag from any rank."""
+        data = flat.view(torch.uint8)
+        try:
+            work = self._engine.recv_anysource([data], tag)  # type: ignore[attr-defined]
+        except RuntimeError as error:
+            raise self._failure(error, "any rank", Deadline(None)) from error
+        return Transfer(work, data, "any rank", self._failure)
+
+    def _start(self, name: str, flat: Tensor, rank: int, tag: int) -> Transfer:
+        data, peer = flat.view(torch.uint8), f"rank {rank}"
+        try:
+            work = getattr(self._engine, name)([data], rank, tag)
+        except RuntimeError as error:  # the connection has ended
+            raise self._failure(error, peer, Deadline(None)) from error
+        return Transfer(work, data, peer, self._failure)
+
+    def _failure(self, error: BaseException, peer: str, deadline: Deadline) -> DistributedError:
+        """The error of a transfer: the group's first failure, if there is one to be known."""
+        if isinstance(error, DistributedError):
+            return error
+        timed_out = deadline.over()
+        with contextlib.suppress(Exception):  # the store may be what was lost
+            if not timed_out and self._store.check([_FAILED]):
+                kind, _, text = self._store.get(_FAILED).decode(errors="replace").partition(": ")
+                return _KINDS.get(kind, PeerFailedError)(text)
+        return backend_failure(error, f"a message from or to {peer}", timed_out=timed_out)
+
+    def report_failure(self, reason: BaseException) -> None:
+        """Leave the reason for the others, and end the connections: nobody then waits for this."""
+        if self._cut:
+            return
+        name = type(reason).__name__
+        kind = name if name in _KINDS else PeerFailedError.__name__
+        text = f"{kind}: an operation failed on rank {self._rank}: {name}: {reason}"
+        with contextlib.suppress(Exception):
+            # of several, any is a true one; a FileStore cannot compare and set what is not there
+            if not self._store.check([_FAILED]):
+                self._store.set(_FAILED, text)
+        self.cut()
+
+    def cut(self) -> None:
+        """End all connections, and with them what is under way here and on the other side."""
+        if self._cut:
+            return
+        self._cut = True
+        if not isinstance(self._engine, dist.ProcessGroupGloo):
+            abort = getattr(self._engine, "abort", None)
+            if abort is not None:
+                abort()
+            return
+        # abort() and shutdown() of Gloo end nothing. A receive whose time is over does: it closes
+        # all connections of this rank
+        for rank in range(self._size):
+            if rank != self._rank:
+                with contextlib.suppress(RuntimeError):
+                    nothing = torch.empty(1, dtype=torch.uint8)
+                    self._engine.recv([nothing], rank, _MAX_TAG).wait(timedelta(milliseconds=1))
+                    return
+
+    def close(self) -> None:
+        """Give the engine up: its connections end with its last handle."""
+        self._cut, self._engine = True, _Closed()
+
+
+class _Closed:
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("the group has left its engine")

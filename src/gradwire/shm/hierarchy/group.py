@@ -1,0 +1,154 @@
+"""The group over several hosts as the two classes that torch.distributed takes.
+
+All forms of the operations, their checks and their queue are those of shm's groups: what differs is
+which algorithms move the data, and that messages between ranks go through the engine.
+"""
+
+# torch's stubs give overloads and names that its own callers do not use on a backend
+# mypy: disable-error-code="override,misc,assignment"
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import Work
+
+from gradwire._torch import outside_graphs
+from gradwire.errors import ArgumentError, DistributedError
+from gradwire.shm.hierarchy.algorithms import AcrossHosts
+from gradwire.shm.hierarchy.context import Context
+from gradwire.shm.hierarchy.engine import USER_TAGS, Transfer
+from gradwire.shm.process_group import Operations, ShmBackend, ShmProcessGroup
+from gradwire.shm.sync import Deadline
+from gradwire.shm.tensors import check_results, check_tensors, flat_of, only, write_back
+from gradwire.shm.work import Job, Queue, ShmWork
+
+__all__ = ["AcrossHostsBackend", "AcrossHostsOperations", "AcrossHostsProcessGroup"]
+
+_MAX_TAG = 2**30
+
+
+class _ThreadQueue(Queue):
+    """Runs all operations in its thread: the engine's waits end for no signal."""
+
+    def submit(self, job: Job, work: ShmWork, *, wait: bool) -> ShmWork:
+        """As `Queue.submit`, but never in the caller's thread."""
+        super().submit(job, work, wait=False)
+        if wait:
+            work.wait()
+        return work
+
+
+@outside_graphs
+class AcrossHostsOperations(Operations):
+    """All operations of a group over several hosts."""
+
+    def _join(self, rank: int, size: int, peers: Any, deadline: Deadline) -> None:
+        """Take part with a context, which the constructors pass on in the place of peers."""
+        context: Context = peers
+        self._rank, self._size = rank, size
+        self._incoming, self._outgoing = {}, {}
+        self._context = self._state = context
+        self._algorithms = AcrossHosts(context)
+        self._queue = _ThreadQueue(f"gradwire-hosts-{rank}")
+        self._broken, self._closed = None, ""
+
+    @property
+    def teams(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks that share memory with each other."""
+        return self._context.teams.ranks
+
+    def _fail_receives(self, error: DistributedError) -> None:
+        self._context.transport.cut()
+
+    def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> Work:
+        """Send a tensor; leave it as it is until the handle is waited for."""
+        self._check_usable()
+        self._check_peer(dst, "dst")
+        check_tensors(tensors)
+        flat = flat_of(only(tensors))
+        return self._started(
+            self._context.transport.send(flat, dst, _on_engine(tag)), tensors, None
+        )
+
+    def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> Work:
+        """Fill a tensor with the next that rank `src` sends with this tag."""
+        self._check_usable()
+        self._check_peer(src, "src")
+        check_results(tensors)
+        flat = flat_of(only(tensors))
+        return self._started(
+            self._context.transport.receive(flat, src, _on_engine(tag)), tensors, flat
+        )
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Work:
+        """Fill a tensor with the next that any rank sends with this tag."""
+        self._check_usable()
+        check_results(tensors)
+        flat = flat_of(only(tensors))
+        return self._started(
+            self._context.transport.receive_from_any(flat, _on_engine(tag)), tensors, flat
+        )
+
+    def _started(self, transfer: Transfer, tensors: list[Tensor], flat: Tensor | None) -> Work:
+        return _TransferWork(self, transfer, tensors, flat)
+
+
+class _TransferWork(ShmWork):
+    """The handle of a message: whoever waits for it completes it."""
+
+    def __init__(
+        self,
+        group: AcrossHostsOperations,
+        transfer: Transfer,
+        tensors: Sequence[Tensor],
+        flat: Tensor | None,
+    ) -> None:
+        super().__init__(tensors, group.timeout.total_seconds(), callbacks_in_own_thread=True)
+        self._group, self._transfer, self._flat = group, transfer, flat
+        self._completing = threading.Lock()
+
+    def _wait(self, seconds: float | None) -> bool:
+        with self._completing:
+            if not self._done:
+                self._complete(seconds)
+        return True
+
+    def _complete(self, seconds: float | None) -> None:
+        source = -1
+        try:
+            self._transfer.wait(Deadline(seconds))
+            if self._flat is not None:
+                write_back(self._tensors[0], self._flat)
+                source = self._transfer.source()
+        except BaseException as error:
+            self._group._break(error)  # the engine's connections do not survive it
+            self.finish(error)
+        else:
+            self.finish(source=source)
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        """A future of the tensors."""
+        future = super().get_future()
+        if not self._done:
+            threading.Thread(target=self._wait, args=(self._default_timeout,), daemon=True).start()
+        return future
+
+
+def _on_engine(tag: int) -> int:
+    """A caller's tag, beside those of collectives."""
+    if not isinstance(tag, int) or not 0 <= tag < _MAX_TAG:
+        raise ArgumentError(f"tag is {tag!r}: between hosts, give an int from 0 to {_MAX_TAG - 1}")
+    return tag + USER_TAGS
+
+
+class AcrossHostsProcessGroup(AcrossHostsOperations, ShmProcessGroup):
+    """The ranks of several hosts as a process group; its arguments are those of shm's."""
+
+
+class AcrossHostsBackend(AcrossHostsOperations, ShmBackend):
+    """The ranks of several hosts as a backend; its arguments are those of shm's."""

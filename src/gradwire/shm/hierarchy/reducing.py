@@ -1,0 +1,197 @@
+"""all_reduce and reduce_scatter over several hosts.
+
+all_reduce, for each piece: the team reduces it, so that each owner has its share of the team's sum;
+each owner sends every other team its block of that share, and reduces the blocks that it gets, in
+the order of the teams; it sends the result to the owners of the same place; the team gathers the
+shares. A host thus sends and receives 2 (H - 1) / H bytes for each byte that is reduced. One rank
+alone reduces an element between teams, so that all ranks get the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from gradwire.shm.arithmetic import HALF, SUM, number_of, reduce_into
+from gradwire.shm.header import Call
+from gradwire.shm.hierarchy.context import Context, Messages
+from gradwire.shm.hierarchy.pipeline import LAG, Cut, pipelined
+
+__all__ = ["AllReduce", "ReduceScatter", "combine"]
+
+_AVG = number_of(ReduceOp.AVG)
+
+
+def within(op: int, dtype: torch.dtype) -> int:
+    """The reduce op within a team, for one over all ranks.
+
+    An average is the sum, divided at the end; of half precision, where that sum might overflow, the
+    average of the teams' averages.
+    """
+    return SUM if op == _AVG and dtype not in HALF else op
+
+
+def combine(context: Context, out: Tensor, parts: Sequence[Tensor], op: int) -> None:
+    """Set `out` to the reduction of the teams' results, in their order.
+
+    Half precision is accumulated in float32: a result is rounded twice, on its team and here.
+
+    Args:
+        context: The group's.
+        out: May be one of the parts.
+        parts: One for each team.
+        op: The reduce op over all ranks.
+    """
+    if out.numel() == 0:
+        return
+    if op != _AVG:
+        reduce_into(out, parts, op)
+    elif out.dtype in HALF:
+        total = torch.zeros(out.numel(), dtype=torch.float32)
+        for part, members in zip(parts, context.teams.ranks, strict=True):
+            total.add_(part, alpha=len(members))
+        out.copy_(total.div_(context.size))
+    else:
+        reduce_into(out, parts, SUM)
+        out.div_(context.size)
+
+
+class AllReduce:
+    """One all_reduce: its phases, each called with the number of a piece.
+
+    Args:
+        context: The group's.
+        flat: 1-d and contiguous; reduced in place.
+        op: The reduce op's number.
+    """
+
+    def __init__(self, context: Context, flat: Tensor, op: int) -> None:
+        self._context, self._flat, self._op = context, flat, op
+        teams = context.teams
+        self._cut = Cut.of(flat.numel(), teams.owners * teams.count, flat.dtype.itemsize)
+        self._is_owner = teams.place < teams.owners
+        self._partials, self._results = Messages(context, 0), Messages(context, 1)
+        self._spans = self._cut.spans()
+        block = max(self._cut.blocks)
+        slots = context.scratch(0, (LAG + 1) * teams.count * block, flat.dtype)
+        self._slots = slots.view(LAG + 1, teams.count, block)
+        self._last: Tensor | None = None
+
+    def run(self) -> None:
+        """Do all of it."""
+        pipelined(self._cut.pieces, (self._start, self._combine, self._finish))
+
+    def _piece(self, number: int) -> Tensor:
+        """A piece; the last one, if it has to be filled up, in memory of its own."""
+        start, stop = self._spans[number]
+        padded = self._cut.blocks[number] * self._cut.parts
+        if padded == stop - start:
+            return self._flat[start:stop]
+        if self._last is None:
+            self._last = self._context.scratch(1, padded, self._flat.dtype)
+            self._last[: stop - start].copy_(self._flat[start:stop])
+            self._last[stop - start :].zero_()
+        return self._last
+
+    def _blocks(self, number: int) -> list[Tensor]:
+        """The blocks of this owner's share of a piece, one for each team."""
+        teams = self._context.teams
+        piece = self._piece(number).view(teams.owners, teams.count, -1)
+        return list(piece[teams.place].unbind(0))
+
+    def _start(self, number: int) -> None:
+        piece = self._piece(number)
+        self._context.team.reduce_scatter(piece, within(self._op, piece.dtype))
+        if not self._is_owner:
+            return
+        teams, blocks = self._context.teams, self._blocks(number)
+        for other in teams.others:
+            rank = teams.ranks[other][teams.place]
+            slot = self._slots[number % (LAG + 1)][other][: blocks[other].numel()]
+            self._partials.receive(number, slot, rank)
+            self._partials.send(number, blocks[other], rank)
+
+    def _combine(self, number: int) -> None:
+        if not self._is_owner:
+            return
+        teams, blocks = self._context.teams, self._blocks(number)
+        own = blocks[teams.team]
+        self._partials.wait(number)
+        parts = [slot[: own.numel()] for slot in self._slots[number % (LAG + 1)]]
+        parts[teams.team] = own
+        combine(self._context, own, parts, self._op)
+        for other in teams.others:
+            rank = teams.ranks[other][teams.place]
+            self._results.receive(number, blocks[other], rank)
+            self._results.send(number, own, rank)
+
+    def _finish(self, number: int) -> None:
+        self._results.wait(number)
+        piece = self._piece(number)
+        self._context.team.all_gather(piece)
+        if piece is self._last:
+            start, stop = self._spans[number]
+            self._flat[start:stop].copy_(piece[: stop - start])
+
+
+class ReduceScatter:
+    """One reduce_scatter: each team reduces all ranks' blocks, and sends them to their ranks.
+
+    Args:
+        context: The group's.
+        call: The call, with the op.
+        blocks: This rank's block for each rank.
+        out: For the reduction of the blocks that all ranks have for this one.
+    """
+
+    def __init__(self, context: Context, call: Call, blocks: Sequence[Tensor], out: Tensor) -> None:
+        self._context, self._op, self._blocks, self._out = context, call.op, blocks, out
+        longest = max(block.numel() for block in blocks)
+        self._cut = Cut.of(longest, 1, out.dtype.itemsize)
+        self._spans = self._cut.spans()
+        self._messages = Messages(context, 0)
+        block = max(self._cut.blocks, default=0)
+        slots = context.scratch(0, (LAG + 1) * context.teams.count * block, out.dtype)
+        self._slots = slots.view(LAG + 1, context.teams.count, block)
+        self._sent: dict[int, list[Tensor]] = {}
+
+    def run(self) -> None:
+        """Do all of it."""
+        pipelined(self._cut.pieces, (self._start, self._combine))
+
+    def _start(self, number: int) -> None:
+        lo, hi = self._spans[number]
+        teams, slots = self._context.teams, self._slots[number % (LAG + 1)]
+        length = self._out[lo:hi].numel()
+        for other in teams.others:
+            source = teams.carrier(other, teams.place)
+            self._messages.receive(number, slots[other][:length], source)
+        for team in (*teams.others, teams.team):
+            self._reduce_for(number, team, lo, hi)
+
+    def _reduce_for(self, number: int, team: int, lo: int, hi: int) -> None:
+        """Reduce, over this team, a piece of the blocks for all ranks of a team."""
+        context, members = self._context, self._context.teams.ranks[team]
+        size = context.team.size
+        for first in range(0, len(members), size):
+            targets = members[first : first + size]
+            pieces = [self._blocks[rank][lo:hi] for rank in targets]
+            pieces += [self._out[:0]] * (size - len(pieces))
+            own = pieces[context.teams.place]
+            if team == context.teams.team:
+                into = self._slots[number % (LAG + 1)][team][: own.numel()]
+            else:
+                into = torch.empty_like(own)
+            context.team.reduce_blocks(pieces, within(self._op, own.dtype), out=into)
+            if team != context.teams.team and own.numel():
+                self._messages.send(number, into, targets[context.teams.place])
+
+    def _combine(self, number: int) -> None:
+        lo, hi = self._spans[number]
+        self._messages.wait(number)
+        out = self._out[lo:hi]
+        parts = [slot[: out.numel()] for slot in self._slots[number % (LAG + 1)]]
+        combine(self._context, out, parts, self._op)

@@ -1,0 +1,183 @@
+"""A rank's team: the phases of collectives that stay within a host.
+
+A *piece* is a tensor that is cut into as many equal shares as places own one. In a team with more
+places than that, the rest help to reduce, and get the results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradwire.errors import DistributedError
+from gradwire.shm.algorithms import InSharedMemory
+from gradwire.shm.group_state import GroupState
+from gradwire.shm.header import Call
+from gradwire.shm.sync import Deadline
+
+__all__ = ["Team"]
+
+
+class Team:
+    """The ranks that share memory with this one.
+
+    Args:
+        ranks: Of the group; a team of one has no state.
+        place: The index of this rank among them.
+        owners: How many places own a share.
+        peers: A connection to each other place.
+        deadline: For the team to form.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        place: int,
+        owners: int,
+        peers: dict[int, Any],
+        deadline: Deadline,
+    ) -> None:
+        self.place, self.size, self.owners = place, len(ranks), owners
+        self._ranks = ranks
+        self.state: GroupState | None = None
+        if self.size > 1:
+            self.state = GroupState(
+                place, self.size, peers, lambda *_: None, lambda _: None, deadline
+            )
+            self._algorithms = InSharedMemory(self.state)
+            self.state.links.start()
+
+    # --- as the group's base asks for them ---
+
+    def begin(self, seconds: float) -> None:
+        """Begin an operation that has so many seconds."""
+        if self.state is not None:
+            self.state.begin(0, seconds)
+
+    def allocate(self, nbytes: int) -> Tensor:
+        """Bytes in memory that the team shares."""
+        if self.state is None:
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        return self.state.allocate(nbytes)
+
+    def report_failure(self, reason: BaseException) -> None:
+        """Tell the team, so that no rank of it waits for this one."""
+        if self.state is not None:
+            self.state.links.report_failure(reason)
+
+    def abort(self, error: DistributedError) -> None:
+        """Have this rank's waits fail."""
+        if self.state is not None:
+            self.state.links.aborted = self.state.links.aborted or error
+
+    def close(self) -> None:
+        """Leave the team."""
+        if self.state is not None:
+            self.state.close()
+
+    def close_in_child(self) -> None:
+        """In a forked child: close the inherited sockets."""
+        if self.state is not None:
+            self.state.links.close_in_child()
+
+    # --- phases ---
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Errors say which ranks of the group they mean: those of the team count its places."""
+        try:
+            yield
+        except DistributedError as error:
+            ranks = ", ".join(map(str, self._ranks))
+            counted = f"{error} (counted from 0 among ranks {ranks} of this host)"
+            raise type(error)(counted) from error
+
+    def reduce_scatter(self, piece: Tensor, op: int) -> None:
+        """Reduce a piece over the team: each owner's share is then in its place in the piece."""
+        if self.state is None:
+            return
+        if self.owners == 1:
+            with self._named():
+                call = Call("reduce", piece.dtype, piece.numel(), op, root=0)
+                self._algorithms.reduce(call, piece)
+        elif self.owners == self.size:
+            shares = piece.view(self.size, -1).unbind(0)
+            call = Call("reduce_scatter_single", piece.dtype, shares[0].numel(), op)
+            with self._named():
+                self._algorithms.reduce_scatter(call, shares, shares[self.place], base=piece)
+        else:
+            self.reduce_blocks(self._shares(piece), op, base=piece)
+
+    def reduce_blocks(
+        self,
+        blocks: Sequence[Tensor],
+        op: int,
+        *,
+        out: Tensor | None = None,
+        base: Tensor | None = None,
+    ) -> None:
+        """Reduce a block for each place; sizes may differ.
+
+        Args:
+            blocks: One for each place.
+            op: The reduce op's number.
+            out: For the result; this place's own block if None.
+            base: A contiguous tensor that holds the blocks in order, if there is one.
+        """
+        own = blocks[self.place]
+        out = own if out is None else out
+        if self.state is None:
+            if out is not own:
+                out.copy_(own)
+            return
+        sends = tuple(block.numel() for block in blocks)
+        receives = (own.numel(),) * self.size
+        call = Call("reduce_scatter", own.dtype, 0, op, -1, sends, receives)
+        with self._named():
+            self._algorithms.reduce_scatter(call, blocks, out, base=base)
+
+    def all_gather(self, piece: Tensor) -> None:
+        """Copy each owner's share of a piece to all places."""
+        if self.state is None:
+            return
+        if self.owners == 1:
+            self.broadcast(piece, 0)
+        elif self.owners == self.size:
+            shares = piece.view(self.size, -1).unbind(0)
+            call = Call("all_gather_single", piece.dtype, shares[0].numel())
+            own = shares[self.place]
+            with self._named():
+                self._algorithms.exchange(call, [own], shares, base=own, shared=True)
+        else:
+            self.gather_blocks(self._shares(piece))
+
+    def gather_blocks(self, blocks: Sequence[Tensor]) -> None:
+        """Copy each place's own block, the one of its index, to all places; sizes may differ."""
+        if self.state is not None:
+            own = blocks[self.place]
+            with self._named():
+                self._algorithms.exchange_blocks("all_gather", [own], blocks, base=own, shared=True)
+
+    def broadcast(self, flat: Tensor, place: int) -> None:
+        """Copy a place's tensor to all others."""
+        if self.state is not None:
+            call = Call("broadcast", flat.dtype, flat.numel(), root=place)
+            with self._named():
+                self._algorithms.broadcast(call, flat)
+
+    def all_to_all(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
+        """Exchange a block with each place; sizes may differ."""
+        if self.state is not None:
+            with self._named():
+                self._algorithms.exchange_blocks("all_to_all", outgoing, incoming)
+        elif incoming[0].data_ptr() != outgoing[0].data_ptr():
+            incoming[0].copy_(outgoing[0])
+
+    def _shares(self, piece: Tensor) -> list[Tensor]:
+        """An owner's share for each place; those that own none have an empty one."""
+        shares = [*piece.view(self.owners, -1).unbind(0)]
+        return [*shares, *[piece[:0]] * (self.size - self.owners)]
