@@ -36,6 +36,7 @@ class Task:
     path: tuple[str, ...]
     directory: str
     environment: Mapping[str, str]
+    host: str
 
 
 @dataclass(frozen=True)

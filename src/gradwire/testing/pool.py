@@ -16,13 +16,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from gradwire.errors import DistributedError
 from gradwire.testing.channel import Channel
 
 __all__ = ["POOL", "Pool", "Worker", "close_pool", "dump_stacks", "worker_environment"]
 
+_MODULE = ("-m", "gradwire.testing.worker")
 START_SECONDS = 120.0
 """How long new workers may take to import torch."""
 
@@ -34,9 +35,13 @@ def worker_environment() -> dict[str, str]:
 
 
 class Worker:
-    """One process; its stderr goes to a file without a name, from which errors quote."""
+    """One process; its stderr goes to a file without a name, from which errors quote.
 
-    def __init__(self) -> None:
+    Args:
+        prefix: What the command that starts it begins with, for one on another host.
+    """
+
+    def __init__(self, prefix: Sequence[str] = ()) -> None:
         self._log = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
         self._relayed = 0
         ours, theirs = socket.socketpair()
@@ -47,7 +52,7 @@ class Worker:
         descriptors = (theirs.fileno(), read_end)
         try:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "gradwire.testing.worker", *map(str, descriptors)],
+                [*prefix, sys.executable, *_MODULE, *map(str, descriptors)],
                 stdin=subprocess.DEVNULL,
                 stderr=self._log,
                 pass_fds=descriptors,
@@ -124,10 +129,15 @@ _NO_STACK = "(it did not show its stack: it is stopped, or inside the kernel)"
 
 
 class Pool:
-    """Idle workers; worker i is rank i of whatever call comes next."""
+    """Idle workers; worker i is rank i of whatever call comes next.
 
-    def __init__(self) -> None:
+    Args:
+        prefix_of: The prefix of the command that starts a worker, by its number.
+    """
+
+    def __init__(self, prefix_of: Callable[[int], Sequence[str]] = lambda _: ()) -> None:
         self.lock = threading.Lock()
+        self._prefix_of = prefix_of
         self._workers: list[Worker] = []
 
     def take(self, count: int) -> list[Worker]:
@@ -141,7 +151,7 @@ class Pool:
         old = len(self._workers)
         try:
             while len(self._workers) < count:
-                self._workers.append(Worker())
+                self._workers.append(Worker(self._prefix_of(len(self._workers))))
             deadline = time.monotonic() + START_SECONDS
             for worker in self._workers[old:]:
                 worker.channel.receive(deadline)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from gradwire.errors import ArgumentError, ArgumentTypeError, NotSupportedError
 from gradwire.testing.channel import Task
+from gradwire.testing.hosts import INTERFACE, Hosts
 from gradwire.testing.pickling import dumps
 from gradwire.testing.pool import POOL, worker_environment
 from gradwire.testing.run import Run
@@ -27,6 +28,7 @@ def run_ranks(
     timeout: float = 60.0,
     args: Sequence[Any] = (),
     may_die: Collection[int] = (),
+    hosts: Sequence[int] | Hosts = (),
 ) -> list[Any]:
     """Call `fn(*args)` on `world_size` ranks, each in a process of its own; the results by rank.
 
@@ -46,6 +48,8 @@ def run_ranks(
             processes, in the first call, is not counted.
         args: Positional arguments of `fn`.
         may_die: Ranks that may end their process; the result of one that does is None.
+        hosts: How many ranks each host has: on shm, ranks of different ones share no memory then,
+            and send each other messages. Or `hosts.Hosts`, where they could not share any.
 
     Returns:
         What `fn` returned on rank 0, 1, ….
@@ -69,9 +73,14 @@ def run_ranks(
     if sys.platform != "linux":
         raise NotSupportedError(f"run_ranks works on Linux, but this is {sys.platform}")
     _check(fn, world_size, backend, timeout, may_die)
+    names, environment = _names_of(hosts, world_size), worker_environment()
+    pool = POOL
+    if isinstance(hosts, Hosts):
+        pool, names = hosts.pool, [""] * world_size
+        environment["GLOO_SOCKET_IFNAME"] = INTERFACE
     call = _pickled_call(fn, args)
-    with POOL.lock:
-        workers = POOL.take(world_size)
+    with pool.lock:
+        workers = pool.take(world_size)
         tasks = [
             Task(
                 call=call,
@@ -81,7 +90,8 @@ def run_ranks(
                 timeout=timeout,
                 path=tuple(sys.path),
                 directory=os.getcwd(),
-                environment=worker_environment(),
+                environment=environment,
+                host=names[rank],
             )
             for rank in range(world_size)
         ]
@@ -94,7 +104,7 @@ def run_ranks(
         finally:
             os.close(store)
             for worker in running.lost:
-                POOL.discard(worker)
+                pool.discard(worker)
 
 
 def _check(
@@ -125,6 +135,18 @@ def _check(
         raise ArgumentError(
             f"may_die names ranks {outside}, but world_size={world_size} has 0 to {world_size - 1}"
         )
+
+
+def _names_of(hosts: Sequence[int] | Hosts, world_size: int) -> list[str]:
+    """The name of each rank's host."""
+    ranks = hosts.ranks if isinstance(hosts, Hosts) else hosts
+    if not ranks:
+        return [""] * world_size
+    if min(ranks) < 1 or sum(ranks) != world_size:
+        raise ArgumentError(
+            f"hosts has {list(ranks)} ranks: give one or more for each host, {world_size} in all"
+        )
+    return [f"host {host}" for host, count in enumerate(ranks) for _ in range(count)]
 
 
 def _pickled_call(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:

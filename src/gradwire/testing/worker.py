@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire.errors import ArgumentTypeError
+from gradwire.shm import Options
 from gradwire.testing.channel import Channel, Idle, Raised, Returned, Task
 from gradwire.testing.pickling import load_cloudpickle
 
@@ -148,12 +149,14 @@ def _join(task: Task, store: int) -> None:
     # longer than the call may take: its error shows where a rank hangs, not a group's timeout
     timeout = timedelta(seconds=task.timeout + 30)
     shared = dist.FileStore(f"/proc/self/fd/{store}")
+    options = Options(host=task.host) if task.host else None
     dist.init_process_group(
         task.backend,
         store=shared,
         rank=task.rank,
         world_size=task.world_size,
         timeout=timeout,
+        pg_options=options,
     )
     # wait for all: a rank that fails at once would break connections that others still make
     if shared.add("joined", 1) == task.world_size:
