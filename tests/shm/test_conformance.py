@@ -12,6 +12,7 @@ import gradwire.shm
 from gradwire._torch import PYTHON_BACKENDS, is_done
 from gradwire.shm.register import member_of
 from gradwire.testing import run_ranks
+from gradwire.testing.hosts import Hosts, why_no_hosts
 
 SIZES = [0, 1, 17, 9_000, 300_001]  # with the header, and through the slots in several pieces
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
@@ -53,10 +54,10 @@ def new(count, dtype, inside):
     return gradwire.shm.empty(count, dtype=dtype) if inside else torch.empty(count, dtype=dtype)
 
 
-def reductions(inside):
+def reductions(inside, sizes=SIZES):
     rank, world = dist.get_rank(), dist.get_world_size()
     for dtype in FLOATS + INTEGERS:
-        for count in SIZES:
+        for count in sizes:
             values = [value(r, count, dtype) for r in range(world)]
             for op in (SUM, MIN, MAX):
                 expected = reduced(values, op)
@@ -97,11 +98,11 @@ def test_reduce_scatter(backend, world):
     run_ranks(scattered, world, backend=backend, timeout=20.0)
 
 
-def moved():
+def moved(sizes=SIZES):
     rank, world = dist.get_rank(), dist.get_world_size()
     more = [torch.bool, torch.complex64] if dist.get_backend() == "shm" else []
     for dtype in [*FLOATS, *INTEGERS, *more]:
-        for count in SIZES[1:]:
+        for count in sizes[1:]:
             values = [value(r, count, dtype) for r in range(world)]
             for inside in (False, True):
                 own = new(count, dtype, inside).copy_(values[rank])
@@ -379,3 +380,49 @@ def objects():
 @ON_BOTH
 def test_objects(backend, world):
     run_ranks(objects, world, backend=backend, timeout=20.0)
+
+
+BETWEEN_HOSTS = [0, 17, 100_001]  # with the header, and in pieces
+BODIES = {
+    "reductions": (reductions, (False, BETWEEN_HOSTS)),
+    "reductions of shared memory": (reductions, (True, BETWEEN_HOSTS)),
+    "reduce_scatter": (scattered, ()),
+    "movement": (moved, (BETWEEN_HOSTS,)),
+    "broadcast of a list": (streamed, ()),
+    "broadcast between places": (broadcast_between_places, ()),
+    "all_to_all": (exchanged, ()),
+    "blocks of different sizes": (listed, ()),
+    "any strides": (strided, ()),
+    "averages and bits": (averaged, ()),
+    "messages": (messages, ()),
+    "several in flight": (in_flight, ()),
+    "objects": (objects, ()),
+}
+
+
+@pytest.mark.parametrize("hosts", [(2, 2), (1, 3), (3, 2), (2, 1, 1)], ids=str)
+@pytest.mark.parametrize("body", BODIES)
+@pytest.mark.narrow(
+    {"hosts": (2, 2), "body": "several in flight"},
+    {"hosts": (1, 3), "body": "blocks of different sizes"},
+    {"hosts": (2, 1, 1), "body": "messages"},
+)
+def test_over_hosts(body, hosts):
+    function, args = BODIES[body]
+    run_ranks(function, sum(hosts), hosts=hosts, timeout=100.0, args=args)
+
+
+@pytest.mark.skipif(why_no_hosts() != "", reason=f"no hosts can be made: {why_no_hosts()}")
+@pytest.mark.wide
+@pytest.mark.parametrize("ranks", [(2, 2), (1, 3), (2, 1, 1)], ids=str)
+def test_over_hosts_that_share_no_network(ranks):
+    def teams():
+        return gradwire.shm.teams(dist.group.WORLD)
+
+    with Hosts(ranks) as hosts:
+        found = run_ranks(teams, sum(ranks), hosts=hosts)
+        assert [len(team) for team in found[0]] == list(ranks)
+        assert found == [found[0]] * sum(ranks)
+        for body in ("blocks of different sizes", "averages and bits", "messages", "objects"):
+            function, args = BODIES[body]
+            run_ranks(function, sum(ranks), hosts=hosts, timeout=100.0, args=args)

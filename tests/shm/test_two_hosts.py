@@ -1,4 +1,4 @@
-"""Two hosts, as network and mount namespaces with a cable between them: shm gives way to Gloo."""
+"""Training on two hosts, network namespaces: shared memory within each, or Gloo where none is."""
 
 from __future__ import annotations
 
@@ -8,49 +8,36 @@ from pathlib import Path
 
 import pytest
 
-NAMESPACES = ["unshare", "--user", "--net", "--mount", "--map-root-user"]
+from gradwire.testing.hosts import INTERFACE, Hosts, why_no_hosts
 
-SCRIPT = """
-set -eu
-python=$1; folder=$2; ranks=$3
-unshare --net --mount sleep 300 & other=$!
-trap 'kill $other' EXIT
-until [ "$(readlink /proc/$other/ns/net)" != "$(readlink /proc/self/ns/net)" ]; do sleep 0.05; done
-there() { nsenter --target $other --net --mount --preserve-credentials "$@"; }
-ip link set lo up
-ip link add left type veth peer name right netns $other
-ip addr add 10.83.0.1/24 dev left
-ip link set left up
-there ip link set lo up
-there ip addr add 10.83.0.2/24 dev right
-there ip link set right up
-run="-m torch.distributed.run --nnodes 2 --nproc-per-node $ranks"
-run="$run --master-addr 10.83.0.1 --master-port 29500"
-demo="-m gradwire demo --epochs 1"
-GLOO_SOCKET_IFNAME=left $python $run --node-rank 0 $demo > $folder/left 2>&1 & first=$!
-GLOO_SOCKET_IFNAME=right there $python $run --node-rank 1 $demo > $folder/right 2>&1 & second=$!
-wait $first
-wait $second
-"""
+TORCHRUN = ["-m", "torch.distributed.run", "--nnodes=2", "--master-port=29500"]
+DEMO = ["-m", "gradwire", "demo", "--epochs=1"]
 
 
-def has_namespaces() -> bool:
-    try:
-        probe = [*NAMESPACES, "ip", "link", "add", "left", "type", "veth", "peer", "name", "right"]
-        return subprocess.run(probe, capture_output=True, timeout=20).returncode == 0
-    except (FileNotFoundError, subprocess.TimeoutExpired):
-        return False
-
-
-@pytest.mark.skipif(not has_namespaces(), reason="this system allows no namespaces of one's own")
+@pytest.mark.skipif(why_no_hosts() != "", reason=f"no hosts can be made: {why_no_hosts()}")
 @pytest.mark.wide
-@pytest.mark.parametrize("ranks", ["1", "2"])  # on each host
-def test_ranks_on_two_hosts_train_on_gloo_and_say_so_once(tmp_path: Path, ranks: str) -> None:
-    command = [*NAMESPACES, "bash", "-c", SCRIPT, "two-hosts", sys.executable, str(tmp_path), ranks]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    left, right = (tmp_path / "left").read_text(), (tmp_path / "right").read_text()
-    assert done.returncode == 0, done.stderr + left + right
-    assert (left + right).count("this group runs on Gloo, not on shm") == 1
-    assert "backend  gloo" in left
-    row = next(line for line in left.splitlines() if line.startswith("parameters in all processes"))
+@pytest.mark.parametrize(("ranks", "backend"), [(1, "gloo"), (2, "shm")])
+def test_ranks_on_two_hosts_train(tmp_path: Path, ranks: int, backend: str) -> None:
+    logs = [tmp_path / "first", tmp_path / "second"]
+    with Hosts([ranks, ranks]) as hosts:
+        common = [f"--nproc-per-node={ranks}", f"--master-addr={hosts.address(0)}"]
+        nodes = []
+        for host, log in enumerate(logs):
+            there = [*hosts.command(host), "env", f"GLOO_SOCKET_IFNAME={INTERFACE}"]
+            command = [*TORCHRUN, *common, f"--node-rank={host}", *DEMO]
+            with log.open("w") as out:
+                nodes.append(
+                    subprocess.Popen([*there, sys.executable, *command], stdout=out, stderr=out)
+                )
+        try:
+            codes = [node.wait(110) for node in nodes]
+        finally:
+            for node in nodes:
+                node.terminate()  # not killed: torchrun ends its ranks
+                node.wait()
+    text = "".join(log.read_text() for log in logs)
+    assert codes == [0, 0], text
+    assert text.count("this group runs on Gloo, not on shm") == (backend == "gloo")
+    assert f"backend  {backend}" in logs[0].read_text()
+    row = next(line for line in text.splitlines() if line.startswith("parameters in all processes"))
     assert row.split()[4] == "equal"

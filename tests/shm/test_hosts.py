@@ -1,0 +1,455 @@
+"""Groups over several hosts: what the operations of one host, in test_conformance, do not show."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
+
+import gradwire
+import gradwire.shm
+from gradwire import collectives
+from gradwire.ddp import DistributedDataParallel
+from gradwire.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    BrokenGroupError,
+    CollectiveTimeoutError,
+    DistributedError,
+    MismatchError,
+    PeerFailedError,
+    PeerLostError,
+)
+from gradwire.shm import Options
+from gradwire.shm.register import member_of
+from gradwire.testing import run_ranks
+
+TWO = (2, 2)
+SOON_S = 5.0  # far below the group's timeout: a machine may be busy
+
+
+class Counting:
+    """An engine that counts the bytes it sends to each rank."""
+
+    def __init__(self, *args):
+        self.inner, self.sent = dist.ProcessGroupGloo(*args), {}
+
+    def send(self, tensors, dst, tag):
+        self.sent[dst] = self.sent.get(dst, 0) + tensors[0].nbytes
+        return self.inner.send(tensors, dst, tag)
+
+    def recv(self, tensors, src, tag):
+        return self.inner.recv(tensors, src, tag)
+
+
+def names(hosts):
+    return [f"host {host}" for host, count in enumerate(hosts) for _ in range(count)]
+
+
+def counted(hosts, call, count):
+    """The bytes that leave this rank's host in a call."""
+    engines = []
+
+    def engine(*args):
+        engines.append(Counting(*args))
+        return engines[0]
+
+    options = Options(host=names(hosts)[dist.get_rank()], engine=engine)
+    group = dist.new_group(backend="shm", pg_options=options)
+    dist.barrier(group)
+    engines[0].sent.clear()
+    x = torch.ones(count)
+    call(x, group)
+    team = next(t for t in gradwire.shm.teams(group) if dist.get_rank() in t)
+    assert not engines[0].sent.keys() & set(team)
+    mine = torch.zeros(dist.get_world_size())
+    mine[dist.get_rank()] = sum(engines[0].sent.values())
+    dist.all_reduce(mine, group=group)
+    total = mine[list(team)].sum().item()
+    dist.destroy_process_group(group)
+    return total
+
+
+def gathered(x, group):
+    parts = torch.empty(dist.get_world_size() * x.numel())
+    dist.all_gather_into_tensor(parts, x, group=group)
+
+
+def scattered(x, group):
+    dist.reduce_scatter_tensor(torch.empty(x.numel() // dist.get_world_size()), x, group=group)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize(
+    ("call", "hosts", "bytes_a_byte"),
+    [
+        (lambda x, group: dist.all_reduce(x, group=group), (2, 2), 1.0),
+        (lambda x, group: dist.all_reduce(x, group=group), (1, 3), 1.0),
+        (lambda x, group: dist.all_reduce(x, group=group), (2, 1, 1), 4 / 3),
+        (scattered, (2, 2), 0.5),
+        (scattered, (1, 1, 2), None),
+        (gathered, (2, 2), 2.0),  # each host has two ranks' blocks for the other
+    ],
+)
+@pytest.mark.narrow({"hosts": (2, 2), "bytes_a_byte": 1.0})
+def test_no_more_bytes_leave_a_host_than_must(call, hosts, bytes_a_byte):
+    count = 600_000
+    sent = run_ranks(counted, sum(hosts), args=(hosts, call, count), backend="gloo")
+    if bytes_a_byte is None:  # to each other host, what its ranks get
+        ranks = names(hosts)
+        expected = [(sum(hosts) - ranks.count(own)) / sum(hosts) for own in ranks]
+    else:
+        expected = [bytes_a_byte] * sum(hosts)
+    for taken, wanted in zip(sent, expected, strict=True):
+        assert wanted <= taken / (4 * count) <= wanted + 0.01
+
+
+def reduce_for_ever(x):
+    while True:
+        dist.all_reduce(x)
+
+
+def dying(dead, count, within):
+    x = torch.ones(count)
+    dist.all_reduce(x)
+    dist.barrier()
+    if dist.get_rank() == dead:
+        if within:
+            delay = random.Random(dead).random() / 20
+            threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
+            reduce_for_ever(x)
+        os.kill(os.getpid(), signal.SIGKILL)
+    started = time.monotonic()
+    with pytest.raises(PeerLostError):
+        reduce_for_ever(x)
+    taken = time.monotonic() - started
+    with pytest.raises(BrokenGroupError):
+        dist.all_reduce(x)
+    dist.destroy_process_group()
+    return taken
+
+
+@pytest.mark.parametrize("hosts", [(2, 2), (1, 3), (2, 1, 1)], ids=str)
+@pytest.mark.parametrize("dead", [0, 1, 2, 3])
+@pytest.mark.parametrize(("count", "within"), [(3, False), (1_000_000, True)])
+@pytest.mark.narrow({"hosts": (2, 2), "dead": 1, "within": True})
+def test_a_death_is_noticed_on_every_host(hosts, dead, count, within):
+    taken = run_ranks(dying, 4, hosts=hosts, args=(dead, count, within), may_die=[dead])
+    assert max(seconds for seconds in taken if seconds is not None) < SOON_S
+
+
+def leaving():
+    if dist.get_rank() == 3:
+        dist.destroy_process_group()
+        return "left"
+    with pytest.raises(PeerLostError):
+        dist.all_reduce(torch.ones(100_000))
+    return "told"
+
+
+@pytest.mark.wide
+def test_a_rank_that_leaves_is_noticed_on_every_host():
+    assert run_ranks(leaving, 4, hosts=TWO) == ["told"] * 3 + ["left"]
+
+
+def late():
+    group = dist.new_group(
+        backend="shm",
+        timeout=timedelta(seconds=0.5),
+        pg_options=Options(host=names(TWO)[dist.get_rank()]),
+    )
+    if dist.get_rank() == 3:
+        return "late"
+    with pytest.raises(DistributedError) as caught:
+        dist.all_reduce(torch.ones(100_000), group=group)
+    return type(caught.value)
+
+
+@pytest.mark.wide
+def test_a_rank_that_takes_no_part_is_a_timeout():
+    *found, _ = run_ranks(late, 4, backend="gloo", args=())
+    assert set(found) <= {CollectiveTimeoutError, PeerLostError}
+    assert CollectiveTimeoutError in found
+
+
+def disagreeing(call):
+    rank = dist.get_rank()
+    with pytest.raises(MismatchError) as caught:
+        call(rank)
+    x = torch.full((5_000,), float(rank))
+    dist.all_reduce(x)  # nothing moved: the group can be used
+    assert x.unique().tolist() == [6.0]
+    return str(caught.value)
+
+
+CALLS = {
+    "another size on one host": lambda r: dist.all_reduce(torch.ones(900_000 + (r > 1))),
+    "another size on one rank": lambda r: dist.all_reduce(torch.ones(2 + (r == 3))),
+    "another dtype": lambda r: dist.all_reduce(
+        torch.ones(9, dtype=[torch.int32, torch.int64][r % 2])
+    ),
+    "another root": lambda r: dist.broadcast(torch.ones(90_000), r // 2),
+    "another collective": lambda r: (
+        dist.barrier() if r == 2 else dist.all_reduce(torch.ones(90_000))
+    ),
+    "tables": lambda r: dist.all_to_all(
+        [torch.empty(2) for _ in range(4)], [torch.empty(2 + (r == 1)) for _ in range(4)]
+    ),
+}
+
+
+@pytest.mark.parametrize("what", CALLS)
+@pytest.mark.narrow({"what": ["another size on one host", "tables"]})
+def test_ranks_that_disagree_raise_the_same_on_all(what):
+    messages = run_ranks(disagreeing, 4, hosts=TWO, args=(CALLS[what],))
+    assert len(set(messages)) == 1
+    assert "rank 3" in messages[0] or "rank 1" in messages[0]
+
+
+def checked():
+    rank = dist.get_rank()
+    with pytest.raises(MismatchError, match="rank 3"):
+        collectives.all_gather(torch.ones(2, 3 + (rank == 3)), dim=0)
+    return collectives.all_reduce(torch.ones(2)).tolist()
+
+
+def test_checks_of_collectives():
+    assert run_ranks(checked, 4, hosts=TWO) == [[4.0, 4.0]] * 4
+
+
+def rounded():
+    """Each host's sum and the result are rounded, and nothing else."""
+    mine = [1.0, 3 * 2.0**-10, 3 * 2.0**-10, 2.0**-9][dist.get_rank()]
+    x = torch.full((50_000,), mine, dtype=torch.bfloat16)
+    dist.all_reduce(x)
+    x, y = x.unique(), torch.full((50_000,), 60_000.0, dtype=torch.float16)
+    dist.all_reduce(y, dist.ReduceOp.AVG)  # its sum would overflow
+    return x.tolist(), y.unique().tolist()
+
+
+def test_halves_are_rounded_twice():
+    host = torch.tensor(1 + 3 * 2.0**-9).bfloat16()  # rounded after each addition, it would be 1
+    expected = (host.float() + 2.0**-9).bfloat16().item()
+    assert expected > 1.0
+    assert run_ranks(rounded, 4, hosts=(3, 1)) == [([expected], [60_000.0])] * 4
+
+
+def random_sums(count):
+    torch.manual_seed(dist.get_rank())
+    x = torch.randn(count)
+    total = x.clone()
+    dist.all_reduce(total)
+    return x, total
+
+
+@pytest.mark.parametrize("hosts", [(2, 2), (1, 3), (2, 1, 2)], ids=str)
+@pytest.mark.narrow({"hosts": (1, 3)})
+def test_all_ranks_get_the_same_bits(hosts):
+    for count in (40, 700, 50_000, 1_000_003):
+        results = run_ranks(random_sums, sum(hosts), hosts=hosts, args=(count,))
+        expected = torch.stack([x for x, _ in results]).double().sum(0)
+        for _, total in results:
+            assert torch.equal(total, results[0][1])
+            torch.testing.assert_close(total.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def subgrouped():
+    rank = dist.get_rank()
+    options = Options(host=names(TWO)[rank])
+    across = [
+        dist.new_group(ranks, backend="shm", pg_options=options) for ranks in ([0, 2], [1, 3])
+    ]
+    within = [
+        dist.new_group(ranks, backend="shm", pg_options=options) for ranks in ([0, 1], [2, 3])
+    ]
+    three = dist.new_group([3, 0, 1], backend="shm", pg_options=options)
+    sums = []
+    for group in (across[rank % 2], within[rank // 2], *([three] if rank != 2 else [])):
+        x = torch.full((90_000,), float(rank))
+        dist.all_reduce(x, group=group)
+        sums.append((x[0].item(), gradwire.shm.shares_memory(group)))
+    dist.barrier()
+    return sums
+
+
+def test_groups_of_some_of_the_ranks():
+    results = run_ranks(subgrouped, 4, hosts=TWO)
+    assert results == [
+        [(2.0, False), (1.0, True), (4.0, True)],
+        [(4.0, False), (1.0, True), (4.0, True)],
+        [(2.0, False), (5.0, True)],
+        [(4.0, False), (5.0, True), (4.0, True)],
+    ]
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(30, 400), nn.ReLU(), nn.Linear(400, 400), nn.Linear(400, 3))
+
+
+def trained(wrapper):
+    torch.manual_seed(1)
+    inputs = torch.randn(8, 30)
+    alone = network()
+    alone(inputs).square().mean().backward()
+    module = wrapper(network())
+    for _ in range(3):
+        module.zero_grad()
+        module(inputs.chunk(4)[dist.get_rank()]).square().mean().backward()
+    for a, b in zip(module.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=1e-6)
+    return [p.grad.clone() for p in module.parameters()]
+
+
+def sharded(model):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    return fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
+
+
+def trained_in_shards():
+    torch.manual_seed(1)
+    inputs = torch.randn(8, 30)
+    alone, module = network(), sharded(network())
+    alone(inputs).square().mean().backward()
+    module(inputs.chunk(4)[dist.get_rank()]).square().mean().backward()
+    for a, b in zip(module.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(a.grad.full_tensor(), b.grad, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("wrapper", [DistributedDataParallel, TorchDistributedDataParallel])
+@pytest.mark.narrow({"wrapper": DistributedDataParallel})
+def test_data_parallel_training(wrapper):
+    first, *others = run_ranks(trained, 4, hosts=TWO, args=(wrapper,))
+    for gradients in others:
+        assert all(map(torch.equal, first, gradients))
+
+
+@pytest.mark.wide
+def test_fully_sharded_training():
+    run_ranks(trained_in_shards, 4, hosts=TWO)
+
+
+def functional():
+    from torch.distributed import _functional_collectives as funcol
+
+    rank = dist.get_rank()
+    x = torch.full((4, 3), float(rank))
+    total = funcol.all_reduce(x, "sum", dist.group.WORLD)
+    parts = funcol.all_gather_tensor(x, 0, dist.group.WORLD)
+    mine = funcol.reduce_scatter_tensor(x, "sum", 0, dist.group.WORLD)
+    assert total.tolist() == [[6.0] * 3] * 4
+    assert parts[::4, 0].tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert mine.tolist() == [[6.0] * 3]
+
+
+@pytest.mark.wide
+def test_functional_collectives():
+    run_ranks(functional, 4, hosts=TWO)
+
+
+def backward_twice(module):
+    """Where all buckets were reduced before another rank's error, the second raises it."""
+    for _ in range(2):
+        module(torch.randn(2, 30)).sum().backward()
+
+
+def failing_in_backward():
+    rank = dist.get_rank()
+    module = DistributedDataParallel(network())
+
+    def fail(_):
+        raise RuntimeError("mine")
+
+    handle = module.module[0].weight.register_hook(fail) if rank == 2 else None
+    with pytest.raises(RuntimeError) as caught:
+        backward_twice(module)
+    if handle is not None:
+        handle.remove()
+    module.zero_grad()
+    module(torch.ones(2, 30)).sum().backward()
+    return caught.type is PeerFailedError, module.module[0].weight.grad.sum().item()
+
+
+def test_an_error_in_backward_is_told_to_every_host():
+    results = run_ranks(failing_in_backward, 4, hosts=TWO)
+    assert [told for told, _ in results] == [True, True, False, True]
+    assert len({total for _, total in results}) == 1
+
+
+def wrong():
+    with pytest.raises(ArgumentTypeError, match="pg_options"):
+        dist.new_group(backend="shm", pg_options="host")
+    return True
+
+
+def test_options_that_cannot_be_used():
+    with pytest.raises(ArgumentTypeError, match="engine is 3"):
+        Options(engine=3)
+    with pytest.raises(ArgumentTypeError, match="host is 3"):
+        Options(host=3)
+    assert run_ranks(wrong, 1)
+    with pytest.raises(ArgumentError, match=r"hosts has \[2, 1\]"):
+        run_ranks(wrong, 4, hosts=(2, 1))
+
+
+def wrong_messages():
+    x = torch.ones(3)
+    with pytest.raises(ArgumentError, match="tag is -1"):
+        dist.group.WORLD.send([x], 1 - dist.get_rank() % 2, -1)
+    with pytest.raises(ArgumentError, match="dst is rank"):
+        member_of(dist.group.WORLD).send([x], dist.get_rank(), 0)
+
+
+def test_messages_that_cannot_be_sent():
+    run_ranks(wrong_messages, 3, hosts=(2, 1))
+
+
+AT_EXIT = """
+import os, sys, torch, torch.distributed as dist, gradwire.shm
+rank = int(os.environ["RANK"])
+options = gradwire.shm.Options(host=f"host {rank // 2}")
+dist.init_process_group("shm", pg_options=options)
+x = torch.full((100_000,), 1.0)
+dist.all_reduce(x)
+work = dist.all_reduce(x, async_op=True)
+work.wait()
+print(rank, x[0].item())
+"""
+
+
+@pytest.mark.wide
+def test_processes_may_end_without_leaving(run):
+    done = run(AT_EXIT, ranks=4)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.split()) == sorted(["0", "1", "2", "3"] + ["16.0"] * 4)
+
+
+def left_behind():
+    def open_now():
+        return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+    options = Options(host=names(TWO)[dist.get_rank()])
+    counts = []
+    for _ in range(3):
+        group = dist.new_group(backend="shm", pg_options=options)
+        dist.all_reduce(torch.ones(100_000), group=group)
+        dist.destroy_process_group(group)
+        del group
+        dist.barrier()
+        counts.append(open_now())
+    return counts[1] == counts[2]
+
+
+def test_nothing_is_left_behind():
+    assert all(run_ranks(left_behind, 4, backend="gloo"))
