@@ -20,6 +20,8 @@ from benchmarks import (
     devices_gpu,
     differentiable,
     hooks,
+    links,
+    loss,
     mpi,
     overhead,
 )
@@ -28,6 +30,7 @@ from benchmarks.options import OWN_WORLDS, Options
 from benchmarks.report import conditions, figures, terminal
 from benchmarks.results import Result
 from benchmarks.tables import PAGES, PLOT, RESULTS, rewritten
+from gradwire.testing.hosts import why_no_hosts
 
 BENCHMARKS: dict[str, Benchmark[Any]] = {
     benchmark.name: benchmark
@@ -39,6 +42,8 @@ BENCHMARKS: dict[str, Benchmark[Any]] = {
         devices_gpu.BENCHMARK,
         differentiable.BENCHMARK,
         hooks.BENCHMARK,
+        links.BENCHMARK,
+        loss.BENCHMARK,
         mpi.BENCHMARK,
         overhead.BENCHMARK,
     )
@@ -93,6 +98,11 @@ def _command(benchmark: Benchmark[Any]) -> click.Command:
         chosen = benchmark
         if benchmark.one_process:
             options["world_size"] = 1
+        if benchmark.over_hosts:
+            options |= {"world_size": sum(options["hosts"]), "backend": "shm"}
+            if reason := why_no_hosts():
+                click.echo(f"skipped: {reason}")
+                return
         if options.pop("all", False) and benchmark.in_full:
             chosen, options["world_size"] = benchmark.in_full, OWN_WORLDS
         result = chosen.run(Options(**options))
@@ -103,7 +113,11 @@ def _command(benchmark: Benchmark[Any]) -> click.Command:
         if chosen.verdict:
             console.print(chosen.verdict(result.cases))
 
-    if not benchmark.one_process:
+    if benchmark.over_hosts:
+        command = click.option(
+            "--hosts", default="2,2", callback=_hosts, help="How many ranks each host has."
+        )(command)
+    elif not benchmark.one_process:
         for option in (
             click.option("--world-size", default=2, type=click.IntRange(min=2), help="Processes."),
             click.option(
@@ -126,6 +140,13 @@ def _writable(_context: click.Context, _parameter: click.Parameter, value: Path 
     if value and not value.absolute().parent.is_dir():
         raise click.BadParameter(f"there is no directory {value.absolute().parent}")
     return value
+
+
+def _hosts(_context: click.Context, _parameter: click.Parameter, value: str) -> list[int]:
+    ranks = [int(part) if part.isdecimal() else 0 for part in value.split(",")]
+    if len(ranks) < 2 or min(ranks) < 1:
+        raise click.BadParameter(f"{value!r}: give numbers such as 2,2, one for each host")
+    return ranks
 
 
 def _cpu_backend(_context: click.Context, _parameter: click.Parameter, value: str) -> str:

@@ -43,6 +43,7 @@ class Benchmark(Generic[C]):
         measure: Launches the ranks and measures these cases.
         rounds: How many, unless the user says otherwise.
         one_process: Whether it runs in a single process that uses all cores.
+        over_hosts: Whether its ranks are on several hosts, which are made for it.
         verdict: What the results amount to, in a sentence under the table.
         in_full: What the command's `--all` runs instead, each case with its own number of ranks.
     """
@@ -53,6 +54,7 @@ class Benchmark(Generic[C]):
     measure: Callable[[Sequence[C], Options], list[CaseResult]]
     rounds: int
     one_process: bool = False
+    over_hosts: bool = False
     verdict: Callable[[Sequence[CaseResult]], str] | None = None
     in_full: Benchmark[Any] | None = None
 

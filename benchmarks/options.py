@@ -15,7 +15,8 @@ OWN_WORLDS = 0
 class Options:
     """The command's options, as they are kept beside the figures; `only` empty means all cases.
 
-    `busy` processes compute meanwhile.
+    `busy` processes compute meanwhile. `hosts` has the number of ranks on each, where there are
+    several.
     """
 
     rounds: int
@@ -23,3 +24,4 @@ class Options:
     world_size: int = 2
     only: Sequence[str] = ()
     busy: int = 0
+    hosts: Sequence[int] = ()

@@ -41,7 +41,7 @@ def figures(result: Result) -> Rows:
         for case in result.cases
         for measure in case.measures
     ]
-    for name in dict.fromkeys(measure.name for measure in measures):
+    for name in dict.fromkeys(measure.name for measure in measures if measure.ratios):
         by_peer = {s.peer: s.geometric_mean for s in result.summary if s.measure == name}
         ratios = [f"{mean:.3f}" if (mean := by_peer.get(peer)) else "" for peer in peers]
         rows.append(["geometric mean", name, *("" for _ in contenders), *ratios])
@@ -80,6 +80,8 @@ def conditions(result: Result) -> str:
     """When, where and how the figures were taken, in one sentence."""
     host, options = result.host, result.options
     ranks = f"{options.world_size or 'several'} ranks on {options.backend}"
+    if options.hosts:
+        ranks = f"{' + '.join(map(str, options.hosts))} ranks on {len(options.hosts)} hosts"
     if options.busy:
         ranks += f" beside {options.busy} busy process{'es' if options.busy > 1 else ''}"
     return (
