@@ -162,11 +162,8 @@ def test_a_rank_that_leaves_is_noticed_on_every_host():
 
 
 def late():
-    group = dist.new_group(
-        backend="shm",
-        timeout=timedelta(seconds=0.5),
-        pg_options=Options(host=names(TWO)[dist.get_rank()]),
-    )
+    group = dist.new_group(backend="shm", pg_options=Options(host=names(TWO)[dist.get_rank()]))
+    member_of(group).set_timeout(timedelta(seconds=0.5))
     if dist.get_rank() == 3:
         return "late"
     with pytest.raises(DistributedError) as caught:
@@ -176,9 +173,9 @@ def late():
 
 @pytest.mark.wide
 def test_a_rank_that_takes_no_part_is_a_timeout():
-    *found, _ = run_ranks(late, 4, backend="gloo", args=())
-    assert set(found) <= {CollectiveTimeoutError, PeerLostError}
-    assert CollectiveTimeoutError in found
+    *found, _ = run_ranks(late, 4, backend="gloo")
+    assert CollectiveTimeoutError in found  # the others may hear of it before their own time is over
+    assert set(found) <= {CollectiveTimeoutError, PeerLostError, PeerFailedError}
 
 
 def disagreeing(call):
