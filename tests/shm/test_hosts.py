@@ -174,7 +174,7 @@ def late():
 @pytest.mark.wide
 def test_a_rank_that_takes_no_part_is_a_timeout():
     *found, _ = run_ranks(late, 4, backend="gloo")
-    assert CollectiveTimeoutError in found  # the others may hear of it before their own time is over
+    assert CollectiveTimeoutError in found  # others may hear of it before their time is over
     assert set(found) <= {CollectiveTimeoutError, PeerLostError, PeerFailedError}
 
 
