@@ -30,7 +30,7 @@ from benchmarks.stats import Spread, scaled, spread
 from gradwire.testing import run_ranks
 from gradwire.testing.hosts import Hosts
 
-__all__ = ["BENCHMARK", "Case", "Task", "measure"]
+__all__ = ["BENCHMARK", "Batches", "Case", "Task", "measure"]
 
 SECONDS = 3600.0
 
@@ -165,7 +165,7 @@ def _train(task: Task, name: str, seed: int, groups: Groups) -> tuple[float, flo
     """Steps until the loss, and the loss at the end; equal on all ranks."""
     network = task.network(seed)
     step = METHODS[name].make(network, groups)
-    batches, held_out = _Batches(task, seed), corpus().held_out(64, task.length)
+    batches, held_out = Batches(task, seed), corpus().held_out(64, task.length)
     reached, loss = math.inf, math.inf
     for number in range(1, task.steps + 1):
         step(batches.next())
@@ -179,7 +179,7 @@ def _train(task: Task, name: str, seed: int, groups: Groups) -> tuple[float, flo
     return reached, loss
 
 
-class _Batches:
+class Batches:
     """This rank's batches of a seed."""
 
     def __init__(self, task: Task, seed: int) -> None:
@@ -197,7 +197,7 @@ def _time_steps(
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
     """Seconds of a step in each round, and bytes each way and host of a step, by method."""
     groups = Groups.make(hosts)
-    batch = _Batches(task, 0).next()
+    batch = Batches(task, 0).next()
     cycles, passed = {}, {}
     for name in methods:
         method = METHODS[name]

@@ -5,6 +5,7 @@ To add one, add it to `METHODS`.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +22,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
 )
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
-from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
 from gradwire import hooks
@@ -112,6 +112,10 @@ def _torch_power_sgd(module: nn.Module, groups: Groups) -> Step:
 
 
 def _torch_post_local_sgd(module: nn.Module, groups: Groups) -> Step:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch.jit, which its import uses
+        from torch.distributed.optim import PostLocalSGDOptimizer
+
     wrapped = TorchDistributedDataParallel(module, process_group=groups.flat)
     state = PostLocalSGDState(groups.flat, groups.host, start_localSGD_iter=_WARMUP)
     wrapped.register_comm_hook(state, post_localSGD_hook)

@@ -14,18 +14,32 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from benchmarks import all_collectives, broadcast, collectives, ddp, models, report, shapes
+from benchmarks import (
+    all_collectives,
+    broadcast,
+    collectives,
+    ddp,
+    links,
+    loss,
+    models,
+    report,
+    shapes,
+)
 from benchmarks.__main__ import main
 from benchmarks.launch import launch
+from benchmarks.methods import METHODS, Groups
 from benchmarks.options import Options
+from benchmarks.report import conditions
 from benchmarks.results import CaseResult, Measure, Result
 from benchmarks.training import Case, Training, wrappers
 from click.testing import CliRunner
 
 from gradwire.cli.launch import RankFailure
 from gradwire.testing import run_ranks
+from gradwire.testing.hosts import why_no_hosts
 
 ROOT = Path(__file__).parents[2]
+needs_hosts = pytest.mark.skipif(why_no_hosts() != "", reason=f"no hosts: {why_no_hosts()}")
 OPTIONS = Options(rounds=2)
 ON_SHM = Options(rounds=2, backend="shm")
 TINY = Case("tiny", partial(models.linear_layers, layers=3, width=4), (2, 4), "any")
@@ -264,3 +278,61 @@ def group_exists(group: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+@needs_hosts
+@pytest.mark.wide
+def test_links_from_end_to_end(tmp_path: Path) -> None:
+    options = Options(rounds=2, backend="shm", world_size=4, hosts=[2, 2])
+    cases = [links.Case("limited", 40_000, 1e9), links.Case("unlimited", 400_000, None, slower=9)]
+    results = links.measure(cases, options)
+    assert [case.rounds for case in results] == [3, 3]
+    for case in results:
+        check_figures(case)
+        *_, passed = case.measures
+        assert 100 < passed.contenders["gradwire"].median < passed.contenders["Gloo"].median
+    assert [measure.unit for measure in results[0].measures][1] == "% of the link's limit"
+    Result.of("links", options, results).write(tmp_path / "links.json")
+    assert "2 + 2 ranks on 2 hosts" in conditions(Result.read(tmp_path / "links.json"))
+
+
+@needs_hosts
+@pytest.mark.wide
+def test_loss_from_end_to_end() -> None:
+    options = Options(rounds=2, backend="shm", world_size=2, hosts=[1, 1])
+    task = loss.Task(layers=1, width=16, steps=20, every=5, loss=4.7, seeds=(0, 1))
+    methods = ("torch", "torch post-local SGD", "gradwire", "gradwire fp16")
+    (case,) = loss.measure([loss.Case("any", None, task=task, methods=methods)], options)
+    check_figures(case)
+    by_name = {measure.name: measure for measure in case.measures}
+    steps = by_name["steps to the loss"].contenders
+    assert steps["torch"] == steps["gradwire"]  # the same gradients, but for rounding
+    assert by_name["as fast as torch"].contenders["torch"].median == 1
+    passed = by_name["bytes each way, host and step"].contenders
+    assert passed["gradwire fp16"].median < passed["gradwire"].median
+
+
+@pytest.mark.wide
+def test_every_method_keeps_ranks_equal() -> None:
+    """After a whole cycle, all ranks have the same parameters."""
+
+    def train(name: str) -> list[torch.Tensor]:
+        task = loss.Task(layers=1, width=16)
+        network = task.network(0)
+        method = METHODS[name]
+        step = method.make(network, Groups.make((1, 1)))
+        batches = loss.Batches(task, 0)
+        for _ in range(method.begins + 2 * method.cycle):
+            step(batches.next())
+        return [parameter.detach().clone() for parameter in network.parameters()]
+
+    for name in METHODS:
+        first, second = run_ranks(train, 2, args=(name,))
+        if name != "torch post-local SGD":  # which counts its steps from elsewhere
+            assert all(map(torch.equal, first, second)), name
+
+
+def test_hosts_are_given_as_numbers() -> None:
+    done = CliRunner().invoke(main, ["links", "--hosts", "2"])
+    assert done.exit_code == 2
+    assert "give numbers such as 2,2" in done.output
