@@ -52,9 +52,9 @@ class Task:
     width: int = 192
     passages: int = 4
     length: int = 32
-    steps: int = 600
+    steps: int = 300
     every: int = 10
-    loss: float = 2.2
+    loss: float = 2.4
     seeds: tuple[int, ...] = (0, 1, 2)
 
     def network(self, seed: int) -> Language:
