@@ -9,7 +9,6 @@ is short enough is done with that: each rank reduces or picks from the rows itse
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -157,7 +156,7 @@ class Context:
         """
         row = torch.zeros(_ROW_BYTES, dtype=torch.uint8)
         header = bytearray(_HEADER_BYTES)
-        described = replace(call, sends=(), receives=())
+        described = call._replace(sends=(), receives=())
         write(memoryview(header), described, Location(INLINE), self._mark)
         self._mark = 0
         row[:_HEADER_BYTES] = torch.frombuffer(header, dtype=torch.uint8)
@@ -183,7 +182,7 @@ class Context:
         headers = []
         for each in tables:
             buffer = memoryview(bytearray(header_bytes(size)))
-            its_call = replace(call, sends=tuple(each[:size]), receives=tuple(each[size:]))
+            its_call = call._replace(sends=tuple(each[:size]), receives=tuple(each[size:]))
             write(buffer, its_call, Location(INLINE), 0)
             headers.append(buffer)
         check_consistent(headers, self.rank, tables=True)
