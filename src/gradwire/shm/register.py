@@ -19,7 +19,7 @@ from torch.distributed import PrefixStore, ProcessGroup, Store
 from torch.distributed.distributed_c10d import BarrierOptions
 
 import gradwire_autoload
-from gradwire._torch import PYTHON_BACKENDS, wants_reconfigure
+from gradwire._torch import PYTHON_BACKENDS, BackendBase, wants_reconfigure
 from gradwire.errors import ArgumentError, ArgumentTypeError, DistributedError
 from gradwire.shm.hierarchy.context import Context
 from gradwire.shm.hierarchy.engine import Transport
@@ -184,6 +184,8 @@ def create_backend(options: Any, given: object) -> Any:
     Raises:
         ArgumentTypeError: These are not `gradwire.shm.Options`.
     """
+    if isinstance(given, BackendBase.Options):
+        given = None  # of Gloo, in a program that GRADWIRE_BACKEND moves to shm, or of torch itself
     if given is not None and not isinstance(given, Options):
         raise ArgumentTypeError(
             f"pg_options is {given!r}: for shm, pass gradwire.shm.Options, or leave it out"
@@ -205,7 +207,7 @@ def make_backend(
         group = _form_group(store, rank, size, timeout, options or Options())
         if group is not None:
             return group
-        reason = "its ranks are on as many hosts, or in containers that cannot reach each other"
+        reason = "each rank is on a host of its own, or in a container that others cannot reach"
     else:
         reason = "a rank's system lacks what it needs (Linux with glibc 2.30)"
     if rank == 0:

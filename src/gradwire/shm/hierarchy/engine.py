@@ -7,6 +7,7 @@ own (dtypes, uneven sizes, the order of additions), and messages alone can be po
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Protocol
@@ -26,6 +27,7 @@ USER_TAGS = 8
 """Tags below are those of collectives; a caller's tag is that much higher on the engine."""
 _MAX_TAG = 2**31 - 1 - USER_TAGS
 _FAILED = "failed"
+_STORE_SECONDS = 0.5
 _KINDS: dict[str, type[DistributedError]] = {
     kind.__name__: kind for kind in (PeerLostError, PeerFailedError, CollectiveTimeoutError)
 }
@@ -129,12 +131,17 @@ class Transport:
         """The error of a transfer: the group's first failure, if there is one to be known."""
         if isinstance(error, DistributedError):
             return error
-        timed_out = deadline.over()
-        with contextlib.suppress(Exception):  # the store may be what was lost
-            if not timed_out and self._store.check([_FAILED]):
-                kind, _, text = self._store.get(_FAILED).decode(errors="replace").partition(": ")
-                return _KINDS.get(kind, PeerFailedError)(text)
+        timed_out, reasons = deadline.over(), list[bytes]()
+        if not timed_out:
+            _try(lambda: reasons.append(self._first_failure()))
+        if reasons and reasons[0]:
+            kind, _, text = reasons[0].decode(errors="replace").partition(": ")
+            return _KINDS.get(kind, PeerFailedError)(text)
         return backend_failure(error, f"a message from or to {peer}", timed_out=timed_out)
+
+    def _first_failure(self) -> bytes:
+        """What the first rank that failed left in the store; empty if none has."""
+        return self._store.get(_FAILED) if self._store.check([_FAILED]) else b""
 
     def report_failure(self, reason: BaseException) -> None:
         """Leave the reason for the others, and end the connections: nobody then waits for this."""
@@ -143,10 +150,13 @@ class Transport:
         name = type(reason).__name__
         kind = name if name in _KINDS else PeerFailedError.__name__
         text = f"{kind}: an operation failed on rank {self._rank}: {name}: {reason}"
-        with contextlib.suppress(Exception):
+
+        def leave() -> None:
             # of several, any is a true one; a FileStore cannot compare and set what is not there
-            if not self._store.check([_FAILED]):
+            if not self._first_failure():
                 self._store.set(_FAILED, text)
+
+        _try(leave)
         self.cut()
 
     def cut(self) -> None:
@@ -171,6 +181,18 @@ class Transport:
     def close(self) -> None:
         """Give the engine up: its connections end with its last handle."""
         self._cut, self._engine = True, _Closed()
+
+
+def _try(call: Callable[[], None]) -> None:
+    """Ask the store, which may be what was lost: its answer is not waited for without end."""
+
+    def quietly() -> None:
+        with contextlib.suppress(Exception):
+            call()
+
+    asking = threading.Thread(target=quietly, name="gradwire-hosts-store", daemon=True)
+    asking.start()
+    asking.join(_STORE_SECONDS)
 
 
 class _Closed:
