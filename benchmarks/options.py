@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 __all__ = ["OWN_WORLDS", "Options"]
 
@@ -24,4 +24,4 @@ class Options:
     world_size: int = 2
     only: Sequence[str] = ()
     busy: int = 0
-    hosts: Sequence[int] = ()
+    hosts: Sequence[int] = field(default_factory=list)
