@@ -32,6 +32,7 @@ from gradwire.errors import (
 from gradwire.shm import Options
 from gradwire.shm.register import member_of
 from gradwire.testing import run_ranks
+from gradwire.testing.hosts import Hosts, why_no_hosts
 
 TWO = (2, 2)
 SOON_S = 5.0  # far below the group's timeout: a machine may be busy
@@ -145,6 +146,22 @@ def dying(dead, count, within):
 def test_a_death_is_noticed_on_every_host(hosts, dead, count, within):
     taken = run_ranks(dying, 4, hosts=hosts, args=(dead, count, within), may_die=[dead])
     assert max(seconds for seconds in taken if seconds is not None) < SOON_S
+
+
+def teams():
+    return gradwire.shm.teams(dist.group.WORLD)
+
+
+@pytest.mark.skipif(why_no_hosts() != "", reason=f"no hosts can be made: {why_no_hosts()}")
+@pytest.mark.wide
+def test_a_death_is_noticed_over_cables():
+    with Hosts(TWO) as hosts:
+        for dead in (0, 3):
+            args = (dead, 1_000_000, True)
+            taken = run_ranks(dying, 4, hosts=hosts, args=args, may_die=[dead])
+            assert max(seconds for seconds in taken if seconds is not None) < SOON_S
+            # the process that takes the dead one's place is on its host
+            assert run_ranks(teams, 4, hosts=hosts)[0] == ((0, 1), (2, 3))
 
 
 def leaving():

@@ -138,7 +138,7 @@ class Pool:
     def __init__(self, prefix_of: Callable[[int], Sequence[str]] = lambda _: ()) -> None:
         self.lock = threading.Lock()
         self._prefix_of = prefix_of
-        self._workers: list[Worker] = []
+        self._workers: dict[int, Worker] = {}
 
     def take(self, count: int) -> list[Worker]:
         """The first `count` workers, started where there are none.
@@ -146,14 +146,16 @@ class Pool:
         Raises:
             DistributedError: A worker could not be started; the message quotes its stderr.
         """
-        for worker in [w for w in self._workers if w.process.poll() is not None]:
+        for worker in [w for w in self._workers.values() if w.process.poll() is not None]:
             self.discard(worker)
-        old = len(self._workers)
+        # a worker keeps its number, which may say on which host it is
+        missing = [number for number in range(count) if number not in self._workers]
         try:
-            while len(self._workers) < count:
-                self._workers.append(Worker(self._prefix_of(len(self._workers))))
+            for number in missing:
+                self._workers[number] = Worker(self._prefix_of(number))
             deadline = time.monotonic() + START_SECONDS
-            for worker in self._workers[old:]:
+            for number in missing:
+                worker = self._workers[number]
                 worker.channel.receive(deadline)
         except EOFError as error:
             message = f"a worker process {worker.exit_text()} at its start:\n{worker.new_log()}"
@@ -167,23 +169,23 @@ class Pool:
         except BaseException:
             self.close()
             raise
-        return self._workers[:count]
+        return [self._workers[number] for number in range(count)]
 
     def discard(self, worker: Worker) -> None:
         """Kill a worker that cannot be used again."""
-        self._workers.remove(worker)
-        worker.kill()
+        number = next(n for n, kept in self._workers.items() if kept is worker)
+        self._workers.pop(number).kill()
 
     def close(self) -> None:
         """Kill all workers; the next `take` starts new ones."""
         while self._workers:
-            self._workers.pop().kill()
+            self._workers.popitem()[1].kill()
 
     def forget(self) -> None:
         """In a forked child: close the descriptors of the parent's workers."""
         self.lock = threading.Lock()  # another thread of the parent may have held it
         while self._workers:
-            self._workers.pop().forget()
+            self._workers.popitem()[1].forget()
 
 
 POOL = Pool()
