@@ -1,7 +1,7 @@
 """What moves a group's data: the seam between the operations' many forms and how they are done.
 
 `Reductions` and `Movement` check a caller's tensors and make 1-d contiguous ones of them; what is
-left of all their forms are the eight methods here. `InSharedMemory` is for ranks that all share
+left of all their forms are the seven methods here. `InSharedMemory` is for ranks that all share
 memory, `hierarchy` for ranks on several hosts.
 """
 
