@@ -1,0 +1,1 @@
+"""Elastic data parallelism: training that goes on whichever of its processes die."""

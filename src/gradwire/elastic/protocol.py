@@ -1,0 +1,378 @@
+"""Who is in an epoch and which step it continues with: a state machine per member, without I/O.
+
+Events go in, effects come out; the runtime (`run.py`) carries them out, and so does the checker in
+the tests, in every order. An *epoch* is one set of members and their process group. All of them
+commit a step or none: a member whose gradients are complete enters a barrier, and commits when it
+has passed. Whoever fails on the way leaves the epoch and registers for the next one, with how far
+it came. One member closes that *round* with a decision, which is written once.
+
+Why it is right: who passed a barrier knows that all members had complete gradients. So if anybody
+committed a step, every member of that epoch can, and `decide` has them do it: the step with which
+an epoch begins is the least that any of the last epoch's members registered could come to, and none
+is beyond that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from typing import TypeAlias
+
+__all__ = [
+    "Barrier",
+    "Commit",
+    "Decided",
+    "Decision",
+    "Effect",
+    "Event",
+    "Finish",
+    "Form",
+    "Formed",
+    "Leave",
+    "Lost",
+    "Member",
+    "Over",
+    "Passed",
+    "Phase",
+    "Propose",
+    "Reduce",
+    "Reduced",
+    "Register",
+    "Registration",
+    "Seen",
+    "Start",
+    "Transfer",
+    "Transferred",
+    "decide",
+    "is_over",
+    "may_close",
+    "transition",
+]
+
+
+class Phase(IntEnum):
+    """Where a member is."""
+
+    NEW = 0  # it has not registered yet
+    REGISTERED = 1  # for the round `round`
+    FORMING = 2  # the group of its epoch
+    TRANSFER = 3  # those that have the state send it to those that have not
+    REDUCING = 4  # gradients are computed and added up
+    BARRIER = 5  # they are complete here
+    DONE = 6  # all steps are committed
+    OVER = 7  # the others were done before this member was taken in
+
+
+@dataclass(frozen=True)
+class Registration:
+    """What a member says of itself when it registers for a round.
+
+    Args:
+        member: Its number.
+        held: The last epoch in which it had the state of training; 0: it has only its own start.
+        version: How many steps its state has.
+        complete: Whether it has the complete gradients of the next one.
+    """
+
+    member: int
+    held: int
+    version: int
+    complete: bool
+
+
+@dataclass(frozen=True)
+class Decision:
+    """An epoch.
+
+    Args:
+        epoch: Its number: that of the round which made it.
+        members: In the order of their ranks; the first one has the state.
+        holders: Those that have the state; the others receive it.
+        version: The number of steps of the state with which it begins.
+        former: Members of earlier epochs that are not in this one, and may come back.
+    """
+
+    epoch: int
+    members: tuple[int, ...]
+    holders: tuple[int, ...]
+    version: int
+    former: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Start:
+    """The member is ready; `epoch` is the last that was decided."""
+
+    epoch: int
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the store and the members' signs of life show of the round.
+
+    Args:
+        previous: The epoch before, if there was one.
+        registered: Those that have registered.
+        gone: Numbers of members that are dead, silent for too long, or done.
+        dead: Those of them that will not come back.
+        enough: Whether the first round need not wait for more members.
+    """
+
+    previous: Decision | None
+    registered: tuple[Registration, ...]
+    gone: frozenset[int]
+    dead: frozenset[int]
+    enough: bool = True
+
+
+@dataclass(frozen=True)
+class Decided:
+    """The round that the member registered for has its decision."""
+
+    decision: Decision
+
+
+@dataclass(frozen=True)
+class Formed:
+    """The group is formed."""
+
+
+@dataclass(frozen=True)
+class Transferred:
+    """The state was sent, or received."""
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """The gradients of the step are complete on this member."""
+
+
+@dataclass(frozen=True)
+class Passed:
+    """All members were in the barrier; `leave` if one of them saw somebody who wants to join."""
+
+    leave: bool
+
+
+@dataclass(frozen=True)
+class Lost:
+    """The epoch's group failed: a member died, left, or is silent."""
+
+
+@dataclass(frozen=True)
+class Over:
+    """Those that had the state are done."""
+
+
+@dataclass(frozen=True)
+class Register:
+    """Write a registration for a round."""
+
+    round: int
+    registration: Registration
+
+
+@dataclass(frozen=True)
+class Propose:
+    """Write a decision, if there is none for its round."""
+
+    decision: Decision
+
+
+@dataclass(frozen=True)
+class Form:
+    """Form the group of an epoch: `Formed` or `Lost` follows."""
+
+    decision: Decision
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Send the state, or receive it as a whole: `Transferred` or `Lost` follows."""
+
+    decision: Decision
+
+
+@dataclass(frozen=True)
+class Reduce:
+    """Compute and add up the gradients of a step: `Reduced` or `Lost` follows."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class Barrier:
+    """Enter the barrier: `Passed` or `Lost` follows."""
+
+
+@dataclass(frozen=True)
+class Commit:
+    """Step the optimizer with the complete gradients of a step."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class Leave:
+    """Leave the group of an epoch: the others' operations fail."""
+
+    epoch: int
+
+
+@dataclass(frozen=True)
+class Finish:
+    """Let others know that all steps are committed."""
+
+
+Event: TypeAlias = Start | Seen | Decided | Formed | Transferred | Reduced | Passed | Lost | Over
+Effect: TypeAlias = (
+    Register | Propose | Form | Transfer | Reduce | Barrier | Commit | Leave | Finish
+)
+
+
+@dataclass(frozen=True)
+class Member:
+    """What one member knows.
+
+    Args:
+        number: Given by the store, never again to another process.
+        steps: How many steps there are.
+        phase: Where it is.
+        version: How many steps its state has.
+        held: The last epoch in which it had the state of training.
+        complete: Whether it has the complete gradients of step `version`.
+        round: The round that it registered for last, or whose epoch it is in.
+        decision: The epoch that it is in, or was.
+    """
+
+    number: int
+    steps: int
+    phase: Phase = Phase.NEW
+    version: int = 0
+    held: int = 0
+    complete: bool = False
+    round: int = 0
+    decision: Decision | None = None
+
+    def registration(self) -> Registration:
+        """What it registers with."""
+        return Registration(self.number, self.held, self.version, self.complete)
+
+
+def may_close(seen: Seen) -> bool:
+    """Whether a round need not wait for anybody.
+
+    It waits for the members of the epoch before that still live. And where nobody has the state, it
+    waits for all that ever may have had it, until they are dead: a new start would discard it.
+    """
+    here = [r for r in seen.registered if r.member not in seen.gone]
+    if seen.previous is None:
+        return bool(here) and seen.enough
+    numbers = {r.member for r in here}
+    if not here or any(m not in numbers | seen.gone for m in seen.previous.members):
+        return False
+    if any(r.held for r in here):
+        return True
+    return _holders_are_dead(seen)
+
+
+def is_over(seen: Seen) -> bool:
+    """Whether nobody is left who may have the state: with one member done, the run is."""
+    if any(r.held for r in seen.registered if r.member not in seen.gone):
+        return False
+    return _holders_are_dead(seen)
+
+
+def _holders_are_dead(seen: Seen) -> bool:
+    if seen.previous is None:
+        return True
+    stateless = {r.member for r in seen.registered}
+    return (stateless | seen.dead).issuperset((*seen.previous.members, *seen.previous.former))
+
+
+def decide(epoch: int, seen: Seen) -> Decision:
+    """The epoch that a round makes of those that have registered and live."""
+    here = sorted((r for r in seen.registered if r.member not in seen.gone), key=lambda r: r.member)
+    latest = max(r.held for r in here)
+    if latest:
+        holders = [r for r in here if r.held == latest]
+        version = min(r.version + r.complete for r in holders)
+    else:  # all are at their own start, which a checkpoint may have put forward
+        version = max(r.version for r in here)
+        holders = [next(r for r in here if r.version == version)]
+    first = tuple(r.member for r in holders)
+    members = (*first, *(r.member for r in here if r.member not in first))
+    before = seen.previous
+    past: Collection[int] = () if before is None else (*before.members, *before.former)
+    former = tuple(sorted({m for m in past if m not in members and m not in seen.dead}))
+    return Decision(epoch, members, first, version, former)
+
+
+def transition(member: Member, event: Event) -> tuple[Member, tuple[Effect, ...]]:
+    """What a member is after an event, and what it does, in this order."""
+    match event:
+        case Start(epoch):
+            return _register(member, epoch + 1)
+        case Seen():
+            if member.phase is not Phase.REGISTERED or not may_close(event):
+                return member, ()
+            return member, (Propose(decide(member.round, event)),)
+        case Decided(decision):
+            return _enter(member, decision)
+        case Formed():
+            assert member.decision is not None
+            if len(member.decision.holders) < len(member.decision.members):
+                return replace(member, phase=Phase.TRANSFER), (Transfer(member.decision),)
+            return _next_step(member)
+        case Transferred():
+            assert member.decision is not None
+            version, epoch = member.decision.version, member.decision.epoch
+            received = replace(member, version=version, held=epoch, complete=False)
+            return _next_step(received)
+        case Reduced():
+            return replace(member, complete=True, phase=Phase.BARRIER), (Barrier(),)
+        case Passed(leave):
+            return _commit(member, leave=leave)
+        case Lost():
+            after, effects = _register(member, member.round + 1)
+            return after, (Leave(member.round), *effects)
+        case Over():
+            return replace(member, phase=Phase.OVER), ()
+
+
+def _register(member: Member, number: int) -> tuple[Member, tuple[Effect, ...]]:
+    registered = replace(member, phase=Phase.REGISTERED, round=number)
+    return registered, (Register(number, registered.registration()),)
+
+
+def _enter(member: Member, decision: Decision) -> tuple[Member, tuple[Effect, ...]]:
+    """Come to the step with which an epoch begins, and form its group."""
+    if member.number not in decision.members:
+        return _register(member, decision.epoch + 1)
+    effects: tuple[Effect, ...] = ()
+    if member.number in decision.holders:
+        if member.version < decision.version:
+            assert member.complete
+            effects = (Commit(member.version),)
+        member = replace(member, version=decision.version, held=decision.epoch, complete=False)
+    member = replace(member, decision=decision, phase=Phase.FORMING)
+    if decision.version == member.steps and decision.holders == decision.members:
+        return replace(member, phase=Phase.DONE), (*effects, Finish())
+    return member, (*effects, Form(decision))
+
+
+def _commit(member: Member, *, leave: bool) -> tuple[Member, tuple[Effect, ...]]:
+    step = member.version
+    member = replace(member, version=step + 1, complete=False)
+    if leave:
+        member, effects = _register(member, member.round + 1)
+        return member, (Commit(step), Leave(member.round - 1), *effects)
+    member, effects = _next_step(member)
+    return member, (Commit(step), *effects)
+
+
+def _next_step(member: Member) -> tuple[Member, tuple[Effect, ...]]:
+    if member.version == member.steps:
+        return replace(member, phase=Phase.DONE), (Leave(member.round), Finish())
+    return replace(member, phase=Phase.REDUCING), (Reduce(member.version),)

@@ -1,0 +1,8 @@
+"""Tests here share modules: they are imported as `elastic.model`, from the folder of all tests."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))

@@ -1,0 +1,127 @@
+"""The protocol of epochs, through every order of events in small worlds."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import pytest
+
+from elastic.model import Model, Violated, search
+from gradwire.elastic import protocol as p
+
+LONG = pytest.mark.skipif(os.environ.get("GRADWIRE_LONG") != "1", reason="GRADWIRE_LONG=1")
+
+
+def test_two_members_of_which_one_may_die_anywhere() -> None:
+    result = search(Model(members=2, crashes=1))
+    assert result.worlds > 1000
+    assert result.ends > 50  # the crash came at many places
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(
+    "model",
+    [
+        Model(members=2, crashes=2, joiners=1, steps=1),
+        Model(members=2, crashes=1, joiners=1),
+        Model(members=3, crashes=2),
+        Model(members=2, crashes=1, suspicions=1),
+        Model(members=1, crashes=2, joiners=2, steps=1),
+    ],
+    ids=str,
+)
+@pytest.mark.timeout(300)
+def test_crashes_joins_and_false_suspicions(model: Model) -> None:
+    search(model)
+
+
+@LONG
+@pytest.mark.wide
+@pytest.mark.parametrize(
+    "model",
+    [
+        Model(members=2, crashes=2, joiners=1),
+        Model(members=3, crashes=1, suspicions=1),
+        Model(members=3, crashes=2, joiners=1, steps=1),
+    ],
+    ids=str,
+)
+@pytest.mark.timeout(7200)
+def test_larger_worlds(model: Model) -> None:
+    search(model)
+
+
+def test_a_commit_without_the_barrier_is_found() -> None:
+    def hasty(member: p.Member, event: p.Event) -> tuple[p.Member, tuple[p.Effect, ...]]:
+        after, effects = p.transition(member, event)
+        return p.transition(after, p.Passed(False)) if event == p.Reduced() else (after, effects)
+
+    # three: the one that dies in the sum has one see it pass and one see it fail
+    with pytest.raises(Violated, match="have committed more"):
+        search(Model(members=3, crashes=1, transition=hasty))
+
+
+def test_a_decision_that_is_taken_before_it_is_written_is_found() -> None:
+    hasty = Model(members=2, crashes=1, joiners=1, decided_by=lambda world, decision: decision)
+    with pytest.raises((Violated, AssertionError)):
+        search(hasty)
+
+
+def test_a_state_that_is_not_transferred_is_found() -> None:
+    def skips(member: p.Member, event: p.Event) -> tuple[p.Member, tuple[p.Effect, ...]]:
+        after, effects = p.transition(member, event)
+        if effects and isinstance(effects[0], p.Transfer):
+            return p.transition(after, p.Transferred())
+        return after, effects
+
+    with pytest.raises(Violated, match="states differ"):
+        search(Model(members=1, joiners=1, transition=skips))
+
+
+def test_a_round_that_forgets_whose_gradients_are_complete_is_found() -> None:
+    def forgets(member: p.Member, event: p.Event) -> tuple[p.Member, tuple[p.Effect, ...]]:
+        after, effects = p.transition(member, event)
+        return after, tuple(
+            replace(e, registration=replace(e.registration, complete=False))
+            if isinstance(e, p.Register)
+            else e
+            for e in effects
+        )
+
+    with pytest.raises(Violated, match="have committed more"):
+        search(Model(members=3, crashes=1, transition=forgets))
+
+
+def test_a_round_waits_for_members_that_live() -> None:
+    before = p.Decision(1, (1, 2), (1, 2), 0)
+    mine = p.Registration(1, 1, 0, False)
+    seen = p.Seen(before, (mine,), frozenset(), frozenset())
+    assert not p.may_close(seen)
+    assert p.may_close(replace(seen, gone=frozenset({2})))
+
+
+def test_a_round_without_the_state_waits_until_those_that_had_it_are_dead() -> None:
+    before = p.Decision(2, (1, 2), (1,), 5, former=(3,))
+    new = p.Registration(2, 0, 0, False)
+    silent = p.Seen(before, (new,), frozenset({1, 3}), frozenset({1}))
+    assert not p.may_close(silent)
+    assert not p.is_over(silent)
+    assert p.may_close(replace(silent, dead=frozenset({1, 3})))
+
+
+def test_who_came_with_a_checkpoint_gives_it_to_the_others() -> None:
+    registered = (p.Registration(1, 0, 0, False), p.Registration(2, 0, 7, False))
+    decision = p.decide(1, p.Seen(None, registered, frozenset(), frozenset()))
+    assert decision == p.Decision(1, (2, 1), (2,), 7)
+
+
+def test_one_committed_and_the_others_can() -> None:
+    before = p.Decision(1, (1, 2), (1, 2), 0)
+    registered = (p.Registration(1, 1, 4, False), p.Registration(2, 1, 3, True))
+    decision = p.decide(2, p.Seen(before, registered, frozenset(), frozenset()))
+    assert decision.version == 4
+    behind = p.Member(2, 9, p.Phase.REGISTERED, 3, 1, True, 2, before)
+    after, effects = p.transition(behind, p.Decided(decision))
+    assert effects[0] == p.Commit(3)
+    assert after.version == 4
