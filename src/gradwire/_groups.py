@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from weakref import WeakKeyDictionary
+
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, Store
 
 from gradwire.errors import ArgumentError, ArgumentTypeError, NotSupportedError
 
-__all__ = ["check_group", "default_group", "find_store", "rank_in_group", "store_of"]
+__all__ = ["check_group", "default_group", "find_store", "keep_store", "rank_in_group", "store_of"]
+
+_STORES: WeakKeyDictionary[ProcessGroup, Store] = WeakKeyDictionary()
+"""Of groups that were made without torch.distributed's own functions."""
 
 
 def check_group(group: object) -> ProcessGroup:
@@ -74,8 +79,18 @@ def rank_in_group(
     return members.index(rank)
 
 
+def keep_store(group: ProcessGroup, store: Store | None) -> None:
+    """Give a group that torch.distributed does not know its store; None when it is destroyed."""
+    if store is None:
+        _STORES.pop(group, None)
+    else:
+        _STORES[group] = store
+
+
 def find_store(group: ProcessGroup) -> Store | None:
     """The group's store; None if it has none: if it was destroyed, for instance."""
+    if (kept := _STORES.get(group)) is not None:
+        return kept
     try:
         store: Store | None = dist.distributed_c10d._get_process_group_store(group)
     except KeyError:  # destroyed, or made by hand: unknown to torch.distributed

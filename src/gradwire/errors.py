@@ -14,7 +14,8 @@ Catch `GradwireError` for all of them, or the built-in class beside it::
         ├── PeerFailedError                another rank reported an error of its own
         ├── HookError                      a communication hook failed on this rank
         ├── ReductionError                 a parameter got no gradient in a backward, or two
-        └── BrokenGroupError               the group cannot be used again after an error
+        ├── BrokenGroupError               the group cannot be used again after an error
+        └── RunOverError                   the others were done before this process was taken in
 
 Wrong arguments raise before anything is sent. `BoundEarlyWarning(UserWarning)` is a warning. All
 are in one file, so that they can be caught without importing the package that raises them.
@@ -39,6 +40,7 @@ __all__ = [
     "PeerFailedError",
     "PeerLostError",
     "ReductionError",
+    "RunOverError",
 ]
 
 
@@ -104,6 +106,10 @@ class ReductionError(DistributedError):
 
 class BrokenGroupError(DistributedError):
     """The group's ranks are out of step after an error and cannot be resynchronized."""
+
+
+class RunOverError(DistributedError):
+    """An elastic run was over before this process was taken in: it does not have its state."""
 
 
 class BoundEarlyWarning(UserWarning):

@@ -20,7 +20,7 @@ from gradwire.errors import CollectiveTimeoutError, PeerFailedError, PeerLostErr
 from gradwire.shm.sync import Deadline
 from gradwire.shm.teams import find_teams
 
-__all__ = ["Listener", "connect_all", "connect_by_name", "process_of", "report_failure"]
+__all__ = ["Listener", "connect_all", "connect_by_name", "process_of", "report_absent", "report_failure"]
 
 _FAILED = b"failed: "
 
@@ -206,6 +206,13 @@ def connect_by_name(
             ) from error
         raise
     return peers
+
+
+def report_absent(listener: Listener, uuid: int, rank: int) -> None:
+    """End a `connect_by_name` of this process that waits for a rank which will not come."""
+    connection = _connect(listener.name.encode(), uuid, ~rank)
+    if connection is not None:
+        connection.close()
 
 
 def _left(deadline: Deadline) -> float | None:

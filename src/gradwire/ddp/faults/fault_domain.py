@@ -58,6 +58,15 @@ class FaultDomain(Resynchronizer):
                 domain = _DOMAINS[group] = FaultDomain(group)
         return domain
 
+    @staticmethod
+    def forget(group: ProcessGroup) -> None:
+        """End a group's domain, with the group: what was interrupted on it is nobody's any more."""
+        with _DOMAINS_LOCK:
+            domain = _DOMAINS.pop(group, None)
+        if domain is not None:
+            domain.broken = domain.broken or "this rank has left the group"
+            _WITH_INTERRUPTED.discard(domain)
+
     @property
     def no_error_pending(self) -> bool:
         """Whether no error is yet to be raised, and no round of resynchronization is running."""

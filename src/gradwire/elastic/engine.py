@@ -1,0 +1,290 @@
+"""Carries out what the protocol says, for one member: rounds, groups, transfers, commits."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+from torch.distributed import AllreduceOptions, ReduceOp, Store
+
+from gradwire.elastic import protocol as p
+from gradwire.elastic.groups import EpochGroup, form_gloo, form_shm, form_solo
+from gradwire.elastic.membership import Membership
+from gradwire.elastic.monitor import Monitor
+from gradwire.elastic.waiting import Wait, make_wait
+from gradwire.errors import (
+    BrokenGroupError,
+    CollectiveTimeoutError,
+    DistributedError,
+    PeerFailedError,
+    PeerLostError,
+    RunOverError,
+)
+from gradwire.shm.register import is_available
+from gradwire.shm.rendezvous import Listener
+
+__all__ = ["Engine", "Options", "barrier", "means_a_loss"]
+
+POLL_SECONDS = 0.002
+
+
+@dataclass(frozen=True)
+class Options:
+    """How members wait for each other; as `join` has them."""
+
+    expect: int
+    backend: str
+    timeout: float
+    heartbeat: float
+    silence: float
+
+
+class Engine:
+    """One member: its protocol state, the store, its group.
+
+    Args:
+        store: The store.
+        name: The run's.
+        options: Deadlines.
+
+    Attributes:
+        member: What the protocol knows.
+        group: The group of its epoch, or one of this process alone.
+        monitor: Signs of life.
+        membership: The store.
+        wait: Waits for a collective of the group.
+        on_commit: Called to step the optimizers.
+        on_group: Called with each new group, before anything is sent on it.
+        on_transfer: Called with the group to send or receive the state; whether this one sends.
+    """
+
+    def __init__(self, store: Store, name: str, options: Options) -> None:
+        self._options = options
+        self._on_shm = options.backend == "shm" and is_available()
+        self._listener = Listener() if self._on_shm else None
+        listener = "" if self._listener is None else self._listener.name
+        self.membership = Membership(store, name, listener)
+        self.monitor = Monitor(self.membership, options.heartbeat, options.silence)
+        self.member = p.Member(self.membership.number, 0)
+        self._timeout = timedelta(seconds=options.timeout)
+        self._failed = False
+        self.group: EpochGroup = form_solo(self._timeout, options.backend)
+        self.wait: Wait = make_wait(self._check, options.timeout)
+        self.on_commit: Callable[[], None] = lambda: None
+        self.on_group: Callable[[], None] = lambda: None
+        self.on_transfer: Callable[[bool], None] = lambda sends: None
+
+    # -- driving ---------------------------------------------------------------------------
+
+    def start(self, steps: int, version: int) -> None:
+        """Register, with a state that has `version` steps, to do `steps` in all."""
+        self.member = p.Member(self.member.number, steps, version=version)
+        self._handle(p.Start(self.membership.latest()))
+
+    def advance(self) -> bool:
+        """Go on until a step is to be computed; False if all are done.
+
+        Raises:
+            RunOverError: The others are done, and the state is gone with them.
+            PeerFailedError: A member wants all to end.
+        """
+        act = {
+            p.Phase.REGISTERED: self._round,
+            p.Phase.FORMING: self._form,
+            p.Phase.TRANSFER: self._transfer,
+        }
+        while self.member.phase in act:
+            act[self.member.phase]()
+        return self.member.phase is p.Phase.REDUCING
+
+    def commit(self) -> None:
+        """Enter the barrier with complete gradients, and commit.
+
+        Raises:
+            DistributedError: A member was lost: call `lost`.
+        """
+        self._handle(p.Reduced())
+        wanted = torch.tensor([int(self.monitor.wanted)], dtype=torch.int32)
+        if self.size > 1:
+            self.wait(self.process_group.allreduce([wanted], _MAX))
+        self._handle(p.Passed(bool(wanted)))
+
+    def lost(self) -> None:
+        """A member was lost: leave the epoch."""
+        if self.member.phase in (p.Phase.REDUCING, p.Phase.BARRIER):
+            self._failed = True
+            self._handle(p.Lost())
+
+    def stop(self) -> None:
+        """Take part no more; a group of this process alone stays."""
+        if self._listener is not None:
+            self._listener.close()
+        self.monitor.close()
+        if self.member.phase is not p.Phase.DONE:
+            with contextlib.suppress(DistributedError):  # the store may be gone
+                self.membership.leave()
+            self.group.leave(failed=True)
+
+    def settle(self) -> None:
+        """Go back to a group of this process alone."""
+        self.group.leave(failed=False)
+        self.group = form_solo(self._timeout, self._options.backend)
+
+    @property
+    def process_group(self) -> torch.distributed.ProcessGroup:
+        """The group."""
+        assert self.group.group is not None
+        return self.group.group
+
+    @property
+    def size(self) -> int:
+        """How many members the epoch has."""
+        return 1 if self.member.decision is None else len(self.member.decision.members)
+
+    @property
+    def rank(self) -> int:
+        """This member's rank in the epoch."""
+        decision = self.member.decision
+        return 0 if decision is None else decision.members.index(self.member.number)
+
+    def was_lost(self, seconds: float = 0.5) -> bool:
+        """Whether a member has left the epoch, or is lost: asked after an error of unclear cause."""
+        decision = self.member.decision
+        if decision is None or len(decision.members) == 1:
+            return False
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            if self.monitor.reason or self.membership.is_open(decision.epoch + 1):
+                return True
+            if self.monitor.absent(decision.members).gone:
+                return True
+            time.sleep(POLL_SECONDS)
+        return False
+
+    # -- effects ---------------------------------------------------------------------------
+
+    def _handle(self, event: p.Event) -> None:
+        self.member, effects = p.transition(self.member, event)
+        for effect in effects:
+            self._execute(effect)
+
+    def _execute(self, effect: p.Effect) -> None:
+        match effect:
+            case p.Register(number, registration):
+                self.membership.register(number, registration)
+            case p.Propose(decision):
+                self.membership.propose(decision)
+            case p.Commit():
+                self.on_commit()
+            case p.Leave():
+                self.monitor.ignore()
+                self.group.leave(failed=self._failed)
+                self._failed = False
+            case p.Finish():
+                self.membership.finish()
+            case _:
+                pass  # `advance` or the training loop goes on with it
+
+    # -- phases ----------------------------------------------------------------------------
+
+    def _round(self) -> None:
+        """Wait for the decision of the round, and make it when nobody is missing."""
+        number, since = self.member.round, time.monotonic()
+        while (decision := self.membership.decision(number)) is None:
+            if (failure := self.membership.failure()) is not None:
+                raise PeerFailedError(failure)
+            seen = self._seen(number, time.monotonic() - since)
+            if self.membership.any_finished() and p.is_over(seen):
+                raise RunOverError(
+                    "the run's members are done, and this process was not taken in before: it "
+                    "does not have the state; load the checkpoint that they have saved"
+                )
+            self._handle(seen)
+            time.sleep(POLL_SECONDS)
+        self._handle(p.Decided(decision))
+
+    def _seen(self, number: int, waited: float) -> p.Seen:
+        previous = self.membership.decision(number - 1)
+        registered = self.membership.registered(number)
+        here = {r.member for r in registered}
+        known = () if previous is None else (*previous.members, *previous.former)
+        absent = self.monitor.absent({*known, *here})
+        gone = absent.gone
+        if previous is not None and waited > self._options.timeout:
+            gone |= {m for m in previous.members if m not in here}  # it runs, and does not come
+        enough = len(here) >= self._options.expect or waited > self._options.timeout
+        return p.Seen(previous, registered, gone - {self.member.number}, absent.dead, enough)
+
+    def _form(self) -> None:
+        decision = self.member.decision
+        assert decision is not None
+        try:
+            group = self._form_group(decision)
+        except DistributedError:
+            self._handle(p.Lost())
+            return
+        self.group.leave(failed=False)  # that of this process alone
+        self.group = group
+        self.monitor.watch(decision.epoch, decision.members, group.abort)
+        self.on_group()
+        self._handle(p.Formed())
+
+    def _form_group(self, decision: p.Decision) -> EpochGroup:
+        def poll() -> None:
+            if self.membership.decision(decision.epoch + 1) is not None:
+                raise PeerLostError(f"epoch {decision.epoch} is over")
+            if gone := self.monitor.absent(decision.members).gone:
+                raise PeerLostError(f"members {sorted(gone)} are gone")
+
+        if len(decision.members) == 1:
+            return form_solo(self._timeout, self._options.backend)
+        processes = [self.membership.process(number) for number in decision.members]
+        store, found = self.membership.store, [q for q in processes if q is not None]
+        if len(found) < len(processes):
+            raise PeerLostError("a member died before it was known")
+        hosts = {q.host for q in found}
+        if self._listener is not None and len(hosts) == 1 and None not in hosts:
+            names = [q.listener for q in found]
+            if all(names):
+                epoch = decision.epoch
+                return form_shm(
+                    self._listener, names, self.rank, epoch, store, self._timeout, poll
+                )
+        size = len(found)
+        return form_gloo(self.rank, size, decision.epoch, store, self._timeout, poll)
+
+    def _transfer(self) -> None:
+        decision = self.member.decision
+        assert decision is not None
+        try:
+            self.on_transfer(self.member.number in decision.holders)
+        except DistributedError as error:
+            if not means_a_loss(error):
+                raise
+            self._failed = True
+            self._handle(p.Lost())
+            return
+        self._handle(p.Transferred())
+
+    def _check(self) -> None:
+        if self.monitor.reason:
+            raise PeerLostError(self.monitor.reason)
+
+
+def barrier(engine: Engine) -> None:
+    """Wait until all members of the epoch have come here."""
+    engine.wait(engine.process_group.allreduce([torch.zeros(1)], _MAX))
+
+
+def means_a_loss(error: BaseException) -> bool:
+    """Whether an error says by its type that a member was lost."""
+    return isinstance(error, _LOSSES)
+
+
+_LOSSES = (PeerLostError, CollectiveTimeoutError, BrokenGroupError, PeerFailedError)
+_MAX = AllreduceOptions()
+_MAX.reduceOp = ReduceOp.MAX

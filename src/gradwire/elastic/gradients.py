@@ -1,0 +1,247 @@
+"""Gradients of shards, added in one tree over the members, so that the bits are always the same.
+
+Each shard's gradients are copied into flat tensors, one per dtype, and added to those on their left
+as far as both are here (`tree`). The rest travels once: each member gets a slice of what the others
+have added up, finishes the tree for it, and all gather the slices. Where each member has one
+subtree, that is what an all-reduce sends, too.
+
+Buffers that forward changes, such as running statistics, travel along: every shard begins with the
+step's first values, floating ones become the mean over shards, others the largest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn import Parameter
+
+from gradwire._torch import ALL_GATHER_SINGLE, ALL_TO_ALL_SINGLE
+from gradwire.elastic.shards import deal
+from gradwire.elastic.tree import Node, add_up, nodes_within, push
+from gradwire.elastic.waiting import Wait
+from gradwire.errors import NotSupportedError, ReductionError
+
+__all__ = ["TreeSum"]
+
+
+class _Column:
+    """What is added together: tensors of one dtype, one after the other in flat memory.
+
+    Args:
+        like: The tensors.
+        add: Writes the combination of two flat tensors to the first.
+        width: The number of members: flat memory is cut into as many slices.
+    """
+
+    def __init__(
+        self, like: Sequence[Tensor], add: Callable[[Tensor, Tensor], Tensor], width: int
+    ) -> None:
+        self.add, self.width = add, width
+        self.dtype, self.shapes = like[0].dtype, [t.shape for t in like]
+        self.sizes = [t.numel() for t in like]
+        self.numel = sum(self.sizes)
+        self.chunk = -(-self.numel // width)
+        self._spare: list[Tensor] = []
+
+    def take(self) -> Tensor:
+        """Flat memory; its values are undefined."""
+        if self._spare:
+            return self._spare.pop()
+        flat = torch.empty(self.chunk * self.width, dtype=self.dtype)
+        flat[self.numel :].zero_()
+        return flat
+
+    def give(self, flat: Tensor) -> None:
+        """Give memory back."""
+        self._spare.append(flat)
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """The tensors in flat memory."""
+        parts = flat[: self.numel].split(self.sizes)
+        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+
+    def merge(self, left: Tensor, right: Tensor) -> Tensor:
+        """Add, and take back the memory of the second."""
+        total = self.add(left, right)
+        self.give(right)
+        return total
+
+
+class TreeSum:
+    """The sums of one step after the other, for one epoch.
+
+    Args:
+        parameters: The parameters of all models, the same on every member.
+        buffers: Their buffers.
+        shards: How many there are in a step.
+        group: The members.
+        wait: Waits for their collectives.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Parameter],
+        buffers: Sequence[Tensor],
+        shards: int,
+        group: ProcessGroup,
+        wait: Wait,
+    ) -> None:
+        self._parameters = [p for p in parameters if p.requires_grad]
+        self._shards, self._group, self._wait = shards, group, wait
+        self._runs = deal(shards, group.size())
+        self._columns: list[tuple[_Column, list[int]]] = []  # with indices into parameters
+        self._buffer_columns: list[tuple[_Column, list[Tensor]]] = []
+        for dtype in dict.fromkeys(p.dtype for p in self._parameters):
+            indices = [i for i, p in enumerate(self._parameters) if p.dtype == dtype]
+            like = [self._parameters[i].detach() for i in indices]
+            self._columns.append((_Column(like, _add, group.size()), indices))
+        for dtype in dict.fromkeys(b.dtype for b in buffers):
+            found = [b for b in buffers if b.dtype == dtype]
+            add = _add if dtype.is_floating_point or dtype.is_complex else _largest
+            self._buffer_columns.append((_Column(found, add, group.size()), found))
+        self._pending: list[list[tuple[Node, Tensor]]] = []
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin a step."""
+        columns = [column for column, _ in (*self._columns, *self._buffer_columns)]
+        for column, pending in zip(columns, self._pending, strict=False):
+            for _, flat in pending:
+                column.give(flat)
+        self._pending = [[] for _ in columns]
+        self._weights = torch.zeros(self._shards, dtype=torch.float64)
+        self._used = torch.zeros(len(self._parameters), dtype=torch.uint8)
+        self._next = self._runs[self._group.rank()].start
+
+    def add_shard(self, shard: int, weight: float) -> None:
+        """Take the gradients of a shard, which are those of its mean times its weight.
+
+        Raises:
+            ReductionError: It is not the next of this member's shards.
+            NotSupportedError: A gradient is sparse.
+        """
+        if shard != self._next:
+            raise ReductionError(f"backward of shard {shard}: shard {self._next} is the next one")
+        self._next += 1
+        self._weights[shard] = weight
+        for number, (column, indices) in enumerate(self._columns):
+            flat = column.take()
+            self._copy_gradients(column.views(flat), indices)
+            push(self._pending[number], (shard, 1), flat, column.merge)
+        for number, (column, buffers) in enumerate(self._buffer_columns, len(self._columns)):
+            flat = column.take()
+            torch._foreach_copy_(column.views(flat), buffers)
+            push(self._pending[number], (shard, 1), flat, column.merge)
+
+    def _copy_gradients(self, views: Sequence[Tensor], indices: Sequence[int]) -> None:
+        targets, sources = [], []
+        for view, index in zip(views, indices, strict=True):
+            parameter = self._parameters[index]
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is None:
+                view.zero_()
+                continue
+            if gradient.layout != torch.strided:
+                raise NotSupportedError(
+                    "reproducible=True and a sparse gradient: use dense ones, or "
+                    "elastic.join(reproducible=False)"
+                )
+            self._used[index] = 1
+            targets.append(view)
+            sources.append(gradient)
+        if targets:
+            torch._foreach_copy_(targets, sources)
+
+    @torch.no_grad()
+    def reduce(self) -> list[tuple[Tensor, Tensor]]:
+        """Put the mean over all samples into the gradients of all members.
+
+        Returns:
+            The buffers and their new values.
+
+        Raises:
+            DistributedError: A member is lost.
+            ReductionError: A shard of this member had no backward.
+        """
+        if self._next != self._runs[self._group.rank()].stop:
+            raise ReductionError(f"shard {self._next} of this step had no backward")
+        sums = [self._sum(number, c) for number, (c, _) in enumerate(self._columns)]
+        later = enumerate(self._buffer_columns, len(self._columns))
+        values = [self._sum(number, c) for number, (c, _) in later]
+        self._gather_notes()
+        total = float(self._weights.sum())
+        used = self._used.tolist()
+        for (column, indices), flat in zip(self._columns, sums, strict=True):
+            flat.div_(total) if total else flat.zero_()
+            for view, index in zip(column.views(flat), indices, strict=True):
+                self._parameters[index].grad = view if used[index] else None
+        changed: list[tuple[Tensor, Tensor]] = []
+        for (column, buffers), flat in zip(self._buffer_columns, values, strict=True):
+            if column.add is _add:
+                flat.div_(self._shards)
+            changed += zip(buffers, column.views(flat), strict=True)
+        return changed
+
+    def _sum(self, number: int, column: _Column) -> Tensor:
+        """The sum over all shards, on all members, in new memory."""
+        rank, size, chunk = self._group.rank(), self._group.size(), column.chunk
+        mine = [flat for _, flat in self._pending[number]]
+        if size == 1:
+            self._pending[number] = []  # the gradients lie in it from now on
+            return mine[0]
+        nodes = [nodes_within(run) for run in self._runs]
+        # for each member, its slice of each of this one's nodes
+        sent = mine[0] if len(mine) == 1 else _by_slice(mine, chunk, size, column.dtype)
+        sizes = [len(of) * chunk for of in nodes]
+        received = torch.empty(sum(sizes), dtype=column.dtype)
+        exchange = getattr(self._group, ALL_TO_ALL_SINGLE)
+        self._wait(exchange(_bytes(received), _bytes(sent), *_splits(column, sizes, rank)))
+        slices = received.view(-1, chunk).unbind()
+        order = [node for of in nodes for node in of]
+        total = add_up(self._shards, dict(zip(order, slices, strict=True)), column.add)
+        result = torch.empty(size * chunk, dtype=column.dtype)
+        self._wait(getattr(self._group, ALL_GATHER_SINGLE)(_bytes(result), _bytes(total)))
+        return result
+
+    def _gather_notes(self) -> None:
+        """Every shard's weight, and which parameters any shard uses, on all members."""
+        if self._group.size() == 1:
+            return
+        mine = torch.cat([self._weights.view(torch.uint8), self._used])
+        gathered = torch.empty(self._group.size() * mine.numel(), dtype=torch.uint8)
+        self._wait(getattr(self._group, ALL_GATHER_SINGLE)(gathered, mine))
+        rows = gathered.view(self._group.size(), -1)
+        of_weights = self._weights.numel() * self._weights.element_size()
+        for run, row in zip(self._runs, rows, strict=True):
+            weights = row[:of_weights].clone().view(torch.float64)
+            self._weights[run.start : run.stop] = weights[run.start : run.stop]
+        self._used = rows[:, of_weights:].amax(dim=0)
+
+
+def _add(left: Tensor, right: Tensor) -> Tensor:
+    return left.add_(right)
+
+
+def _largest(left: Tensor, right: Tensor) -> Tensor:
+    return torch.maximum(left, right, out=left)
+
+
+def _by_slice(flats: Sequence[Tensor], chunk: int, size: int, dtype: torch.dtype) -> Tensor:
+    if not flats:
+        return torch.empty(0, dtype=dtype)
+    return torch.stack([flat.view(size, chunk) for flat in flats], dim=1).view(-1)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.uint8)
+
+
+def _splits(column: _Column, received: Sequence[int], rank: int) -> tuple[Any, Any]:
+    """Bytes that are received from, and sent to, each member."""
+    width = column.dtype.itemsize
+    sent = received[rank] * width
+    return [count * width for count in received], [sent] * column.width

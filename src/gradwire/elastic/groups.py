@@ -1,0 +1,262 @@
+"""The process group of an epoch: how it is formed, cut and left, apart from the default group.
+
+On shm members connect by the names of their listeners; on Gloo through the store. What waits for a
+member that will not come is ended: on shm by a message, on Gloo by shutting its connections down,
+as Gloo itself waits on until its timeout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, ProcessGroup, Store
+
+from gradwire._groups import keep_store
+from gradwire.ddp.faults.fault_domain import FaultDomain
+from gradwire.errors import CollectiveTimeoutError, DistributedError, PeerLostError
+from gradwire.shm.process_group import ShmProcessGroup
+from gradwire.shm.register import is_available
+from gradwire.shm.rendezvous import Listener, connect_by_name, report_absent
+from gradwire.shm.sync import Deadline
+
+__all__ = ["EpochGroup", "form_gloo", "form_shm", "form_solo"]
+
+FORM_SECONDS = 20.0
+POLL_SECONDS = 0.01
+Poll = Callable[[], None]
+"""Called while a group is formed; raises if a member is lost."""
+
+
+class EpochGroup:
+    """A process group, and what ends the waits on it.
+
+    Args:
+        group: The process group.
+        store: For what its reducers tell each other.
+        cut: Makes all its operations fail, here and on the others.
+    """
+
+    def __init__(self, group: ProcessGroup, store: Store, cut: Callable[[], None]) -> None:
+        self.group: ProcessGroup | None = group
+        self._cut: Callable[[], None] | None = cut
+        self._lock = threading.Lock()
+        keep_store(group, store)
+
+    def abort(self) -> None:
+        """Make all its operations fail; from any thread."""
+        with self._lock:
+            if self._cut is not None:
+                self._cut()
+
+    def leave(self, *, failed: bool) -> None:
+        """Let go of it: in order, or after a failure at once."""
+        if failed:
+            self.abort()
+        with self._lock:
+            group, self.group, self._cut = self.group, None, None
+        if group is not None:
+            FaultDomain.forget(group)
+            keep_store(group, None)
+            if isinstance(group, ShmProcessGroup):
+                group.shutdown()
+            # Gloo's destructor waits for its threads, which end once their connections have
+            threading.Thread(target=_drop, args=([group],), daemon=True).start()
+
+
+def _drop(group: list[ProcessGroup]) -> None:
+    group.clear()
+
+
+def form_solo(timeout: timedelta, backend: str) -> EpochGroup:
+    """A group of this process alone, before its first epoch."""
+    store = dist.HashStore()
+    if backend == "shm" and is_available():
+        return _wrap_shm({}, 0, 1, store, timeout, "solo")
+    group = _gloo(store, 0, 1, timeout, "solo")
+    return EpochGroup(group, store, lambda: None)
+
+
+def form_shm(
+    listener: Listener,
+    names: Sequence[str],
+    rank: int,
+    epoch: int,
+    store: Store,
+    timeout: timedelta,
+    poll: Poll,
+) -> EpochGroup:
+    """Form a group in shared memory.
+
+    Args:
+        listener: This process's.
+        names: Of all members' listeners, in the order of their ranks.
+        rank: This member's.
+        epoch: The group's, of which there is one.
+        store: For what its reducers tell each other.
+        timeout: For each operation.
+        poll: Called meanwhile.
+
+    Raises:
+        DistributedError: A member is lost; what `poll` raises.
+    """
+    formed = _in_thread(
+        lambda: connect_by_name(listener, names, rank, epoch, Deadline(FORM_SECONDS)),
+        poll,
+        lambda: report_absent(listener, epoch, rank),
+    )
+    epoch_group = _wrap_shm(formed, rank, len(names), store, timeout, f"elastic {epoch}")
+    return epoch_group
+
+
+def _wrap_shm(
+    peers: dict[int, socket.socket],
+    rank: int,
+    size: int,
+    store: Store,
+    timeout: timedelta,
+    name: str,
+) -> EpochGroup:
+    group = ShmProcessGroup(rank, size, peers, timeout)
+    group.setGroupName(name)
+    return EpochGroup(group, store, group.abort)
+
+
+def form_gloo(
+    rank: int, size: int, epoch: int, store: Store, timeout: timedelta, poll: Poll
+) -> EpochGroup:
+    """Form a group over Gloo; arguments as `form_shm` has them.
+
+    Raises:
+        DistributedError: A member is lost; what `poll` raises.
+    """
+    name = f"elastic {epoch}"
+    # a connection of its own: Gloo's requests wait in the store's client
+    own = PrefixStore(name, store.clone())
+    before = _sockets()
+
+    def form() -> tuple[ProcessGroup, dict[int, int]]:
+        group = _gloo(own, rank, size, timeout, name)
+        return group, _gloo_sockets(before, own, rank, size)
+
+    group, sockets = _in_thread(form, poll, lambda: None)
+    return EpochGroup(group, PrefixStore(name, store), lambda: _shut_down(sockets))
+
+
+def _gloo(store: Store, rank: int, size: int, timeout: timedelta, name: str) -> ProcessGroup:
+    backend = dist.ProcessGroupGloo(store, rank, size, timeout)
+    group = dist.ProcessGroup(store, rank, size)
+    kind = dist.ProcessGroup.BackendType.GLOO
+    group._set_default_backend(kind)
+    group._register_backend(torch.device("cpu"), kind, backend)
+    group._set_group_name(name)
+    group._set_group_desc("")
+    return group
+
+
+def _in_thread(form: Callable[[], object], poll: Poll, end: Callable[[], None]) -> object:
+    """The result of a function that waits for others, unless `poll` raises meanwhile."""
+    result: list[object] = []
+    error: list[BaseException] = []
+    lock, given_up = threading.Lock(), threading.Event()
+
+    def run() -> None:
+        try:
+            value = form()
+        except BaseException as raised:  # raised below
+            error.append(raised)
+            return
+        with lock:
+            if not given_up.is_set():
+                result.append(value)
+                return
+        _close(value)
+
+    thread = threading.Thread(target=run, name="gradwire-elastic-form", daemon=True)
+    thread.start()
+    deadline = Deadline(FORM_SECONDS)
+    try:
+        while thread.is_alive():
+            thread.join(POLL_SECONDS)
+            poll()
+            if deadline.over():
+                raise CollectiveTimeoutError(f"members did not connect within {FORM_SECONDS:g} s")
+    except BaseException:
+        with lock:
+            given_up.set()
+            for value in result:
+                _close(value)
+        end()
+        raise
+    if error:
+        if isinstance(error[0], DistributedError):
+            raise error[0]
+        raise PeerLostError(f"the group could not be formed: {error[0]}") from error[0]
+    return result[0]
+
+
+def _close(value: object) -> None:
+    """Let go of a group that came too late."""
+    if isinstance(value, dict):
+        for connection in value.values():
+            connection.close()
+    elif isinstance(value, tuple):
+        _shut_down(value[1])
+
+
+def _sockets() -> dict[int, int]:
+    """This process's sockets and their inodes, by descriptor; none where there is no /proc."""
+    found = {}
+    with contextlib.suppress(OSError):
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                status = os.fstat(int(name))
+                if stat.S_ISSOCK(status.st_mode):
+                    found[int(name)] = status.st_ino
+    return found
+
+
+def _gloo_sockets(before: dict[int, int], store: Store, rank: int, size: int) -> dict[int, int]:
+    """The connections of a group that was just formed.
+
+    Of the sockets that are new, those that lead from or to one of the members' listening ports:
+    another thread of this process may have opened others.
+    """
+    new = {fd: inode for fd, inode in _sockets().items() if before.get(fd) != inode}
+    ports = [port for fd in new if (port := _listening_port(fd))]
+    store.set(f"ports/{rank}", " ".join(map(str, ports)))
+    texts = store.multi_get([f"ports/{other}" for other in range(size)])
+    known = {int(port) for text in texts for port in text.split()}
+    return {fd: inode for fd, inode in new.items() if _ports(fd) & known}
+
+
+def _listening_port(fd: int) -> int:
+    with socket.socket(fileno=os.dup(fd)) as duplicate:
+        if duplicate.family not in (socket.AF_INET, socket.AF_INET6):
+            return 0
+        listens = duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        return int(duplicate.getsockname()[1]) if listens else 0
+
+
+def _ports(fd: int) -> set[int]:
+    """The ports of a connection's two ends; none of what is no connection."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as duplicate:
+        if duplicate.family in (socket.AF_INET, socket.AF_INET6):
+            return {duplicate.getpeername()[1], duplicate.getsockname()[1]}
+    return set()
+
+
+def _shut_down(sockets: dict[int, int]) -> None:
+    """End connections, unless they have been closed and their descriptors are another's."""
+    now = _sockets()
+    for fd, inode in sockets.items():
+        if now.get(fd) == inode:
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as duplicate:
+                duplicate.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,168 @@
+"""What members write to the store and read there: registrations, decisions, signs of life.
+
+The store is one that no member hosts. No request waits: what is not there yet is asked for again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch.distributed import DistError, PrefixStore, Store
+
+from gradwire.ddp.faults.liveness import this_process
+from gradwire.elastic.protocol import Decision, Registration
+from gradwire.errors import DistributedError
+
+__all__ = ["Membership", "Process"]
+
+
+@dataclass(frozen=True)
+class Process:
+    """Where a member runs.
+
+    Args:
+        process: As `liveness.this_process` has it.
+        listener: The name under which others of its host connect to it.
+    """
+
+    process: str
+    listener: str
+
+    @property
+    def host(self) -> str | None:
+        """Its host and its process ids' namespace; None where that is not known."""
+        host: str | None = json.loads(self.process)[0]
+        return host
+
+
+class Membership:
+    """One member's view of the store.
+
+    Args:
+        store: The store.
+        name: What this run's keys begin with: the same on all members.
+        listener: The name under which others of this host connect to this process.
+
+    Attributes:
+        number: This member's.
+        store: The store, under the run's name.
+    """
+
+    def __init__(self, store: Store, name: str, listener: str) -> None:
+        self.store = PrefixStore(f"gradwire/elastic/{name}", store)
+        self._processes: dict[int, Process] = {}
+        self._decisions: dict[int, Decision] = {}
+        self.number = int(self._ask(self.store.add, "members", 1))
+        mine = Process(this_process(), listener)
+        self._ask(self.store.set, f"member/{self.number}", json.dumps(asdict(mine)))
+
+    def process(self, number: int) -> Process | None:
+        """Where a member runs; None if it died before it wrote that."""
+        if number not in self._processes:
+            text = self._get(f"member/{number}")
+            if text is None:
+                return None
+            self._processes[number] = Process(**json.loads(text))
+        return self._processes[number]
+
+    # -- rounds ----------------------------------------------------------------------------
+
+    def register(self, round_: int, registration: Registration) -> None:
+        """Register for a round, once."""
+        slot = self._ask(self.store.add, f"round/{round_}/count", 1)
+        text = json.dumps(asdict(registration))
+        self._ask(self.store.set, f"round/{round_}/{slot}", text)
+
+    def is_open(self, round_: int) -> bool:
+        """Whether anybody has registered for a round."""
+        return bool(self._ask(self.store.check, [f"round/{round_}/count"]))
+
+    def registered(self, round_: int) -> tuple[Registration, ...]:
+        """Who has registered for a round so far."""
+        if not self.is_open(round_):
+            return ()
+        count = int(self._ask(self.store.add, f"round/{round_}/count", 0))
+        # a member that died between its two requests has a slot with nothing in it
+        texts = (self._get(f"round/{round_}/{slot}") for slot in range(1, count + 1))
+        found = [Registration(**json.loads(text)) for text in texts if text is not None]
+        return tuple(sorted(found, key=lambda r: r.member))
+
+    def propose(self, decision: Decision) -> None:
+        """Write a decision, if there is none for its round."""
+        key = f"decision/{decision.epoch}"
+        self._ask(self.store.compare_set, key, "", json.dumps(asdict(decision)))
+        self._ask(self.store.set, "latest", str(decision.epoch))
+
+    def decision(self, epoch: int) -> Decision | None:
+        """The decision of a round, if there is one."""
+        if epoch not in self._decisions:
+            text = self._get(f"decision/{epoch}")
+            if text is None:
+                return None
+            fields = json.loads(text)
+            for name in ("members", "holders", "former"):
+                fields[name] = tuple(fields[name])
+            self._decisions[epoch] = Decision(**fields)
+            self._decisions.pop(epoch - 4, None)
+        return self._decisions[epoch]
+
+    def latest(self) -> int:
+        """The last epoch that was decided; 0 before the first."""
+        epoch = int(self._get("latest") or 0)
+        while self.decision(epoch + 1) is not None:  # its proposer may have died in between
+            epoch += 1
+        return epoch
+
+    # -- signs of life ---------------------------------------------------------------------
+
+    def beat(self, count: int) -> None:
+        """Show that this process runs."""
+        self._ask(self.store.set, f"beat/{self.number}", str(count))
+
+    def beats(self, numbers: Iterable[int]) -> dict[int, bytes]:
+        """The last signs of life of members."""
+        found = {number: self._get(f"beat/{number}") for number in numbers}
+        return {number: beat for number, beat in found.items() if beat is not None}
+
+    def finish(self) -> None:
+        """Let others know that this member has committed all steps."""
+        self._ask(self.store.set, "finished", "")
+        self.leave()
+
+    def leave(self) -> None:
+        """Let others know that this member takes part no more."""
+        self._ask(self.store.set, f"left/{self.number}", "")
+
+    def left(self, numbers: Iterable[int]) -> frozenset[int]:
+        """Those of the members that take part no more."""
+        return frozenset(n for n in numbers if self._ask(self.store.check, [f"left/{n}"]))
+
+    def any_finished(self) -> bool:
+        """Whether any member has committed all steps."""
+        return bool(self._ask(self.store.check, ["finished"]))
+
+    def fail(self, reason: str) -> None:
+        """Have all members raise an error, instead of trying the step again."""
+        self._ask(self.store.compare_set, "failed", "", reason)
+
+    def failure(self) -> str | None:
+        """The error that a member wants all to raise, if one does."""
+        text = self._get("failed")
+        return None if text is None else text.decode()
+
+    def _get(self, key: str) -> bytes | None:
+        if not self._ask(self.store.check, [key]):
+            return None
+        return bytes(self._ask(self.store.get, key))
+
+    def _ask(self, request: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return request(*args)
+        except DistError as error:
+            raise DistributedError(
+                f"the store of the elastic run does not answer: {error}; members can finish "
+                "without it as long as none is lost, and none can join"
+            ) from error

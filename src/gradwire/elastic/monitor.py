@@ -1,0 +1,130 @@
+"""Who shows no sign of life, whether somebody wants to join, and whether this member is out.
+
+One thread per member: it writes signs of life and looks for those of the others. When a member of
+the epoch is dead or silent, or the next epoch was decided without this one, it aborts the group, so
+that the main thread does not wait on.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from gradwire.ddp.faults.liveness import is_alive
+from gradwire.elastic.membership import Membership
+from gradwire.errors import DistributedError
+
+__all__ = ["Absent", "Monitor"]
+
+
+@dataclass(frozen=True)
+class Absent:
+    """Members that take no part.
+
+    Args:
+        gone: All of them.
+        dead: Those that will not come back.
+    """
+
+    gone: frozenset[int]
+    dead: frozenset[int]
+
+
+class Monitor:
+    """Signs of life of this member and of others.
+
+    Args:
+        membership: The store; a connection of its own, as the main thread's requests may take long.
+        period: Seconds between two signs of life.
+        silence: Seconds without one after which a member is taken for lost.
+
+    Attributes:
+        wanted: Whether somebody has registered for the next round.
+        reason: Why the epoch has to end, if it does; "" otherwise.
+    """
+
+    def __init__(self, membership: Membership, period: float, silence: float) -> None:
+        self._membership, self._period, self._silence = membership, period, silence
+        self._seen: dict[int, tuple[bytes, float]] = {}
+        self._lock = threading.Lock()
+        self._epoch, self._members = 0, ()
+        self._abort: Callable[[], None] | None = None
+        self._end = threading.Event()
+        self._looked = time.monotonic()
+        self.wanted, self.reason = False, ""
+        membership.beat(0)
+        self._thread = threading.Thread(target=self._run, name="gradwire-elastic", daemon=True)
+        self._thread.start()
+
+    def watch(self, epoch: int, members: Iterable[int], abort: Callable[[], None]) -> None:
+        """Call `abort` once if a member of an epoch is lost, or the epoch is over."""
+        with self._lock:
+            self.wanted, self.reason = False, ""
+            self._epoch, self._members, self._abort = epoch, tuple(members), abort
+
+    def ignore(self) -> None:
+        """Watch no epoch."""
+        with self._lock:
+            self._epoch, self._members, self._abort = 0, (), None
+
+    def absent(self, numbers: Iterable[int]) -> Absent:
+        """Those of the members that are dead, silent, or done."""
+        numbers = [n for n in numbers if n != self._membership.number]
+        dead = {n for n in numbers if self._is_dead(n)} | self._membership.left(numbers)
+        with self._lock:
+            silent = self._silent([n for n in numbers if n not in dead])
+        return Absent(frozenset(dead | silent), frozenset(dead))
+
+    def close(self) -> None:
+        """End the thread."""
+        self.ignore()
+        self._end.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(2 * self._period + 1.0)
+
+    def _is_dead(self, number: int) -> bool:
+        process = self._membership.process(number)
+        return process is not None and not is_alive(process.process)
+
+    def _silent(self, numbers: Iterable[int]) -> set[int]:
+        now = time.monotonic()
+        if now - self._looked > self._silence / 2:  # this process itself was stopped
+            self._seen = {n: (beat, now) for n, (beat, _) in self._seen.items()}
+        self._looked = now
+        numbers = list(numbers)
+        beats = self._membership.beats(numbers)
+        for number in numbers:
+            beat = beats.get(number, b"")
+            if number not in self._seen or self._seen[number][0] != beat:
+                self._seen[number] = (beat, now)
+        return {n for n in numbers if now - self._seen[n][1] > self._silence}
+
+    def _run(self) -> None:
+        count = 0
+        while not self._end.wait(self._period):
+            count += 1
+            try:
+                self._membership.beat(count)
+                self._look()
+            except DistributedError:
+                continue  # the store is gone: without it nobody joins, and epochs go on
+
+    def _look(self) -> None:
+        with self._lock:
+            epoch, members = self._epoch, self._members
+        if not epoch:
+            return
+        self.wanted = self.wanted or self._membership.is_open(epoch + 1)
+        reason = ""
+        if self._membership.decision(epoch + 1) is not None:
+            reason = f"epoch {epoch + 1} was decided while this member was in {epoch}"
+        elif gone := self.absent(members).gone - self._membership.left(members):
+            reason = f"members {sorted(gone)} died or show no sign of life"
+        if reason:
+            with self._lock:
+                if self._epoch != epoch or self._abort is None:
+                    return
+                abort, self._abort, self.reason = self._abort, None, reason
+            abort()

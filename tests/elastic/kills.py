@@ -1,0 +1,246 @@
+"""Runs in which members are killed and stopped, held against one in which none is.
+
+As a script: `python -m elastic.kills --runs 200 --out FILE`, in the folder of the tests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import json
+import multiprocessing
+import os
+import platform
+import random
+import signal
+import sys
+import time
+from dataclasses import asdict, dataclass, field, replace
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from elastic import worker
+from elastic.worker import BATCH, LATE, POINTS, SAMPLES, Job
+from gradwire.elastic.samples import Samples
+from gradwire.elastic.shards import Shard
+
+LIMIT_SECONDS = 90.0
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["torch", "gradwire.elastic", "elastic.worker"])
+
+
+@dataclass
+class Plan:
+    """The faults of one run, all from its seed."""
+
+    seed: int
+    members: int
+    backend: str
+    reproducible: bool = True
+    steps: int = 12
+    pause: float = 0.001
+    self_kills: dict[int, tuple[str, int]] = field(default_factory=dict)  # by start order
+    from_outside: list[tuple[str, float]] = field(default_factory=list)  # KILL or STOP, seconds
+    restart: bool = True
+
+    @staticmethod
+    def random(seed: int) -> Plan:
+        """1 to 3 faults: kills at named points, and kills and stops at any time."""
+        chance = random.Random(seed)
+        plan = Plan(seed, chance.randint(2, 4), chance.choice(["shm", "gloo"]))
+        for _ in range(chance.randint(1, 3)):
+            if chance.random() < 0.5:
+                victim = chance.randrange(plan.members + 1)  # the last is one that joins later
+                early = ("round", "form", "transfer")
+                point = chance.choice(POINTS)
+                times = 1 if point in early else chance.randint(1, 20)
+                plan.self_kills[victim] = (point, times)
+            else:
+                kind = chance.choice(["KILL", "KILL", "STOP"])
+                plan.from_outside.append((kind, chance.random() * 0.8))
+        plan.restart = chance.random() < 0.8
+        return plan
+
+
+class Failed(AssertionError):
+    """A run did not end as it must."""
+
+
+class Members:
+    """The processes of one run."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.reports = plan, []
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.processes: list[Any] = []
+        self.pipes: list[Any] = []
+        self.killed: set[int] = set()
+        self.stopped: dict[int, float] = {}
+
+    def start(self) -> None:
+        """Start one more."""
+        number = len(self.processes)
+        point, times = self.plan.self_kills.get(number, ("", 0))
+        plan = self.plan
+        job = Job(
+            self.store.port,
+            plan.members,
+            plan.backend,
+            plan.reproducible,
+            plan.steps,
+            point,
+            times,
+            plan.pause,
+        )
+        receiver, sender = CONTEXT.Pipe(duplex=False)
+        process = CONTEXT.Process(target=worker.main, args=(job, sender), daemon=True)
+        process.start()
+        sender.close()
+        self.processes.append(process)
+        self.pipes.append(receiver)
+
+    def running(self) -> list[int]:
+        return [i for i, process in enumerate(self.processes) if process.exitcode is None]
+
+    def close(self) -> None:
+        """End what is left; whether anything was."""
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+
+def run(plan: Plan) -> list[Any]:
+    """What the members reported at their ends; those that were late reported None.
+
+    Raises:
+        Failed: A member ended with an error, or the run took too long.
+    """
+    members = Members(plan)
+    chance = random.Random(plan.seed + 1)
+    try:
+        for _ in range(plan.members):
+            members.start()
+        _watch(members, chance)
+        return [pipe.recv() for pipe in members.pipes if _has_report(pipe)]
+    finally:
+        members.close()
+
+
+def _has_report(pipe: Any) -> bool:
+    with contextlib.suppress(EOFError, OSError):
+        return bool(pipe.poll())
+    return False
+
+
+def _watch(members: Members, chance: random.Random) -> None:
+    plan, began = members.plan, time.monotonic()
+    faults = sorted(plan.from_outside, key=lambda fault: fault[1])
+    first: float | None = None  # faults are counted from the first epoch
+    seen: set[int] = set()
+    while running := members.running():
+        now = time.monotonic()
+        if now - began > LIMIT_SECONDS:
+            raise Failed(f"{plan}: members {running} did not end")
+        if first is None and members.store.check(["gradwire/elastic/run/decision/1"]):
+            first = now
+        while first is not None and faults and now - first > faults[0][1]:
+            _strike(members, faults.pop(0)[0], chance, now)
+        for index, until in list(members.stopped.items()):
+            if now > until:
+                os.kill(members.processes[index].pid, signal.SIGCONT)
+                del members.stopped[index]
+        ended = [i for i, p in enumerate(members.processes) if p.exitcode is not None]
+        for index in set(ended) - seen:
+            seen.add(index)
+            code = members.processes[index].exitcode
+            if code == -signal.SIGKILL:
+                # somebody has to be left who has the state
+                if plan.restart and len(members.processes) < plan.members + 3:
+                    members.start()
+            elif code not in (0, LATE):
+                raise Failed(f"{plan}: member {index} ended with {code}")
+        wait([members.processes[i].sentinel for i in members.running()], timeout=0.01)
+
+
+def _strike(members: Members, kind: str, chance: random.Random, now: float) -> None:
+    others = [i for i in members.running() if i not in members.stopped]
+    if len(others) < 2:
+        return
+    victim = chance.choice(others)
+    pid = members.processes[victim].pid
+    with contextlib.suppress(ProcessLookupError):
+        if kind == "KILL":
+            os.kill(pid, signal.SIGKILL)
+        else:
+            os.kill(pid, signal.SIGSTOP)
+            members.stopped[victim] = now + chance.choice([0.2, 1.0, 3.0])
+
+
+def quiet(plan: Plan) -> tuple[str, list[float]]:
+    """The weights of one member that is alone, and the ledger that must be."""
+    alone = replace(plan, members=1, self_kills={}, from_outside=[])
+    (report,) = run(alone)
+    counts = [0.0] * SAMPLES
+    samples = Samples(SAMPLES, batch=BATCH, shards=8)
+    for step in range(plan.steps):
+        for i in samples.ids(step, Shard(0, 8)):
+            counts[i] += 1
+    if report[1] != counts:
+        raise Failed(f"the ledger of one member alone: {report[1]}")
+    return report[0], counts
+
+
+def check(plan: Plan, digest: str, counts: list[float]) -> dict[str, Any]:
+    """Run a plan; what came of it.
+
+    Raises:
+        Failed: Weights or ledger differ, or something is left behind.
+    """
+    began, shared = time.monotonic(), set(os.listdir("/dev/shm"))
+    reports = [r for r in run(plan) if r is not None]
+    for found, ledger, threads, opened in reports:
+        if plan.reproducible and found != digest:
+            raise Failed(f"{plan}: weights differ: {found}, not {digest}")
+        if ledger != counts:
+            raise Failed(f"{plan}: samples counted: {ledger}, not {counts}")
+        if threads or opened > 12:
+            raise Failed(f"{plan}: left open: {threads}, {opened} descriptors")
+    left = {n for n in set(os.listdir("/dev/shm")) - shared if "gradwire" in n}
+    if left:
+        raise Failed(f"{plan}: left in /dev/shm: {left}")
+    return {**asdict(plan), "done": len(reports), "seconds": round(time.monotonic() - began, 2)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--first", type=int, default=0, help="seed of the first run")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    digest, counts = quiet(Plan(0, 1, "shm"))
+    results, failed = [], []
+    for seed in range(options.first, options.first + options.runs):
+        plan = Plan.random(seed)
+        try:
+            results.append(check(plan, digest, counts))
+            if not results[-1]["done"]:
+                print(f"{seed}: nobody was left", flush=True)
+        except (Failed, EOFError) as error:
+            failed.append({"seed": seed, "error": str(error)})
+            print(error, flush=True)
+    print(f"{len(results)} of {options.runs} equal, {len(failed)} failed", flush=True)
+    if options.out:
+        versions = {"torch": torch.__version__, "python": platform.python_version()}
+        date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="minutes")
+        data = {"date": date, **versions, "digest": digest, "failed": failed, "runs": results}
+        options.out.write_text(json.dumps(data, indent=1) + "\n")
+    sys.exit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()

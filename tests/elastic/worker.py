@@ -1,0 +1,167 @@
+"""A member of the runs that are killed: a small model, and a ledger of the samples in it."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gradwire import elastic
+from gradwire.ddp import DistributedDataParallel
+from gradwire.elastic.engine import Engine
+from gradwire.elastic.gradients import TreeSum
+from gradwire.errors import RunOverError
+
+SAMPLES, BATCH = 96, 32
+POINTS = ("forward", "backward", "reduce", "commit", "round", "form", "transfer", "apply")
+LATE = 3  # the exit code of a member that came when the others were done
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a member does.
+
+    Args:
+        port: The store's.
+        members: How many the first epoch waits for.
+        backend, reproducible, steps: The run's.
+        point: Where this member kills itself; "" for nowhere.
+        times: At which of its times there.
+        pause: Seconds that a shard takes.
+    """
+
+    port: int
+    members: int
+    backend: str
+    reproducible: bool = True
+    steps: int = 12
+    point: str = ""
+    times: int = 1
+    pause: float = 0.0
+
+
+class Net(nn.Module):
+    """Dropout and running statistics, and a parameter that counts each sample by its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 4)
+        )
+        self.ledger = nn.Parameter(torch.zeros(SAMPLES))
+
+    def forward(self, x: Tensor, ids: list[int]) -> tuple[Tensor, Tensor]:
+        return self.layers(x), self.ledger[ids]
+
+
+def main(job: Job, report: Any) -> None:
+    """Train, and send the digest of the weights, the ledger, and what is left open."""
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", job.port, is_master=False)
+    open_before = len(os.listdir("/proc/self/fd"))
+    _arm(job)
+    try:
+        model = _train(job, store)
+    except RunOverError:
+        report.send(None)
+        _exit(LATE)
+    tensors = [t for name, t in sorted(model.state_dict().items()) if "ledger" not in name]
+    data = b"".join(t.contiguous().numpy().tobytes() for t in tensors)
+    counts = (model.module.ledger.detach() * -BATCH).tolist()
+    threads = [t.name for t in threading.enumerate() if "gradwire-elastic" in t.name]
+    opened = len(os.listdir("/proc/self/fd")) - open_before
+    report.send((hashlib.sha256(data).hexdigest()[:16], counts, threads, opened))
+    _exit(0)
+
+
+def _train(job: Job, store: dist.Store) -> DistributedDataParallel:
+    run = elastic.join(
+        store,
+        members=job.members,
+        backend=job.backend,
+        reproducible=job.reproducible,
+        silence=timedelta(seconds=1.5),
+        timeout=timedelta(seconds=60),
+    )
+    torch.manual_seed(0 if run.number == 1 else os.getpid())  # the others' start is not used
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Net(), process_group=run.group, bucket_cap_mb=0.001)
+    weights = [p for n, p in model.named_parameters() if "ledger" not in n]
+    optimizer = torch.optim.Adam(weights, lr=0.01)
+    ledger = torch.optim.SGD([model.module.ledger], lr=1.0)
+    run.keep(model=model, optimizer=optimizer, ledger=ledger)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(SAMPLES, 8, generator=generator)
+    y = torch.randint(0, 4, (SAMPLES,), generator=generator)
+    for step in run.steps(job.steps, samples=SAMPLES, batch=BATCH):
+        with step:
+            for shard in step.shards:
+                ids = step.sample_ids(shard)
+                out, counted = model(x[ids], ids)
+                time.sleep(job.pause)
+                loss = nn.functional.cross_entropy(out, y[ids])
+                step.backward(loss + (counted - counted.detach()).mean())
+            step.commit(optimizer, ledger)
+    return model
+
+
+def _arm(job: Job) -> None:
+    """Let this process kill itself at a point, before or after what happens there."""
+    if not job.point:
+        return
+    owner, name = {
+        "forward": (nn.Sequential, "forward"),
+        "backward": (torch.autograd, "backward"),
+        "reduce": (TreeSum, "reduce") if job.reproducible else (Engine, "commit"),
+        "commit": (Engine, "commit"),
+        "round": (Engine, "_round"),
+        "form": (Engine, "_form_group"),
+        "transfer": (Engine, "_transfer"),
+        "apply": (elastic.Run, "_apply"),
+    }[job.point]
+    setattr(owner, name, _killing(getattr(owner, name), job.times))
+
+
+def _killing(function: Callable[..., Any], times: int) -> Callable[..., Any]:
+    calls = [0]
+
+    def killing(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        if calls[0] != times:
+            return function(*args, **kwargs)
+        moment = random.Random(times).random()
+        if moment < 0.3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if moment < 0.8:  # somewhere within
+            delay = random.Random(times).random() * 4e-3
+            threading.Thread(target=_kill_after, args=(delay,), daemon=True).start()
+        result = function(*args, **kwargs)
+        os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    return killing
+
+
+def _kill_after(seconds: float) -> None:
+    time.sleep(seconds)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _exit(code: int) -> None:
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
