@@ -30,6 +30,8 @@ from gradwire.elastic.samples import Samples
 from gradwire.elastic.shards import Shard
 
 LIMIT_SECONDS = 90.0
+OPEN_AT_END = {"shm": 3, "gloo": 4}
+"""Descriptors of the run's store and of a group of one: as many after any number of epochs."""
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch", "gradwire.elastic", "elastic.worker"])
 
@@ -49,10 +51,10 @@ class Plan:
     restart: bool = True
 
     @staticmethod
-    def random(seed: int) -> Plan:
+    def random(seed: int, *, reproducible: bool = True) -> Plan:
         """1 to 3 faults: kills at named points, and kills and stops at any time."""
         chance = random.Random(seed)
-        plan = Plan(seed, chance.randint(2, 4), chance.choice(["shm", "gloo"]))
+        plan = Plan(seed, chance.randint(2, 4), chance.choice(["shm", "gloo"]), reproducible)
         for _ in range(chance.randint(1, 3)):
             if chance.random() < 0.5:
                 victim = chance.randrange(plan.members + 1)  # the last is one that joins later
@@ -126,15 +128,16 @@ def run(plan: Plan) -> list[Any]:
         for _ in range(plan.members):
             members.start()
         _watch(members, chance)
-        return [pipe.recv() for pipe in members.pipes if _has_report(pipe)]
+        return [report for pipe in members.pipes for report in _reports(pipe)]
     finally:
         members.close()
 
 
-def _has_report(pipe: Any) -> bool:
+def _reports(pipe: Any) -> list[Any]:
     with contextlib.suppress(EOFError, OSError):
-        return bool(pipe.poll())
-    return False
+        if pipe.poll():
+            return [pipe.recv()]
+    return []
 
 
 def _watch(members: Members, chance: random.Random) -> None:
@@ -203,34 +206,37 @@ def check(plan: Plan, digest: str, counts: list[float]) -> dict[str, Any]:
     """
     began, shared = time.monotonic(), set(os.listdir("/dev/shm"))
     reports = [r for r in run(plan) if r is not None]
+    if not plan.reproducible and reports:
+        digest = reports[0][0]  # the members agree; other members round otherwise
     for found, ledger, threads, opened in reports:
-        if plan.reproducible and found != digest:
+        if found != digest:
             raise Failed(f"{plan}: weights differ: {found}, not {digest}")
         if ledger != counts:
             raise Failed(f"{plan}: samples counted: {ledger}, not {counts}")
-        if threads or opened > 12:
+        if threads or opened > OPEN_AT_END[plan.backend]:
             raise Failed(f"{plan}: left open: {threads}, {opened} descriptors")
     left = {n for n in set(os.listdir("/dev/shm")) - shared if "gradwire" in n}
     if left:
         raise Failed(f"{plan}: left in /dev/shm: {left}")
-    return {**asdict(plan), "done": len(reports), "seconds": round(time.monotonic() - began, 2)}
+    return {**asdict(plan), "done": len(reports), "open": [r[3] for r in reports], "seconds": round(time.monotonic() - began, 2)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--first", type=int, default=0, help="seed of the first run")
+    parser.add_argument("--no-tree", action="store_true", help="reproducible=False")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     digest, counts = quiet(Plan(0, 1, "shm"))
     results, failed = [], []
     for seed in range(options.first, options.first + options.runs):
-        plan = Plan.random(seed)
+        plan = Plan.random(seed, reproducible=not options.no_tree)
         try:
             results.append(check(plan, digest, counts))
             if not results[-1]["done"]:
                 print(f"{seed}: nobody was left", flush=True)
-        except (Failed, EOFError) as error:
+        except Failed as error:
             failed.append({"seed": seed, "error": str(error)})
             print(error, flush=True)
     print(f"{len(results)} of {options.runs} equal, {len(failed)} failed", flush=True)

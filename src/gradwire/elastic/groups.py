@@ -12,6 +12,7 @@ import os
 import socket
 import stat
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
@@ -140,6 +141,7 @@ def form_gloo(
     name = f"elastic {epoch}"
     # a connection of its own: Gloo's requests wait in the store's client
     own = PrefixStore(name, store.clone())
+    _meet(own, rank, size, poll)
     before = _sockets()
 
     def form() -> tuple[ProcessGroup, dict[int, int]]:
@@ -150,8 +152,20 @@ def form_gloo(
     return EpochGroup(group, PrefixStore(name, store), lambda: _shut_down(sockets))
 
 
+def _meet(store: Store, rank: int, size: int, poll: Poll) -> None:
+    """Wait until all members are about to form the group: Gloo's own wait cannot be ended."""
+    store.set(f"here/{rank}", "")
+    deadline = Deadline(FORM_SECONDS)
+    while not store.check([f"here/{other}" for other in range(size)]):
+        poll()
+        if deadline.over():
+            raise CollectiveTimeoutError(f"members did not come within {FORM_SECONDS:g} s")
+        time.sleep(POLL_SECONDS / 4)
+
+
 def _gloo(store: Store, rank: int, size: int, timeout: timedelta, name: str) -> ProcessGroup:
-    backend = dist.ProcessGroupGloo(store, rank, size, timeout)
+    backend = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=FORM_SECONDS))
+    backend._set_default_timeout(timeout)
     group = dist.ProcessGroup(store, rank, size)
     kind = dist.ProcessGroup.BackendType.GLOO
     group._set_default_backend(kind)
