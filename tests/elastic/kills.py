@@ -218,7 +218,12 @@ def check(plan: Plan, digest: str, counts: list[float]) -> dict[str, Any]:
     left = {n for n in set(os.listdir("/dev/shm")) - shared if "gradwire" in n}
     if left:
         raise Failed(f"{plan}: left in /dev/shm: {left}")
-    return {**asdict(plan), "done": len(reports), "open": [r[3] for r in reports], "seconds": round(time.monotonic() - began, 2)}
+    return {
+        **asdict(plan),
+        "done": len(reports),
+        "open": [r[3] for r in reports],
+        "seconds": round(time.monotonic() - began, 2),
+    }
 
 
 def main() -> None:

@@ -1,8 +1,10 @@
 """Elastic data parallelism: training that goes on whichever of its processes die."""
 
+from gradwire.elastic.loader import ShardLoader
 from gradwire.elastic.run import Run, join
 from gradwire.elastic.samples import Samples
 from gradwire.elastic.shards import Shard
 from gradwire.elastic.step import Step
+from gradwire.elastic.supervise import serve_store, supervise
 
-__all__ = ["Run", "Samples", "Shard", "Step", "join"]
+__all__ = ["Run", "Samples", "Shard", "ShardLoader", "Step", "join", "serve_store", "supervise"]

@@ -152,7 +152,7 @@ class Engine:
         return 0 if decision is None else decision.members.index(self.member.number)
 
     def was_lost(self, seconds: float = 0.5) -> bool:
-        """Whether a member has left the epoch, or is lost: asked after an error of unclear cause."""
+        """Whether a member has left the epoch or is lost: asked after an unclear error."""
         decision = self.member.decision
         if decision is None or len(decision.members) == 1:
             return False
@@ -251,9 +251,7 @@ class Engine:
             names = [q.listener for q in found]
             if all(names):
                 epoch = decision.epoch
-                return form_shm(
-                    self._listener, names, self.rank, epoch, store, self._timeout, poll
-                )
+                return form_shm(self._listener, names, self.rank, epoch, store, self._timeout, poll)
         size = len(found)
         return form_gloo(self.rank, size, decision.epoch, store, self._timeout, poll)
 
@@ -287,4 +285,4 @@ def means_a_loss(error: BaseException) -> bool:
 
 _LOSSES = (PeerLostError, CollectiveTimeoutError, BrokenGroupError, PeerFailedError)
 _MAX = AllreduceOptions()
-_MAX.reduceOp = ReduceOp.MAX
+_MAX.reduceOp = ReduceOp(ReduceOp.MAX)

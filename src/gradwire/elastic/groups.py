@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,8 +33,16 @@ __all__ = ["EpochGroup", "form_gloo", "form_shm", "form_solo"]
 
 FORM_SECONDS = 20.0
 POLL_SECONDS = 0.01
+Result = TypeVar("Result")
 Poll = Callable[[], None]
 """Called while a group is formed; raises if a member is lost."""
+
+
+class _Gloo(NamedTuple):
+    """A group over Gloo, and the inodes of its sockets by descriptor."""
+
+    group: ProcessGroup
+    sockets: dict[int, int]
 
 
 class EpochGroup:
@@ -113,8 +122,7 @@ def form_shm(
         poll,
         lambda: report_absent(listener, epoch, rank),
     )
-    epoch_group = _wrap_shm(formed, rank, len(names), store, timeout, f"elastic {epoch}")
-    return epoch_group
+    return _wrap_shm(formed, rank, len(names), store, timeout, f"elastic {epoch}")
 
 
 def _wrap_shm(
@@ -140,16 +148,17 @@ def form_gloo(
     """
     name = f"elastic {epoch}"
     # a connection of its own: Gloo's requests wait in the store's client
-    own = PrefixStore(name, store.clone())
+    own = PrefixStore(name, store.clone())  # type: ignore[attr-defined]
     _meet(own, rank, size, poll)
     before = _sockets()
 
-    def form() -> tuple[ProcessGroup, dict[int, int]]:
+    def form() -> _Gloo:
         group = _gloo(own, rank, size, timeout, name)
-        return group, _gloo_sockets(before, own, rank, size)
+        return _Gloo(group, _gloo_sockets(before, own, rank, size))
 
-    group, sockets = _in_thread(form, poll, lambda: None)
-    return EpochGroup(group, PrefixStore(name, store), lambda: _shut_down(sockets))
+    formed = _in_thread(form, poll, lambda: None)
+    sockets = formed.sockets
+    return EpochGroup(formed.group, PrefixStore(name, store), lambda: _shut_down(sockets))
 
 
 def _meet(store: Store, rank: int, size: int, poll: Poll) -> None:
@@ -170,14 +179,15 @@ def _gloo(store: Store, rank: int, size: int, timeout: timedelta, name: str) -> 
     kind = dist.ProcessGroup.BackendType.GLOO
     group._set_default_backend(kind)
     group._register_backend(torch.device("cpu"), kind, backend)
-    group._set_group_name(name)
+    named: Any = group  # its stub has a type of its own for names
+    named._set_group_name(name)
     group._set_group_desc("")
     return group
 
 
-def _in_thread(form: Callable[[], object], poll: Poll, end: Callable[[], None]) -> object:
+def _in_thread(form: Callable[[], Result], poll: Poll, end: Callable[[], None]) -> Result:
     """The result of a function that waits for others, unless `poll` raises meanwhile."""
-    result: list[object] = []
+    result: list[Result] = []
     error: list[BaseException] = []
     lock, given_up = threading.Lock(), threading.Event()
 
@@ -221,8 +231,8 @@ def _close(value: object) -> None:
     if isinstance(value, dict):
         for connection in value.values():
             connection.close()
-    elif isinstance(value, tuple):
-        _shut_down(value[1])
+    elif isinstance(value, _Gloo):
+        _shut_down(value.sockets)
 
 
 def _sockets() -> dict[int, int]:

@@ -49,7 +49,8 @@ class Monitor:
         self._membership, self._period, self._silence = membership, period, silence
         self._seen: dict[int, tuple[bytes, float]] = {}
         self._lock = threading.Lock()
-        self._epoch, self._members = 0, ()
+        self._epoch = 0
+        self._members: tuple[int, ...] = ()
         self._abort: Callable[[], None] | None = None
         self._end = threading.Event()
         self._looked = time.monotonic()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import os
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Store
 
 from gradwire.ddp import DistributedDataParallel
-from gradwire.elastic import transfer
+from gradwire.elastic import checkpoint, transfer
 from gradwire.elastic.engine import Engine, Options, barrier, means_a_loss
 from gradwire.elastic.gradients import TreeSum
 from gradwire.elastic.samples import Samples
@@ -27,6 +30,7 @@ from gradwire.errors import (
     DistributedError,
     HookError,
     NotSupportedError,
+    ReductionError,
 )
 
 __all__ = ["MEMBERS_VARIABLE", "STORE_VARIABLE", "Run", "join"]
@@ -47,6 +51,7 @@ def join(
     timeout: timedelta = timedelta(minutes=5),
     heartbeat: timedelta = timedelta(seconds=0.1),
     silence: timedelta = timedelta(seconds=5),
+    nan_guard: bool = False,
     name: str = NAME,
 ) -> Run:
     """Join an elastic run; nobody waits for this process before it begins its steps.
@@ -66,6 +71,8 @@ def join(
         heartbeat: Between two signs of life.
         silence: Without one, a member is taken for lost. Dead processes of this host are known at
             once.
+        nan_guard: Raise on all members, naming rank, parameter and step, before a gradient that is
+            not finite reaches the others.
         name: Of the run, where a store has several.
 
     Raises:
@@ -106,7 +113,9 @@ def join(
     )
     chosen = _store_of_environment(timeout) if store is None else store
     engine = Engine(chosen, name, options)
-    return Run(engine, check_shards(shards), reproducible=reproducible, seed=seed)
+    return Run(
+        engine, check_shards(shards), reproducible=reproducible, seed=seed, nan_guard=nan_guard
+    )
 
 
 def _store_of_environment(timeout: timedelta) -> Store:
@@ -123,9 +132,11 @@ def _store_of_environment(timeout: timedelta) -> Store:
 class Run:
     """This process's part in an elastic run. Made by `join`."""
 
-    def __init__(self, engine: Engine, shards: int, *, reproducible: bool, seed: int) -> None:
+    def __init__(
+        self, engine: Engine, shards: int, *, reproducible: bool, seed: int, nan_guard: bool
+    ) -> None:
         self._engine, self._shards, self._reproducible = engine, shards, reproducible
-        self._seed = seed
+        self._seed, self._nan_guard = seed, nan_guard
         self._kept: dict[str, Any] = {}
         self._models: list[DistributedDataParallel] = []
         self._modules: list[nn.Module] = []
@@ -133,7 +144,8 @@ class Run:
         self._tree: TreeSum | None = None
         self._changed: list[tuple[Tensor, Tensor]] = []
         self._first_values: tuple[int, list[Tensor]] = (-1, [])
-        self._start, self._samples = 0, None
+        self._start = 0
+        self._samples: Samples | None = None
         engine.on_commit = self._apply
         engine.on_group = self._on_group
         engine.on_transfer = self._on_transfer
@@ -175,6 +187,17 @@ class Run:
         return self._engine.member.version or self._start
 
     @property
+    def samples(self) -> Samples:
+        """What deals the samples.
+
+        Raises:
+            ArgumentError: `steps` was not told how many there are.
+        """
+        if self._samples is None:
+            raise ArgumentError("run.steps got no samples=: give the dataset's size, and batch=")
+        return self._samples
+
+    @property
     def kept(self) -> Mapping[str, Any]:
         """What `keep` was given."""
         return self._kept
@@ -205,13 +228,30 @@ class Run:
             self._kept[name] = value
             if isinstance(value, nn.Module):
                 self._modules.append(value)
+                if self._nan_guard:
+                    self._guard(value)
             if isinstance(value, DistributedDataParallel):
                 self._models.append(value)
+
+    def _guard(self, module: nn.Module) -> None:
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad:
+                parameter.register_hook(partial(self._check_finite, name))
+
+    def _check_finite(self, name: str, gradient: Tensor) -> None:
+        if not bool(gradient.isfinite().all()):
+            raise ReductionError(
+                f"rank {self.rank} (member {self.number}), step {self.version}: the gradient of "
+                f"{name!r} is not finite; nothing of this step was sent",
+                [name],
+            )
 
     def start_at(self, version: int) -> None:
         """Say how many steps the state has that was loaded into what is kept: from a checkpoint."""
         if self.epoch or version < 0:
-            raise ArgumentError(f"run.start_at({version}): call it before run.steps, with 0 or more")
+            raise ArgumentError(
+                f"run.start_at({version}): call it before run.steps, with 0 or more"
+            )
         self._start = version
 
     # -- steps -----------------------------------------------------------------------------
@@ -273,6 +313,33 @@ class Run:
     def __exit__(self, *raised: object) -> None:
         self.close()
 
+    # -- checkpoints -----------------------------------------------------------------------
+
+    def save(self, folder: str | Path) -> Path:
+        """Write a checkpoint of what is kept, between two steps: the epoch's first member does.
+
+        In the format of torch.distributed.checkpoint, as `step-N` in the folder, and as a whole or
+        not at all. All may call; the others return at once.
+        """
+        folder = Path(folder)
+        if self.rank == 0:
+            return checkpoint.save(self._kept, self.version, folder)
+        return checkpoint.path_of(folder, self.version)
+
+    def load(self, folder: str | Path) -> bool:
+        """Begin with the checkpoint of the most steps in a folder; whether there is one.
+
+        Before `steps`, on any number of members: who has most steps gives its state to the others.
+
+        Raises:
+            ArgumentError: It is of something else, or the run has begun.
+        """
+        path = checkpoint.latest(Path(folder))
+        if path is None:
+            return False
+        self.start_at(checkpoint.load(self._kept, path))
+        return True
+
     # -- what a step asks for --------------------------------------------------------------
 
     def begin_step(self) -> None:
@@ -306,7 +373,7 @@ class Run:
             batch = self._shards if self._samples is None else self._samples.batch
             for model in self._models:  # 1 where all have equally many: nothing to multiply
                 model.weight(weight * self.size / batch)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             return
         if weight:  # of no samples the mean is NaN
             torch.autograd.backward(loss, torch.full_like(loss, weight))
@@ -329,6 +396,9 @@ class Run:
         if means_a_loss(error) or (_may_mean_a_loss(error) and self._engine.was_lost()):
             self._engine.lost()
             return True
+        if self._nan_guard and isinstance(error, ReductionError) and error.parameters:
+            with contextlib.suppress(DistributedError):
+                self._engine.membership.fail(str(error))
         self.close()
         return False
 
@@ -366,7 +436,6 @@ class Run:
         group, wait = self.group, self._engine.wait
         data = transfer.exchange(group, transfer.dump(self._kept) if self.rank == 0 else None, wait)
         if not holds:
-            assert data is not None
             transfer.load(self._kept, data)
             self._first_values = (-1, [])
         barrier(self._engine)

@@ -50,7 +50,7 @@ class StepRunner(Protocol):
         ...
 
     def end_step(self, error: BaseException | None) -> bool:
-        """Whether an error means that a member was lost, so that the step goes on or is repeated."""
+        """Whether an error means that a member was lost, so that the loop goes on."""
         ...
 
 

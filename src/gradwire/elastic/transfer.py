@@ -24,20 +24,20 @@ PIECE_BYTES = 64 << 20
 MAX_BYTES = 1 << 42
 
 
-def dump(kept: Mapping[str, Any]) -> Tensor:
+def dump(kept: Mapping[str, Any]) -> bytearray:
     """The state of what is kept, as bytes."""
     file = io.BytesIO()
     torch.save({name: value.state_dict() for name, value in kept.items()}, file)
-    return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
+    return bytearray(file.getbuffer())
 
 
-def load(kept: Mapping[str, Any], data: Tensor) -> None:
+def load(kept: Mapping[str, Any], data: bytearray) -> None:
     """Put bytes that `dump` made into what is kept.
 
     Raises:
         MismatchError: Something else is kept here, or a model differs.
     """
-    states = torch.load(io.BytesIO(memoryview(data.numpy())), weights_only=True)
+    states = torch.load(io.BytesIO(data), weights_only=True)
     if states.keys() != kept.keys():
         raise MismatchError(
             f"run.keep has {sorted(kept)} here and {sorted(states)} on the member that has the "
@@ -52,21 +52,21 @@ def load(kept: Mapping[str, Any], data: Tensor) -> None:
             ) from error
 
 
-def exchange(group: ProcessGroup, data: Tensor | None, wait: Wait) -> Tensor | None:
-    """Broadcast bytes from rank 0, which has them; the others receive, and return, them.
+def exchange(group: ProcessGroup, data: bytearray | None, wait: Wait) -> bytearray:
+    """Broadcast bytes from rank 0, which has them, and return them.
 
     Raises:
         DistributedError: A member is lost, or the length makes no sense.
     """
-    length = torch.tensor([0 if data is None else data.numel()])
+    length = torch.tensor([0 if data is None else len(data)])
     wait(_broadcast(group, length))
     size = int(length)
     if not 0 < size <= MAX_BYTES:
         raise DistributedError(f"rank 0 sends a state of {size} bytes")
-    received = torch.empty(size, dtype=torch.uint8) if data is None else data
-    for piece in received.split(PIECE_BYTES):
+    memory = bytearray(size) if data is None else data
+    for piece in torch.frombuffer(memory, dtype=torch.uint8).split(PIECE_BYTES):
         wait(_broadcast(group, piece))
-    return received if data is None else None
+    return memory
 
 
 def _broadcast(group: ProcessGroup, tensor: Tensor) -> Work:

@@ -20,7 +20,14 @@ from gradwire.errors import CollectiveTimeoutError, PeerFailedError, PeerLostErr
 from gradwire.shm.sync import Deadline
 from gradwire.shm.teams import find_teams
 
-__all__ = ["Listener", "connect_all", "connect_by_name", "process_of", "report_absent", "report_failure"]
+__all__ = [
+    "Listener",
+    "connect_all",
+    "connect_by_name",
+    "process_of",
+    "report_absent",
+    "report_failure",
+]
 
 _FAILED = b"failed: "
 

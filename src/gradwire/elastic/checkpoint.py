@@ -1,0 +1,91 @@
+"""Checkpoints of an elastic run: written by one member, read by any number of them.
+
+In the format of torch.distributed.checkpoint, so that other tools read them.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+
+from gradwire.errors import ArgumentError
+
+__all__ = ["latest", "load", "path_of", "save"]
+
+PREFIX = "step-"
+VERSION = "gradwire_version"
+
+
+def save(kept: Mapping[str, Any], version: int, folder: Path) -> Path:
+    """Write what is kept; the checkpoint is there as a whole or not at all.
+
+    Returns:
+        Its path: `step-N` in the folder.
+    """
+    final = path_of(folder, version)
+    if final.exists():
+        return final  # another member wrote it before it was lost: the same bits
+    partial = folder / f".{final.name}-{os.getpid()}"
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        state = {name: value.state_dict() for name, value in kept.items()}
+        with warnings.catch_warnings():  # that it is one process which saves
+            warnings.simplefilter("ignore", UserWarning)
+            dcp.save({**state, VERSION: version}, checkpoint_id=partial, no_dist=True)
+        partial.rename(final)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return final
+
+
+def path_of(folder: Path, version: int) -> Path:
+    """Where the checkpoint of so many steps lies."""
+    return folder / f"{PREFIX}{version:09d}"
+
+
+def latest(folder: Path) -> Path | None:
+    """The checkpoint of the most steps in a folder, if there is one."""
+    found = sorted(folder.glob(f"{PREFIX}*"))
+    return found[-1] if found else None
+
+
+def load(kept: Mapping[str, Any], path: Path) -> int:
+    """Put a checkpoint into what is kept.
+
+    Returns:
+        How many steps it has.
+
+    Raises:
+        ArgumentError: There is none at the path, or it is of something else.
+    """
+    try:
+        state = _read(path)
+    except (OSError, dcp.api.CheckpointException) as error:
+        raise ArgumentError(f"{path} is no checkpoint of an elastic run: {error}") from error
+    version = state.pop(VERSION, None)
+    if not isinstance(version, int) or state.keys() != kept.keys():
+        raise ArgumentError(
+            f"{path} has {sorted(state)}, and run.keep has {sorted(kept)}: keep what was saved"
+        )
+    for name, value in kept.items():
+        value.load_state_dict(state[name])
+    return version
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """All of a checkpoint, as it was saved."""
+    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+    state: dict[str, Any] = {}
+    reader = dcp.FileSystemReader(path)
+    _load_state_dict(
+        state, storage_reader=reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True
+    )
+    return state
