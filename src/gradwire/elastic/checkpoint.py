@@ -20,6 +20,7 @@ __all__ = ["latest", "load", "path_of", "save"]
 
 PREFIX = "step-"
 VERSION = "gradwire_version"
+NUMBER = "number "
 
 
 def save(kept: Mapping[str, Any], version: int, folder: Path) -> Path:
@@ -34,7 +35,7 @@ def save(kept: Mapping[str, Any], version: int, folder: Path) -> Path:
     partial = folder / f".{final.name}-{os.getpid()}"
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        state = {name: value.state_dict() for name, value in kept.items()}
+        state = {name: _named(value.state_dict()) for name, value in kept.items()}
         with warnings.catch_warnings():  # that it is one process which saves
             warnings.simplefilter("ignore", UserWarning)
             dcp.save({**state, VERSION: version}, checkpoint_id=partial, no_dist=True)
@@ -74,8 +75,28 @@ def load(kept: Mapping[str, Any], path: Path) -> int:
             f"{path} has {sorted(state)}, and run.keep has {sorted(kept)}: keep what was saved"
         )
     for name, value in kept.items():
-        value.load_state_dict(state[name])
+        value.load_state_dict(_numbered(state[name]))
     return version
+
+
+def _named(state: Any) -> Any:
+    """The state with names for its integer keys, which the format would make strings of."""
+    if not isinstance(state, Mapping):
+        return state
+    return {
+        f"{NUMBER}{key}" if isinstance(key, int) else key: _named(value)
+        for key, value in state.items()
+    }
+
+
+def _numbered(state: Any) -> Any:
+    """What `_named` was given."""
+    if not isinstance(state, Mapping):
+        return state
+    return {
+        int(key.removeprefix(NUMBER)) if key.startswith(NUMBER) else key: _numbered(value)
+        for key, value in state.items()
+    }
 
 
 def _read(path: Path) -> dict[str, Any]:

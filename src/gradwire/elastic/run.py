@@ -420,6 +420,8 @@ class Run:
                 f"{self.size} members and {self._shards} shards: pass elastic.join(shards=...) of "
                 "at least as many as there may be members"
             )
+        if self._first_values[0] == self.version:  # a step that was lost has changed them
+            self._put_buffers_back()
         self._set_group()
         if self._reproducible:
             parameters = [p for module in self._modules for p in module.parameters()]

@@ -1,0 +1,56 @@
+"""Members are killed and stopped at all moments: weights and ledger are those of a quiet run."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from elastic.kills import Plan, check, quiet
+from elastic.worker import POINTS
+
+LONG = os.environ.get("GRADWIRE_LONG") == "1"
+
+
+@pytest.fixture(scope="module")
+def expected() -> tuple[str, list[float]]:
+    return quiet(Plan(0, 1, "shm"))
+
+
+def test_the_first_member_is_killed_in_a_commit_and_another_joins(
+    expected: tuple[str, list[float]],
+) -> None:
+    result = check(Plan(1, 2, "shm", self_kills={0: ("commit", 3)}), *expected)
+    assert result["done"] >= 1
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@pytest.mark.parametrize("point", POINTS)
+def test_killed_at(point: str, backend: str, expected: tuple[str, list[float]]) -> None:
+    times = 1 if point in ("round", "form", "transfer") else 5
+    assert check(Plan(2, 3, backend, self_kills={1: (point, times)}), *expected)["done"] >= 2
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_stopped_and_taken_for_lost(backend: str, expected: tuple[str, list[float]]) -> None:
+    plan = Plan(4, 3, backend, from_outside=[("STOP", 0.1)], pause=0.01)
+    assert check(plan, *expected)["done"] >= 2
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_without_the_tree(backend: str, expected: tuple[str, list[float]]) -> None:
+    kills = {0: ("commit", 3), 2: ("backward", 2)}
+    plan = Plan(5, 3, backend, reproducible=False, self_kills=kills, from_outside=[("KILL", 0.2)])
+    assert check(plan, *expected)["done"] >= 1
+
+
+@pytest.mark.wide
+@pytest.mark.skipif(not LONG, reason="GRADWIRE_LONG=1")
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("reproducible", [True, False])
+def test_200_random_runs(reproducible: bool, expected: tuple[str, list[float]]) -> None:
+    for seed in range(200):
+        check(Plan.random(seed, reproducible=reproducible), *expected)

@@ -1,0 +1,330 @@
+"""What a training loop sees of a run, with members that all live."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gradwire import elastic
+from gradwire.ddp import DistributedDataParallel
+from gradwire.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    MismatchError,
+    NotSupportedError,
+    PeerFailedError,
+    ReductionError,
+    RunOverError,
+)
+
+X = torch.randn(64, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def net(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+
+
+def join(store: dist.Store, **options: Any) -> elastic.Run:
+    return elastic.join(store, timeout=timedelta(seconds=20), **options)
+
+
+def train(run: elastic.Run, model: nn.Module, steps: int = 4) -> list[torch.Tensor]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    run.keep(model=model, optimizer=optimizer)
+    for step in run.steps(steps, samples=len(X), batch=16):
+        with step:
+            for shard in step.shards:
+                step.backward(model(X[step.sample_ids(shard)]).square().mean())
+            step.commit(optimizer)
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def together(*members: Callable[[], Any]) -> list[Any]:
+    """Run members in threads of this process; their results, or what they raised."""
+    results: list[Any] = [None] * len(members)
+
+    def one(index: int) -> None:
+        try:
+            results[index] = members[index]()
+        except Exception as error:
+            results[index] = error
+
+    threads = [threading.Thread(target=one, args=(i,), daemon=True) for i in range(len(members))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    return results
+
+
+@pytest.fixture
+def store() -> dist.Store:
+    return dist.HashStore()
+
+
+def test_gradients_are_those_of_the_whole_batch(store: dist.Store) -> None:
+    found = train(join(store, shards=4), net())
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    samples = elastic.Samples(len(X), batch=16, shards=4)
+    for step in range(4):
+        optimizer.zero_grad()
+        model(X[samples.ids(step, elastic.Shard(0, 4))]).square().mean().backward()
+        optimizer.step()
+    for mine, expected in zip(found, model.parameters(), strict=True):
+        torch.testing.assert_close(mine, expected.detach())
+
+
+def test_weights_count_samples(store: dist.Store) -> None:
+    weight = nn.Parameter(torch.zeros(1))
+    module = nn.Module()
+    module.weight = weight
+    run = join(store, shards=2)
+    run.keep(model=module)
+    for step in run.steps(1):
+        with step:
+            for shard in step.shards:  # 8 from one sample, 0 from three
+                step.backward((weight * [8.0, 0.0][shard.first]).sum(), weight=[1, 3][shard.first])
+            step.reduce()
+            assert weight.grad is not None
+            assert weight.grad.tolist() == [2.0]
+            step.commit()
+
+
+def test_a_shard_of_no_samples_counts_nothing(store: dist.Store) -> None:
+    module = nn.Linear(1, 1, bias=False)
+    run = join(store, shards=2)
+    run.keep(model=module)
+    for step in run.steps(1):
+        with step:
+            for shard in step.shards:
+                data = torch.ones(1 - shard.first, 1)
+                step.backward(module(data).mean(), weight=len(data))
+            step.reduce()
+            assert module.weight.grad is not None
+            assert module.weight.grad.tolist() == [[1.0]]
+            step.commit()
+
+
+def test_what_no_shard_uses_has_no_gradient(store: dist.Store) -> None:
+    module = nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)])
+    run = join(store, shards=2)
+    run.keep(model=module)
+    for step in run.steps(1):
+        with step:
+            for shard in step.shards:
+                step.backward(module[0](torch.ones(len(shard), 1)).mean())
+            step.reduce()
+            assert module[1].weight.grad is None
+            step.commit()
+
+
+@pytest.mark.narrow({"reproducible": True})
+@pytest.mark.parametrize("reproducible", [True, False])
+def test_a_process_that_comes_later_gets_the_state(store: dist.Store, reproducible: bool) -> None:
+    came = threading.Event()
+
+    def first() -> list[torch.Tensor]:
+        run = join(store, reproducible=reproducible)
+        model = DistributedDataParallel(net(), process_group=run.group)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        run.keep(model=model, optimizer=optimizer)
+        sizes = set()
+        for step in run.steps(40, samples=len(X), batch=16):
+            with step:
+                sizes.add(run.size)
+                for shard in step.shards:
+                    step.backward(model(X[step.sample_ids(shard)]).square().mean())
+                step.commit(optimizer)
+            if step.number == 3:
+                came.set()
+            if run.size == 1 and step.number > 3:
+                threading.Event().wait(0.05)
+        assert sizes == {1, 2}
+        return [p.detach().clone() for p in model.parameters()]
+
+    def second() -> list[torch.Tensor]:
+        assert came.wait(30)
+        run = join(store, reproducible=reproducible)
+        model = DistributedDataParallel(net(seed=7), process_group=run.group)
+        return train(run, model, steps=40)
+
+    one, two = together(first, second)
+    assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True)), (one, two)
+
+
+def test_a_checkpoint_is_resumed_by_more_members(store: dist.Store, tmp_path: Path) -> None:
+    def member(own: dist.Store, steps: int, members: int) -> list[torch.Tensor]:
+        run = join(own, members=members, name=f"{steps}")
+        model = net(seed=steps)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        run.keep(model=model, optimizer=optimizer)
+        assert run.load(tmp_path) == (steps > 2)
+        numbers = []
+        for step in run.steps(steps, samples=len(X), batch=16):
+            numbers.append(step.number)
+            with step:
+                for shard in step.shards:
+                    step.backward(model(X[step.sample_ids(shard)]).square().mean())
+                step.commit(optimizer)
+        assert numbers == list(range(0 if steps == 2 else 2, steps))
+        run.save(tmp_path)
+        return [p.detach().clone() for p in model.parameters()]
+
+    whole = train(join(store, name="whole"), net(seed=2), steps=4)
+    member(store, 2, 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000000002"]
+    for found in together(*[lambda: member(store, 4, 2)] * 2):
+        assert all(torch.equal(a, b) for a, b in zip(found, whole, strict=True)), found
+    with pytest.raises(ArgumentError, match="is no checkpoint"):
+        (tmp_path / "step-000000009").mkdir()
+        run = join(store, name="wrong")
+        run.keep(model=net())
+        run.load(tmp_path)
+    run.close()
+
+
+def test_a_loader_fetches_what_the_run_deals(store: dist.Store) -> None:
+    run = join(store, shards=4)
+    model = net()
+    run.keep(model=model)
+    loader = elastic.ShardLoader(run, X)
+    for step in run.steps(3, samples=len(X), batch=16):
+        with step:
+            for shard in step.shards:
+                x = loader[step, shard]
+                assert torch.equal(x, X[step.sample_ids(shard)])
+                assert torch.equal(x, loader[step, shard])  # it is kept for a repetition
+                step.backward(model(x).mean())
+            step.commit()
+
+
+@pytest.mark.wide
+def test_a_loader_with_workers_follows_shards_that_are_dealt_anew(store: dist.Store) -> None:
+    run = join(store, shards=4)
+    model = net()
+    run.keep(model=model)
+    dealt = [run.shards(), [elastic.Shard(2, 3), elastic.Shard(3, 4)], [elastic.Shard(0, 1)]]
+    loader = elastic.ShardLoader(run, X, num_workers=2)
+    for step in run.steps(3, samples=len(X), batch=16):
+        with step:
+            run.shards = lambda: dealt[step.number]  # type: ignore[method-assign]
+            for shard in dealt[step.number]:
+                assert torch.equal(loader[step, shard], X[step.sample_ids(shard)])
+            del run.shards
+            for shard in step.shards:
+                step.backward(model(X[step.sample_ids(shard)]).mean())
+            step.commit()
+
+
+def test_a_gradient_that_is_not_finite_is_named_on_all_members(store: dist.Store) -> None:
+    def member() -> None:
+        run = join(store, members=2, nan_guard=True, backend="gloo")
+        model = net()
+        run.keep(model=model)
+        for step in run.steps(3, samples=len(X), batch=16):
+            with step:
+                for shard in step.shards:
+                    bad = step.number == 1 and shard.first == 7
+                    step.backward(model(X[step.sample_ids(shard)]).mean() * (1e400 if bad else 1))
+                step.commit()
+
+    raised = sorted(together(member, member), key=lambda error: type(error).__name__)
+    assert [type(error) for error in raised] == [PeerFailedError, ReductionError]
+    for error in raised:
+        assert "rank 1 (member" in str(error)
+        assert "step 1: the gradient of '2.bias' is not finite" in str(error)
+
+
+def test_other_models_are_told_apart(store: dist.Store) -> None:
+    def member(seed: int) -> None:
+        run = join(store, members=2)
+        train(run, net() if run.number == 1 else nn.Linear(4, 1).double())
+
+    raised = together(lambda: member(0), lambda: member(1))
+    assert any(isinstance(error, MismatchError) and "model" in str(error) for error in raised)
+
+
+def test_an_error_of_the_loop_leaves_the_run_to_the_others(store: dist.Store) -> None:
+    def failing() -> None:
+        run = join(store, members=2)
+        model = net()
+        run.keep(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+        for step in run.steps(4):
+            with step:
+                raise KeyError("mine")
+
+    raised, weights = together(failing, lambda: train(join(store, members=2), net()))
+    assert isinstance(raised, KeyError)
+    alone = train(join(store, name="alone"), net())
+    assert all(torch.equal(a, b) for a, b in zip(weights, alone, strict=True)), weights
+
+
+def test_who_comes_when_all_is_done(store: dist.Store) -> None:
+    train(join(store), net())
+    with pytest.raises(RunOverError, match="does not have the state"):
+        train(join(store), net())
+
+
+def test_mistakes_are_named(store: dist.Store) -> None:
+    with pytest.raises(ArgumentError, match="GRADWIRE_ELASTIC_STORE is not set"):
+        elastic.join()
+    with pytest.raises(ArgumentError, match="backend is 'mpi'"):
+        join(store, backend="mpi")
+    with pytest.raises(ArgumentTypeError, match="heartbeat is 3"):
+        join(store, heartbeat=3)
+    with pytest.raises(ArgumentError, match="at least 3 of them"):
+        join(store, heartbeat=timedelta(seconds=4))
+    run = join(store)
+    with pytest.raises(ArgumentError, match=r"run.keep got no model"):
+        next(run.steps(1))
+    with pytest.raises(ArgumentTypeError, match="x is int: pass what has state_dict"):
+        run.keep(x=3)
+    model = nn.Linear(1, 1)
+    run.keep(model=model)
+    (step,) = [step for step, _ in zip(run.steps(1), range(1), strict=False)]
+    del step
+    run.close()
+
+
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        (lambda step, loss: None, "had no backward|without step.commit"),
+        (lambda step, loss: step.commit(), "shard 0 of this step had no backward"),
+        (lambda step, loss: [step.backward(loss) for _ in range(2)], "call it once for each"),
+        (lambda step, loss: step.commit(3), "3 has no step"),
+        (lambda step, loss: step.sample_ids(elastic.Shard(0, 1)), "got no samples="),
+    ],
+)
+def test_mistakes_in_a_step(
+    store: dist.Store, mistake: Callable[[elastic.Step, torch.Tensor], object], message: str
+) -> None:
+    run = join(store)
+    model = nn.Linear(1, 1)
+    run.keep(model=model)
+    with pytest.raises((ReductionError, ArgumentTypeError, ArgumentError), match=message):
+        for step in run.steps(1):
+            with step:
+                mistake(step, model(torch.ones(1, 1)).sum())
+
+
+def test_sparse_gradients_need_ddp(store: dist.Store) -> None:
+    run = join(store)
+    model = nn.Embedding(4, 2, sparse=True)
+    run.keep(model=model)
+    with pytest.raises(NotSupportedError, match="sparse gradient"):
+        for step in run.steps(1):
+            with step:
+                for _ in step.shards:
+                    step.backward(model(torch.tensor([1])).sum())
