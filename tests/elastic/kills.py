@@ -155,7 +155,8 @@ def _watch(members: Members, chance: random.Random) -> None:
             _strike(members, faults.pop(0)[0], chance, now)
         for index, until in list(members.stopped.items()):
             if now > until:
-                os.kill(members.processes[index].pid, signal.SIGCONT)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(members.processes[index].pid, signal.SIGCONT)
                 del members.stopped[index]
         ended = [i for i, p in enumerate(members.processes) if p.exitcode is not None]
         for index in set(ended) - seen:

@@ -329,5 +329,4 @@ def test_sparse_gradients_need_ddp(store: dist.Store) -> None:
         next(step.shards)
         with pytest.raises(NotSupportedError, match="sparse gradient"):
             step.backward(model(torch.tensor([1])).sum())
-        pytest.raises(ReductionError, step.commit)
         step.committed = True

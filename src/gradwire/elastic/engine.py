@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from weakref import WeakSet
 
 import torch
 from torch.distributed import AllreduceOptions, ReduceOp, Store
@@ -66,6 +68,7 @@ class Engine:
         self._options = options
         self._on_shm = options.backend == "shm" and is_available()
         self._listener = Listener() if self._on_shm else None
+        _ENGINES.add(self)
         listener = "" if self._listener is None else self._listener.name
         self.membership = Membership(store, name, listener)
         self.monitor = Monitor(self.membership, options.heartbeat, options.silence)
@@ -133,6 +136,11 @@ class Engine:
         """Go back to a group of this process alone."""
         self.group.leave(failed=False)
         self.group = form_solo(self._timeout, self._options.backend)
+
+    def forget_listener(self) -> None:
+        """In a forked child, which would keep the name alive after this process has died."""
+        if self._listener is not None:
+            self._listener.close()
 
     @property
     def process_group(self) -> torch.distributed.ProcessGroup:
@@ -282,6 +290,17 @@ def means_a_loss(error: BaseException) -> bool:
     """Whether an error says by its type that a member was lost."""
     return isinstance(error, _LOSSES)
 
+
+_ENGINES: WeakSet[Engine] = WeakSet()
+
+
+def _in_child() -> None:
+    for engine in list(_ENGINES):
+        engine.forget_listener()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_child)
 
 _LOSSES = (PeerLostError, CollectiveTimeoutError, BrokenGroupError, PeerFailedError)
 _MAX = AllreduceOptions()

@@ -31,7 +31,7 @@ from gradwire.shm.sync import Deadline
 
 __all__ = ["EpochGroup", "form_gloo", "form_shm", "form_solo"]
 
-FORM_SECONDS = 20.0
+FORM_SECONDS = 10.0
 POLL_SECONDS = 0.01
 Result = TypeVar("Result")
 Poll = Callable[[], None]
@@ -149,6 +149,7 @@ def form_gloo(
     name = f"elastic {epoch}"
     # a connection of its own: Gloo's requests wait in the store's client
     own = PrefixStore(name, store.clone())  # type: ignore[attr-defined]
+    own.set_timeout(timedelta(seconds=FORM_SECONDS))
     _meet(own, rank, size, poll)
     before = _sockets()
 

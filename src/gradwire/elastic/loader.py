@@ -57,9 +57,8 @@ class ShardLoader(Generic[T]):
         self._kept: dict[Place, Any] = {}
         if options.get("num_workers"):
             options.setdefault("persistent_workers", True)
-        self._batches: Iterator[Any] = iter(
-            DataLoader(dataset, batch_sampler=_Feed(self), **options)
-        )
+        self._loader = DataLoader(dataset, batch_sampler=_Feed(self), **options)
+        self._batches: Iterator[Any] | None = None  # workers are started for the first batch
 
     def __getitem__(self, which: tuple[Step, Shard]) -> Any:
         """The batch of a shard of a step."""
@@ -70,6 +69,8 @@ class ShardLoader(Generic[T]):
             return self._kept[place]
         if place not in self._fetching:
             self._next = place
+        if self._batches is None:
+            self._batches = iter(self._loader)
         while True:
             # the feed is read as far ahead as the workers go: this one's place is among them
             batch = next(self._batches)

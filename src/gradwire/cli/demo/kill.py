@@ -32,6 +32,7 @@ __all__ = ["run_kill"]
 PAUSE_SECONDS = 0.03
 BETWEEN_KILLS = (0.8, 2.0)  # seconds
 POLL_SECONDS = 0.02
+KILLS = 6
 
 
 @dataclass
@@ -96,7 +97,7 @@ class _Follower:
         members = self._members.get(self._epoch, {})
         if len(members) < 2 or time.monotonic() < self._next or self._killed_at is not None:
             return
-        if self._step > self.options.steps * 0.9:
+        if self.kills == KILLS or self._step > self.options.steps * 0.9:
             return
         victim = self.chance.choice(sorted(members))
         with contextlib.suppress(ProcessLookupError):
