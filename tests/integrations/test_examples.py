@@ -49,5 +49,23 @@ def test_an_example_learns(name: str) -> None:
     assert float(found[1]) > 95
 
 
+@pytest.mark.wide
+@pytest.mark.timeout(200)
+def test_ray_actors_train_on_when_one_is_killed() -> None:
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip("ray is not installed")
+    ended = subprocess.run(
+        [sys.executable, str(EXAMPLES / "train_with_ray.py")],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "members: [" in ended.stdout
+
+
 def test_every_framework_s_example_is_run() -> None:
-    assert {path.stem for path in EXAMPLES.glob("train_with_*.py")} == set(NEEDS)
+    examples = {path.stem for path in EXAMPLES.glob("train_with_*.py")}
+    assert examples == {*NEEDS, "train_with_ray"}
