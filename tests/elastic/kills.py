@@ -29,7 +29,7 @@ from elastic.worker import BATCH, LATE, POINTS, SAMPLES, Job
 from gradwire.elastic.samples import Samples
 from gradwire.elastic.shards import Shard
 
-LIMIT_SECONDS = 90.0
+LIMIT_SECONDS = 180.0
 OPEN_AT_END = {"shm": 3, "gloo": 4}
 """Descriptors of the run's store and of a group of one: as many after any number of epochs."""
 CONTEXT = multiprocessing.get_context("forkserver")

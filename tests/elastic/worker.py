@@ -87,9 +87,10 @@ def main(job: Job, report: Any) -> None:
     if not job.reproducible:
         counts = [round(count, 3) for count in counts]
     gc.collect()
-    until = time.monotonic() + 30.0  # Gloo's formation, if it was given up, ends by its timeout
+    until = time.monotonic() + 90.0  # Gloo's formation, if it was given up, ends by its timeout
     while (threads := _threads()) and time.monotonic() < until:
         time.sleep(0.1)
+    gc.collect()
     opened = len(os.listdir("/proc/self/fd")) - open_before
     report.send((hashlib.sha256(data).hexdigest()[:16], counts, threads, opened))
     _exit(0)
