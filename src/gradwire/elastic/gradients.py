@@ -46,6 +46,9 @@ class _Column:
         self.numel = sum(self.sizes)
         self.chunk = -(-self.numel // width)
         self._spare: list[Tensor] = []
+        # kept from step to step, as fresh pages cost as much as the copies into them
+        self.received: Tensor | None = None
+        self.result = torch.empty(0)
 
     def take(self) -> Tensor:
         """Flat memory; its values are undefined."""
@@ -160,6 +163,8 @@ class TreeSum:
     def reduce(self) -> list[tuple[Tensor, Tensor]]:
         """Put the mean over all samples into the gradients of all members.
 
+        They lie in memory that the next step's overwrite.
+
         Returns:
             The buffers and their new values.
 
@@ -197,13 +202,15 @@ class TreeSum:
         # for each member, its slice of each of this one's nodes
         sent = mine[0] if len(mine) == 1 else _by_slice(mine, chunk, size, column.dtype)
         sizes = [len(of) * chunk for of in nodes]
-        received = torch.empty(sum(sizes), dtype=column.dtype)
+        if column.received is None:
+            column.received = torch.empty(sum(sizes), dtype=column.dtype)
+            column.result = torch.empty(size * chunk, dtype=column.dtype)
+        received, result = column.received, column.result
         exchange = getattr(self._group, ALL_TO_ALL_SINGLE)
         self._wait(exchange(_bytes(received), _bytes(sent), *_splits(column, sizes, rank)))
         slices = received.view(-1, chunk).unbind()
         order = [node for of in nodes for node in of]
         total = add_up(self._shards, dict(zip(order, slices, strict=True)), column.add)
-        result = torch.empty(size * chunk, dtype=column.dtype)
         self._wait(getattr(self._group, ALL_GATHER_SINGLE)(_bytes(result), _bytes(total)))
         return result
 

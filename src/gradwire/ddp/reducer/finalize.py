@@ -223,7 +223,7 @@ def _factor_from_bucket(backward: Backward) -> float | None:
 
 def _weighted(launched: Launched, reduced: Tensor | None, factor: float | None) -> Tensor | None:
     """The mean over samples, where weights were given, from that over ranks."""
-    if factor is None or not launched.sent:
+    if factor is None or factor == 1.0 or not launched.sent:  # all have the same weight
         return reduced
     if reduced is not None:
         return reduced * factor
