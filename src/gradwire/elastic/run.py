@@ -145,6 +145,7 @@ class Run:
         self._changed: list[tuple[Tensor, Tensor]] = []
         self._first_values: tuple[int, list[Tensor]] = (-1, [])
         self._start = 0
+        self._equal = False
         self._samples: Samples | None = None
         engine.on_commit = self._apply
         engine.on_group = self._on_group
@@ -365,8 +366,13 @@ class Run:
         text = f"{self._seed} {self.version} {shard.first}"
         torch.manual_seed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little"))
 
-    def backward(self, loss: Tensor, shard: Shard, weight: float) -> None:
+    def backward(self, loss: Tensor, shard: Shard, weight: float | None) -> None:
         """Compute a shard's gradients and add them."""
+        if weight is None and self._tree is None and self._equal:
+            loss.backward()  # the mean over members: a weight would cost a look at each gradient
+            return
+        if weight is None:
+            weight = self._count(shard)
         if not math.isfinite(weight) or weight < 0:
             raise ArgumentError(f"weight is {weight}: pass a finite number that is 0 or more")
         if self._tree is None:
@@ -379,6 +385,9 @@ class Run:
             torch.autograd.backward(loss, torch.full_like(loss, weight))
         with torch.no_grad():
             self._tree.add_shard(shard.first, weight)
+
+    def _count(self, shard: Shard) -> int:
+        return len(shard) if self._samples is None else self._samples.count(shard)
 
     def reduce(self) -> None:
         """Make the gradients complete."""
@@ -423,6 +432,8 @@ class Run:
         if self._first_values[0] == self.version:  # a step that was lost has changed them
             self._put_buffers_back()
         self._set_group()
+        runs = [run for run in deal(self._shards, self.size) if run]
+        self._equal = len({self._count(Shard(run.start, run.stop)) for run in runs}) == 1
         if self._reproducible:
             parameters = [p for module in self._modules for p in module.parameters()]
             self._tree = TreeSum(

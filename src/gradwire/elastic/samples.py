@@ -55,6 +55,10 @@ class Samples:
         begin, end = self._runs[shard.first].start, self._runs[shard.stop - 1].stop
         return [self._at(first + i) for i in range(begin, end)]
 
+    def count(self, shard: Shard) -> int:
+        """How many samples a shard has, in every step."""
+        return self._runs[shard.stop - 1].stop - self._runs[shard.first].start
+
     def _at(self, position: int) -> int:
         time, index = divmod(position, self.size)
         return self._order(time)[index]

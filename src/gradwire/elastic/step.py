@@ -37,7 +37,7 @@ class StepRunner(Protocol):
         """Seed random numbers, and put buffers back."""
         ...
 
-    def backward(self, loss: Tensor, shard: Shard, weight: float) -> None:
+    def backward(self, loss: Tensor, shard: Shard, weight: float | None) -> None:
         """Compute a shard's gradients and add them."""
         ...
 
@@ -117,8 +117,6 @@ class Step:
             raise ArgumentTypeError(f"loss is {loss!r}: pass the mean over the shard, one element")
         if (shard := self._current) is None:
             raise ReductionError("step.backward: call it once for each of step.shards")
-        if weight is None:
-            weight = len(shard if self._samples is None else self._samples.ids(self.number, shard))
         self._runner.backward(loss, shard, weight)
         self._current = None
 
