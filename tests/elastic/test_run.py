@@ -163,6 +163,7 @@ def test_a_process_that_comes_later_gets_the_state(store: dist.Store, reproducib
     assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True)), (one, two)
 
 
+@pytest.mark.wide
 def test_a_checkpoint_is_resumed_by_more_members(store: dist.Store, tmp_path: Path) -> None:
     def member(own: dist.Store, steps: int, members: int) -> list[torch.Tensor]:
         run = join(own, members=members, name=f"{steps}")
@@ -228,6 +229,7 @@ def test_a_loader_with_workers_follows_shards_that_are_dealt_anew(store: dist.St
             step.commit()
 
 
+@pytest.mark.wide
 def test_a_gradient_that_is_not_finite_is_named_on_all_members(store: dist.Store) -> None:
     def member() -> None:
         run = join(store, members=2, nan_guard=True, backend="gloo")
@@ -247,6 +249,7 @@ def test_a_gradient_that_is_not_finite_is_named_on_all_members(store: dist.Store
         assert "step 1: the gradient of '2.bias' is not finite" in str(error)
 
 
+@pytest.mark.wide
 def test_other_models_are_told_apart(store: dist.Store) -> None:
     def member(seed: int) -> None:
         run = join(store, members=2)
@@ -256,6 +259,7 @@ def test_other_models_are_told_apart(store: dist.Store) -> None:
     assert any(isinstance(error, MismatchError) and "model" in str(error) for error in raised)
 
 
+@pytest.mark.wide
 def test_an_error_of_the_loop_leaves_the_run_to_the_others(store: dist.Store) -> None:
     def failing() -> None:
         run = join(store, members=2)
