@@ -17,6 +17,7 @@ def expected() -> tuple[str, list[float]]:
     return quiet(Plan(0, 1, "shm"))
 
 
+@pytest.mark.wide
 def test_the_first_member_is_killed_in_a_commit_and_another_joins(
     expected: tuple[str, list[float]],
 ) -> None:
