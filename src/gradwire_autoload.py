@@ -1,10 +1,11 @@
 """What PyTorch runs at the end of `import torch`, wherever gradwire is installed.
 
 It is an entry point of the group "torch.backends". It tells torch.distributed the name of the
-backend "shm", for programs that name it and do not import gradwire, and reads two variables:
+backend "shm", for programs that name it and do not import gradwire, and reads three variables:
 
 - GRADWIRE_COMPAT=1 calls `gradwire.compat.install()`.
 - GRADWIRE_BACKEND=shm puts shm in Gloo's place for tensors of the CPU.
+- GRADWIRE_RECORDER=DIR has `gradwire.recorder` write its dumps there.
 
 It is a module of its own because a module of the package would import the package, and every
 process that imports torch runs this one: gradwire is imported when the first group is made, or
@@ -29,6 +30,8 @@ def load() -> None:
     _try(register_shm, "the backend shm is not registered")
     if _asked_for("GRADWIRE_BACKEND", on="shm", off=("", "gloo")):
         _try(_stand_in_for_gloo, "GRADWIRE_BACKEND=shm is without effect")
+    if os.environ.get("GRADWIRE_RECORDER"):
+        _try(_start_recorder, "GRADWIRE_RECORDER is without effect")
     if _asked_for("GRADWIRE_COMPAT", on="1", off=("", "0")):
         _try(_install_compat, "GRADWIRE_COMPAT=1 is without effect")
 
@@ -42,6 +45,10 @@ def register_shm() -> None:
     if "GLOO" not in backend._plugins:  # torch registers none of its own backends there
         backend._plugins = _Unlisted(backend._plugins)
     backend.register_backend("shm", _create, extended_api=True, devices=["cpu"])
+    # from 2.14 on, torch's flight recorder attaches to a backend that does not record itself: that
+    # takes 30 µs for each collective, misses those that call the backend, and would be the second
+    if hasattr(c10d, "_FR_SELF_RECORDING_BACKENDS"):
+        c10d._FR_SELF_RECORDING_BACKENDS.add("shm")
 
 
 class _Unlisted(dict[str, Any]):
@@ -87,6 +94,10 @@ def _stand_in_for_gloo() -> None:
 
     make.gradwire_stands_in = True  # type: ignore[attr-defined]
     c10d._new_process_group_helper = make
+
+
+def _start_recorder() -> None:
+    importlib.import_module("gradwire.recorder").start_from_environment()
 
 
 def _install_compat() -> None:

@@ -33,6 +33,7 @@ __all__ = [
     "narrowed_to_torchs_ddp",
     "outside_graphs",
     "run_as_written",
+    "torchs_flight_records",
     "wants_reconfigure",
     "warn_if_untested",
 ]
@@ -142,6 +143,18 @@ def _skipped(method: Method, below: eval_frame._FrameAction) -> Method:
     strategy = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, below)
     eval_frame.set_code_exec_strategy(method.__code__, strategy)
     return method
+
+
+def torchs_flight_records() -> list[bytes]:
+    """The pickles of torch's own recorders: Gloo's, and NCCL's where it is in use."""
+    c10d = torch._C._distributed_c10d
+    found = []
+    if hasattr(c10d, "_dump_fr_trace"):
+        found.append(c10d._dump_fr_trace())
+    uses_nccl = any("nccl" in str(b) for b, _ in dist.distributed_c10d._world.pg_map.values())
+    if uses_nccl and hasattr(c10d, "_dump_nccl_trace"):
+        found.append(c10d._dump_nccl_trace())
+    return found
 
 
 def wants_reconfigure(options: object) -> bool:

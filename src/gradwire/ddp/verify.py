@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 
 from gradwire.ddp.group import message_device
 from gradwire.errors import MismatchError
+from gradwire.recorder import failed
 
 __all__ = ["describe", "verify_same"]
 
@@ -67,7 +68,9 @@ def verify_same(
         return
     everyone: list[Description] = [[] for _ in range(group.size())]
     dist.all_gather_object(everyone, own, group=group)
-    raise MismatchError(f"the ranks' {what} differ, {_first_difference(everyone)}. {remedy}")
+    error = MismatchError(f"the ranks' {what} differ, {_first_difference(everyone)}. {remedy}")
+    failed(error)
+    raise error
 
 
 def _first_difference(everyone: list[Description]) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
+from time import perf_counter_ns
 from typing import Any
 from weakref import WeakSet
 
@@ -25,6 +26,7 @@ from gradwire.errors import (
     DistributedError,
     MismatchError,
 )
+from gradwire.recorder import ENDED, STARTED, WAITS, Entry, RecordedGroup, failed, ring
 from gradwire.shm.algorithms import Algorithms, InSharedMemory
 from gradwire.shm.group_state import GroupState
 from gradwire.shm.incoming import Incoming
@@ -68,6 +70,7 @@ class GroupBase:
         self._submitted = 0
         self._leaving = False  # whether `_release` is still to be called
         self._marks = _Marks()
+        self._recorded = RecordedGroup(self)
         _GROUPS.add(self)
 
     def _join(self, rank: int, size: int, peers: dict[int, Any], deadline: Deadline) -> None:
@@ -171,28 +174,56 @@ class GroupBase:
         tensors: Sequence[Tensor],
         opts: Any,
         observed: tuple[str, int, Sequence[Sequence[Tensor]]] = ("a collective", 0, ()),
+        *,
+        op: str = "collective",
+        sources: Sequence[Tensor] | None = None,
     ) -> Work:
+        """Run a job in its turn.
+
+        Args:
+            job: What the collective does.
+            tensors: What it fills, and the value of its future.
+            opts: torch's options; its timeout and `asyncOp` are used.
+            observed: What the observer is called with.
+            op: The collective's name in the recorder.
+            sources: What it reads, if not `tensors`.
+        """
         self._check_usable()
         self._submitted += 1
+        inputs = tensors if sources is None else sources
+        entry = ring.begin(self._recorded, self._submitted, op, inputs, tensors)
         if self.observer is not None:
             self.observer(*observed)
         mark = self._take_mark()
         inference = any(map(Tensor.is_inference, tensors))
         own = opts.timeout.total_seconds()
         seconds = own if own > 0 else self._timeout.total_seconds()
-        guarded = self._guarded(job, mark, seconds, inference=inference)
+        guarded = self._guarded(job, mark, seconds, [entry], inference=inference)
         try:
             return self._queue.submit(guarded, ShmWork(tensors), wait=not opts.asyncOp)
         finally:
             if self._leaving and not self._queue.runs_in_this_thread():
                 self._release()
 
-    def _guarded(self, job: Job, mark: int, seconds: float, *, inference: bool) -> Job:
-        """A job after whose errors the group cannot be used; arguments as of `GroupState.begin`."""
+    def _guarded(
+        self, job: Job, mark: int, seconds: float, present: list[Entry | None], *, inference: bool
+    ) -> Job:
+        """A job after whose errors the group cannot be used.
+
+        Args:
+            job: The job.
+            mark, seconds: As of `GroupState.begin`.
+            present: The recorder's entry of the run that is present: a job may be run again.
+            inference: Whether it fills inference tensors.
+        """
 
         def guarded() -> None:
             self._check_usable()
+            entry = present[0]
+            if entry is not None:
+                entry[STARTED] = perf_counter_ns()
             self._state.begin(mark, seconds)
+            failure: BaseException | None = None
             try:
                 # inference tensors can be written in inference mode alone, which is thread-local
                 if inference:
@@ -200,11 +231,18 @@ class GroupBase:
                         job()
                 else:
                     job()
-            except MismatchError:
+            except MismatchError as error:
+                failure = error
                 raise  # on all ranks, before any data moved: the group stays usable
             except BaseException as error:
+                failure = error
                 self._break(error)
                 raise
+            finally:
+                if entry is not None:
+                    entry[ENDED], entry[WAITS] = perf_counter_ns(), self._state.take_waits()
+                if failure is not None:
+                    failed(failure, entry)
 
         return guarded
 
@@ -219,13 +257,17 @@ class GroupBase:
             short: Whether `finish` runs it.
         """
         seconds, inference = self._timeout.total_seconds(), any(map(Tensor.is_inference, tensors))
-        guarded = self._guarded(job_of(self._state), 0, seconds, inference=inference)
-        return Prepared(guarded, tensors, short)
+        present: list[Entry | None] = [None]
+        guarded = self._guarded(job_of(self._state), 0, seconds, present, inference=inference)
+        return Prepared(guarded, tensors, short, present)
 
     def start(self, prepared: Prepared) -> None:
         """Begin a prepared operation, which `finish` ends; a short one is run there."""
         self._check_usable()
         self._submitted += 1
+        tensors = prepared.tensors
+        entry = ring.begin(self._recorded, self._submitted, "all_reduce", tensors, tensors)
+        prepared.present[0] = entry
         if self.observer is not None:
             self.observer("allreduce_", 0, [prepared.tensors])
         if prepared.short:
@@ -246,7 +288,12 @@ class GroupBase:
                 self._release()
 
     def _submit_into(
-        self, results: Sequence[Tensor], fill: Callable[[list[Tensor]], None], opts: Any
+        self,
+        results: Sequence[Tensor],
+        fill: Callable[[list[Tensor]], None],
+        opts: Any,
+        op: str,
+        sources: Sequence[Tensor],
     ) -> Work:
         """Submit a job that fills the results; it is given each as a 1-d contiguous tensor."""
 
@@ -255,7 +302,7 @@ class GroupBase:
             fill(flats)
             write_all_back(results, flats)
 
-        return self._submit(job, results, opts)
+        return self._submit(job, results, opts, op=op, sources=sources)
 
     @contextmanager
     def marked(self, mark: int) -> Iterator[None]:

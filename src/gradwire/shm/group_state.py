@@ -184,6 +184,14 @@ class GroupState:
         """Wait for one post of each other rank."""
         self._semaphores.wait(self._others, self._check_peers)
 
+    def take_waits(self) -> dict[int, int] | None:
+        """For how many ns this rank has waited for each other, since the last call; or None."""
+        taken = self._semaphores.waited
+        if not taken:
+            return None
+        self._semaphores.waited = {}
+        return taken
+
     def pipeline(self, pieces: int, *, stages: int) -> Iterator[list[int]]:
         """The steps of a pipeline: in each, every stage works on another piece.
 

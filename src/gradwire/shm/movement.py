@@ -52,7 +52,8 @@ class Movement(GroupBase):
             if root != self._rank:
                 write_all_back(tensors, flats)
 
-        return self._submit(job, tensors, opts, ("broadcast_", root, [tensors]))
+        observed = ("broadcast_", root, [tensors])
+        return self._submit(job, tensors, opts, observed, op="broadcast")
 
     def allgather(
         self,
@@ -75,7 +76,8 @@ class Movement(GroupBase):
 
         everything = [output for outputs in output_lists for output in outputs]
         observed = ("allgather_", 0, [everything, inputs])
-        return self._submit(job, everything, opts or AllgatherOptions(), observed)
+        opts = opts or AllgatherOptions()
+        return self._submit(job, everything, opts, observed, op="all_gather", sources=inputs)
 
     allgather_coalesced = allgather
 
@@ -103,7 +105,8 @@ class Movement(GroupBase):
                 call = Call("all_gather_single", flat.dtype, flat.numel(), checksum=checksum)
                 self._algorithms.exchange(call, [flat], parts, base=flat, shared=True)
 
-        return self._submit_into(outputs, fill, opts or AllgatherOptions())
+        opts = opts or AllgatherOptions()
+        return self._submit_into(outputs, fill, opts, "all_gather_single", inputs)
 
     def gather(
         self,
@@ -124,7 +127,7 @@ class Movement(GroupBase):
             incoming = results or [flat.new_empty(0)] * self._size
             self._algorithms.exchange_blocks("gather", outgoing, incoming, root=root, base=flat)
 
-        return self._submit_into(into, fill, opts)
+        return self._submit_into(into, fill, opts, "gather", inputs)
 
     def scatter(
         self,
@@ -145,7 +148,7 @@ class Movement(GroupBase):
             incoming[root] = out
             self._algorithms.exchange_blocks("scatter", outgoing, incoming, root=root)
 
-        return self._submit_into(outputs, fill, opts)
+        return self._submit_into(outputs, fill, opts, "scatter", blocks)
 
     def alltoall(
         self,
@@ -160,7 +163,8 @@ class Movement(GroupBase):
         def fill(results: list[Tensor]) -> None:
             self._algorithms.exchange_blocks("all_to_all", [flat_of(i) for i in inputs], results)
 
-        return self._submit_into(outputs, fill, opts or AllToAllOptions())
+        opts = opts or AllToAllOptions()
+        return self._submit_into(outputs, fill, opts, "all_to_all", inputs)
 
     def all_to_all_single(
         self,
@@ -180,11 +184,13 @@ class Movement(GroupBase):
             blocks, into = flat.split(sends), results[0].split(receives)
             self._algorithms.exchange_blocks("all_to_all", blocks, into, base=flat)
 
-        return self._submit_into([output], fill, opts or AllToAllOptions())
+        opts = opts or AllToAllOptions()
+        return self._submit_into([output], fill, opts, "all_to_all_single", [input])
 
     def barrier(self, opts: BarrierOptions | None = None) -> Work:
         """Done when every rank has called it."""
-        return self._submit(self._algorithms.barrier, [], opts or BarrierOptions())
+        opts = opts or BarrierOptions()
+        return self._submit(self._algorithms.barrier, [], opts, op="barrier")
 
     def monitored_barrier(
         self, opts: BarrierOptions | None = None, wait_all_ranks: bool = False
@@ -203,4 +209,4 @@ class Movement(GroupBase):
         def job() -> None:
             self._algorithms.barrier("monitored_barrier")
 
-        self._submit(job, [], opts).wait()
+        self._submit(job, [], opts, op="barrier").wait()

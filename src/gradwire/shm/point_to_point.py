@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
 from torch import Tensor
 from torch.distributed import Work
 
 from gradwire.errors import ArgumentError
+from gradwire.recorder import ring
 from gradwire.shm.group_base import GroupBase
 from gradwire.shm.incoming import Incoming
 from gradwire.shm.mailbox import PostedReceive
@@ -30,6 +32,7 @@ class PointToPoint(GroupBase):
         self._check_peer(dst, "dst")
         _check_tag(tag)
         check_tensors(tensors)
+        ring.begin_message(self._recorded, "send", tensors, dst, lambda: True)
         deadline = Deadline(self._timeout.total_seconds())
         self._outgoing[dst].send(tag, flat_of(only(tensors)), deadline)
         work = ShmWork(tensors)
@@ -62,6 +65,8 @@ class PointToPoint(GroupBase):
                 work.wait_until_done()
 
         work = _ReceiveWork(tensors, self._timeout.total_seconds(), cancel, incoming)
+        done = _is_done(weakref.ref(work))
+        ring.begin_message(self._recorded, "recv", tensors, -1 if src is None else src, done)
         receive = PostedReceive(src, tag, only(tensors).detach(), work)
         with links.lock:
             envelope = mailbox.post(receive)
@@ -94,6 +99,16 @@ class _ReceiveWork(ShmWork):
             return super()._wait(seconds)
         self._incoming.wait(self.is_completed, Deadline(seconds))
         return self.is_completed()
+
+
+def _is_done(reference: weakref.ref[_ReceiveWork]) -> Callable[[], bool]:
+    """Whether a receive has ended, for the recorder, which does not keep its tensors."""
+
+    def done() -> bool:
+        work = reference()
+        return work is None or work.is_completed()
+
+    return done
 
 
 def _check_tag(tag: int) -> None:

@@ -62,7 +62,8 @@ class Reductions(GroupBase):
         def job() -> None:
             sparse.all_reduce(self._algorithms, self._size, tensor, op)
 
-        return self._submit(job, tensors, opts, ("allreduce_", 0, [tensors]))
+        observed = ("allreduce_", 0, [tensors])
+        return self._submit(job, tensors, opts, observed, op="all_reduce")
 
     allreduce_coalesced = allreduce  # a list is one operation
 
@@ -87,7 +88,7 @@ class Reductions(GroupBase):
                     write_back(tensor, flat)
 
         observed = ("allreduce_" if root < 0 else "reduce_", max(root, 0), [tensors])
-        return self._submit(job, tensors, opts, observed)
+        return self._submit(job, tensors, opts, observed, op=kind)
 
     def reduce_scatter(
         self,
@@ -106,7 +107,7 @@ class Reductions(GroupBase):
             call = Call("reduce_scatter", out.dtype, 0, op, -1, sends, (out.numel(),) * self._size)
             self._algorithms.reduce_scatter(call, flats, out, base=common_base(flats))
 
-        return self._submit_into(outputs, fill, opts)
+        return self._submit_into(outputs, fill, opts, "reduce_scatter", blocks)
 
     def reduce_scatter_single(
         self, output: Tensor, input: Tensor, opts: ReduceScatterOptions | None = None
@@ -134,7 +135,7 @@ class Reductions(GroupBase):
                 blocks = equal_parts(flat, self._size)
                 self._algorithms.reduce_scatter(call, blocks, out, base=flat)
 
-        return self._submit_into(outputs, fill, opts)
+        return self._submit_into(outputs, fill, opts, "reduce_scatter_single", inputs)
 
     def _check_reduce_scatter(self, output: Tensor, blocks: list[Tensor], opts: Any) -> int:
         op = number_of(opts.reduceOp.op)

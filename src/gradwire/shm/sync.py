@@ -157,10 +157,15 @@ class Semaphores:
         rank: This rank.
         size: How many ranks.
         spins: How often to try before yielding or sleeping.
+
+    Attributes:
+        waited: For each peer whose post was not there yet, for how many ns this rank waited for it;
+            whoever reads it puts an empty one in its place.
     """
 
     def __init__(self, address: int, rank: int, size: int, spins: int) -> None:
         self._address, self._size, self._spins = address, size, spins
+        self.waited: dict[int, int] = {}
         self._to = [self._at(rank, peer) for peer in range(size)]
         self._from = [self._at(peer, rank) for peer in range(size)]
 
@@ -192,5 +197,13 @@ class Semaphores:
             poll: Called every 50 ms with the peers whose post is missing; raises to end the wait.
         """
         for i, peer in enumerate(peers):
-            while not self._from[peer].wait(_POLL_SECONDS):
-                poll(peers[i:])
+            semaphore = self._from[peer]
+            if semaphore.try_wait():
+                continue
+            since = time.perf_counter_ns()
+            try:
+                while not semaphore.wait(_POLL_SECONDS):
+                    poll(peers[i:])
+            finally:
+                waited = time.perf_counter_ns() - since
+                self.waited[peer] = self.waited.get(peer, 0) + waited

@@ -16,6 +16,7 @@ from torch.distributed import Work
 
 from gradwire._torch import outside_graphs
 from gradwire.errors import BrokenGroupError, CollectiveTimeoutError, NotSupportedError
+from gradwire.recorder import Entry
 
 __all__ = ["Queue", "ShmWork", "wait_until"]
 
@@ -184,12 +185,14 @@ class Prepared:
         job: What it does.
         tensors: What it fills.
         short: Whether it is run by who waits for it, unless others come in between.
+        present: The recorder's entry of the present run.
         work: The handle of the present run, if a thread has or gets it.
     """
 
     job: Job
     tensors: Sequence[Tensor]
     short: bool
+    present: list[Entry | None]
     work: ShmWork | None = None
 
 

@@ -35,6 +35,7 @@ from gradwire.collectives.checks.call_signature import (
 from gradwire.collectives.wire.backends import dense, in_bytes, placeholder
 from gradwire.collectives.wire.ints import gather_ints
 from gradwire.errors import ArgumentError, MismatchError
+from gradwire.recorder import failed
 
 __all__ = [
     "UNCHECKED",
@@ -252,7 +253,9 @@ def _raise_mismatch(group: ProcessGroup, field: str, call: CallSignature) -> NoR
     everyone = gather_ints(list(text.ljust(_TEXT)), group)
     values = [bytes(row).decode(errors="replace").rstrip() for row in everyone]
     held = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
-    raise MismatchError(
+    error = MismatchError(
         f"{call.op}: ranks disagree on {field}: {held}. Nothing was sent; give every rank of the "
         "group the same call in the same order"
     )
+    failed(error)
+    raise error

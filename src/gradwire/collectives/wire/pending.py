@@ -10,6 +10,7 @@ from torch.distributed import ProcessGroup, Work
 
 from gradwire._engine_errors import backend_failure, backend_timeout, is_over, is_transport
 from gradwire.errors import DistributedError
+from gradwire.recorder import failed
 
 __all__ = ["Pending", "done"]
 
@@ -50,7 +51,9 @@ class Pending:
         assert self._group is not None
         timed_out = is_over(self._since, backend_timeout(self._group))
         what = "another rank did not take part in time" if timed_out else "another rank is gone"
-        return backend_failure(error, what, timed_out=timed_out)
+        failure = backend_failure(error, what, timed_out=timed_out)
+        failed(failure)
+        return failure
 
 
 def done(result: Tensor) -> Pending:

@@ -26,6 +26,7 @@ from gradwire.ddp.faults.protocol import all_took_part, may_finish
 from gradwire.ddp.faults.resynchronizer import UNDECIDED_TEXT, Resynchronizer
 from gradwire.ddp.faults.waiting import first_failure, work_in_flight
 from gradwire.errors import BrokenGroupError, DistributedError, HookError, ReductionError
+from gradwire.recorder import failed
 from gradwire.shm.register import member_of
 
 __all__ = ["FaultDomain", "Participant"]
@@ -76,6 +77,7 @@ class FaultDomain(Resynchronizer):
 
     def fail(self, error: Exception, cause: BaseException | None = None) -> NoReturn:
         """End the running backward on every rank, and raise."""
+        failed(error)
         reported = self.begin_round(f"{type(error).__name__}: {error}")
         _advance_all()
         if self.broken is not None:

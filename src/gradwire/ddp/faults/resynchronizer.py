@@ -22,6 +22,7 @@ from gradwire.ddp.faults.resynchronization_round import ResynchronizationRound
 from gradwire.ddp.faults.waiting import work_in_flight
 from gradwire.ddp.group import broadcast_options, message_device, timeout_of
 from gradwire.errors import BrokenGroupError, DistributedError, PeerFailedError
+from gradwire.recorder import failed
 
 __all__ = ["UNDECIDED_TEXT", "Resynchronizer"]
 
@@ -204,6 +205,7 @@ class Resynchronizer:
             self.deferred = PeerFailedError(
                 f"gradients were not reduced, because of an error elsewhere. {errors}"
             )
+            failed(self.deferred)
 
     def give_up(self, error: DistributedError, cause: BaseException | None) -> NoReturn:
         """The group itself failed: there is nothing to resynchronize over. Raises the error."""
@@ -213,6 +215,7 @@ class Resynchronizer:
         raise error from cause
 
     def _break(self, error: DistributedError) -> None:
+        failed(error)
         self.broken, self.deferred = f"the group failed earlier: {error}", error
         self._round = None
         if self._channel is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from time import perf_counter_ns
 from typing import Any, NoReturn
 
 import torch
@@ -28,6 +29,7 @@ from gradwire.ddp.group import broadcast_options, cpu_capable, message_device
 from gradwire.errors import BrokenGroupError, DistributedError, NotSupportedError, ReductionError
 from gradwire.hooks import GradBucket, StatefulHook, as_future, parse_hook_result
 from gradwire.hooks.sparse import SparseSum
+from gradwire.recorder import BucketRecord
 
 __all__ = ["Launched", "Launcher"]
 
@@ -41,6 +43,7 @@ class Launched:
     future: torch._C.Future[Any] | None = None
     grad_bucket: GradBucket | None = None
     sparse: SparseSum | None = None
+    record: BucketRecord | None = None
 
     @property
     def sent(self) -> bool:
@@ -144,6 +147,15 @@ class Launcher:
 
     def result(self, launched: Launched) -> Tensor | None:
         """Waits for a bucket; what was made of it, or None if that lies in `flat`."""
+        record = launched.record
+        if record is not None:
+            record.waited = perf_counter_ns()
+        result = self._result(launched)
+        if record is not None:
+            record.done = perf_counter_ns()
+        return result
+
+    def _result(self, launched: Launched) -> Tensor | None:
         self._wait(launched.works, launched.bucket)
         if launched.sparse is not None:
             return launched.sparse.result()

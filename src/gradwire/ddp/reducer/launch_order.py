@@ -16,6 +16,7 @@ from gradwire.ddp.buckets.bucket import Bucket
 from gradwire.ddp.buckets.sparse import SparseBucket
 from gradwire.ddp.reducer.backward import Backward
 from gradwire.ddp.reducer.launch import Launched
+from gradwire.recorder import ring
 
 __all__ = ["all_launched", "has_only_last_left", "launch_filled", "launch_in_order"]
 
@@ -78,11 +79,20 @@ def _launch_ready(backward: Backward, *, final: bool) -> None:
             if backward.skip_unused and len(bucket.unused) == len(bucket.members):
                 launched.append(Launched(bucket))
                 continue
+            step, names = backward.step, bucket.names
+            record = ring.begin_bucket(backward.group, step, len(launched), names)
             backward.launcher.copy_in(bucket)
             if bucket.extra_numel:
                 backward.weights.write(bucket.flat)
             backward.timer.comm_start = backward.timer.comm_start or perf_counter_ns()
+            before = 0 if record is None else backward.domain.position()
+            if record is not None:
+                record.packed = perf_counter_ns()
             launch_filled(backward, bucket, is_last=is_last)
+            if record is not None:
+                record.sent, record.nbytes = perf_counter_ns(), bucket.flat.nbytes
+                record.first, record.last = before + 1, backward.domain.position()
+                launched[-1].record = record
 
 
 def _is_last(backward: Backward, index: int) -> bool:

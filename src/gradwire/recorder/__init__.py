@@ -1,0 +1,26 @@
+"""The black box: what ran on this rank, and who waited for whom.
+
+The ring is always on. Dumps are written where `start` or GRADWIRE_RECORDER says, in the format of
+torch's flight recorder; `gradwire explain` reads them.
+"""
+
+from gradwire.recorder.black_box import dump, start, start_from_environment, stop
+from gradwire.recorder.events import failed
+from gradwire.recorder.groups import RecordedGroup
+from gradwire.recorder.recording import ENDED, STARTED, WAITS, BucketRecord, Entry, ring
+
+__all__ = [
+    "ENDED",
+    "STARTED",
+    "WAITS",
+    "BucketRecord",
+    "Entry",
+    "RecordedGroup",
+    "dump",
+    "failed",
+    "ring",
+    "start",
+    "stop",
+]
+
+start_from_environment()

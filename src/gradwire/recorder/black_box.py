@@ -1,0 +1,317 @@
+"""The directory that dumps go to, and when they are written: on errors, on request, at the end.
+
+A rank that fails writes its dump and leaves a request in the directory; a thread of each rank looks
+for requests, so that all ranks write theirs, whatever their main thread is stuck in. Nothing is
+written, and no thread started, unless a directory was given.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import multiprocessing
+import os
+import pickle
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch.distributed as dist
+
+from gradwire.errors import ArgumentError, ArgumentTypeError
+from gradwire.recorder.events import Event, events, failed, on_failure
+from gradwire.recorder.flight_record import Record, flight_record
+from gradwire.recorder.groups import this_rank
+from gradwire.recorder.lines import call_stack, read_line
+from gradwire.recorder.processes import Process, state_of
+
+__all__ = ["PREFIX", "REQUEST", "VARIABLE", "BlackBox", "dump", "start", "start_from_environment"]
+
+PREFIX = "rank_"
+REQUEST = "request"
+VARIABLE = "GRADWIRE_RECORDER"
+_OWNER = "GRADWIRE_RECORDER_OWNER"
+_POLL_SECONDS = 0.2
+_REPEAT_NS = 1_000_000_000  # errors in a loop write one dump a second
+_THREAD = "gradwire-recorder"
+
+
+class BlackBox:
+    """Writes this rank's dumps into a directory.
+
+    Args:
+        directory: Where; made if there is none.
+        prefix: What the files' names begin with; the rank follows.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], prefix: str = PREFIX) -> None:
+        self.directory, self.prefix = Path(directory), prefix
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._request = self.directory / REQUEST
+        self._seen = _modified(self._request)
+        self._pid = os.getpid()
+        self._written = 0
+        self._lock = threading.RLock()  # a signal's handler may write while this thread writes
+        self._stop, self._told = os.pipe()
+        self._signals: tuple[int, int] | None = None
+        self._announced: int | None = None
+        self._earlier_hook: Callable[..., Any] | None = None
+
+    def start(self) -> None:
+        """Write dumps from now on: on errors, requests, SIGUSR2 and at the end of the process."""
+        on_failure.append(self._on_failure)
+        self._earlier_hook, sys.excepthook = sys.excepthook, self._on_uncaught
+        atexit.register(self._at_exit)
+        self._take_signal()
+        threading.Thread(target=self._watch, name=_THREAD, daemon=True).start()
+
+    def stop(self) -> None:
+        """Undo `start`."""
+        on_failure.remove(self._on_failure)
+        if sys.excepthook == self._on_uncaught:
+            sys.excepthook = self._earlier_hook or sys.__excepthook__
+        atexit.unregister(self._at_exit)
+        if self._signals is not None:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+        os.write(self._told, b"\0")
+
+    def write(self, reason: str) -> Path | None:
+        """Write this rank's dump; None in a process that is no rank, or in a fork of one."""
+        rank = _identity()
+        if rank is None or os.getpid() != self._pid:
+            return None
+        with self._lock:
+            record = flight_record()
+            record["gradwire"] |= self._circumstances(rank, reason)
+            path = self.directory / f"{self.prefix}{rank}"
+            partial = self.directory / f".{os.getpid()}.part"
+            partial.write_bytes(pickle.dumps(record, protocol=2))
+            os.replace(partial, path)
+            self._written = time.perf_counter_ns()
+        return path
+
+    def request_all(self, reason: str) -> None:
+        """Ask all ranks for their dumps, which they write within a second."""
+        self._request.write_text(reason)
+        self._seen = _modified(self._request)
+
+    def _circumstances(self, rank: int, reason: str) -> Record:
+        ranks = dist.get_world_size() if dist.is_initialized() else None
+        return {
+            "rank": rank,
+            "world_size": ranks or int(os.environ.get("WORLD_SIZE", 0)) or None,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "reason": reason,
+            "taken_ns": time.time_ns(),
+            "events": [event.as_dict() for event in events],
+            "threads": _stacks(),
+            "peers": self._peers(rank),
+        }
+
+    def _peers(self, rank: int) -> dict[int, str]:
+        """The states of the other ranks' processes on this host."""
+        found = {}
+        for path in self.directory.glob("process-*.json"):
+            with contextlib.suppress(OSError, ValueError, TypeError):
+                process = Process(**json.loads(path.read_text()))
+                if process.rank != rank and (state := state_of(process)):
+                    found[process.rank] = state
+        return found
+
+    def _announce(self) -> None:
+        """Leave the process's number, by which others see whether it is alive."""
+        rank = _identity()
+        if rank is None or rank == self._announced:
+            return
+        self._announced = rank
+        (self.directory / f"{self.prefix}{rank}").unlink(missing_ok=True)  # an earlier run's
+        text = json.dumps(vars(Process.this(rank)))
+        (self.directory / f"process-{rank}.json").write_text(text)
+
+    # -- when --------------------------------------------------------------------------------
+
+    def _on_failure(self, event: Event) -> None:
+        with contextlib.suppress(OSError):  # a full disk must not hide the error
+            if time.perf_counter_ns() - self._written > _REPEAT_NS or event.kind == "uncaught":
+                self.write("error")
+            self.request_all(f"error on rank {this_rank()}")
+
+    def _on_uncaught(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        if os.getpid() == self._pid:
+            failed(error.with_traceback(trace), kind="uncaught")
+        (self._earlier_hook or sys.__excepthook__)(kind, error, trace)
+
+    def _at_exit(self) -> None:
+        with contextlib.suppress(OSError):
+            self.write("exit")
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Nothing: the thread is told of the signal through the pipe, whatever runs here."""
+
+    def _take_signal(self) -> None:
+        """Take SIGUSR2, if nobody else has it; in the main thread alone, as Python wants it."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if signal.getsignal(signal.SIGUSR2) is not signal.SIG_DFL:
+            return
+        reading, writing = os.pipe()
+        os.set_blocking(writing, False)
+        earlier = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+        if earlier != -1:  # an event loop's
+            signal.set_wakeup_fd(earlier)
+            os.close(reading)
+            os.close(writing)
+            return
+        self._signals = reading, writing
+        signal.signal(signal.SIGUSR2, self._on_signal)
+
+    def _watch(self) -> None:
+        """In a thread of its own: write a dump whenever one is asked for."""
+        sources = [self._stop] + ([self._signals[0]] if self._signals else [])
+        while True:
+            readable, _, _ = select.select(sources, [], [], _POLL_SECONDS)
+            if self._stop in readable:
+                return
+            signals = os.read(readable[0], 4096) if readable else b""
+            with contextlib.suppress(OSError):  # the directory may be removed
+                self._announce()
+                if signal.SIGUSR2 in signals:
+                    self.write("SIGUSR2")
+                    self.request_all(f"SIGUSR2 on rank {this_rank()}")
+                elif (modified := _modified(self._request)) > self._seen:
+                    self._seen = modified
+                    self.write("request")
+
+
+_box: list[BlackBox] = []
+
+
+def start(directory: str | os.PathLike[str], *, prefix: str = PREFIX) -> None:
+    """Write this rank's dumps into a directory, on errors, SIGUSR2 and at the end.
+
+    When one rank fails, all ranks write theirs within a second. The environment variable
+    GRADWIRE_RECORDER does the same.
+
+    Args:
+        directory: Where all ranks write; made if there is none. Use a new one for each run.
+        prefix: What the files' names begin with; the rank follows.
+
+    Raises:
+        ArgumentTypeError: `directory` is no path.
+        ArgumentError: It was started before, with another directory.
+
+    Example:
+        >>> import tempfile
+        >>> from gradwire import recorder
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     recorder.start(directory)
+        ...     recorder.stop()
+    """
+    if not isinstance(directory, str | os.PathLike):
+        raise ArgumentTypeError(f"directory is {directory!r}: pass a path")
+    if _box:
+        if _box[0].directory == Path(directory) and _box[0].prefix == prefix:
+            return
+        raise ArgumentError(
+            f"directory is {str(directory)!r}, but the recorder writes to "
+            f"{str(_box[0].directory)!r} already: call recorder.stop() first"
+        )
+    box = BlackBox(directory, prefix)
+    box.start()
+    _box.append(box)
+
+
+def stop() -> None:
+    """Write no more dumps; the ring goes on."""
+    while _box:
+        _box.pop().stop()
+
+
+def dump(directory: str | os.PathLike[str] | None = None, *, prefix: str = PREFIX) -> Path:
+    """Write this rank's dump now.
+
+    Args:
+        directory: Where; that which `start` was given if None.
+        prefix: What the file's name begins with.
+
+    Returns:
+        The file, `<directory>/<prefix><rank>`.
+
+    Raises:
+        ArgumentError: There is no directory, or this process is no rank.
+
+    Example:
+        >>> import tempfile
+        >>> from gradwire import recorder
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     def main():
+        ...         torch.distributed.all_reduce(torch.ones(3))
+        ...         return recorder.dump(directory).name
+        ...     run_ranks(main, world_size=2, backend="shm")
+        ['rank_0', 'rank_1']
+    """
+    if directory is None and not _box:
+        raise ArgumentError(
+            f"directory is None and none was given before: pass one, call recorder.start, or set "
+            f"{VARIABLE}"
+        )
+    box = _box[0] if directory is None else BlackBox(directory, prefix)
+    path = box.write("call")
+    if path is None:
+        raise ArgumentError(
+            "this process is no rank: call dump() after torch.distributed.init_process_group"
+        )
+    return path
+
+
+def start_from_environment() -> None:
+    """Start if GRADWIRE_RECORDER has a directory."""
+    directory = os.environ.get(VARIABLE)
+    if directory and not _box:
+        if "RANK" in os.environ and multiprocessing.parent_process() is None:
+            os.environ.setdefault(_OWNER, str(os.getpid()))
+        start(directory)
+
+
+def _identity() -> int | None:
+    """This process's rank; None if it is none.
+
+    Before there is a group, the launcher's RANK counts; not in processes that a rank has started,
+    which inherit the variable.
+    """
+    rank = this_rank()
+    if rank is None and os.environ.get(_OWNER) == str(os.getpid()):
+        with contextlib.suppress(KeyError, ValueError):
+            rank = int(os.environ["RANK"])
+    return rank
+
+
+def _modified(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0
+
+
+def _stacks() -> dict[str, list[dict[str, str | int]]]:
+    """Where each thread is: its frames, the innermost first; the main thread's first."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    stacks = {}
+    for ident, frame in sys._current_frames().items():
+        name = names.get(ident, str(ident))
+        if name != _THREAD:
+            stacks[name] = [read_line(place) for place in call_stack(frame)]
+    main = threading.main_thread().name
+    return dict(sorted(stacks.items(), key=lambda item: item[0] != main))

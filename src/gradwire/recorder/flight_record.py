@@ -1,0 +1,201 @@
+"""The ring in the format of torch's flight recorder, which torch's analyser `torchfrtrace` reads.
+
+Gloo and NCCL record themselves: their entries are taken from torch, and what gradwire knows of them
+(parameters, waits) is added to them, so that nothing is in a dump twice. What torch's format has no
+place for is under the key "gradwire", and in further keys of the entries.
+"""
+
+from __future__ import annotations
+
+import time
+from math import prod
+from typing import Any
+
+import torch
+
+from gradwire._torch import torchs_flight_records
+from gradwire.recorder import recording as r
+from gradwire.recorder.groups import GroupInfo, known_groups
+from gradwire.recorder.lines import is_users, read_line
+from gradwire.recorder.load import loads
+from gradwire.recorder.recording import BucketRecord, Entry, Shapes, ring
+
+__all__ = ["Record", "flight_record"]
+
+VERSION = "2.10"  # of torch's format
+Record = dict[str, Any]
+
+_NAMES = {  # those that all versions of the analyser know
+    "all_gather_single": "_all_gather_base",
+    "all_to_all_single": "all_to_all",
+    "barrier": "all_reduce_barrier",
+    "reduce_scatter_single": "_reduce_scatter_base",
+}
+_DTYPES = {
+    torch.bfloat16: "BFloat16",
+    torch.bool: "Bool",
+    torch.complex64: "ComplexFloat",
+    torch.complex128: "ComplexDouble",
+    torch.float16: "Half",
+    torch.float32: "Float",
+    torch.float64: "Double",
+    torch.int8: "Char",
+    torch.int16: "Short",
+    torch.int32: "Int",
+    torch.int64: "Long",
+    torch.uint8: "Byte",
+}
+
+
+def flight_record() -> Record:
+    """What this process has recorded, of plain containers and scalars."""
+    groups = known_groups()
+    # to the clock of the wall, which torch's entries have
+    wall = time.time_ns() - time.perf_counter_ns()
+    own, messages = _own_entries(groups, wall)
+    theirs = _torchs_entries(groups)
+    references = {info.reference: info.name for info in groups.values()}
+    buckets = [
+        _bucket(bucket, references[bucket.group], wall)
+        for bucket in list(ring.buckets)
+        if bucket.group in references
+    ]
+    _add_buckets([*own, *theirs], buckets)
+    entries = sorted([*own, *theirs], key=lambda entry: entry["time_created_ns"])
+    first = ring.recorded - len(own) + _dropped(theirs)
+    for number, entry in enumerate(entries, first):
+        entry["record_id"] = number
+    return {
+        "version": VERSION,
+        "pg_config": {
+            name: {"name": name, "desc": info.desc, "ranks": str(info.ranks)}
+            for name, info in groups.items()
+        },
+        "pg_status": {},
+        "comm_lib_version": "",
+        "entries": entries,
+        "gradwire": {"format": 1, "wall_ns": wall, "messages": messages, "buckets": buckets},
+    }
+
+
+def _own_entries(groups: dict[str, GroupInfo], wall: int) -> tuple[list[Record], list[Record]]:
+    """Collectives and messages on shm."""
+    collectives, messages = [], []
+    recorded = list(ring.entries)
+    latest: dict[str, object] = {}  # a name may be used again for a new group
+    for entry in recorded:
+        info = entry[r.GROUP].find_name()
+        if info is not None:
+            latest[info.name] = entry[r.GROUP]
+    for entry in recorded:
+        info = entry[r.GROUP].find_name()
+        if info is None or latest[info.name] is not entry[r.GROUP]:
+            continue
+        groups.setdefault(info.name, info)
+        made = _entry(entry, info, wall)
+        if (peer := entry[r.PEER]) is None:
+            collectives.append(made)
+        else:
+            messages.append(made | {"peer": info.ranks[peer] if peer >= 0 else -1})
+    return collectives, messages
+
+
+def _entry(entry: Entry, info: GroupInfo, wall: int) -> Record:
+    op = _NAMES.get(entry[r.OP], entry[r.OP])
+    inputs, outputs = _sizes(entry[r.INPUTS]), _sizes(entry[r.OUTPUTS])
+    if op == "all_gather":
+        uneven = len({prod(size) for size in outputs}) > 1
+        # the analyser wants as many elements from each rank of an all_gather, of an all_to_all not
+        op, outputs = ("all_to_all", outputs) if uneven else (op, _as_one(outputs))
+        inputs = inputs * len(entry[r.OUTPUTS]) if uneven else inputs
+    if op == "reduce_scatter":
+        inputs = _as_one(inputs)
+    ended = entry[r.DONE] is not None and entry[r.DONE]()
+    done = (entry[r.ENDED] or ended) and entry[r.ERROR] is None
+    dtypes = [_DTYPES.get(entry[r.DTYPE], str(entry[r.DTYPE]))] if entry[r.DTYPE] else []
+    made: Record = {
+        "record_id": 0,
+        "pg_id": 0,
+        "process_group": (info.name, info.desc),
+        "collective_seq_id": entry[r.NUMBER],
+        "p2p_seq_id": 0,
+        "op_id": entry[r.NUMBER],
+        "profiling_name": f"gloo:{op}",  # the analyser knows backends by name, and not shm
+        "backend": "shm",
+        "op": entry[r.OP],
+        "time_created_ns": entry[r.CREATED] + wall,
+        "time_discovered_started_ns": entry[r.STARTED] + wall if entry[r.STARTED] else None,
+        "time_discovered_completed_ns": entry[r.ENDED] + wall if entry[r.ENDED] else None,
+        "state": "completed" if done else "started" if entry[r.STARTED] else "scheduled",
+        "input_sizes": inputs,
+        "input_dtypes": dtypes * len(inputs),
+        "output_sizes": outputs,
+        "output_dtypes": dtypes * len(outputs),
+        "retired": bool(done),
+        "timeout_ms": 0,
+        "is_p2p": False,
+        "frames": [read_line((entry[r.CODE], entry[r.INSTRUCTION]))],
+        "waits_ns": {info.ranks[peer]: waited for peer, waited in (entry[r.WAITS] or {}).items()},
+    }
+    if entry[r.ERROR] is not None:
+        made["error"] = entry[r.ERROR]
+    return made
+
+
+def _as_one(sizes: list[list[int]]) -> list[list[int]]:
+    """The size of a list's tensors, one after the other."""
+    return [[sum(map(prod, sizes))]]
+
+
+def _sizes(shapes: Shapes) -> list[list[int]]:
+    return [list(shapes)] if isinstance(shapes, torch.Size) else [list(s) for s in shapes]
+
+
+def _torchs_entries(groups: dict[str, GroupInfo]) -> list[Record]:
+    """What Gloo and NCCL have recorded, of groups that are known."""
+    found: dict[str, list[Record]] = {name: [] for name in groups}
+    for data in torchs_flight_records():
+        for entry in loads(data).get("entries", ()):
+            of_group = found.get(entry["process_group"][0])
+            if of_group is None:
+                continue
+            number = entry["collective_seq_id"]
+            if of_group and of_group[-1]["collective_seq_id"] > number:  # of an earlier group
+                of_group.clear()
+            of_group.append(entry | {"frames": _user_first(entry.get("frames", ()))})
+            if entry["profiling_name"] == "gloo:barrier":  # which 2.11's analyser refuses
+                of_group[-1]["profiling_name"] = "gloo:all_reduce_barrier"
+    return [entry for of_group in found.values() for entry in of_group]
+
+
+def _user_first(frames: Any) -> list[Any]:
+    """The user's own frames before those of packages."""
+    return sorted(frames, key=lambda frame: not is_users(str(frame["filename"])))
+
+
+def _dropped(entries: list[Record]) -> int:
+    """How many entries torch's ring has dropped before its first."""
+    return min((int(entry["record_id"]) for entry in entries), default=0)
+
+
+def _bucket(bucket: BucketRecord, group: str, wall: int) -> Record:
+    made: Record = {name: getattr(bucket, name) for name in ("step", "index", "nbytes")}
+    made["group"] = group
+    made |= {"parameters": list(bucket.names), "first": bucket.first, "last": bucket.last}
+    for name in ("ready", "packed", "sent", "waited", "done"):
+        at = getattr(bucket, name)
+        made[f"{name}_ns"] = at + wall if at else None
+    return made
+
+
+def _add_buckets(entries: list[Record], buckets: list[Record]) -> None:
+    """Give the collectives of buckets their parameters."""
+    by_number = {(e["process_group"][0], e["collective_seq_id"]): e for e in entries}
+    for bucket in buckets:
+        for number in range(bucket["first"], bucket["last"] + 1):
+            entry = by_number.get((bucket["group"], number))
+            if entry is not None:
+                entry["parameters"] = bucket["parameters"]
+                entry["step"], entry["bucket"] = bucket["step"], bucket["index"]
+                if entry.get("backend") != "shm" and bucket["done_ns"]:
+                    entry["time_discovered_completed_ns"] = bucket["done_ns"]

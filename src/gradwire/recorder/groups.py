@@ -1,0 +1,101 @@
+"""What torch.distributed calls the groups, and which ranks are in them."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["GroupInfo", "RecordedGroup", "known_groups", "this_rank"]
+
+_TRIES = 8
+_known: dict[str, GroupInfo] = {}
+_rank: list[int] = []
+
+
+class GroupInfo:
+    """A group of torch.distributed.
+
+    Attributes:
+        name, desc: As torch.distributed has them.
+        ranks: Its global ranks, in their order in the group.
+        reference: To the group: a name may be used again for another one.
+    """
+
+    def __init__(self, name: str, desc: str, ranks: list[int], group: Any) -> None:
+        self.name, self.desc, self.ranks = name, desc, ranks
+        self.reference = weakref.ref(group)
+
+
+class RecordedGroup:
+    """A group as its backend knows it; its name is found when torch.distributed has it.
+
+    Args:
+        backend: The backend, or a group that is written in Python.
+
+    Attributes:
+        named: Whether the name is known, or is not looked for any more.
+    """
+
+    def __init__(self, backend: object) -> None:
+        self._backend = weakref.ref(backend)
+        self._info: GroupInfo | None = None
+        self._tries = 0
+        self.named = False
+
+    def find_name(self) -> GroupInfo | None:
+        """Look for the group among those of torch.distributed."""
+        if self._info is None:
+            self._tries += 1
+            self._info = _find(self._backend())
+            self.named = self._info is not None or self._tries >= _TRIES
+        return self._info
+
+
+def known_groups() -> dict[str, GroupInfo]:
+    """All groups of this process that torch.distributed has, and those it had when last asked."""
+    world = dist.distributed_c10d._world
+    for group, name in list(world.pg_names.items()):
+        _note(group, name)  # anew: a name may be used again
+    return dict(_known)
+
+
+def this_rank() -> int | None:
+    """This process's global rank, also after its default group was destroyed; None if unknown."""
+    if dist.is_initialized():
+        _rank[:] = [dist.get_rank()]
+    return _rank[0] if _rank else None
+
+
+def _find(backend: object) -> GroupInfo | None:
+    if backend is None:
+        return None
+    for group, name in list(dist.distributed_c10d._world.pg_names.items()):
+        if group is backend or _backend_for_cpu(group) is backend:
+            this_rank()
+            return _note(group, name)
+    return None
+
+
+def _backend_for_cpu(group: Any) -> object:
+    cpu = torch.device("cpu")
+    try:
+        if cpu not in group._device_types:
+            return None
+        found = group._get_backend(cpu)
+    except (AttributeError, RuntimeError):  # a member of another group, or written in Python
+        return None
+    return getattr(found, "wrapped_pg", found)
+
+
+def _note(group: Any, name: str) -> GroupInfo | None:
+    ranks = dist.distributed_c10d._world.pg_group_ranks.get(group)
+    if ranks is None:
+        return None
+    desc = getattr(group, "group_desc", "") or "undefined"
+    _known[str(name)] = info = GroupInfo(
+        str(name), desc, sorted(ranks, key=ranks.__getitem__), group
+    )
+    return info

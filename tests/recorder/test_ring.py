@@ -1,0 +1,308 @@
+"""The ring: what each collective leaves in it, and in a dump of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.flight_recorder.components import builder, config_manager, loader
+
+from gradwire import recorder
+from gradwire.errors import ArgumentError, ArgumentTypeError, MismatchError
+from gradwire.recorder import lines
+from gradwire.recorder.load import load, loads
+from gradwire.testing import run_ranks
+
+
+def every_op():
+    """Each op once, on the default group and on one more."""
+    x, whole, world = torch.ones(2), torch.ones(4), dist.get_world_size()
+    parts, rank = list(torch.ones(2 * world).chunk(world)), dist.get_rank()
+    dist.all_reduce(x)
+    dist.broadcast(x, 0)
+    dist.reduce(x, 0)
+    dist.all_gather(parts, x)
+    dist.gather(x, parts if rank == 0 else None, 0)
+    dist.scatter(x, parts if rank == 0 else None, 0)
+    dist.reduce_scatter(x, parts)
+    dist.all_to_all(list(torch.ones(2 * world).chunk(world)), parts)
+    dist.all_to_all_single(whole.clone(), whole)
+    dist.barrier()
+    dist.all_reduce(x.double(), group=dist.new_group([1, 0]))
+    dist.all_reduce(x, async_op=True).wait()
+
+
+def analysed(directory: str):
+    """What torch's analyser makes of a directory of dumps."""
+    arguments = config_manager.JobConfig().parse_args([directory])
+    details, version = loader.read_dir(arguments)
+    return builder.build_db(details, arguments, version)
+
+
+@pytest.mark.narrow({"each_backend": ["gloo", "shm"]})
+def test_torchs_analyser_matches_every_op(each_backend, tmp_path):
+    def main():
+        every_op()
+        return recorder.dump(tmp_path)
+
+    assert run_ranks(main) == [tmp_path / "rank_0", tmp_path / "rank_1"]
+    found = analysed(str(tmp_path)).collectives
+    assert len(found) >= 12
+    assert all(collective.pass_check for collective in found), found
+    assert not any(collective.missing_ranks for collective in found), found
+
+
+def test_an_entry_has_sizes_line_times_and_waits(tmp_path):
+    def main():
+        if dist.get_rank() == 1:
+            time.sleep(0.2)
+        dist.all_reduce(torch.ones(3, dtype=torch.int64))
+        recorder.dump(tmp_path)
+
+    run_ranks(main, backend="shm")
+    entries = load(tmp_path / "rank_0")["entries"]
+    entry = entries[-1]
+    line = main.__code__.co_firstlineno + 3
+    assert entry["frames"] == [{"name": "main", "filename": __file__, "line": line}]
+    assert entry["input_sizes"] == entry["output_sizes"] == [[3]]
+    assert entry["input_dtypes"] == ["Long"]
+    assert entry["state"] == "completed"
+    assert entry["waits_ns"][1] > 100_000_000
+    created, started, ended = (
+        entry[f"time_{name}_ns"]
+        for name in ("created", "discovered_started", "discovered_completed")
+    )
+    assert created <= started <= ended
+
+
+@pytest.mark.narrow({"each_backend": ["gloo", "shm"]})
+def test_a_bucket_has_its_parameters(each_backend, tmp_path):
+    def main():
+        from gradwire import DistributedDataParallel
+
+        model = DistributedDataParallel(torch.nn.Linear(3, 2))
+        model(torch.ones(1, 3)).sum().backward()
+        recorder.dump(tmp_path)
+
+    run_ranks(main)
+    record = load(tmp_path / "rank_1")
+    (entry,) = [e for e in record["entries"] if "parameters" in e]
+    assert sorted(entry["parameters"]) == ["bias", "weight"]
+    assert entry["step"] == 1
+    assert entry["op" if each_backend == "shm" else "profiling_name"].endswith("all_reduce")
+    (bucket,) = record["gradwire"]["buckets"]
+    times = [bucket[f"{name}_ns"] for name in ("ready", "packed", "sent", "waited", "done")]
+    assert times == sorted(times)
+
+
+def test_ranks_that_disagree_differ_for_torchs_analyser_too(tmp_path, caplog):
+    def main():
+        with pytest.raises(MismatchError):
+            dist.all_reduce(torch.ones(3 + dist.get_rank()))
+        recorder.dump(tmp_path)
+
+    run_ranks(main, backend="shm")
+    (wrong,) = [c for c in analysed(str(tmp_path)).collectives if not c.pass_check]
+    assert wrong.collective_name == "gloo:all_reduce"
+    assert list(wrong.mismatch_collectives) == [1]
+
+
+def test_messages_are_apart(tmp_path):
+    def main():
+        x = torch.ones(2)
+        if dist.get_rank() == 0:
+            dist.send(x, 1)
+        else:
+            dist.recv(x, 0)
+        recorder.dump(tmp_path)
+
+    run_ranks(main, backend="shm")
+    (message,) = load(tmp_path / "rank_1")["gradwire"]["messages"]
+    assert (message["op"], message["peer"], message["state"]) == ("recv", 0, "completed")
+
+
+def test_the_ring_keeps_no_tensor_and_ends_its_oldest():
+    def main():
+        recorder.ring.entries = type(recorder.ring.entries)(maxlen=4)
+        x = torch.ones(5)
+        count = sys.getrefcount(x)
+        for _ in range(9):
+            dist.all_reduce(x)
+        return sys.getrefcount(x) == count, len(recorder.ring.entries), recorder.ring.recorded > 9
+
+    assert run_ranks(main, backend="shm") == [(True, 4, True)] * 2
+
+
+def test_off_it_records_nothing():
+    def main():
+        recorder.ring.on = False
+        before = recorder.ring.recorded
+        dist.all_reduce(torch.ones(1))
+        recorder.ring.on = True
+        return recorder.ring.recorded - before
+
+    assert run_ranks(main, backend="shm") == [0, 0]
+
+
+PACKAGE = """
+def op():
+    return caller("op", 1)
+
+def wrapped():
+    return op()
+
+def in_a_package_alone(run):
+    return run()
+"""
+
+
+def test_the_line_is_the_users_by_whichever_way_the_call_came(monkeypatch):
+    monkeypatch.setattr(lines, "_depths", {})
+    monkeypatch.setitem(lines._kinds, "a package", lines._LIBRARY)
+    names: dict = {"caller": lines.caller}
+    exec(compile(PACKAGE, "a package", "exec"), names)
+
+    def one(way):
+        return lines.read_line(names[way]())["name"]
+
+    def other(way):
+        return lines.read_line(names["in_a_package_alone"](names[way]))["name"]
+
+    ways = [(one, "op"), (one, "op"), (one, "wrapped"), (other, "wrapped"), (other, "op")] * 2
+    assert [f(way) for f, way in ways] == [f.__name__ for f, _ in ways]
+    monkeypatch.setitem(lines._kinds, __file__, lines._LIBRARY)  # none is the user's
+    assert one("op") == "op"
+
+
+def test_a_pickle_that_names_anything_is_refused(tmp_path):
+    class Bad:
+        def __reduce__(self):
+            return os.system, ("true",)
+
+    for data in (pickle.dumps({"entries": [Bad()]}), b"", b"no pickle", pickle.dumps([1])):
+        with pytest.raises(ArgumentError, match="not a dump"):
+            loads(data)
+    (tmp_path / "rank_0").write_bytes(pickle.dumps({"entries": 3}))
+    with pytest.raises(ArgumentError, match="rank_0: not a dump"):
+        load(tmp_path / "rank_0")
+
+
+def test_wrong_arguments(tmp_path, monkeypatch):
+    with pytest.raises(ArgumentTypeError, match="directory is 3"):
+        recorder.start(3)
+    with pytest.raises(ArgumentError, match="directory is None"):
+        recorder.dump()
+    recorder.start(tmp_path / "a")
+    try:
+        recorder.start(tmp_path / "a")  # again is nothing
+        with pytest.raises(ArgumentError, match="already"):
+            recorder.start(tmp_path / "b")
+    finally:
+        recorder.stop()
+    assert not (tmp_path / "b").exists()
+
+
+SCRIPT = """
+import os, signal, sys, time
+import torch, torch.distributed as dist
+import gradwire
+from gradwire import recorder
+
+dist.init_process_group(sys.argv[1])
+dist.all_reduce(torch.ones(1))
+print("ready", flush=True)
+"""
+
+
+def start_ranks(directory: Path, more: str, count: int = 2):
+    """Processes as a launcher starts them, without a store's port: the store is a file."""
+    script = SCRIPT.replace(
+        "dist.init_process_group(sys.argv[1])",
+        "dist.init_process_group(sys.argv[1], store=dist.FileStore(sys.argv[2], "
+        f"{count}), rank=int(os.environ['RANK']), world_size={count})",
+    )
+    return [
+        subprocess.Popen(
+            [sys.executable, "-c", script + more, "shm", str(directory / "store")],
+            env=os.environ
+            | {"RANK": str(rank), "GRADWIRE_RECORDER": str(directory / "dumps")}
+            | {"OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(count)
+    ]
+
+
+def ended(processes):
+    try:
+        return [(*p.communicate(timeout=60), p.returncode) for p in processes]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+@pytest.mark.wide
+def test_a_failing_rank_has_all_others_dump_and_the_end_does_too(tmp_path):
+    """Rank 1 is in a loop of its own when rank 0 fails."""
+    more = """
+if dist.get_rank() == 0:
+    raise KeyError("here")
+end = time.time() + 30
+while not os.path.exists(os.path.join(os.environ["GRADWIRE_RECORDER"], "rank_1")):
+    assert time.time() < end
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    (_, err, code), (_, _, killed) = ended(start_ranks(tmp_path, more))
+    assert (code, killed) == (1, -signal.SIGKILL), err
+    assert "KeyError" in err
+    first, second = (load(tmp_path / "dumps" / f"rank_{rank}")["gradwire"] for rank in (0, 1))
+    assert [e["type"] for e in first["events"]] == ["KeyError"]
+    assert first["reason"] == "exit"
+    assert second["reason"] == "request"
+    main = [frame for frame in second["threads"]["MainThread"] if frame["filename"] == "<string>"]
+    assert main
+    files = {path.name for path in (tmp_path / "dumps").iterdir()}
+    assert files == {"rank_0", "rank_1", "process-0.json", "process-1.json", "request"}
+    assert json.loads((tmp_path / "dumps" / "process-1.json").read_text())["rank"] == 1
+
+
+@pytest.mark.wide
+def test_sigusr2_reaches_a_rank_that_waits_in_c(tmp_path):
+    more = """
+if dist.get_rank() == 0:
+    dist.all_reduce(torch.ones(1))
+else:
+    sys.stdin.read()
+    dist.all_reduce(torch.ones(1))
+"""
+    processes = start_ranks(tmp_path, more)
+    try:
+        for process in processes:
+            assert process.stdout.readline() == "ready\n"
+        dumps = tmp_path / "dumps"
+        end = time.monotonic() + 30
+        while not (dumps / "process-0.json").exists():
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        processes[0].send_signal(signal.SIGUSR2)
+        while not all((dumps / f"rank_{rank}").exists() for rank in (0, 1)):
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        assert load(dumps / "rank_0")["gradwire"]["reason"] == "SIGUSR2"
+        assert load(dumps / "rank_1")["gradwire"]["reason"] == "request"
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
