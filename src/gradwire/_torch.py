@@ -28,6 +28,7 @@ __all__ = [
     "REDUCE_SCATTER_SINGLE",
     "TORCHS_DDP",
     "BackendBase",
+    "analysed_backend",
     "compile_callees_only",
     "is_done",
     "narrowed_to_torchs_ddp",
@@ -143,6 +144,31 @@ def _skipped(method: Method, below: eval_frame._FrameAction) -> Method:
     strategy = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, below)
     eval_frame.set_code_exec_strategy(method.__code__, strategy)
     return method
+
+
+@functools.cache
+def analysed_backend() -> str:
+    """A backend whose name this PyTorch's analyser of flight records knows: Gloo, since 2.13."""
+    from torch.distributed.flight_recorder.components.types import Op
+
+    event = dict.fromkeys(_ANALYSED) | {"profiling_name": "gloo:all_reduce"}
+    try:
+        Op(event | {"process_group": ("", "")}, {"": {0}}, "")
+    except AssertionError:
+        return "nccl"
+    return "gloo"
+
+
+_ANALYSED = (
+    "collective_seq_id",
+    "input_dtypes",
+    "input_sizes",
+    "output_dtypes",
+    "output_sizes",
+    "p2p_seq_id",
+    "state",
+    "time_created_ns",
+)
 
 
 def torchs_flight_records() -> list[bytes]:

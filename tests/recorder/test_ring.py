@@ -34,7 +34,8 @@ def every_op():
     dist.gather(x, parts if rank == 0 else None, 0)
     dist.scatter(x, parts if rank == 0 else None, 0)
     dist.reduce_scatter(x, parts)
-    dist.all_to_all(list(torch.ones(2 * world).chunk(world)), parts)
+    if dist.get_backend() == "shm":  # Gloo of torch 2.11 lacks it
+        dist.all_to_all(list(torch.ones(2 * world).chunk(world)), parts)
     dist.all_to_all_single(whole.clone(), whole)
     dist.barrier()
     dist.all_reduce(x.double(), group=dist.new_group([1, 0]))
@@ -98,7 +99,7 @@ def test_a_bucket_has_its_parameters(each_backend, tmp_path):
     (entry,) = [e for e in record["entries"] if "parameters" in e]
     assert sorted(entry["parameters"]) == ["bias", "weight"]
     assert entry["step"] == 1
-    assert entry["op" if each_backend == "shm" else "profiling_name"].endswith("all_reduce")
+    assert (entry["backend"], entry["op"]) == (each_backend, "all_reduce")
     (bucket,) = record["gradwire"]["buckets"]
     times = [bucket[f"{name}_ns"] for name in ("ready", "packed", "sent", "waited", "done")]
     assert times == sorted(times)
@@ -112,7 +113,7 @@ def test_ranks_that_disagree_differ_for_torchs_analyser_too(tmp_path, caplog):
 
     run_ranks(main, backend="shm")
     (wrong,) = [c for c in analysed(str(tmp_path)).collectives if not c.pass_check]
-    assert wrong.collective_name == "gloo:all_reduce"
+    assert wrong.collective_name.endswith(":all_reduce")
     assert list(wrong.mismatch_collectives) == [1]
 
 

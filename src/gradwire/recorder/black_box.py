@@ -89,6 +89,7 @@ class BlackBox:
         rank = _identity()
         if rank is None or os.getpid() != self._pid:
             return None
+        self._announce()
         with self._lock:
             record = flight_record()
             record["gradwire"] |= self._circumstances(rank, reason)

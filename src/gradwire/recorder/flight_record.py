@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from gradwire._torch import torchs_flight_records
+from gradwire._torch import analysed_backend, torchs_flight_records
 from gradwire.recorder import recording as r
 from gradwire.recorder.groups import GroupInfo, known_groups
 from gradwire.recorder.lines import is_users, read_line
@@ -120,7 +120,7 @@ def _entry(entry: Entry, info: GroupInfo, wall: int) -> Record:
         "collective_seq_id": entry[r.NUMBER],
         "p2p_seq_id": 0,
         "op_id": entry[r.NUMBER],
-        "profiling_name": f"gloo:{op}",  # the analyser knows backends by name, and not shm
+        "profiling_name": f"{analysed_backend()}:{op}",  # the analyser knows no shm
         "backend": "shm",
         "op": entry[r.OP],
         "time_created_ns": entry[r.CREATED] + wall,
@@ -162,10 +162,16 @@ def _torchs_entries(groups: dict[str, GroupInfo]) -> list[Record]:
             number = entry["collective_seq_id"]
             if of_group and of_group[-1]["collective_seq_id"] > number:  # of an earlier group
                 of_group.clear()
-            of_group.append(entry | {"frames": _user_first(entry.get("frames", ()))})
-            if entry["profiling_name"] == "gloo:barrier":  # which 2.11's analyser refuses
-                of_group[-1]["profiling_name"] = "gloo:all_reduce_barrier"
+            of_group.append(_torchs_entry(entry))
     return [entry for of_group in found.values() for entry in of_group]
+
+
+def _torchs_entry(entry: Record) -> Record:
+    backend, _, op = entry["profiling_name"].partition(":")
+    if backend == "gloo":  # the analyser of 2.11 refuses what Gloo records
+        name = f"{analysed_backend()}:{_NAMES.get(op, op)}"
+        entry = entry | {"profiling_name": name, "backend": backend, "op": op}
+    return entry | {"frames": _user_first(entry.get("frames", ()))}
 
 
 def _user_first(frames: Any) -> list[Any]:
