@@ -6,7 +6,7 @@ torch's flight recorder; `gradwire explain` reads them.
 
 from gradwire.recorder.black_box import dump, start, start_from_environment, stop
 from gradwire.recorder.events import failed
-from gradwire.recorder.groups import RecordedGroup
+from gradwire.recorder.groups import RecordedGroup, number_of_last
 from gradwire.recorder.recording import ENDED, STARTED, WAITS, BucketRecord, Entry, ring
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "RecordedGroup",
     "dump",
     "failed",
+    "number_of_last",
     "ring",
     "start",
     "stop",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import json
 import multiprocessing
 import os
@@ -22,7 +23,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, TextIO
 
 import torch.distributed as dist
 
@@ -40,6 +41,7 @@ REQUEST = "request"
 VARIABLE = "GRADWIRE_RECORDER"
 _OWNER = "GRADWIRE_RECORDER_OWNER"
 _POLL_SECONDS = 0.2
+_FIRST_SECONDS = 0.02  # until this process is known to be a rank
 _REPEAT_NS = 1_000_000_000  # errors in a loop write one dump a second
 _THREAD = "gradwire-recorder"
 
@@ -63,6 +65,8 @@ class BlackBox:
         self._stop, self._told = os.pipe()
         self._signals: tuple[int, int] | None = None
         self._announced: int | None = None
+        self._crashes: TextIO | None = None
+        self._crashes_path = Path()
         self._earlier_hook: Callable[..., Any] | None = None
 
     def start(self) -> None:
@@ -71,6 +75,7 @@ class BlackBox:
         self._earlier_hook, sys.excepthook = sys.excepthook, self._on_uncaught
         atexit.register(self._at_exit)
         self._take_signal()
+        self._take_crashes()
         threading.Thread(target=self._watch, name=_THREAD, daemon=True).start()
 
     def stop(self) -> None:
@@ -82,6 +87,10 @@ class BlackBox:
         if self._signals is not None:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+        if self._crashes is not None:
+            faulthandler.disable()
+            self._crashes.close()
+            self._crashes_path.unlink(missing_ok=True)
         os.write(self._told, b"\0")
 
     def write(self, reason: str) -> Path | None:
@@ -136,6 +145,9 @@ class BlackBox:
             return
         self._announced = rank
         (self.directory / f"{self.prefix}{rank}").unlink(missing_ok=True)  # an earlier run's
+        if self._crashes is not None:
+            path = self.directory / f"crash-{rank}.txt"
+            self._crashes_path = self._crashes_path.replace(path)
         text = json.dumps(vars(Process.this(rank)))
         (self.directory / f"process-{rank}.json").write_text(text)
 
@@ -157,6 +169,8 @@ class BlackBox:
     def _at_exit(self) -> None:
         with contextlib.suppress(OSError):
             self.write("exit")
+            if self._crashes is not None and os.getpid() == self._pid:
+                self._crashes_path.unlink(missing_ok=True)  # it is empty: nothing has crashed
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         """Nothing: the thread is told of the signal through the pipe, whatever runs here."""
@@ -178,11 +192,22 @@ class BlackBox:
         self._signals = reading, writing
         signal.signal(signal.SIGUSR2, self._on_signal)
 
+    def _take_crashes(self) -> None:
+        """Have Python write its stacks when the process crashes in C, if nobody else has it.
+
+        Gloo ends a process that gets a message of another size than it expects.
+        """
+        if not faulthandler.is_enabled():
+            self._crashes_path = self.directory / f"crash-of-process-{os.getpid()}.txt"
+            self._crashes = self._crashes_path.open("w")
+            faulthandler.enable(self._crashes)
+
     def _watch(self) -> None:
         """In a thread of its own: write a dump whenever one is asked for."""
         sources = [self._stop] + ([self._signals[0]] if self._signals else [])
         while True:
-            readable, _, _ = select.select(sources, [], [], _POLL_SECONDS)
+            pause = _POLL_SECONDS if self._announced is not None else _FIRST_SECONDS
+            readable, _, _ = select.select(sources, [], [], pause)
             if self._stop in readable:
                 return
             signals = os.read(readable[0], 4096) if readable else b""

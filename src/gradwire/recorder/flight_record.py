@@ -61,6 +61,7 @@ def flight_record() -> Record:
         if bucket.group in references
     ]
     _add_buckets([*own, *theirs], buckets)
+    _add_ends(theirs, references, wall)
     entries = sorted([*own, *theirs], key=lambda entry: entry["time_created_ns"])
     first = ring.recorded - len(own) + _dropped(theirs)
     for number, entry in enumerate(entries, first):
@@ -192,6 +193,15 @@ def _bucket(bucket: BucketRecord, group: str, wall: int) -> Record:
         at = getattr(bucket, name)
         made[f"{name}_ns"] = at + wall if at else None
     return made
+
+
+def _add_ends(entries: list[Record], references: dict[Any, str], wall: int) -> None:
+    """Give the collectives that gradwire has waited for their ends."""
+    ends = {(references.get(ref), number): at + wall for ref, number, at in list(ring.ends)}
+    for entry in entries:
+        at = ends.get((entry["process_group"][0], entry["collective_seq_id"]))
+        if at is not None:
+            entry["time_discovered_completed_ns"] = at
 
 
 def _add_buckets(entries: list[Record], buckets: list[Record]) -> None:

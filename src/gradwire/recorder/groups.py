@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
-__all__ = ["GroupInfo", "RecordedGroup", "known_groups", "this_rank"]
+__all__ = ["GroupInfo", "RecordedGroup", "known_groups", "number_of_last", "this_rank"]
 
 _TRIES = 8
 _known: dict[str, GroupInfo] = {}
@@ -60,6 +61,17 @@ def known_groups() -> dict[str, GroupInfo]:
     for group, name in list(world.pg_names.items()):
         _note(group, name)  # anew: a name may be used again
     return dict(_known)
+
+
+def number_of_last(group: ProcessGroup | None) -> int:
+    """The number of a group's last collective; 0 on shm, whose own entries have it."""
+    # a group on shm is called as a Python object, whatever its class
+    if type(group) is not ProcessGroup:
+        return 0
+    try:
+        return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
+    except RuntimeError:  # a backend that does not count
+        return 0
 
 
 def this_rank() -> int | None:

@@ -77,7 +77,7 @@ class BucketRecord:
         step: The reducer's count of backwards.
         index: Of the bucket, in the order of launch.
         names: Its parameters.
-        nbytes: What it sends.
+        nbytes: What it sends; 0 where that is sparse.
         first, last: The group's numbers of its collectives; `last < first` if it sent none.
         ready, packed, sent: When all gradients were there, when they were copied together, and when
             the collective was enqueued.
@@ -112,6 +112,8 @@ class Ring:
     Attributes:
         on: Whether collectives are recorded; off only where the cost of it is measured.
         recorded: How many entries there were in all.
+        ends: When collectives had ended that a backend records itself, without saying when: a
+            reference to the group, the number, the time.
         listener: Given each entry and each bucket as it begins, if there is one; see `timeline`.
     """
 
@@ -119,6 +121,7 @@ class Ring:
         self.on = True
         self.entries: deque[Entry] = deque(maxlen=LENGTH)
         self.buckets: deque[BucketRecord] = deque(maxlen=LENGTH)
+        self.ends: deque[tuple[weakref.ref[ProcessGroup], int, int]] = deque(maxlen=LENGTH)
         self.listener: Callable[[Any], None] | None = None
         self.recorded = 0
 
@@ -170,6 +173,11 @@ class Ring:
         entry = self.begin(group, 0, op, tensors, tensors)
         if entry is not None:
             entry[PEER], entry[DONE] = peer, done
+
+    def end(self, group: ProcessGroup, number: int) -> None:
+        """Note that the wait for a collective is over, on a backend that records itself."""
+        if self.on:
+            self.ends.append((weakref.ref(group), number, perf_counter_ns()))
 
     def begin_bucket(
         self, group: ProcessGroup, step: int, index: int, names: Sequence[str]

@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup, Work
 
 from gradwire._engine_errors import backend_failure, backend_timeout, is_over, is_transport
 from gradwire.errors import DistributedError
-from gradwire.recorder import failed
+from gradwire.recorder import failed, number_of_last, ring
 
 __all__ = ["Pending", "done"]
 
@@ -24,13 +24,14 @@ class Pending:
         group: The group of the works, if there are any.
     """
 
-    __slots__ = ("_finish", "_group", "_since", "_works")
+    __slots__ = ("_finish", "_group", "_number", "_since", "_works")
 
     def __init__(
         self, works: Sequence[Work], finish: Callable[[], Tensor], group: ProcessGroup | None = None
     ) -> None:
         self._works, self._finish, self._group = works, finish, group
         self._since = time.monotonic() if works else 0.0
+        self._number = number_of_last(group) if works else 0
 
     def wait(self) -> Tensor:
         """The result, when it has arrived.
@@ -45,6 +46,8 @@ class Pending:
             if isinstance(error, DistributedError) or not is_transport(error):
                 raise
             raise self._failure(error) from error
+        if self._number and self._group is not None:
+            ring.end(self._group, self._number)
         return self._finish()
 
     def _failure(self, error: RuntimeError) -> DistributedError:

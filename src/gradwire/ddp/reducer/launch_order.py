@@ -90,7 +90,8 @@ def _launch_ready(backward: Backward, *, final: bool) -> None:
                 record.packed = perf_counter_ns()
             launch_filled(backward, bucket, is_last=is_last)
             if record is not None:
-                record.sent, record.nbytes = perf_counter_ns(), bucket.flat.nbytes
+                record.sent = perf_counter_ns()
+                record.nbytes = 0 if isinstance(bucket, SparseBucket) else bucket.flat.nbytes
                 record.first, record.last = before + 1, backward.domain.position()
                 launched[-1].record = record
 

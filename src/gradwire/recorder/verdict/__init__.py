@@ -1,0 +1,70 @@
+"""The verdict: from a directory of dumps to the rank and the cause.
+
+What is looked for, in this order: ranks that called different things, or an error that nothing else
+explains, whichever came first; a process that crashed, was killed or stopped; ranks that wait for
+each other; a rank that is missing. If nothing failed: who was slow.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from gradwire.recorder.verdict.causes import (
+    find_deadlock,
+    find_died,
+    find_error,
+    find_missing,
+)
+from gradwire.recorder.verdict.compare import find_gaps, find_mismatch
+from gradwire.recorder.verdict.dumps import Dumps, read_dumps
+from gradwire.recorder.verdict.finding import Finding, Kind, Verdict
+from gradwire.recorder.verdict.slow import find_slow
+
+__all__ = ["Finding", "Kind", "Verdict", "explain"]
+
+
+def explain(directory: Path, prefix: str | None = None) -> Verdict:
+    """What a directory of dumps shows.
+
+    Args:
+        directory: The directory that ranks wrote to; torch's own dumps are read too.
+        prefix: What the files' names begin with; the one that most have, if None.
+
+    Raises:
+        ArgumentError: It has no dumps, or one is not in torch's format.
+    """
+    dumps = read_dumps(directory, prefix)
+    findings = _failures(dumps) or find_slow(dumps)
+    if not findings:
+        calls = sum(len(of) for dump in dumps.ranks.values() for of in dump.calls.values())
+        text = f"nothing failed: all ranks called the same, and none was late ({calls} calls)"
+        findings = [Finding(Kind.NOTHING, (), text)]
+    return Verdict(findings, len(dumps.world), sorted(dumps.ranks), _notes(dumps))
+
+
+def _failures(dumps: Dumps) -> list[Finding]:
+    gaps = find_gaps(dumps)
+    found: list[Finding] = []
+    first = [each for each in (find_mismatch(dumps), find_error(dumps)) if each is not None]
+    found += [finding for finding, _ in sorted(first, key=lambda each: each[1])]
+    died = find_died(dumps)
+    if died is not None:
+        found.append(died)
+    deadlock = find_deadlock(dumps, gaps)
+    if deadlock is not None:
+        found.append(deadlock)
+    named = {rank for finding in found for rank in finding.ranks}
+    found += [find_missing(dumps, gap) for gap in gaps[:1] if not named.intersection(gap.missing)]
+    return found
+
+
+def _notes(dumps: Dumps) -> list[str]:
+    notes = []
+    missing = [rank for rank in dumps.world if rank not in dumps.ranks]
+    if missing:
+        notes.append(f"no dump of ranks {missing}")
+    if all(not dump.reason for dump in dumps.ranks.values()):
+        notes.append(
+            "dumps of torch's own recorder: they have no stacks of waiting ranks, and no ends"
+        )
+    return notes

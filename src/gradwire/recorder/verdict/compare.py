@@ -1,0 +1,202 @@
+"""Where the ranks' collectives first differ: another call on a rank, or none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+from gradwire.recorder.verdict.dumps import Call, Dumps, most_common
+from gradwire.recorder.verdict.finding import Finding, Kind, list_ranks, name_call
+from gradwire.recorder.verdict.source import swallowing_handler
+
+__all__ = ["Gap", "find_gaps", "find_mismatch"]
+
+
+@dataclass(frozen=True)
+class Gap:
+    """A collective that some ranks have called, and wait in, and others have not.
+
+    Attributes:
+        group, number: Which.
+        calls: Of the ranks that have called it.
+        missing: Those that have not.
+    """
+
+    group: str
+    number: int
+    calls: Mapping[int, Call]
+    missing: tuple[int, ...]
+
+
+def find_gaps(dumps: Dumps) -> list[Gap]:
+    """In each group, the first collective that not all ranks have called; the oldest first."""
+    gaps = []
+    for group, ranks in dumps.groups.items():
+        last = {
+            rank: dump.calls[group][-1].number if dump.calls.get(group) else 0
+            for rank, dump in dumps.ranks.items()
+            if rank in ranks
+        }
+        for number, calls in dumps.calls(group).items():
+            missing = tuple(r for r in ranks if r not in calls and last.get(r, 0) < number)
+            waiting = any(not call.done for call in calls.values())
+            if missing and waiting:
+                gaps.append(Gap(group, number, calls, missing))
+                break
+    return sorted(gaps, key=lambda gap: min(call.created for call in gap.calls.values()))
+
+
+def find_mismatch(dumps: Dumps) -> tuple[Finding, int] | None:
+    """The oldest collective in which ranks call different things, and when it was."""
+    found: list[tuple[int, dict[int, Call]]] = []
+    for group in dumps.groups:
+        for recorded in dumps.calls(group).values():
+            calls = _with_crashed(dumps, recorded)
+            if len({call.what for call in calls.values()}) > 1:
+                found.append((max(call.created for call in calls.values()), calls))
+                break
+    if not found:
+        return None
+    when, calls = min(found, key=lambda each: each[0])
+    return _mismatch(dumps, calls), when
+
+
+def _with_crashed(dumps: Dumps, calls: dict[int, Call]) -> dict[int, Call]:
+    """Also what ranks called that crashed in it, by their line: Gloo ends a process that gets more
+    bytes than it expects, which may be any rank's.
+    """
+    if all(call.done for call in calls.values()):
+        return calls
+    first = next(iter(calls.values()))
+    found = dict(calls)
+    for rank, (_, frames) in dumps.crashes.items():
+        called = None if rank in calls else _call_at(dumps, frames)
+        if called is not None:
+            found[rank] = replace(called, number=first.number, created=first.created, done=False)
+    return found
+
+
+def _call_at(dumps: Dumps, frames: Sequence[Mapping[str, Any]]) -> Call | None:
+    """What some rank called, and ended, at a line of a stack."""
+    places = {(str(frame["filename"]), int(frame["line"])) for frame in frames}
+    for dump in dumps.ranks.values():
+        for calls in dump.calls.values():
+            for call in reversed(calls):
+                if call.done and call.place in places:
+                    return call
+    return None
+
+
+def _mismatch(dumps: Dumps, calls: Mapping[int, Call]) -> Finding:
+    culprits = _culprits(dumps, calls)
+    others = [rank for rank in calls if rank not in culprits]
+    mine, theirs = calls[culprits[0]], calls[others[0]]
+    details = [f"rank {rank}: {name_call(call)}" for rank, call in sorted(calls.items())]
+    common: dict[str, Any] = {
+        "op": theirs.op,
+        "group": theirs.group,
+        "number": theirs.number,
+        "places": tuple(dict.fromkeys(f"{c.filename}:{c.line}" for c in (mine, theirs))),
+        "parameters": mine.parameters or theirs.parameters,
+    }
+    who = list_ranks(culprits)
+    if (mine.op, mine.place) == (theirs.op, theirs.place):
+        field = "size" if mine.sizes != theirs.sizes else "dtype"
+        return Finding(
+            Kind.MISMATCH,
+            tuple(culprits),
+            f"{who} called {name_call(mine)} with another {field} than "
+            f"{list_ranks(others)}: {_value(mine, field)} instead of {_value(theirs, field)}",
+            tuple(details),
+            f"give all ranks the same {field}: look at what decides it, such as the last batch",
+            **common,
+        )
+    if _follows(dumps, theirs, mine):
+        return _skipped(culprits, mine, theirs, details, common)
+    return Finding(
+        Kind.MISMATCH,
+        tuple(culprits),
+        f"{who} called {name_call(mine, number=False)}, where {list_ranks(others)} called "
+        f"{name_call(theirs, number=False)} (number {theirs.number} of group {theirs.group})",
+        tuple(details),
+        "call the same collectives in the same order on all ranks: look for a condition on the "
+        "rank, or on data that differ, and for orders of sets and dicts",
+        **common,
+    )
+
+
+def _skipped(
+    culprits: list[int], mine: Call, theirs: Call, details: list[str], common: dict[str, Any]
+) -> Finding:
+    who = list_ranks(culprits)
+    step = f" of step {theirs.step}" if theirs.step is not None else ""
+    details = [f"it went on to the {name_call(mine, number=False)}", *details]
+    remedy = "look for a condition, `continue` or early `return` that is taken on this rank alone"
+    handler = swallowing_handler(theirs.filename, theirs.line)
+    if handler is not None:
+        details.insert(0, f"that line is in a `try` whose `except` in line {handler} goes on")
+        remedy = (
+            f"an error was probably swallowed: let the `except` in line {handler} of "
+            f"{theirs.filename} print it, and raise, or have all ranks skip the step"
+        )
+    return Finding(
+        Kind.SKIPPED,
+        tuple(culprits),
+        f"{who} left out the {name_call(theirs)}{step}, which all other ranks called",
+        tuple(details),
+        remedy,
+        **common,
+    )
+
+
+def _culprits(dumps: Dumps, calls: Mapping[int, Call]) -> list[int]:
+    """The ranks that are fewer; of as many, those that do what they did not do before."""
+    groups: dict[object, list[int]] = {}
+    for rank, call in sorted(calls.items()):
+        groups.setdefault(call.what, []).append(rank)
+    sizes = sorted(len(ranks) for ranks in groups.values())
+    if len(sizes) > 1 and sizes[-1] == sizes[-2]:
+        strange = [r for r, call in calls.items() if _is_new(dumps, r, call)]
+        if strange and len(strange) < len(calls):
+            return strange
+        left_out = [
+            r
+            for r, call in calls.items()
+            if any(_follows(dumps, other, call) for o, other in calls.items() if o != r)
+        ]
+        if left_out and len(left_out) < len(calls):
+            return left_out
+        return [rank for what, ranks in groups.items() for rank in ranks if rank != min(calls)][:1]
+    common = most_common([call.what for call in calls.values()])
+    return [rank for rank, call in sorted(calls.items()) if call.what != common]
+
+
+def _is_new(dumps: Dumps, rank: int, call: Call) -> bool:
+    """Whether the rank called this line before, and always with something else."""
+    dump = dumps.ranks.get(rank)  # none of a rank that crashed
+    earlier = [
+        c
+        for c in (dump.calls.get(call.group, []) if dump else [])
+        if c.number < call.number and c.place == call.place
+    ]
+    return bool(earlier) and all(c.what != call.what for c in earlier)
+
+
+def _follows(dumps: Dumps, first: Call, second: Call) -> bool:
+    """Whether some rank called these two lines before, one after the other."""
+    for dump in dumps.ranks.values():
+        calls = dump.calls.get(first.group, [])
+        for one, next_one in pairwise(calls):
+            if next_one.number >= first.number:
+                break
+            if (one.op, one.place) == (first.op, first.place) and (
+                (next_one.op, next_one.place) == (second.op, second.place)
+            ):
+                return True
+    return False
+
+
+def _value(call: Call, field: str) -> str:
+    return str([list(s) for s in call.sizes]) if field == "size" else " ".join(call.dtypes)

@@ -1,0 +1,127 @@
+"""Nothing failed: who was late, and whether transfers themselves are slow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from statistics import median
+
+from gradwire.recorder.verdict.dumps import Call, Dumps
+from gradwire.recorder.verdict.finding import Finding, Kind, list_ranks, place_of
+
+__all__ = ["find_slow"]
+
+_SHARE = 0.05  # of the time that the dumps cover
+_CALLS = 3
+
+
+def find_slow(dumps: Dumps) -> list[Finding]:
+    """The rank that others waited for, and the transfers that took long."""
+    complete = [
+        calls
+        for group, ranks in dumps.groups.items()
+        for calls in dumps.calls(group).values()
+        if len(calls) == len(ranks) > 1
+    ]
+    if len(complete) < _CALLS:
+        return []
+    everything = [call for calls in complete for call in calls.values()]
+    covered = max(max(c.created, c.ended) for c in everything) - min(c.created for c in everything)
+    found = [_late(complete, covered), _slow_transfer(dumps, complete, covered)]
+    weighed = [each for each in found if each is not None]
+    return [finding for _, finding in sorted(weighed, key=lambda each: -each[0])]
+
+
+def _late(complete: list[dict[int, Call]], covered: int) -> tuple[int, Finding] | None:
+    """The rank that came last, by how much later than the one before it."""
+    late: dict[int, list[tuple[int, Call]]] = {}
+    for calls in complete:
+        *_, before, last = sorted(calls.items(), key=lambda item: item[1].created)
+        late.setdefault(last[0], []).append((last[1].created - before[1].created, last[1]))
+    rank, times = max(late.items(), key=lambda item: sum(t for t, _ in item[1]))
+    total = sum(t for t, _ in times)
+    if total < _SHARE * covered or len(times) < _CALLS:
+        return None
+    worst, call = max(times, key=lambda item: item[0])
+    finding = Finding(
+        Kind.SLOW_RANK,
+        (rank,),
+        f"rank {rank} was slow: it came last to {len(times)} of {len(complete)} collectives, and "
+        f"the others waited {total / 1e9:.3g} s for it, {total / covered:.0%} of the time",
+        (
+            f"by {median(t for t, _ in times) / 1e6:.3g} ms each (median), {worst / 1e6:.3g} ms at "
+            f"most, before the {call.op} at {place_of(call)}",
+        ),
+        "see what this rank does more than the others before it: its data, its core (pinned with "
+        "another?), logging or saving on it alone; `gradwire timeline` shows each step",
+        call.op,
+        call.group,
+        call.number,
+        (f"{call.filename}:{call.line}",),
+    )
+    return total, finding
+
+
+def _slow_transfer(
+    dumps: Dumps, complete: list[dict[int, Call]], covered: int
+) -> tuple[int, Finding] | None:
+    """Time in collectives after all ranks had come, by group: where, and with whom."""
+    spent: dict[str, list[tuple[int, int]]] = {}
+    blamed: dict[int, int] = {}
+    for calls in complete:
+        if any(not call.ended or not call.sizes for call in calls.values()):
+            continue
+        came = max(call.started or call.created for call in calls.values())
+        took = max(0, max(call.ended for call in calls.values()) - came)
+        first = next(iter(calls.values()))
+        spent.setdefault(first.group, []).append((took, first.nbytes))
+        _blame(calls, came, blamed)
+    total = sum(took for times in spent.values() for took, _ in times)
+    if total < max(_SHARE, 0.25) * covered:
+        return None
+    rates = {group: _rate(times) for group, times in spent.items() if sum(t for t, _ in times)}
+    ranks = _ranks_of_slow(dumps, rates, blamed)
+    rate = min(rates.values())
+    whose = f" with {list_ranks(ranks)}" if ranks else ""
+    finding = Finding(
+        Kind.SLOW_TRANSFER,
+        tuple(ranks),
+        f"the transfers{whose} were slow: {total / 1e9:.3g} s, {total / covered:.0%} of the time, "
+        f"after all ranks had come, at {rate / 1e6:.3g} MB/s",
+        tuple(
+            f"group {group} (ranks {dumps.groups[group]}): {value / 1e6:.3g} MB/s"
+            for group, value in sorted(rates.items(), key=lambda item: item[1])[:5]
+        ),
+        "see the link of that rank: its network interface (GLOO_SOCKET_IFNAME), its core, its "
+        "memory; `gradwire doctor` measures what the backends reach here",
+    )
+    return total, finding
+
+
+def _blame(calls: Mapping[int, Call], came: int, blamed: dict[int, int]) -> None:
+    """Waits inside of a collective, after all had come, for the rank that was waited for."""
+    for call in calls.values():
+        late = max(0, came - (call.started or call.created))
+        for rank, waited in call.waits.items():
+            # what was waited for others to come is no transfer
+            blamed[rank] = blamed.get(rank, 0) + max(0, waited - late)
+
+
+def _ranks_of_slow(
+    dumps: Dumps, rates: Mapping[str, float], blamed: Mapping[int, int]
+) -> list[int]:
+    """The ranks that all slow groups have in common and no fast one; or that waits show."""
+    if blamed:
+        rank = max(blamed, key=lambda r: blamed[r])
+        if blamed[rank] > 2 * sum(v for r, v in blamed.items() if r != rank):
+            return [rank]
+    limit = 0.5 * max(rates.values())
+    slow = [set(dumps.groups[g]) for g, value in rates.items() if value < limit]
+    fast = [set(dumps.groups[g]) for g, value in rates.items() if value >= limit]
+    if slow and fast:
+        return sorted(set[int].intersection(*slow).difference(*fast))
+    return []
+
+
+def _rate(times: list[tuple[int, int]]) -> float:
+    """Bytes a second."""
+    return sum(nbytes for _, nbytes in times) / (sum(took for took, _ in times) / 1e9)

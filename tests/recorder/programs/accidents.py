@@ -1,0 +1,255 @@
+"""Twelve accidents of rank 1 among three, as users make them.
+
+    python accidents.py BACKEND DIRECTORY NAME...
+
+PyTorch is imported once; each rank is a fork. The dumps of an accident are in DIRECTORY/NAME. Lines
+that a verdict is to name are marked with the accident's name. On Gloo, slow_link is to run in a
+network of its own: `unshare --map-root-user --net`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from gradwire import DistributedDataParallel, collectives, recorder
+
+RANKS = 3
+TIMEOUT = timedelta(seconds=2)
+LIMIT = 40.0
+
+
+def skip(rank):
+    for step in range(5):
+        collectives.all_reduce(torch.ones(8))
+        if rank == 1 and step == 3:
+            continue
+        collectives.all_gather(torch.ones(2))  # here: skip
+
+
+def order(rank):
+    calls = [
+        lambda: collectives.broadcast(torch.ones(2), src=0),
+        lambda: collectives.all_reduce(torch.ones(8)),  # here: order
+    ]
+    for call in calls if rank != 1 else reversed(calls):
+        call()
+
+
+def shape(rank):
+    for step in range(4):
+        batch = torch.ones(20 if rank == 1 and step == 3 else 8)
+        collectives.all_reduce(batch)  # here: shape
+
+
+def endless_loop(rank):
+    def load_batch(step):
+        while rank == 1 and step == 2:
+            time.sleep(0.001)  # here: endless_loop
+        return torch.ones(8)
+
+    for step in range(4):
+        collectives.all_reduce(load_batch(step))
+
+
+def sigstop(rank):
+    collectives.all_reduce(torch.ones(8))
+    wait_for_announcements()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    collectives.all_reduce(torch.ones(8))
+
+
+def sigkill(rank):
+    collectives.all_reduce(torch.ones(8))
+    wait_for_announcements()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    collectives.all_reduce(torch.ones(8))
+
+
+def out_of_memory(rank):
+    collectives.all_reduce(torch.ones(8))
+    if rank == 1:
+        torch.empty(1 << 50)  # here: out_of_memory
+    collectives.all_reduce(torch.ones(8))
+
+
+def swallowed(rank):
+    def check(step):
+        if rank == 1 and step == 2:
+            raise ValueError("a bad sample")
+
+    for step in range(4):
+        try:
+            check(step)
+            collectives.all_reduce(torch.ones(8))  # here: swallowed
+        except ValueError:
+            pass
+        collectives.all_gather(torch.ones(2))
+
+
+class TwoParts(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+    def forward(self, x, both):
+        return self.second(self.first(x)) if both else self.first(x)
+
+
+def unused(rank):
+    model = DistributedDataParallel(TwoParts())
+    for step in range(3):
+        model(torch.ones(1, 4), both=rank != 1 or step < 2).sum().backward()
+        model.zero_grad()
+    model(torch.ones(1, 4), both=True)  # the error of the backward before is raised here
+
+
+def deadlock(rank):
+    groups = [dist.new_group(timeout=TIMEOUT) for _ in range(2)]
+    for group in groups if rank != 1 else reversed(groups):
+        collectives.all_reduce(torch.ones(8), group=group)  # here: deadlock
+
+
+def slow_rank(rank):
+    for _ in range(8):
+        time.sleep(0.05 if rank == 1 else 0.01)
+        collectives.all_reduce(torch.ones(8))  # here: slow_rank
+
+
+def slow_link(rank):
+    """Messages to and from rank 1 take long; each pair of ranks has a group."""
+    pairs = [(0, 1), (0, 2), (1, 2)]
+    groups = {pair: dist.new_group(pair, timeout=timedelta(seconds=30)) for pair in pairs}
+    if rank == 1 and dist.get_backend() == "shm":
+        slow_down_shared_memory()
+    for _ in range(4):
+        for pair, group in groups.items():
+            dist.barrier()
+            if rank in pair:
+                collectives.all_reduce(torch.ones(1 << 19), group=group)  # here: slow_link
+
+
+def leave_network(rank, directory):
+    """Give rank 1 a network that a slow link connects to that of the others."""
+    if rank == 1:
+        if ctypes.CDLL(None, use_errno=True).unshare(0x40000000) != 0:  # CLONE_NEWNET
+            raise OSError(ctypes.get_errno(), "unshare")
+        (directory / "alone").write_text(str(os.getpid()))
+        wait_for_file(directory / "linked")
+    elif rank == 0:
+        wait_for_file(directory / "alone")
+        pid = (directory / "alone").read_text()
+        inside = f"nsenter --net --target {pid} --"
+        for line in LINK.splitlines():
+            subprocess.run(line.replace("INSIDE", inside).replace("PID", pid).split(), check=True)
+        (directory / "linked").write_text("yes")
+    wait_for_file(directory / "linked")
+    os.environ["GLOO_SOCKET_IFNAME"] = "link1" if rank == 1 else "link0"
+
+
+LINK = """\
+ip link set lo up
+ip link add link0 type veth peer name link1 netns PID
+ip addr add 10.77.0.1/24 dev link0
+ip link set link0 up
+tc qdisc add dev link0 root tbf rate 300mbit burst 64kb latency 200ms
+INSIDE ip link set lo up
+INSIDE ip addr add 10.77.0.2/24 dev link1
+INSIDE ip link set link1 up
+INSIDE tc qdisc add dev link1 root tbf rate 300mbit burst 64kb latency 200ms"""
+
+
+def wait_for_file(path):
+    end = time.monotonic() + LIMIT
+    while not path.exists() and time.monotonic() < end:
+        time.sleep(0.01)
+
+
+def slow_down_shared_memory():
+    """Let each step of this rank through shared memory take long, as on a starved core."""
+    from gradwire.shm.group_state import GroupState
+
+    post = GroupState.post
+
+    def late(self):
+        time.sleep(0.01)
+        post(self)
+
+    GroupState.post = late
+
+
+def wait_for_announcements():
+    """Until every rank's process can be looked up."""
+    directory, end = Path(os.environ["DUMPS"]), time.monotonic() + LIMIT
+    while len(list(directory.glob("process-*.json"))) < RANKS and time.monotonic() < end:
+        time.sleep(0.01)
+    collectives.all_reduce(torch.ones(1))
+
+
+def be_rank(rank, name, backend, directory):
+    """Run as a rank's main program, up to the end of its process."""
+    code = 0
+    os.environ |= {"DUMPS": str(directory), "RANK": str(rank)}
+    torch.set_num_threads(1)
+    with open(directory / f"log-{rank}.txt", "w") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    try:
+        if name == "slow_link" and backend == "gloo":
+            leave_network(rank, directory)
+        recorder.start(directory)
+        store = dist.FileStore(str(directory / "store"), RANKS)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=RANKS, timeout=TIMEOUT)
+        globals()[name](rank)
+    except BaseException:
+        code = 1
+        sys.excepthook(*sys.exc_info())
+    atexit._run_exitfuncs()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def stage(name, backend, directory):
+    directory.mkdir(parents=True)
+    ranks = []
+    for rank in range(RANKS):
+        pid = os.fork()
+        if pid == 0:
+            try:
+                be_rank(rank, name, backend, directory)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(3)
+        ranks.append(pid)
+    end = time.monotonic() + LIMIT
+    left = dict(enumerate(ranks))
+    while left and time.monotonic() < end:
+        left = {rank: pid for rank, pid in left.items() if os.waitpid(pid, os.WNOHANG)[0] == 0}
+        if set(left) <= {1}:  # it hangs or is stopped, as it is to
+            break
+        time.sleep(0.02)
+    asked = time.monotonic()  # the others have asked for its dump
+    while left and not (directory / "rank_1").exists() and time.monotonic() < asked + 2:
+        time.sleep(0.02)
+    for pid in left.values():
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+if __name__ == "__main__":
+    for each in sys.argv[3:]:
+        stage(each, sys.argv[1], Path(sys.argv[2]) / each)
