@@ -11,12 +11,15 @@ from importlib.util import find_spec
 
 __all__ = ["main"]
 
-_EXTRA_DEMO = ("click", "rich", "sklearn", "numpy")
+_COMMAND = ("click", "rich")
+_DEMO = (*_COMMAND, "sklearn", "numpy")
+_WITHOUT_DATA = ("doctor", "explain", "run", "timeline")
 
 
 def main() -> None:
     """Run the command line in `sys.argv`; ends the interpreter with the command's exit code."""
-    missing = [name for name in _EXTRA_DEMO if find_spec(name) is None]
+    needed = _COMMAND if sys.argv[1:2] and sys.argv[1] in _WITHOUT_DATA else _DEMO
+    missing = [name for name in needed if find_spec(name) is None]
     if missing:
         sys.exit(
             f"gradwire: the command needs {', '.join(missing)}, not installed here.\n"

@@ -6,7 +6,9 @@ import click
 
 from gradwire._version import __version__
 from gradwire.cli.demo.command import demo
+from gradwire.cli.explain.command import explain
 from gradwire.cli.plan.command import plan
+from gradwire.cli.run.command import run
 
 __all__ = ["app"]
 
@@ -19,3 +21,5 @@ def app() -> None:
 
 app.add_command(demo)
 app.add_command(plan)
+app.add_command(explain)
+app.add_command(run)

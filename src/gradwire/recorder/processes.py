@@ -7,7 +7,7 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Process", "state_of"]
+__all__ = ["Process", "state_of", "state_of_pid"]
 
 _STATES = {
     "R": "running",
@@ -51,6 +51,12 @@ def state_of(process: Process) -> str:
     if found is None or found[1] != process.started:
         return "gone"
     return _STATES.get(found[0], found[0])
+
+
+def state_of_pid(pid: int) -> str:
+    """What a process of this host does, as in `state_of`."""
+    found = _stat(pid)
+    return "gone" if found is None else _STATES.get(found[0], found[0])
 
 
 def _namespace() -> str:

@@ -11,6 +11,7 @@ from gradwire.recorder.verdict.finding import Finding, Kind, list_ranks, place_o
 __all__ = ["find_slow"]
 
 _SHARE = 0.05  # of the time that the dumps cover
+_OFTEN = 0.6  # of all collectives: some rank is last in each
 _CALLS = 3
 
 
@@ -39,7 +40,8 @@ def _late(complete: list[dict[int, Call]], covered: int) -> tuple[int, Finding] 
         late.setdefault(last[0], []).append((last[1].created - before[1].created, last[1]))
     rank, times = max(late.items(), key=lambda item: sum(t for t, _ in item[1]))
     total = sum(t for t, _ in times)
-    if total < _SHARE * covered or len(times) < _CALLS:
+    often = len(times) >= max(_CALLS, _OFTEN * len(complete))
+    if total < _SHARE * covered or not often:
         return None
     worst, call = max(times, key=lambda item: item[0])
     finding = Finding(

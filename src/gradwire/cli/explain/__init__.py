@@ -1,0 +1,1 @@
+"""`gradwire explain`: the verdict on a directory of dumps."""

@@ -1,0 +1,1 @@
+"""`gradwire run`: torchrun, with gradwire behind the program's names."""

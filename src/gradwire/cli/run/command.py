@@ -1,0 +1,39 @@
+"""The command `gradwire run`: torchrun's own parser and agent, with gradwire's options beside."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+from gradwire.cli.run.launch import run_program
+from gradwire.cli.run.options import parse_options
+from gradwire.errors import ArgumentError
+
+__all__ = ["run"]
+
+_FAILED = 1
+
+
+@click.command(
+    add_help_option=False,  # the parser has its own, with torchrun's options
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def run(arguments: tuple[str, ...]) -> None:
+    """Run a training program as torchrun does, unedited, on gradwire."""
+    options = parse_options(arguments)
+    try:
+        run_program(options)
+    except ArgumentError as error:
+        raise click.UsageError(str(error)) from error
+    except ChildFailedError as error:
+        click.echo(str(error), err=True)
+        if options.recorder:
+            click.echo(f"See why:  gradwire explain {options.recorder}", err=True)
+        sys.exit(_FAILED)
+    except SignalException as error:
+        click.echo("Interrupted; every rank of this host has been ended.", err=True)
+        sys.exit(128 + error.sigval)

@@ -1,0 +1,136 @@
+"""`gradwire explain`: one screen, JSON, exit codes; on dumps made by hand."""
+
+from __future__ import annotations
+
+import json
+import pickle
+
+import pytest
+from click.testing import CliRunner
+
+from gradwire.cli.app import app
+
+
+def entry(number, op="all_reduce", size=4, line=10, *, group="0", done=True, at=None):
+    """As torch's recorder of Gloo writes it."""
+    created = (number if at is None else at) * 1_000_000
+    return {
+        "record_id": number,
+        "process_group": (group, "default_pg" if group == "0" else "undefined"),
+        "collective_seq_id": number,
+        "p2p_seq_id": 0,
+        "profiling_name": f"gloo:{op}",
+        "time_created_ns": created,
+        "time_discovered_started_ns": None,
+        "time_discovered_completed_ns": None,
+        "state": "scheduled",
+        "input_sizes": [[size]],
+        "input_dtypes": ["Float"],
+        "output_sizes": [[size]],
+        "output_dtypes": ["Float"],
+        "retired": done,
+        "is_p2p": False,
+        "frames": [{"name": "step", "filename": "/home/me/train.py", "line": line}],
+    }
+
+
+def write(directory, *ranks, prefix="nccl_trace_rank_"):
+    for rank, entries in enumerate(ranks):
+        record = {"version": "2.10", "pg_config": {}, "entries": entries}
+        (directory / f"{prefix}{rank}").write_bytes(pickle.dumps(record))
+
+
+def explained(directory, *options):
+    result = CliRunner().invoke(app, ["explain", str(directory), *options])
+    return result.exit_code, result.output
+
+
+def test_torchs_own_dumps_without_groups(tmp_path):
+    """As torch 2.13 writes them for Gloo: the configuration of groups is empty."""
+    whole = [entry(1), entry(2), entry(3, done=False)]
+    write(tmp_path, whole, whole[:2], whole)
+    code, out = explained(tmp_path)
+    assert code == 1
+    assert out.startswith("MISSING\nrank 1 did not call the all_reduce of [4] Float (number 3)")
+    assert "train.py:10" in out
+    assert "3 dumps of 3 ranks; dumps of torch's own recorder" in " ".join(out.split())
+    code, out = explained(tmp_path, "--json", "--prefix", "nccl_trace_rank_")
+    found = json.loads(out)
+    assert (code, found["findings"][0]["ranks"], found["dumps"]) == (1, [1], [0, 1, 2])
+
+
+def test_another_size_and_whose_it_is(tmp_path):
+    same = [entry(1), entry(2)]
+    write(tmp_path, [*same, entry(3, size=9, done=False)], [*same, entry(3)], [*same, entry(3)])
+    (first,) = json.loads(explained(tmp_path, "--json")[1])["findings"]
+    assert (first["kind"], first["ranks"], first["number"]) == ("mismatch", [0], 3)
+
+
+def test_a_call_that_was_left_out(tmp_path):
+    def step(n):
+        return [entry(2 * n + 1, line=10), entry(2 * n + 2, size=8, line=20)]
+
+    whole = [*step(0), *step(1)]
+    skipped = [*step(0), entry(3, size=8, line=20, done=False)]
+    write(tmp_path, [*whole[:2], entry(3, done=False)], skipped, [*whole[:2], entry(3, done=False)])
+    (first,) = json.loads(explained(tmp_path, "--json")[1])["findings"]
+    assert (first["kind"], first["ranks"]) == ("skipped", [1])
+    assert "all_reduce of [4]" in first["summary"]
+
+
+def test_two_groups_in_different_orders(tmp_path):
+    both = [entry(1, group="1"), entry(1, group="2", at=2)]  # all know who is in them
+    ranks = [
+        [entry(1), *both, entry(2, group="1", done=False, at=6)],
+        [entry(1), *both, entry(2, group="2", done=False, at=6)],
+    ]
+    write(tmp_path, *ranks)
+    (first,) = json.loads(explained(tmp_path, "--json")[1])["findings"]
+    assert (first["kind"], first["ranks"]) == ("deadlock", [0, 1])
+
+
+def test_nothing_failed_and_a_slow_rank(tmp_path):
+    ranks = [[entry(n, at=100 * n) for n in range(1, 9)] for _ in range(2)]
+    write(tmp_path, *ranks)
+    code, out = explained(tmp_path)
+    assert code == 0
+    assert out.startswith("NOTHING\nnothing failed")
+    write(tmp_path, ranks[0], [entry(n, at=100 * n + 40) for n in range(1, 9)])
+    code, out = explained(tmp_path)
+    assert code == 0
+    assert out.startswith("SLOW RANK\nrank 1 was slow: it came last to 8 of 8")
+    assert "\x1b" not in out
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (None, "has no dumps"),
+        (b"", "not a dump"),
+        (pickle.dumps({"entries": [{}]}), "not in torch's format: KeyError"),
+        (pickle.dumps({"entries": [entry(1) | {"input_sizes": 3}]}), "not in torch's format"),
+    ],
+)
+def test_what_is_no_dump(tmp_path, data, said):
+    if data is not None:
+        (tmp_path / "rank_0").write_bytes(data)
+    code, out = explained(tmp_path)
+    assert code == 2
+    assert said in " ".join(out.split())
+
+
+def test_colour_only_where_it_is_wanted(tmp_path, monkeypatch):
+    from rich.console import Console
+
+    from gradwire.cli.explain.command import show_verdict
+    from gradwire.recorder.verdict import explain
+
+    write(tmp_path, [entry(1), entry(2)], [entry(1), entry(2, size=5)])
+    monkeypatch.setenv("TERM", "xterm")
+    for variables, coloured in (({}, True), ({"NO_COLOR": "1"}, False)):
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        console = Console(force_terminal=True, highlight=False)
+        with console.capture() as captured:
+            show_verdict(console, explain(tmp_path))
+        assert ("\x1b[36m" in captured.get()) == coloured, captured.get()

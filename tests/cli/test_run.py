@@ -1,0 +1,135 @@
+"""`gradwire run`: an unedited program on gradwire, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from gradwire.cli.app import app
+from gradwire.cli.run import launch
+from gradwire.cli.run.options import parse_options
+from gradwire.errors import ArgumentError
+
+PROGRAM = """
+import sys, time
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(4, 4))
+for step in range(3):
+    model(torch.ones(2, 4)).sum().backward()
+members = [None] * dist.get_world_size()
+dist.all_gather_object(members, type(model).__module__)
+if dist.get_rank() == 0:
+    from gradwire.shm import shares_memory
+    print(members, dist.get_backend(), shares_memory(dist.group.WORLD), sys.argv[1:], flush=True)
+if "fail" in sys.argv and dist.get_rank() == 1:
+    raise KeyError("here")
+while "wait" in sys.argv:
+    time.sleep(0.1)
+"""
+RUN = ("-m", "gradwire", "run", "--standalone", "--nproc-per-node", "2")
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    file = tmp_path / "train.py"
+    file.write_text(PROGRAM)
+    return file
+
+
+@pytest.fixture
+def environment(site, tmp_path, monkeypatch) -> Path:
+    """As where gradwire is installed; returns the directory for temporary files."""
+    paths = [str(site), str(Path(__file__).parents[2] / "src")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    place = tmp_path / "temporary"
+    place.mkdir()
+    monkeypatch.setenv("TMPDIR", str(place))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    return place
+
+
+def test_the_options_are_torchruns_and_ours_and_the_programs_are_its_own():
+    line = "--nnodes 2 --backend shm --recorder d train.py --backend gloo --compat"
+    options = parse_options(line.split(" "))
+    assert (options.nnodes, options.backend, options.recorder) == ("2", "shm", "d")
+    assert not options.compat
+    assert options.training_script_args == ["--backend", "gloo", "--compat"]
+
+
+def test_help_has_both_and_examples(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["gradwire", "run"])
+    result = CliRunner().invoke(app, ["run", "--help"])
+    assert result.exit_code == 0
+    for text in ("--rdzv-backend", "--compat", "--recorder DIRECTORY", "examples:", "gradwire run"):
+        assert text in result.stdout
+
+
+def test_without_autoload_it_says_so(monkeypatch):
+    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+    with pytest.raises(ArgumentError, match="TORCH_DEVICE_BACKEND_AUTOLOAD is '0'"):
+        launch._check_autoload()
+    monkeypatch.setattr(launch, "entry_points", lambda group: [])
+    with pytest.raises(ArgumentError, match="gradwire is not installed"):
+        launch._check_autoload()
+
+
+@pytest.mark.wide
+def test_an_unedited_program_runs_on_gradwire(command, program, environment, tmp_path):
+    dumps = tmp_path / "dumps"
+    dumps.mkdir()
+    (dumps / "rank_7").write_text("of an earlier run")
+    options = ("--compat", "--backend", "shm", "--recorder", str(dumps))
+    code, out, err = command(*RUN, *options, str(program), "--epochs", "3").end()
+    assert code == 0, err
+    assert "['gradwire.compat.ddp', 'gradwire.compat.ddp'] gloo True ['--epochs', '3']" in out
+    assert {path.name for path in dumps.glob("rank_*")} == {"rank_0", "rank_1"}
+    assert list(environment.iterdir()) == []
+
+
+@pytest.mark.wide
+def test_a_failing_rank_is_explained(command, program, environment, tmp_path):
+    dumps = tmp_path / "dumps"
+    ended = command(*RUN, "--recorder", str(dumps), str(program), "fail")
+    code, _, err = ended.end()
+    assert code == 1
+    assert f"gradwire explain {dumps}" in err
+    assert "Traceback" not in err.partition("See why")[2]
+    code, out, _ = command("-m", "gradwire", "explain", str(dumps), "--json").end()
+    first = json.loads(out)["findings"][0]
+    assert (code, first["kind"], first["ranks"]) == (1, "error", [1])
+    assert "KeyError" in first["summary"]
+    assert ended.survivors() == {}
+    assert list(environment.iterdir()) == []
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_leaves_nothing_behind(command, program, environment, number):
+    started = command(*RUN, "--compat", "--backend", "shm", str(program), "wait")
+    started.read_until("gloo True")
+    ranks = children_of(started.process.pid)
+    assert len(ranks) == 2
+    os.kill(started.process.pid, number)
+    code, _, err = started.end()
+    assert code == 128 + number, err
+    assert "every rank of this host has been ended" in err
+    end = time.monotonic() + 30
+    while any(Path(f"/proc/{pid}").exists() for pid in ranks):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    assert list(environment.iterdir()) == []
+
+
+def children_of(pid: int) -> list[int]:
+    """The ranks have sessions of their own."""
+    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
