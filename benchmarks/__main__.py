@@ -24,6 +24,7 @@ from benchmarks import (
     loss,
     mpi,
     overhead,
+    recorder,
 )
 from benchmarks.benchmark import Benchmark
 from benchmarks.options import OWN_WORLDS, Options
@@ -46,6 +47,7 @@ BENCHMARKS: dict[str, Benchmark[Any]] = {
         loss.BENCHMARK,
         mpi.BENCHMARK,
         overhead.BENCHMARK,
+        recorder.BENCHMARK,
     )
 }
 

@@ -29,7 +29,6 @@ class Event:
         parameters: Of the model, which the error names.
         time: When; of CLOCK_MONOTONIC, in ns.
         lines: Where; the user's own code first.
-        origin: The file that raised it.
     """
 
     kind: str
@@ -38,7 +37,6 @@ class Event:
     parameters: tuple[str, ...]
     time: int
     lines: list[Line] = field(default_factory=list)
-    origin: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """Of plain containers and scalars."""
@@ -78,7 +76,6 @@ def failed(error: BaseException, entry: Entry | None = None, *, kind: str = "err
         tuple(getattr(error, "parameters", ())),
         time.perf_counter_ns(),
         read_stack(places)[:8],
-        places[0][0].co_filename if places else "",
     )
     events.append(event)
     for listener in on_failure:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gradwire.recorder.verdict.compare import Gap
-from gradwire.recorder.verdict.dumps import Call, Dumps, Event
+from gradwire.recorder.verdict.dumps import Call, Dumps, Event, RankDump
 from gradwire.recorder.verdict.finding import Finding, Kind, list_ranks, name_call
 from gradwire.recorder.verdict.source import swallowing_handler
 
@@ -35,18 +35,22 @@ def find_error(dumps: Dumps) -> tuple[Finding, int] | None:
         (event.time, rank, event)
         for rank, dump in dumps.ranks.items()
         for event in dump.events
-        if _is_primary(event)
+        if _is_primary(event, dump)
     ]
     if not errors:
         return None
     when, rank, event = min(errors, key=lambda each: each[0])
     same = sorted({r for _, r, e in errors if (e.type, e.message) == (event.type, event.message)})
     culprits = [rank] if event.kind == "uncaught" and len(same) < len(dumps.world) else same
+    return _failed(dumps, culprits, event), when
+
+
+def _failed(dumps: Dumps, culprits: Sequence[int], event: Event) -> Finding:
     named = f" It names the parameters {', '.join(event.parameters)}." if event.parameters else ""
     at = _at(event.lines)
     ends = "and the process ended" if event.kind == "uncaught" else "as gradwire found"
     message = " ".join(event.message.split())
-    finding = Finding(
+    return Finding(
         Kind.ERROR,
         tuple(culprits),
         f"{list_ranks(culprits)} failed{at} with {event.type}, {ends}: {_short(message, 300)}",
@@ -55,7 +59,6 @@ def find_error(dumps: Dumps) -> tuple[Finding, int] | None:
         places=tuple(_places(event.lines)[:1]),
         parameters=event.parameters,
     )
-    return finding, when
 
 
 def find_died(dumps: Dumps) -> Finding | None:
@@ -128,11 +131,14 @@ def find_missing(dumps: Dumps, gap: Gap) -> Finding:
             **_of(call),
         )
     first = dumps.ranks[gap.missing[0]]
+    if first.events:
+        return _failed(dumps, list(gap.missing), first.events[0])
     ended = first.reason == "exit"
     kind = Kind.FINISHED if ended else Kind.MISSING
     where = _now(first.stack)
     at = "had ended" if ended else f"was {where}" if where else "was elsewhere"
     details = [f"rank {r}: {_last(dumps, r, gap.group)}" for r in gap.missing]
+    details += _counts(dumps, gap)
     handler = swallowing_handler(call.filename, call.line) if ended else None
     remedy = (
         "see why its loop ended before the others': a shorter dataset, an early `break`; "
@@ -154,6 +160,19 @@ def find_missing(dumps: Dumps, gap: Gap) -> Finding:
     )
 
 
+def _counts(dumps: Dumps, gap: Gap) -> list[str]:
+    """How often ranks called what some of them lack: whether one took fewer steps."""
+    call = next(iter(gap.calls.values()))
+    counts: dict[int, list[int]] = {}
+    for rank, dump in dumps.ranks.items():
+        times = sum(c.place == call.place for c in dump.calls.get(gap.group, ()))
+        counts.setdefault(times, []).append(rank)
+    if not call.filename or len(counts) < 2:
+        return []
+    each = [f"{list_ranks(ranks)} {times} times" for times, ranks in sorted(counts.items())]
+    return [f"line {call.line} called it on " + ", on ".join(each)]
+
+
 def _of(call: Call) -> dict[str, Any]:
     return {
         "op": call.op,
@@ -164,15 +183,24 @@ def _of(call: Call) -> dict[str, Any]:
     }
 
 
-def _is_primary(event: Event) -> bool:
+def _is_primary(event: Event, dump: RankDump) -> bool:
+    """Whether no other rank's failure explains an error."""
     if event.type in _SECONDARY:
         return False
-    # Gloo's own errors are plain RuntimeErrors, raised by torch.distributed's functions
-    return event.type != "RuntimeError" or "/torch/distributed/" not in event.origin
+    if event.type != "RuntimeError":
+        return True
+    # Gloo's own errors are plain RuntimeErrors, raised where the collective was called
+    waits_at = {call.place for call in dump.pending}
+    at = {(str(line["filename"]), int(line["line"])) for line in event.lines}
+    return not at & waits_at
 
 
 def _with_errors(dumps: Dumps) -> set[int]:
-    return {rank for rank, dump in dumps.ranks.items() if any(map(_is_primary, dump.events))}
+    return {
+        rank
+        for rank, dump in dumps.ranks.items()
+        if any(_is_primary(event, dump) for event in dump.events)
+    }
 
 
 def _states(dumps: Dumps) -> dict[int, str]:

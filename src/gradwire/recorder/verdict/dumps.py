@@ -97,7 +97,6 @@ class Event:
     parameters: tuple[str, ...]
     time: int
     lines: tuple[dict[str, Any], ...]
-    origin: str
 
 
 @dataclass(frozen=True)
@@ -310,7 +309,6 @@ def _event(event: Mapping[str, Any], wall: int) -> Event:
         tuple(str(name) for name in event["parameters"]),
         int(event["time"]) + wall,
         tuple(dict(line) for line in event["lines"]),
-        str(event.get("origin", "")),
     )
 
 
