@@ -6,6 +6,7 @@ import click
 
 from gradwire._version import __version__
 from gradwire.cli.demo.command import demo
+from gradwire.cli.doctor.command import doctor
 from gradwire.cli.explain.command import explain
 from gradwire.cli.plan.command import plan
 from gradwire.cli.run.command import run
@@ -21,5 +22,6 @@ def app() -> None:
 
 app.add_command(demo)
 app.add_command(plan)
+app.add_command(doctor)
 app.add_command(explain)
 app.add_command(run)

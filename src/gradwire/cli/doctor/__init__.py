@@ -1,0 +1,1 @@
+"""`gradwire doctor`: what works on this machine, tried, and what will bite."""

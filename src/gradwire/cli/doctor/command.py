@@ -1,0 +1,99 @@
+"""The command `gradwire doctor`: one screen, an exit code, JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+
+import click
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from gradwire.cli.doctor.checks import BAD, GOOD, WARN, Check, run_checks
+from gradwire.cli.doctor.trial import BACKENDS, Trial, try_backend
+
+__all__ = ["doctor"]
+
+_PROBLEM = 1
+_STYLES = {GOOD: "green", WARN: "yellow", BAD: "red"}
+
+EXAMPLES = """\b
+Examples:
+    gradwire doctor
+    gradwire doctor --nproc 4
+    gradwire doctor --backend gloo      # one of them alone
+    gradwire doctor --json | jq .backends
+"""
+
+
+@click.command(epilog=EXAMPLES, context_settings={"show_default": True})
+@click.option("--nproc", type=click.IntRange(min=2), default=2, help="Processes of each trial.")
+@click.option(
+    "--backend", "names", multiple=True, type=click.Choice(BACKENDS), help="Only this; may repeat."
+)
+@click.option(
+    "--gradients/--no-gradients", default=True, help="Check the gradient of every collective."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print what was found as JSON.")
+def doctor(nproc: int, names: Sequence[str], gradients: bool, as_json: bool) -> None:
+    """Try each backend between processes, and look for what will bite.
+
+    Ends with 0 if each backend that this machine can have works, with right gradients, and no check
+    found a problem; else with 1.
+    """
+    checks = run_checks(nproc)
+    trials = [try_backend(name, nproc, gradients=gradients) for name in names or BACKENDS]
+    if as_json:
+        found = {"backends": list(map(asdict, trials)), "checks": list(map(asdict, checks))}
+        click.echo(json.dumps(found | {"problems": problems(trials, checks)}, indent=2))
+    else:
+        _show(Console(highlight=False), trials, checks)
+    sys.exit(_PROBLEM if problems(trials, checks) else 0)
+
+
+def problems(trials: Sequence[Trial], checks: Sequence[Check]) -> list[str]:
+    """What is wrong, by name."""
+    failed = [t.backend for t in trials if t.tried and (not t.works or t.wrong or t.warnings)]
+    return failed + [check.name for check in checks if check.state == BAD]
+
+
+def _show(console: Console, trials: Sequence[Trial], checks: Sequence[Check]) -> None:
+    console.print(_backends(trials))
+    for trial in trials:
+        _explain(console, trial)
+    console.print()
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, show_header=False)
+    for check in checks:
+        remedy = f"\n{check.remedy}" if check.remedy else ""
+        table.add_row(f"[{_STYLES[check.state]}]{check.state}[/]", check.name, check.found + remedy)
+    console.print(table)
+    found = problems(trials, checks)
+    text = f"[red]Problems[/]: {', '.join(found)}" if found else "[green]No problems.[/]"
+    console.print(f"\n{text}")
+
+
+def _backends(trials: Sequence[Trial]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table.add_column("backend")
+    table.add_column("works")
+    for name in ("all_reduce, 40 bytes", "all_reduce, 16 MiB", "gradients right"):
+        table.add_column(name, justify="right")
+    for trial in trials:
+        if not trial.works:
+            table.add_row(trial.backend, "[red]no[/]" if trial.tried else "not here", "", "", "")
+            continue
+        right, of = trial.gradients
+        counted = f"{right} of {of}" if right or trial.wrong else "not checked"
+        latency, bandwidth = f"{trial.latency_us:.0f} µs", f"{trial.bandwidth_mb:.0f} MB/s"
+        table.add_row(trial.backend, "[green]yes[/]", latency, bandwidth, counted)
+    return table
+
+
+def _explain(console: Console, trial: Trial) -> None:
+    said = [trial.reason] if trial.reason else []
+    said += trial.warnings + [f"{name}: {why}" for name, why in trial.wrong.items()]
+    for text in said:
+        console.print(f"  {trial.backend}: {text}", style="dim", markup=False)

@@ -1,0 +1,145 @@
+"""`gradwire doctor`: right where all is well, where a backend cannot work, without a network."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from gradwire.cli.app import app
+from gradwire.cli.doctor import checks, command, trial
+from gradwire.cli.doctor.gradients import OPS
+from gradwire.cli.doctor.trial import Trial, try_backend
+
+DOCTOR = [sys.executable, "-m", "gradwire", "doctor", "--json"]
+NO_NETWORK = ["unshare", "--map-root-user", "--net"]
+
+
+def found_by(*arguments, before=()):
+    ended = subprocess.run(
+        [*before, *DOCTOR, *arguments], capture_output=True, text=True, timeout=110, check=False
+    )
+    assert ended.stderr == ""
+    found = json.loads(ended.stdout)
+    assert ended.returncode == bool(found["problems"])
+    return {each["backend"]: each for each in found["backends"]}, found["problems"]
+
+
+@pytest.mark.wide
+def test_on_this_machine(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    backends, problems = found_by()
+    assert problems == []
+    for name in ("shm", "gloo"):
+        assert backends[name]["works"]
+        assert backends[name]["gradients"] == [len(OPS), len(OPS)]
+        assert backends[name]["latency_us"] > 0 < backends[name]["bandwidth_mb"]
+    assert backends["nccl"]["works"] or not backends["nccl"]["tried"]
+
+
+@pytest.mark.wide
+def test_a_backend_that_cannot_work(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch")
+    backends, problems = found_by("--backend", "gloo")
+    assert problems == ["gloo", "interface"]
+    assert not backends["gloo"]["works"]
+    assert "nosuch" in backends["gloo"]["reason"]
+
+
+@pytest.mark.wide
+def test_without_a_network(monkeypatch):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    tried = [*NO_NETWORK, "true"]
+    if not shutil.which("unshare") or subprocess.run(tried, check=False).returncode:
+        pytest.skip("no namespaces here")
+    options = ("--backend", "shm", "--backend", "gloo", "--no-gradients")
+    backends, problems = found_by(*options, before=NO_NETWORK)
+    assert backends["shm"]["works"]
+    assert not backends["gloo"]["works"]
+    assert backends["gloo"]["reason"]
+    assert set(problems) == {"gloo", "interface"}
+
+
+def test_every_differentiable_op_is_checked():
+    from gradwire import collectives
+
+    others = {"Handle", "Premul", "all_gather_object", "barrier", "checks", "recv", "send", "tie"}
+    same_on_all_ranks = {"invariant", "vary"}  # finite differences change one rank alone
+    named = {name.split(" ")[0] for name in OPS}
+    assert named == set(collectives.__all__) - others - same_on_all_ranks
+
+
+def test_one_screen(monkeypatch):
+    trials = {
+        "shm": Trial("shm", True, latency_us=40, bandwidth_mb=5000, gradients=(28, 28)),
+        "gloo": Trial("gloo", reason="RuntimeError: no interface"),
+        "nccl": Trial("nccl", reason="no GPU", tried=False),
+    }
+    monkeypatch.setattr(command, "try_backend", lambda name, nproc, gradients: trials[name])
+    monkeypatch.setattr(command, "run_checks", lambda nproc: [checks._versions()])
+    result = CliRunner().invoke(app, ["doctor"])
+    assert result.exit_code == 1
+    lines = result.stdout.splitlines()
+    assert len(lines) < 24
+    assert "28 of 28" in result.stdout
+    assert "gloo: RuntimeError: no interface" in result.stdout
+    assert lines[-1] == "Problems: gloo"
+    del trials["gloo"].reason
+    monkeypatch.setattr(command, "BACKENDS", ("shm", "nccl"))
+    assert CliRunner().invoke(app, ["doctor"]).exit_code == 0
+    trials["shm"].wrong = {"all_reduce": "GradientError: wrong"}
+    assert CliRunner().invoke(app, ["doctor"]).exit_code == 1
+
+
+def test_few_open_files_few_cores_and_little_memory(monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (16, 4096))
+    assert checks._descriptors(2).state == checks.BAD
+    assert "ulimit -n 4096" in checks._descriptors(2).remedy
+    monkeypatch.setattr(checks, "cores", lambda: 2.0)
+    assert checks._cores(2).state == checks.GOOD
+    assert checks._cores(3).state == checks.WARN
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert "4 threads on 2 cores" in checks._threads(2).remedy
+
+    def none_left(size):
+        raise MemoryError("the host leaves 5 bytes")
+
+    monkeypatch.setattr(checks, "check_available", none_left)
+    assert checks._memory().found == "the host leaves 5 bytes"
+
+
+def test_the_interface_that_gloo_binds_to(monkeypatch):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(checks, "_interfaces", lambda: [("lo", "127.0.0.1"), ("e0", "10.0.0.2")])
+    monkeypatch.setattr(checks, "_address_of_host", lambda: "10.0.0.2")
+    assert "Gloo binds to e0 (10.0.0.2)" in checks._interface().found
+    monkeypatch.setattr(checks, "_address_of_host", lambda: "10.9.9.9")
+    assert checks._interface().state == checks.WARN
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "e1")
+    assert checks._interface().state == checks.BAD
+    monkeypatch.setattr(checks, "_interfaces", list)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    assert checks._interface().found == "no interface is up"
+
+
+def test_a_name_without_an_answer(monkeypatch):
+    def fail(*_):
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", fail)
+    found = checks._name_lookup()
+    assert found.state == checks.WARN
+    assert "/etc/hosts" in found.remedy
+
+
+def test_what_cannot_be_tried_is_not(monkeypatch):
+    monkeypatch.setattr(trial.dist, "is_backend_available", lambda name: False)
+    assert try_backend("nccl", 2) == Trial(
+        "nccl", reason="this build of PyTorch lacks it", tried=False
+    )
