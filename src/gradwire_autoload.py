@@ -1,11 +1,12 @@
 """What PyTorch runs at the end of `import torch`, wherever gradwire is installed.
 
 It is an entry point of the group "torch.backends". It tells torch.distributed the name of the
-backend "shm", for programs that name it and do not import gradwire, and reads three variables:
+backend "shm", for programs that name it and do not import gradwire, and reads four variables:
 
 - GRADWIRE_COMPAT=1 calls `gradwire.compat.install()`.
 - GRADWIRE_BACKEND=shm puts shm in Gloo's place for tensors of the CPU.
-- GRADWIRE_RECORDER=DIR has `gradwire.recorder` write its dumps there.
+- GRADWIRE_RECORDER=DIR has `gradwire.recorder` write its dumps there, and GRADWIRE_TIMELINE=FILE
+  its timeline.
 
 It is a module of its own because a module of the package would import the package, and every
 process that imports torch runs this one: gradwire is imported when the first group is made, or
@@ -30,8 +31,8 @@ def load() -> None:
     _try(register_shm, "the backend shm is not registered")
     if _asked_for("GRADWIRE_BACKEND", on="shm", off=("", "gloo")):
         _try(_stand_in_for_gloo, "GRADWIRE_BACKEND=shm is without effect")
-    if os.environ.get("GRADWIRE_RECORDER"):
-        _try(_start_recorder, "GRADWIRE_RECORDER is without effect")
+    if os.environ.get("GRADWIRE_RECORDER") or os.environ.get("GRADWIRE_TIMELINE"):
+        _try(_start_recorder, "GRADWIRE_RECORDER and GRADWIRE_TIMELINE are without effect")
     if _asked_for("GRADWIRE_COMPAT", on="1", off=("", "0")):
         _try(_install_compat, "GRADWIRE_COMPAT=1 is without effect")
 
@@ -97,7 +98,7 @@ def _stand_in_for_gloo() -> None:
 
 
 def _start_recorder() -> None:
-    importlib.import_module("gradwire.recorder").start_from_environment()
+    importlib.import_module("gradwire.recorder")  # which reads them
 
 
 def _install_compat() -> None:

@@ -1,7 +1,8 @@
 """Gradwire: the communication layer of data-parallel PyTorch training.
 
 Here are the names that most training scripts use; the packages have the rest: `gradwire.hooks`,
-`gradwire.collectives`, `gradwire.ddp`, `gradwire.devices` and `gradwire.errors` come with it,
+`gradwire.collectives`, `gradwire.ddp`, `gradwire.devices`, `gradwire.errors` and
+`gradwire.recorder` come with it,
 `gradwire.compat` and `gradwire.testing` are imported by name.
 """
 
@@ -14,6 +15,7 @@ from gradwire.ddp import DistributedDataParallel
 from gradwire.devices import DataParallel
 from gradwire.errors import GradwireError
 from gradwire.hooks import GradBucket
+from gradwire.recorder import timeline
 
 __all__ = [
     "DataParallel",
@@ -24,4 +26,5 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "shm",
+    "timeline",
 ]

@@ -29,6 +29,7 @@ def test_the_facade_has_what_most_scripts_need() -> None:
         "all_gather",
         "all_reduce",
         "shm",
+        "timeline",
     ]
 
 

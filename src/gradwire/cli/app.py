@@ -10,6 +10,7 @@ from gradwire.cli.doctor.command import doctor
 from gradwire.cli.explain.command import explain
 from gradwire.cli.plan.command import plan
 from gradwire.cli.run.command import run
+from gradwire.cli.timeline.command import timeline
 
 __all__ = ["app"]
 
@@ -25,3 +26,4 @@ app.add_command(plan)
 app.add_command(doctor)
 app.add_command(explain)
 app.add_command(run)
+app.add_command(timeline)

@@ -7,7 +7,9 @@ torch's flight recorder; `gradwire explain` reads them.
 from gradwire.recorder.black_box import dump, start, start_from_environment, stop
 from gradwire.recorder.events import failed
 from gradwire.recorder.groups import RecordedGroup, number_of_last
-from gradwire.recorder.recording import ENDED, STARTED, WAITS, BucketRecord, Entry, ring
+from gradwire.recorder.recording import ENDED, STARTED, WAITS, BucketRecord, Entry, StepRecord, ring
+from gradwire.recorder.trace import start_from_environment as start_timeline
+from gradwire.recorder.trace import timeline
 
 __all__ = [
     "ENDED",
@@ -16,12 +18,15 @@ __all__ = [
     "BucketRecord",
     "Entry",
     "RecordedGroup",
+    "StepRecord",
     "dump",
     "failed",
     "number_of_last",
     "ring",
     "start",
     "stop",
+    "timeline",
 ]
 
 start_from_environment()
+start_timeline()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import Any
 
@@ -40,6 +41,7 @@ __all__ = [
     "Entry",
     "Ring",
     "Shapes",
+    "StepRecord",
     "ring",
 ]
 
@@ -106,6 +108,24 @@ class BucketRecord:
         self.packed = self.sent = self.waited = self.done = 0
 
 
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One backward that was reduced.
+
+    Attributes:
+        step: The reducer's count.
+        forward, backward: When they began.
+        computed: When the last gradient was there.
+        reduced: When all of them were reduced.
+    """
+
+    step: int
+    forward: int
+    backward: int
+    computed: int
+    reduced: int
+
+
 class Ring:
     """The last collectives of a process.
 
@@ -114,7 +134,8 @@ class Ring:
         recorded: How many entries there were in all.
         ends: When collectives had ended that a backend records itself, without saying when: a
             reference to the group, the number, the time.
-        listener: Given each entry and each bucket as it begins, if there is one; see `timeline`.
+        listener: Given each entry and bucket as it begins, and each step, if there is one; see
+            `timeline`.
     """
 
     def __init__(self) -> None:

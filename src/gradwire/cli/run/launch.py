@@ -60,6 +60,8 @@ def _variables(options: argparse.Namespace) -> dict[str, str]:
         variables["GRADWIRE_BACKEND"] = options.backend
     if options.recorder:
         variables["GRADWIRE_RECORDER"] = os.path.abspath(options.recorder)
+    if options.timeline:
+        variables["GRADWIRE_TIMELINE"] = os.path.abspath(options.timeline)
     return variables
 
 

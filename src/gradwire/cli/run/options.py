@@ -18,11 +18,13 @@ examples:
       DistributedDataParallel and Gloo are gradwire's, in a program that names PyTorch's
   gradwire run --nproc-per-node 2 --recorder dumps train.py
       if a rank fails, dies or hangs: gradwire explain dumps
+  gradwire run --nproc-per-node 2 --compat --timeline run.json train.py
+      where the time goes: gradwire timeline run.json
   gradwire run --nnodes 2 --rdzv-backend c10d --rdzv-endpoint host:29400 train.py
       on two hosts; the command is the same on both
 
 Other launchers (Ray, Slurm, Lightning's) take the same from the environment: GRADWIRE_COMPAT=1,
-GRADWIRE_BACKEND=shm, GRADWIRE_RECORDER=DIRECTORY."""
+GRADWIRE_BACKEND=shm, GRADWIRE_RECORDER=DIRECTORY, GRADWIRE_TIMELINE=FILE."""
 
 
 def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
@@ -43,5 +45,8 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
         "--recorder",
         metavar="DIRECTORY",
         help="where all ranks write what they did, when one fails, hangs or ends",
+    )
+    ours.add_argument(
+        "--timeline", metavar="FILE", help="write a trace of all ranks to this file, as JSON"
     )
     return parser.parse_args(list(arguments))

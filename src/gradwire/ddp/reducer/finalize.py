@@ -19,6 +19,7 @@ from gradwire.ddp.reducer.launch import Launched
 from gradwire.ddp.reducer.launch_order import all_launched, launch_filled, launch_in_order
 from gradwire.ddp.reducer.weights import NO_WEIGHTS_BUCKET, WEIGHT_SUMS
 from gradwire.errors import NotSupportedError, ReductionError
+from gradwire.recorder import StepRecord, ring
 
 __all__ = ["finalize_backward", "finalize_manually", "on_end", "shadow"]
 
@@ -147,7 +148,11 @@ def finalize_backward(backward: Backward) -> None:
     backward.unused_here = tuple(backward.names[i] for i in sorted(unused))
     if unused:
         logger.debug("step %d: unused here: %s", backward.step, backward.unused_here)
-    backward.timer.comm_end = perf_counter_ns()
+    timer = backward.timer
+    timer.comm_end = perf_counter_ns()
+    if ring.listener is not None:
+        times = timer.forward_start, timer.compute_start, timer.compute_end, timer.comm_end
+        ring.listener(StepRecord(backward.step, *times))
     backward.commit(buckets.ready())
 
 

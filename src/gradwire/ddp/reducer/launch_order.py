@@ -10,7 +10,12 @@ rank 0's gradients became ready (`Backward.rebuild_once`).
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter_ns
+from typing import Any
+
+import torch
+from torch.autograd.profiler import record_function
 
 from gradwire.ddp.buckets.bucket import Bucket
 from gradwire.ddp.buckets.sparse import SparseBucket
@@ -81,19 +86,28 @@ def _launch_ready(backward: Backward, *, final: bool) -> None:
                 continue
             step, names = backward.step, bucket.names
             record = ring.begin_bucket(backward.group, step, len(launched), names)
-            backward.launcher.copy_in(bucket)
+            with _range(bucket, "pack"):
+                backward.launcher.copy_in(bucket)
             if bucket.extra_numel:
                 backward.weights.write(bucket.flat)
             backward.timer.comm_start = backward.timer.comm_start or perf_counter_ns()
             before = 0 if record is None else backward.domain.position()
             if record is not None:
                 record.packed = perf_counter_ns()
-            launch_filled(backward, bucket, is_last=is_last)
+            with _range(bucket, "send"):
+                launch_filled(backward, bucket, is_last=is_last)
             if record is not None:
                 record.sent = perf_counter_ns()
                 record.nbytes = 0 if isinstance(bucket, SparseBucket) else bucket.flat.nbytes
                 record.first, record.last = before + 1, backward.domain.position()
                 launched[-1].record = record
+
+
+def _range(bucket: Bucket, what: str) -> AbstractContextManager[Any]:
+    """A range in a profiler's trace, if one is on."""
+    if not torch.autograd._profiler_enabled():
+        return nullcontext()
+    return record_function(f"gradwire: {what} {bucket.what}")
 
 
 def _is_last(backward: Backward, index: int) -> bool:

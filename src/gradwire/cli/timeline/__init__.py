@@ -1,0 +1,1 @@
+"""`gradwire timeline`: a trace in numbers, as a page and as a picture."""

@@ -1,0 +1,99 @@
+"""The command `gradwire timeline`: where the time of a run went."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+
+import click
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from gradwire.errors import ArgumentError
+from gradwire.recorder.trace.chart import draw
+from gradwire.recorder.trace.page import page_of
+from gradwire.recorder.trace.summary import Summary, read_trace, summarize
+
+__all__ = ["timeline"]
+
+_FILE = click.Path(path_type=Path, dir_okay=False)
+_SHOWN = 5  # buckets
+
+EXAMPLES = """\b
+Examples:
+    gradwire run --nproc-per-node 2 --compat --timeline run.json train.py
+    gradwire timeline run.json
+    gradwire timeline run.json --html run.html --png run.png
+    gradwire timeline run.json --json | jq .ranks
+"""
+
+
+@click.command(epilog=EXAMPLES)
+@click.argument("trace", type=click.Path(path_type=Path, dir_okay=False, exists=True))
+@click.option("--html", type=_FILE, help="Write a page that needs nothing else.")
+@click.option("--png", type=_FILE, help="Write a picture; needs matplotlib.")
+@click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
+def timeline(trace: Path, html: Path | None, png: Path | None, as_json: bool) -> None:
+    """Summarize TRACE, as gradwire.timeline() or `gradwire run --timeline` wrote it.
+
+    Exposed communication per step, the slowest bucket, the rank that others waited for, and what
+    each rank sent. Perfetto (https://ui.perfetto.dev) opens TRACE as it is.
+    """
+    if png is not None and find_spec("matplotlib") is None:
+        raise click.UsageError("--png needs matplotlib: pip install matplotlib")
+    try:
+        data = read_trace(trace)
+        summary = summarize(data)
+    except ArgumentError as error:
+        raise click.UsageError(str(error)) from error
+    if html is not None:
+        html.write_text(page_of(data, trace.name), encoding="utf-8")
+    if png is not None:
+        draw(data, png)
+    if as_json:
+        click.echo(json.dumps(summary.as_dict(), indent=2))
+    else:
+        _show(Console(highlight=False), summary)
+
+
+def _show(console: Console, summary: Summary) -> None:
+    console.print(_ranks(summary))
+    slowest = summary.waited_for
+    if slowest is not None:
+        console.print(f"\nThe others waited for [bold]rank {slowest.rank}[/] longest.")
+    if summary.buckets:
+        console.print()
+        console.print(_buckets(summary))
+    error = summary.clock_error_us
+    console.print(f"\nms; medians of steps. Ranks' clocks agree to {error:.3g} µs.", style="dim")
+
+
+def _ranks(summary: Summary) -> Table:
+    table = _table(
+        "rank", "steps", "forward", "backward", "exposed", "waited", "waited for", "sent, MB"
+    )
+    for rank in summary.ranks:
+        times = (rank.forward, rank.backward, rank.exposed, rank.waited, rank.waited_for)
+        numbers = [f"{time:.2f}" for time in times]
+        table.add_row(str(rank.rank), str(rank.steps), *numbers, f"{rank.sent_mb:.2f}")
+    return table
+
+
+def _buckets(summary: Summary) -> Table:
+    table = _table("bucket", "MB", "packing", "in flight", "waited for it", "parameters")
+    for bucket in summary.buckets[:_SHOWN]:
+        more = f", … ({len(bucket.parameters)})" if bucket.parameters[3:] else ""
+        times = (bucket.mb, bucket.packing, bucket.in_flight, bucket.waiting)
+        names = ", ".join(bucket.parameters[:3]) + more
+        table.add_row(str(bucket.index), *(f"{time:.2f}" for time in times), names)
+    return table
+
+
+def _table(first: str, *others: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table.add_column(first)
+    for name in others:
+        table.add_column(name, justify="left" if name == "parameters" else "right")
+    return table

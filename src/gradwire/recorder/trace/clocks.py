@@ -1,0 +1,80 @@
+"""The ranks' clocks on rank 0's scale: equal on one host, measured by round trips between hosts."""
+
+from __future__ import annotations
+
+import struct
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter_ns
+
+from torch.distributed import Store
+
+__all__ = ["Offset", "find_offset", "this_clock"]
+
+_TRIPS = 16
+_TIME = struct.Struct("<q")
+
+
+@dataclass(frozen=True)
+class Offset:
+    """What to add to a rank's times, and by how much they may then be wrong.
+
+    Attributes:
+        ns: To add.
+        error_ns: At most; half of the shortest round trip.
+    """
+
+    ns: int
+    error_ns: int
+
+
+def this_clock() -> str:
+    """A name that processes share whose clocks are one: CLOCK_MONOTONIC is a kernel's."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return uuid.uuid4().hex
+
+
+def find_offset(
+    store: Store, rank: int, size: int, name: str, *, now: Callable[[], int] = perf_counter_ns
+) -> Offset:
+    """Measure this rank's clock against rank 0's; all ranks call it.
+
+    Rank 0 answers each rank whose clock is another in turn; a rank sends, and takes the middle of
+    the shortest trip as the moment of the answer.
+
+    Args:
+        store: That all ranks reach, used by this call alone.
+        rank: This rank.
+        size: How many there are.
+        name: Of this rank's clock; those of equal names are one.
+        now: The clock.
+    """
+    store.set(f"clock/{rank}", name)
+    names = [store.get(f"clock/{other}").decode() for other in range(size)]
+    if rank == 0:
+        for other in range(1, size):
+            if names[other] != name:
+                _answer(store, other, now)
+        return Offset(0, 0)
+    return Offset(0, 0) if names[0] == name else _ask(store, rank, now)
+
+
+def _answer(store: Store, other: int, now: Callable[[], int]) -> None:
+    for trip in range(_TRIPS):
+        store.get(f"ask/{other}/{trip}")
+        store.set(f"answer/{other}/{trip}", _TIME.pack(now()).hex())
+
+
+def _ask(store: Store, rank: int, now: Callable[[], int]) -> Offset:
+    found: list[Offset] = []
+    for trip in range(_TRIPS):
+        sent = now()
+        store.set(f"ask/{rank}/{trip}", "")
+        (theirs,) = _TIME.unpack(bytes.fromhex(store.get(f"answer/{rank}/{trip}").decode()))
+        back = now()
+        found.append(Offset(theirs - (sent + back) // 2, (back - sent + 1) // 2))
+    return min(found, key=lambda offset: offset.error_ns)

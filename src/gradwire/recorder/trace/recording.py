@@ -1,0 +1,154 @@
+"""Recording a timeline: all that begins within a block, written by all ranks into one file.
+
+Each rank writes its part beside the file, and rank 0 puts them together: nothing is sent between
+ranks at the end, where one of them may have failed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore
+
+from gradwire._groups import find_store
+from gradwire.errors import ArgumentError, ArgumentTypeError
+from gradwire.recorder.groups import known_groups, this_rank
+from gradwire.recorder.recording import ring
+from gradwire.recorder.trace.chrome import part_of, trace_of
+from gradwire.recorder.trace.clocks import Offset, find_offset, this_clock
+
+__all__ = ["VARIABLE", "Recording", "start_from_environment", "timeline"]
+
+VARIABLE = "GRADWIRE_TIMELINE"
+_WAIT_SECONDS = 30.0  # of rank 0, for the others' parts
+_MOST = 200_000
+
+
+class Recording:
+    """What this rank does, from now on.
+
+    Args:
+        path: The file of all ranks.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.offset = Offset(0, 0)
+        self._records: list[Any] = []
+        self._pid = os.getpid()
+        ring.listener = self._take
+
+    def _take(self, record: Any) -> None:
+        if len(self._records) < _MOST:
+            self._records.append(record)
+
+    def write(self) -> None:
+        """Write this rank's part, and on rank 0 the file, when all ranks have written theirs."""
+        if ring.listener == self._take:
+            ring.listener = None
+        rank = this_rank()
+        if rank is None or os.getpid() != self._pid:
+            return
+        groups = known_groups()
+        size = len(groups["0"].ranks) if "0" in groups else rank + 1
+        part = part_of(rank, self._records, groups, self.offset)
+        _write_whole(self._part(rank), part)
+        if rank == 0:
+            self._merge(size)
+
+    def _part(self, rank: int) -> Path:
+        return self.path.with_name(f"{self.path.name}.{rank}.part")
+
+    def _merge(self, size: int) -> None:
+        files, end = [self._part(rank) for rank in range(size)], time.monotonic() + _WAIT_SECONDS
+        while not all(file.exists() for file in files) and time.monotonic() < end:
+            time.sleep(0.02)
+        there = [file for file in files if file.exists()]
+        parts = [json.loads(file.read_text()) for file in there]
+        _write_whole(self.path, trace_of(parts))
+        for file in there:
+            file.unlink()
+
+
+@contextmanager
+def timeline(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Record where each rank's time goes within a block; all ranks enter and leave it.
+
+    Rank 0 writes one file for all, on a file system that all ranks see: a trace that Perfetto
+    (ui.perfetto.dev) and chrome://tracing open, and of which `gradwire timeline` makes a summary
+    and a page. Between hosts, clocks are compared when the block is entered.
+
+    Args:
+        path: The file; "run.json".
+
+    Raises:
+        ArgumentTypeError: `path` is no path.
+        ArgumentError: There is no default group, its folder does not exist, or a timeline is being
+            recorded.
+
+    Example:
+        >>> import json, tempfile, gradwire
+        >>> def train():
+        ...     model = gradwire.DistributedDataParallel(torch.nn.Linear(2, 2))
+        ...     with gradwire.timeline(f"{folder}/run.json"):
+        ...         model(torch.ones(1, 2)).sum().backward()
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = run_ranks(train, world_size=2)
+        ...     events = json.load(open(f"{folder}/run.json"))["traceEvents"]
+        >>> sorted({e["name"] for e in events if e["ph"] == "X" and e["tid"] == 0})
+        ['backward', 'exposed communication', 'forward']
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise ArgumentTypeError(f"path is {path!r}: pass the path of a file")
+    file = Path(path).absolute()
+    if not dist.is_initialized():
+        raise ArgumentError("there is no default group: call init_process_group first")
+    if not file.parent.is_dir():
+        raise ArgumentError(f"path is {str(path)!r}, whose folder does not exist: make it first")
+    if ring.listener is not None:
+        raise ArgumentError("a timeline is being recorded already: leave its block first")
+    recording = Recording(file)
+    try:
+        recording.offset = _offset()
+        yield
+    finally:
+        recording.write()
+
+
+def start_from_environment() -> None:
+    """Record the whole process if GRADWIRE_TIMELINE has a file."""
+    path = os.environ.get(VARIABLE)
+    if not path or ring.listener is not None:
+        return
+    recording = Recording(Path(path))
+
+    def write() -> None:
+        with contextlib.suppress(OSError):  # of a full disk, at the end
+            recording.write()
+
+    atexit.register(write)
+
+
+def _offset() -> Offset:
+    world = dist.group.WORLD
+    store = None if world is None else find_store(world)
+    if world is None or store is None:
+        return Offset(0, 0)
+    count = store.add(f"gradwire/timelines/{world.rank()}", 1)  # as often as ranks entered one
+    place = PrefixStore(f"gradwire/timeline/{count}", store)
+    return find_offset(place, world.rank(), world.size(), this_clock())
+
+
+def _write_whole(path: Path, content: Any) -> None:
+    partial = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    partial.write_text(json.dumps(content))
+    os.replace(partial, path)

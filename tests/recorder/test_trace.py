@@ -1,0 +1,310 @@
+"""The timeline: lanes of both ranks on one clock, a summary, a page and a picture."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import subprocess
+import threading
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from click.testing import CliRunner
+
+import gradwire
+from gradwire.cli.app import app
+from gradwire.errors import ArgumentError, ArgumentTypeError
+from gradwire.recorder.trace.clocks import find_offset
+from gradwire.recorder.trace.page import page_of
+from gradwire.recorder.trace.summary import read_trace, summarize
+from gradwire.testing import run_ranks
+
+CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+STEPS = 3
+
+
+def train(path):
+    model = gradwire.DistributedDataParallel(torch.nn.Linear(4, 4))
+    with gradwire.timeline(path):
+        for _ in range(STEPS):
+            if dist.get_rank() == 1:
+                time.sleep(0.03)
+            model(torch.ones(2, 4)).sum().backward()
+            model.zero_grad()
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("trace") / "run.json"
+    run_ranks(train, args=(path,), backend="shm")
+    assert [file.name for file in path.parent.iterdir()] == ["run.json"]  # and no parts
+    return path
+
+
+def test_every_rank_has_its_lanes_on_one_clock(trace):
+    data = json.loads(trace.read_text())
+    names = [e["args"]["name"] for e in data["traceEvents"] if e["name"] == "process_name"]
+    assert names == ["rank 0", "rank 1"]
+    slices = [e for e in data["traceEvents"] if e["ph"] == "X"]
+    assert all({"pid", "tid", "ts", "dur", "name", "args"} <= e.keys() for e in slices)
+    assert min(e["ts"] for e in slices) == 0
+    for rank in (0, 1):
+        own = [e for e in slices if e["pid"] == rank]
+        backwards = [e for e in own if e["name"] == "backward"]
+        assert [e["args"]["step"] for e in backwards] == [1, 2, 3]
+        parts = [e for e in own if e["tid"] == 1 and e["args"]["step"] == 1]
+        assert [e["name"] for e in parts] == [
+            f"bucket 0: {x}" for x in ("pack", "send", "in flight")
+        ]
+        assert sorted(parts[0]["args"]["parameters"]) == ["bias", "weight"]
+        for first, second in pairwise(parts):
+            assert first["ts"] + first["dur"] == pytest.approx(second["ts"], abs=0.01)
+    reduced = [e for e in slices if e["name"] == "all_reduce"]
+    # a collective overlaps itself on the other rank: the clocks are one
+    for mine in (e for e in reduced if e["pid"] == 0):
+        theirs = next(
+            e for e in reduced if e["pid"] == 1 and e["args"]["number"] == mine["args"]["number"]
+        )
+        assert mine["ts"] < theirs["ts"] + theirs["dur"]
+        assert theirs["ts"] < mine["ts"] + mine["dur"]
+
+
+def test_the_summary_names_the_rank_that_was_waited_for(trace):
+    summary = summarize(read_trace(trace))
+    assert summary.waited_for is not None
+    assert summary.waited_for.rank == 1
+    first, second = summary.ranks
+    assert first.steps == second.steps == STEPS
+    assert first.waited == second.waited_for > 1000 * (STEPS - 1) * 0.03 * 0.9
+    assert first.sent_mb == second.sent_mb > 0
+    assert [sorted(b.parameters) for b in summary.buckets][:1] == [["bias", "weight"]]
+
+
+def test_the_command(trace, tmp_path):
+    page, picture = tmp_path / "run.html", tmp_path / "run.png"
+    arguments = ["timeline", str(trace), "--html", str(page), "--png", str(picture)]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert "The others waited for rank 1 longest." in result.stdout
+    assert "bias, weight" in result.stdout
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "http" not in page.read_text().replace("http-equiv", "").replace("http://www.w3.org", "")
+    result = CliRunner().invoke(app, ["timeline", str(trace), "--json"])
+    assert [rank["rank"] for rank in json.loads(result.stdout)["ranks"]] == [0, 1]
+    other = tmp_path / "other.json"
+    other.write_text("{}")
+    result = CliRunner().invoke(app, ["timeline", str(other)])
+    assert result.exit_code == 2
+    assert "is no trace of gradwire.timeline" in " ".join(result.output.split())
+
+
+def test_a_page_is_not_ended_by_a_name():
+    event = {"ph": "X", "pid": 0, "tid": 0, "ts": 0, "dur": 1, "name": "</script><b>", "args": {}}
+    trace = {"traceEvents": [event], "otherData": {"ranks": [0], "clock error, us": {"0": 0}}}
+    page = page_of(trace, "<i>")
+    assert page.count("</script>") == 1
+    assert "<i>" not in page
+
+
+def test_wrong_arguments(tmp_path):
+    with pytest.raises(ArgumentTypeError, match="path is 3"), gradwire.timeline(3):
+        pass
+    with pytest.raises(ArgumentError, match="no default group"), gradwire.timeline("run.json"):
+        pass
+
+    def main():
+        missing = tmp_path / "none" / "run.json"
+        with pytest.raises(ArgumentError, match="does not exist"), gradwire.timeline(missing):
+            pass
+        inner = gradwire.timeline(tmp_path / "other.json")
+        with (
+            gradwire.timeline(tmp_path / "run.json"),
+            pytest.raises(ArgumentError, match="already"),
+            inner,
+        ):
+            pass
+
+    run_ranks(main)
+
+
+def test_nothing_is_recorded_after_the_block():
+    def main():
+        from gradwire.recorder import ring
+
+        return ring.listener
+
+    assert run_ranks(main) == [None, None]
+
+
+@pytest.mark.parametrize("skew", [0, 12_345_678, -5_000_000_000])
+def test_clocks_of_two_hosts(skew):
+    """The offset is within its error of the truth."""
+    store = dist.HashStore()
+    found = {}
+
+    def be(rank: int, name: str, ahead: int) -> None:
+        def now() -> int:
+            return time.perf_counter_ns() + ahead
+
+        found[rank] = find_offset(store, rank, 3, name, now=now)
+
+    clocks = {0: ("a", 0), 1: ("b", skew), 2: ("a", 0)}
+    threads = [threading.Thread(target=be, args=(rank, *clock)) for rank, clock in clocks.items()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert found[0].ns == found[2].ns == found[2].error_ns == 0
+    assert abs(found[1].ns + skew) <= found[1].error_ns
+
+
+def test_a_profiler_has_ranges_of_buckets():
+    def main():
+        model = gradwire.DistributedDataParallel(torch.nn.Linear(4, 4))
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:
+            model(torch.ones(2, 4)).sum().backward()
+        return {e.name for e in profiled.events() if e.name.startswith("gradwire: ")}
+
+    for names in run_ranks(main, backend="shm"):
+        assert any(name.startswith("gradwire: pack bucket of") for name in names)
+        assert any(name.startswith("gradwire: send bucket of") for name in names)
+
+
+class Browser:
+    """A headless Chromium, by its own protocol over two pipes."""
+
+    def __init__(self, profile: Path) -> None:
+        read_by_it, self._write = os.pipe()
+        self._read, written_by_it = os.pipe()
+        flags = ["--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe"]
+        ends = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (read_by_it, written_by_it)]
+
+        def as_3_and_4() -> None:
+            for number, end in enumerate(ends, 3):
+                os.dup2(end, number)
+
+        self.process = subprocess.Popen(
+            [CHROMIUM, *flags, f"--user-data-dir={profile}", "about:blank"],
+            preexec_fn=as_3_and_4,
+            pass_fds=(3, 4),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        for end in (*ends, read_by_it, written_by_it):
+            os.close(end)
+        self._number, self._rest, self.events = 0, b"", []
+        self.session = None
+
+    def call(self, method, **parameters):
+        self._number += 1
+        message = {"id": self._number, "method": method, "params": parameters}
+        if self.session:
+            message["sessionId"] = self.session
+        os.write(self._write, json.dumps(message).encode() + b"\0")
+        while True:
+            answer = self._next()
+            if answer.get("id") == self._number:
+                assert "error" not in answer, answer
+                return answer["result"]
+            self.events.append(answer)
+
+    def _next(self):
+        while b"\0" not in self._rest:
+            data = os.read(self._read, 1 << 16)
+            assert data, "the browser has ended"
+            self._rest += data
+        message, _, self._rest = self._rest.partition(b"\0")
+        return json.loads(message)
+
+    def open(self, address):
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        attached = self.call("Target.attachToTarget", targetId=target, flatten=True)
+        self.session = attached["sessionId"]
+        for domain in ("Network", "Page", "Runtime", "Log"):
+            self.call(f"{domain}.enable")
+        self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=1200,
+            height=700,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
+        self.call("Page.navigate", url=address)
+        end = time.monotonic() + 30
+        while self.value("document.readyState") != "complete":
+            assert time.monotonic() < end
+            time.sleep(0.05)
+
+    def value(self, expression):
+        found = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
+        assert "exceptionDetails" not in found, found
+        return found["result"].get("value")
+
+    def mouse(self, kind, x, y, **more):
+        self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **more)
+
+    def close(self):
+        self.process.kill()
+        self.process.wait()
+        os.close(self._read)
+        os.close(self._write)
+
+
+@pytest.mark.wide
+@pytest.mark.skipif(not CHROMIUM, reason="no Chromium: set CHROMIUM to one")
+def test_the_page_in_a_browser(trace, tmp_path):
+    page = tmp_path / "run.html"
+    page.write_text(page_of(json.loads(trace.read_text()), "run.json"), encoding="utf-8")
+    browser = Browser(tmp_path / "profile")
+    try:
+        browser.open(page.as_uri())
+        lanes = browser.value("[...document.querySelectorAll('.lane')].map(e => e.textContent)")
+        assert lanes == [
+            f"rank {rank}: {lane}"
+            for rank in (0, 1)
+            for lane in ("steps", "buckets", "collectives", "waits for")
+        ]
+        count = "document.querySelectorAll('.slice').length"
+        backwards = "data.events.filter(e => e[4] == 'backward').map(e => e[0])"
+        assert browser.value(backwards) == [0] * STEPS + [1] * STEPS
+        whole = browser.value(count)
+        assert whole == browser.value("data.events.length")
+        # hover
+        at = browser.value(
+            "(() => { const i = data.events.findIndex(e => e[4].startsWith('rank 1'));"
+            "const b = document.querySelector(`[data-index='${i}']`).getBoundingClientRect();"
+            "return [b.x + b.width / 2, b.y + b.height / 2]; })()"
+        )
+        browser.mouse("mouseMoved", *at)
+        tip = browser.value("tip.style.display == 'block' ? tip.textContent : ''")
+        assert tip.startswith("rank 0: rank 1")
+        assert "op: all_reduce" in tip
+        # zoom, and all again
+        for _ in range(12):
+            browser.mouse("mouseWheel", 300, 60, deltaX=0, deltaY=-100)
+        assert browser.value("(to - from) / whole") < 0.1
+        assert browser.value(count) < whole
+        for clicks in (1, 2):
+            for kind in ("mousePressed", "mouseReleased"):
+                browser.mouse(kind, 300, 60, button="left", clickCount=clicks)
+        assert browser.value("to - from == whole")
+        requests = {
+            event["params"]["request"]["url"]
+            for event in browser.events
+            if event["method"] == "Network.requestWillBeSent"
+        }
+        assert requests == {page.as_uri()} or requests == {page.as_uri(), "data:,"}
+        problems = [
+            e
+            for e in browser.events
+            if e["method"] in ("Runtime.exceptionThrown", "Log.entryAdded")
+        ]
+        assert problems == []
+    finally:
+        browser.close()
