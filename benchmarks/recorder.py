@@ -1,9 +1,13 @@
-"""What the recorder costs: a training step, and small collectives, with it and without it."""
+"""What the recorder costs: a training step, and small collectives, with it and without it.
+
+And with a timeline, which keeps what it records. The ratio to that is the inverse of its cost.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +28,7 @@ from gradwire.recorder import ring
 __all__ = ["BENCHMARK", "Case", "measure"]
 
 OFF = "recorder off"
+TIMELINE = "with a timeline"
 CALLS = 200
 CALL = "small collective"
 
@@ -77,16 +82,19 @@ def _time_case(case: Case, rounds: int) -> Measure:
 
 
 def _contenders(call: Callable[[], object], times: int) -> dict[str, Callable[[], None]]:
-    def repeat(on: bool) -> Callable[[], None]:
+    records: list[Any] = []
+
+    def repeat(on: bool, listener: Callable[[Any], None] | None = None) -> Callable[[], None]:
         def run() -> None:
-            ring.on = on
+            ring.on, ring.listener = on, listener
             for _ in range(times):
                 call()
-            ring.on = True
+            ring.on, ring.listener = True, None
+            records.clear()
 
         return run
 
-    return {OURS: repeat(True), OFF: repeat(False)}
+    return {OURS: repeat(True), OFF: repeat(False), TIMELINE: repeat(True, records.append)}
 
 
 BENCHMARK = Benchmark(

@@ -93,3 +93,21 @@ def test_without_the_extra_it_says_how_to_get_it(monkeypatch):
         gradwire.cli.main()
     assert "needs rich, sklearn, not installed here" in str(exit_.value)
     assert 'pip install "gradwire[demo]"' in str(exit_.value)
+
+
+def test_each_command_completes_in_a_shell_and_has_examples():
+    words = {"COMP_WORDS": "gradwire ", "COMP_CWORD": "1", "_GRADWIRE_COMPLETE": "bash_complete"}
+    result = CliRunner().invoke(app, prog_name="gradwire", env=words)
+    offered = {line.partition(",")[2] for line in result.stdout.splitlines()}
+    assert offered == {"demo", "doctor", "explain", "run", "timeline"}
+    for name in offered - {"demo"}:
+        assert "examples:" in CliRunner().invoke(app, [name, "--help"]).stdout.lower()
+
+
+@pytest.mark.parametrize("command", ["doctor", "explain", "run", "timeline"])
+def test_other_commands_than_the_demo_need_no_data(monkeypatch, command):
+    monkeypatch.setattr(gradwire.cli, "find_spec", {"click": object(), "rich": None}.get)
+    monkeypatch.setattr("sys.argv", ["gradwire", command])
+    with pytest.raises(SystemExit) as exit_:
+        gradwire.cli.main()
+    assert "needs rich, not installed here" in str(exit_.value)

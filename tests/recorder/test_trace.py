@@ -287,12 +287,12 @@ def test_the_page_in_a_browser(trace, tmp_path):
         assert "op: all_reduce" in tip
         # zoom, and all again
         for _ in range(12):
-            browser.mouse("mouseWheel", 300, 60, deltaX=0, deltaY=-100)
+            browser.mouse("mouseWheel", *at, deltaX=0, deltaY=-100)
         assert browser.value("(to - from) / whole") < 0.1
         assert browser.value(count) < whole
         for clicks in (1, 2):
             for kind in ("mousePressed", "mouseReleased"):
-                browser.mouse(kind, 300, 60, button="left", clickCount=clicks)
+                browser.mouse(kind, *at, button="left", clickCount=clicks)
         assert browser.value("to - from == whole")
         requests = {
             event["params"]["request"]["url"]
