@@ -212,7 +212,8 @@ class GroupBase:
 
         Args:
             job: The job.
-            mark, seconds: As of `GroupState.begin`.
+            mark: What its first header carries.
+            seconds: For all of its waits.
             present: The recorder's entry of the run that is present: a job may be run again.
             inference: Whether it fills inference tensors.
         """
