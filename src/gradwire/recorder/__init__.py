@@ -4,7 +4,7 @@ The ring is always on. Dumps are written where `start` or GRADWIRE_RECORDER says
 torch's flight recorder; `gradwire explain` reads them.
 """
 
-from gradwire.recorder.black_box import dump, start, start_from_environment, stop
+from gradwire.recorder.control import dump, start, start_from_environment, stop
 from gradwire.recorder.events import failed
 from gradwire.recorder.groups import RecordedGroup, number_of_last
 from gradwire.recorder.recording import ENDED, STARTED, WAITS, BucketRecord, Entry, StepRecord, ring

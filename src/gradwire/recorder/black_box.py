@@ -11,7 +11,6 @@ import atexit
 import contextlib
 import faulthandler
 import json
-import multiprocessing
 import os
 import pickle
 import select
@@ -27,19 +26,17 @@ from typing import Any, TextIO
 
 import torch.distributed as dist
 
-from gradwire.errors import ArgumentError, ArgumentTypeError
 from gradwire.recorder.events import Event, events, failed, on_failure
 from gradwire.recorder.flight_record import Record, flight_record
 from gradwire.recorder.groups import this_rank
 from gradwire.recorder.lines import call_stack, read_line
 from gradwire.recorder.processes import Process, state_of
 
-__all__ = ["PREFIX", "REQUEST", "VARIABLE", "BlackBox", "dump", "start", "start_from_environment"]
+__all__ = ["OWNER", "PREFIX", "REQUEST", "BlackBox"]
 
 PREFIX = "rank_"
 REQUEST = "request"
-VARIABLE = "GRADWIRE_RECORDER"
-_OWNER = "GRADWIRE_RECORDER_OWNER"
+OWNER = "GRADWIRE_RECORDEROWNER"
 _POLL_SECONDS = 0.2
 _FIRST_SECONDS = 0.02  # until this process is known to be a rank
 _REPEAT_NS = 1_000_000_000  # errors in a loop write one dump a second
@@ -221,96 +218,6 @@ class BlackBox:
                     self.write("request")
 
 
-_box: list[BlackBox] = []
-
-
-def start(directory: str | os.PathLike[str], *, prefix: str = PREFIX) -> None:
-    """Write this rank's dumps into a directory, on errors, SIGUSR2 and at the end.
-
-    When one rank fails, all ranks write theirs within a second. The environment variable
-    GRADWIRE_RECORDER does the same.
-
-    Args:
-        directory: Where all ranks write; made if there is none. Use a new one for each run.
-        prefix: What the files' names begin with; the rank follows.
-
-    Raises:
-        ArgumentTypeError: `directory` is no path.
-        ArgumentError: It was started before, with another directory.
-
-    Example:
-        >>> import tempfile
-        >>> from gradwire import recorder
-        >>> with tempfile.TemporaryDirectory() as directory:
-        ...     recorder.start(directory)
-        ...     recorder.stop()
-    """
-    if not isinstance(directory, str | os.PathLike):
-        raise ArgumentTypeError(f"directory is {directory!r}: pass a path")
-    if _box:
-        if _box[0].directory == Path(directory) and _box[0].prefix == prefix:
-            return
-        raise ArgumentError(
-            f"directory is {str(directory)!r}, but the recorder writes to "
-            f"{str(_box[0].directory)!r} already: call recorder.stop() first"
-        )
-    box = BlackBox(directory, prefix)
-    box.start()
-    _box.append(box)
-
-
-def stop() -> None:
-    """Write no more dumps; the ring goes on."""
-    while _box:
-        _box.pop().stop()
-
-
-def dump(directory: str | os.PathLike[str] | None = None, *, prefix: str = PREFIX) -> Path:
-    """Write this rank's dump now.
-
-    Args:
-        directory: Where; that which `start` was given if None.
-        prefix: What the file's name begins with.
-
-    Returns:
-        The file, `<directory>/<prefix><rank>`.
-
-    Raises:
-        ArgumentError: There is no directory, or this process is no rank.
-
-    Example:
-        >>> import tempfile
-        >>> from gradwire import recorder
-        >>> with tempfile.TemporaryDirectory() as directory:
-        ...     def main():
-        ...         torch.distributed.all_reduce(torch.ones(3))
-        ...         return recorder.dump(directory).name
-        ...     run_ranks(main, world_size=2, backend="shm")
-        ['rank_0', 'rank_1']
-    """
-    if directory is None and not _box:
-        raise ArgumentError(
-            f"directory is None and none was given before: pass one, call recorder.start, or set "
-            f"{VARIABLE}"
-        )
-    box = _box[0] if directory is None else BlackBox(directory, prefix)
-    path = box.write("call")
-    if path is None:
-        raise ArgumentError(
-            "this process is no rank: call dump() after torch.distributed.init_process_group"
-        )
-    return path
-
-
-def start_from_environment() -> None:
-    """Start if GRADWIRE_RECORDER has a directory."""
-    directory = os.environ.get(VARIABLE)
-    if directory and not _box:
-        if "RANK" in os.environ and multiprocessing.parent_process() is None:
-            os.environ.setdefault(_OWNER, str(os.getpid()))
-        start(directory)
-
-
 def _identity() -> int | None:
     """This process's rank; None if it is none.
 
@@ -318,7 +225,7 @@ def _identity() -> int | None:
     which inherit the variable.
     """
     rank = this_rank()
-    if rank is None and os.environ.get(_OWNER) == str(os.getpid()):
+    if rank is None and os.environ.get(OWNER) == str(os.getpid()):
         with contextlib.suppress(KeyError, ValueError):
             rank = int(os.environ["RANK"])
     return rank

@@ -16,8 +16,9 @@ from gradwire.recorder.verdict.causes import (
     find_missing,
 )
 from gradwire.recorder.verdict.compare import find_gaps, find_mismatch
-from gradwire.recorder.verdict.dumps import Dumps, read_dumps
+from gradwire.recorder.verdict.dumps import Dumps
 from gradwire.recorder.verdict.finding import Finding, Kind, Verdict
+from gradwire.recorder.verdict.reading import read_dumps
 from gradwire.recorder.verdict.slow import find_slow
 
 __all__ = ["Finding", "Kind", "Verdict", "explain"]

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from gradwire.recorder.verdict.compare import Gap
 from gradwire.recorder.verdict.dumps import Call, Dumps, Event, RankDump
 from gradwire.recorder.verdict.finding import Finding, Kind, list_ranks, name_call
 from gradwire.recorder.verdict.source import swallowing_handler
+from gradwire.recorder.verdict.wording import (
+    at_line,
+    consequences,
+    counts_of,
+    innermost,
+    last_call,
+    places_of,
+    shortened,
+    states_of,
+)
 
 __all__ = ["find_deadlock", "find_died", "find_error", "find_missing"]
 
@@ -47,16 +56,16 @@ def find_error(dumps: Dumps) -> tuple[Finding, int] | None:
 
 def _failed(dumps: Dumps, culprits: Sequence[int], event: Event) -> Finding:
     named = f" It names the parameters {', '.join(event.parameters)}." if event.parameters else ""
-    at = _at(event.lines)
+    at = at_line(event.lines)
     ends = "and the process ended" if event.kind == "uncaught" else "as gradwire found"
     message = " ".join(event.message.split())
     return Finding(
         Kind.ERROR,
         tuple(culprits),
-        f"{list_ranks(culprits)} failed{at} with {event.type}, {ends}: {_short(message, 300)}",
-        tuple(_consequences(dumps, culprits)),
+        f"{list_ranks(culprits)} failed{at} with {event.type}, {ends}: {shortened(message, 300)}",
+        tuple(consequences(dumps, culprits)),
         _error_remedy(event) + named,
-        places=tuple(_places(event.lines)[:1]),
+        places=tuple(places_of(event.lines)[:1]),
         parameters=event.parameters,
     )
 
@@ -73,7 +82,7 @@ def find_died(dumps: Dumps) -> Finding | None:
     if killed:
         rank = min(killed, key=lambda r: killed[r].time)
         return _killed(dumps, rank)
-    states = _states(dumps)
+    states = states_of(dumps)
     for rank, state in sorted(states.items()):
         if state.startswith("stopped"):
             return _stopped(dumps, rank, state)
@@ -125,7 +134,7 @@ def find_missing(dumps: Dumps, gap: Gap) -> Finding:
             tuple(silent),
             f"{list_ranks(silent)} did not call the {name_call(call)} of group {gap.group}, in "
             f"which {waiting} wait, and left no dump",
-            tuple(f"its process is {s}" for r, s in _states(dumps).items() if r in silent),
+            tuple(f"its process is {s}" for r, s in states_of(dumps).items() if r in silent),
             "it died, hangs in C code that holds the GIL, or its host cannot be reached: look for "
             "its process (py-spy dump --pid) and its log",
             **_of(call),
@@ -135,10 +144,10 @@ def find_missing(dumps: Dumps, gap: Gap) -> Finding:
         return _failed(dumps, list(gap.missing), first.events[0])
     ended = first.reason == "exit"
     kind = Kind.FINISHED if ended else Kind.MISSING
-    where = _now(first.stack)
+    where = innermost(first.stack)
     at = "had ended" if ended else f"was {where}" if where else "was elsewhere"
-    details = [f"rank {r}: {_last(dumps, r, gap.group)}" for r in gap.missing]
-    details += _counts(dumps, gap)
+    details = [f"rank {r}: {last_call(dumps, r, gap.group)}" for r in gap.missing]
+    details += counts_of(dumps, gap)
     handler = swallowing_handler(call.filename, call.line) if ended else None
     remedy = (
         "see why its loop ended before the others': a shorter dataset, an early `break`; "
@@ -156,21 +165,8 @@ def find_missing(dumps: Dumps, gap: Gap) -> Finding:
         f"it {at}",
         tuple(details),
         remedy,
-        **_of(call) | {"places": (*_places(first.stack)[:1], f"{call.filename}:{call.line}")},
+        **_of(call) | {"places": (*places_of(first.stack)[:1], f"{call.filename}:{call.line}")},
     )
-
-
-def _counts(dumps: Dumps, gap: Gap) -> list[str]:
-    """How often ranks called what some of them lack: whether one took fewer steps."""
-    call = next(iter(gap.calls.values()))
-    counts: dict[int, list[int]] = {}
-    for rank, dump in dumps.ranks.items():
-        times = sum(c.place == call.place for c in dump.calls.get(gap.group, ()))
-        counts.setdefault(times, []).append(rank)
-    if not call.filename or len(counts) < 2:
-        return []
-    each = [f"{list_ranks(ranks)} {times} times" for times, ranks in sorted(counts.items())]
-    return [f"line {call.line} called it on " + ", on ".join(each)]
 
 
 def _of(call: Call) -> dict[str, Any]:
@@ -203,14 +199,6 @@ def _with_errors(dumps: Dumps) -> set[int]:
     }
 
 
-def _states(dumps: Dumps) -> dict[int, str]:
-    """What other ranks saw of each process, by the newest dump."""
-    states: dict[int, str] = {}
-    for dump in sorted(dumps.ranks.values(), key=lambda dump: dump.taken):
-        states |= dump.peers
-    return states
-
-
 def _ended_by_itself(dumps: Dumps, rank: int) -> bool:
     """Whether the process wrote its last dump as Python ended, or raised an error."""
     dump = dumps.ranks.get(rank)
@@ -218,15 +206,15 @@ def _ended_by_itself(dumps: Dumps, rank: int) -> bool:
 
 
 def _crashed(dumps: Dumps, rank: int, why: str, frames: list[dict[str, Any]]) -> Finding:
-    at = _now(frames)
+    at = innermost(frames)
     return Finding(
         Kind.CRASHED,
         (rank,),
         f"rank {rank}'s process crashed in C ({why}) while it was {at or 'in no Python code'}",
-        tuple(_consequences(dumps, [rank])),
+        tuple(consequences(dumps, [rank])),
         "an abort in Gloo means that a peer sent another size than expected: see whether ranks "
         "call the same collective, or run with GRADWIRE_CHECKS=1 or on shm, which compare first",
-        places=tuple(_places(frames)[:1]),
+        places=tuple(places_of(frames)[:1]),
     )
 
 
@@ -246,7 +234,7 @@ def _killed(dumps: Dumps, rank: int) -> Finding:
         Kind.DIED,
         (rank,),
         f"rank {rank} {how}",
-        (f"rank {rank}: {_last(dumps, rank, None)}", *_consequences(dumps, [rank])),
+        (f"rank {rank}: {last_call(dumps, rank, None)}", *consequences(dumps, [rank])),
         remedy,
     )
 
@@ -256,33 +244,10 @@ def _stopped(dumps: Dumps, rank: int, state: str) -> Finding:
         Kind.STOPPED,
         (rank,),
         f"rank {rank}'s process was {state}: it neither ran nor died, and the others waited",
-        tuple(_consequences(dumps, [rank])),
+        tuple(consequences(dumps, [rank])),
         "continue it (kill -CONT), and see who stopped it: SIGSTOP, a debugger, a terminal's "
         "Ctrl-Z, a frozen container",
     )
-
-
-def _consequences(dumps: Dumps, culprits: Sequence[int]) -> list[str]:
-    """What other ranks had to do with it."""
-    lines = []
-    for rank, dump in sorted(dumps.ranks.items()):
-        pending = dump.pending
-        if rank not in culprits and pending:
-            lines.append(f"rank {rank} waited in the {name_call(pending[0])}")
-        elif rank not in culprits and dump.events:
-            event = dump.events[0]
-            lines.append(f"rank {rank} got {event.type}: {_short(event.message, 120)}")
-    return lines[:6] + ([f"… and {len(lines) - 6} more ranks"] if lines[6:] else [])
-
-
-def _last(dumps: Dumps, rank: int, group: str | None) -> str:
-    dump = dumps.ranks.get(rank)
-    if dump is None:
-        return "no dump of it"
-    calls = [c for g, of in dump.calls.items() if group in (None, g) for c in of]
-    if not calls:
-        return "it called nothing" + (f" on group {group}" if group else "")
-    return f"its last was the {name_call(max(calls, key=lambda call: call.created))}"
 
 
 def _cycle(waits: dict[int, tuple[Call, tuple[int, ...]]], start: int) -> list[int]:
@@ -304,30 +269,3 @@ def _error_remedy(event: Event) -> str:
     if event.parameters:
         return "see the message: it has the remedy."
     return "see that line: the other ranks' errors come from it."
-
-
-def _at(lines: Sequence[dict[str, Any]]) -> str:
-    now = _now(lines)
-    return f" at {now.removeprefix('at ')}" if now else ""
-
-
-def _now(frames: Sequence[dict[str, Any]]) -> str:
-    """The innermost line of the user's own code."""
-    for frame in frames:
-        if _is_users(str(frame["filename"])):
-            return f"at {Path(str(frame['filename'])).name}:{frame['line']} in {frame['name']}"
-    return ""
-
-
-def _places(frames: Sequence[dict[str, Any]]) -> list[str]:
-    return [f"{f['filename']}:{f['line']}" for f in frames if _is_users(str(f["filename"]))]
-
-
-def _is_users(filename: str) -> bool:
-    """As far as a name shows: the dump may be of another machine."""
-    parts = ("/site-packages/", "/torch/", "/gradwire/", "/lib/python3", "<frozen", "/bin/")
-    return not any(part in filename for part in parts)
-
-
-def _short(text: str, length: int) -> str:
-    return text if len(text) <= length else text[: length - 1] + "…"

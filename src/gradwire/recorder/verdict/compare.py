@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from gradwire.recorder.verdict.dumps import Call, Dumps, most_common
+from gradwire.recorder.verdict.dumps import Call, Dumps
 from gradwire.recorder.verdict.finding import Finding, Kind, list_ranks, name_call
 from gradwire.recorder.verdict.source import swallowing_handler
 
@@ -169,7 +170,7 @@ def _culprits(dumps: Dumps, calls: Mapping[int, Call]) -> list[int]:
         if left_out and len(left_out) < len(calls):
             return left_out
         return [rank for what, ranks in groups.items() for rank in ranks if rank != min(calls)][:1]
-    common = most_common([call.what for call in calls.values()])
+    ((common, _),) = Counter(call.what for call in calls.values()).most_common(1)
     return [rank for rank, call in sorted(calls.items()) if call.what != common]
 
 
