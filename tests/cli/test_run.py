@@ -88,11 +88,15 @@ def test_an_unedited_program_runs_on_gradwire(command, program, environment, tmp
     dumps = tmp_path / "dumps"
     dumps.mkdir()
     (dumps / "rank_7").write_text("of an earlier run")
-    options = ("--compat", "--backend", "shm", "--recorder", str(dumps))
+    trace = tmp_path / "run.json"
+    options = ("--compat", "--backend", "shm", "--recorder", str(dumps), "--timeline", str(trace))
     code, out, err = command(*RUN, *options, str(program), "--epochs", "3").end()
     assert code == 0, err
     assert "['gradwire.compat.ddp', 'gradwire.compat.ddp'] gloo True ['--epochs', '3']" in out
     assert {path.name for path in dumps.glob("rank_*")} == {"rank_0", "rank_1"}
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert {e["pid"] for e in events if e["name"] == "backward"} == {0, 1}
+    assert list(tmp_path.glob("run.json.*")) == []
     assert list(environment.iterdir()) == []
 
 

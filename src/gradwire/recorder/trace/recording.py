@@ -96,14 +96,15 @@ def timeline(path: str | os.PathLike[str]) -> Iterator[None]:
             recorded.
 
     Example:
-        >>> import json, tempfile, gradwire
+        >>> import json, pathlib, tempfile, gradwire
         >>> def train():
         ...     model = gradwire.DistributedDataParallel(torch.nn.Linear(2, 2))
-        ...     with gradwire.timeline(f"{folder}/run.json"):
+        ...     with gradwire.timeline(pathlib.Path(folder) / "run.json"):
         ...         model(torch.ones(1, 2)).sum().backward()
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     _ = run_ranks(train, world_size=2)
-        ...     events = json.load(open(f"{folder}/run.json"))["traceEvents"]
+        ...     trace = json.loads((pathlib.Path(folder) / "run.json").read_text())
+        >>> events = trace["traceEvents"]
         >>> sorted({e["name"] for e in events if e["ph"] == "X" and e["tid"] == 0})
         ['backward', 'exposed communication', 'forward']
     """
