@@ -18,6 +18,7 @@ from torch.distributed.flight_recorder.components import builder, config_manager
 
 from gradwire.recorder.verdict import Kind, explain
 
+pytestmark = pytest.mark.timeout(300)  # the first of a backend waits for all of its accidents
 PROGRAM = Path(__file__).parent / "programs" / "accidents.py"
 BACKENDS = ("gloo", "shm")
 IN_NETWORK = ["unshare", "--map-root-user", "--net"]
@@ -74,7 +75,7 @@ def staged(request, tmp_path_factory):
         runs.append((IN_NETWORK, alone))
     for before, names in runs:
         command = [*before, sys.executable, str(PROGRAM), backend, str(place), *names]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
         assert ended.returncode == 0, ended.stderr
     return backend, place
 

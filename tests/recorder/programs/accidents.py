@@ -125,7 +125,7 @@ def deadlock(rank):
 
 def slow_rank(rank):
     for _ in range(8):
-        time.sleep(0.05 if rank == 1 else 0.01)
+        time.sleep(0.2 if rank == 1 else 0.01)
         collectives.all_reduce(torch.ones(8))  # here: slow_rank
 
 
@@ -165,11 +165,11 @@ ip link set lo up
 ip link add link0 type veth peer name link1 netns PID
 ip addr add 10.77.0.1/24 dev link0
 ip link set link0 up
-tc qdisc add dev link0 root tbf rate 300mbit burst 64kb latency 200ms
+tc qdisc add dev link0 root tbf rate 100mbit burst 64kb latency 200ms
 INSIDE ip link set lo up
 INSIDE ip addr add 10.77.0.2/24 dev link1
 INSIDE ip link set link1 up
-INSIDE tc qdisc add dev link1 root tbf rate 300mbit burst 64kb latency 200ms"""
+INSIDE tc qdisc add dev link1 root tbf rate 100mbit burst 64kb latency 200ms"""
 
 
 def wait_for_file(path):
@@ -185,7 +185,7 @@ def slow_down_shared_memory():
     post = GroupState.post
 
     def late(self):
-        time.sleep(0.01)
+        time.sleep(0.03)
         post(self)
 
     GroupState.post = late
