@@ -13,7 +13,7 @@ __all__ = ["main"]
 
 _COMMAND = ("click", "rich")
 _DEMO = (*_COMMAND, "sklearn", "numpy")
-_WITHOUT_DATA = ("doctor", "explain", "run", "timeline")
+_WITHOUT_DATA = ("doctor", "explain", "plan", "run", "timeline")
 
 
 def main() -> None:

@@ -42,7 +42,7 @@ def timeline(trace: Path, html: Path | None, png: Path | None, as_json: bool) ->
     each rank sent. Perfetto (https://ui.perfetto.dev) opens TRACE as it is.
     """
     if png is not None and find_spec("matplotlib") is None:
-        raise click.UsageError("--png needs matplotlib: pip install matplotlib")
+        raise click.UsageError('--png needs matplotlib: pip install "gradwire[plot]"')
     try:
         data = read_trace(trace)
         summary = summarize(data)
