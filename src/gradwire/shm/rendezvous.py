@@ -217,7 +217,7 @@ def connect_by_name(
 
 def report_absent(listener: Listener, uuid: int, rank: int) -> None:
     """End a `connect_by_name` of this process that waits for a rank which will not come."""
-    connection = _connect(listener.name.encode(), uuid, ~rank)
+    connection = _connect_to(listener.name.encode(), uuid, ~rank)
     if connection is not None:
         connection.close()
 
