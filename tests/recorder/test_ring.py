@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import pickle
@@ -19,6 +20,7 @@ from torch.distributed.flight_recorder.components import builder, config_manager
 from gradwire import recorder
 from gradwire.errors import ArgumentError, ArgumentTypeError, MismatchError
 from gradwire.recorder import lines
+from gradwire.recorder.groups import reference_to
 from gradwire.recorder.load import load, loads
 from gradwire.testing import run_ranks
 
@@ -308,3 +310,12 @@ else:
         for process in processes:
             process.kill()
             process.communicate()
+
+
+def test_a_group_that_is_gone_can_still_be_looked_up() -> None:
+    group = type("Group", (), {})()
+    reference = reference_to(group)
+    del group
+    gc.collect()
+    assert reference() is None
+    assert {reference: 1}[reference]

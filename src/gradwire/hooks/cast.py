@@ -66,7 +66,8 @@ def compress(hook: CommHook, dtype: torch.dtype) -> CommHook:
             real.to(dtype),
             params,
             is_last=bucket.is_last(),
-            names=bucket.names(),
+            # torch's own bucket, under torch's DistributedDataParallel, has none
+            names=bucket.names() if isinstance(bucket, GradBucket) else None,
         )
 
         def decompress(future: torch._C.Future[Any]) -> Tensor:

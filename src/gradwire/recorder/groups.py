@@ -9,7 +9,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-__all__ = ["GroupInfo", "RecordedGroup", "known_groups", "number_of_last", "this_rank"]
+__all__ = [
+    "GroupInfo",
+    "RecordedGroup",
+    "known_groups",
+    "number_of_last",
+    "reference_to",
+    "this_rank",
+]
 
 _TRIES = 8
 _known: dict[str, GroupInfo] = {}
@@ -27,7 +34,14 @@ class GroupInfo:
 
     def __init__(self, name: str, desc: str, ranks: list[int], group: Any) -> None:
         self.name, self.desc, self.ranks = name, desc, ranks
-        self.reference = weakref.ref(group)
+        self.reference = reference_to(group)
+
+
+def reference_to(group: Any) -> weakref.ref[Any]:
+    """A weak reference that can be looked up in a dict when the group is gone, too."""
+    reference = weakref.ref(group)
+    hash(reference)  # it keeps that
+    return reference
 
 
 class RecordedGroup:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from gradwire.recorder.groups import RecordedGroup
+from gradwire.recorder.groups import RecordedGroup, reference_to
 from gradwire.recorder.lines import caller
 
 __all__ = [
@@ -102,7 +102,7 @@ class BucketRecord:
     )
 
     def __init__(self, group: ProcessGroup, step: int, index: int, names: Sequence[str]) -> None:
-        self.group, self.step, self.index, self.names = weakref.ref(group), step, index, names
+        self.group, self.step, self.index, self.names = reference_to(group), step, index, names
         self.ready = perf_counter_ns()
         self.first, self.last, self.nbytes = 0, -1, 0
         self.packed = self.sent = self.waited = self.done = 0
@@ -198,7 +198,7 @@ class Ring:
     def end(self, group: ProcessGroup, number: int) -> None:
         """Note that the wait for a collective is over, on a backend that records itself."""
         if self.on:
-            self.ends.append((weakref.ref(group), number, perf_counter_ns()))
+            self.ends.append((reference_to(group), number, perf_counter_ns()))
 
     def begin_bucket(
         self, group: ProcessGroup, step: int, index: int, names: Sequence[str]

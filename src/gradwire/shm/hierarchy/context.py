@@ -111,6 +111,10 @@ class Context:
         self._mark, self.deadline = mark, Deadline(seconds)
         self.team.begin(seconds)
 
+    def take_waits(self) -> dict[int, int] | None:
+        """See `GroupState.take_waits`: the waits for ranks of the team."""
+        return self.team.take_waits()
+
     def allocate(self, nbytes: int) -> Tensor:
         """Bytes in memory that the team shares."""
         return self.team.allocate(nbytes)

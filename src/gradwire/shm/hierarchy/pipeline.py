@@ -33,7 +33,7 @@ class Cut:
         >>> from gradwire.shm.hierarchy.pipeline import Cut
         >>> cut = Cut.of(10_000_001, parts=4, itemsize=4)
         >>> [block * 4 // 1024 for block in cut.blocks]  # KiB
-        [256, 512, 1022, 1022, 1022, 1022, 1022, 1022, 1022, 1022, 512, 256]
+        [256, 512, 914, 914, 914, 914, 914, 914, 914, 914, 914, 512, 256]
     """
 
     count: int

@@ -58,6 +58,11 @@ class Team:
         if self.state is not None:
             self.state.begin(0, seconds)
 
+    def take_waits(self) -> dict[int, int] | None:
+        """For how many ns this rank has waited for others of the team, by rank in the group."""
+        waits = self.state.take_waits() if self.state is not None else None
+        return {self._ranks[place]: ns for place, ns in waits.items()} if waits else None
+
     def allocate(self, nbytes: int) -> Tensor:
         """Bytes in memory that the team shares."""
         if self.state is None:
