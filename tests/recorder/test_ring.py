@@ -319,3 +319,20 @@ def test_a_group_that_is_gone_can_still_be_looked_up() -> None:
     gc.collect()
     assert reference() is None
     assert {reference: 1}[reference]
+
+
+def with_many() -> None:
+    dist.all_reduce(torch.ones(3))
+
+
+def then_with_few(tmp_path: Path) -> None:
+    dist.all_reduce(torch.ones(3))
+    recorder.dump(tmp_path)
+
+
+@pytest.mark.wide
+def test_ranks_of_an_earlier_larger_world_are_not_missed(tmp_path: Path) -> None:
+    run_ranks(with_many, 4, backend="shm", timeout=30)
+    run_ranks(then_with_few, 2, backend="shm", args=(tmp_path,), timeout=30)
+    for record in (load(path) for path in tmp_path.iterdir() if path.suffix != ".json"):
+        assert {config["ranks"] for config in record["pg_config"].values()} == {"[0, 1]"}

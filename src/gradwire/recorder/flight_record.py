@@ -15,7 +15,7 @@ import torch
 
 from gradwire._torch import analysed_backend, torchs_flight_records
 from gradwire.recorder import recording as r
-from gradwire.recorder.groups import GroupInfo, known_groups
+from gradwire.recorder.groups import GroupInfo, in_this_world, known_groups
 from gradwire.recorder.lines import is_users, read_line
 from gradwire.recorder.load import loads
 from gradwire.recorder.recording import BucketRecord, Entry, Shapes, ring
@@ -90,7 +90,7 @@ def _own_entries(groups: dict[str, GroupInfo], wall: int) -> tuple[list[Record],
             latest[info.name] = entry[r.GROUP]
     for entry in recorded:
         info = entry[r.GROUP].find_name()
-        if info is None or latest[info.name] is not entry[r.GROUP]:
+        if info is None or latest[info.name] is not entry[r.GROUP] or not in_this_world(info):
             continue
         groups.setdefault(info.name, info)
         made = _entry(entry, info, wall)

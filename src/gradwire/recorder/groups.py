@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 __all__ = [
     "GroupInfo",
     "RecordedGroup",
+    "in_this_world",
     "known_groups",
     "number_of_last",
     "reference_to",
@@ -74,7 +75,15 @@ def known_groups() -> dict[str, GroupInfo]:
     world = dist.distributed_c10d._world
     for group, name in list(world.pg_names.items()):
         _note(group, name)  # anew: a name may be used again
-    return dict(_known)
+    return {name: info for name, info in _known.items() if in_this_world(info)}
+
+
+def in_this_world(info: GroupInfo) -> bool:
+    """Whether the present default group has its ranks; an earlier one may have had more.
+
+    Without a default group, every group is: the last one is what a reader wants to see.
+    """
+    return not dist.is_initialized() or max(info.ranks) < dist.get_world_size()
 
 
 def number_of_last(group: ProcessGroup | None) -> int:
