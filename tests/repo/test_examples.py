@@ -95,10 +95,21 @@ MODULES = [
     if not module.name.endswith("__main__")
 ]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+LONG_PAGES = {"test.md", "hosts.md", "slow-networks.md", "elastic.md"}
+"""What these show starts processes on several hosts, or many of them."""
 
 
 @pytest.mark.parametrize(
-    "page", [pytest.param(p, id=str(p.relative_to(ROOT))) for p in PAGES if page_blocks(p)]
+    "page",
+    [
+        pytest.param(
+            page,
+            id=str(page.relative_to(ROOT)),
+            marks=pytest.mark.wide if page.name in LONG_PAGES else (),
+        )
+        for page in PAGES
+        if page_blocks(page)
+    ],
 )
 def test_a_page_s_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
