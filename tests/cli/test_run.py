@@ -137,3 +137,13 @@ def test_an_interrupted_run_leaves_nothing_behind(command, program, environment,
 def children_of(pid: int) -> list[int]:
     """The ranks have sessions of their own."""
     return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.wide
+def test_elastic_members_are_supervised(command, environment, tmp_path):
+    program = tmp_path / "hello.py"
+    program.write_text("import sys; print('hello', *sys.argv[1:], flush=True)")
+    options = ("--elastic", "--nproc-per-node", "2")
+    code, out, _ = command("-m", "gradwire", "run", *options, str(program), "x").end()
+    assert code == 0
+    assert out.count("hello x") == 2

@@ -5,19 +5,25 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Sequence
 
 from gradwire.elastic.supervise import serve_store, supervise
 
 __all__ = ["main"]
 
 
-def main() -> int:
-    """Run the command line in `sys.argv`.
+def main(arguments: Sequence[str], prog: str = "python -m gradwire.elastic") -> int:
+    """Run a command line.
+
+    Args:
+        arguments: Without the program's name.
+        prog: The program's name in the help.
 
     Returns:
         The exit code.
     """
-    parser = argparse.ArgumentParser(prog="python -m gradwire.elastic", description=__doc__)
+    about = "Run processes on this host that train on when any of them dies."
+    parser = argparse.ArgumentParser(prog=prog, description=about)
     parser.add_argument("--nproc-per-node", type=int, default=1, help="processes on this host")
     parser.add_argument("--max-restarts", type=int, default=3, help="of members that died, in all")
     parser.add_argument("--store", help="host:port of a store that is served elsewhere")
@@ -26,7 +32,7 @@ def main() -> int:
     parser.add_argument("-m", dest="module", action="store_true", help="the script is a module")
     parser.add_argument("script", nargs="?", help="a Python file, and its arguments")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if options.serve:
         return _serve(options.serve)
     if options.script is None:
@@ -51,6 +57,6 @@ def _serve(address: str) -> int:
 
 if __name__ == "__main__":
     try:
-        sys.exit(main())
+        sys.exit(main(sys.argv[1:]))
     except KeyboardInterrupt:
         sys.exit(130)

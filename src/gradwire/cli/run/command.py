@@ -10,11 +10,21 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from gradwire.cli.run.launch import run_program
 from gradwire.cli.run.options import parse_options
+from gradwire.elastic.__main__ import main as elastic_main
 from gradwire.errors import ArgumentError
 
 __all__ = ["run"]
 
+ELASTIC = "--elastic"
 _FAILED = 1
+_INTERRUPTED = 130
+
+
+def _run_elastic(arguments: tuple[str, ...]) -> int:
+    try:
+        return elastic_main(arguments, prog=f"gradwire run {ELASTIC}")
+    except KeyboardInterrupt:
+        return _INTERRUPTED
 
 
 @click.command(
@@ -23,7 +33,12 @@ _FAILED = 1
 )
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def run(arguments: tuple[str, ...]) -> None:
-    """Run a training program as torchrun does, unedited, on gradwire."""
+    """Run a training program as torchrun does, unedited, on gradwire.
+
+    With --elastic before all other options, as the members of an elastic run.
+    """
+    if arguments and arguments[0] == ELASTIC:
+        sys.exit(_run_elastic(arguments[1:]))
     options = parse_options(arguments)
     try:
         run_program(options)
