@@ -31,11 +31,14 @@ class GroupInfo:
         name, desc: As torch.distributed has them.
         ranks: Its global ranks, in their order in the group.
         reference: To the group: a name may be used again for another one.
+        world: To the default group that there was; None if there was none.
     """
 
     def __init__(self, name: str, desc: str, ranks: list[int], group: Any) -> None:
         self.name, self.desc, self.ranks = name, desc, ranks
         self.reference = reference_to(group)
+        world = dist.group.WORLD
+        self.world = None if world is None else weakref.ref(world)
 
 
 def reference_to(group: Any) -> weakref.ref[Any]:
@@ -79,11 +82,11 @@ def known_groups() -> dict[str, GroupInfo]:
 
 
 def in_this_world(info: GroupInfo) -> bool:
-    """Whether the present default group has its ranks; an earlier one may have had more.
+    """Whether it belongs to the present default group, not to one of an earlier job.
 
-    Without a default group, every group is: the last one is what a reader wants to see.
+    Without a default group, every group does: the last job is what a reader wants to see.
     """
-    return not dist.is_initialized() or max(info.ranks) < dist.get_world_size()
+    return not dist.is_initialized() or info.world is None or info.world() is dist.group.WORLD
 
 
 def number_of_last(group: ProcessGroup | None) -> int:
