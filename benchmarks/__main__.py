@@ -87,6 +87,8 @@ def plot(name: str, svg: Path) -> None:
 
 def _command(benchmark: Benchmark[Any]) -> click.Command:
     names = [case.name for case in benchmark.cases]
+    if benchmark.in_full:
+        names += [case.name for case in benchmark.in_full.cases]
 
     @click.option("--rounds", default=benchmark.rounds, type=click.IntRange(min=1))
     @click.option("--only", multiple=True, type=click.Choice(names), help="Repeat for several.")
