@@ -34,6 +34,8 @@ from gradwire.shm.register import member_of
 from gradwire.testing import run_ranks
 from gradwire.testing.hosts import Hosts, why_no_hosts
 
+pytestmark = pytest.mark.wide  # processes of several hosts take seconds to start
+
 TWO = (2, 2)
 SOON_S = 5.0  # far below the group's timeout: a machine may be busy
 
