@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import subprocess
 import sys
 from datetime import timedelta
@@ -15,6 +14,7 @@ import torch.distributed as dist
 import gradwire.shm
 from gradwire import all_reduce
 from gradwire._torch import PYTHON_BACKENDS
+from gradwire.recorder.flight_record import flight_record
 from gradwire.shm.process_group import ShmBackend
 from gradwire.testing import run_ranks
 
@@ -116,50 +116,19 @@ def test_torch_s_profiler_and_comm_debug_mode_see_collectives():
 
 
 def recorded():
-    from torch._C._distributed_c10d import _dump_fr_trace
-
     group = dist.new_group(group_desc="recorded")
     dist.all_reduce(torch.ones(2, 3), group=group)
     dist.broadcast(torch.ones(5), 0, group=group)
-    trace = pickle.loads(_dump_fr_trace(backend="shm"))
-    mine = [e for e in trace["entries"] if e["process_group"][1] == "recorded"]
-    return [(e["profiling_name"], e["input_sizes"], e["retired"]) for e in mine]
+    mine = [e for e in flight_record()["entries"] if e["process_group"][1] == "recorded"]
+    attached = dist.distributed_c10d._world.pg_flight_recorder_hooks
+    ops = [(e["op"], e["input_sizes"], e["retired"]) for e in mine if e["op"] != "barrier"]
+    return ops, group in attached
 
 
 @since_215
-def test_torch_s_flight_recorder_records():
-    expected = [("shm:all_reduce", [[2, 3]], True), ("shm:broadcast", [[5]], True)]
-    assert on_ranks(recorded) == [expected, expected]
-
-
-def traced(folder):
-    from torch._C._distributed_c10d import _dump_fr_trace
-
-    group = dist.new_group()
-    for _ in range(3):
-        dist.all_reduce(torch.ones(4), group=group)
-    if dist.get_rank() == 0:
-        work = dist.all_reduce(torch.ones(4), group=group, async_op=True)
-    trace = pickle.loads(_dump_fr_trace(backend="shm"))
-    for entry in trace["entries"]:  # the analyser accepts the names of torch's own backends alone
-        entry["profiling_name"] = entry["profiling_name"].replace("shm:", "gloo:")
-    with open(f"{folder}/dump_{dist.get_rank()}", "wb") as file:
-        pickle.dump(trace, file)
-    if dist.get_rank() == 1:
-        dist.all_reduce(torch.ones(4), group=group)
-    else:
-        work.wait()
-
-
-@since_215
-def test_torchfrtrace_reads_the_record(tmp_path):
-    on_ranks(traced, args=(str(tmp_path),))
-    command = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace"]
-    ran = subprocess.run(
-        [*command, str(tmp_path), "-p", "dump_"], capture_output=True, text=True, timeout=100
-    )
-    assert ran.returncode == 0, ran.stderr
-    assert "gloo:all_reduce" in ran.stdout + ran.stderr
+def test_shm_records_itself_and_torch_s_recorder_does_not_do_so_again():
+    expected = [("all_reduce", [[2, 3]], True), ("broadcast", [[5]], True)]
+    assert on_ranks(recorded) == [(expected, False)] * 2
 
 
 def split():

@@ -1,7 +1,7 @@
 """The group's operations as the two classes that torch.distributed takes.
 
 From 2.14 on, torch accepts a Backend written in Python: `ShmBackend` carries the CPU tensors of
-torch's own ProcessGroup, which brings "cpu:shm,cuda:nccl", split_group and the flight recorder.
+torch's own ProcessGroup, which brings "cpu:shm,cuda:nccl" and split_group.
 Before, what a backend's creator returns is the whole group: `ShmProcessGroup`. C++ callers
 (DistributedDataParallel's reducer, functional collectives), Python callers and older versions of
 torch use different names for some operations, so that one method has several here.
