@@ -174,13 +174,33 @@ class Ring:
             None,
             None,
         ]
-        self.entries.append(entry)
-        self.recorded += 1
         if not group.named:
             group.find_name()
+        self._add(entry)
+        return entry
+
+    def begin_again(self, like: Entry, number: int, call: str) -> Entry | None:
+        """Record a collective that differs from an earlier one by its number, line and times alone.
+
+        Args:
+            like: The earlier one, as it was begun.
+            number: Of this one.
+            call: What of gradwire's is called by the user, for `caller`.
+        """
+        if not self.on:
+            return None
+        entry = like.copy()
+        entry[NUMBER] = number
+        entry[CODE], entry[INSTRUCTION] = caller(call, 3)
+        entry[CREATED] = perf_counter_ns()
+        self._add(entry)
+        return entry
+
+    def _add(self, entry: Entry) -> None:
+        self.entries.append(entry)
+        self.recorded += 1
         if self.listener is not None:
             self.listener(entry)
-        return entry
 
     def begin_message(
         self,

@@ -11,7 +11,7 @@ from torch.distributed import ReduceOp
 
 from gradwire.errors import ArgumentError
 
-__all__ = ["HALF", "OPS", "SUM", "check_reduction", "number_of", "reduce_into"]
+__all__ = ["HALF", "OPS", "SUM", "check_reduction", "number_of", "reduce_into", "reducer"]
 
 
 def number_of(op: object) -> int:
@@ -105,3 +105,15 @@ def reduce_into(out: Tensor, pieces: Sequence[Tensor], op: int) -> None:
         function(out, piece, out=out)
     if op == _AVG:
         out.div_(len(pieces))
+
+
+def reducer(op: int, count: int) -> Callable[[Tensor, Sequence[Tensor]], None]:
+    """`reduce_into` for an op and a number of pieces, none of which is `out` or empty."""
+    if count == 2 and op != _AVG:
+        function = OPS[op]
+
+        def reduce_two(out: Tensor, pieces: Sequence[Tensor]) -> None:
+            function(pieces[0], pieces[1], out=out)
+
+        return reduce_two
+    return lambda out, pieces: reduce_into(out, pieces, op)

@@ -30,6 +30,7 @@ __all__ = [
     "packed",
     "read",
     "write",
+    "write_mark",
 ]
 
 _FIXED = struct.Struct("<10q")
@@ -113,6 +114,11 @@ def write(buffer: memoryview, call: Call, location: Location, mark: int) -> None
 def packed(call: Call, location: Location) -> bytes:
     """What `write` writes for a call without tables or a mark."""
     return _FIXED.pack(*_fixed(call, location, 0))
+
+
+def write_mark(buffer: memoryview, mark: int) -> None:
+    """Put a call's mark into a header."""
+    struct.pack_into("<q", buffer, _MARK, mark)
 
 
 def _fixed(call: Call, location: Location, mark: int) -> tuple[int, ...]:

@@ -67,7 +67,7 @@ class MessageRing:
         self._memory = memory  # kept mapped
         address = memory.data_ptr()
         self._filled, self._free, self._listening, self._woken = (
-            Semaphore(address + SEMAPHORE_BYTES * i, spins) for i in range(4)
+            Semaphore(ctypes.c_void_p(address + SEMAPHORE_BYTES * i), spins) for i in range(4)
         )
         if create:
             for semaphore, value in (

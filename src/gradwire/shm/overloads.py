@@ -96,12 +96,12 @@ def _dispatching(
     name: str, options: type[Any], signatures: list[Signature], method: Callable[..., Any]
 ) -> Callable[..., Any]:
     count = len(signatures[0].parameters) - 1  # of what is not opts
-    usual = [[list] * count, [*[list] * count, options]]
+    usual = {(list,) * count, (*(list,) * count, options)}
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         # with lists and options, as torch itself calls it: skip the search through the overloads
-        if not kwargs and [type(arg) for arg in args] in usual:
+        if not kwargs and tuple(map(type, args)) in usual:
             return method(self, *args)
         for each in signatures:
             try:

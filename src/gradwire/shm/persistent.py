@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, Work
 
 from gradwire._torch import outside_graphs
 from gradwire.errors import ArgumentError, ArgumentTypeError, DistributedError
-from gradwire.shm.arithmetic import check_reduction, number_of, reduce_into
-from gradwire.shm.group_segment import INLINE_BYTES
-from gradwire.shm.group_state import GroupState
-from gradwire.shm.header import Call
+from gradwire.shm.arithmetic import check_reduction, number_of
 from gradwire.shm.hierarchy.group import AcrossHostsOperations
 from gradwire.shm.process_group import Operations
-from gradwire.shm.reduce_algorithms import reduce
 from gradwire.shm.register import member_of
 from gradwire.shm.tensors import check_results
-from gradwire.shm.work import Job, Prepared
 
 __all__ = ["PersistentAllReduce", "all_reduce_init"]
 
@@ -35,7 +28,9 @@ class PersistentAllReduce:
         self, tensor: Tensor, op: ReduceOp.RedOpType, group: ProcessGroup, member: Operations | None
     ) -> None:
         self._tensor, self._op, self._group, self._member = tensor, op, group, member
-        self._prepared = None if member is None else _prepared(member, tensor, number_of(op))
+        self._prepared = (
+            None if member is None else member.prepare_all_reduce(tensor, number_of(op))
+        )
         self._work: Work | None = None
         self._started = False
 
@@ -51,7 +46,6 @@ class PersistentAllReduce:
         if self._member is None or self._prepared is None:
             self._work = dist.all_reduce(self._tensor, self._op, self._group, async_op=True)
         else:
-            self._prepared.work = None
             self._member.start(self._prepared)
 
     def wait(self) -> None:
@@ -71,20 +65,6 @@ class PersistentAllReduce:
     def __repr__(self) -> str:
         kind = "started" if self._started else "ready"
         return f"{type(self).__name__}({tuple(self._tensor.shape)}, {self._op.name}, {kind})"
-
-
-def _prepared(member: Operations, tensor: Tensor, op: int) -> Prepared:
-    flat = tensor.detach().view(-1)
-    call = Call("all_reduce", flat.dtype, flat.numel(), op)
-    short = flat.nbytes <= INLINE_BYTES
-
-    def job_of(state: GroupState) -> Job:
-        if not short:
-            return partial(reduce, state, call, flat)
-        announce = state.prepared(call, flat)
-        return lambda: reduce_into(flat, announce(), op)
-
-    return member.prepare(job_of, [tensor], short=short)
 
 
 def all_reduce_init(

@@ -18,7 +18,7 @@ from gradwire.shm.incoming import Incoming
 from gradwire.shm.mailbox import PostedReceive
 from gradwire.shm.sync import Deadline
 from gradwire.shm.tensors import check_results, check_tensors, flat_of, only
-from gradwire.shm.work import ShmWork
+from gradwire.shm.work import ShmWork, ended
 
 __all__ = ["PointToPoint"]
 
@@ -35,9 +35,7 @@ class PointToPoint(GroupBase):
         ring.begin_message(self._recorded, "send", tensors, dst, lambda: True)
         deadline = Deadline(self._timeout.total_seconds())
         self._outgoing[dst].send(tag, flat_of(only(tensors)), deadline)
-        work = ShmWork(tensors)
-        work.finish()
-        return work
+        return ended(tensors)
 
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> Work:
         """Fill a tensor with the next that rank `src` sends with this tag."""

@@ -18,7 +18,7 @@ from gradwire.errors import ArgumentError, BrokenGroupError
 from gradwire.shm.process_group import Operations, ShmProcessGroup
 from gradwire.shm.rendezvous import Listener, connect_by_name
 from gradwire.shm.sync import Deadline
-from gradwire.shm.work import ShmWork
+from gradwire.shm.work import ended
 
 __all__ = ["ReconfigurableGroup"]
 
@@ -94,9 +94,7 @@ class ReconfigurableGroup(ShmProcessGroup):
         peers = connect_by_name(self._listener, names, rank, uuid, deadline)
         self._join(rank, len(names), peers, deadline)
         self.barrier().wait()  # no rank returns before all have joined
-        work = ShmWork([])
-        work.mark_done()
-        return work
+        return ended([])
 
     def shutdown(self) -> None:
         """Leave the group; it cannot be reconfigured any more."""

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,9 @@ from gradwire.errors import ArgumentError
 from gradwire.shm import sparse
 from gradwire.shm.arithmetic import SUM, check_reduction, number_of
 from gradwire.shm.group_base import GroupBase
-from gradwire.shm.header import Call
+from gradwire.shm.group_segment import INLINE_BYTES
+from gradwire.shm.header import NUMBERS, Call
+from gradwire.shm.short import Short
 from gradwire.shm.tensors import (
     check_results,
     check_sparse,
@@ -29,10 +32,12 @@ from gradwire.shm.tensors import (
     common_base,
     equal_parts,
     flat_of,
+    is_ordinary,
     only,
     paired,
     write_back,
 )
+from gradwire.shm.work import Prepared
 
 __all__ = ["Reductions"]
 
@@ -40,11 +45,37 @@ __all__ = ["Reductions"]
 class Reductions(GroupBase):
     """The part of a group that reduces."""
 
-    def allreduce(self, tensors: list[Tensor], opts: AllreduceOptions | None = None) -> Work:
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
         """Every rank's tensors become the reduction over all ranks; a sparse one the sum."""
+        opts = opts or AllreduceOptions()
+        if len(tensors) == 1 and is_ordinary(tensors[0]):
+            short = self._short_for(tensors[0], number_of(opts.reduceOp.op))
+            if short is not None:
+                return self._submit_short(short, tensors, opts)
         if tensors and getattr(tensors[0], "layout", None) is torch.sparse_coo:
             return self.allreduce_sparse(tensors, opts)
-        return self._reduce("all_reduce", tensors, opts or AllreduceOptions())
+        return self._reduce("all_reduce", tensors, opts)
+
+    def _short_for(self, tensor: Tensor, op: int) -> Short | None:
+        """What all_reduces an ordinary tensor, if it is short."""
+        if self._shorts is None or tensor.dtype not in NUMBERS:
+            return None
+        key = tensor.shape, tensor.dtype, op
+        short = self._shorts.get(key)
+        if short is None:
+            check_reduction(op, tensor.dtype)
+            short = self._shorts.make(key)
+        return short
+
+    def prepare_all_reduce(self, tensor: Tensor, op: int) -> Prepared:
+        """Prepare an all_reduce of a contiguous tensor that `start` and `finish` run."""
+        flat = tensor.detach().view(-1)
+        short = self._short_for(flat, op) if is_ordinary(flat) else None
+        if short is not None:
+            return self.prepare(partial(short, flat), [tensor], short=True)
+        call = Call("all_reduce", flat.dtype, flat.numel(), op)
+        job = partial(self._algorithms.reduce, call, flat)
+        return self.prepare(job, [tensor], short=flat.nbytes <= INLINE_BYTES)
 
     def allreduce_sparse(self, tensors: list[Tensor], opts: Any = None) -> Work:
         """Every rank's sparse COO tensor becomes the sum over all ranks, coalesced.

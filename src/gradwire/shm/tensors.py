@@ -23,6 +23,7 @@ __all__ = [
     "common_base",
     "equal_parts",
     "flat_of",
+    "is_ordinary",
     "only",
     "overwrites",
     "paired",
@@ -103,6 +104,24 @@ def check_tensors(tensors: Sequence[Tensor]) -> None:
         if tensor.layout != torch.strided:
             raise ArgumentError(f"a tensor has layout {tensor.layout}: pass dense tensors")
         raise ArgumentError(f"a tensor is of {tensor.dtype}: shm does not carry that")
+
+
+def is_ordinary(tensor: Tensor) -> bool:
+    """Whether it is a contiguous CPU tensor without any of what calls for care elsewhere here."""
+    return (
+        type(tensor) is Tensor
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and not (
+            tensor.requires_grad
+            or tensor.is_nested
+            or tensor.is_conj()
+            or tensor.is_neg()
+            or tensor.is_inference()
+            or torch._C._are_functorch_transforms_active()
+        )
+    )
 
 
 def check_sparse(tensor: Tensor) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from queue import SimpleQueue
 
 import torch
@@ -18,7 +19,7 @@ from gradwire._torch import outside_graphs
 from gradwire.errors import BrokenGroupError, CollectiveTimeoutError, NotSupportedError
 from gradwire.recorder import Entry
 
-__all__ = ["Queue", "ShmWork", "wait_until"]
+__all__ = ["Job", "Prepared", "Queue", "ShmWork", "ended", "wait_until"]
 
 _STATE = threading.RLock()
 """Held while an operation is marked as done; one for all, as making one takes longer than a small
@@ -72,6 +73,7 @@ class ShmWork(Work):
     _error: BaseException | None = None
     _future: torch.futures.Future[list[Tensor]] | None = None
     _source = -1
+    _callbacks_in_own_thread = False
 
     def __init__(
         self,
@@ -96,10 +98,6 @@ class ShmWork(Work):
             threading.Thread(target=future.set_result, args=(self._tensors,), daemon=True).start()
         elif future is not None:
             future.set_result(self._tensors)
-
-    def mark_done(self) -> None:
-        """Mark it as done, before anyone else has the handle."""
-        self._done = True
 
     def wait_until_done(self) -> None:
         """Wait without a limit; for operations that depend on no other rank any more."""
@@ -174,10 +172,24 @@ class ShmWork(Work):
         return future.value()
 
 
+class _EndedWork(ShmWork):
+    """The handle of an operation that has ended well; made in half the time."""
+
+    _done = True
+    __init__ = Work.__init__
+
+
+def ended(tensors: Sequence[Tensor]) -> ShmWork:
+    """The handle of an operation that has ended well and filled these tensors."""
+    work: ShmWork = _EndedWork()
+    work._tensors = list(tensors)
+    return work
+
+
 Job = Callable[[], None]
 
 
-@dataclass
+@dataclass(slots=True)
 class Prepared:
     """An operation that is run again and again.
 
@@ -185,22 +197,27 @@ class Prepared:
         job: What it does.
         tensors: What it fills.
         short: Whether it is run by who waits for it, unless others come in between.
-        present: The recorder's entry of the present run.
+        queued: Runs it in the group's thread.
+        entry: The recorder's of the present run.
+        like: The recorder's of an earlier run, as it was begun.
         work: The handle of the present run, if a thread has or gets it.
     """
 
     job: Job
     tensors: Sequence[Tensor]
     short: bool
-    present: list[Entry | None]
+    queued: Callable[[Prepared], None]
+    entry: Entry | None = None
+    like: Entry | None = None
     work: ShmWork | None = None
 
 
 class Queue:
     """Runs operations one at a time, in the order of the calls.
 
-    An operation whose caller waits runs in the caller's thread if none is before it, which saves
-    two switches of threads; all others run in a thread that is started for the first of them.
+    An operation whose caller waits is run by the caller, between `enter` and `leave`, if none is
+    before it, which saves two switches of threads; all others run in a thread that is started for
+    the first of them.
     """
 
     def __init__(self, name: str) -> None:
@@ -215,58 +232,76 @@ class Queue:
         self._closed = False
         self._held: Prepared | None = None
 
-    def hold(self, prepared: Prepared) -> None:
-        """Take an operation that `finish` runs, or the thread once there are others."""
-        with self._order:
-            self._check_open()
-            if self._pending or self._held is not None:
-                self._enqueue_prepared(prepared)
-            else:
-                self._held = prepared
-
-    def finish(self, prepared: Prepared) -> None:
-        """Run an operation that is held, or wait for it.
+    def enter(self) -> bool:
+        """Let this thread run an operation, if nothing is before it; whether it may.
 
         Raises:
-            BrokenGroupError: The queue was closed before.
-            Exception: What the job raises.
+            BrokenGroupError, NotSupportedError: As of `submit`.
         """
         with self._order:
-            held = self._held is prepared
-            if held:
-                self._held = None
-                self._enter_inline()
-        if held:
-            self._run_inline(prepared.job)
-        elif prepared.work is None:
-            raise BrokenGroupError("the group was destroyed before the operation was waited for")
-        else:
-            prepared.work.wait()
+            self._check_open()
+            if self._pending or self._inline_in or self._held is not None or self._is_threads():
+                return False
+            self._enter()
+        return True
 
-    def _enqueue_prepared(self, prepared: Prepared) -> None:
-        prepared.work = ShmWork(prepared.tensors)
-        self._enqueue(prepared.job, prepared.work)
+    def leave(self) -> None:
+        """The operation that this thread entered for has ended."""
+        self._running.release()  # before `_inline_in` is reset, as in `_enter`
+        self._inline_in = 0
+
+    def _enter(self) -> None:
+        # before the lock is acquired: a signal handler that runs between the two would wait for
+        # its own thread if it were not refused
+        self._inline_in = threading.get_ident()
+        self._running.acquire()
+
+    def hold(self, prepared: Prepared) -> bool:
+        """Keep an operation for `take`, or the thread once there are others; whether it is kept.
+
+        Raises:
+            BrokenGroupError, NotSupportedError: As of `submit`.
+        """
+        with self._order:
+            self._check_open()
+            if self._pending or self._inline_in or self._held is not None:
+                return False
+            self._held = prepared
+        return True
+
+    def take(self, prepared: Prepared) -> bool:
+        """`enter` for an operation if it is held; whether it is."""
+        with self._order:
+            if self._held is not prepared:
+                return False
+            self._held = None
+            self._enter()
+        return True
+
+    def submit(self, job: Job, work: ShmWork) -> ShmWork:
+        """Run a job in its turn.
+
+        Raises:
+            BrokenGroupError: The queue was closed.
+            NotSupportedError: This thread is in a job already, which a signal interrupted.
+        """
+        with self._order:
+            self._check_open()
+            if self._held is not None:
+                held, self._held = self._held, None
+                held.work = ShmWork(held.tensors)
+                self._enqueue(partial(held.queued, held), held.work)
+            self._enqueue(job, work)
+        if self._is_threads():
+            # called by a future's callback, which may wait for the operation: no other thread runs
+            # it, so run what is pending here
+            self._run(until=work)
+        return work
 
     def _enqueue(self, job: Job, work: ShmWork) -> None:
         self._pending += 1
         self._start()
         self._jobs.put((job, work))
-
-    def _enter_inline(self) -> None:
-        self._pending += 1
-        # before the lock is acquired: a signal handler that runs between the two would wait for
-        # its own thread if `submit` did not refuse it
-        self._inline_in = threading.get_ident()
-        self._running.acquire()
-
-    def _run_inline(self, job: Job) -> None:
-        try:
-            job()
-        finally:
-            self._running.release()  # before `_inline_in` is reset, as in `_enter_inline`
-            self._inline_in = 0
-            with self._order:
-                self._pending -= 1
 
     def _check_open(self) -> None:
         if self.runs_in_this_thread():
@@ -277,32 +312,8 @@ class Queue:
         if self._closed:
             raise BrokenGroupError("the group was destroyed on this rank: make a new one")
 
-    def submit(self, job: Job, work: ShmWork, *, wait: bool) -> ShmWork:
-        """Run a job now, if the caller is to `wait` and nothing is before it, or in its turn.
-
-        Raises:
-            BrokenGroupError: The queue was closed.
-            NotSupportedError: This thread is in a job already, which a signal interrupted.
-            Exception: What the job raises, if it ran here.
-        """
-        with self._order:
-            self._check_open()
-            if self._held is not None:
-                held, self._held = self._held, None
-                self._enqueue_prepared(held)
-            inline = wait and self._pending == 0 and threading.current_thread() is not self._thread
-            if inline:
-                self._enter_inline()
-            else:
-                self._enqueue(job, work)
-        if threading.current_thread() is self._thread:
-            # called by a future's callback, which may wait for the operation: no other thread runs
-            # it, so run what is pending here
-            self._run(until=work)
-        if inline:
-            self._run_inline(job)
-            work.mark_done()
-        return work
+    def _is_threads(self) -> bool:
+        return self._thread is not None and threading.current_thread() is self._thread
 
     def runs_in_this_thread(self) -> bool:
         """Whether this thread runs a job, which a signal handler or a finalizer has interrupted."""
@@ -316,7 +327,7 @@ class Queue:
             pass  # wait for an operation that runs in a caller's thread
         if self._thread is not None:
             self._jobs.put(None)
-            if threading.current_thread() is not self._thread:
+            if not self._is_threads():
                 self._thread.join()
             self._thread = None
 

@@ -25,7 +25,7 @@ from gradwire.shm.hierarchy.engine import USER_TAGS, Transfer
 from gradwire.shm.process_group import Operations, ShmBackend, ShmProcessGroup
 from gradwire.shm.sync import Deadline
 from gradwire.shm.tensors import check_results, check_tensors, flat_of, only, write_back
-from gradwire.shm.work import Job, Queue, ShmWork
+from gradwire.shm.work import Queue, ShmWork
 
 __all__ = ["AcrossHostsBackend", "AcrossHostsOperations", "AcrossHostsProcessGroup"]
 
@@ -35,12 +35,9 @@ _MAX_TAG = 2**30
 class _ThreadQueue(Queue):
     """Runs all operations in its thread: the engine's waits end for no signal."""
 
-    def submit(self, job: Job, work: ShmWork, *, wait: bool) -> ShmWork:
-        """As `Queue.submit`, but never in the caller's thread."""
-        super().submit(job, work, wait=False)
-        if wait:
-            work.wait()
-        return work
+    def enter(self) -> bool:
+        """Refuse."""
+        return False
 
 
 @outside_graphs

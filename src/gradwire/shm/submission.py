@@ -1,0 +1,301 @@
+"""How a group's operations are run: in their turn, recorded, and after an error of theirs no more.
+
+An operation whose caller waits runs in the caller's thread; the other ones in the group's.
+"""
+
+# mypy: disable-error-code="assignment"
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from time import perf_counter_ns
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import Work
+
+from gradwire.errors import BrokenGroupError, MismatchError
+from gradwire.recorder import ENDED, STARTED, WAITS, Entry, RecordedGroup, failed, ring
+from gradwire.shm.group_state import GroupState
+from gradwire.shm.short import Short
+from gradwire.shm.tensors import flat_of, write_all_back
+from gradwire.shm.work import Job, Prepared, Queue, ShmWork, ended
+
+__all__ = ["Observer", "Submission"]
+
+Observer = Callable[[str, int, Sequence[Sequence[Tensor]]], None]
+"""Called with each collective as it is submitted: its name among torch's operators, its root, and
+the tensors. Groups that are written in C++ are observed through torch's dispatcher instead."""
+
+
+class _Marks(threading.local):
+    next = 0
+
+
+class Submission:
+    """The part of a group that runs its operations.
+
+    Args:
+        timeout: For each operation that has none of its own.
+
+    Attributes:
+        observer: Called with each collective as it is submitted, if there is one.
+    """
+
+    _state: GroupState
+    _queue: Queue
+
+    def __init__(self, timeout: timedelta) -> None:
+        self._timeout = timeout
+        self._seconds = timeout.total_seconds()
+        self._broken: BaseException | None = None
+        self._closed = "the group has no members yet"  # the reason it is not usable; "" if it is
+        self.observer: Observer | None = None
+        self._submitted = 0
+        self._leaving = False  # whether `_release` is still to be called
+        self._marks = _Marks()
+        self._recorded = RecordedGroup(self)
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The error of the operation that made the group unusable, if one did."""
+        return self._broken
+
+    @property
+    def timeout(self) -> timedelta:
+        """The timeout of operations that have none of their own."""
+        return self._timeout
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the timeout of later operations that have none of their own."""
+        self._timeout, self._seconds = timeout, timeout.total_seconds()
+
+    def _get_sequence_number_for_group(self) -> int:
+        """How many collectives were submitted: equal on ranks that are in step."""
+        return self._submitted
+
+    def _submit(
+        self,
+        job: Job,
+        tensors: Sequence[Tensor],
+        opts: Any,
+        observed: tuple[str, int, Sequence[Sequence[Tensor]]] = ("a collective", 0, ()),
+        *,
+        op: str = "collective",
+        sources: Sequence[Tensor] | None = None,
+    ) -> Work:
+        """Run a job in its turn.
+
+        Args:
+            job: What the collective does.
+            tensors: What it fills, and the value of its future.
+            opts: torch's options; its timeout and `asyncOp` are used.
+            observed: What the observer is called with.
+            op: The collective's name in the recorder.
+            sources: What it reads, if not `tensors`.
+        """
+        self._check_usable()
+        self._submitted += 1
+        inputs = tensors if sources is None else sources
+        entry = ring.begin(self._recorded, self._submitted, op, inputs, tensors)
+        if any(map(Tensor.is_inference, tensors)):
+            job = partial(_in_inference_mode, job)
+        return self._run_or_queue(job, tensors, opts, observed, entry)
+
+    def _submit_short(self, short: Short, tensors: Sequence[Tensor], opts: Any) -> Work:
+        """`_submit` for what is prepared for a kind of tensors."""
+        self._check_usable()
+        self._submitted += 1
+        entry = self._record_again(short, tensors, "a short all_reduce")
+        observed = ("allreduce_", 0, (tensors,))
+        return self._run_or_queue(partial(short, tensors[0]), tensors, opts, observed, entry)
+
+    def _record_again(
+        self, prepared: Short | Prepared, tensors: Sequence[Tensor], call: str
+    ) -> Entry | None:
+        if prepared.like is not None:
+            return ring.begin_again(prepared.like, self._submitted, call)
+        entry = ring.begin(self._recorded, self._submitted, "all_reduce", tensors, tensors)
+        if entry is not None and self._recorded.named:
+            prepared.like = entry.copy()
+        return entry
+
+    def _run_or_queue(
+        self,
+        job: Job,
+        tensors: Sequence[Tensor],
+        opts: Any,
+        observed: tuple[str, int, Sequence[Sequence[Tensor]]],
+        entry: Entry | None,
+    ) -> Work:
+        if self.observer is not None:
+            self.observer(*observed)
+        mark, own = self._take_mark(), opts.timeout.total_seconds()
+        seconds = own if own > 0 else self._seconds
+        wait = not opts.asyncOp
+        if wait and self._queue.enter():
+            self._run_at_once(job, mark, seconds, entry)
+            return ended(tensors)
+        work = ShmWork(tensors)
+        try:
+            self._queue.submit(partial(self._run_queued, job, mark, seconds, entry), work)
+            if wait:
+                work.wait()
+        finally:
+            self._release_if_left()
+        return work
+
+    def _run_at_once(self, job: Job, mark: int, seconds: float, entry: Entry | None) -> None:
+        """Run an operation in this thread, which has entered the queue."""
+        try:
+            self._run(job, mark, seconds, entry)
+        finally:
+            self._queue.leave()
+            if self._leaving:
+                self._release_if_left()
+
+    def _run_queued(self, job: Job, mark: int, seconds: float, entry: Entry | None) -> None:
+        self._check_usable()  # the operation before it may have failed
+        self._run(job, mark, seconds, entry)
+
+    def _run(self, job: Job, mark: int, seconds: float, entry: Entry | None) -> None:
+        """Run an operation, after whose errors the group cannot be used.
+
+        Args:
+            job: What it does.
+            mark: What its first header carries.
+            seconds: For all of its waits.
+            entry: The recorder's.
+        """
+        state, failure = self._state, None
+        if entry is not None:
+            entry[STARTED] = perf_counter_ns()
+        state.begin(mark, seconds)
+        try:
+            job()
+        except MismatchError as error:
+            failure = error
+            raise  # on all ranks, before any data moved: the group stays usable
+        except BaseException as error:
+            failure = error
+            self._break(error)
+            raise
+        finally:
+            if entry is not None:
+                entry[ENDED], entry[WAITS] = perf_counter_ns(), state.take_waits()
+            if failure is not None:
+                failed(failure, entry)
+
+    def _release_if_left(self) -> None:
+        if self._leaving and not self._queue.runs_in_this_thread():
+            self._release()
+
+    def _release(self) -> None:
+        raise NotImplementedError
+
+    def prepare(self, job: Job, tensors: Sequence[Tensor], *, short: bool) -> Prepared:
+        """Prepare an operation that `start` and `finish` run again and again.
+
+        Args:
+            job: What it does.
+            tensors: What it fills.
+            short: Whether `finish` runs it.
+        """
+        if any(map(Tensor.is_inference, tensors)):
+            job = partial(_in_inference_mode, job)
+        return Prepared(job, tensors, short, self._run_prepared)
+
+    def _run_prepared(self, prepared: Prepared) -> None:
+        self._run_queued(prepared.job, 0, self._seconds, prepared.entry)
+
+    def start(self, prepared: Prepared) -> None:
+        """Begin a prepared operation, which `finish` ends; a short one is run there."""
+        if self._closed or self._broken is not None:
+            self._check_usable()
+        self._submitted += 1
+        prepared.entry = self._record_again(prepared, prepared.tensors, "a prepared all_reduce")
+        if self.observer is not None:
+            self.observer("allreduce_", 0, [prepared.tensors])
+        prepared.work = None
+        if not prepared.short or not self._queue.hold(prepared):
+            prepared.work = ShmWork(prepared.tensors)
+            self._queue.submit(partial(self._run_prepared, prepared), prepared.work)
+
+    def finish(self, prepared: Prepared) -> None:
+        """Wait for a prepared operation to end.
+
+        Raises:
+            DistributedError: The operation failed.
+        """
+        if self._queue.take(prepared):
+            self._run_at_once(prepared.job, 0, self._seconds, prepared.entry)
+        elif prepared.work is None:
+            raise BrokenGroupError("the group was destroyed before the operation was waited for")
+        else:
+            try:
+                prepared.work.wait()
+            finally:
+                self._release_if_left()
+
+    def _submit_into(
+        self,
+        results: Sequence[Tensor],
+        fill: Callable[[list[Tensor]], None],
+        opts: Any,
+        op: str,
+        sources: Sequence[Tensor],
+    ) -> Work:
+        """Submit a job that fills the results; it is given each as a 1-d contiguous tensor."""
+
+        def job() -> None:
+            flats = [flat_of(result) for result in results]
+            fill(flats)
+            write_all_back(results, flats)
+
+        return self._submit(job, results, opts, op=op, sources=sources)
+
+    @contextmanager
+    def marked(self, mark: int) -> Iterator[None]:
+        """Send a mark in the header of the next collective that this thread submits in the block.
+
+        Args:
+            mark: 64 bits, not all zero, which must be equal on all ranks if all ranks send one. If
+                they differ, all ranks raise: CheckedMismatchError if the lowest bit is set in all
+                of them, else MismatchError.
+        """
+        self._marks.next = mark
+        try:
+            yield
+        finally:
+            self._marks.next = 0
+
+    def _take_mark(self) -> int:
+        mark = self._marks.next
+        if mark:
+            self._marks.next = 0
+        return mark
+
+    def _break(self, error: BaseException) -> None:
+        if self._broken is None:
+            self._broken = error
+            self._state.links.report_failure(error)
+
+    def _check_usable(self) -> None:
+        if self._closed:
+            raise BrokenGroupError(self._closed)
+        if self._broken is not None:
+            raise BrokenGroupError(
+                "the group cannot be used since an operation failed with "
+                f"{type(self._broken).__name__}: {self._broken}; destroy it and make a new one"
+            ) from self._broken
+
+
+def _in_inference_mode(job: Job) -> None:
+    """Run a job that fills inference tensors: only so can they be written, and it is a thread's."""
+    with torch.inference_mode():
+        job()
