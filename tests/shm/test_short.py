@@ -72,10 +72,12 @@ def after_one_another():
     x = torch.ones(2, 3) if dist.get_rank() else torch.ones(6)  # as many elements
     dist.all_reduce(x)
     assert x.eq(2).all()
-    works = [dist.all_reduce(torch.full((), 1.0 + i), async_op=True) for i in range(5)]
+    numbers = [torch.full((), 1.0 + i) for i in range(5)]
+    works = [dist.all_reduce(number, async_op=True) for number in numbers]
     y = torch.ones(())
     dist.all_reduce(y)  # after those
-    assert [work.result()[0].item() for work in works] == [2, 4, 6, 8, 10]
+    assert all(work.wait() for work in works)
+    assert [number.item() for number in numbers] == [2, 4, 6, 8, 10]
     assert y.item() == 2
     dist.destroy_process_group()
     assert not group._shorts._of
