@@ -27,6 +27,8 @@ class Assembly:
         address: Of `data`.
     """
 
+    __slots__ = ("address", "arrived", "data", "dtype", "head", "nbytes", "receive")
+
     def __init__(self, head: Head) -> None:
         self.head, self.dtype = head, DTYPES[head.dtype]
         self.nbytes = head.elements * self.dtype.itemsize

@@ -271,8 +271,8 @@ class Incoming:
 
 def _check(head: Head, source: int) -> None:
     """Raise unless the numbers, which a peer wrote, are those of a message's piece."""
-    sizes = head.message, head.elements, head.offset, head.nbytes
-    if min(sizes) < 0 or not 0 <= head.dtype < len(DTYPES):
+    message, _, dtype, elements, offset, nbytes = head
+    if message < 0 or elements < 0 or offset < 0 or nbytes < 0 or not 0 <= dtype < len(DTYPES):
         raise DistributedError(f"rank {source} sent a piece of a message that cannot be: {head}")
 
 

@@ -193,6 +193,8 @@ class Links:
 
     def check(self, peers: Sequence[int]) -> None:
         """Raise the error of this rank's abort, or of the first of `peers` that is lost."""
+        if self.aborted is None and not self.lost:
+            return
         for error in (self.aborted, *(self.lost.get(peer) for peer in peers)):
             if error is not None:
                 raise type(error)(*error.args)  # a copy: each raise adds to its own traceback

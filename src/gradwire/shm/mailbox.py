@@ -17,7 +17,7 @@ from gradwire.shm.work import ShmWork
 __all__ = ["Envelope", "Mailbox", "PostedReceive"]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Envelope:
     """A message that has arrived."""
 
@@ -26,7 +26,7 @@ class Envelope:
     data: Tensor
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class PostedReceive:
     """A receive; its source is None for any."""
 
@@ -96,7 +96,10 @@ class Mailbox:
 
     def find(self, source: int, tag: int) -> PostedReceive | None:
         """The first posted receive that fits, if there is one; it stays posted."""
-        return next((w for w in self._posted if w.fits(source, tag)), None)
+        for receive in self._posted:
+            if receive.fits(source, tag):
+                return receive
+        return None
 
     def take(self, receive: PostedReceive) -> None:
         """Remove a receive that was found: the caller finishes it."""

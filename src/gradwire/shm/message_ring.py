@@ -114,7 +114,7 @@ class MessageRing:
             at = self._turn % SLOTS * _STAMP_AND_HEAD
             if _STAMP.unpack_from(self._heads, at)[0] == self._turn + 1:
                 self._ready = max(self._ready, 1)
-                return Head(*_HEAD.unpack_from(self._heads, at + _STAMP.size))
+                return Head._make(_HEAD.unpack_from(self._heads, at + _STAMP.size))
             self._ready = max(self._ready - 1, 0)
         return None
 

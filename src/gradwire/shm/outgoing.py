@@ -65,11 +65,11 @@ class Outgoing:
             DistributedError: There is no memory for a message that it does not read. As the
                 receiver waits for the message, the ranks lose each other then.
         """
-        message = Head(0, tag, NUMBERS[flat.dtype], flat.numel(), 0, flat.nbytes)
+        kind = tag, NUMBERS[flat.dtype], flat.numel()
         with self._lock:
             self._links.check([self._peer])
             if self._amid:  # in a signal's handler
-                self._send(None, message, flat, deadline)
+                self._send(None, kind, flat, deadline)
                 return
             self._amid = True
             try:
@@ -77,20 +77,23 @@ class Outgoing:
                     with suppress(NotSupportedError):  # in a handler, amid an allocation
                         self._ring = self._make_ring()
                 ring = self._ring if self._ring_is_usable else None
-                self._send(ring, message, flat, deadline)
+                self._send(ring, kind, flat, deadline)
             finally:
                 self._amid = False
 
     def _send(
-        self, ring: MessageRing | None, message: Head, flat: Tensor, deadline: Deadline
+        self,
+        ring: MessageRing | None,
+        kind: tuple[int, int, int],
+        flat: Tensor,
+        deadline: Deadline,
     ) -> None:
         # no call is between these: a signal's handler runs before or after both, or in the `try`
         number = self._number
         self._number = number + 1
         try:
-            rest: Head | None = message._replace(message=number)
-            if ring is not None and rest is not None:
-                rest = self._fill(ring, rest, flat, deadline)
+            message = Head(number, *kind, 0, flat.nbytes)
+            rest = message if ring is None else self._fill(ring, message, flat, deadline)
             if rest is not None:
                 self._send_rest(rest, flat, deadline)
         except DistributedError as error:
@@ -101,7 +104,7 @@ class Outgoing:
             # waits for the message; what it has of it already does no harm.
             self._ring_is_usable = False
             try:
-                self._send_rest(message._replace(message=number), flat, deadline)
+                self._send_rest(Head(number, *kind, 0, flat.nbytes), flat, deadline)
             except BaseException as error:
                 self._links.part(self._peer, error)
                 raise
@@ -116,7 +119,9 @@ class Outgoing:
         while ring.acquire(0 if self._behind else _PATIENCE):
             self._behind = False
             nbytes = min(SLOT_BYTES, total - offset)
-            if ring.put(message._replace(offset=offset, nbytes=nbytes), address + offset):
+            whole = nbytes == total
+            piece = message if whole else message._replace(offset=offset, nbytes=nbytes)
+            if ring.put(piece, address + offset):
                 self._links.send(self._peer, Message(Kind.WAKE), deadline)
             offset += nbytes
             if offset == total:
