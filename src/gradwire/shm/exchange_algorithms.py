@@ -23,7 +23,6 @@ from gradwire.shm.pieces import (
     fill_slot,
     location_for,
     share,
-    sync_in_place,
 )
 from gradwire.shm.regions import UPFRONT
 from gradwire.shm.tensors import common_base, overwrites
@@ -69,7 +68,7 @@ def broadcast(state: GroupState, call: Call, flat: Tensor) -> None:
             if rank != state.rank and location.region >= 0:
                 copy(state.at(rank, location, flat.dtype, 0, first), flat[:first])
     if in_place:
-        state.sync()
+        state.sync(None if at_root else [call.root])
 
 
 def exchange_blocks(
@@ -149,7 +148,20 @@ def exchange(
                 copy(target, state.at(rank, its_location, call.dtype, start, count))
     if staged:
         _exchange_through_slots(state, call, calls, staged, outgoing, incoming, shared=shared)
-    sync_in_place(state, locations)
+    in_place = [rank for rank, at in enumerate(locations) if at.region > UPFRONT]
+    if in_place:
+        state.sync(_partners(state, calls, in_place))
+
+
+def _partners(state: GroupState, calls: Sequence[Call], sources: Sequence[int]) -> list[int]:
+    """The ranks that read what this rank has, if it is a source, and the sources that it reads."""
+    rank = state.rank
+
+    def reads(reader: int, source: int) -> bool:
+        sends = calls[source].sends
+        return source in sources and (not sends or sends[reader] > 0)
+
+    return [r for r in range(state.size) if r != rank and (reads(r, rank) or reads(rank, r))]
 
 
 def _exchange_through_slots(
@@ -173,7 +185,8 @@ def _exchange_through_slots(
     )
     slots = {rank: state.slots(rank, call.dtype) for rank in staged}
     others = outgoing if shared else [*outgoing[: state.rank], *outgoing[state.rank + 1 :]]
-    for fill, fetch in state.pipeline(math.ceil(longest / step), stages=2):
+    pieces, partners = math.ceil(longest / step), _partners(state, calls, staged)
+    for fill, fetch in state.pipeline(pieces, stages=2, partners=partners):
         if state.rank in staged and fill >= 0:
             lo = fill * step
             slot = slots[state.rank][fill % ring.slots]

@@ -185,19 +185,17 @@ class GroupState:
         """What each rank called, as announced."""
         return [read(header)[0] for header in self._headers[self._parity]]
 
-    def sync(self) -> None:
-        """A barrier: what any rank wrote before it can be read by all ranks after it."""
-        semaphores, others = self._semaphores, self._others
-        semaphores.post(others)
-        semaphores.wait(others, self._check_peers)
+    def sync(self, partners: Sequence[int] | None = None) -> None:
+        """A barrier: what any rank wrote before it can be read by all ranks after it.
 
-    def post(self) -> None:
-        """Post this rank's semaphore for each other rank."""
-        self._semaphores.post(self._others)
-
-    def wait(self) -> None:
-        """Wait for one post of each other rank."""
-        self._semaphores.wait(self._others, self._check_peers)
+        Args:
+            partners: The ranks that this one waits for, each of which waits for this one; all
+                others if None. Where few ranks need each other, the rest need no core for it.
+        """
+        semaphores = self._semaphores
+        peers = self._others if partners is None else partners
+        semaphores.post(peers)
+        semaphores.wait(peers, self._check_peers)
 
     def take_waits(self) -> dict[int, int] | None:
         """For how many ns this rank has waited for each other, since the last call; or None."""
@@ -207,25 +205,33 @@ class GroupState:
         self._semaphores.waited = {}
         return taken
 
-    def pipeline(self, pieces: int, *, stages: int) -> Iterator[list[int]]:
+    def pipeline(
+        self, pieces: int, *, stages: int, partners: Sequence[int] | None = None
+    ) -> Iterator[list[int]]:
         """The steps of a pipeline: in each, every stage works on another piece.
 
         A rank posts after each step, and waits only for the posts of `ring.lag(stages)` steps ago:
         a rank may be that many steps ahead. After the wait, what the other ranks wrote in the
         previous stage can be read, and a slot that they have read can be written again.
 
+        Args:
+            pieces: How many there are.
+            stages: How many steps one piece takes.
+            partners: As of `sync`.
+
         Yields:
             The number of the piece in each stage; -1 where a stage has none in this step.
         """
         lag = self.ring.lag(stages)
+        peers = self._others if partners is None else partners
         schedule = list(self.ring.schedule(pieces, stages))
         posts = len(schedule) - lag - 1
         for step, numbers in enumerate(schedule):
             yield numbers
             if step < posts:
-                self.post()
+                self._semaphores.post(peers)
             if 0 <= step - lag < posts:
-                self.wait()
+                self._semaphores.wait(peers, self._check_peers)
 
     def inline(self, rank: int, dtype: torch.dtype, start: int, count: int) -> Tensor:
         """Elements of the data that a rank wrote beside its header."""

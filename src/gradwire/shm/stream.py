@@ -47,7 +47,8 @@ def broadcast(state: GroupState, flats: Sequence[Tensor], root: int) -> None:
     limit = min(ring.slot_bytes, max(_PIECE_BYTES, total // _PIECES))
     pieces = [piece for run in runs for piece in _pieces(run, limit // run.dtype.itemsize)]
     slots: dict[torch.dtype, list[Tensor]] = {}
-    for fill, fetch in state.pipeline(len(pieces), stages=2):
+    partners = None if state.rank == root else [root]
+    for fill, fetch in state.pipeline(len(pieces), stages=2, partners=partners):
         now = fill if state.rank == root else fetch
         if now < 0:
             continue
