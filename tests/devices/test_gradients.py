@@ -37,6 +37,14 @@ def leaf(
     return torch.randn(shape, dtype=dtype, device=device, requires_grad=grad)
 
 
+FEW = [["cpu"], ["cpu"] * 2]
+"""Complex numbers on four devices take as long as all the rest, and are wide."""
+REAL_OR_FEW = pytest.mark.narrow(
+    {"dtype": torch.float64}, {"dtype": torch.complex128, "places": FEW}
+)
+
+
+@REAL_OR_FEW
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3), (0, 2)])
 def test_broadcast(places: list[str], dtype: torch.dtype, shape: tuple[int, ...]) -> None:
@@ -44,7 +52,8 @@ def test_broadcast(places: list[str], dtype: torch.dtype, shape: tuple[int, ...]
 
 
 @pytest.mark.narrow(
-    {"dtype": torch.float64, "frozen": [None, 1]}, {"dtype": torch.complex128, "frozen": 0}
+    {"dtype": torch.float64, "frozen": [None, 1]},
+    {"dtype": torch.complex128, "frozen": 0, "places": FEW},
 )
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("frozen", [None, 0, 1])
@@ -59,7 +68,8 @@ def test_broadcast_coalesced(places: list[str], dtype: torch.dtype, frozen: int 
 
 
 @pytest.mark.narrow(
-    {"dtype": torch.float64, "frozen": [None, 1]}, {"dtype": torch.complex128, "frozen": 0}
+    {"dtype": torch.float64, "frozen": [None, 1]},
+    {"dtype": torch.complex128, "frozen": 0, "places": FEW},
 )
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("frozen", [None, 0, 1])
@@ -73,6 +83,7 @@ def test_reduce_add(
     check(lambda *tensors: reduce_add(tensors), *inputs)
 
 
+@REAL_OR_FEW
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_reduce_add_coalesced(places: list[str], dtype: torch.dtype) -> None:
     inputs = [
@@ -86,7 +97,9 @@ def test_reduce_add_coalesced(places: list[str], dtype: torch.dtype) -> None:
     check(op, *inputs)
 
 
-@pytest.mark.narrow({"dtype": torch.float64, "dim": 0}, {"dtype": torch.complex128, "dim": [1, -1]})
+@pytest.mark.narrow(
+    {"dtype": torch.float64, "dim": 0}, {"dtype": torch.complex128, "dim": [1, -1], "places": FEW}
+)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [0, 1, -1])
 @pytest.mark.parametrize("conjugated", [False, True])
@@ -121,7 +134,9 @@ def test_a_chunk_alone_has_a_gradient() -> None:
     assert not x.grad[2:].any()
 
 
-@pytest.mark.narrow({"dtype": torch.float64, "dim": 0}, {"dtype": torch.complex128, "dim": [1, -1]})
+@pytest.mark.narrow(
+    {"dtype": torch.float64, "dim": 0}, {"dtype": torch.complex128, "dim": [1, -1], "places": FEW}
+)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [0, 1, -1])
 @pytest.mark.parametrize("frozen", [None, 0])

@@ -90,13 +90,15 @@ def page_blocks(path: Path) -> list[Block]:
 
 
 MODULES = [
-    module.name
+    pytest.param(
+        module.name, marks=pytest.mark.wide if module.name == "gradwire.testing.hosts" else ()
+    )
     for module in pkgutil.walk_packages(gradwire.__path__, "gradwire.")
     if not module.name.endswith("__main__")
 ]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-LONG_PAGES = {"test.md", "hosts.md", "slow-networks.md", "elastic.md"}
-"""What these show starts processes on several hosts, or many of them."""
+LONG_PAGES = {"test.md", "hosts.md", "slow-networks.md", "elastic.md", "tutorial.md"}
+"""What these show starts processes on several hosts, or many of them, or trains for seconds."""
 
 
 @pytest.mark.parametrize(

@@ -174,6 +174,7 @@ def test_a_death_quotes_what_the_rank_wrote_last() -> None:
     assert "in aborts" in str(caught.value)  # from faulthandler
 
 
+@pytest.mark.wide
 def test_a_death_is_seen_though_a_child_keeps_the_socket_open(tmp_path: Path) -> None:
     child = tmp_path / "child"
 

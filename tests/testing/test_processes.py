@@ -103,7 +103,7 @@ STARTING = (
 )
 
 
-@pytest.mark.narrow({"script": HOLDING_THE_GIL})
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "script",
     [
