@@ -203,7 +203,9 @@ def make_backend(
     # a store may outlive a group: torchrun's still has the keys of a destroyed one of this name
     store = PrefixStore(f"time {store.add(f'times/{rank}', 1)}", store)
     store.set(f"available/{rank}", "yes" if is_available() else "no")
-    if all(store.get(f"available/{other}") == b"yes" for other in range(size)):
+    # one request, as one for each rank would be size² for all
+    available = store.multi_get([f"available/{other}" for other in range(size)])
+    if all(answer == b"yes" for answer in available):
         group = _form_group(store, rank, size, timeout, options or Options())
         if group is not None:
             return group

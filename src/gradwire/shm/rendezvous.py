@@ -12,6 +12,7 @@ import secrets
 import socket
 import struct
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from datetime import timedelta
 
 from torch.distributed import Store
@@ -231,13 +232,11 @@ def _left(deadline: Deadline) -> float | None:
 def _connect_to(name: bytes, uuid: int, rank: int) -> socket.socket | None:
     """A connection to a listener; None if it is not on this host, or of another user."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
+    with suppress(OSError):  # no socket of that name: the rank is on another host, or has ended
         connection.connect(b"\0" + name)
         if _same_user(connection):
             connection.send(_GREETING.pack(uuid, rank))
             return connection
-    except OSError:
-        pass  # no socket of that name: the rank is on another host, or has ended
     connection.close()
     return None
 
