@@ -57,22 +57,23 @@ class Reductions(GroupBase):
         return self._reduce("all_reduce", tensors, opts)
 
     def _short_for(self, tensor: Tensor, op: int) -> Short | None:
-        """What all_reduces an ordinary tensor, if it is short."""
+        """What all_reduces an ordinary tensor, if it is short and not the first of its kind."""
         if self._shorts is None or tensor.dtype not in NUMBERS:
             return None
         key = tensor.shape, tensor.dtype, op
         short = self._shorts.get(key)
         if short is None:
             check_reduction(op, tensor.dtype)
-            short = self._shorts.make(key)
+            short = self._shorts.meet(key)
         return short
 
     def prepare_all_reduce(self, tensor: Tensor, op: int) -> Prepared:
         """Prepare an all_reduce of a contiguous tensor that `start` and `finish` run."""
         flat = tensor.detach().view(-1)
-        short = self._short_for(flat, op) if is_ordinary(flat) else None
-        if short is not None:
-            return self.prepare(partial(short, flat), [tensor], short=True)
+        if self._shorts is not None and is_ordinary(flat):
+            short = self._shorts.make((flat.shape, flat.dtype, op))
+            if short is not None:
+                return self.prepare(partial(short, flat), [tensor], short=True)
         call = Call("all_reduce", flat.dtype, flat.numel(), op)
         job = partial(self._algorithms.reduce, call, flat)
         return self.prepare(job, [tensor], short=flat.nbytes <= INLINE_BYTES)

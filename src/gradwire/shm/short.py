@@ -50,7 +50,9 @@ class Short:
 
 
 class Shorts:
-    """The kinds of calls that a group has prepared.
+    """The kinds of calls that a group has prepared: those that it was called for twice.
+
+    Preparing takes as long as some calls do, which those of ever other sizes would not get back.
 
     Args:
         state: This rank's state of the group.
@@ -58,18 +60,34 @@ class Shorts:
 
     def __init__(self, state: GroupState) -> None:
         self._state = state
-        self._of: dict[Key, Short] = {}
+        self._of: dict[Key, Short | None] = {}
         self.get = self._of.get
+
+    def meet(self, key: Key) -> Short | None:
+        """Prepare a kind of calls that is not yet, if this is not the first of them."""
+        if key in self._of:
+            return self.make(key)
+        if _is_short(key):
+            self._keep(key, None)
+        return None
 
     def make(self, key: Key) -> Short | None:
         """Prepare a kind of calls, if its data is short."""
-        if not 0 < key[0].numel() * key[1].itemsize <= INLINE_BYTES:
+        if not _is_short(key):
             return None
-        if len(self._of) == _KEPT:
-            self._of.clear()
-        made = self._of[key] = Short(self._state, key)
+        made = Short(self._state, key)
+        self._keep(key, made)
         return made
+
+    def _keep(self, key: Key, made: Short | None) -> None:
+        if len(self._of) >= _KEPT:
+            self._of.clear()
+        self._of[key] = made
 
     def clear(self) -> None:
         """Let go of the shared memory."""
         self._of.clear()
+
+
+def _is_short(key: Key) -> bool:
+    return 0 < key[0].numel() * key[1].itemsize <= INLINE_BYTES
