@@ -165,16 +165,19 @@ class Incoming:
                     raise
         finally:
             ring.stop_listening()
-            limit = ring.taken + SLOTS  # of what is filled from here on, the sender tells
-            self._take_all(lambda: ring.taken >= limit)
+            # of what is filled from here on, the sender tells; of a loss, `_again`
+            if self._rests or self._abandoned or ring.head() is not None:
+                limit = ring.taken + SLOTS
+                self._take_all(lambda: ring.taken >= limit)
 
     def _take_all(self, enough: Callable[[], bool] = lambda: False) -> None:
         # read before the rest: what the sender sent before it was lost still counts
         lost = self._links.aborted or self._links.lost.get(self._source)
         try:
-            self._detach_abandoned()
+            if self._abandoned:
+                self._detach_abandoned()
             # rests are taken in any case: they have been told of, and nobody tells of them again
-            while self._take_rest() or (not enough() and self._take_slot()):
+            while (self._rests and self._take_rest()) or (not enough() and self._take_slot()):
                 pass
         except DistributedError as error:
             lost = self._links.lose(self._source, error)
