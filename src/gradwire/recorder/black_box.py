@@ -29,8 +29,9 @@ import torch.distributed as dist
 from gradwire.recorder.events import Event, events, failed, on_failure
 from gradwire.recorder.flight_record import Record, flight_record
 from gradwire.recorder.groups import this_rank
-from gradwire.recorder.lines import call_stack, read_line
-from gradwire.recorder.processes import Process, state_of
+from gradwire.recorder.lines import Line, Place, call_stack, is_users, read_line
+from gradwire.recorder.processes import OVER, Process, state_of
+from gradwire.recorder.trace.clocks import this_clock
 
 __all__ = ["OWNER", "PREFIX", "REQUEST", "BlackBox"]
 
@@ -58,6 +59,8 @@ class BlackBox:
         self._seen = _modified(self._request)
         self._pid = os.getpid()
         self._written = 0
+        self._ended = False
+        self._seen_alive: dict[int, int] = {}  # peers, and when, in ns of the wall's clock
         self._lock = threading.RLock()  # a signal's handler may write while this thread writes
         self._stop, self._told = os.pipe()
         self._signals: tuple[int, int] | None = None
@@ -98,7 +101,8 @@ class BlackBox:
         self._announce()
         with self._lock:
             record = flight_record()
-            record["gradwire"] |= self._circumstances(rank, reason)
+            # what is asked for while the process ends does not hide that it does
+            record["gradwire"] |= self._circumstances(rank, "exit" if self._ended else reason)
             path = self.directory / f"{self.prefix}{rank}"
             partial = self.directory / f".{os.getpid()}.part"
             partial.write_bytes(pickle.dumps(record, protocol=2))
@@ -113,16 +117,20 @@ class BlackBox:
 
     def _circumstances(self, rank: int, reason: str) -> Record:
         ranks = dist.get_world_size() if dist.is_initialized() else None
+        peers, now = self._peers(rank), time.time_ns()
+        self._seen_alive |= {peer: now for peer, state in peers.items() if state not in OVER}
         return {
             "rank": rank,
             "world_size": ranks or int(os.environ.get("WORLD_SIZE", 0)) or None,
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "reason": reason,
-            "taken_ns": time.time_ns(),
+            "taken_ns": now,
             "events": [event.as_dict() for event in events],
             "threads": _stacks(),
-            "peers": self._peers(rank),
+            "peers": peers,
+            "peers_alive_ns": dict(self._seen_alive),
+            "clock": this_clock(),
         }
 
     def _peers(self, rank: int) -> dict[int, str]:
@@ -164,6 +172,7 @@ class BlackBox:
         (self._earlier_hook or sys.__excepthook__)(kind, error, trace)
 
     def _at_exit(self) -> None:
+        self._ended = True
         with contextlib.suppress(OSError):
             self.write("exit")
             if self._crashes is not None and os.getpid() == self._pid:
@@ -231,6 +240,10 @@ def _identity() -> int | None:
     return rank
 
 
+def _line(place: Place) -> Line:
+    return read_line(place) | {"user": is_users(place[0].co_filename)}
+
+
 def _modified(path: Path) -> int:
     try:
         return path.stat().st_mtime_ns
@@ -245,6 +258,6 @@ def _stacks() -> dict[str, list[dict[str, str | int]]]:
     for ident, frame in sys._current_frames().items():
         name = names.get(ident, str(ident))
         if name != _THREAD:
-            stacks[name] = [read_line(place) for place in call_stack(frame)]
+            stacks[name] = [_line(place) for place in call_stack(frame)]
     main = threading.main_thread().name
     return dict(sorted(stacks.items(), key=lambda item: item[0] != main))

@@ -13,6 +13,7 @@ __all__ = [
     "GroupInfo",
     "RecordedGroup",
     "in_this_world",
+    "info_of",
     "known_groups",
     "number_of_last",
     "reference_to",
@@ -79,6 +80,12 @@ def known_groups() -> dict[str, GroupInfo]:
     for group, name in list(world.pg_names.items()):
         _note(group, name)  # anew: a name may be used again
     return {name: info for name, info in _known.items() if in_this_world(info)}
+
+
+def info_of(group: ProcessGroup | None) -> GroupInfo | None:
+    """What is known of a group; None if that is nothing."""
+    name = dist.distributed_c10d._world.pg_names.get(group) if group is not None else None
+    return None if name is None else _note(group, name)
 
 
 def in_this_world(info: GroupInfo) -> bool:
