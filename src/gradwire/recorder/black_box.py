@@ -29,6 +29,7 @@ import torch.distributed as dist
 from gradwire.recorder.events import Event, events, failed, on_failure
 from gradwire.recorder.flight_record import Record, flight_record
 from gradwire.recorder.groups import this_rank
+from gradwire.recorder.jobs import at_end_of_job, not_at_end_of_job
 from gradwire.recorder.lines import Line, Place, call_stack, is_users, read_line
 from gradwire.recorder.processes import OVER, Process, state_of
 from gradwire.recorder.trace.clocks import this_clock
@@ -74,6 +75,7 @@ class BlackBox:
         on_failure.append(self._on_failure)
         self._earlier_hook, sys.excepthook = sys.excepthook, self._on_uncaught
         atexit.register(self._at_exit)
+        at_end_of_job(self._at_end_of_job)
         self._take_signal()
         self._take_crashes()
         threading.Thread(target=self._watch, name=_THREAD, daemon=True).start()
@@ -84,6 +86,7 @@ class BlackBox:
         if sys.excepthook == self._on_uncaught:
             sys.excepthook = self._earlier_hook or sys.__excepthook__
         atexit.unregister(self._at_exit)
+        not_at_end_of_job(self._at_end_of_job)
         if self._signals is not None:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGUSR2, signal.SIG_DFL)
@@ -170,6 +173,10 @@ class BlackBox:
         if os.getpid() == self._pid:
             failed(error.with_traceback(trace), kind="uncaught")
         (self._earlier_hook or sys.__excepthook__)(kind, error, trace)
+
+    def _at_end_of_job(self) -> None:
+        with contextlib.suppress(OSError):
+            self.write("exit")
 
     def _at_exit(self) -> None:
         self._ended = True

@@ -80,7 +80,9 @@ def called_by_user(places: Sequence[Place]) -> str:
 
 def _names_on_line(code: CodeType, instruction: int) -> set[str]:
     """What an instruction's line looks up."""
-    spans = [(start, end) for start, end, _ in code.co_lines() if start <= instruction < end]
+    lines = list(code.co_lines())  # of one line there may be several
+    own = {number for start, end, number in lines if start <= instruction < end}
+    spans = [(start, end) for start, end, number in lines if number in own]
     return {
         each.argval
         for each in dis.get_instructions(code)

@@ -33,7 +33,6 @@ def main(rank):
     mine = rank == CULPRIT
     size = WORLD
 """
-_IND = " " * 8
 
 
 @dataclass
@@ -154,10 +153,9 @@ def _insert(d: _Draw, case: Case, statement: str) -> None:
     d.calls.insert(at, [f"if {_here(case)}:", f"    {statement}"])
 
 
-def _world_call(d: _Draw, op: str = "all_reduce") -> int:
+def _world_call(d: _Draw) -> int:
     """Where a new call on the default group is put."""
-    at = d.random.randrange(len(d.calls) + 1)
-    return at
+    return d.random.randrange(len(d.calls) + 1)
 
 
 @accident
@@ -184,7 +182,7 @@ def extra(d: _Draw, case: Case) -> None:
 
 @accident
 def swap(d: _Draw, case: Case) -> None:
-    d.calls.append(["for part in (one, two) if not (mine and step == %d) else (two, one):" % case.at])
+    d.calls.append([f"for part in (two, one) if {_here(case)} else (one, two):"])
     d.calls[-1].append("    part()")
     d.setup += [
         "one = lambda: dist.all_reduce(torch.ones(6))",
@@ -208,7 +206,9 @@ def dtype(d: _Draw, case: Case) -> None:
 
 @accident
 def reduce_op(d: _Draw, case: Case) -> None:
-    text = f"dist.all_reduce(torch.ones(8), dist.ReduceOp.MAX if {_here(case)} else dist.ReduceOp.SUM)"
+    text = (
+        f"dist.all_reduce(torch.ones(8), dist.ReduceOp.MAX if {_here(case)} else dist.ReduceOp.SUM)"
+    )
     d.calls.insert(_world_call(d), [text])
 
 
@@ -305,7 +305,12 @@ def others_fail_while_they_clean_up(d: _Draw, case: Case) -> None:
 def others_go_on_after_errors(d: _Draw, case: Case) -> None:
     """What the others get is swallowed, and something else is raised later."""
     _insert(d, case, d.random.choice(["os._exit(1)", "while True: pass"]))
-    case.lines = ["except RuntimeError:", "    pass", "if not mine:", "    raise ValueError('no result')"]
+    case.lines = [
+        "except RuntimeError:",
+        "    pass",
+        "if not mine:",
+        "    raise ValueError('no result')",
+    ]
 
 
 @accident
@@ -325,7 +330,7 @@ def unused_branch(d: _Draw, case: Case) -> None:
 @accident
 def hook_raises(d: _Draw, case: Case) -> None:
     _want_ddp(d, "gradwire.DistributedDataParallel")
-    d.setup.append("model.register_comm_hook({}, failing_hook(mine, %d))" % case.at)
+    d.setup.append(f"model.register_comm_hook(None, failing_hook(mine, {case.at}))")
 
 
 @accident
@@ -333,13 +338,17 @@ def bad_loss(d: _Draw, case: Case) -> None:
     _want_ddp(d)
     at = next(i for i, c in enumerate(d.calls) if c[-1] == "loss.backward()")
     other = "model(torch.ones(2, 5))"
-    d.calls[at][1] = f"loss = ({other} if {_here(case)} else model(torch.ones(2, 4))).square().mean()"
+    d.calls[at][1] = (
+        f"loss = ({other} if {_here(case)} else model(torch.ones(2, 4))).square().mean()"
+    )
 
 
 @accident
 def data_loader_hangs(d: _Draw, case: Case) -> None:
-    d.setup.append(f"data = iter(torch.utils.data.DataLoader(HangingData(mine, {case.at}), "
-                   "batch_size=None, num_workers=1))")
+    d.setup.append(
+        f"data = iter(torch.utils.data.DataLoader(HangingData(mine, {case.at}), "
+        "batch_size=None, num_workers=1))"
+    )
     d.calls.insert(0, ["next(data)"])
 
 
@@ -352,40 +361,51 @@ def never_waited(d: _Draw, case: Case) -> None:
 
 @accident
 def everybody_receives_first(d: _Draw, case: Case) -> None:
-    d.calls.append([
-        f"if step == {case.at}:",
-        "    dist.recv(torch.ones(4), (rank - 1) % size)",
-        "    dist.send(torch.ones(4), (rank + 1) % size)",
-    ])
+    d.calls.append(
+        [
+            f"if step == {case.at}:",
+            "    dist.recv(torch.ones(4), (rank - 1) % size)",
+            "    dist.send(torch.ones(4), (rank + 1) % size)",
+        ]
+    )
     case.allowed = frozenset(range(d.world))
 
 
 @accident
 def does_not_send(d: _Draw, case: Case) -> None:
-    d.calls.append([
-        "for src in range(size):",
-        "    if rank == src and not (%s):" % _here(case),
-        "        dist.send(torch.ones(4), (rank + 1) % size)",
-        "    if rank == (src + 1) % size:",
-        "        dist.recv(torch.ones(4), src)",
-    ])
+    d.calls.append(
+        [
+            "for src in range(size):",
+            f"    if rank == src and not ({_here(case)}):",
+            "        dist.send(torch.ones(4), (rank + 1) % size)",
+            "    if rank == (src + 1) % size:",
+            "        dist.recv(torch.ones(4), src)",
+        ]
+    )
 
 
 @accident
 def a_batch_of_messages(d: _Draw, case: Case) -> None:
-    d.calls.append([
-        f"if not ({_here(case)}):",
-        "    for work in dist.batch_isend_irecv([",
-        "        dist.P2POp(dist.isend, torch.ones(4), (rank + 1) % size),",
-        "        dist.P2POp(dist.irecv, torch.ones(4), (rank - 1) % size)]):",
-        "        work.wait()",
-    ])
+    d.calls.append(
+        [
+            f"if not ({_here(case)}):",
+            "    for work in dist.batch_isend_irecv([",
+            "        dist.P2POp(dist.isend, torch.ones(4), (rank + 1) % size),",
+            "        dist.P2POp(dist.irecv, torch.ones(4), (rank - 1) % size)]):",
+            "        work.wait()",
+        ]
+    )
 
 
 @accident
 def monitored_barrier(d: _Draw, case: Case) -> None:
     case.backend = "gloo"
-    d.calls.append([f"if not ({_here(case)}):", "    dist.monitored_barrier(timeout=timedelta(seconds=SECONDS))"])
+    d.calls.append(
+        [
+            f"if not ({_here(case)}):",
+            "    dist.monitored_barrier(timeout=timedelta(seconds=SECONDS))",
+        ]
+    )
 
 
 @accident
@@ -396,26 +416,30 @@ def a_group_that_one_does_not_make(d: _Draw, case: Case) -> None:
 @accident
 def groups_in_other_orders(d: _Draw, case: Case) -> None:
     d.setup.append("pair = [dist.new_group(timeout=timedelta(seconds=SECONDS)) for _ in range(2)]")
-    d.calls.append([
-        "for each in reversed(pair) if %s else pair:" % _here(case),
-        "    dist.all_reduce(torch.ones(5), group=each)",
-    ])
+    d.calls.append(
+        [
+            f"for each in reversed(pair) if {_here(case)} else pair:",
+            "    dist.all_reduce(torch.ones(5), group=each)",
+        ]
+    )
     case.allowed = frozenset(range(d.world))
 
 
 @accident
 def objects(d: _Draw, case: Case) -> None:
-    d.calls.append([
-        f"if not ({_here(case)}):",
-        "    dist.all_gather_object([None] * size, {'rank': rank})",
-    ])
+    d.calls.append(
+        [
+            f"if not ({_here(case)}):",
+            "    dist.all_gather_object([None] * size, {'rank': rank})",
+        ]
+    )
 
 
 @accident
 def a_second_job(d: _Draw, case: Case) -> None:
     """After one that had other groups under the same names."""
     _insert(d, case, d.random.choice(["raise KeyError('bad')", "os._exit(1)", "while True: pass"]))
-    d.setup.insert(0, "again(rank, %d)" % d.random.randint(1, 12))
+    d.setup.insert(0, f"again(rank, {d.random.randint(1, 12)})")
     if d.subgroup:
         d.setup.insert(0, "dist.new_group([0, 1])")
 

@@ -25,6 +25,7 @@ from draw import Case, draw
 from staging import Ranks
 
 import gradwire  # noqa: F401
+from gradwire.errors import ArgumentError
 from gradwire.recorder.load import load
 from gradwire.recorder.verdict import explain
 
@@ -44,7 +45,10 @@ def run(case: Case, directory: Path) -> dict:
         dist.destroy_process_group()
         store = dist.FileStore(str(directory / "store-2"), case.world)
         dist.init_process_group(
-            case.backend, store=store, rank=rank, world_size=case.world,
+            case.backend,
+            store=store,
+            rank=rank,
+            world_size=case.world,
             timeout=timedelta(seconds=SECONDS),
         )
 
@@ -57,14 +61,12 @@ def run(case: Case, directory: Path) -> dict:
 
     def over(ranks):
         failed = any(code for code in ranks.codes.values())
-        if failed or set(ranks.left) <= {case.culprit}:
+        alone = set(ranks.left) <= {case.culprit}
+        if failed or alone:
             seen.append(time.monotonic())
-        # as a launcher, which ends the others when one has failed; others wait for the timeout
-        return bool(seen) and (
-            (case.launched and failed)
-            or set(ranks.left) <= {case.culprit}
-            or time.monotonic() > seen[0] + 3 * SECONDS
-        )
+        # as a launcher, which ends the others when one has failed; else all wait for the timeout
+        patience = 0 if case.launched and failed else SECONDS if alone else 3 * SECONDS
+        return bool(seen) and time.monotonic() > seen[0] + patience
 
     ranks = Ranks(main, directory, case.world, case.backend, timedelta(seconds=SECONDS))
     ranks.wait(over)
@@ -81,7 +83,7 @@ def run(case: Case, directory: Path) -> dict:
     ranks.collect()
     ranks.kill()
     put_on_two_hosts(case, directory)
-    return judge(case, directory, all(code == 0 for code in ranks.codes.values()))
+    return judge(case, directory, not ranks.killed and not any(ranks.codes.values()))
 
 
 def put_on_two_hosts(case: Case, directory: Path) -> None:
@@ -160,6 +162,10 @@ def main() -> None:
         shutil.rmtree(directory, ignore_errors=True)
         try:
             found = run(case, directory)
+        except ArgumentError as error:
+            result = "unsaid" if case.lost else "missed"
+            found = {"seed": seed, "accident": case.accident, "result": result}
+            found["summary"] = str(error)
         except Exception as error:
             found = {"seed": seed, "accident": case.accident, "result": "broken"}
             found["summary"] = repr(error)

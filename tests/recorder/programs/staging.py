@@ -48,6 +48,7 @@ class Ranks:
         self._main, self._before, self.directory, self.count = main, before, directory, count
         self._backend, self._timeout = backend, timeout
         self.codes: dict[int, int] = {}
+        self.killed: dict[int, int] = {}
         self.left = {rank: self._start(rank) for rank in range(count)}
 
     def _start(self, rank: int) -> int:
@@ -112,7 +113,7 @@ class Ranks:
         for pid in self.left.values():
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-        self.left = {}
+        self.killed, self.left = self.left, {}
 
 
 def wait_until(done: Callable[[], bool], seconds: float = LIMIT) -> None:

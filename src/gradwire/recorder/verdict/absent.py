@@ -87,8 +87,8 @@ def _cycle(waits: Mapping[int, _Wait], start: int) -> list[int]:
 def find_elsewhere(dumps: Dumps, gaps: Sequence[Gap]) -> Finding | None:
     """Fewer ranks wait in a collective while all others wait in another call of the whole group."""
     for gap in gaps:
-        if gap.silent:
-            continue
+        if gap.silent or any(dumps.ranks[r].waits_in(gap.group) for r in gap.missing):
+            continue  # who has not left an earlier collective of the group is not elsewhere
         stands = {rank: standing_of(dumps, rank) for rank in (*gap.calls, *gap.missing)}
         ranks = dumps.groups[gap.group]
         if any(at is None for at in stands.values()) or len(stands) < len(ranks):
@@ -129,12 +129,19 @@ def _elsewhere(
 def find_missing(dumps: Dumps, gaps: Sequence[Gap]) -> Finding | None:
     """Ranks that have not called a collective in which others wait, and wait for nobody."""
     for gap in gaps:
-        away = [r for r in gap.missing if standing_of(dumps, r) is None and not _is_victim(dumps, r)]
+        away = [
+            r for r in gap.missing if standing_of(dumps, r) is None and not _is_victim(dumps, r)
+        ]
         if away:
             return _missing(dumps, gap, away)
         if not gap.missing and len(gap.silent) == 1:
             return _silent(dumps, gap, gap.silent[0])
     return None
+
+
+def _may_wait_elsewhere(dumps: Dumps, rank: int, group: str) -> bool:
+    """Whether a rank of which there is no dump has other groups in which it may wait in turn."""
+    return any(rank in ranks for name, ranks in dumps.groups.items() if name != group)
 
 
 def _is_victim(dumps: Dumps, rank: int) -> bool:
@@ -148,7 +155,7 @@ def _silent(dumps: Dumps, gap: Gap, rank: int) -> Finding:
     state = states_of(dumps).get(rank)
     return Finding(
         Kind.MISSING,
-        (rank,),
+        () if _may_wait_elsewhere(dumps, rank, gap.group) else (rank,),
         f"rank {rank} did not call the {name_call(call)} of group {gap.group}, in "
         f"which {list_ranks(list(gap.calls))} wait, and left no dump",
         (f"its process is {state}",) if state else (),

@@ -66,17 +66,22 @@ def _was_written_since(dumps: Dumps, rank: int, calls: Mapping[int, Call]) -> bo
 
 def find_mismatch(dumps: Dumps) -> tuple[Finding, int] | None:
     """The oldest collective in which ranks call different things, and when it was."""
-    found: list[tuple[int, dict[int, Call]]] = []
+    found: list[tuple[int, dict[int, Call], list[int]]] = []
     for group in dumps.groups:
         for recorded in dumps.calls(group).values():
             calls = _with_crashed(dumps, recorded)
+            culprits = None
             if len({call.what for call in calls.values()}) > 1:
-                found.append((max(call.created for call in calls.values()), calls))
+                culprits = _culprits(dumps, calls)
+            elif all(call.error for call in calls.values()):
+                culprits = _elsewhere_in_program(dumps, calls) or None
+            if culprits is not None:
+                found.append((max(call.created for call in calls.values()), calls, culprits))
                 break
     if not found:
         return None
-    when, calls = min(found, key=lambda each: each[0])
-    return _mismatch(dumps, calls), when
+    when, calls, culprits = min(found, key=lambda each: each[0])
+    return _mismatch(dumps, calls, culprits), when
 
 
 def _with_crashed(dumps: Dumps, calls: dict[int, Call]) -> dict[int, Call]:
@@ -105,8 +110,7 @@ def _call_at(dumps: Dumps, frames: Sequence[Mapping[str, Any]]) -> Call | None:
     return None
 
 
-def _mismatch(dumps: Dumps, calls: Mapping[int, Call]) -> Finding:
-    culprits = _culprits(dumps, calls)
+def _mismatch(dumps: Dumps, calls: Mapping[int, Call], culprits: list[int]) -> Finding:
     if not culprits:
         return _undecided(calls)
     others = [rank for rank in calls if rank not in culprits]
@@ -201,6 +205,27 @@ def _culprits(dumps: Dumps, calls: Mapping[int, Call]) -> list[int]:
         return strange if expected is not None and len(strange) < len(calls) else []
     ((common, _),) = Counter(call.what for call in calls.values()).most_common(1)
     return [rank for rank, call in sorted(calls.items()) if call.what != common]
+
+
+def _elsewhere_in_program(dumps: Dumps, calls: Mapping[int, Call]) -> list[int]:
+    """Of a call that failed on all ranks, the few that made it at another line than the others.
+
+    Sizes of some collectives may differ between ranks, so that they say nothing. Nor do lines that
+    went together before, as of a root and the others.
+    """
+    ((most, times),) = Counter(call.place for call in calls.values()).most_common(1)
+    few = [rank for rank, call in sorted(calls.items()) if call.place != most]
+    lines = {calls[rank].place for rank in few}
+    if not few or 2 * times <= len(calls):
+        return []
+    first, together = next(iter(calls.values())), False
+    for number, earlier in dumps.calls(first.group).items():
+        places = {call.place for call in earlier.values()}
+        if number < first.number and most in places:
+            if places & lines:
+                return []
+            together = together or len(earlier) == len(calls)
+    return few if together else []
 
 
 def _expected(dumps: Dumps, call: Call) -> tuple[str, tuple[str, int]] | None:

@@ -141,6 +141,10 @@ class RankDump:
         waiting = [call for calls in self.calls.values() for call in calls if not call.done]
         return sorted(waiting, key=lambda call: call.created)
 
+    def waits_in(self, group: str) -> bool:
+        """Whether it has a collective of a group that has not ended."""
+        return any(call.group == group for call in self.pending)
+
 
 @dataclass
 class Dumps:
