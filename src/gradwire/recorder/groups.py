@@ -41,6 +41,23 @@ class GroupInfo:
         world = dist.group.WORLD
         self.world = None if world is None else weakref.ref(world)
 
+    def count(self) -> int | None:
+        """How many collectives torch has recorded of it.
+
+        None if it is gone, does not count, or has several backends, which count apart.
+        """
+        group = self.reference()
+        if group is None:
+            return None
+        if type(group) is not ProcessGroup:  # shm's
+            return 0
+        try:
+            if len({group._get_backend(d) for d in group._device_types}) > 1:
+                return None
+            return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
+        except RuntimeError:
+            return None
+
 
 def reference_to(group: Any) -> weakref.ref[Any]:
     """A weak reference that can be looked up in a dict when the group is gone, too."""

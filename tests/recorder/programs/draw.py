@@ -83,7 +83,9 @@ class _Draw:
             size = self.random.randint(2, self.world)
             members = sorted([self.culprit, *self.random.sample(others, size - 1)])
             self.members = members
-            self.setup.append(f"sub = dist.new_group({members})")
+            self.setup.append(
+                f"sub = dist.new_group({members}, timeout=timedelta(seconds=SECONDS))"
+            )
         if self.ddp:
             cls = self.ddp.replace("TORCH", "torch.nn.parallel.DistributedDataParallel")
             self.setup.append(f"model = {cls}(Branches())")

@@ -30,6 +30,7 @@ from gradwire.recorder.load import load
 from gradwire.recorder.verdict import explain
 
 SECONDS = 3
+LIMIT = 20.0
 
 
 def run(case: Case, directory: Path) -> dict:
@@ -69,7 +70,9 @@ def run(case: Case, directory: Path) -> dict:
         return bool(seen) and time.monotonic() > seen[0] + patience
 
     ranks = Ranks(main, directory, case.world, case.backend, timedelta(seconds=SECONDS))
-    ranks.wait(over)
+    ranks.wait(over, LIMIT)
+    if ranks.left and not any(ranks.codes.values()):
+        (directory / "request").write_text("as a user asks for dumps of what hangs")
     if case.launched:
         exits = {
             r: {"code": c, "time": time.time_ns(), "oom_killed": False}
@@ -129,7 +132,8 @@ def judge(case: Case, directory: Path, well: bool) -> dict:
     first = verdict.findings[0]
     named = set(first.ranks)
     if verdict.healthy:
-        calm = first.kind == "nothing" or named <= case.allowed or first.kind == "slow transfer"
+        # a machine with other things to do makes any rank slow, but another clock must not
+        calm = named <= case.allowed or first.kind == "slow transfer" or not case.skew
         result = ("right" if calm else "wrong") if well else "unsaid" if case.lost else "missed"
     elif not named:
         result = "unsaid" if not well else "wrong"

@@ -90,9 +90,9 @@ class Ranks:
         sys.stderr.flush()
         os._exit(code)
 
-    def wait(self, until: Callable[[Ranks], bool] = lambda ranks: False) -> None:
+    def wait(self, until: Callable[[Ranks], bool], limit: float = LIMIT) -> None:
         """Wait for their end, or until a condition holds, or for a limited time."""
-        end = time.monotonic() + LIMIT
+        end = time.monotonic() + limit
         while time.monotonic() < end:
             for rank, pid in list(self.left.items()):
                 found, status = os.waitpid(pid, os.WNOHANG)

@@ -9,7 +9,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gradwire.recorder.verdict.absent import find_deadlock, find_elsewhere, find_missing
+from gradwire.recorder.verdict.absent import (
+    find_deadlock,
+    find_elsewhere,
+    find_missing,
+    find_not_in_group_call,
+)
 from gradwire.recorder.verdict.compare import find_gaps, find_mismatch
 from gradwire.recorder.verdict.deaths import find_crash, find_ended, find_killed
 from gradwire.recorder.verdict.dumps import Dumps
@@ -51,6 +56,7 @@ def _failures(dumps: Dumps) -> list[Finding]:
     known = [finding for finding in found if finding is not None]
     named = {rank for finding in known for rank in finding.ranks}
     absent = find_elsewhere(dumps, gaps) or find_missing(dumps, gaps)
+    absent = absent or (find_not_in_group_call(dumps) if not known else None)
     if absent is not None and not named.intersection(absent.ranks):
         known.append(absent)
     if not any(finding.ranks for finding in known):

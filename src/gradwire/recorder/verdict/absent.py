@@ -9,7 +9,12 @@ from gradwire.recorder.verdict.compare import Gap
 from gradwire.recorder.verdict.dumps import Call, Dumps
 from gradwire.recorder.verdict.finding import Finding, Kind, list_ranks, name_call
 from gradwire.recorder.verdict.source import swallowing_handler
-from gradwire.recorder.verdict.standing import Standing, is_primary, standing_of
+from gradwire.recorder.verdict.standing import (
+    OF_WHOLE_GROUPS,
+    Standing,
+    is_primary,
+    standing_of,
+)
 from gradwire.recorder.verdict.wording import (
     counts_of,
     innermost,
@@ -18,9 +23,8 @@ from gradwire.recorder.verdict.wording import (
     states_of,
 )
 
-__all__ = ["find_deadlock", "find_elsewhere", "find_missing"]
+__all__ = ["find_deadlock", "find_elsewhere", "find_missing", "find_not_in_group_call"]
 
-_OF_WHOLE_GROUPS = {"barrier", "init_process_group", "monitored_barrier", "new_group"}
 _Wait = tuple[str, str, tuple[int, ...]]
 """What a rank waits in, as a name and in words, and for whom."""
 
@@ -105,8 +109,34 @@ def find_elsewhere(dumps: Dumps, gaps: Sequence[Gap]) -> Finding | None:
     return None
 
 
+def find_not_in_group_call(dumps: Dumps) -> Finding | None:
+    """The one rank that is not in a call in which all others wait, as for a new group."""
+    stands = {rank: standing_of(dumps, rank) for rank in dumps.ranks}
+    away = [rank for rank, at in stands.items() if at is None]
+    there = {rank: at for rank, at in stands.items() if at is not None}
+    if len(away) != 1 or len(there) < 2 or len(stands) < len(dumps.world):
+        return None
+    at = next(iter(there.values()))
+    if (
+        at.op not in OF_WHOLE_GROUPS
+        or len({(o.op, o.filename, o.line) for o in there.values()}) > 1
+    ):
+        return None
+    dump = dumps.ranks[away[0]]
+    ended = dump.reason == "exit"
+    where = "had ended" if ended else f"was {innermost(dump.stack) or 'elsewhere'}"
+    return Finding(
+        Kind.FINISHED if ended else Kind.MISSING,
+        tuple(away),
+        f"rank {away[0]} {where}, while {list_ranks(list(there))} waited {at.words}",
+        (f"rank {away[0]}: {last_call(dumps, away[0], None)}",),
+        "call it on all ranks: look for a condition on the rank",
+        places=(f"{at.filename}:{at.line}",),
+    )
+
+
 def _is_of_group(gap: Gap, ranks: Sequence[int], at: Standing) -> bool:
-    return at.op in _OF_WHOLE_GROUPS or set(ranks) == set(gap.calls)
+    return at.op in OF_WHOLE_GROUPS or set(ranks) == set(gap.calls)
 
 
 def _elsewhere(

@@ -9,7 +9,7 @@ from gradwire.recorder.processes import OVER
 from gradwire.recorder.verdict.compare import Gap
 from gradwire.recorder.verdict.dumps import Dumps, Event
 from gradwire.recorder.verdict.finding import Finding, Kind, list_ranks
-from gradwire.recorder.verdict.standing import is_primary, standing_of
+from gradwire.recorder.verdict.standing import OF_WHOLE_GROUPS, is_primary, standing_of
 from gradwire.recorder.verdict.wording import (
     at_line,
     consequences,
@@ -128,7 +128,9 @@ def find_unclear(dumps: Dumps, gaps: Sequence[Gap]) -> Finding | None:
     """That something failed, where nothing shows whose doing it is."""
     failed = sorted(rank for rank, dump in dumps.ranks.items() if dump.events)
     codes = {rank: exit_.code for rank, exit_ in dumps.exits.items() if exit_.code}
-    if not failed and not codes and not gaps:
+    stands = [standing_of(dumps, rank) for rank in dumps.ranks]
+    stuck = any(at is not None and at.op in OF_WHOLE_GROUPS for at in stands)
+    if not failed and not codes and not gaps and not stuck:
         return None
     details = [f"rank {rank}: {last_of(dumps.ranks[rank])}" for rank in failed]
     for rank in sorted({*dumps.world} - {*failed}):

@@ -10,7 +10,7 @@ from gradwire.recorder.verdict.dumps import Dumps, Event, RankDump
 from gradwire.recorder.verdict.finding import name_call, name_place
 from gradwire.recorder.verdict.wording import is_users
 
-__all__ = ["Standing", "is_primary", "standing_of", "waits_for_others"]
+__all__ = ["OF_WHOLE_GROUPS", "Standing", "is_primary", "standing_of", "waits_for_others"]
 
 _SECONDARY = {  # what other ranks' failures look like
     "BrokenGroupError",
@@ -25,6 +25,8 @@ _SECONDARY = {  # what other ranks' failures look like
     "PeerLostError",
     "SIGTERMException",
 }
+OF_WHOLE_GROUPS = {"barrier", "init_process_group", "monitored_barrier", "new_group"}
+"""Calls that end when all ranks have made them, and that may not be recorded."""
 _STANDARD = ("/lib/python3", "<frozen ")
 _COMMUNICATION = ("/torch/distributed/", "/gradwire/", "gradwire_autoload.py")
 
