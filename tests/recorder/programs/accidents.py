@@ -172,15 +172,15 @@ INSIDE tc qdisc add dev link1 root tbf rate 100mbit burst 64kb latency 200ms"""
 
 def slow_down_shared_memory():
     """Let each step of this rank through shared memory take long, as on a starved core."""
-    from gradwire.shm.group_state import GroupState
+    from gradwire.shm.sync import Semaphores
 
-    post = GroupState.post
+    post = Semaphores.post
 
-    def late(self):
+    def late(self, peers):
         time.sleep(0.03)
-        post(self)
+        post(self, peers)
 
-    GroupState.post = late
+    Semaphores.post = late
 
 
 def stage(name, backend, directory):

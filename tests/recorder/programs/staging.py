@@ -16,11 +16,12 @@ import torch
 import torch.distributed as dist
 
 from gradwire import recorder
+from gradwire.recorder.processes import state_of_pid
 
 __all__ = ["LIMIT", "Ranks", "wait_for_announcements", "wait_until"]
 
-LIMIT = 40.0
-_COLLECT_SECONDS = 2.0
+LIMIT = 90.0
+_COLLECT_SECONDS = 15.0
 
 
 class Ranks:
@@ -105,7 +106,8 @@ class Ranks:
 
     def collect(self) -> None:
         """Wait for the dumps of those that still run, which others have asked for."""
-        files = [self.directory / f"rank_{rank}" for rank in self.left]
+        running = [r for r, pid in self.left.items() if state_of_pid(pid) != "stopped"]
+        files = [self.directory / f"rank_{rank}" for rank in running]
         wait_until(lambda: all(file.exists() for file in files), _COLLECT_SECONDS)
 
     def kill(self) -> None:

@@ -25,13 +25,17 @@ _LONG_NS = 1_000_000_000
 """The others notice a dead rank sooner than that; who was waited for longer was late before."""
 
 
+_AFTER_ALL = 1 << 63
+
+
 def find_crash(dumps: Dumps) -> tuple[Finding, int] | None:
     """A rank whose process crashed in C, and when."""
     if not dumps.crashes:
         return None
     own = {r: crash for r, crash in dumps.crashes.items() if not _by_message(crash)}
     rank, crash = min((own or dumps.crashes).items(), key=lambda item: item[1].time)
-    return _crashed(dumps, rank, crash), crash.time
+    # what a backend does for another rank's message has a cause, whenever that was noted
+    return _crashed(dumps, rank, crash), crash.time if own else _AFTER_ALL
 
 
 def find_killed(dumps: Dumps) -> Finding | None:
