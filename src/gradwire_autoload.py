@@ -1,10 +1,11 @@
 """What PyTorch runs at the end of `import torch`, wherever gradwire is installed.
 
 It is an entry point of the group "torch.backends". It tells torch.distributed the name of the
-backend "shm", for programs that name it and do not import gradwire, and reads four variables:
+backend "shm", for programs that name it and do not import gradwire, and reads five variables:
 
 - GRADWIRE_COMPAT=1 calls `gradwire.compat.install()`.
 - GRADWIRE_BACKEND=shm puts shm in Gloo's place for tensors of the CPU.
+- GRADWIRE_LAUNCHER, which `gradwire run` sets to its process, has its ranks end with it.
 - GRADWIRE_RECORDER=DIR has `gradwire.recorder` write its dumps there, and GRADWIRE_TIMELINE=FILE
   its timeline.
 
@@ -25,9 +26,12 @@ from typing import Any
 
 __all__ = ["load", "register_shm"]
 
+_PR_SET_PDEATHSIG = 1
+
 
 def load() -> None:
     """Register shm and do what the variables ask for; what fails is a warning."""
+    _try(_end_with_launcher, "this rank would outlive its launcher")
     _try(register_shm, "the backend shm is not registered")
     if _asked_for("GRADWIRE_BACKEND", on="shm", off=("", "gloo")):
         _try(_stand_in_for_gloo, "GRADWIRE_BACKEND=shm is without effect")
@@ -35,6 +39,15 @@ def load() -> None:
         _try(_start_recorder, "GRADWIRE_RECORDER and GRADWIRE_TIMELINE are without effect")
     if _asked_for("GRADWIRE_COMPAT", on="1", off=("", "0")):
         _try(_install_compat, "GRADWIRE_COMPAT=1 is without effect")
+
+
+def _end_with_launcher() -> None:
+    """Have the kernel end this process when `gradwire run`, which started it, is killed."""
+    if os.environ.get("GRADWIRE_LAUNCHER") == str(os.getppid()) and sys.platform == "linux":
+        import ctypes
+        import signal
+
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def register_shm() -> None:

@@ -65,7 +65,15 @@ class DistributedError(GradwireError, RuntimeError):
 
 
 class MismatchError(DistributedError):
-    """Ranks disagree: the message names the field and each rank's value."""
+    """Ranks disagree: the message names the field and each rank's value.
+
+    Attributes:
+        values: Each rank's value, by its rank in the group; empty where that is not what differs.
+    """
+
+    def __init__(self, message: str = "", values: Iterable[object] = ()) -> None:
+        super().__init__(message)
+        self.values = tuple(map(str, values))
 
 
 class CheckedMismatchError(MismatchError):

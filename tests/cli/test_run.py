@@ -134,6 +134,28 @@ def test_an_interrupted_run_leaves_nothing_behind(command, program, environment,
     assert list(environment.iterdir()) == []
 
 
+@pytest.mark.wide
+def test_ranks_end_with_a_launcher_that_is_killed(command, program, environment):
+    """Torchrun's live on."""
+    started = command(*RUN, "--compat", "--backend", "shm", str(program), "wait")
+    started.read_until("gloo True")
+    ranks = children_of(started.process.pid)
+    assert len(ranks) == 2
+    started.process.kill()
+    started.end()
+    end = time.monotonic() + 30
+    while any(is_running(pid) for pid in ranks):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 def children_of(pid: int) -> list[int]:
     """The ranks have sessions of their own."""
     return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]

@@ -328,22 +328,29 @@ def test_a_group_that_is_gone_can_still_be_looked_up() -> None:
     assert {reference: 1}[reference]
 
 
-def with_many() -> None:
+def with_many(calls: int) -> None:
     group = dist.new_group([0], use_local_synchronization=True) if dist.get_rank() == 0 else None
-    dist.all_reduce(torch.ones(3))
+    for _ in range(calls):
+        dist.all_reduce(torch.ones(3))
     if group is not None:
         dist.all_reduce(torch.ones(3), group=group)
 
 
-def then_with_few(tmp_path: Path) -> None:
-    dist.all_reduce(torch.ones(3))
+def then_with_few(tmp_path: Path, calls: int) -> None:
+    for _ in range(calls):
+        dist.all_reduce(torch.ones(5))
     recorder.dump(tmp_path)
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("earlier", [2, 4])
-def test_groups_of_an_earlier_job_are_left_out(tmp_path: Path, earlier: int) -> None:
-    run_ranks(with_many, earlier, backend="shm", timeout=30)
-    run_ranks(then_with_few, 2, backend="shm", args=(tmp_path,), timeout=30)
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+@pytest.mark.parametrize(
+    ("ranks", "earlier", "calls"), [(2, 1, 1), (4, 3, 1), (2, 2, 0), (2, 1, 3)]
+)
+def test_groups_of_an_earlier_job_are_left_out(tmp_path, backend, ranks, earlier, calls) -> None:
+    run_ranks(with_many, ranks, backend=backend, args=(earlier,), timeout=30)
+    run_ranks(then_with_few, 2, backend=backend, args=(tmp_path, calls), timeout=30)
     for record in (load(path) for path in tmp_path.iterdir() if path.suffix != ".json"):
         assert {config["ranks"] for config in record["pg_config"].values()} == {"[0, 1]"}
+        sizes = [e["input_sizes"] for e in record["entries"] if e["op"] == "all_reduce"]
+        assert sizes == [[[5]]] * calls

@@ -29,8 +29,10 @@ import torch.distributed as dist
 from gradwire.recorder.events import Event, events, failed, on_failure
 from gradwire.recorder.flight_record import Record, flight_record
 from gradwire.recorder.groups import this_rank
-from gradwire.recorder.lines import call_stack, read_line
-from gradwire.recorder.processes import Process, state_of
+from gradwire.recorder.jobs import at_end_of_job, not_at_end_of_job
+from gradwire.recorder.lines import Line, Place, call_stack, is_users, read_line
+from gradwire.recorder.processes import OVER, Process, state_of
+from gradwire.recorder.trace.clocks import this_clock
 
 __all__ = ["OWNER", "PREFIX", "REQUEST", "BlackBox"]
 
@@ -58,6 +60,8 @@ class BlackBox:
         self._seen = _modified(self._request)
         self._pid = os.getpid()
         self._written = 0
+        self._ended = False
+        self._seen_alive: dict[int, int] = {}  # peers, and when, in ns of the wall's clock
         self._lock = threading.RLock()  # a signal's handler may write while this thread writes
         self._stop, self._told = os.pipe()
         self._signals: tuple[int, int] | None = None
@@ -71,6 +75,7 @@ class BlackBox:
         on_failure.append(self._on_failure)
         self._earlier_hook, sys.excepthook = sys.excepthook, self._on_uncaught
         atexit.register(self._at_exit)
+        at_end_of_job(self._at_end_of_job)
         self._take_signal()
         self._take_crashes()
         threading.Thread(target=self._watch, name=_THREAD, daemon=True).start()
@@ -81,6 +86,7 @@ class BlackBox:
         if sys.excepthook == self._on_uncaught:
             sys.excepthook = self._earlier_hook or sys.__excepthook__
         atexit.unregister(self._at_exit)
+        not_at_end_of_job(self._at_end_of_job)
         if self._signals is not None:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGUSR2, signal.SIG_DFL)
@@ -98,7 +104,8 @@ class BlackBox:
         self._announce()
         with self._lock:
             record = flight_record()
-            record["gradwire"] |= self._circumstances(rank, reason)
+            # what is asked for while the process ends does not hide that it does
+            record["gradwire"] |= self._circumstances(rank, "exit" if self._ended else reason)
             path = self.directory / f"{self.prefix}{rank}"
             partial = self.directory / f".{os.getpid()}.part"
             partial.write_bytes(pickle.dumps(record, protocol=2))
@@ -113,16 +120,20 @@ class BlackBox:
 
     def _circumstances(self, rank: int, reason: str) -> Record:
         ranks = dist.get_world_size() if dist.is_initialized() else None
+        peers, now = self._peers(rank), time.time_ns()
+        self._seen_alive |= {peer: now for peer, state in peers.items() if state not in OVER}
         return {
             "rank": rank,
             "world_size": ranks or int(os.environ.get("WORLD_SIZE", 0)) or None,
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "reason": reason,
-            "taken_ns": time.time_ns(),
+            "taken_ns": now,
             "events": [event.as_dict() for event in events],
             "threads": _stacks(),
-            "peers": self._peers(rank),
+            "peers": peers,
+            "peers_alive_ns": dict(self._seen_alive),
+            "clock": this_clock(),
         }
 
     def _peers(self, rank: int) -> dict[int, str]:
@@ -163,7 +174,12 @@ class BlackBox:
             failed(error.with_traceback(trace), kind="uncaught")
         (self._earlier_hook or sys.__excepthook__)(kind, error, trace)
 
+    def _at_end_of_job(self) -> None:
+        with contextlib.suppress(OSError):
+            self.write("exit")
+
     def _at_exit(self) -> None:
+        self._ended = True
         with contextlib.suppress(OSError):
             self.write("exit")
             if self._crashes is not None and os.getpid() == self._pid:
@@ -231,6 +247,10 @@ def _identity() -> int | None:
     return rank
 
 
+def _line(place: Place) -> Line:
+    return read_line(place) | {"user": is_users(place[0].co_filename)}
+
+
 def _modified(path: Path) -> int:
     try:
         return path.stat().st_mtime_ns
@@ -245,6 +265,6 @@ def _stacks() -> dict[str, list[dict[str, str | int]]]:
     for ident, frame in sys._current_frames().items():
         name = names.get(ident, str(ident))
         if name != _THREAD:
-            stacks[name] = [read_line(place) for place in call_stack(frame)]
+            stacks[name] = [_line(place) for place in call_stack(frame)]
     main = threading.main_thread().name
     return dict(sorted(stacks.items(), key=lambda item: item[0] != main))

@@ -5,14 +5,18 @@ from __future__ import annotations
 import sys
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch.distributed import ProcessGroup
+
+from gradwire.errors import MismatchError
+from gradwire.recorder.groups import GroupInfo, info_of
 from gradwire.recorder.lines import Line, Place, call_stack, read_stack
-from gradwire.recorder.recording import ERROR, Entry
+from gradwire.recorder.origins import called_by_user, came_from_waiting, causes_of, trace_of
+from gradwire.recorder.recording import ERROR, GROUP, Entry
 
 __all__ = ["Event", "events", "failed", "on_failure"]
 
@@ -29,6 +33,10 @@ class Event:
         parameters: Of the model, which the error names.
         time: When; of CLOCK_MONOTONIC, in ns.
         lines: Where; the user's own code first.
+        chain: The types of the errors that it was raised from, or while they were handled.
+        waited: Whether it, or one of the chain, came out of a call that waits for other ranks.
+        call: What of torch.distributed the user's line had called; "" if nothing.
+        values: Of ranks that disagree: what each has, by rank.
     """
 
     kind: str
@@ -37,6 +45,10 @@ class Event:
     parameters: tuple[str, ...]
     time: int
     lines: list[Line] = field(default_factory=list)
+    chain: list[str] = field(default_factory=list)
+    waited: bool = False
+    call: str = ""
+    values: dict[int, str] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """Of plain containers and scalars."""
@@ -49,7 +61,13 @@ on_failure: list[Callable[[Event], None]] = []
 _last = threading.local()
 
 
-def failed(error: BaseException, entry: Entry | None = None, *, kind: str = "error") -> None:
+def failed(
+    error: BaseException,
+    entry: Entry | None = None,
+    *,
+    kind: str = "error",
+    group: ProcessGroup | None = None,
+) -> None:
     """Note an error; whatever it is, nothing is raised here.
 
     An error that passes several places that note it is noted once, and again where it ends the
@@ -59,16 +77,18 @@ def failed(error: BaseException, entry: Entry | None = None, *, kind: str = "err
         error: The error.
         entry: The collective that it ended.
         kind: "uncaught" where it ends the process.
+        group: The group in which ranks disagree, if there is no entry.
     """
     if entry is not None:
         entry[ERROR] = f"{type(error).__name__}: {error}"
     if getattr(_last, "noted", None) == (id(error), kind):
         return
     _last.noted = (id(error), kind)
-    trace = [(f.f_code, f.f_lasti) for f, _ in traceback.walk_tb(error.__traceback__)]
+    trace = trace_of(error)
     places: list[Place] = trace[::-1]
     if kind != "uncaught":
         places += call_stack(sys._getframe(1))
+    chain = list(causes_of(error))
     event = Event(
         kind,
         type(error).__name__,
@@ -76,7 +96,19 @@ def failed(error: BaseException, entry: Entry | None = None, *, kind: str = "err
         tuple(getattr(error, "parameters", ())),
         time.perf_counter_ns(),
         read_stack(places)[:8],
+        [type(each).__name__ for each in chain],
+        any(map(came_from_waiting, [error, *chain])),
+        called_by_user(places),
+        _values_by_rank(error, entry[GROUP].find_name() if entry else info_of(group)),
     )
     events.append(event)
     for listener in on_failure:
         listener(event)
+
+
+def _values_by_rank(error: BaseException, info: GroupInfo | None) -> dict[int, str]:
+    """What each rank has, of ranks that disagree."""
+    values = getattr(error, "values", ())
+    if not isinstance(error, MismatchError) or info is None or len(values) != len(info.ranks):
+        return {}
+    return dict(zip(info.ranks, values, strict=True))

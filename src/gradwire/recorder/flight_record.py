@@ -164,7 +164,29 @@ def _torchs_entries(groups: dict[str, GroupInfo]) -> list[Record]:
             if of_group and of_group[-1]["collective_seq_id"] > number:  # of an earlier group
                 of_group.clear()
             of_group.append(_torchs_entry(entry))
-    return [entry for of_group in found.values() for entry in of_group]
+    return [
+        entry
+        for name, of_group in found.items()
+        for entry in _of_this_job(of_group, groups[name].count())
+    ]
+
+
+def _of_this_job(entries: list[Record], count: int | None) -> list[Record]:
+    """Those of the group that there is, of which that many were sent.
+
+    Torch keeps what an earlier group of the same name has sent, whose numbers began at 1 as well.
+    """
+    if count is None:
+        return entries
+    found: list[Record] = []
+    for entry in reversed(entries):
+        number = entry["collective_seq_id"]
+        if not entry.get("is_p2p") and not number <= count:
+            break
+        if found and not entry.get("is_p2p") and number >= found[-1]["collective_seq_id"] > 0:
+            break
+        found.append(entry)
+    return found[::-1]
 
 
 def _torchs_entry(entry: Record) -> Record:

@@ -13,6 +13,7 @@ __all__ = [
     "GroupInfo",
     "RecordedGroup",
     "in_this_world",
+    "info_of",
     "known_groups",
     "number_of_last",
     "reference_to",
@@ -39,6 +40,23 @@ class GroupInfo:
         self.reference = reference_to(group)
         world = dist.group.WORLD
         self.world = None if world is None else weakref.ref(world)
+
+    def count(self) -> int | None:
+        """How many collectives torch has recorded of it.
+
+        None if it is gone, does not count, or has several backends, which count apart.
+        """
+        group = self.reference()
+        if group is None:
+            return None
+        if type(group) is not ProcessGroup:  # shm's
+            return 0
+        try:
+            if len({group._get_backend(d) for d in group._device_types}) > 1:
+                return None
+            return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
+        except RuntimeError:
+            return None
 
 
 def reference_to(group: Any) -> weakref.ref[Any]:
@@ -79,6 +97,12 @@ def known_groups() -> dict[str, GroupInfo]:
     for group, name in list(world.pg_names.items()):
         _note(group, name)  # anew: a name may be used again
     return {name: info for name, info in _known.items() if in_this_world(info)}
+
+
+def info_of(group: ProcessGroup | None) -> GroupInfo | None:
+    """What is known of a group; None if that is nothing."""
+    name = dist.distributed_c10d._world.pg_names.get(group) if group is not None else None
+    return None if name is None else _note(group, name)
 
 
 def in_this_world(info: GroupInfo) -> bool:

@@ -7,7 +7,7 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Process", "state_of", "state_of_pid"]
+__all__ = ["OVER", "Process", "state_of", "state_of_pid"]
 
 _STATES = {
     "R": "running",
@@ -18,6 +18,8 @@ _STATES = {
     "Z": "dead",
     "X": "dead",
 }
+OVER = ("gone", "dead")
+"""States of a process that runs no more."""
 
 
 @dataclass(frozen=True)

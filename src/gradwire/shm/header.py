@@ -174,7 +174,8 @@ def check_consistent(headers: Sequence[memoryview], rank: int, *, tables: bool) 
         described = own[:_MARK]
         if all(marks) or any(header[:_MARK] != described for header in headers):
             error = _mismatch([read(header)[0] for header in headers])
-            raise CheckedMismatchError(str(error)) if all(mark & 1 for mark in marks) else error
+            checked = CheckedMismatchError(str(error), error.values)
+            raise checked if all(mark & 1 for mark in marks) else error
     if tables:
         _check_tables([read(header)[0] for header in headers])
 
@@ -187,7 +188,7 @@ def _mark_of(header: memoryview) -> int:
 def _mismatch(calls: Sequence[Call]) -> MismatchError:
     kinds = [call.kind for call in calls]
     if len(set(kinds)) > 1:
-        return MismatchError(f"ranks call different collectives: {_by_rank(kinds)}")
+        return MismatchError(f"ranks call different collectives: {_by_rank(kinds)}", kinds)
     fields: dict[str, list[object]] = {
         "dtype": [call.dtype for call in calls],
         "reduce op": [_op_name(call.op) for call in calls],
@@ -197,7 +198,8 @@ def _mismatch(calls: Sequence[Call]) -> MismatchError:
     }
     for field, values in fields.items():
         if len(set(values)) > 1:
-            return MismatchError(f"ranks disagree on {kinds[0]}'s {field}: {_by_rank(values)}")
+            text = f"ranks disagree on {kinds[0]}'s {field}: {_by_rank(values)}"
+            return MismatchError(text, values)
     return MismatchError(
         f"ranks call {kinds[0]} for different operations: their calls of gradwire.collectives have "
         "other arguments, or belong to other calls' backward; GRADWIRE_CHECKS=1 shows what differs"

@@ -9,25 +9,23 @@ network of its own: `unshare --map-root-user --net`.
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import os
 import signal
 import subprocess
 import sys
 import time
-import traceback
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from staging import Ranks, wait_for_announcements, wait_until
 
-from gradwire import DistributedDataParallel, collectives, recorder
+from gradwire import DistributedDataParallel, collectives
 
 RANKS = 3
 TIMEOUT = timedelta(seconds=2)
-LIMIT = 40.0
 
 
 def skip(rank):
@@ -148,15 +146,15 @@ def leave_network(rank, directory):
         if ctypes.CDLL(None, use_errno=True).unshare(0x40000000) != 0:  # CLONE_NEWNET
             raise OSError(ctypes.get_errno(), "unshare")
         (directory / "alone").write_text(str(os.getpid()))
-        wait_for_file(directory / "linked")
+        wait_until((directory / "linked").exists)
     elif rank == 0:
-        wait_for_file(directory / "alone")
+        wait_until((directory / "alone").exists)
         pid = (directory / "alone").read_text()
         inside = f"nsenter --net --target {pid} --"
         for line in LINK.splitlines():
             subprocess.run(line.replace("INSIDE", inside).replace("PID", pid).split(), check=True)
         (directory / "linked").write_text("yes")
-    wait_for_file(directory / "linked")
+    wait_until((directory / "linked").exists)
     os.environ["GLOO_SOCKET_IFNAME"] = "link1" if rank == 1 else "link0"
 
 
@@ -172,82 +170,28 @@ INSIDE ip link set link1 up
 INSIDE tc qdisc add dev link1 root tbf rate 100mbit burst 64kb latency 200ms"""
 
 
-def wait_for_file(path):
-    end = time.monotonic() + LIMIT
-    while not path.exists() and time.monotonic() < end:
-        time.sleep(0.01)
-
-
 def slow_down_shared_memory():
     """Let each step of this rank through shared memory take long, as on a starved core."""
-    from gradwire.shm.group_state import GroupState
+    from gradwire.shm.sync import Semaphores
 
-    post = GroupState.post
+    post = Semaphores.post
 
-    def late(self):
+    def late(self, peers):
         time.sleep(0.03)
-        post(self)
+        post(self, peers)
 
-    GroupState.post = late
-
-
-def wait_for_announcements():
-    """Until every rank's process can be looked up."""
-    directory, end = Path(os.environ["DUMPS"]), time.monotonic() + LIMIT
-    while len(list(directory.glob("process-*.json"))) < RANKS and time.monotonic() < end:
-        time.sleep(0.01)
-    collectives.all_reduce(torch.ones(1))
-
-
-def be_rank(rank, name, backend, directory):
-    """Run as a rank's main program, up to the end of its process."""
-    code = 0
-    os.environ |= {"DUMPS": str(directory), "RANK": str(rank)}
-    torch.set_num_threads(1)
-    with open(directory / f"log-{rank}.txt", "w") as log:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
-    try:
-        if name == "slow_link" and backend == "gloo":
-            leave_network(rank, directory)
-        recorder.start(directory)
-        store = dist.FileStore(str(directory / "store"), RANKS)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=RANKS, timeout=TIMEOUT)
-        globals()[name](rank)
-    except BaseException:
-        code = 1
-        sys.excepthook(*sys.exc_info())
-    atexit._run_exitfuncs()
-    sys.stderr.flush()
-    os._exit(code)
+    Semaphores.post = late
 
 
 def stage(name, backend, directory):
-    directory.mkdir(parents=True)
-    ranks = []
-    for rank in range(RANKS):
-        pid = os.fork()
-        if pid == 0:
-            try:
-                be_rank(rank, name, backend, directory)
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                os._exit(3)
-        ranks.append(pid)
-    end = time.monotonic() + LIMIT
-    left = dict(enumerate(ranks))
-    while left and time.monotonic() < end:
-        left = {rank: pid for rank, pid in left.items() if os.waitpid(pid, os.WNOHANG)[0] == 0}
-        if set(left) <= {1}:  # it hangs or is stopped, as it is to
-            break
-        time.sleep(0.02)
-    asked = time.monotonic()  # the others have asked for its dump
-    while left and not (directory / "rank_1").exists() and time.monotonic() < asked + 2:
-        time.sleep(0.02)
-    for pid in left.values():
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+    def before(rank):
+        if name == "slow_link" and backend == "gloo":
+            leave_network(rank, directory)
+
+    ranks = Ranks(globals()[name], directory, RANKS, backend, TIMEOUT, before)
+    ranks.wait(lambda ranks: set(ranks.left) <= {1})  # it hangs or is stopped, as it is to
+    ranks.collect()
+    ranks.kill()
 
 
 if __name__ == "__main__":

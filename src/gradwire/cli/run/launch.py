@@ -40,7 +40,7 @@ def run_program(options: argparse.Namespace) -> None:
     variables = _variables(options)
     if variables:
         _check_autoload()
-    os.environ.update(variables)
+    os.environ.update(variables, GRADWIRE_LAUNCHER=str(os.getpid()))
     directory = Path(options.recorder).absolute() if options.recorder else None
     if directory is not None:
         _empty(directory)

@@ -255,7 +255,8 @@ def _raise_mismatch(group: ProcessGroup, field: str, call: CallSignature) -> NoR
     held = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
     error = MismatchError(
         f"{call.op}: ranks disagree on {field}: {held}. Nothing was sent; give every rank of the "
-        "group the same call in the same order"
+        "group the same call in the same order",
+        values,
     )
-    failed(error)
+    failed(error, group=group)
     raise error

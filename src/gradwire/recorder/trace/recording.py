@@ -22,6 +22,7 @@ from torch.distributed import PrefixStore
 from gradwire._groups import find_store
 from gradwire.errors import ArgumentError, ArgumentTypeError
 from gradwire.recorder.groups import known_groups, this_rank
+from gradwire.recorder.jobs import at_end_of_job
 from gradwire.recorder.recording import ring
 from gradwire.recorder.trace.chrome import part_of, trace_of
 from gradwire.recorder.trace.clocks import Offset, find_offset, this_clock
@@ -44,6 +45,7 @@ class Recording:
         self.path = path
         self.offset = Offset(0, 0)
         self._records: list[Any] = []
+        self._written = -1
         self._pid = os.getpid()
         ring.listener = self._take
 
@@ -53,17 +55,21 @@ class Recording:
 
     def write(self) -> None:
         """Write this rank's part, and on rank 0 the file, when all ranks have written theirs."""
-        if ring.listener == self._take:
-            ring.listener = None
-        rank = this_rank()
-        if rank is None or os.getpid() != self._pid:
+        rank, count = this_rank(), len(self._records)
+        if rank is None or os.getpid() != self._pid or count == self._written:
             return
+        self._written = count
         groups = known_groups()
         size = len(groups["0"].ranks) if "0" in groups else rank + 1
-        part = part_of(rank, self._records, groups, self.offset)
+        part = part_of(rank, self._records[:count], groups, self.offset)
         _write_whole(self._part(rank), part)
         if rank == 0:
             self._merge(size)
+
+    def stop(self) -> None:
+        """Record no more."""
+        if ring.listener == self._take:
+            ring.listener = None
 
     def _part(self, rank: int) -> Path:
         return self.path.with_name(f"{self.path.name}.{rank}.part")
@@ -122,6 +128,7 @@ def timeline(path: str | os.PathLike[str]) -> Iterator[None]:
         recording.offset = _offset()
         yield
     finally:
+        recording.stop()
         recording.write()
 
 
@@ -136,6 +143,7 @@ def start_from_environment() -> None:
         with contextlib.suppress(OSError):  # of a full disk, at the end
             recording.write()
 
+    at_end_of_job(write)
     atexit.register(write)
 
 

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gradwire.recorder.verdict.causes import (
+from gradwire.recorder.verdict.absent import (
     find_deadlock,
-    find_died,
-    find_error,
+    find_elsewhere,
     find_missing,
+    find_not_in_group_call,
 )
 from gradwire.recorder.verdict.compare import find_gaps, find_mismatch
+from gradwire.recorder.verdict.deaths import find_crash, find_ended, find_killed
 from gradwire.recorder.verdict.dumps import Dumps
+from gradwire.recorder.verdict.errors import find_disagreement, find_error, find_unclear
 from gradwire.recorder.verdict.finding import Finding, Kind, Verdict
 from gradwire.recorder.verdict.reading import read_dumps
 from gradwire.recorder.verdict.slow import find_slow
@@ -45,18 +47,22 @@ def explain(directory: Path, prefix: str | None = None) -> Verdict:
 
 def _failures(dumps: Dumps) -> list[Finding]:
     gaps = find_gaps(dumps)
-    found: list[Finding] = []
-    first = [each for each in (find_mismatch(dumps), find_error(dumps)) if each is not None]
-    found += [finding for finding, _ in sorted(first, key=lambda each: each[1])]
-    died = find_died(dumps)
-    if died is not None:
-        found.append(died)
-    deadlock = find_deadlock(dumps, gaps)
-    if deadlock is not None:
-        found.append(deadlock)
-    named = {rank for finding in found for rank in finding.ranks}
-    found += [find_missing(dumps, gap) for gap in gaps[:1] if not named.intersection(gap.missing)]
-    return found
+    mismatch = find_mismatch(dumps) or find_disagreement(dumps)
+    timed = [each for each in (mismatch, find_error(dumps, gaps), find_crash(dumps)) if each]
+    oldest_first = [finding for finding, _ in sorted(timed, key=lambda each: each[1])]
+    found = [find_killed(dumps), *oldest_first]
+    if not any(found):
+        found = [find_ended(dumps, gaps), find_deadlock(dumps, gaps)]
+    known = [finding for finding in found if finding is not None]
+    named = {rank for finding in known for rank in finding.ranks}
+    absent = find_elsewhere(dumps, gaps) or find_missing(dumps, gaps)
+    absent = absent or (find_not_in_group_call(dumps) if not known else None)
+    if absent is not None and not named.intersection(absent.ranks):
+        known.append(absent)
+    if not any(finding.ranks for finding in known):
+        unclear = find_unclear(dumps, gaps)
+        return [*known, unclear] if unclear else known
+    return known
 
 
 def _notes(dumps: Dumps) -> list[str]:

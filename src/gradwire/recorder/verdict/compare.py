@@ -14,6 +14,8 @@ from gradwire.recorder.verdict.source import swallowing_handler
 
 __all__ = ["Gap", "find_gaps", "find_mismatch"]
 
+_TIMES = 2  # on each rank, before anything is expected
+
 
 @dataclass(frozen=True)
 class Gap:
@@ -22,13 +24,15 @@ class Gap:
     Attributes:
         group, number: Which.
         calls: Of the ranks that have called it.
-        missing: Those that have not.
+        missing: Those that had not, when they wrote their dumps.
+        silent: Those of which there is no dump, or one of before.
     """
 
     group: str
     number: int
     calls: Mapping[int, Call]
     missing: tuple[int, ...]
+    silent: tuple[int, ...] = ()
 
 
 def find_gaps(dumps: Dumps) -> list[Gap]:
@@ -41,27 +45,43 @@ def find_gaps(dumps: Dumps) -> list[Gap]:
             if rank in ranks
         }
         for number, calls in dumps.calls(group).items():
-            missing = tuple(r for r in ranks if r not in calls and last.get(r, 0) < number)
+            absent = [r for r in ranks if r not in calls and last.get(r, 0) < number]
             waiting = any(not call.done for call in calls.values())
-            if missing and waiting:
-                gaps.append(Gap(group, number, calls, missing))
+            if absent and waiting:
+                silent = tuple(r for r in absent if not _was_written_since(dumps, r, calls))
+                missing = tuple(r for r in absent if r not in silent)
+                gaps.append(Gap(group, number, calls, missing, silent))
                 break
     return sorted(gaps, key=lambda gap: min(call.created for call in gap.calls.values()))
 
 
+def _was_written_since(dumps: Dumps, rank: int, calls: Mapping[int, Call]) -> bool:
+    """Whether there is a dump of a rank from after others had called something."""
+    dump = dumps.ranks.get(rank)
+    if dump is None:
+        return False
+    known = dump.taken and dumps.same_clock([rank, *calls])
+    return not known or dump.taken > min(call.created for call in calls.values())
+
+
 def find_mismatch(dumps: Dumps) -> tuple[Finding, int] | None:
     """The oldest collective in which ranks call different things, and when it was."""
-    found: list[tuple[int, dict[int, Call]]] = []
+    found: list[tuple[int, dict[int, Call], list[int]]] = []
     for group in dumps.groups:
         for recorded in dumps.calls(group).values():
             calls = _with_crashed(dumps, recorded)
+            culprits = None
             if len({call.what for call in calls.values()}) > 1:
-                found.append((max(call.created for call in calls.values()), calls))
+                culprits = _culprits(dumps, calls)
+            elif all(call.error for call in calls.values()):
+                culprits = _elsewhere_in_program(dumps, calls) or None
+            if culprits is not None:
+                found.append((max(call.created for call in calls.values()), calls, culprits))
                 break
     if not found:
         return None
-    when, calls = min(found, key=lambda each: each[0])
-    return _mismatch(dumps, calls), when
+    when, calls, culprits = min(found, key=lambda each: each[0])
+    return _mismatch(dumps, calls, culprits), when
 
 
 def _with_crashed(dumps: Dumps, calls: dict[int, Call]) -> dict[int, Call]:
@@ -72,8 +92,8 @@ def _with_crashed(dumps: Dumps, calls: dict[int, Call]) -> dict[int, Call]:
         return calls
     first = next(iter(calls.values()))
     found = dict(calls)
-    for rank, (_, frames) in dumps.crashes.items():
-        called = None if rank in calls else _call_at(dumps, frames)
+    for rank, crash in dumps.crashes.items():
+        called = None if rank in calls else _call_at(dumps, crash.frames)
         if called is not None:
             found[rank] = replace(called, number=first.number, created=first.created, done=False)
     return found
@@ -90,8 +110,9 @@ def _call_at(dumps: Dumps, frames: Sequence[Mapping[str, Any]]) -> Call | None:
     return None
 
 
-def _mismatch(dumps: Dumps, calls: Mapping[int, Call]) -> Finding:
-    culprits = _culprits(dumps, calls)
+def _mismatch(dumps: Dumps, calls: Mapping[int, Call], culprits: list[int]) -> Finding:
+    if not culprits:
+        return _undecided(calls)
     others = [rank for rank in calls if rank not in culprits]
     mine, theirs = calls[culprits[0]], calls[others[0]]
     details = [f"rank {rank}: {name_call(call)}" for rank, call in sorted(calls.items())]
@@ -152,37 +173,80 @@ def _skipped(
     )
 
 
+def _undecided(calls: Mapping[int, Call]) -> Finding:
+    """As many ranks called one as the other, and nothing shows which was meant."""
+    ranks, first = list(calls), next(iter(calls.values()))
+    others = (call for call in calls.values() if call.what != first.what)
+    other = next(others)
+    return Finding(
+        Kind.MISMATCH,
+        (),
+        f"{list_ranks(ranks)} called different things (number {first.number} of group "
+        f"{first.group}), as many the one as the other: {name_call(first, number=False)}, and "
+        f"{name_call(other, number=False)}",
+        tuple(f"rank {rank}: {name_call(call)}" for rank, call in sorted(calls.items())),
+        "see which of them was meant: look for a condition on the rank, or on data that differ",
+        first.op,
+        first.group,
+        first.number,
+        tuple(dict.fromkeys(f"{c.filename}:{c.line}" for c in (first, other))),
+    )
+
+
 def _culprits(dumps: Dumps, calls: Mapping[int, Call]) -> list[int]:
-    """The ranks that are fewer; of as many, those that do what they did not do before."""
+    """The ranks that are fewer; of as many, those that left out what always came next before."""
     groups: dict[object, list[int]] = {}
     for rank, call in sorted(calls.items()):
         groups.setdefault(call.what, []).append(rank)
     sizes = sorted(len(ranks) for ranks in groups.values())
     if len(sizes) > 1 and sizes[-1] == sizes[-2]:
-        strange = [r for r, call in calls.items() if _is_new(dumps, r, call)]
-        if strange and len(strange) < len(calls):
-            return strange
-        left_out = [
-            r
-            for r, call in calls.items()
-            if any(_follows(dumps, other, call) for o, other in calls.items() if o != r)
-        ]
-        if left_out and len(left_out) < len(calls):
-            return left_out
-        return [rank for what, ranks in groups.items() for rank in ranks if rank != min(calls)][:1]
+        expected = _expected(dumps, next(iter(calls.values())))
+        strange = [r for r, call in sorted(calls.items()) if (call.op, call.place) != expected]
+        return strange if expected is not None and len(strange) < len(calls) else []
     ((common, _),) = Counter(call.what for call in calls.values()).most_common(1)
     return [rank for rank, call in sorted(calls.items()) if call.what != common]
 
 
-def _is_new(dumps: Dumps, rank: int, call: Call) -> bool:
-    """Whether the rank called this line before, and always with something else."""
-    dump = dumps.ranks.get(rank)  # none of a rank that crashed
-    earlier = [
-        c
-        for c in (dump.calls.get(call.group, []) if dump else [])
-        if c.number < call.number and c.place == call.place
-    ]
-    return bool(earlier) and all(c.what != call.what for c in earlier)
+def _elsewhere_in_program(dumps: Dumps, calls: Mapping[int, Call]) -> list[int]:
+    """Of a call that failed on all ranks, the few that made it at another line than the others.
+
+    Sizes of some collectives may differ between ranks, so that they say nothing. Nor do lines that
+    went together before, as of a root and the others.
+    """
+    ((most, times),) = Counter(call.place for call in calls.values()).most_common(1)
+    few = [rank for rank, call in sorted(calls.items()) if call.place != most]
+    lines = {calls[rank].place for rank in few}
+    if not few or 2 * times <= len(calls):
+        return []
+    first, together = next(iter(calls.values())), False
+    for number, earlier in dumps.calls(first.group).items():
+        places = {call.place for call in earlier.values()}
+        if number < first.number and most in places:
+            if places & lines:
+                return []
+            together = together or len(earlier) == len(calls)
+    return few if together else []
+
+
+def _expected(dumps: Dumps, call: Call) -> tuple[str, tuple[str, int]] | None:
+    """What came next on all ranks, each time, after the call before this one; None if that varied.
+
+    A call of another size than before may be the right one, as of a last batch; so one that was
+    left out alone is judged by what was before.
+    """
+    following: Counter[tuple[str, tuple[str, int]]] = Counter()
+    for dump in dumps.ranks.values():
+        calls = [c for c in dump.calls.get(call.group, ()) if c.number < call.number]
+        if not calls:
+            return None
+        last = (calls[-1].op, calls[-1].place)
+        for one, next_one in pairwise(calls):
+            if (one.op, one.place) == last:
+                following[next_one.op, next_one.place] += 1
+    if len(following) != 1:
+        return None
+    ((found, times),) = following.items()
+    return found if times >= _TIMES * len(dumps.ranks) else None
 
 
 def _follows(dumps: Dumps, first: Call, second: Call) -> bool:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Call", "Dumps", "Event", "Exit", "RankDump"]
+__all__ = ["Call", "Crash", "Dumps", "Event", "Exit", "RankDump"]
 
 _UNEVEN = {"all_to_all", "all_to_all_single", "all_gather", "gather", "scatter", "reduce_scatter"}
 
@@ -79,6 +79,10 @@ class Event:
     parameters: tuple[str, ...]
     time: int
     lines: tuple[dict[str, Any], ...]
+    chain: tuple[str, ...] = ()
+    waited: bool = False
+    call: str = ""
+    values: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,21 @@ class Exit:
     code: int
     time: int
     oom_killed: bool = False
+
+
+@dataclass(frozen=True)
+class Crash:
+    """What Python wrote when a process crashed in C.
+
+    Attributes:
+        why: The signal, in words.
+        frames: The main thread, the innermost frame first.
+        time: When.
+    """
+
+    why: str
+    frames: list[dict[str, Any]]
+    time: int
 
 
 @dataclass
@@ -101,7 +120,9 @@ class RankDump:
         stack: Its main thread, the innermost frame first, when the dump was written.
         reason: Why it was written; "" in torch's own.
         peers: What other ranks' processes did then.
-        taken: When it was written.
+        taken: When it was written; 0 if that is not known.
+        alive: When other ranks' processes were last seen alive.
+        clock: A name that ranks share whose times can be compared; "" if that is not known.
     """
 
     rank: int
@@ -111,12 +132,18 @@ class RankDump:
     reason: str = ""
     peers: dict[int, str] = field(default_factory=dict)
     taken: int = 0
+    alive: dict[int, int] = field(default_factory=dict)
+    clock: str = ""
 
     @property
     def pending(self) -> list[Call]:
         """The collectives that have not ended, the first first."""
         waiting = [call for calls in self.calls.values() for call in calls if not call.done]
         return sorted(waiting, key=lambda call: call.created)
+
+    def waits_in(self, group: str) -> bool:
+        """Whether it has a collective of a group that has not ended."""
+        return any(call.group == group for call in self.pending)
 
 
 @dataclass
@@ -129,7 +156,7 @@ class Dumps:
         descriptions: Of the groups.
         world: All ranks there should be.
         exits: Of processes, by rank; empty if no launcher wrote them.
-        crashes: The main thread of ranks that crashed in C, the innermost frame first.
+        crashes: Of ranks that crashed in C.
         messages: Between two ranks: each as its dump has it, with the rank.
     """
 
@@ -138,8 +165,12 @@ class Dumps:
     descriptions: dict[str, str]
     world: list[int]
     exits: dict[int, Exit]
-    crashes: dict[int, tuple[str, list[dict[str, Any]]]]
+    crashes: dict[int, Crash]
     messages: list[tuple[int, dict[str, Any]]]
+
+    def same_clock(self, ranks: Iterable[int]) -> bool:
+        """Whether the times of ranks can be compared; of torch's own dumps nothing is known."""
+        return len({self.ranks[rank].clock for rank in ranks if rank in self.ranks}) <= 1
 
     def calls(self, group: str) -> dict[int, dict[int, Call]]:
         """A group's collectives, by number and rank."""

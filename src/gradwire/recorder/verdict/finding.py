@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from gradwire.recorder.verdict.dumps import Call
 
-__all__ = ["Finding", "Kind", "Verdict", "list_ranks", "name_call", "place_of"]
+__all__ = ["Finding", "Kind", "Verdict", "list_ranks", "name_call", "name_place", "place_of"]
 
 
 class Kind:
@@ -27,6 +27,7 @@ class Kind:
     SLOW_RANK = "slow rank"
     SLOW_TRANSFER = "slow transfer"
     STOPPED = "stopped"
+    UNCLEAR = "unclear"
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Finding:
 
     Attributes:
         kind: See `Kind`.
-        ranks: Whose doing it is, as far as dumps show.
+        ranks: Whose doing it is; empty where the dumps do not show that.
         summary: A sentence.
         details: What shows it, and what came of it; a line each.
         remedy: What to do.
@@ -102,6 +103,11 @@ def place_of(call: Call) -> str:
     if not call.filename:
         return ""
     return f"{Path(call.filename).name}:{call.line} in {call.function}"
+
+
+def name_place(frame: Mapping[str, Any]) -> str:
+    """A line in words: "at train.py:25 in step"."""
+    return f"at {Path(str(frame['filename'])).name}:{frame['line']} in {frame['name']}"
 
 
 def name_call(call: Call, *, number: bool = True) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 from gradwire.errors import ArgumentError
 from gradwire.recorder.load import load
-from gradwire.recorder.verdict.dumps import Call, Dumps, Event, Exit, RankDump
+from gradwire.recorder.verdict.dumps import Call, Crash, Dumps, Event, Exit, RankDump
 
 __all__ = ["read_dumps"]
 
@@ -124,6 +124,8 @@ def _rank(rank: int, record: Mapping[str, Any]) -> RankDump:
         str(extra.get("reason", "")),
         {int(peer): str(state) for peer, state in extra.get("peers", {}).items()},
         int(extra.get("taken_ns", 0)),
+        {int(peer): int(seen) for peer, seen in extra.get("peers_alive_ns", {}).items()},
+        str(extra.get("clock", "")),
     )
 
 
@@ -169,6 +171,10 @@ def _event(event: Mapping[str, Any], wall: int) -> Event:
         tuple(str(name) for name in event["parameters"]),
         int(event["time"]) + wall,
         tuple(dict(line) for line in event["lines"]),
+        tuple(str(name) for name in event.get("chain", ())),
+        bool(event.get("waited")),
+        str(event.get("call", "")),
+        {int(rank): str(value) for rank, value in event.get("values", {}).items()},
     )
 
 
@@ -181,8 +187,8 @@ def _exits(directory: Path) -> dict[int, Exit]:
     }
 
 
-def _crashes(directory: Path) -> dict[int, tuple[str, list[dict[str, Any]]]]:
-    """What faulthandler wrote: why, and the main thread, which is its last."""
+def _crashes(directory: Path) -> dict[int, Crash]:
+    """What faulthandler wrote: the main thread is its last."""
     found = {}
     for path in directory.glob("crash-*.txt"):
         number = path.stem.partition("-")[2]
@@ -193,5 +199,6 @@ def _crashes(directory: Path) -> dict[int, tuple[str, list[dict[str, Any]]]]:
         frames = [
             {"filename": m[1], "line": int(m[2]), "name": m[3]} for m in _CRASH_LINE.finditer(last)
         ]
-        found[int(number)] = (text.splitlines()[0].removeprefix("Fatal Python error: "), frames)
+        why = text.splitlines()[0].removeprefix("Fatal Python error: ")
+        found[int(number)] = Crash(why, frames, path.stat().st_mtime_ns)
     return found

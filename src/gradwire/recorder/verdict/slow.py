@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from statistics import median
 
 from gradwire.recorder.verdict.dumps import Call, Dumps
@@ -13,6 +14,8 @@ __all__ = ["find_slow"]
 _SHARE = 0.05  # of the time that the dumps cover
 _OFTEN = 0.6  # of all collectives: some rank is last in each
 _CALLS = 3
+_TOGETHER = {"all_gather", "all_gather_single", "all_reduce", "all_to_all", "barrier"}
+"""Collectives that end on all ranks at about one time: none has its result before all have come."""
 
 
 def find_slow(dumps: Dumps) -> list[Finding]:
@@ -23,6 +26,8 @@ def find_slow(dumps: Dumps) -> list[Finding]:
         for calls in dumps.calls(group).values()
         if len(calls) == len(ranks) > 1
     ]
+    if not dumps.same_clock(dumps.ranks):
+        complete = [aligned for calls in complete if (aligned := _aligned(calls))]
     if len(complete) < _CALLS:
         return []
     everything = [call for calls in complete for call in calls.values()]
@@ -30,6 +35,22 @@ def find_slow(dumps: Dumps) -> list[Finding]:
     found = [_late(complete, covered), _slow_transfer(dumps, complete, covered)]
     weighed = [each for each in found if each is not None]
     return [finding for _, finding in sorted(weighed, key=lambda each: -each[0])]
+
+
+def _aligned(calls: dict[int, Call]) -> dict[int, Call]:
+    """A collective on the first rank's clock: on hosts with other clocks it has ended at that time.
+
+    Empty where that is not known, or ends are not one, as of a broadcast.
+    """
+    first = next(iter(calls.values()))
+    if first.op not in _TOGETHER or not all(call.ended for call in calls.values()):
+        return {}
+    return {rank: _moved(call, first.ended - call.ended) for rank, call in calls.items()}
+
+
+def _moved(call: Call, by: int) -> Call:
+    started = call.started + by if call.started else 0
+    return replace(call, created=call.created + by, started=started, ended=call.ended + by)
 
 
 def _late(complete: list[dict[int, Call]], covered: int) -> tuple[int, Finding] | None:

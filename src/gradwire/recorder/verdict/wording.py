@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gradwire.recorder.verdict.compare import Gap
-from gradwire.recorder.verdict.dumps import Dumps
-from gradwire.recorder.verdict.finding import list_ranks, name_call
+from gradwire.recorder.verdict.dumps import Dumps, RankDump
+from gradwire.recorder.verdict.finding import list_ranks, name_call, name_place
 
 __all__ = [
     "at_line",
     "consequences",
     "counts_of",
     "innermost",
+    "is_users",
     "last_call",
+    "last_of",
     "places_of",
     "shortened",
     "states_of",
@@ -76,20 +77,28 @@ def at_line(lines: Sequence[dict[str, Any]]) -> str:
 def innermost(frames: Sequence[dict[str, Any]]) -> str:
     """The innermost line of the user's own code."""
     for frame in frames:
-        if _is_users(str(frame["filename"])):
-            return f"at {Path(str(frame['filename'])).name}:{frame['line']} in {frame['name']}"
+        if is_users(frame):
+            return name_place(frame)
     return ""
 
 
 def places_of(frames: Sequence[dict[str, Any]]) -> list[str]:
     """The lines of the user's own code, the innermost first."""
-    return [f"{f['filename']}:{f['line']}" for f in frames if _is_users(str(f["filename"]))]
+    return [f"{f['filename']}:{f['line']}" for f in frames if is_users(f)]
 
 
-def _is_users(filename: str) -> bool:
-    """As far as a name shows: the dump may be of another machine."""
+def is_users(frame: Mapping[str, Any]) -> bool:
+    """Whether a frame is of the user's own code: as the rank said, or else as its name shows."""
+    if "user" in frame:
+        return bool(frame["user"])
     parts = ("/site-packages/", "/torch/", "/gradwire/", "/lib/python3", "<frozen", "/bin/")
-    return not any(part in filename for part in parts)
+    return not any(part in str(frame["filename"]) for part in parts)
+
+
+def last_of(dump: RankDump) -> str:
+    """A rank's last error, in words."""
+    event = dump.events[-1]
+    return f"{event.type}{at_line(event.lines)}: {shortened(' '.join(event.message.split()), 120)}"
 
 
 def shortened(text: str, length: int) -> str:

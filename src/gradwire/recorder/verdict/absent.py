@@ -1,0 +1,234 @@
+"""Ranks that others wait for: they are elsewhere, have ended, or wait in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gradwire.recorder.verdict.compare import Gap
+from gradwire.recorder.verdict.dumps import Call, Dumps
+from gradwire.recorder.verdict.finding import Finding, Kind, list_ranks, name_call
+from gradwire.recorder.verdict.source import swallowing_handler
+from gradwire.recorder.verdict.standing import (
+    OF_WHOLE_GROUPS,
+    Standing,
+    is_primary,
+    standing_of,
+)
+from gradwire.recorder.verdict.wording import (
+    counts_of,
+    innermost,
+    last_call,
+    places_of,
+    states_of,
+)
+
+__all__ = ["find_deadlock", "find_elsewhere", "find_missing", "find_not_in_group_call"]
+
+_Wait = tuple[str, str, tuple[int, ...]]
+"""What a rank waits in, as a name and in words, and for whom."""
+
+
+def find_deadlock(dumps: Dumps, gaps: Sequence[Gap]) -> Finding | None:
+    """Ranks that wait for each other: in different groups, or for messages."""
+    waits = _waits(dumps, gaps)
+    for rank in sorted(waits):
+        path = _cycle(waits, rank)
+        names = {waits[r][0] for r in path}
+        if path and (len(names) > 1 or "" in names):
+            return _deadlock(dumps, waits, path)
+    return None
+
+
+def _waits(dumps: Dumps, gaps: Sequence[Gap]) -> dict[int, _Wait]:
+    waits: dict[int, _Wait] = {}
+    for gap in gaps:
+        for rank, call in gap.calls.items():
+            if not call.done and rank not in waits:
+                words = f"in the {name_call(call)} of group {gap.group}"
+                waits[rank] = gap.group, words, gap.missing
+    for rank in dumps.ranks:
+        at = standing_of(dumps, rank)
+        if rank not in waits and at is not None and at.peer is not None and at.peer >= 0:
+            waits[rank] = "", at.words, (at.peer,)
+    return waits
+
+
+def _deadlock(dumps: Dumps, waits: Mapping[int, _Wait], path: Sequence[int]) -> Finding:
+    stands = [at for rank in path if (at := standing_of(dumps, rank)) is not None]
+    messages = any(not waits[rank][0] for rank in path)
+    why = "each in another group: their collectives on these groups come in different orders"
+    remedy = (
+        "use the groups in one order on all ranks that share them, or wait for async work "
+        "on one group before starting on the other"
+    )
+    if messages:
+        why = "one for a message of the next: none gets as far as sending it"
+        remedy = "have one of two ranks send before it receives, or use batch_isend_irecv"
+    return Finding(
+        Kind.DEADLOCK,
+        tuple(sorted(path)),
+        f"{list_ranks(path)} wait for each other, {why}",
+        tuple(f"rank {r} waits {waits[r][1]} for {list_ranks(waits[r][2])}" for r in path),
+        remedy,
+        places=tuple(dict.fromkeys(f"{at.filename}:{at.line}" for at in stands)),
+    )
+
+
+def _cycle(waits: Mapping[int, _Wait], start: int) -> list[int]:
+    """Ranks of which each waits for the next, and the last for the first; empty if none do."""
+    path: list[int] = []
+    rank = start
+    while rank not in path:
+        path.append(rank)
+        following = [r for r in waits[rank][2] if r in waits]
+        if not following:
+            return []
+        rank = following[0]
+    return path[path.index(rank) :]
+
+
+def find_elsewhere(dumps: Dumps, gaps: Sequence[Gap]) -> Finding | None:
+    """Fewer ranks wait in a collective while all others wait in another call of the whole group."""
+    for gap in gaps:
+        if gap.silent or any(dumps.ranks[r].waits_in(gap.group) for r in gap.missing):
+            continue  # who has not left an earlier collective of the group is not elsewhere
+        stands = {rank: standing_of(dumps, rank) for rank in (*gap.calls, *gap.missing)}
+        ranks = dumps.groups[gap.group]
+        if any(at is None for at in stands.values()) or len(stands) < len(ranks):
+            continue
+        classes: dict[tuple[str, str, int], list[int]] = {}
+        for rank, at in stands.items():
+            assert at is not None
+            classes.setdefault((at.op, at.filename, at.line), []).append(rank)
+        most = max(classes.values(), key=len)
+        at = stands[most[0]]
+        assert at is not None
+        if len(classes) == 2 and 2 * len(most) > len(ranks) and _is_of_group(gap, most, at):
+            return _elsewhere(stands, sorted(set(stands) - set(most)), most)
+    return None
+
+
+def find_not_in_group_call(dumps: Dumps) -> Finding | None:
+    """The one rank that is not in a call in which all others wait, as for a new group."""
+    stands = {rank: standing_of(dumps, rank) for rank in dumps.ranks}
+    away = [rank for rank, at in stands.items() if at is None]
+    there = {rank: at for rank, at in stands.items() if at is not None}
+    if len(away) != 1 or len(there) < 2 or len(stands) < len(dumps.world):
+        return None
+    at = next(iter(there.values()))
+    if (
+        at.op not in OF_WHOLE_GROUPS
+        or len({(o.op, o.filename, o.line) for o in there.values()}) > 1
+    ):
+        return None
+    dump = dumps.ranks[away[0]]
+    ended = dump.reason == "exit"
+    where = "had ended" if ended else f"was {innermost(dump.stack) or 'elsewhere'}"
+    return Finding(
+        Kind.FINISHED if ended else Kind.MISSING,
+        tuple(away),
+        f"rank {away[0]} {where}, while {list_ranks(list(there))} waited {at.words}",
+        (f"rank {away[0]}: {last_call(dumps, away[0], None)}",),
+        "call it on all ranks: look for a condition on the rank",
+        places=(f"{at.filename}:{at.line}",),
+    )
+
+
+def _is_of_group(gap: Gap, ranks: Sequence[int], at: Standing) -> bool:
+    return at.op in OF_WHOLE_GROUPS or set(ranks) == set(gap.calls)
+
+
+def _elsewhere(
+    stands: Mapping[int, Standing | None], few: Sequence[int], most: Sequence[int]
+) -> Finding:
+    mine, theirs = stands[few[0]], stands[most[0]]
+    assert mine is not None
+    assert theirs is not None
+    return Finding(
+        Kind.MISMATCH,
+        tuple(few),
+        f"{list_ranks(few)} waited {mine.words}, and {list_ranks(most)} {theirs.words}",
+        (),
+        "call the same on all ranks, new_group() and barriers included: look for a condition on "
+        "the rank",
+        places=(f"{mine.filename}:{mine.line}", f"{theirs.filename}:{theirs.line}"),
+    )
+
+
+def find_missing(dumps: Dumps, gaps: Sequence[Gap]) -> Finding | None:
+    """Ranks that have not called a collective in which others wait, and wait for nobody."""
+    for gap in gaps:
+        away = [
+            r for r in gap.missing if standing_of(dumps, r) is None and not _is_victim(dumps, r)
+        ]
+        if away:
+            return _missing(dumps, gap, away)
+        if not gap.missing and len(gap.silent) == 1:
+            return _silent(dumps, gap, gap.silent[0])
+    return None
+
+
+def _may_wait_elsewhere(dumps: Dumps, rank: int, group: str) -> bool:
+    """Whether a rank of which there is no dump has other groups in which it may wait in turn."""
+    return any(rank in ranks for name, ranks in dumps.groups.items() if name != group)
+
+
+def _is_victim(dumps: Dumps, rank: int) -> bool:
+    """Whether a rank got an error that another rank's failure explains, and no other."""
+    dump = dumps.ranks[rank]
+    return bool(dump.events) and not any(is_primary(event, dump) for event in dump.events)
+
+
+def _silent(dumps: Dumps, gap: Gap, rank: int) -> Finding:
+    call = next(iter(gap.calls.values()))
+    state = states_of(dumps).get(rank)
+    return Finding(
+        Kind.MISSING,
+        () if _may_wait_elsewhere(dumps, rank, gap.group) else (rank,),
+        f"rank {rank} did not call the {name_call(call)} of group {gap.group}, in "
+        f"which {list_ranks(list(gap.calls))} wait, and left no dump",
+        (f"its process is {state}",) if state else (),
+        "it died, hangs in C code that holds the GIL, or its host cannot be reached: look for "
+        "its process (py-spy dump --pid) and its log",
+        **_of(call),
+    )
+
+
+def _missing(dumps: Dumps, gap: Gap, away: Sequence[int]) -> Finding:
+    call = next(iter(gap.calls.values()))
+    first = dumps.ranks[away[0]]
+    ended = first.reason == "exit"
+    where = innermost(first.stack)
+    at = "had ended" if ended else f"was {where}" if where else "was elsewhere"
+    details = [f"rank {r}: {last_call(dumps, r, gap.group)}" for r in away]
+    details += counts_of(dumps, gap)
+    handler = swallowing_handler(call.filename, call.line) if ended else None
+    remedy = (
+        "see why its loop ended before the others': a shorter dataset, an early `break`; "
+        "or use model.join() for uneven inputs"
+        if ended
+        else "see what that line waits for or computes: a loop that does not end, a lock, a data "
+        "loader, a file system; `py-spy dump --pid` shows it live"
+    )
+    if handler is not None:
+        details.append(f"line {call.line} is in a `try` whose `except` in line {handler} goes on")
+    return Finding(
+        Kind.FINISHED if ended else Kind.MISSING,
+        tuple(away),
+        f"{list_ranks(away)} did not call the {name_call(call)} of group {gap.group}, in which "
+        f"{list_ranks(list(gap.calls))} wait; it {at}",
+        tuple(details),
+        remedy,
+        **_of(call) | {"places": (*places_of(first.stack)[:1], f"{call.filename}:{call.line}")},
+    )
+
+
+def _of(call: Call) -> dict[str, Any]:
+    return {
+        "op": call.op,
+        "group": call.group,
+        "number": call.number,
+        "places": (f"{call.filename}:{call.line}",),
+        "parameters": call.parameters,
+    }

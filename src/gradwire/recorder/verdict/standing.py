@@ -1,0 +1,114 @@
+"""Where each rank stands: in a call that waits for other ranks, or in its own code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gradwire.recorder.verdict.dumps import Dumps, Event, RankDump
+from gradwire.recorder.verdict.finding import name_call, name_place
+from gradwire.recorder.verdict.wording import is_users
+
+__all__ = ["OF_WHOLE_GROUPS", "Standing", "is_primary", "standing_of", "waits_for_others"]
+
+_SECONDARY = {  # what other ranks' failures look like
+    "BrokenGroupError",
+    "CheckedMismatchError",
+    "CollectiveTimeoutError",
+    "DistBackendError",
+    "DistNetworkError",
+    "DistStoreError",
+    "KeyboardInterrupt",
+    "MismatchError",  # the ranks' calls show more
+    "PeerFailedError",
+    "PeerLostError",
+    "SIGTERMException",
+}
+OF_WHOLE_GROUPS = {"barrier", "init_process_group", "monitored_barrier", "new_group"}
+"""Calls that end when all ranks have made them, and that may not be recorded."""
+_STANDARD = ("/lib/python3", "<frozen ")
+_COMMUNICATION = ("/torch/distributed/", "/gradwire/", "gradwire_autoload.py")
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A call in which a rank waits, or waited until it failed.
+
+    Attributes:
+        op: Its name; `filename` and `line` are where it was called.
+        words: It in words.
+        peer: The rank whose message it waits for; None of a call of a whole group.
+    """
+
+    op: str
+    filename: str
+    line: int
+    words: str
+    peer: int | None = None
+
+
+def standing_of(dumps: Dumps, rank: int) -> Standing | None:
+    """In which call a rank waits for others; None if it does not, or nothing is known of it."""
+    dump = dumps.ranks.get(rank)
+    if dump is None:
+        return None
+    if dump.pending:
+        call = dump.pending[0]
+        return Standing(call.op, call.filename, call.line, f"in the {name_call(call)}")
+    for of, message in dumps.messages:
+        if of == rank and message["state"] != "completed" and message["op"] == "recv":
+            frame = message["frames"][0]
+            words = f"for a message from rank {message['peer']} {name_place(frame)}"
+            return Standing("recv", *_at(frame), words, int(message["peer"]))
+    return _failed_in(dump) or (None if dump.reason == "exit" else _stands_in(dump.stack))
+
+
+def _failed_in(dump: RankDump) -> Standing | None:
+    """What a rank waited in when it got the error that ended it."""
+    if not dump.events or is_primary(dump.events[-1], dump):
+        return None
+    event = dump.events[-1]
+    return _standing(event.call or "a call", event.lines[0]) if event.lines else None
+
+
+def _stands_in(stack: Sequence[Mapping[str, Any]]) -> Standing | None:
+    if not waits_for_others(stack):
+        return None
+    called = ""
+    for frame in stack:
+        if is_users(frame):
+            return _standing(called, frame)
+        if any(part in str(frame["filename"]) for part in _COMMUNICATION):
+            called = str(frame["name"]) if frame["name"] != "wrapper" else called
+    return None
+
+
+def waits_for_others(stack: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a stack, innermost first, ends in code that communicates."""
+    for frame in stack:
+        filename = str(frame["filename"])
+        if is_users(frame):
+            return False
+        if "/site-packages/" in filename or not any(part in filename for part in _STANDARD):
+            return any(part in filename for part in _COMMUNICATION)
+    return False
+
+
+def _standing(op: str, frame: Mapping[str, Any]) -> Standing:
+    return Standing(op, *_at(frame), f"in {op} {name_place(frame)}")
+
+
+def _at(frame: Mapping[str, Any]) -> tuple[str, int]:
+    return str(frame["filename"]), int(frame["line"])
+
+
+def is_primary(event: Event, dump: RankDump) -> bool:
+    """Whether no other rank's failure explains an error."""
+    if event.waited or not _SECONDARY.isdisjoint((event.type, *event.chain)):
+        return False
+    if "RuntimeError" not in (event.type, *event.chain):
+        return True
+    # Gloo's own errors are plain RuntimeErrors; out of backward, nothing else shows whose it is
+    waits_at = {call.place for call in dump.pending}
+    return waits_at.isdisjoint(_at(line) for line in event.lines)

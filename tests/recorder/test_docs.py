@@ -1,0 +1,27 @@
+"""The page "When something goes wrong" has each error and each verdict."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from gradwire import errors
+from gradwire.recorder.verdict import Kind
+
+PAGE = Path(__file__).parents[2] / "docs" / "howto" / "debug.md"
+BASES = {"DistributedError", "GradwireError"}  # never raised themselves
+
+
+def first_column(heading: str) -> set[str]:
+    """What the first column of a section's table has, separated by commas."""
+    section = PAGE.read_text().partition(f"## {heading}\n")[2].partition("\n## ")[0]
+    cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| ")]
+    return {name.strip(" `") for cell in cells[1:] for name in cell.split(",")}
+
+
+def test_each_verdict_is_on_the_page():
+    kinds = {value for name, value in vars(Kind).items() if name.isupper()}
+    assert first_column("Verdicts") == kinds
+
+
+def test_each_error_is_on_the_page():
+    assert first_column("Errors") == set(errors.__all__) - BASES
