@@ -243,8 +243,12 @@ class Engine:
 
     def _form_group(self, decision: p.Decision) -> EpochGroup:
         def poll() -> None:
-            if self.membership.decision(decision.epoch + 1) is not None:
+            after = decision.epoch + 1
+            if self.membership.decision(after) is not None:
                 raise PeerLostError(f"epoch {decision.epoch} is over")
+            registered = {r.member for r in self.membership.registered(after)}
+            if gave_up := registered.intersection(decision.members):  # who is new can wait
+                raise PeerLostError(f"members {sorted(gave_up)} have given the epoch up")
             if gone := self.monitor.absent(decision.members).gone:
                 raise PeerLostError(f"members {sorted(gone)} are gone")
 

@@ -14,6 +14,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
@@ -155,7 +156,11 @@ def form_gloo(
 
     def form() -> _Gloo:
         group = _gloo(own, rank, size, timeout, name)
-        return _Gloo(group, _gloo_sockets(before, own, rank, size))
+        try:
+            return _Gloo(group, _gloo_sockets(before, own, rank, size))
+        except BaseException:
+            del group  # it ends in this thread, and the error does not keep it
+            raise
 
     formed = _in_thread(form, poll, lambda: None)
     sockets = formed.sockets
@@ -174,7 +179,9 @@ def _meet(store: Store, rank: int, size: int, poll: Poll) -> None:
 
 
 def _gloo(store: Store, rank: int, size: int, timeout: timedelta, name: str) -> ProcessGroup:
-    backend = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=FORM_SECONDS))
+    # Gloo waits five times its timeout for a connection, and nothing ends that wait
+    limit = timedelta(seconds=FORM_SECONDS / 5)
+    backend = dist.ProcessGroupGloo(store, rank, size, limit)
     backend._set_default_timeout(timeout)
     group = dist.ProcessGroup(store, rank, size)
     kind = dist.ProcessGroup.BackendType.GLOO
@@ -188,47 +195,46 @@ def _gloo(store: Store, rank: int, size: int, timeout: timedelta, name: str) -> 
 
 def _in_thread(form: Callable[[], Result], poll: Poll, end: Callable[[], None]) -> Result:
     """The result of a function that waits for others, unless `poll` raises meanwhile."""
-    result: list[Result] = []
-    error: list[BaseException] = []
-    lock, given_up = threading.Lock(), threading.Event()
-
-    def run() -> None:
-        try:
-            value = form()
-        except BaseException as raised:  # raised below
-            error.append(raised)
-            return
-        with lock:
-            if not given_up.is_set():
-                result.append(value)
-                return
-        _close(value)
-
-    thread = threading.Thread(target=run, name="gradwire-elastic-form", daemon=True)
-    thread.start()
+    future: Future[Result] = Future()
+    threading.Thread(
+        target=_run, args=(future, form), name="gradwire-elastic-form", daemon=True
+    ).start()
     deadline = Deadline(FORM_SECONDS)
     try:
-        while thread.is_alive():
-            thread.join(POLL_SECONDS)
+        while not future.done():
+            wait([future], POLL_SECONDS)
             poll()
             if deadline.over():
                 raise CollectiveTimeoutError(f"members did not connect within {FORM_SECONDS:g} s")
     except BaseException:
-        with lock:
-            given_up.set()
-            for value in result:
-                _close(value)
+        future.add_done_callback(_close)
         end()
         raise
-    if error:
-        if isinstance(error[0], DistributedError):
-            raise error[0]
-        raise PeerLostError(f"the group could not be formed: {error[0]}") from error[0]
-    return result[0]
+    try:
+        return future.result()
+    except DistributedError:
+        raise
+    except Exception as error:
+        raise PeerLostError(f"the group could not be formed: {error}") from error
+    finally:
+        # the error's traceback holds this frame: they would keep each other until garbage is
+        # collected, and a connection to the store with them
+        del future
 
 
-def _close(value: object) -> None:
+def _run(future: Future[Result], form: Callable[[], Result]) -> None:
+    try:
+        future.set_result(form())
+    except BaseException as error:  # raised by who waits
+        future.set_exception(error)
+        del future  # as above
+
+
+def _close(future: Future[Any]) -> None:
     """Let go of a group that came too late."""
+    if future.exception() is not None:
+        return
+    value = future.result()
     if isinstance(value, dict):
         for connection in value.values():
             connection.close()
