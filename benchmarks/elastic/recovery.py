@@ -32,7 +32,7 @@ KINDS = ("shm", "gloo", "torchrun", *LIGHTHOUSES)
 
 
 class NotGoingOn(Exception):
-    """Nothing was committed for a minute after the kill."""
+    """Nothing was committed for two minutes after the kill."""
 
 
 def missing(kind: str) -> str:
@@ -120,10 +120,10 @@ def _lines(log: Path) -> list[str]:
 
 
 def _until(found: Callable[[], list[Any]], error: type[Exception]) -> list[Any]:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not (result := found()):
         if time.monotonic() > deadline:
-            raise error("nothing was committed for a minute")
+            raise error("nothing was committed for two minutes")
         time.sleep(0.002)
     return result
 

@@ -7,10 +7,7 @@ as Gloo itself waits on until its timeout.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import socket
-import stat
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -24,6 +21,7 @@ from torch.distributed import PrefixStore, ProcessGroup, Store
 
 from gradwire._groups import keep_store
 from gradwire.ddp.faults.fault_domain import FaultDomain
+from gradwire.elastic.sockets import listening_port, own_connection, ports_of, shut_down, sockets
 from gradwire.errors import CollectiveTimeoutError, DistributedError, PeerLostError
 from gradwire.shm.process_group import ShmProcessGroup
 from gradwire.shm.register import is_available
@@ -149,10 +147,10 @@ def form_gloo(
     """
     name = f"elastic {epoch}"
     # a connection of its own: Gloo's requests wait in the store's client
-    own = PrefixStore(name, store.clone())  # type: ignore[attr-defined]
+    own = PrefixStore(name, own_connection(store, FORM_SECONDS))
     own.set_timeout(timedelta(seconds=FORM_SECONDS))
     _meet(own, rank, size, poll)
-    before = _sockets()
+    before = sockets()
 
     def form() -> _Gloo:
         group = _gloo(own, rank, size, timeout, name)
@@ -163,8 +161,8 @@ def form_gloo(
             raise
 
     formed = _in_thread(form, poll, lambda: None)
-    sockets = formed.sockets
-    return EpochGroup(formed.group, PrefixStore(name, store), lambda: _shut_down(sockets))
+    connections = formed.sockets
+    return EpochGroup(formed.group, PrefixStore(name, store), lambda: shut_down(connections))
 
 
 def _meet(store: Store, rank: int, size: int, poll: Poll) -> None:
@@ -215,11 +213,21 @@ def _in_thread(form: Callable[[], Result], poll: Poll, end: Callable[[], None]) 
     except DistributedError:
         raise
     except Exception as error:
+        _check_descriptors()
         raise PeerLostError(f"the group could not be formed: {error}") from error
     finally:
         # the error's traceback holds this frame: they would keep each other until garbage is
         # collected, and a connection to the store with them
         del future
+
+
+def _check_descriptors() -> None:
+    """Raise if it is this process that cannot open connections: no other set of members helps."""
+    try:
+        for end in socket.socketpair():
+            end.close()
+    except OSError as error:
+        raise DistributedError(f"this process can open no connection: {error}") from error
 
 
 def _run(future: Future[Result], form: Callable[[], Result]) -> None:
@@ -239,19 +247,7 @@ def _close(future: Future[Any]) -> None:
         for connection in value.values():
             connection.close()
     elif isinstance(value, _Gloo):
-        _shut_down(value.sockets)
-
-
-def _sockets() -> dict[int, int]:
-    """This process's sockets and their inodes, by descriptor; none where there is no /proc."""
-    found = {}
-    with contextlib.suppress(OSError):
-        for name in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError):
-                status = os.fstat(int(name))
-                if stat.S_ISSOCK(status.st_mode):
-                    found[int(name)] = status.st_ino
-    return found
+        shut_down(value.sockets)
 
 
 def _gloo_sockets(before: dict[int, int], store: Store, rank: int, size: int) -> dict[int, int]:
@@ -260,34 +256,9 @@ def _gloo_sockets(before: dict[int, int], store: Store, rank: int, size: int) ->
     Of the sockets that are new, those that lead from or to one of the members' listening ports:
     another thread of this process may have opened others.
     """
-    new = {fd: inode for fd, inode in _sockets().items() if before.get(fd) != inode}
-    ports = [port for fd in new if (port := _listening_port(fd))]
+    new = {fd: inode for fd, inode in sockets().items() if before.get(fd) != inode}
+    ports = [port for fd in new if (port := listening_port(fd))]
     store.set(f"ports/{rank}", " ".join(map(str, ports)))
     texts = store.multi_get([f"ports/{other}" for other in range(size)])
     known = {int(port) for text in texts for port in text.split()}
-    return {fd: inode for fd, inode in new.items() if _ports(fd) & known}
-
-
-def _listening_port(fd: int) -> int:
-    with socket.socket(fileno=os.dup(fd)) as duplicate:
-        if duplicate.family not in (socket.AF_INET, socket.AF_INET6):
-            return 0
-        listens = duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-        return int(duplicate.getsockname()[1]) if listens else 0
-
-
-def _ports(fd: int) -> set[int]:
-    """The ports of a connection's two ends; none of what is no connection."""
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as duplicate:
-        if duplicate.family in (socket.AF_INET, socket.AF_INET6):
-            return {duplicate.getpeername()[1], duplicate.getsockname()[1]}
-    return set()
-
-
-def _shut_down(sockets: dict[int, int]) -> None:
-    """End connections, unless they have been closed and their descriptors are another's."""
-    now = _sockets()
-    for fd, inode in sockets.items():
-        if now.get(fd) == inode:
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as duplicate:
-                duplicate.shutdown(socket.SHUT_RDWR)
+    return {fd: inode for fd, inode in new.items() if ports_of(fd) & known}

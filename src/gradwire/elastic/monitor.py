@@ -38,7 +38,7 @@ class Monitor:
     """Signs of life of this member and of others.
 
     Args:
-        membership: The store; a connection of its own, as the main thread's requests may take long.
+        membership: The store.
         period: Seconds between two signs of life.
         silence: Seconds without one after which a member is taken for lost.
 
