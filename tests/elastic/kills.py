@@ -214,15 +214,15 @@ def check(plan: Plan, digest: str, counts: list[float]) -> dict[str, Any]:
             raise Failed(f"{plan}: weights differ: {found}, not {digest}")
         if ledger != counts:
             raise Failed(f"{plan}: samples counted: {ledger}, not {counts}")
-        if threads or opened > OPEN_AT_END[plan.backend]:
-            raise Failed(f"{plan}: left open: {threads}, {opened} descriptors")
+        if threads or len(opened) > OPEN_AT_END[plan.backend]:
+            raise Failed(f"{plan}: left open: {threads}, {opened}")
     left = {n for n in set(os.listdir("/dev/shm")) - shared if "gradwire" in n}
     if left:
         raise Failed(f"{plan}: left in /dev/shm: {left}")
     return {
         **asdict(plan),
         "done": len(reports),
-        "open": [r[3] for r in reports],
+        "open": [len(r[3]) for r in reports],
         "seconds": round(time.monotonic() - began, 2),
     }
 

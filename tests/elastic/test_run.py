@@ -29,8 +29,13 @@ X = torch.randn(64, 4, generator=torch.Generator().manual_seed(0), dtype=torch.f
 
 
 def net(seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+    # members that are threads share torch's generator: one may seed it while another draws
+    own = torch.Generator().manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.uniform_(-0.5, 0.5, generator=own)
+    return model
 
 
 def join(store: dist.Store, **options: Any) -> elastic.Run:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import hashlib
 import os
 import random
@@ -72,7 +71,7 @@ def main(job: Job, report: Any) -> None:
     """Train, and send the digest of the weights, the ledger, and what is left open."""
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", job.port, is_master=False)
-    open_before = len(os.listdir("/proc/self/fd"))
+    open_before = _descriptors()
     _arm(job)
     try:
         model = _train(job, store)
@@ -86,12 +85,11 @@ def main(job: Job, report: Any) -> None:
     counts = (model.module.ledger.detach() * -BATCH).tolist()
     if not job.reproducible:
         counts = [round(count, 3) for count in counts]
-    gc.collect()
-    until = time.monotonic() + 90.0  # Gloo's formation, if it was given up, ends by its timeout
+    until = time.monotonic() + 30.0  # Gloo's formation, if it was given up, ends by its timeout
     while (threads := _threads()) and time.monotonic() < until:
         time.sleep(0.1)
-    gc.collect()
-    opened = len(os.listdir("/proc/self/fd")) - open_before
+    now = _descriptors()
+    opened = [target for fd, target in now.items() if open_before.get(fd) != target]
     report.send((hashlib.sha256(data).hexdigest()[:16], counts, threads, opened))
     _exit(0)
 
@@ -125,6 +123,15 @@ def _train(job: Job, store: dist.Store) -> DistributedDataParallel:
                 step.backward(loss + (counted - counted.detach()).mean())
             step.commit(optimizer, ledger)
     return model
+
+
+def _descriptors() -> dict[str, str]:
+    """What this process has open, by descriptor."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # that of the folder itself is closed again
+            found[name] = os.readlink(f"/proc/self/fd/{name}")
+    return found
 
 
 def _threads() -> list[str]:

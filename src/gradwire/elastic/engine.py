@@ -70,11 +70,12 @@ class Engine:
         self._listener = Listener() if self._on_shm else None
         _ENGINES.add(self)
         listener = "" if self._listener is None else self._listener.name
-        self.membership = Membership(store, name, listener)
+        self.membership = Membership(store, options.timeout, name, listener)
         self.monitor = Monitor(self.membership, options.heartbeat, options.silence)
         self.member = p.Member(self.membership.number, 0)
         self._timeout = timedelta(seconds=options.timeout)
         self._failed = False
+        self._unformed: float | None = None  # since when no group could be formed
         self.group: EpochGroup = form_solo(self._timeout, options.backend)
         self.wait: Wait = make_wait(self._check, options.timeout)
         self.on_commit: Callable[[], None] = lambda: None
@@ -193,7 +194,8 @@ class Engine:
                 self.group.leave(failed=self._failed)
                 self._failed = False
             case p.Finish():
-                self.membership.finish()
+                with contextlib.suppress(DistributedError):  # all is committed without the store
+                    self.membership.finish()
             case _:
                 pass  # `advance` or the training loop goes on with it
 
@@ -232,19 +234,36 @@ class Engine:
         assert decision is not None
         try:
             group = self._form_group(decision)
-        except DistributedError:
+        except DistributedError as error:
+            if not means_a_loss(error):
+                raise
+            self._give_up_forming(error)
             self._handle(p.Lost())
             return
+        self._unformed = None
         self.group.leave(failed=False)  # that of this process alone
         self.group = group
         self.monitor.watch(decision.epoch, decision.members, group.abort)
         self.on_group()
         self._handle(p.Formed())
 
+    def _give_up_forming(self, error: DistributedError) -> None:
+        """Raise if no group could be formed for the timeout: it is not for lost members."""
+        now = time.monotonic()
+        self._unformed = self._unformed or now
+        if now - self._unformed > self._options.timeout:
+            raise DistributedError(
+                f"no group could be formed for {self._options.timeout:g} s; the last error: {error}"
+            ) from error
+
     def _form_group(self, decision: p.Decision) -> EpochGroup:
         def poll() -> None:
-            if self.membership.decision(decision.epoch + 1) is not None:
+            after = decision.epoch + 1
+            if self.membership.decision(after) is not None:
                 raise PeerLostError(f"epoch {decision.epoch} is over")
+            registered = {r.member for r in self.membership.registered(after)}
+            if gave_up := registered.intersection(decision.members):  # who is new can wait
+                raise PeerLostError(f"members {sorted(gave_up)} have given the epoch up")
             if gone := self.monitor.absent(decision.members).gone:
                 raise PeerLostError(f"members {sorted(gone)} are gone")
 

@@ -79,7 +79,7 @@ class TreeSum:
 
     Args:
         parameters: The parameters of all models, the same on every member.
-        buffers: Their buffers.
+        buffers: Returns their buffers: always as many, of the same types and shapes.
         shards: How many there are in a step.
         group: The members.
         wait: Waits for their collectives.
@@ -88,7 +88,7 @@ class TreeSum:
     def __init__(
         self,
         parameters: Sequence[Parameter],
-        buffers: Sequence[Tensor],
+        buffers: Callable[[], Sequence[Tensor]],
         shards: int,
         group: ProcessGroup,
         wait: Wait,
@@ -97,15 +97,18 @@ class TreeSum:
         self._shards, self._group, self._wait = shards, group, wait
         self._runs = deal(shards, group.size())
         self._columns: list[tuple[_Column, list[int]]] = []  # with indices into parameters
-        self._buffer_columns: list[tuple[_Column, list[Tensor]]] = []
+        self._buffers = buffers
+        self._buffer_columns: list[tuple[_Column, list[int]]] = []  # with indices into buffers
         for dtype in dict.fromkeys(p.dtype for p in self._parameters):
             indices = [i for i, p in enumerate(self._parameters) if p.dtype == dtype]
             like = [self._parameters[i].detach() for i in indices]
             self._columns.append((_Column(like, _add, group.size()), indices))
-        for dtype in dict.fromkeys(b.dtype for b in buffers):
-            found = [b for b in buffers if b.dtype == dtype]
+        found = buffers()
+        for dtype in dict.fromkeys(b.dtype for b in found):
+            indices = [i for i, b in enumerate(found) if b.dtype == dtype]
             add = _add if dtype.is_floating_point or dtype.is_complex else _largest
-            self._buffer_columns.append((_Column(found, add, group.size()), found))
+            column = _Column([found[i] for i in indices], add, group.size())
+            self._buffer_columns.append((column, indices))
         self._pending: list[list[tuple[Node, Tensor]]] = []
         self.clear()
 
@@ -135,9 +138,10 @@ class TreeSum:
             flat = column.take()
             self._copy_gradients(column.views(flat), indices)
             push(self._pending[number], (shard, 1), flat, column.merge)
-        for number, (column, buffers) in enumerate(self._buffer_columns, len(self._columns)):
+        buffers = self._buffers()
+        for number, (column, indices) in enumerate(self._buffer_columns, len(self._columns)):
             flat = column.take()
-            torch._foreach_copy_(column.views(flat), buffers)
+            torch._foreach_copy_(column.views(flat), [buffers[i] for i in indices])
             push(self._pending[number], (shard, 1), flat, column.merge)
 
     def _copy_gradients(self, views: Sequence[Tensor], indices: Sequence[int]) -> None:
@@ -185,10 +189,11 @@ class TreeSum:
             for view, index in zip(column.views(flat), indices, strict=True):
                 self._parameters[index].grad = view if used[index] else None
         changed: list[tuple[Tensor, Tensor]] = []
-        for (column, buffers), flat in zip(self._buffer_columns, values, strict=True):
+        buffers = self._buffers()
+        for (column, indices), flat in zip(self._buffer_columns, values, strict=True):
             if column.add is _add:
                 flat.div_(self._shards)
-            changed += zip(buffers, column.views(flat), strict=True)
+            changed += zip([buffers[i] for i in indices], column.views(flat), strict=True)
         return changed
 
     def _sum(self, number: int, column: _Column) -> Tensor:

@@ -7,13 +7,11 @@ as Gloo itself waits on until its timeout.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import socket
-import stat
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
@@ -23,6 +21,7 @@ from torch.distributed import PrefixStore, ProcessGroup, Store
 
 from gradwire._groups import keep_store
 from gradwire.ddp.faults.fault_domain import FaultDomain
+from gradwire.elastic.sockets import listening_port, own_connection, ports_of, shut_down, sockets
 from gradwire.errors import CollectiveTimeoutError, DistributedError, PeerLostError
 from gradwire.shm.process_group import ShmProcessGroup
 from gradwire.shm.register import is_available
@@ -148,18 +147,22 @@ def form_gloo(
     """
     name = f"elastic {epoch}"
     # a connection of its own: Gloo's requests wait in the store's client
-    own = PrefixStore(name, store.clone())  # type: ignore[attr-defined]
+    own = PrefixStore(name, own_connection(store, FORM_SECONDS))
     own.set_timeout(timedelta(seconds=FORM_SECONDS))
     _meet(own, rank, size, poll)
-    before = _sockets()
+    before = sockets()
 
     def form() -> _Gloo:
         group = _gloo(own, rank, size, timeout, name)
-        return _Gloo(group, _gloo_sockets(before, own, rank, size))
+        try:
+            return _Gloo(group, _gloo_sockets(before, own, rank, size))
+        except BaseException:
+            del group  # it ends in this thread, and the error does not keep it
+            raise
 
     formed = _in_thread(form, poll, lambda: None)
-    sockets = formed.sockets
-    return EpochGroup(formed.group, PrefixStore(name, store), lambda: _shut_down(sockets))
+    connections = formed.sockets
+    return EpochGroup(formed.group, PrefixStore(name, store), lambda: shut_down(connections))
 
 
 def _meet(store: Store, rank: int, size: int, poll: Poll) -> None:
@@ -174,7 +177,9 @@ def _meet(store: Store, rank: int, size: int, poll: Poll) -> None:
 
 
 def _gloo(store: Store, rank: int, size: int, timeout: timedelta, name: str) -> ProcessGroup:
-    backend = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=FORM_SECONDS))
+    # Gloo waits five times its timeout for a connection, and nothing ends that wait
+    limit = timedelta(seconds=FORM_SECONDS / 5)
+    backend = dist.ProcessGroupGloo(store, rank, size, limit)
     backend._set_default_timeout(timeout)
     group = dist.ProcessGroup(store, rank, size)
     kind = dist.ProcessGroup.BackendType.GLOO
@@ -188,64 +193,61 @@ def _gloo(store: Store, rank: int, size: int, timeout: timedelta, name: str) -> 
 
 def _in_thread(form: Callable[[], Result], poll: Poll, end: Callable[[], None]) -> Result:
     """The result of a function that waits for others, unless `poll` raises meanwhile."""
-    result: list[Result] = []
-    error: list[BaseException] = []
-    lock, given_up = threading.Lock(), threading.Event()
-
-    def run() -> None:
-        try:
-            value = form()
-        except BaseException as raised:  # raised below
-            error.append(raised)
-            return
-        with lock:
-            if not given_up.is_set():
-                result.append(value)
-                return
-        _close(value)
-
-    thread = threading.Thread(target=run, name="gradwire-elastic-form", daemon=True)
-    thread.start()
+    future: Future[Result] = Future()
+    threading.Thread(
+        target=_run, args=(future, form), name="gradwire-elastic-form", daemon=True
+    ).start()
     deadline = Deadline(FORM_SECONDS)
     try:
-        while thread.is_alive():
-            thread.join(POLL_SECONDS)
+        while not future.done():
+            wait([future], POLL_SECONDS)
             poll()
             if deadline.over():
                 raise CollectiveTimeoutError(f"members did not connect within {FORM_SECONDS:g} s")
     except BaseException:
-        with lock:
-            given_up.set()
-            for value in result:
-                _close(value)
+        future.add_done_callback(_close)
         end()
         raise
-    if error:
-        if isinstance(error[0], DistributedError):
-            raise error[0]
-        raise PeerLostError(f"the group could not be formed: {error[0]}") from error[0]
-    return result[0]
+    try:
+        return future.result()
+    except DistributedError:
+        raise
+    except Exception as error:
+        _check_descriptors()
+        raise PeerLostError(f"the group could not be formed: {error}") from error
+    finally:
+        # the error's traceback holds this frame: they would keep each other until garbage is
+        # collected, and a connection to the store with them
+        del future
 
 
-def _close(value: object) -> None:
+def _check_descriptors() -> None:
+    """Raise if it is this process that cannot open connections: no other set of members helps."""
+    try:
+        for end in socket.socketpair():
+            end.close()
+    except OSError as error:
+        raise DistributedError(f"this process can open no connection: {error}") from error
+
+
+def _run(future: Future[Result], form: Callable[[], Result]) -> None:
+    try:
+        future.set_result(form())
+    except BaseException as error:  # raised by who waits
+        future.set_exception(error)
+        del future  # as above
+
+
+def _close(future: Future[Any]) -> None:
     """Let go of a group that came too late."""
+    if future.exception() is not None:
+        return
+    value = future.result()
     if isinstance(value, dict):
         for connection in value.values():
             connection.close()
     elif isinstance(value, _Gloo):
-        _shut_down(value.sockets)
-
-
-def _sockets() -> dict[int, int]:
-    """This process's sockets and their inodes, by descriptor; none where there is no /proc."""
-    found = {}
-    with contextlib.suppress(OSError):
-        for name in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError):
-                status = os.fstat(int(name))
-                if stat.S_ISSOCK(status.st_mode):
-                    found[int(name)] = status.st_ino
-    return found
+        shut_down(value.sockets)
 
 
 def _gloo_sockets(before: dict[int, int], store: Store, rank: int, size: int) -> dict[int, int]:
@@ -254,34 +256,9 @@ def _gloo_sockets(before: dict[int, int], store: Store, rank: int, size: int) ->
     Of the sockets that are new, those that lead from or to one of the members' listening ports:
     another thread of this process may have opened others.
     """
-    new = {fd: inode for fd, inode in _sockets().items() if before.get(fd) != inode}
-    ports = [port for fd in new if (port := _listening_port(fd))]
+    new = {fd: inode for fd, inode in sockets().items() if before.get(fd) != inode}
+    ports = [port for fd in new if (port := listening_port(fd))]
     store.set(f"ports/{rank}", " ".join(map(str, ports)))
     texts = store.multi_get([f"ports/{other}" for other in range(size)])
     known = {int(port) for text in texts for port in text.split()}
-    return {fd: inode for fd, inode in new.items() if _ports(fd) & known}
-
-
-def _listening_port(fd: int) -> int:
-    with socket.socket(fileno=os.dup(fd)) as duplicate:
-        if duplicate.family not in (socket.AF_INET, socket.AF_INET6):
-            return 0
-        listens = duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-        return int(duplicate.getsockname()[1]) if listens else 0
-
-
-def _ports(fd: int) -> set[int]:
-    """The ports of a connection's two ends; none of what is no connection."""
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as duplicate:
-        if duplicate.family in (socket.AF_INET, socket.AF_INET6):
-            return {duplicate.getpeername()[1], duplicate.getsockname()[1]}
-    return set()
-
-
-def _shut_down(sockets: dict[int, int]) -> None:
-    """End connections, unless they have been closed and their descriptors are another's."""
-    now = _sockets()
-    for fd, inode in sockets.items():
-        if now.get(fd) == inode:
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as duplicate:
-                duplicate.shutdown(socket.SHUT_RDWR)
+    return {fd: inode for fd, inode in new.items() if ports_of(fd) & known}

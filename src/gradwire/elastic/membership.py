@@ -6,6 +6,7 @@ The store is one that no member hosts. No request waits: what is not there yet i
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -14,7 +15,8 @@ from torch.distributed import DistError, PrefixStore, Store
 
 from gradwire.ddp.faults.liveness import this_process
 from gradwire.elastic.protocol import Decision, Registration
-from gradwire.errors import DistributedError
+from gradwire.elastic.sockets import own_connection
+from gradwire.errors import DistributedError, NotSupportedError
 
 __all__ = ["Membership", "Process"]
 
@@ -26,38 +28,67 @@ class Process:
     Args:
         process: As `liveness.this_process` has it.
         listener: The name under which others of its host connect to it.
+        network: Its network namespace: listeners' names do not leave it.
     """
 
     process: str
     listener: str
+    network: str
+
+    @staticmethod
+    def this(listener: str) -> Process:
+        """The process that calls."""
+        try:
+            network = os.readlink("/proc/self/ns/net")
+        except OSError:
+            network = ""
+        return Process(this_process(), listener, network)
 
     @property
     def host(self) -> str | None:
-        """Its host and its process ids' namespace; None where that is not known."""
+        """Its host, with its namespaces; None where that is not known."""
         host: str | None = json.loads(self.process)[0]
-        return host
+        return host and f"{host} {self.network}"
 
 
 class Membership:
     """One member's view of the store.
 
     Args:
-        store: The store.
+        store: The store; a connection of its own is made.
+        seconds: How long the store may take to answer a request.
         name: What this run's keys begin with: the same on all members.
-        listener: The name under which others of this host connect to this process.
+        listener: The name under which others of this host connect to this process; "" if none do.
+
+    Raises:
+        NotSupportedError: It is another user's than the run's others on this host.
 
     Attributes:
         number: This member's.
         store: The store, under the run's name.
     """
 
-    def __init__(self, store: Store, name: str, listener: str) -> None:
-        self.store = PrefixStore(f"gradwire/elastic/{name}", store)
+    def __init__(self, store: Store, seconds: float, name: str, listener: str) -> None:
+        own = own_connection(store, seconds)
+        self.store = PrefixStore(f"gradwire/elastic/{name}", own)
+        self._broken = ""
         self._processes: dict[int, Process] = {}
         self._decisions: dict[int, Decision] = {}
+        mine = Process.this(listener)
+        if listener:
+            self._check_user(mine.host)
         self.number = int(self._ask(self.store.add, "members", 1))
-        mine = Process(this_process(), listener)
         self._ask(self.store.set, f"member/{self.number}", json.dumps(asdict(mine)))
+
+    def _check_user(self, host: str | None) -> None:
+        """Members that share memory are processes of one user: the first one of a host."""
+        mine = str(os.getuid()).encode()
+        first = self._ask(self.store.compare_set, f"user/{host}", "", mine.decode())
+        if first != mine:
+            raise NotSupportedError(
+                f"this process is user {mine.decode()}'s, and the run's others on this host are "
+                f"user {first.decode()}'s: start all as one user, or pass backend='gloo'"
+            )
 
     def process(self, number: int) -> Process | None:
         """Where a member runs; None if it died before it wrote that."""
@@ -160,8 +191,11 @@ class Membership:
 
     def _ask(self, request: Callable[..., Any], *args: Any) -> Any:
         try:
+            if self._broken:  # a late answer would be taken for that of the next request
+                raise DistError(self._broken)
             return request(*args)
         except DistError as error:
+            self._broken = str(error)
             raise DistributedError(
                 f"the store of the elastic run does not answer: {error}; members can finish "
                 "without it as long as none is lost, and none can join"

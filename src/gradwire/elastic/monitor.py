@@ -26,17 +26,19 @@ class Absent:
     Args:
         gone: All of them.
         dead: Those that will not come back.
+        left: Those of them that said so.
     """
 
     gone: frozenset[int]
     dead: frozenset[int]
+    left: frozenset[int]
 
 
 class Monitor:
     """Signs of life of this member and of others.
 
     Args:
-        membership: The store; a connection of its own, as the main thread's requests may take long.
+        membership: The store.
         period: Seconds between two signs of life.
         silence: Seconds without one after which a member is taken for lost.
 
@@ -73,10 +75,11 @@ class Monitor:
     def absent(self, numbers: Iterable[int]) -> Absent:
         """Those of the members that are dead, silent, or done."""
         numbers = [n for n in numbers if n != self._membership.number]
-        dead = {n for n in numbers if self._is_dead(n)} | self._membership.left(numbers)
+        left = self._membership.left(numbers)
+        dead = {n for n in numbers if self._is_dead(n)} | left
         with self._lock:
             silent = self._silent([n for n in numbers if n not in dead])
-        return Absent(frozenset(dead | silent), frozenset(dead))
+        return Absent(frozenset(dead | silent), frozenset(dead), left)
 
     def close(self) -> None:
         """End the thread."""
@@ -121,8 +124,10 @@ class Monitor:
         reason = ""
         if self._membership.decision(epoch + 1) is not None:
             reason = f"epoch {epoch + 1} was decided while this member was in {epoch}"
-        elif gone := self.absent(members).gone - self._membership.left(members):
-            reason = f"members {sorted(gone)} died or show no sign of life"
+        else:
+            absent = self.absent(members)
+            if lost := absent.gone - absent.left:
+                reason = f"members {sorted(lost)} died or show no sign of life"
         if reason:
             with self._lock:
                 if self._epoch != epoch or self._abort is None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
-import os
 from collections.abc import Iterator, Mapping
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,118 +13,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup, Store
+from torch.distributed import ProcessGroup
 
-from gradwire.ddp import DistributedDataParallel
 from gradwire.elastic import checkpoint, transfer
-from gradwire.elastic.engine import Engine, Options, barrier, means_a_loss
+from gradwire.elastic.engine import Engine, barrier, means_a_loss
 from gradwire.elastic.gradients import TreeSum
 from gradwire.elastic.samples import Samples
-from gradwire.elastic.shards import Shard, check_shards, deal
+from gradwire.elastic.shards import Shard, deal
+from gradwire.elastic.state import State
 from gradwire.elastic.step import Step, Stepper
 from gradwire.errors import (
     ArgumentError,
-    ArgumentTypeError,
     DistributedError,
     HookError,
     NotSupportedError,
     ReductionError,
 )
 
-__all__ = ["MEMBERS_VARIABLE", "STORE_VARIABLE", "Run", "join"]
-
-STORE_VARIABLE = "GRADWIRE_ELASTIC_STORE"
-MEMBERS_VARIABLE = "GRADWIRE_ELASTIC_MEMBERS"
-NAME = "run"
-
-
-def join(
-    store: Store | None = None,
-    *,
-    members: int | None = None,
-    backend: str = "shm",
-    shards: int = 8,
-    reproducible: bool = True,
-    seed: int = 0,
-    timeout: timedelta = timedelta(minutes=5),
-    heartbeat: timedelta = timedelta(seconds=0.1),
-    silence: timedelta = timedelta(seconds=5),
-    nan_guard: bool = False,
-    name: str = NAME,
-) -> Run:
-    """Join an elastic run; nobody waits for this process before it begins its steps.
-
-    Args:
-        store: A store that no member hosts; None for the one that `python -m gradwire.elastic` or
-            the environment variable GRADWIRE_ELASTIC_STORE (host:port) names.
-        members: How many processes the first epoch waits for; None for what the launcher says, or
-            one.
-        backend: "shm", which is Gloo where members are on several hosts; or "gloo".
-        shards: Into how many shards a step's batch is cut: a power of two, the same on all members.
-        reproducible: Add gradients in one fixed tree over the shards: the same bits whichever
-            members there are. Otherwise DistributedDataParallel averages them, with its overlap and
-            hooks, and each member runs its shards as one.
-        seed: Of random numbers in forward, by step and shard, and of the samples' order.
-        timeout: For a collective, for the first members, and for one that runs but does not come.
-        heartbeat: Between two signs of life.
-        silence: Without one, a member is taken for lost. Dead processes of this host are known at
-            once.
-        nan_guard: Raise on all members, naming rank, parameter and step, before a gradient that is
-            not finite reaches the others.
-        name: Of the run, where a store has several.
-
-    Raises:
-        ArgumentError: There is no store, or an argument cannot be used.
-
-    Example:
-        One process that is alone; the sum of its gradients is that of all shards.
-
-        >>> import torch
-        >>> net = torch.nn.Linear(1, 1, bias=False)
-        >>> optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
-        >>> run = join(dist.HashStore(), shards=2)
-        >>> run.keep(model=net, optimizer=optimizer)
-        >>> data = torch.arange(8.0).view(8, 1)
-        >>> for step in run.steps(3, samples=8, batch=4):
-        ...     with step:
-        ...         for shard in step.shards:
-        ...             step.backward(net(data[step.sample_ids(shard)]).mean())
-        ...         step.commit(optimizer)
-        >>> run.version, run.size
-        (3, 1)
-    """
-    if backend not in ("shm", "gloo"):
-        raise ArgumentError(f"backend is {backend!r}: pass 'shm' or 'gloo'")
-    for argument, value in (("timeout", timeout), ("heartbeat", heartbeat), ("silence", silence)):
-        if not isinstance(value, timedelta) or value <= timedelta(0):
-            raise ArgumentTypeError(f"{argument} is {value!r}: pass a positive timedelta")
-    if silence < 3 * heartbeat:
-        raise ArgumentError(f"silence is {silence}, heartbeat {heartbeat}: pass at least 3 of them")
-    if members is None:
-        members = int(os.environ.get(MEMBERS_VARIABLE, "1"))
-    options = Options(
-        members,
-        backend,
-        timeout.total_seconds(),
-        heartbeat.total_seconds(),
-        silence.total_seconds(),
-    )
-    chosen = _store_of_environment(timeout) if store is None else store
-    engine = Engine(chosen, name, options)
-    return Run(
-        engine, check_shards(shards), reproducible=reproducible, seed=seed, nan_guard=nan_guard
-    )
-
-
-def _store_of_environment(timeout: timedelta) -> Store:
-    address = os.environ.get(STORE_VARIABLE)
-    if address is None:
-        raise ArgumentError(
-            f"store is None, and {STORE_VARIABLE} is not set: start with "
-            "`python -m gradwire.elastic --nproc-per-node N script.py`, or pass a store"
-        )
-    host, _, port = address.rpartition(":")
-    return dist.TCPStore(host, int(port), is_master=False, timeout=timeout)
+__all__ = ["Run"]
 
 
 class Run:
@@ -137,13 +41,13 @@ class Run:
     ) -> None:
         self._engine, self._shards, self._reproducible = engine, shards, reproducible
         self._seed, self._nan_guard = seed, nan_guard
-        self._kept: dict[str, Any] = {}
-        self._models: list[DistributedDataParallel] = []
-        self._modules: list[nn.Module] = []
+        # torch.manual_seed takes 0.1 ms and more, for devices that are not there
+        devices = torch.accelerator.is_available()
+        self._set_seed = torch.manual_seed if devices else torch.default_generator.manual_seed
+        self._state = State()
         self._steppers: tuple[Stepper, ...] = ()
         self._tree: TreeSum | None = None
         self._changed: list[tuple[Tensor, Tensor]] = []
-        self._first_values: tuple[int, list[Tensor]] = (-1, [])
         self._start = 0
         self._equal = False
         self._samples: Samples | None = None
@@ -201,7 +105,7 @@ class Run:
     @property
     def kept(self) -> Mapping[str, Any]:
         """What `keep` was given."""
-        return self._kept
+        return self._state.kept
 
     # -- before the first step -------------------------------------------------------------
 
@@ -219,20 +123,9 @@ class Run:
         if self.epoch:
             raise ArgumentError("run.keep after the first step: call it before run.steps")
         for name, value in objects.items():
-            if not callable(getattr(value, "state_dict", None)) or not callable(
-                getattr(value, "load_state_dict", None)
-            ):
-                raise ArgumentTypeError(
-                    f"{name} is {type(value).__name__}: pass what has state_dict and "
-                    "load_state_dict"
-                )
-            self._kept[name] = value
-            if isinstance(value, nn.Module):
-                self._modules.append(value)
-                if self._nan_guard:
-                    self._guard(value)
-            if isinstance(value, DistributedDataParallel):
-                self._models.append(value)
+            self._state.keep(name, value)
+            if self._nan_guard and isinstance(value, nn.Module):
+                self._guard(value)
 
     def _guard(self, module: nn.Module) -> None:
         for name, parameter in module.named_parameters():
@@ -275,9 +168,9 @@ class Run:
         """
         if self.epoch:
             raise ArgumentError("run.steps was called before: join another run for more steps")
-        if not self._modules:
+        if not self._state.modules:
             raise ArgumentError("run.keep got no model: call run.keep(model=..., optimizer=...)")
-        if not self._reproducible and not self._models:
+        if not self._reproducible and not self._state.models:
             raise ArgumentError(
                 "reproducible=False and no DistributedDataParallel in run.keep: wrap the model, "
                 "with process_group=run.group"
@@ -292,7 +185,7 @@ class Run:
             while self._engine.advance():
                 yield Step(self, self.version, self.shards(), self._samples)
             self._engine.settle()
-            self._set_group()
+            self._state.set_group(self.group)
             self._tree = None
         finally:
             self._engine.stop()
@@ -324,7 +217,7 @@ class Run:
         """
         folder = Path(folder)
         if self.rank == 0:
-            return checkpoint.save(self._kept, self.version, folder)
+            return checkpoint.save(self._state.kept, self.version, folder)
         return checkpoint.path_of(folder, self.version)
 
     def load(self, folder: str | Path) -> bool:
@@ -338,33 +231,23 @@ class Run:
         path = checkpoint.latest(Path(folder))
         if path is None:
             return False
-        self.start_at(checkpoint.load(self._kept, path))
+        self.start_at(checkpoint.load(self._state.kept, path))
         return True
 
     # -- what a step asks for --------------------------------------------------------------
 
     def begin_step(self) -> None:
         """Clear gradients; put buffers back to their values at the step's beginning."""
-        for module in self._modules:
-            for parameter in module.parameters():
-                parameter.grad = None
-        for model in self._models:
-            model.require_backward_grad_sync = not self._reproducible
-            model.require_forward_param_sync = not self._reproducible
+        self._state.begin_step(self.version, sync=not self._reproducible)
         if self._tree is not None:
             self._tree.clear()
-        buffers = self._buffers()
-        if self._first_values[0] != self.version:
-            self._first_values = (self.version, [b.detach().clone() for b in buffers])
-        else:
-            self._put_buffers_back()
 
     def begin_shard(self, shard: Shard) -> None:
         """Seed random numbers, and put buffers back."""
         if self._reproducible and shard.first != self.shards()[0].first:
-            self._put_buffers_back()
+            self._state.put_buffers_back(self.version)
         text = f"{self._seed} {self.version} {shard.first}"
-        torch.manual_seed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little"))
+        self._set_seed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little"))
 
     def backward(self, loss: Tensor, shard: Shard, weight: float | None) -> None:
         """Compute a shard's gradients and add them."""
@@ -377,7 +260,7 @@ class Run:
             raise ArgumentError(f"weight is {weight}: pass a finite number that is 0 or more")
         if self._tree is None:
             batch = self._shards if self._samples is None else self._samples.batch
-            for model in self._models:  # 1 where all have equally many: nothing to multiply
+            for model in self._state.models:  # 1 where all have equally many: nothing to multiply
                 model.weight(weight * self.size / batch)
             loss.backward()
             return
@@ -429,37 +312,23 @@ class Run:
                 f"{self.size} members and {self._shards} shards: pass elastic.join(shards=...) of "
                 "at least as many as there may be members"
             )
-        if self._first_values[0] == self.version:  # a step that was lost has changed them
-            self._put_buffers_back()
-        self._set_group()
+        self._state.put_buffers_back(self.version)  # a step that was lost has changed them
+        self._state.set_group(self.group)
         runs = [run for run in deal(self._shards, self.size) if run]
         self._equal = len({self._count(Shard(run.start, run.stop)) for run in runs}) == 1
         if self._reproducible:
-            parameters = [p for module in self._modules for p in module.parameters()]
-            self._tree = TreeSum(
-                parameters, self._buffers(), self._shards, self.group, self._engine.wait
-            )
-
-    def _set_group(self) -> None:
-        for model in self._models:
-            model.process_group = self.group
+            state, wait = self._state, self._engine.wait
+            self._tree = TreeSum(state.parameters, state.buffers, self._shards, self.group, wait)
 
     def _on_transfer(self, holds: bool) -> None:
         """Send the state, or receive it."""
         group, wait = self.group, self._engine.wait
-        data = transfer.exchange(group, transfer.dump(self._kept) if self.rank == 0 else None, wait)
+        kept = self._state.kept
+        data = transfer.exchange(group, transfer.dump(kept) if self.rank == 0 else None, wait)
         if not holds:
-            transfer.load(self._kept, data)
-            self._first_values = (-1, [])
+            transfer.load(kept, data)
+            self._state.forget()
         barrier(self._engine)
-
-    def _buffers(self) -> list[Tensor]:
-        return [b for module in self._modules for b in module.buffers() if b.numel()]
-
-    @torch.no_grad()
-    def _put_buffers_back(self) -> None:
-        for buffer, value in zip(self._buffers(), self._first_values[1], strict=True):
-            buffer.copy_(value)
 
 
 def _may_mean_a_loss(error: BaseException) -> bool:

@@ -16,7 +16,7 @@ from types import FrameType
 
 import torch.distributed as dist
 
-from gradwire.elastic.run import MEMBERS_VARIABLE, STORE_VARIABLE
+from gradwire.elastic.joining import MEMBERS_VARIABLE, STORE_VARIABLE
 from gradwire.errors import ArgumentError
 
 __all__ = ["serve_store", "supervise"]

@@ -28,13 +28,16 @@ def make_wait(poll: Callable[[], None], seconds: float) -> Wait:
 
     def wait(work: Work) -> None:
         error = wait_work(work, poll, on_cpu=True, seconds=seconds)
-        if error is None:
-            return
-        poll()
-        if isinstance(error, DistributedError):
-            raise error
-        if is_transport(error):
+        try:
+            if error is None:
+                return
+            poll()
+            if isinstance(error, DistributedError) or not is_transport(error):
+                raise error
             raise PeerLostError(f"a member was lost: {error}") from error
-        raise error
+        finally:
+            # its traceback holds this frame and those below, with the group: they would keep each
+            # other until garbage is collected
+            del error
 
     return wait

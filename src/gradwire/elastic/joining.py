@@ -1,0 +1,109 @@
+"""How a process joins an elastic run: by the store that its launcher names."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import Store
+
+from gradwire.elastic.engine import Engine, Options
+from gradwire.elastic.run import Run
+from gradwire.elastic.shards import check_shards
+from gradwire.errors import ArgumentError, ArgumentTypeError
+
+__all__ = ["MEMBERS_VARIABLE", "STORE_VARIABLE", "join"]
+
+STORE_VARIABLE = "GRADWIRE_ELASTIC_STORE"
+MEMBERS_VARIABLE = "GRADWIRE_ELASTIC_MEMBERS"
+NAME = "run"
+
+
+def join(
+    store: Store | None = None,
+    *,
+    members: int | None = None,
+    backend: str = "shm",
+    shards: int = 8,
+    reproducible: bool = True,
+    seed: int = 0,
+    timeout: timedelta = timedelta(minutes=5),
+    heartbeat: timedelta = timedelta(seconds=0.1),
+    silence: timedelta = timedelta(seconds=5),
+    nan_guard: bool = False,
+    name: str = NAME,
+) -> Run:
+    """Join an elastic run; nobody waits for this process before it begins its steps.
+
+    Args:
+        store: A store that no member hosts; None for the one that `python -m gradwire.elastic` or
+            the environment variable GRADWIRE_ELASTIC_STORE (host:port) names.
+        members: How many processes the first epoch waits for; None for what the launcher says, or
+            one.
+        backend: "shm", which is Gloo where members are on several hosts; or "gloo".
+        shards: Into how many shards a step's batch is cut: a power of two, the same on all members.
+        reproducible: Add gradients in one fixed tree over the shards: the same bits whichever
+            members there are. Otherwise DistributedDataParallel averages them, with its overlap and
+            hooks, and each member runs its shards as one.
+        seed: Of random numbers in forward, by step and shard, and of the samples' order.
+        timeout: For a collective, for the first members, and for one that runs but does not come.
+        heartbeat: Between two signs of life.
+        silence: Without one, a member is taken for lost. Dead processes of this host are known at
+            once.
+        nan_guard: Raise on all members, naming rank, parameter and step, before a gradient that is
+            not finite reaches the others.
+        name: Of the run, where a store has several.
+
+    Raises:
+        ArgumentError: There is no store, or an argument cannot be used.
+
+    Example:
+        One process that is alone; the sum of its gradients is that of all shards.
+
+        >>> import torch
+        >>> net = torch.nn.Linear(1, 1, bias=False)
+        >>> optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+        >>> run = join(dist.HashStore(), shards=2)
+        >>> run.keep(model=net, optimizer=optimizer)
+        >>> data = torch.arange(8.0).view(8, 1)
+        >>> for step in run.steps(3, samples=8, batch=4):
+        ...     with step:
+        ...         for shard in step.shards:
+        ...             step.backward(net(data[step.sample_ids(shard)]).mean())
+        ...         step.commit(optimizer)
+        >>> run.version, run.size
+        (3, 1)
+    """
+    if backend not in ("shm", "gloo"):
+        raise ArgumentError(f"backend is {backend!r}: pass 'shm' or 'gloo'")
+    for argument, value in (("timeout", timeout), ("heartbeat", heartbeat), ("silence", silence)):
+        if not isinstance(value, timedelta) or value <= timedelta(0):
+            raise ArgumentTypeError(f"{argument} is {value!r}: pass a positive timedelta")
+    if silence < 3 * heartbeat:
+        raise ArgumentError(f"silence is {silence}, heartbeat {heartbeat}: pass at least 3 of them")
+    if members is None:
+        members = int(os.environ.get(MEMBERS_VARIABLE, "1"))
+    options = Options(
+        members,
+        backend,
+        timeout.total_seconds(),
+        heartbeat.total_seconds(),
+        silence.total_seconds(),
+    )
+    chosen = _store_of_environment(timeout) if store is None else store
+    engine = Engine(chosen, name, options)
+    return Run(
+        engine, check_shards(shards), reproducible=reproducible, seed=seed, nan_guard=nan_guard
+    )
+
+
+def _store_of_environment(timeout: timedelta) -> Store:
+    address = os.environ.get(STORE_VARIABLE)
+    if address is None:
+        raise ArgumentError(
+            f"store is None, and {STORE_VARIABLE} is not set: start with "
+            "`python -m gradwire.elastic --nproc-per-node N script.py`, or pass a store"
+        )
+    host, _, port = address.rpartition(":")
+    return dist.TCPStore(host, int(port), is_master=False, timeout=timeout)

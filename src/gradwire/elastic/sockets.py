@@ -1,0 +1,77 @@
+"""This process's sockets: whose waits PyTorch has no way to end, or gives no deadline."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+import struct
+
+from torch.distributed import PrefixStore, Store, TCPStore
+
+__all__ = ["listening_port", "own_connection", "ports_of", "shut_down", "sockets"]
+
+
+def own_connection(store: Store, seconds: float) -> Store:
+    """The same store by another connection, on which each answer has a deadline.
+
+    PyTorch waits for the answer of a store's process that hangs, or of a host that is cut off,
+    until the system gives the connection up: that may take forever.
+    """
+    before = sockets()
+    clone: Store = store.clone()  # type: ignore[attr-defined]
+    whole = int(seconds)
+    limit = struct.pack("ll", whole, int(1e6 * (seconds - whole)))
+    port = _port_of(clone)
+    for fd, inode in sockets().items():
+        if before.get(fd) != inode and port in ports_of(fd):
+            with socket.socket(fileno=os.dup(fd)) as duplicate:
+                duplicate.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+                duplicate.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+    return clone
+
+
+def _port_of(store: Store) -> int:
+    """That a store's process listens on; -1 for another kind of store."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store.port if isinstance(store, TCPStore) else -1
+
+
+def sockets() -> dict[int, int]:
+    """This process's sockets and their inodes, by descriptor; none where there is no /proc."""
+    found = {}
+    with contextlib.suppress(OSError):
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                status = os.fstat(int(name))
+                if stat.S_ISSOCK(status.st_mode):
+                    found[int(name)] = status.st_ino
+    return found
+
+
+def listening_port(fd: int) -> int:
+    """The port that a socket listens on; 0 for another one."""
+    with socket.socket(fileno=os.dup(fd)) as duplicate:
+        if duplicate.family not in (socket.AF_INET, socket.AF_INET6):
+            return 0
+        listens = duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        return int(duplicate.getsockname()[1]) if listens else 0
+
+
+def ports_of(fd: int) -> set[int]:
+    """The ports of a connection's two ends; none of what is no connection."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as duplicate:
+        if duplicate.family in (socket.AF_INET, socket.AF_INET6):
+            return {duplicate.getpeername()[1], duplicate.getsockname()[1]}
+    return set()
+
+
+def shut_down(connections: dict[int, int]) -> None:
+    """End connections, unless they have been closed and their descriptors are another's."""
+    now = sockets()
+    for fd, inode in connections.items():
+        if now.get(fd) == inode:
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as duplicate:
+                duplicate.shutdown(socket.SHUT_RDWR)

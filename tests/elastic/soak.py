@@ -1,0 +1,290 @@
+"""A long run in which members are killed all the time: what its processes hold, over the time.
+
+`python -m elastic.soak --minutes 30 --out FILE` in the tests' folder; `--plot PNG FILE...` to draw
+it. Two members are never killed, one is killed again and again, and a new one takes its place
+each time; all share one host with the store, which the script serves. Every few seconds the memory,
+threads and descriptors of each process are written down. At the end, the weights after every 200
+steps are held against those of one member that is alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import gc
+import json
+import multiprocessing
+import os
+import platform
+import random
+import signal
+import sys
+import time
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from elastic.soaked import EVERY, STOP, Digest, member
+
+MEMBERS = 3
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["torch", "gradwire.elastic", "elastic.soaked"])
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a process holds.
+
+    Args:
+        seconds: Since the run's start.
+        name: Of the process: "store", or a member's number by start order.
+        memory: Resident memory of its own (without shared pages), in KiB.
+        threads, descriptors: How many.
+    """
+
+    seconds: float
+    name: str
+    memory: int
+    threads: int
+    descriptors: int
+
+
+class Soak:
+    """The processes of the run.
+
+    Args:
+        backend: Of the members.
+        members: How many there are at a time.
+        pause: Seconds that each step takes at least.
+    """
+
+    def __init__(self, backend: str, members: int, pause: float) -> None:
+        self._options = (members, backend, pause)
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.processes: dict[int, Any] = {}
+        self.pipes: dict[int, Any] = {}
+        self.digests: list[Digest] = []
+        self.started = self.kills = 0
+        for _ in range(members):
+            self.start()
+
+    def start(self) -> None:
+        """Start one more."""
+        receiver, sender = CONTEXT.Pipe(duplex=False)
+        arguments = (self.store.port, self.started, *self._options, sender)
+        process = CONTEXT.Process(target=member, args=arguments, daemon=True)
+        process.start()
+        sender.close()
+        self.processes[self.started], self.pipes[self.started] = process, receiver
+        self.started += 1
+
+    def kill(self) -> None:
+        """Kill the youngest, and start another."""
+        number = max(self.processes)
+        os.kill(self.processes[number].pid, signal.SIGKILL)
+        self.processes[number].join()
+        self.read(number)
+        self.processes.pop(number).close()
+        self.pipes.pop(number).close()
+        self.kills += 1
+        self.start()
+
+    def read(self, number: int) -> None:
+        """Take the digests that a member has sent."""
+        with contextlib.suppress(EOFError, OSError):  # it may have died while it wrote one
+            while self.pipes[number].poll():
+                self.digests.append(self.pipes[number].recv())
+
+    def check(self) -> None:
+        """Raise if a member has ended by itself."""
+        for number, process in self.processes.items():
+            assert process.exitcode is None, f"member {number} ended with {process.exitcode}"
+            self.read(number)
+
+    def end(self) -> None:
+        """Let the members stop at the same step."""
+        last = max(found.steps for found in self.digests)
+        self.store.set(STOP, str(last + 3 * EVERY))
+        until = time.monotonic() + 300
+        while running := [p for p in self.processes.values() if p.exitcode is None]:
+            assert time.monotonic() < until, "members did not stop"
+            wait([p.sentinel for p in running], timeout=1.0)
+            for number in self.processes:
+                self.read(number)
+        codes = [p.exitcode for p in self.processes.values()]
+        assert not any(codes), f"members ended with {codes}"
+
+    def held(self, seconds: float) -> list[Held]:
+        """What each process holds now."""
+        pids = {"store": os.getpid(), **{str(n): p.pid for n, p in self.processes.items()}}
+        return [Held(round(seconds, 1), name, *_held(pid)) for name, pid in pids.items()]
+
+    def close(self) -> None:
+        """End what is left."""
+        for process in self.processes.values():
+            process.kill()
+            process.join()
+
+
+def _held(pid: int) -> tuple[int, int, int]:
+    folder = Path(f"/proc/{pid}")
+    fields = {}
+    for line in (folder / "smaps_rollup").read_text().splitlines()[1:]:
+        name, _, value = line.partition(":")
+        fields[name] = int(value.split()[0])
+    own = fields["Private_Clean"] + fields["Private_Dirty"]
+    return own, len(os.listdir(folder / "task")), len(os.listdir(folder / "fd"))
+
+
+def soak(
+    minutes: float,
+    backend: str,
+    *,
+    members: int,
+    pause: float,
+    kill_every: float,
+    look_every: float,
+) -> dict[str, Any]:
+    """Run; what the processes held, and what the weights were."""
+    shared = set(os.listdir("/dev/shm"))
+    run, chance = Soak(backend, members, pause), random.Random(0)
+    found: list[Held] = []
+    began = time.monotonic()
+    try:
+        kill_at, look_at = began + 10, began + 5
+        while (now := time.monotonic()) < began + 60 * minutes:
+            run.check()
+            if now > kill_at:
+                run.kill()
+                kill_at = now + kill_every * (0.5 + chance.random())
+            if now > look_at:
+                gc.collect()
+                found += run.held(now - began)
+                look_at = now + look_every
+            time.sleep(0.05)
+        run.end()
+    finally:
+        run.close()
+    assert run.digests, "nobody came to the first comparison"
+    steps = max(digest.steps for digest in run.digests)
+    expected = alone(steps)
+    wrong = [tuple(d) for d in run.digests if expected[d.steps] != d.digest]
+    left = sorted(n for n in set(os.listdir("/dev/shm")) - shared if "gradwire" in n)
+    return {
+        "backend": backend,
+        "minutes": minutes,
+        "members": members,
+        "kills": run.kills,
+        "steps": steps,
+        "keys in the store": run.store.num_keys(),
+        "comparisons": len(run.digests),
+        "weights that differ": wrong,
+        "left in /dev/shm": left,
+        "held": [asdict(h) for h in found],
+    }
+
+
+def alone(steps: int) -> dict[int, str]:
+    """The weights that one member alone has after every so many steps."""
+    receiver, sender = CONTEXT.Pipe(duplex=False)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store.set(STOP, str(steps))
+    arguments = (store.port, 0, 1, "shm", 0.0, sender)
+    process = CONTEXT.Process(target=member, args=arguments, daemon=True)
+    process.start()
+    sender.close()
+    found = {}
+    with contextlib.suppress(EOFError):
+        while True:
+            digest = receiver.recv()
+            found[digest.steps] = digest.digest
+    process.join()
+    return found
+
+
+def plot(results: list[dict[str, Any]], path: Path) -> None:
+    """Memory, threads and descriptors over the time."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.2 * len(results)), layout="constrained")
+    rows = figure.subplots(len(results), 3, squeeze=False)
+    for row, result in zip(rows, results, strict=True):
+        for axes, what in zip(row, ("memory", "threads", "descriptors"), strict=True):
+            _lines(axes, result, what)
+        row[0].set_ylabel(f"{result['backend']}, {result['kills']} kills")
+    rows[0][0].legend(frameon=False)
+    figure.savefig(path, dpi=80, metadata={"Software": None})
+
+
+def _lines(axes: Any, result: dict[str, Any], what: str) -> None:
+    lived = [("store", "store")] + [(str(n), f"member {n}") for n in range(result["members"] - 1)]
+    scale = 1024 if what == "memory" else 1
+    for name, label in lived:
+        points = [(h["seconds"] / 60, h[what] / scale) for h in result["held"] if h["name"] == name]
+        axes.plot(*zip(*points, strict=True), label=label, linewidth=1)
+    names = {name for name, _ in lived}
+    killed = [
+        (h["seconds"] / 60, h[what] / scale) for h in result["held"] if h["name"] not in names
+    ]
+    axes.plot(*zip(*killed, strict=True), ".", markersize=2, color="grey", label="killed members")
+    axes.set_title("memory of its own, MiB" if what == "memory" else what)
+    axes.set_xlabel("minutes")
+    axes.set_ylim(bottom=0)
+
+
+def trend(result: dict[str, Any]) -> dict[str, dict[str, list[float]]]:
+    """Of each process that lived to the end: the means over the second and the last tenth."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for name in ["store", *(str(n) for n in range(result["members"] - 1))]:
+        rows = [h for h in result["held"] if h["name"] == name]
+        tenth = max(1, len(rows) // 10)
+        parts = rows[tenth : 2 * tenth] or rows, rows[-tenth:]
+        found[name] = {
+            what: [round(sum(h[what] for h in part) / len(part), 1) for part in parts]
+            for what in ("memory", "threads", "descriptors")
+        }
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--backend", choices=["shm", "gloo"], default="shm")
+    parser.add_argument("--pause", type=float, default=0.01, help="seconds of each step")
+    parser.add_argument("--kill-every", type=float, default=4.0, help="seconds, on average")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--plot", type=Path, help="draw the results in these files instead")
+    parser.add_argument("results", type=Path, nargs="*")
+    options = parser.parse_args()
+    if options.plot:
+        plot([json.loads(path.read_text()) for path in options.results], options.plot)
+        return
+    result = soak(
+        options.minutes,
+        options.backend,
+        members=MEMBERS,
+        pause=options.pause,
+        kill_every=options.kill_every,
+        look_every=5.0,
+    )
+    date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="minutes")
+    result = {
+        "date": date,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "trend": trend(result),
+        **result,
+    }
+    print(json.dumps({k: v for k, v in result.items() if k != "held"}, indent=1), flush=True)
+    if options.out:
+        options.out.write_text(json.dumps(result) + "\n")
+    sys.exit(bool(result["weights that differ"] or result["left in /dev/shm"]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,229 @@
+"""What surrounds a run fails: its store, its network, its launcher, its memory."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PROGRAM = Path(__file__).with_name("program.py")
+LONG = pytest.mark.skipif(os.environ.get("GRADWIRE_LONG") != "1", reason="GRADWIRE_LONG=1")
+LIMIT = 200.0
+
+pytestmark = [pytest.mark.wide, pytest.mark.timeout(300)]
+
+
+class Members:
+    """Programs that train, and what they have written."""
+
+    def __init__(self, folder: Path) -> None:
+        self.log = folder / "log"
+        self.log.touch()
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    def start(
+        self,
+        store: str,
+        *,
+        count: int = 1,
+        members: int,
+        steps: int = 200,
+        pause: float = 0.02,
+        backend: str = "gloo",
+        timeout: float = 10.0,
+        launcher: Sequence[str] = (sys.executable,),
+        **options: Any,
+    ) -> None:
+        """Start some more of the members of a run."""
+        names = {"GRADWIRE_ELASTIC_STORE": store, "GRADWIRE_ELASTIC_MEMBERS": str(members)}
+        arguments = [str(PROGRAM), str(self.log), str(steps), str(pause), backend, str(timeout)]
+        for _ in range(count):
+            process = subprocess.Popen(
+                [*launcher, *arguments],
+                env={**os.environ, **names},
+                stderr=subprocess.DEVNULL,
+                **options,
+            )
+            self.processes.append(process)
+
+    def lines(self, key: str) -> list[dict[str, Any]]:
+        """What was written of a kind."""
+        text = self.log.read_text()
+        whole = text[: text.rfind("\n") + 1].splitlines()
+        return [line for line in map(json.loads, whole) if key in line]
+
+    def trained(self) -> dict[int, int]:
+        """The last step that each process has committed."""
+        return {line["pid"]: line["step"] for line in self.lines("step")}
+
+    def until(self, holds: Callable[[], bool], what: str) -> None:
+        """Wait."""
+        deadline = time.monotonic() + LIMIT
+        while not holds():
+            assert time.monotonic() < deadline, f"{what}: {self.log.read_text()[-2000:]}"
+            time.sleep(0.02)
+
+    def until_trained(self, count: int, steps: int = 3) -> list[int]:
+        """Wait until so many processes have committed some steps; their ids."""
+
+        def holds() -> bool:
+            return sum(step >= steps for step in self.trained().values()) >= count
+
+        self.until(holds, f"{count} members did not train")
+        return sorted(self.trained())
+
+    def until_ended(self, count: int) -> list[dict[str, Any]]:
+        """Wait until so many have come to an end; what they wrote of it."""
+        self.until(
+            lambda: len(self.lines("digest") + self.lines("error")) >= count, "members did not end"
+        )
+        return self.lines("digest") + self.lines("error")
+
+    def close(self) -> None:
+        """End what is left, whole groups of processes that launchers may have made included."""
+        for process in self.processes:
+            process.terminate()
+        for process in self.processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(10)
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture
+def members(tmp_path: Path) -> Iterator[Members]:
+    found = Members(tmp_path)
+    yield found
+    found.close()
+
+
+@contextlib.contextmanager
+def served(address: str = "127.0.0.1:0", before: Sequence[str] = ()) -> Iterator[Any]:
+    """A store in a process of its own: the process, and the store's address."""
+    command = [*before, sys.executable, "-m", "gradwire.elastic", "--serve", address]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    try:
+        yield process, process.stdout.readline().decode().split()[-1]
+    finally:
+        process.send_signal(signal.SIGCONT)
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def quiet(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The digest of a run of one member in which nothing fails."""
+    found = Members(tmp_path_factory.mktemp("quiet"))
+    with served() as (_, address):
+        found.start(address, members=1, pause=0.0)
+        (end,) = found.until_ended(1)
+    found.close()
+    return str(end["digest"])
+
+
+def test_the_store_dies_and_nobody_else(members: Members, quiet: str) -> None:
+    with served() as (store, address):
+        members.start(address, count=2, members=2)
+        members.until_trained(2)
+        store.kill()
+        store.wait()
+        ends = members.until_ended(2)
+    assert [end.get("digest", end) for end in ends] == [quiet] * 2
+
+
+def test_the_store_dies_and_then_a_member(members: Members) -> None:
+    with served() as (store, address):
+        members.start(address, count=3, members=3, steps=10**6)
+        pids = members.until_trained(3)
+        store.kill()
+        store.wait()
+        os.kill(pids[0], signal.SIGKILL)
+        killed = time.monotonic()
+        ends = members.until_ended(2)
+    for end in ends:
+        assert "DistributedError" in end["error"], end
+        assert "store of the elastic run does not answer" in end["message"]
+        assert end["time"] - killed < 30.0
+
+
+def test_the_store_hangs_and_then_a_member_dies(members: Members) -> None:
+    with served() as (store, address):
+        members.start(address, count=2, members=2, steps=10**6, timeout=5.0)
+        pids = members.until_trained(2)
+        store.send_signal(signal.SIGSTOP)
+        os.kill(pids[0], signal.SIGKILL)
+        killed = time.monotonic()
+        (end,) = members.until_ended(1)
+    assert "DistributedError" in end["error"], end
+    assert end["time"] - killed < 60.0
+
+
+def test_a_member_without_descriptors_ends_and_the_others_go_on(
+    members: Members, quiet: str
+) -> None:
+    with served() as (_, address):
+        members.start(address, count=3, members=3, steps=200, pause=0.05)
+        pids = members.until_trained(3)
+        used = len(os.listdir(f"/proc/{pids[0]}/fd"))
+        resource.prlimit(pids[0], resource.RLIMIT_NOFILE, (used, used))
+        os.kill(pids[1], signal.SIGKILL)
+        ends = members.until_ended(2)
+    by_pid = {end["pid"]: end for end in ends}
+    assert "DistributedError" in by_pid[pids[0]]["error"], ends
+    assert by_pid[pids[2]]["digest"] == quiet
+
+
+def test_interrupted_and_ended_in_a_step(members: Members, quiet: str) -> None:
+    with served() as (_, address):
+        members.start(address, count=3, members=3, backend="shm", steps=200, pause=0.05)
+        pids = members.until_trained(3)
+        os.kill(pids[0], signal.SIGINT)
+        os.kill(pids[1], signal.SIGTERM)
+        codes = {p.pid: p.wait(LIMIT) for p in members.processes if p.pid in pids[:2]}
+        (end,) = members.until_ended(1)
+    assert codes[pids[0]] == -signal.SIGINT
+    assert codes[pids[1]] == -signal.SIGTERM
+    assert end["digest"] == quiet
+
+
+def test_the_supervisor_is_killed(members: Members) -> None:
+    launcher = [sys.executable, "-m", "gradwire.elastic", "--nproc-per-node", "2"]
+    members.start("", members=2, steps=10**6, launcher=launcher)
+    pids = members.until_trained(2)
+    members.processes[0].kill()
+    members.until(lambda: not any(map(runs, pids)), "members outlive their supervisor")
+
+
+@LONG
+@pytest.mark.timeout(300)
+def test_torchrun_with_one_agent_for_each_member(members: Members, quiet: str) -> None:
+    agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
+    with served() as (_, address):
+        launcher = [*agent, "--max-restarts=3"]
+        members.start(address, count=2, members=2, steps=200, pause=0.2, launcher=launcher)
+        first = members.until_trained(2)
+        os.kill(first[0], signal.SIGKILL)
+        members.until_trained(3)  # one that its agent has started again
+        os.kill(first[1], signal.SIGKILL)
+        ends = members.until_ended(2)
+    assert [end.get("digest", end) for end in ends] == [quiet] * 2
+    assert not {end["pid"] for end in ends} & set(first)
+
+
+def runs(pid: int) -> bool:
+    """Whether a process runs."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return False

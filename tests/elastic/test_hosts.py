@@ -1,0 +1,150 @@
+"""Members on several hosts, which are namespaces of networks and processes with a link between."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elastic.test_faults import LONG, Members, members, quiet, served
+
+__all__ = ["members", "quiet"]  # fixtures
+
+LINK = """
+ip link set lo up
+ip addr add 10.78.0.{number}/24 dev link0
+ip link set link0 up
+"""
+STORE = "10.78.0.1:29417"
+
+
+class Hosts:
+    """Two hosts; processes that are started in them begin with `inside`."""
+
+    def __init__(self) -> None:
+        # two namespaces, whose first process ends with its parent
+        new = [
+            "unshare",
+            "--net",
+            "--pid",
+            "--mount-proc",
+            "--fork",
+            "--kill-child",
+            "sleep",
+            "600",
+        ]
+        self._outside = [subprocess.Popen([*new, "sleep", "600"]) for _ in range(2)]
+        self._pids = [_child(process.pid) for process in self._outside]
+        made = f"ip link add link0 type veth peer name link0 netns {self._pids[1]}"
+        self.call(0, made)
+        for host in range(2):
+            self.call(host, LINK.format(number=host + 1))
+
+    def inside(self, host: int) -> list[str]:
+        """What a command that runs on a host begins with."""
+        return ["nsenter", "-t", str(self._pids[host]), "--net", "--pid", "--mount"]
+
+    def call(self, host: int, script: str) -> None:
+        """Run a script on a host."""
+        subprocess.run([*self.inside(host), "sh", "-ec", script], check=True)
+
+    def close(self) -> None:
+        """End all that runs on them."""
+        for process in self._outside:
+            process.kill()
+            process.wait()
+
+
+def _child(pid: int) -> int:
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+        # it has its namespaces once it runs its program
+        if text and Path(f"/proc/{text.split()[0]}/comm").read_text().strip() == "sleep":
+            return int(text.split()[0])
+        time.sleep(0.02)
+    raise TimeoutError("no namespace")
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    if os.getuid() or not all(shutil.which(name) for name in ("unshare", "nsenter", "ip")):
+        pytest.skip("namespaces take root, unshare, nsenter and ip")
+    tried = subprocess.run(
+        ["unshare", "--net", "ip", "link", "add", "link0", "type", "veth"],
+        stderr=subprocess.DEVNULL,
+        check=False,
+    )
+    if tried.returncode:
+        pytest.skip("no network can be made here")
+    found = Hosts()
+    yield found
+    found.close()
+
+
+@pytest.fixture(autouse=True)
+def on_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "link0")
+
+
+pytestmark = [pytest.mark.wide, pytest.mark.timeout(300)]
+
+
+def test_a_member_of_each_host_is_killed(hosts: Hosts, members: Members, quiet: str) -> None:
+    with served(STORE, hosts.inside(0)):
+        for host in range(2):
+            launcher = [*hosts.inside(host), *_python()]
+            members.start(STORE, count=2, members=4, pause=0.05, backend="shm", launcher=launcher)
+        members.until(lambda: len(members.lines("step")) >= 20, "members did not train")
+        for process in members.processes[::2]:
+            os.kill(_child_of(process), 9)
+        ends = members.until_ended(2)
+    assert [end.get("digest", end) for end in ends] == [quiet] * 2
+    assert {line["size"] for line in members.lines("step")} >= {4, 2}
+
+
+def test_a_host_is_cut_off(hosts: Hosts, members: Members, quiet: str) -> None:
+    with served(STORE, hosts.inside(0)):
+        for host in range(2):
+            launcher = [*hosts.inside(host), *_python()]
+            members.start(STORE, members=2, pause=0.05, timeout=5.0, launcher=launcher)
+        members.until(lambda: len(members.lines("step")) >= 10, "members did not train")
+        hosts.call(1, "ip link set link0 down")
+        cut = time.monotonic()
+        ends = members.until_ended(2)
+    assert sorted("digest" in end for end in ends) == [False, True], ends
+    for end in ends:
+        if "digest" in end:  # with the store's host: it went on alone
+            assert end["digest"] == quiet
+        else:
+            assert "DistributedError" in end["error"], end
+            assert end["time"] - cut < 60.0
+
+
+@LONG
+def test_a_host_is_cut_off_and_comes_back(hosts: Hosts, members: Members) -> None:
+    with served(STORE, hosts.inside(0)):
+        for host in range(2):
+            launcher = [*hosts.inside(host), *_python()]
+            members.start(STORE, members=2, pause=0.1, steps=400, timeout=60.0, launcher=launcher)
+        members.until(lambda: len(members.lines("step")) >= 10, "members did not train")
+        hosts.call(1, "ip link set link0 down")
+        members.until(lambda: members.lines("step")[-1]["size"] == 1, "nobody went on alone")
+        hosts.call(1, "ip link set link0 up")
+        ends = members.until_ended(2)
+    assert len({end.get("digest", str(end)) for end in ends}) == 1, ends
+    assert members.lines("step")[-1]["size"] == 2
+
+
+def _python() -> list[str]:
+    return [shutil.which("python") or "python"]
+
+
+def _child_of(process: subprocess.Popen[bytes]) -> int:
+    text = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
+    return int(text.split()[0])
