@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
 from typing import Any
@@ -54,7 +54,7 @@ class Case:
     name: str
     rate: float | None
     slower: int = 1
-    task: Task = Task()
+    task: Task = field(default_factory=Task)
     methods: Sequence[str] = tuple(METHODS)
     whole: Sequence[str] = ()
 
@@ -116,9 +116,7 @@ def count_steps(
     return courses
 
 
-def measure_link(
-    case: Case, courses: Courses, rounds: int, hosts: Hosts, run: Run
-) -> CaseResult:
+def measure_link(case: Case, courses: Courses, rounds: int, hosts: Hosts, run: Run) -> CaseResult:
     """A link's times, and what follows from them."""
     hosts.limit(None if case.rate is None else f"{case.rate:.0f}bit")
     say(f"{case.name}, time of a step")
@@ -140,7 +138,8 @@ def _run_whole(
     task: Task, names: Sequence[str], losses: Sequence[float], hosts: Sequence[int]
 ) -> dict[str, list[float]]:
     """Seconds to each seed's loss, on the link as it is."""
-    groups, found = Groups.make(hosts), {}
+    groups = Groups.make(hosts)
+    found: dict[str, list[float]] = {}
     for name in names:
         found[name] = []
         for seed, loss in zip(task.seeds, losses, strict=True):
@@ -177,7 +176,8 @@ def _measures(
 ) -> list[Measure]:
     task = case.task
     losses = [_at_end(task, course) for course in courses[PLAIN]]
-    steps = {name: _steps(task, courses[METHODS[name].course or name], losses) for name in seconds}
+    taken_from = {name: METHODS[name].course or name for name in seconds}
+    steps = {n: _steps(task, courses[c], losses) for n, c in taken_from.items() if c in courses}
     steps = {name: each for name, each in steps.items() if all(map(math.isfinite, each))}
     times = {name: [_time(name, n, seconds) for n in each] for name, each in steps.items()}
     faster = {

@@ -33,7 +33,7 @@ __all__ = ["BEST", "METHODS", "PLAIN", "Groups", "Method", "Step"]
 
 PLAIN = "torch"
 """The method that all others are compared with: torch's wrapper on Gloo."""
-BEST = "gradwire local SGD int4"
+BEST = "gradwire local SGD int4 between hosts"
 """The method that is run whole on a slow link, too."""
 _PERIOD = 8
 """Steps between two averages of parameters, torch's and ours."""
