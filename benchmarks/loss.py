@@ -1,28 +1,25 @@
 """Time to the same loss over slow links: how many steps a method needs, and how long they take.
 
-Steps are counted once, on an unlimited link, for three seeds: what a step computes does not depend
-on the link. How long a step takes is measured on each link, where the methods take turns. The time
-to the loss is the product of the two.
+The loss is the one that torch's wrapper has after so many steps, for each seed. Steps are counted
+once, on an unlimited link: what a step computes does not depend on the link. How long a step takes
+is measured on each link, where the methods take turns. The time to the loss is the product of the
+two; on one link some methods are run whole, which the product has to agree with.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
-
 from benchmarks.alternate import alternate, repeated
 from benchmarks.benchmark import Benchmark
-from benchmarks.language import Corpus, Language, corpus
+from benchmarks.courses import Batches, Course, Task, reached, train
 from benchmarks.links import RATES, bytes_passed
-from benchmarks.methods import METHODS, PLAIN, Groups
+from benchmarks.methods import BEST, METHODS, PLAIN, Groups
 from benchmarks.options import Options
 from benchmarks.progress import say
 from benchmarks.results import CaseResult, Measure
@@ -30,64 +27,47 @@ from benchmarks.stats import Spread, scaled, spread
 from gradwire.testing import run_ranks
 from gradwire.testing.hosts import Hosts
 
-__all__ = ["BENCHMARK", "Batches", "Case", "Task", "measure"]
+__all__ = ["BENCHMARK", "Case", "Courses", "count_steps", "measure", "measure_link"]
 
 SECONDS = 3600.0
+SLOWEST = 10e6
 
-
-@dataclass(frozen=True)
-class Task:
-    """What is trained, and to which loss.
-
-    Args:
-        layers, width: Of the network.
-        passages, length: Of each rank's batch.
-        steps: In all.
-        every: Steps between validations.
-        loss: On held-out text, in nats a character.
-        seeds: Each begins with other parameters and other batches.
-    """
-
-    layers: int = 4
-    width: int = 192
-    passages: int = 4
-    length: int = 32
-    steps: int = 300
-    every: int = 10
-    loss: float = 2.4
-    seeds: tuple[int, ...] = (0, 1, 2)
-
-    def network(self, seed: int) -> Language:
-        """The network, equal on all ranks."""
-        torch.manual_seed(seed)
-        return Language(self.layers, self.width, self.length)
+Courses = Mapping[str, Sequence[Course]]
+"""Each method's, one for each seed."""
+Run = Callable[..., Any]
+"""Runs a function on the ranks of all hosts; what it returns on the first."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A link's rate in bits a second; with `slower`, rounds are the asked for divided by it."""
+    """A link.
+
+    Args:
+        name: As tables have it.
+        rate: In bits a second; None: no limit.
+        slower: Rounds are those asked for divided by it.
+        task: What is trained.
+        methods: Those compared; the first is `PLAIN`.
+        whole: Those that are also run whole.
+    """
 
     name: str
     rate: float | None
     slower: int = 1
-    task: Task = Task()
+    task: Task = field(default_factory=Task)
     methods: Sequence[str] = tuple(METHODS)
+    whole: Sequence[str] = ()
 
 
-CASES = [Case(name, rate, 5 if name == "10 Mbit/s" else 1) for name, rate in RATES.items()]
-
-
-@dataclass(frozen=True)
-class Course:
-    """How a method's training went, one entry for each seed.
-
-    Attributes:
-        steps: Until the loss; infinite if it was not reached.
-        final: The loss at the end.
-    """
-
-    steps: list[float]
-    final: list[float]
+CASES = [
+    Case(
+        name,
+        rate,
+        slower=5 if rate == SLOWEST else 1,
+        whole=(PLAIN, BEST) if name == "100 Mbit/s" else (),
+    )
+    for name, rate in RATES.items()
+]
 
 
 def measure(cases: Sequence[Case], options: Options) -> list[CaseResult]:
@@ -96,103 +76,80 @@ def measure(cases: Sequence[Case], options: Options) -> list[CaseResult]:
     Raises:
         NotSupportedError: This system lets its user make no namespaces.
     """
-    ranks, results = sum(options.hosts), []
-    courses: dict[tuple[Task, tuple[str, ...]], dict[str, Course]] = {}
+    results = []
+    courses: dict[tuple[Task, tuple[str, ...]], Courses] = {}
     with Hosts(options.hosts) as hosts:
-
-        def run(work: Any, *args: object) -> Any:
-            where = (*args, options.hosts)
-            return run_ranks(work, ranks, hosts=hosts, args=where, timeout=SECONDS)[0]
-
+        run = runner(hosts)
         for case in cases:
             key = (case.task, tuple(case.methods))
             if key not in courses:
                 hosts.limit(None)
-                courses[key] = run(_train_all, case.task, case.methods)
-            say(f"{case.name}, time of a step")
-            hosts.limit(None if case.rate is None else f"{case.rate:.0f}bit")
-            rounds = max(2, options.rounds // case.slower)
-            seconds, passed = run(_time_steps, case.task, case.methods, rounds)
-            measures = _measures(courses[key], seconds, passed)
-            results.append(CaseResult(case.name, _prediction(case), rounds, measures))
+                courses[key] = run(count_steps, case.task, case.methods, {})
+            results.append(measure_link(case, courses[key], options.rounds, hosts, run))
     return results
 
 
-def _measures(
-    courses: Mapping[str, Course],
-    seconds: Mapping[str, list[float]],
-    passed: Mapping[str, float],
-) -> list[Measure]:
-    reached = {n: course for n, course in courses.items() if all(map(math.isfinite, course.steps))}
-    times = {
-        name: [steps * median(seconds[name]) for steps in course.steps]
-        for name, course in reached.items()
-    }
-    measures = [_of("time to the loss", "s", times)]
-    if PLAIN in times:
-        faster = {
-            name: [plain / own for plain, own in zip(times[PLAIN], taken, strict=True)]
-            for name, taken in times.items()
-        }
-        measures.append(_of(f"as fast as {PLAIN}", "times", faster))
-    return [
-        *measures,
-        _of("step", "ms", scaled(seconds, 1e3)),
-        _of("steps to the loss", "", {name: course.steps for name, course in reached.items()}),
-        _of("final loss", "mnat", {n: [1e3 * x for x in c.final] for n, c in courses.items()}),
-        _of("bytes each way, host and step", "kB", {n: [b / 1e3] for n, b in passed.items()}),
-    ]
+def runner(hosts: Hosts) -> Run:
+    """Runs functions whose last argument is how many ranks each host has."""
+
+    def run(work: Callable[..., Any], *args: object) -> Any:
+        where = (*args, hosts.ranks)
+        return run_ranks(work, sum(hosts.ranks), hosts=hosts, args=where, timeout=SECONDS)[0]
+
+    return run
 
 
-def _of(name: str, unit: str, samples: Mapping[str, Sequence[float]]) -> Measure:
-    spreads: dict[str, Spread] = {who: spread(taken) for who, taken in samples.items()}
-    return Measure(name, unit, spreads, {})
-
-
-def _train_all(task: Task, methods: Sequence[str], hosts: Sequence[int]) -> dict[str, Course]:
+def count_steps(
+    task: Task, methods: Sequence[str], known: Courses, hosts: Sequence[int]
+) -> dict[str, list[Course]]:
+    """The methods' courses, and those that are known."""
     groups = Groups.make(hosts)
-    courses = {}
+    courses = {name: list(course) for name, course in known.items()}
     for name in methods:
-        found = []
-        for seed in task.seeds:
-            say(f"{name}, seed {seed}, {task.steps} steps")
-            found.append(_train(task, name, seed, groups))
-        courses[name] = Course([steps for steps, _ in found], [final for _, final in found])
+        if name in courses or METHODS[name].course:
+            continue
+        courses[name] = []
+        for number, seed in enumerate(task.seeds):
+            say(f"{name}, seed {seed}, {task.steps} steps or more")
+            loss = math.inf if name == PLAIN else _at_end(task, courses[PLAIN][number])
+            courses[name].append(train(task, name, seed, groups, loss=loss, least=task.steps))
     return courses
 
 
-def _train(task: Task, name: str, seed: int, groups: Groups) -> tuple[float, float]:
-    """Steps until the loss, and the loss at the end; equal on all ranks."""
-    network = task.network(seed)
-    step = METHODS[name].make(network, groups)
-    batches, held_out = Batches(task, seed), corpus().held_out(64, task.length)
-    reached, loss = math.inf, math.inf
-    for number in range(1, task.steps + 1):
-        step(batches.next())
-        if number % task.every == 0:
-            with torch.no_grad():
-                total = network(held_out)
-            dist.all_reduce(total)  # ranks may differ between averages of their parameters
-            loss = total.item() / dist.get_world_size()
-            if loss <= task.loss:
-                reached = min(reached, number)
-    return reached, loss
+def measure_link(case: Case, courses: Courses, rounds: int, hosts: Hosts, run: Run) -> CaseResult:
+    """A link's times, and what follows from them."""
+    hosts.limit(None if case.rate is None else f"{case.rate:.0f}bit")
+    say(f"{case.name}, time of a step")
+    rounds = max(2, rounds // case.slower)
+    seconds, passed = run(time_steps, case.task, case.methods, rounds)
+    losses = [_at_end(case.task, course) for course in courses[PLAIN]]
+    whole = run(_run_whole, case.task, case.whole, losses) if case.whole else {}
+    measures = _measures(case, courses, seconds, whole)
+    bytes_ = {name: [each / 1e3] for name, each in passed.items()}
+    measures.append(_of("bytes each way, host and step", "kB", bytes_))
+    return CaseResult(case.name, _prediction(case), rounds, measures)
 
 
-class Batches:
-    """This rank's batches of a seed."""
-
-    def __init__(self, task: Task, seed: int) -> None:
-        self._task, self._corpus = task, corpus()
-        self._generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
-
-    def next(self) -> Tensor:
-        """The next batch."""
-        text: Corpus = self._corpus
-        return text.batch(self._generator, self._task.passages, self._task.length)
+def _at_end(task: Task, course: Course) -> float:
+    return course.losses[task.steps // task.every - 1]
 
 
-def _time_steps(
+def _run_whole(
+    task: Task, names: Sequence[str], losses: Sequence[float], hosts: Sequence[int]
+) -> dict[str, list[float]]:
+    """Seconds to each seed's loss, on the link as it is."""
+    groups = Groups.make(hosts)
+    found: dict[str, list[float]] = {}
+    for name in names:
+        found[name] = []
+        for seed, loss in zip(task.seeds, losses, strict=True):
+            say(f"{name}, seed {seed}, as a whole")
+            course = train(task, name, seed, groups, loss=loss)
+            found[name].append(reached(course.losses, loss, course.seconds))
+    return found
+
+
+def time_steps(
     task: Task, methods: Sequence[str], rounds: int, hosts: Sequence[int]
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
     """Seconds of a step in each round, and bytes each way and host of a step, by method."""
@@ -202,13 +159,66 @@ def _time_steps(
     for name in methods:
         method = METHODS[name]
         step = partial(method.make(task.network(0), groups), batch)
-        for _ in range(max(3, method.begins)):  # wrappers assign their buckets again
-            step()
+        for _ in range(method.cycle * -(-max(3, method.begins) // method.cycle)):
+            step()  # wrappers assign their buckets again; then a whole cycle begins
         cycles[name] = repeated(step, method.cycle)
         passed[name] = bytes_passed(cycles[name]) / method.cycle
     seconds = alternate(cycles, rounds, warmup=0)
     per_step = {name: [s / METHODS[name].cycle for s in taken] for name, taken in seconds.items()}
     return per_step, passed
+
+
+def _measures(
+    case: Case,
+    courses: Courses,
+    seconds: Mapping[str, Sequence[float]],
+    whole: Mapping[str, Sequence[float]],
+) -> list[Measure]:
+    task = case.task
+    losses = [_at_end(task, course) for course in courses[PLAIN]]
+    taken_from = {name: METHODS[name].course or name for name in seconds}
+    steps = {n: _steps(task, courses[c], losses) for n, c in taken_from.items() if c in courses}
+    steps = {name: each for name, each in steps.items() if all(map(math.isfinite, each))}
+    times = {name: [_time(name, n, seconds) for n in each] for name, each in steps.items()}
+    faster = {
+        name: [plain / own for plain, own in zip(times[PLAIN], taken, strict=True)]
+        for name, taken in times.items()
+    }
+    final = {name: [1e3 * _at_end(task, c) for c in each] for name, each in courses.items()}
+    by_seed = [
+        _of_seeds(f"as fast as {PLAIN}", "times", faster),
+        _of_seeds("time to the loss", "s", times),
+        _of_seeds("time to the loss, run whole", "s", whole),
+        _of_seeds("steps to the loss", "", steps),
+        _of_seeds(f"loss after {task.steps} steps", "mnat", final),
+    ]
+    return [
+        *(each for each in by_seed if each.contenders),
+        _of("step", "ms", scaled(seconds, 1e3)),
+    ]
+
+
+def _steps(task: Task, courses: Sequence[Course], losses: Sequence[float]) -> list[float]:
+    """Each seed's steps to its loss."""
+    at = range(task.every, task.limit + 1, task.every)
+    pairs = zip(courses, losses, strict=True)
+    return [reached(course.losses, loss, at) for course, loss in pairs]
+
+
+def _time(name: str, steps: float, seconds: Mapping[str, Sequence[float]]) -> float:
+    """Seconds of so many steps, the first of which are plain."""
+    plain = min(steps, METHODS[name].begins)
+    return plain * median(seconds[PLAIN]) + (steps - plain) * median(seconds[name])
+
+
+def _of(name: str, unit: str, samples: Mapping[str, Sequence[float]]) -> Measure:
+    return Measure(name, unit, {who: spread(taken) for who, taken in samples.items()}, {})
+
+
+def _of_seeds(name: str, unit: str, samples: Mapping[str, Sequence[float]]) -> Measure:
+    """Medians with the smallest and largest: quartiles of three seeds would say less."""
+    spreads = {who: Spread(median(x), min(x), max(x)) for who, x in samples.items()}
+    return Measure(name, unit, spreads, {})
 
 
 def _prediction(case: Case) -> str:

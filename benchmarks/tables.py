@@ -2,9 +2,10 @@
 
 A page says where: between `<!-- benchmarks:NAME -->` and `<!-- /benchmarks -->`, each on a line of
 its own, stands the table of `results/NAME.json`; for `NAME headline` only its first measure, for
-`NAME predictions` what was expected, for `NAME grid` a line for each operation. What stood there
-before is replaced. What was run with `--backend shm`, `--world-size 4`, `--busy 1` or `--all` is
-kept under `NAME_shm`, `NAME_4`, `NAME_busy` or `NAME_all`.
+`NAME predictions` what was expected, for `NAME grid` a line for each operation, for `NAME
+contenders` one for each contender. What stood there before is replaced. What was run with
+`--backend shm`, `--world-size 4`, `--busy 1` or `--all` is kept under `NAME_shm`, `NAME_4`,
+`NAME_busy` or `NAME_all`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 
 from benchmarks.report import conditions, figures, grid, headline, markdown, predictions
 from benchmarks.results import Result
+from benchmarks.transposed import tables as by_contender
 
 __all__ = ["PAGES", "PLOT", "RESULTS", "rewritten"]
 
@@ -71,4 +73,10 @@ def _predictions(result: Result) -> str:
     return markdown(predictions(result))
 
 
-VIEWS = {"": _figures, " grid": _grid, " headline": _headline, " predictions": _predictions}
+VIEWS = {
+    "": _figures,
+    " contenders": by_contender,
+    " grid": _grid,
+    " headline": _headline,
+    " predictions": _predictions,
+}

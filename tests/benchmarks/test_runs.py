@@ -18,12 +18,14 @@ from benchmarks import (
     all_collectives,
     broadcast,
     collectives,
+    courses,
     ddp,
     links,
     loss,
     models,
     report,
     shapes,
+    transposed,
 )
 from benchmarks.__main__ import main
 from benchmarks.launch import launch
@@ -300,38 +302,68 @@ def test_links_from_end_to_end(tmp_path: Path) -> None:
 @pytest.mark.wide
 def test_loss_from_end_to_end() -> None:
     options = Options(rounds=2, backend="shm", world_size=3, hosts=[2, 1])
-    task = loss.Task(layers=1, width=16, steps=10, every=5, loss=9.0, seeds=(0, 1))
-    methods = ("torch", "torch post-local SGD", "gradwire", "gradwire fp16")
-    (case,) = loss.measure([loss.Case("any", None, task=task, methods=methods)], options)
+    auto, int8 = "gradwire auto", "gradwire int8"  # whose steps are auto's
+    task = courses.Task(layers=1, width=16, steps=16, limit=32, every=8, held_out=3, seeds=(0, 1))
+    methods = ("torch", "torch post-local SGD", "gradwire", "gradwire fp16", auto, int8)
+    case = loss.Case("any", None, task=task, methods=methods, whole=["torch"])
+    (case,) = loss.measure([case], options)
     check_figures(case)
-    by_name = {measure.name: measure for measure in case.measures}
-    steps = by_name["steps to the loss"].contenders
-    assert {spread.median for spread in steps.values()} == {5.0}
-    final = by_name["final loss"].contenders
+    by_name = {measure.name: measure.contenders for measure in case.measures}
+    steps = by_name["steps to the loss"]
+    assert 8 < steps["torch"].median <= 16  # it reaches its own last loss
+    assert steps["gradwire"].median == pytest.approx(steps["torch"].median, rel=0.01)
+    assert steps[auto] == steps[int8]
+    final = by_name["loss after 16 steps"]
     assert final["gradwire"].median == pytest.approx(final["torch"].median, rel=1e-4)
-    assert by_name["as fast as torch"].contenders["torch"].median == 1
-    passed = by_name["bytes each way, host and step"].contenders
+    assert by_name["as fast as torch"]["torch"].median == 1
+    assert by_name["time to the loss, run whole"].keys() == {"torch"}
+    passed = by_name["bytes each way, host and step"]
     assert passed["gradwire fp16"].median < passed["gradwire"].median
+    assert int8 in transposed.tables(Result.of("loss", options, [case, case]))
+
+
+def test_the_steps_before_a_hook_compresses_are_charged_as_plain_ones() -> None:
+    seconds = {"torch": [4.0], "torch PowerSGD": [1.0], "gradwire": [1.0]}
+    begins = METHODS["torch PowerSGD"].begins
+    assert begins > 9
+    assert loss._time("torch PowerSGD", begins + 2, seconds) == 4 * begins + 2
+    assert loss._time("torch PowerSGD", 9, seconds) == 36
+    assert loss._time("gradwire", 9, seconds) == 9
+
+
+@pytest.mark.parametrize(
+    ("loss_", "at"), [(2.0, 20.0), (2.5, 15.0), (3.0, 10.0), (9.0, 10.0), (1.5, 25.0), (0.5, None)]
+)
+def test_where_a_loss_is_reached_first(loss_: float, at: float | None) -> None:
+    found = courses.reached([3.0, 2.0, 1.0, 2.0], loss_, [10, 20, 30, 40])
+    assert found == (math.inf if at is None else at)
 
 
 @pytest.mark.wide
 def test_every_method_keeps_ranks_equal() -> None:
     """After a whole cycle, all ranks have the same parameters."""
 
-    def train(name: str) -> list[torch.Tensor]:
-        task = loss.Task(layers=1, width=16)
-        network = task.network(0)
-        method = METHODS[name]
-        step = method.make(network, Groups.make((1, 1)))
-        batches = loss.Batches(task, 0)
-        for _ in range(method.begins + 2 * method.cycle):
-            step(batches.next())
-        return [parameter.detach().clone() for parameter in network.parameters()]
+    def train() -> dict[str, list[torch.Tensor]]:
+        task = courses.Task(layers=1, width=16)
+        groups, found = Groups.make((1, 1)), {}
+        for name, method in METHODS.items():
+            network = task.network(0)
+            step = method.make(network, groups)
+            batches = courses.Batches(task, 0)
+            for _ in range(task.every + method.cycle):
+                step(batches.next())
+            found[name] = [parameter.detach().clone() for parameter in network.parameters()]
+        return found
 
+    first, second = run_ranks(train, 2)
+    assert first.keys() == METHODS.keys()
     for name in METHODS:
-        first, second = run_ranks(train, 2, args=(name,))
-        if name != "torch post-local SGD":  # which counts its steps from elsewhere
-            assert all(map(torch.equal, first, second)), name
+        if "streaming" not in name:  # whose fragments are exchanged in turn
+            assert all(map(torch.equal, first[name], second[name])), name
+
+
+def test_methods_are_together_when_they_are_validated() -> None:
+    assert all(courses.Task().every % method.cycle == 0 for method in METHODS.values())
 
 
 def test_hosts_are_given_as_numbers() -> None:

@@ -14,7 +14,7 @@ from torch import nn
 
 from gradwire import hooks
 from gradwire.ddp import DistributedDataParallel, MixedPrecision
-from gradwire.errors import ArgumentError, DistributedError
+from gradwire.errors import ArgumentError, DistributedError, MismatchError
 from gradwire.hooks import host_groups
 from gradwire.hooks.compression import wire as wire_module
 from gradwire.hooks.host_groups import _make
@@ -426,12 +426,14 @@ def test_across_hosts(name, layout):
         if name != "plain" and (groups.between is None or layout == "one"):
             assert hook.hook.traffic.collectives == 0
         train(net, range(1, 4))
-        saved = net.comm_hook_state_dict()
+        saved, weights = net.comm_hook_state_dict(), copy.deepcopy(net.state_dict())
         want = train(net, range(4, 6))
         if name != "plain":
             again = wrapped(hooks.across_hosts(HOOKS[name](), groups))
             train(again, range(3))
+            again.load_state_dict(weights)
             again.load_comm_hook_state_dict(saved)
+            assert all(map(torch.equal, train(again, range(4, 6)), want))
         assert len(copy.deepcopy(net).module.state_dict()) == len(net.module.state_dict())
         return [p.tolist() for p in want]
 
@@ -450,6 +452,33 @@ def test_hosts_are_found_by_their_ranks():
         return groups.inside.size(), groups.hosts, groups.between is not None
 
     assert run_ranks(main, 3) == [None, (2, 1, True), (2, 1, False)]
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("layout", ["2 + 2", "1 + 3"])
+def test_ranks_can_be_divided_again(layout):
+    """Groups of some ranks are named by how many groups each is in: hung, where these differed."""
+
+    def main():
+        seen = []
+        for _ in range(3):
+            groups = _make(dist.group.WORLD, TEAMS[layout], None, None)
+            seen.append((groups.inside.size(), groups.between is not None))
+        part = dist.new_group([0, 1, 2])
+        if dist.get_rank() < 3:
+            seen.append(host_groups(part).inside.size())
+        seen.append(host_groups().inside.size())  # ranks are in different numbers of groups
+        pair = dist.new_group([2, 3])
+        if dist.get_rank() > 1:
+            with pytest.raises(MismatchError, match=r"are in \[\d+, \d+\] groups"):
+                host_groups(pair)
+        return seen
+
+    ranks = run_ranks(main, 4)
+    for team in TEAMS[layout]:
+        for rank in team:
+            part = [3] if rank < 3 else []
+            assert ranks[rank] == [(len(team), rank == team[0])] * 3 + part + [4]
 
 
 def test_across_hosts_refuses_a_hook_with_a_group():

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from gradwire._groups import check_group, default_group
+from gradwire.errors import MismatchError
 from gradwire.hooks.group_name import group_from, name_if_group
 
 __all__ = ["HostGroups", "host_groups", "teams"]
@@ -66,6 +67,9 @@ def host_groups(
     Returns:
         The groups that this rank is in.
 
+    Raises:
+        MismatchError: The group is a part of all ranks, which are in different numbers of groups.
+
     Example:
         >>> from gradwire.testing import run_ranks
         >>> def main():
@@ -75,7 +79,9 @@ def host_groups(
         [(2, 1, True), (2, 1, False)]
     """
     group = default_group("group") if group is None else check_group(group)
-    return _make(group, teams(_host_of_each(group)), inside, between)
+    hosts, counts = _hosts_and_counts(group)
+    alone = _can_make_alone(group, counts)
+    return _make(group, teams(hosts), inside, between, alone=alone)
 
 
 def teams(hosts: Sequence[bytes]) -> list[list[int]]:
@@ -92,34 +98,68 @@ def teams(hosts: Sequence[bytes]) -> list[list[int]]:
 
 
 def _make(
-    group: ProcessGroup, teams: Sequence[Sequence[int]], inside: str | None, between: str | None
+    group: ProcessGroup,
+    teams: Sequence[Sequence[int]],
+    inside: str | None,
+    between: str | None,
+    *,
+    alone: bool = True,
 ) -> HostGroups:
-    ranks = dist.get_process_group_ranks(group)
-    (own,) = [team for team in teams if group.rank() in team]
     name = dist.get_backend(group)
-    inner = dist.new_group(
-        [ranks[r] for r in own], backend=inside or name, use_local_synchronization=True
-    )
-    firsts = [team[0] for team in teams]
-    outer = None
-    if group.rank() in firsts:
-        outer = dist.new_group(
-            [ranks[r] for r in firsts],
-            backend=between or ("gloo" if name == "shm" else name),
-            use_local_synchronization=True,
+    inner = _group_of_mine(group, teams, inside or name, alone)
+    # every rank gets one, so that all are in as many groups as before (see _can_make_alone)
+    longest = max(map(len, teams))
+    places = [[team[k] for team in teams if k < len(team)] for k in range(longest)]
+    outer_name = between or ("gloo" if name == "shm" else name)
+    outer = _group_of_mine(group, places, outer_name, alone)
+    return HostGroups(group, inner, outer if group.rank() in places[0] else None, len(teams))
+
+
+def _group_of_mine(
+    group: ProcessGroup, divided: Sequence[Sequence[int]], backend: str, alone: bool
+) -> ProcessGroup:
+    """Make groups of a group's ranks, each of which is in one of them; the one of this rank."""
+    ranks = dist.get_process_group_ranks(group)
+    mine: ProcessGroup | None = None
+    for members in divided:
+        if alone and group.rank() not in members:
+            continue
+        made = dist.new_group(
+            [ranks[r] for r in members], backend=backend, use_local_synchronization=alone
         )
-    return HostGroups(group, inner, outer, len(teams))
+        if group.rank() in members:
+            mine = made
+    assert mine is not None
+    return mine
 
 
-def _host_of_each(group: ProcessGroup) -> list[bytes]:
-    """Every rank's host, told by all."""
+def _hosts_and_counts(group: ProcessGroup) -> tuple[list[bytes], list[int]]:
+    """Every rank's host, and how many groups it is in, told by all."""
     device = torch.device("cpu")
     if device not in group._device_types:
         device = group._device_types[0]
-    own = torch.tensor(list(_this_host()), dtype=torch.uint8, device=device)
+    count = len(dist.distributed_c10d._world.pg_names)
+    own = torch.tensor([*_this_host(), *count.to_bytes(4, "little")], dtype=torch.uint8).to(device)
     every = [torch.empty_like(own) for _ in range(group.size())]
     dist.all_gather(every, own, group=group)
-    return [bytes(host.tolist()) for host in every]
+    told = [bytes(each.tolist()) for each in every]
+    return [t[:-4] for t in told], [int.from_bytes(t[-4:], "little") for t in told]
+
+
+def _can_make_alone(group: ProcessGroup, counts: Sequence[int]) -> bool:
+    """Whether groups can be made by their own ranks only.
+
+    A group's name is then made of how many groups each of them is in; where these differ, the
+    ranks would wait for each other under different names.
+    """
+    same = len(set(counts)) == 1
+    if not same and group.size() < dist.get_world_size():
+        raise MismatchError(
+            f"the ranks of group are in {list(counts)} groups: host_groups can divide a part of "
+            "all ranks only if these are equal; call it before groups that not all of them are in "
+            "are made, or give it the default group"
+        )
+    return same
 
 
 def _this_host() -> bytes:
