@@ -30,8 +30,8 @@ from gradwire.elastic.samples import Samples
 from gradwire.elastic.shards import Shard
 
 LIMIT_SECONDS = 180.0
-OPEN_AT_END = {"shm": 3, "gloo": 4}
-"""Descriptors of the run's store and of a group of one: as many after any number of epochs."""
+OPEN_AT_END = {"shm": 4, "gloo": 5}
+"""Descriptors of the run's connection to its store and of a group of one: after any epochs."""
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch", "gradwire.elastic", "elastic.worker"])
 

@@ -21,10 +21,9 @@ import random
 import signal
 import sys
 import time
-from dataclasses import asdict, dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,8 +35,7 @@ CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch", "gradwire.elastic", "elastic.soaked"])
 
 
-@dataclass(frozen=True)
-class Held:
+class Held(NamedTuple):
     """What a process holds.
 
     Args:
@@ -185,7 +183,7 @@ def soak(
         "comparisons": len(run.digests),
         "weights that differ": wrong,
         "left in /dev/shm": left,
-        "held": [asdict(h) for h in found],
+        "held": found,
     }
 
 
@@ -217,20 +215,19 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
         for axes, what in zip(row, ("memory", "threads", "descriptors"), strict=True):
             _lines(axes, result, what)
         row[0].set_ylabel(f"{result['backend']}, {result['kills']} kills")
-    rows[0][0].legend(frameon=False)
+    rows[0][0].legend(frameon=False, loc="lower right")
     figure.savefig(path, dpi=80, metadata={"Software": None})
 
 
 def _lines(axes: Any, result: dict[str, Any], what: str) -> None:
+    held = [Held(*row) for row in result["held"]]
     lived = [("store", "store")] + [(str(n), f"member {n}") for n in range(result["members"] - 1)]
     scale = 1024 if what == "memory" else 1
     for name, label in lived:
-        points = [(h["seconds"] / 60, h[what] / scale) for h in result["held"] if h["name"] == name]
+        points = [(h.seconds / 60, getattr(h, what) / scale) for h in held if h.name == name]
         axes.plot(*zip(*points, strict=True), label=label, linewidth=1)
     names = {name for name, _ in lived}
-    killed = [
-        (h["seconds"] / 60, h[what] / scale) for h in result["held"] if h["name"] not in names
-    ]
+    killed = [(h.seconds / 60, getattr(h, what) / scale) for h in held if h.name not in names]
     axes.plot(*zip(*killed, strict=True), ".", markersize=2, color="grey", label="killed members")
     axes.set_title("memory of its own, MiB" if what == "memory" else what)
     axes.set_xlabel("minutes")
@@ -241,11 +238,11 @@ def trend(result: dict[str, Any]) -> dict[str, dict[str, list[float]]]:
     """Of each process that lived to the end: the means over the second and the last tenth."""
     found: dict[str, dict[str, list[float]]] = {}
     for name in ["store", *(str(n) for n in range(result["members"] - 1))]:
-        rows = [h for h in result["held"] if h["name"] == name]
+        rows = [held for held in map(Held._make, result["held"]) if held.name == name]
         tenth = max(1, len(rows) // 10)
         parts = rows[tenth : 2 * tenth] or rows, rows[-tenth:]
         found[name] = {
-            what: [round(sum(h[what] for h in part) / len(part), 1) for part in parts]
+            what: [round(sum(getattr(h, what) for h in part) / len(part), 1) for part in parts]
             for what in ("memory", "threads", "descriptors")
         }
     return found

@@ -41,11 +41,13 @@ class Members:
         pause: float = 0.02,
         backend: str = "gloo",
         timeout: float = 10.0,
+        mode: str = "",
         launcher: Sequence[str] = (sys.executable,),
         **options: Any,
     ) -> None:
         """Start some more of the members of a run."""
         names = {"GRADWIRE_ELASTIC_STORE": store, "GRADWIRE_ELASTIC_MEMBERS": str(members)}
+        names["MODE"] = mode
         arguments = [str(PROGRAM), str(self.log), str(steps), str(pause), backend, str(timeout)]
         for _ in range(count):
             process = subprocess.Popen(
@@ -196,6 +198,42 @@ def test_interrupted_and_ended_in_a_step(members: Members, quiet: str) -> None:
     assert codes[pids[0]] == -signal.SIGINT
     assert codes[pids[1]] == -signal.SIGTERM
     assert end["digest"] == quiet
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_killed_while_a_forked_child_lives(members: Members, quiet: str, backend: str) -> None:
+    with served() as (_, address):
+        members.start(address, members=2, backend=backend, pause=0.05, mode="fork")
+        members.start(address, members=2, backend=backend, pause=0.05)
+        members.until_trained(2)
+        members.processes[0].kill()
+        killed = time.monotonic()
+        (end,) = members.until_ended(1)
+    assert end["digest"] == quiet
+    alone = [line["time"] for line in members.lines("step") if line["size"] == 1]
+    assert min(alone) - killed < 30.0  # the child, who has the connections too, lives for 60 s
+
+
+def test_the_interpreter_exits_while_a_thread_trains(members: Members, quiet: str) -> None:
+    with served() as (_, address):
+        members.start(address, members=2, backend="shm", pause=0.1, mode="exit")
+        members.start(address, members=2, backend="shm", pause=0.1)
+        assert members.processes[0].wait(LIMIT) == 7
+        (end,) = members.until_ended(1)
+    assert end["digest"] == quiet
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="takes root")
+def test_another_users_process_is_refused(members: Members, quiet: str) -> None:
+    with served() as (_, address):
+        members.start(address, members=1, backend="shm", pause=0.1)
+        members.until_trained(1)
+        members.start(address, members=1, backend="shm", mode="user")
+        refused, end = members.until_ended(2)
+    assert "NotSupportedError" in refused["error"], refused
+    assert "this process is user 65534's" in refused["message"]
+    assert end["digest"] == quiet
+    assert {line["size"] for line in members.lines("step")} == {1}
 
 
 def test_the_supervisor_is_killed(members: Members) -> None:

@@ -28,30 +28,26 @@ class Hosts:
 
     def __init__(self) -> None:
         # two namespaces, whose first process ends with its parent
-        new = [
-            "unshare",
-            "--net",
-            "--pid",
-            "--mount-proc",
-            "--fork",
-            "--kill-child",
-            "sleep",
-            "600",
-        ]
+        new = ["unshare", "--net", "--pid", "--mount-proc", "--fork", "--kill-child"]
         self._outside = [subprocess.Popen([*new, "sleep", "600"]) for _ in range(2)]
-        self._pids = [_child(process.pid) for process in self._outside]
-        made = f"ip link add link0 type veth peer name link0 netns {self._pids[1]}"
-        self.call(0, made)
-        for host in range(2):
-            self.call(host, LINK.format(number=host + 1))
+        try:
+            self._pids = [_child(process.pid) for process in self._outside]
+            made = f"ip link add link0 type veth peer name link0 netns {self._pids[1]}"
+            self.call(0, made)
+            for host in range(2):
+                self.call(host, LINK.format(number=host + 1))
+        except BaseException:
+            self.close()
+            raise
 
     def inside(self, host: int) -> list[str]:
         """What a command that runs on a host begins with."""
         return ["nsenter", "-t", str(self._pids[host]), "--net", "--pid", "--mount"]
 
     def call(self, host: int, script: str) -> None:
-        """Run a script on a host."""
-        subprocess.run([*self.inside(host), "sh", "-ec", script], check=True)
+        """Run a script in a host's network."""
+        network = ["nsenter", "-t", str(self._pids[host]), "--net"]
+        subprocess.run([*network, "sh", "-ec", script], check=True)
 
     def close(self) -> None:
         """End all that runs on them."""
@@ -61,7 +57,7 @@ class Hosts:
 
 
 def _child(pid: int) -> int:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
         # it has its namespaces once it runs its program

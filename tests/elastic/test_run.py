@@ -265,6 +265,65 @@ def test_other_models_are_told_apart(store: dist.Store) -> None:
 
 
 @pytest.mark.wide
+def test_a_newcomer_with_another_model_leaves_the_run_to_the_others(store: dist.Store) -> None:
+    came = threading.Event()
+
+    def first() -> list[torch.Tensor]:
+        run = join(store)
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        run.keep(model=model, optimizer=optimizer)
+        for step in run.steps(40, samples=len(X), batch=16):
+            with step:
+                for shard in step.shards:
+                    step.backward(model(X[step.sample_ids(shard)]).square().mean())
+                step.commit(optimizer)
+            came.set()
+            threading.Event().wait(0.02)
+        return [p.detach().clone() for p in model.parameters()]
+
+    def other() -> None:
+        assert came.wait(30)
+        train(join(store), nn.Linear(4, 1).double())
+
+    weights, raised = together(first, other)
+    assert isinstance(raised, MismatchError)
+    alone = train(join(store, name="alone"), net(), steps=40)
+    assert all(torch.equal(a, b) for a, b in zip(weights, alone, strict=True)), weights
+
+
+def test_a_buffer_that_forward_replaces_is_averaged(store: dist.Store) -> None:
+    class Counting(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 1, dtype=torch.float64)
+            self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.seen = self.seen + x.detach().sum()
+            return super().forward(x)
+
+    def member(name: str, members: int) -> float:
+        model = Counting()
+        train(join(store, members=members, shards=4, name=name), model, steps=3)
+        return float(model.seen)
+
+    samples = elastic.Samples(len(X), batch=16, shards=4)
+    ids = [i for step in range(3) for i in samples.ids(step, elastic.Shard(0, 4))]
+    alone = member("alone", 1)
+    assert alone == pytest.approx(float(X[ids].sum()) / 4)  # the mean over shards
+    assert together(*[lambda: member("both", 2)] * 2) == [alone] * 2
+
+
+def test_a_model_that_is_kept_twice_is_trained_once(store: dist.Store) -> None:
+    expected = train(join(store, name="once"), net())
+    run = join(store)
+    model = net()
+    run.keep(again=model)
+    found = train(run, model)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.wide
 def test_an_error_of_the_loop_leaves_the_run_to_the_others(store: dist.Store) -> None:
     def failing() -> None:
         run = join(store, members=2)
