@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import random
 
 import pytest
 from click.testing import CliRunner
@@ -134,3 +135,29 @@ def test_colour_only_where_it_is_wanted(tmp_path, monkeypatch):
         with console.capture() as captured:
             show_verdict(console, explain(tmp_path))
         assert ("\x1b[36m" in captured.get()) == coloured, captured.get()
+
+
+def damage(data: bytes, seed: int) -> bytes:
+    """Cut off, or with some bytes that are others."""
+    draw = random.Random(seed)
+    if seed % 3 == 0:
+        return data[: draw.randrange(len(data))]
+    changed = bytearray(data)
+    for _ in range(draw.randint(1, 5)):
+        changed[draw.randrange(len(data))] = draw.randrange(256)
+    return bytes(changed)
+
+
+@pytest.mark.wide
+def test_a_damaged_dump_does_not_hide_the_others(tmp_path):
+    whole = [entry(1), entry(2), entry(3, done=False)]
+    write(tmp_path, whole, whole[:2], whole, whole)
+    good = (tmp_path / "nccl_trace_rank_3").read_bytes()
+    for seed in range(60):
+        (tmp_path / "nccl_trace_rank_3").write_bytes(damage(good, seed))
+        code, out = explained(tmp_path, "--json")
+        verdict = json.loads(out)
+        assert code == 1, out
+        if 3 not in verdict["dumps"]:
+            assert verdict["findings"][0]["ranks"] == [1], out
+            assert "the dumps of ranks [3] cannot be read" in verdict["notes"]

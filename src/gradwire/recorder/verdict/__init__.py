@@ -34,7 +34,7 @@ def explain(directory: Path, prefix: str | None = None) -> Verdict:
         prefix: What the files' names begin with; the one that most have, if None.
 
     Raises:
-        ArgumentError: It has no dumps, or one is not in torch's format.
+        ArgumentError: It has no dumps, or none that is in torch's format.
     """
     dumps = read_dumps(directory, prefix)
     findings = _failures(dumps) or find_slow(dumps)
@@ -67,7 +67,9 @@ def _failures(dumps: Dumps) -> list[Finding]:
 
 def _notes(dumps: Dumps) -> list[str]:
     notes = []
-    missing = [rank for rank in dumps.world if rank not in dumps.ranks]
+    missing = [rank for rank in dumps.world if rank not in {*dumps.ranks, *dumps.damaged}]
+    if dumps.damaged:
+        notes.append(f"the dumps of ranks {dumps.damaged} cannot be read")
     if missing:
         notes.append(f"no dump of ranks {missing}")
     if all(not dump.reason for dump in dumps.ranks.values()):

@@ -158,6 +158,7 @@ class Dumps:
         exits: Of processes, by rank; empty if no launcher wrote them.
         crashes: Of ranks that crashed in C.
         messages: Between two ranks: each as its dump has it, with the rank.
+        damaged: Ranks whose dump cannot be read.
     """
 
     ranks: dict[int, RankDump]
@@ -167,6 +168,7 @@ class Dumps:
     exits: dict[int, Exit]
     crashes: dict[int, Crash]
     messages: list[tuple[int, dict[str, Any]]]
+    damaged: list[int] = field(default_factory=list)
 
     def same_clock(self, ranks: Iterable[int]) -> bool:
         """Whether the times of ranks can be compared; of torch's own dumps nothing is known."""

@@ -19,6 +19,7 @@ from gradwire.recorder.verdict.dumps import Call, Crash, Dumps, Event, Exit, Ran
 
 __all__ = ["read_dumps"]
 
+_MOST_RANKS = 1 << 20  # whatever a damaged dump says
 _NAME = re.compile(r"(.*?)(\d+)")
 _CRASH_LINE = re.compile(r'  File "(.+)", line (\d+) in (.+)')
 _CORES = {
@@ -46,14 +47,29 @@ def read_dumps(directory: Path, prefix: str | None = None) -> Dumps:
             f"{str(directory)!r} has no dumps: files are named <prefix><rank>, such as rank_0 or "
             "nccl_trace_rank_0"
         )
-    records = {rank: load(path) for rank, path in sorted(files.items())}
+    records, damaged = {}, {}
+    for rank, path in sorted(files.items()):
+        try:
+            records[rank] = _checked(path, rank)
+        except ArgumentError as error:
+            damaged[rank] = error
+    if not records:
+        raise next(iter(damaged.values()))
+    dumps = _dumps(directory, records)
+    dumps.damaged = sorted(damaged)
+    return dumps
+
+
+def _checked(path: Path, rank: int) -> dict[str, Any]:
+    """A dump that can be read alone: one that was cut off must not hide the others."""
+    record = load(path)
     try:
-        return _dumps(directory, records)
-    except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
+        _dumps(path.parent / "none", {rank: record})
+    except (AttributeError, KeyError, TypeError, ValueError, IndexError, SyntaxError) as error:
         raise ArgumentError(
-            f"a dump in {str(directory)!r} is not in torch's format: "
-            f"{type(error).__name__}: {error}"
+            f"{path} is not in torch's format: {type(error).__name__}: {error}"
         ) from error
+    return record
 
 
 def _files(directory: Path, prefix: str | None) -> dict[int, Path]:
@@ -71,7 +87,7 @@ def _dumps(directory: Path, records: Mapping[int, dict[str, Any]]) -> Dumps:
     sizes = [extra.get("world_size") or 0 for extra in extras]
     in_groups = {rank for ranks in groups.values() for rank in ranks}
     exits, crashes = _exits(directory), _crashes(directory)
-    world = {*range(max(sizes, default=0)), *in_groups, *records, *exits}
+    world = {*range(min(max(sizes, default=0), _MOST_RANKS)), *in_groups, *records, *exits}
     messages = [
         (rank, message)
         for rank, record in records.items()
@@ -183,8 +199,17 @@ def _exits(directory: Path) -> dict[int, Exit]:
     return {
         int(rank): Exit(int(e["code"]), int(e["time"]), bool(e.get("oom_killed")))
         for path in directory.glob("exits-*.json")
-        for rank, e in json.loads(path.read_text()).items()
+        for rank, e in _json(path).items()
     }
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """A launcher's file; nothing if it was cut off."""
+    try:
+        found = json.loads(path.read_text())
+        return {r: e for r, e in found.items() if {"code", "time"} <= e.keys() and r.isdecimal()}
+    except (OSError, ValueError, AttributeError):
+        return {}
 
 
 def _crashes(directory: Path) -> dict[int, Crash]:
