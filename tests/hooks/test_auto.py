@@ -47,9 +47,9 @@ class MeasuredAs:
         self._link, self._seconds = link, seconds
 
     def __enter__(self):
-        names = ("measure_link", "measured", "CLEAR_GAIN")
+        names = ("measure_cluster", "measured", "CLEAR_GAIN")
         self._real = {name: getattr(auto_module, name) for name in names}
-        auto_module.measure_link = lambda group: self._link
+        auto_module.measure_cluster = lambda group: self._link
         auto_module.measured = self._measured
         auto_module.CLEAR_GAIN = 0  # nothing is tried: that would depend on time
 

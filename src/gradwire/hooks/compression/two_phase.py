@@ -111,9 +111,7 @@ class TwoPhase(Compressor):
         step = max(1, CACHED // self.block) if like.device.type == "cpu" else blocks
         return [(lo, min(lo + step, blocks)) for lo in range(0, blocks, step)]
 
-    def _encode_part(
-        self, part: Tensor, blocks: int, generator: torch.Generator | None
-    ) -> Tensor:
+    def _encode_part(self, part: Tensor, blocks: int, generator: torch.Generator | None) -> Tensor:
         """The code of so many blocks, filled up with zeros; the part then holds what it lacks."""
         if len(part) == blocks * self.block:
             return self.encode(part.view(blocks, -1), generator)
