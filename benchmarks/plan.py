@@ -2,15 +2,17 @@
 
 Hosts are network namespaces, as for `links`. On each link the ranks first measure what
 `gradwire plan --here` measures: forward, backward and update without communication, what hooks
-compute with nothing sent, and collectives of sizes of their own. No step is among it. Then each
-hook's steps are timed, by turns.
+compute with nothing sent, and collectives of sizes of their own. No step is among it. Each hook's
+steps are timed, by turns; what was predicted is the median of predictions before, amid and after
+them, as a machine is not equally fast all the time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
@@ -64,7 +66,7 @@ NETWORKS = (
 
 @dataclass(frozen=True)
 class Case:
-    """A network on a link of so many bits a second; rounds are the asked for divided by `slower`."""
+    """A network on a link; rounds are the asked for divided by `slower`."""
 
     name: str
     network: Network
@@ -100,6 +102,10 @@ def measure(cases: Sequence[Case], options: Options) -> list[CaseResult]:
             )[0]
             results.append(CaseResult(case.name, f"auto took {chosen}.", rounds, measures))
     return results
+
+
+def _nothing(names: Iterable[str]) -> dict[str, list[float]]:
+    return {name: [] for name in names}
 
 
 class _Training:
@@ -144,8 +150,14 @@ def _measure_case(name: str, rounds: int) -> tuple[str, list[Measure]]:
     group = dist.group.WORLD
     assert group is not None
     model = _WithLoss(network.make())
-    found = profile_here(group, model, (network.batch(),), _optimizer(model))
-    row = predict_here(group, found, [candidate(PLAIN), *map(candidate, HOOKS)])
+    optimizer, candidates = _optimizer(model), [candidate(PLAIN), *map(candidate, HOOKS)]
+    predictions: list[Mapping[str, float]] = []
+
+    def predict() -> None:
+        found = profile_here(group, model, (network.batch(),), optimizer)
+        predictions.append(predict_here(group, found, candidates).seconds)
+
+    predict()
     auto = hooks.auto(HOOKS)
     trainings = {hook: _Training(network, hook) for hook in (PLAIN, *HOOKS)}
     trainings[OURS] = _Training(network, auto)
@@ -153,11 +165,16 @@ def _measure_case(name: str, rounds: int) -> tuple[str, list[Measure]]:
         for _ in range(AUTO_STEPS if hook == OURS else PREPARED_STEPS):
             training.step()
     chosen = ", ".join(dict.fromkeys(auto.state.choices.values())).replace(PLAIN, "no hook")
-    seconds = alternate({hook: t.step for hook, t in trainings.items()}, rounds, warmup=1)
-    return chosen, _measures(row.seconds, seconds)
+    steps, seconds = {hook: t.step for hook, t in trainings.items()}, _nothing(trainings)
+    for part in (rounds // 2, rounds - rounds // 2):
+        for hook, taken in alternate(steps, part, warmup=1).items():
+            seconds[hook] += taken
+        predict()
+    predicted = {hook: median(row[hook] for row in predictions) for hook in predictions[0]}
+    return chosen, _measures(predicted, seconds)
 
 
-def _measures(predicted: Any, seconds: dict[str, list[float]]) -> list[Measure]:
+def _measures(predicted: Mapping[str, float], seconds: Mapping[str, list[float]]) -> list[Measure]:
     fixed = [hook for hook in seconds if hook != OURS]
     best = min(fixed, key=lambda hook: spread(seconds[hook]).median)
     parts = {h: [predicted[h] / taken for taken in seconds[h]] for h in fixed}
@@ -179,7 +196,7 @@ def _measures(predicted: Any, seconds: dict[str, list[float]]) -> list[Measure]:
     ]
 
 
-def _spreads(samples: dict[str, list[float]]) -> dict[str, Spread]:
+def _spreads(samples: Mapping[str, list[float]]) -> dict[str, Spread]:
     return {name: spread(taken) for name, taken in samples.items()}
 
 

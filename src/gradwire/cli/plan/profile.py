@@ -23,8 +23,8 @@ from gradwire.errors import ArgumentError
 __all__ = ["Profile", "given", "load_factory", "profile"]
 
 CAPS = [1 << 20, 25 << 20]
-"""As `DistributedDataParallel` has them where a hook is registered; on the CPU, the last alone where
-none is."""
+"""As `DistributedDataParallel` has them where a hook is registered. Where none is, on the CPU, the
+last alone."""
 STEPS = 5
 
 
@@ -82,13 +82,15 @@ def load_factory(name: str) -> tuple[nn.Module, tuple[Any, ...] | None, Optimize
 def profile(model: nn.Module, inputs: Sequence[Any], optimizer: Optimizer | None = None) -> Profile:
     """Run some steps; their medians. The model's values are afterwards as they were."""
     parameters = [p for p in model.parameters() if p.requires_grad]
-    kept = copy.deepcopy((model.state_dict(), optimizer and optimizer.state_dict()))
+    kept = copy.deepcopy(model.state_dict())
+    kept_too = None if optimizer is None else copy.deepcopy(optimizer.state_dict())
     runs = [_step(model, inputs, parameters, optimizer) for _ in range(STEPS + 1)][1:]
-    model.load_state_dict(kept[0])
-    if optimizer is not None:
-        optimizer.load_state_dict(kept[1])
-    forward, backward, update = (median(run[i] for run in runs) for i in range(3))
-    came = {id(p): median(run[3].get(id(p), 0.0) for run in runs) for p in parameters}
+    model.load_state_dict(kept)
+    if optimizer is not None and kept_too is not None:
+        optimizer.load_state_dict(kept_too)
+    forward = median(run.forward for run in runs)
+    backward, update = median(run.backward for run in runs), median(run.update for run in runs)
+    came = {id(p): median(run.came.get(id(p), 0.0) for run in runs) for p in parameters}
 
     def made(caps: Sequence[int]) -> Profile:
         buckets = _buckets(parameters, caps)
@@ -124,13 +126,22 @@ def _buckets(parameters: Sequence[Tensor], caps: Sequence[int]) -> tuple[tuple[T
     return tuple(tuple(order[i] for i in members) for members in plan.buckets)
 
 
+@dataclass
+class _Times:
+    """Seconds of a step's parts, and when in backward each gradient came."""
+
+    forward: float
+    backward: float
+    update: float
+    came: dict[int, float]
+
+
 def _step(
     model: nn.Module,
     inputs: Sequence[Any],
     parameters: Sequence[Tensor],
     optimizer: Optimizer | None,
-) -> tuple[float, float, float, dict[int, float]]:
-    """Seconds of forward, backward and update, and when in backward each gradient came."""
+) -> _Times:
     came: dict[int, float] = {}
     handles = [
         p.register_post_accumulate_grad_hook(lambda p: came.update({id(p): perf_counter()}))
@@ -149,7 +160,7 @@ def _step(
         handle.remove()
     model.zero_grad()
     at = {key: when - middle for key, when in came.items()}
-    return middle - start, end - middle, updated - end, at
+    return _Times(middle - start, end - middle, updated - end, at)
 
 
 def _tensors(output: Any) -> list[Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -36,8 +37,8 @@ PLAIN = "all_reduce"
 """The name of what is taken where nothing else pays."""
 VOTE = Message("all_reduce", 8)
 """By which ranks agree that no hook has failed, where there is one."""
-RUNS = 2
-"""How often each is measured; the shortest counts."""
+RUNS = 3
+"""How often each is measured; the median counts."""
 COMPRESSING: dict[str, Callable[[], Compressor]] = {
     "int8": lambda: BlockQuantization(8),
     "int4": lambda: BlockQuantization(4),
@@ -84,13 +85,13 @@ class Candidate(ABC):
         """What it computes for a bucket, whose values it may change: run once, and timed."""
 
     def measure(self, parameters: Sequence[Tensor], world: int) -> Computing:
-        """The shortest of a few runs on gradients like these parameters."""
+        """The median of a few runs on gradients like these parameters."""
         first = parameters[0]
         flat = torch.randn(sum(p.numel() for p in parameters), dtype=first.dtype)
         bucket = GradBucket(0, flat.to(first.device), list(parameters), is_last=True)
         # in the first, memory is touched for the first time
         runs = [self.compute(bucket, world) for _ in range(RUNS + 1)][1:]
-        return Computing(min(r.before for r in runs), min(r.after for r in runs))
+        return Computing(median(r.before for r in runs), median(r.after for r in runs))
 
     def costs(
         self,

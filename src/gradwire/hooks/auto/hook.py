@@ -292,7 +292,7 @@ def auto(
     """Take for each bucket what is fastest of what is allowed; where nothing pays, no hook at all.
 
     Three steps are plain. Then every rank measures the group's link and what each hook computes,
-    in about a second; they agree on the numbers, predict when a step would end, and choose. Where
+    in a second or two; they agree on the numbers, predict when a step would end, and choose. Where
     that would gain 10 % of a step, but not half of it, some steps with the choice and without it
     are compared, by turns. It is kept if they, too, are 10 % apart.
 

@@ -47,7 +47,9 @@ def measure_cluster(
         >>> first == second
         True
     """
-    curves = {name: _curve(group, name) for name in dict.fromkeys(("all_reduce", *collectives))}
+    curves: dict[str, Curve] = {
+        name: _curve(group, name) for name in dict.fromkeys(("all_reduce", *collectives))
+    }
     sums = curves["all_reduce"]
     link = fit_link(group.size(), [(int(nbytes), seconds) for nbytes, seconds in sums.points])
     return Cluster(group.size(), link, curves, _overlap(group, sums))

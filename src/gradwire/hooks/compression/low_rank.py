@@ -218,7 +218,7 @@ class _Cut:
 
     def _place(self, part: Tensor) -> int:
         """Where in the bucket it begins."""
-        return part.storage_offset() - self._reduction.sent.storage_offset()
+        return int(part.storage_offset() - self._reduction.sent.storage_offset())
 
 
 def _rows(parameter: Tensor) -> int:

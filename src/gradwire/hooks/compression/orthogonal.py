@@ -28,8 +28,9 @@ def orthonormal(matrices: Tensor) -> Tensor:
         basis: Tensor = torch.linalg.qr(matrices).Q
         return basis
     finite = finite[..., None, None]
-    basis = torch.linalg.qr(matrices.where(finite, 0)).Q  # LAPACK's answer to NaN is undefined
-    return basis.where(finite, float("nan"))
+    # LAPACK's answer to NaN is undefined
+    basis = torch.linalg.qr(matrices.where(finite, 0)).Q
+    return torch.where(finite, basis, float("nan"))
 
 
 def random_basis(like: Tensor, seed: int) -> Tensor:
@@ -51,6 +52,6 @@ def renewed(matrix: Tensor, seed: int) -> Tensor:
 
 def empty_columns(matrices: Tensor) -> Tensor:
     """Which columns of (…, n, r) are zero, or nothing beside the largest: (…, r)."""
-    norms = torch.linalg.vector_norm(matrices, dim=-2)
+    norms: Tensor = torch.linalg.vector_norm(matrices, dim=-2)
     largest = norms.amax(-1, keepdim=True)
     return norms <= largest * torch.finfo(matrices.dtype).eps
