@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradwire.errors import BrokenGroupError, DistributedError, PeerLostError
+from gradwire.errors import BrokenGroupError, PeerLostError
 from gradwire.shm import Options
 from gradwire.testing import run_ranks
 
@@ -158,14 +158,14 @@ def doomed(layout, seed):
     if dist.get_rank() == dead:
         threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
     started = time.monotonic()
-    with pytest.raises(DistributedError) as caught:
+    try:
         for salt in range(10**6):
             started = time.monotonic()
             work, _ = Call(draw, salt).run(group, ranks)
             if work is not None:
                 work.wait()
-    taken = time.monotonic() - started
-    assert isinstance(caught.value, PeerLostError), caught.value
+    except PeerLostError:
+        taken = time.monotonic() - started
     with pytest.raises(BrokenGroupError):
         dist.all_reduce(torch.ones(1), group=group)
     return taken

@@ -9,7 +9,7 @@ from time import perf_counter
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Work
 
 from gradwire.cost_model import Cluster, Collective, Curve, fit_link
 
@@ -71,14 +71,21 @@ def _curve(group: ProcessGroup, name: Collective) -> Curve:
 
 
 def _call(group: ProcessGroup, name: Collective, nbytes: int) -> Callable[[], object]:
-    """One collective of tensors of which a rank gives so many bytes."""
+    """One collective of tensors of which a rank gives so many bytes, as hooks start them."""
     own = torch.zeros(nbytes // 4, device=_device(group))
+    others = {"group": group, "async_op": True}
     if name == "all_reduce":
-        return partial(dist.all_reduce, own, group=group)
+        return lambda: _wait(dist.all_reduce(own, **others))
     if name == "all_to_all":
-        return partial(dist.all_to_all_single, torch.empty_like(own), own, group=group)
+        into = torch.empty_like(own)
+        return lambda: _wait(dist.all_to_all_single(into, own, **others))
     received = list(own.new_empty(group.size(), len(own)).unbind())
-    return partial(dist.all_gather, received, own, group=group)
+    return lambda: _wait(dist.all_gather(received, own, **others))
+
+
+def _wait(work: Work | None) -> None:
+    assert work is not None
+    work.get_future().then(lambda done: done.value()).wait()
 
 
 def _seconds(group: ProcessGroup, call: Callable[[], object]) -> float:
