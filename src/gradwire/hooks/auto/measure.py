@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
 from time import perf_counter
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -73,7 +74,7 @@ def _curve(group: ProcessGroup, name: Collective) -> Curve:
 def _call(group: ProcessGroup, name: Collective, nbytes: int) -> Callable[[], object]:
     """One collective of tensors of which a rank gives so many bytes, as hooks start them."""
     own = torch.zeros(nbytes // 4, device=_device(group))
-    others = {"group": group, "async_op": True}
+    others: dict[str, Any] = {"group": group, "async_op": True}
     if name == "all_reduce":
         return lambda: _wait(dist.all_reduce(own, **others))
     if name == "all_to_all":
