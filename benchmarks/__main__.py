@@ -24,6 +24,7 @@ from benchmarks import (
     loss,
     mpi,
     overhead,
+    plan,
     recorder,
 )
 from benchmarks.benchmark import Benchmark
@@ -47,6 +48,7 @@ BENCHMARKS: dict[str, Benchmark[Any]] = {
         loss.BENCHMARK,
         mpi.BENCHMARK,
         overhead.BENCHMARK,
+        plan.BENCHMARK,
         recorder.BENCHMARK,
     )
 }

@@ -9,6 +9,7 @@ from gradwire.cli.app import app
 from gradwire.cli.plan.predict import Speeds, predict
 from gradwire.cli.plan.profile import given, load_factory, profile
 from gradwire.cli.plan.report import milliseconds, rate, taken
+from gradwire.cost_model import Cluster, Link
 from gradwire.hooks.auto.candidates import PLAIN, Computing, candidate
 
 MODULE = """
@@ -91,7 +92,7 @@ def test_what_is_refused(factory, said):
 
 
 def test_a_profile_s_buckets_are_ready_in_order_and_the_last_at_the_end():
-    model, inputs = load_factory("planned_models:dictionary")
+    model, inputs, _ = load_factory("planned_models:dictionary")
     found = profile(model, inputs)
     assert found.numel == sum(p.numel() for p in model.parameters())
     assert list(found.ready) == sorted(found.ready)
@@ -105,7 +106,7 @@ def test_a_slow_link_makes_it_worth_while_and_a_fast_one_not():
     candidates = [candidate(PLAIN), candidate("int8")]
     speeds = Speeds({(c.name, 2): [(1, Computing(1e-3, 1e-3))] for c in candidates})
     slow, fast = (
-        predict(found, candidates, speeds, ranks=2, mbit=m, latency=0.0) for m in (1, 1e6)
+        predict(found, candidates, speeds, Cluster(2, Link(0.0, m * 125e3)), m) for m in (1, 1e6)
     )
     assert (taken(slow), taken(fast)) == ("int8", "nothing")
     assert slow.seconds["int8"] < slow.seconds[PLAIN] / 3

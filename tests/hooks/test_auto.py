@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gradwire import hooks
-from gradwire.cost_model import Link
+from gradwire.cost_model import Cluster, Link
 from gradwire.ddp import DistributedDataParallel
 from gradwire.errors import ArgumentError
 from gradwire.hooks.auto import hook as auto_module
@@ -19,7 +19,7 @@ from gradwire.testing import FakeBucket, run_ranks
 
 pytestmark = pytest.mark.usefixtures("each_backend")
 
-SLOW, FAST = Link(1e-4, 1e5), Link(1e-9, 1e15)
+SLOW, FAST = Cluster(2, Link(1e-4, 1e5)), Cluster(2, Link(1e-9, 1e15))
 
 
 def wrapped(hook):
@@ -47,9 +47,9 @@ class MeasuredAs:
         self._link, self._seconds = link, seconds
 
     def __enter__(self):
-        names = ("measure_link", "measured", "CLEAR_GAIN")
+        names = ("measure_cluster", "measured", "CLEAR_GAIN")
         self._real = {name: getattr(auto_module, name) for name in names}
-        auto_module.measure_link = lambda group: self._link
+        auto_module.measure_cluster = lambda group, collectives: self._link
         auto_module.measured = self._measured
         auto_module.CLEAR_GAIN = 0  # nothing is tried: that would depend on time
 

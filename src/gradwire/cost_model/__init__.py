@@ -1,7 +1,7 @@
 """What communication costs, predicted: from links, messages and the times of a backward."""
 
 from gradwire.cost_model.choose import Choice, choose
-from gradwire.cost_model.links import Cluster, Link, fit_link
+from gradwire.cost_model.links import Cluster, Curve, Link, fit_link
 from gradwire.cost_model.messages import Collective, Message, collective_seconds
 from gradwire.cost_model.timeline import Cost, end_of_step
 
@@ -10,6 +10,7 @@ __all__ = [
     "Cluster",
     "Collective",
     "Cost",
+    "Curve",
     "Link",
     "Message",
     "choose",

@@ -6,12 +6,13 @@ Source:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
 
 from gradwire.errors import ArgumentError
 
-__all__ = ["Cluster", "Link", "fit_link"]
+__all__ = ["Cluster", "Curve", "Link", "fit_link"]
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,37 @@ class Link:
 
 
 @dataclass(frozen=True)
+class Curve:
+    """How long something of any size takes, between sizes that were measured.
+
+    Args:
+        points: Bytes and seconds, at least two, from the smallest on.
+
+    Example:
+        >>> curve = Curve(((0, 1.0), (10, 2.0), (20, 6.0)))
+        >>> curve.seconds(15), curve.seconds(30)  # beyond the last as before it
+        (4.0, 10.0)
+    """
+
+    points: tuple[tuple[float, float], ...]
+
+    def __post_init__(self) -> None:
+        sizes = [nbytes for nbytes, _ in self.points]
+        if len(sizes) < 2 or any(a >= b for a, b in pairwise(sizes)):
+            raise ArgumentError(f"points are of {sizes} bytes: give two sizes or more, in order")
+
+    def seconds(self, nbytes: float) -> float:
+        """On the line between the two points beside it; of the first, or on the last line."""
+        first, _ = self.points[0]
+        if nbytes <= first:
+            return self.points[0][1]
+        (a, at_a), (b, at_b) = next(
+            (line for line in pairwise(self.points) if nbytes <= line[1][0]), self.points[-2:]
+        )
+        return max(0.0, at_a + (nbytes - a) / (b - a) * (at_b - at_a))
+
+
+@dataclass(frozen=True)
 class Cluster:
     """Ranks, and the link that the slowest part of a collective goes over.
 
@@ -50,14 +82,22 @@ class Cluster:
         ranks: How many ranks take part, ≥ 1.
         link: Of each host, where hosts have one rank each that takes part; where several ranks of a
             host do, of the host: a ring crosses it once each way.
+        measured: How long collectives of tensors that a rank gives take, by name; those that are
+            not here take what follows from the link.
+        overlap: The part of a collective's time in which backward goes on as if there were none,
+            from 0, where both need the same cores, to 1.
     """
 
     ranks: int
     link: Link
+    measured: Mapping[str, Curve] = field(default_factory=dict)
+    overlap: float = 1.0
 
     def __post_init__(self) -> None:
         if self.ranks < 1:
             raise ArgumentError(f"ranks is {self.ranks}: give at least 1")
+        if not 0 <= self.overlap <= 1:
+            raise ArgumentError(f"overlap is {self.overlap}: give a part, from 0 to 1")
 
 
 def fit_link(ranks: int, samples: Sequence[tuple[int, float]]) -> Link:

@@ -26,7 +26,7 @@ class Message:
 
 
 def collective_seconds(message: Message, cluster: Cluster) -> float:
-    """How long it takes, in a ring, or pair by pair.
+    """How long it takes, as measured; if it was not, in a ring, or pair by pair.
 
     Example:
         >>> from gradwire.cost_model import Link
@@ -37,6 +37,8 @@ def collective_seconds(message: Message, cluster: Cluster) -> float:
     ranks, link = cluster.ranks, cluster.link
     if ranks == 1:
         return 0.0
+    if message.collective in cluster.measured:
+        return cluster.measured[message.collective].seconds(message.nbytes)
     share = message.nbytes / ranks
     steps, each = {
         "all_reduce": (2 * (ranks - 1), share),

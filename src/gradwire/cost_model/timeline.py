@@ -56,12 +56,41 @@ def end_of_step(ready: Sequence[float], costs: Sequence[Cost], cluster: Cluster)
         >>> end_of_step([0.5, 1.0], [plain, plain], cluster)  # 1 s each, one after the other
         2.5
     """
-    late = free = 0.0  # how far backward is behind; when the link is free
-    waits_for = 0.0  # the end of a hook of several collectives
+    clock = _Clock(cluster.overlap)
+    before, waits = 0.0, False
     for when, cost in zip(ready, costs, strict=True):
-        start = max(when + late, waits_for) + cost.before
-        late = start - when
-        free = max(start, free) + cost.in_flight(cluster)
-        if not cost.single:
-            waits_for = free
-    return max(free, ready[-1] + late) if ready else 0.0
+        clock.compute(when - before)
+        if waits:
+            clock.wait()
+        clock.compute(cost.before)
+        clock.pending += cost.in_flight(cluster)
+        before, waits = when, not cost.single
+    clock.wait()
+    return clock.now
+
+
+class _Clock:
+    """Backward, and what is on its way beside it.
+
+    Args:
+        overlap: As of `Cluster`.
+
+    Attributes:
+        now: Seconds.
+        pending: Seconds that what is on its way would still take if nothing else ran.
+    """
+
+    def __init__(self, overlap: float) -> None:
+        self._speed = (1 + overlap) / 2  # of each of the two, while both run
+        self.now = self.pending = 0.0
+
+    def compute(self, seconds: float) -> None:
+        """Backward goes on for so long, and longer for what is on its way."""
+        both = min(seconds, self.pending)
+        self.pending -= both
+        self.now += both / self._speed + (seconds - both)
+
+    def wait(self) -> None:
+        """Until nothing is on its way."""
+        self.now += self.pending
+        self.pending = 0.0

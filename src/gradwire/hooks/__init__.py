@@ -1,7 +1,7 @@
 """Communication hooks: what they receive, what they are, and those that come with gradwire."""
 
 from gradwire.hooks.across_hosts import AcrossHosts, across_hosts
-from gradwire.hooks.auto import Auto, auto, measure_link
+from gradwire.hooks.auto import Auto, auto, measure_cluster
 from gradwire.hooks.averaging import all_reduce
 from gradwire.hooks.bucket import GradBucket
 from gradwire.hooks.cast import bf16, compress, fp16
@@ -57,7 +57,7 @@ __all__ = [
     "get_hook",
     "hook_name",
     "host_groups",
-    "measure_link",
+    "measure_cluster",
     "noop",
     "parse_hook_result",
     "wrap",

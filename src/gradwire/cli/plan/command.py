@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import click
 import torch
+import torch.distributed as dist
 from rich.console import Console
+from torch import nn
+from torch.optim import Optimizer
 
-from gradwire.cli.plan.predict import measure, predict
+from gradwire.cli.plan.here import predict_here, profile_here
+from gradwire.cli.plan.predict import Row, measure, predict
 from gradwire.cli.plan.profile import Profile, given, load_factory, profile
 from gradwire.cli.plan.report import draw, table
+from gradwire.cost_model import Cluster, Link
 from gradwire.errors import ArgumentError
-from gradwire.hooks.auto.candidates import PLAIN, candidate
+from gradwire.hooks.auto.candidates import PLAIN, Candidate, candidate
 
 __all__ = ["plan"]
+
+Made: TypeAlias = tuple[nn.Module, tuple[Any, ...] | None, Optimizer | None]
 
 HOOKS = ["bf16", "int8", "int4", "low_rank", "top_k", "sign"]
 RANKS = (2, 8, 64, 512, 4096)
@@ -53,6 +62,12 @@ RATES = (100.0, 1000.0, 10_000.0, 100_000.0)
 @click.option("--forward-ms", type=click.FloatRange(min=0), help="Instead of measuring it.")
 @click.option("--backward-ms", type=click.FloatRange(min=0), help="Instead of measuring it.")
 @click.option(
+    "--here",
+    is_flag=True,
+    help="Measure the link instead, too: of the ranks that a launcher started this on.",
+)
+@click.option("--backend", default="shm", help="Of the group that --here measures.")
+@click.option(
     "--plot",
     type=click.Path(dir_okay=False, writable=True, path_type=Path),
     show_default=False,
@@ -66,32 +81,47 @@ def plan(
     hooks: Sequence[str],
     forward_ms: float | None,
     backward_ms: float | None,
+    here: bool,
+    backend: str,
     plot: Path | None,
 ) -> None:
     """Predict a training step on other links, with more ranks, by each communication hook.
 
-    FACTORY() returns a module, or a module and the inputs of one rank's forward: then forward and
-    backward are measured here, in one thread. What hooks compute is measured here in any case.
-    Ranks of one host count as one where the hierarchical group or across_hosts adds up their
-    gradients first.
+    FACTORY() returns a module; or a module and the inputs of one rank's forward, and an optimizer:
+    then forward, backward and update are measured here, in one thread. What hooks compute is
+    measured here in any case. Ranks of one host count as one where the hierarchical group or
+    across_hosts adds up their gradients first.
+
+    With --here, this runs on every rank, started by `gradwire run` or torchrun: what is measured
+    then is a step while all ranks compute, and collectives on the link that is between them.
     """
     if plot is not None and find_spec("matplotlib") is None:
         raise click.UsageError('--plot needs matplotlib: pip install "gradwire[plot]"')
+    if here and "RANK" not in os.environ:
+        raise click.UsageError("--here needs ranks: start it on each with gradwire run or torchrun")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    candidates = [candidate(PLAIN), *map(candidate, dict.fromkeys(hooks))]
     try:
-        found = _profile(factory, forward_ms, backward_ms)
-        candidates = [candidate(PLAIN), *map(candidate, dict.fromkeys(hooks))]
-        speeds = measure(found, candidates)
+        made = load_factory(factory)
+        if here:
+            found, rows = _here(backend, factory, made, candidates)
+        else:
+            found = _profile(factory, made, forward_ms, backward_ms)
+            speeds = measure(found, candidates)
+            rows = [
+                predict(
+                    found, candidates, speeds, Cluster(n, Link(latency_us / 1e6, r * 1e6 / 8)), r
+                )
+                for r in sorted(set(mbit))
+                for n in sorted(set(ranks))
+            ]
     except ArgumentError as error:
         raise click.UsageError(str(error)) from error
     finally:
         torch.set_num_threads(threads)
-    rows = [
-        predict(found, candidates, speeds, ranks=n, mbit=rate, latency=latency_us / 1e6)
-        for rate in sorted(set(mbit))
-        for n in sorted(set(ranks))
-    ]
+    if not rows:
+        return  # another rank prints
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
     console.print(table(rows, found))
     if plot is not None:
@@ -99,14 +129,37 @@ def plan(
         console.print(f"{plot} written")
 
 
-def _profile(factory: str, forward_ms: float | None, backward_ms: float | None) -> Profile:
+def _profile(
+    factory: str, made: Made, forward_ms: float | None, backward_ms: float | None
+) -> Profile:
     """Measured, or as given."""
-    model, inputs = load_factory(factory)
+    model, inputs, optimizer = made
     if backward_ms is not None:
         return given(model, (forward_ms or 0.0) / 1e3, backward_ms / 1e3)
+    return profile(model, _inputs(factory, inputs), optimizer)
+
+
+def _here(
+    backend: str, factory: str, made: Made, candidates: Sequence[Candidate]
+) -> tuple[Profile, list[Row]]:
+    """The profile, and on rank 0 the row of the link that was measured."""
+    model, inputs, optimizer = made
+    inputs = _inputs(factory, inputs)
+    dist.init_process_group(backend)
+    try:
+        group = dist.group.WORLD
+        assert group is not None
+        found = profile_here(group, model, inputs, optimizer)
+        row = predict_here(group, found, candidates)
+        return found, [row] if group.rank() == 0 else []
+    finally:
+        dist.destroy_process_group()
+
+
+def _inputs(factory: str, inputs: tuple[Any, ...] | None) -> tuple[Any, ...]:
     if inputs is None:
         raise ArgumentError(
             f"{factory!r} returns no inputs: return (module, inputs), or give --backward-ms and "
             "--forward-ms"
         )
-    return profile(model, inputs)
+    return inputs

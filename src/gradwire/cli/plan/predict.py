@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from gradwire.cli.plan.profile import Profile
-from gradwire.cost_model import Cluster, Cost, Link, choose, end_of_step
+from gradwire.cost_model import Cluster, choose, end_of_step
 from gradwire.hooks.auto.candidates import PLAIN, Candidate, Computing, interpolated
 
 __all__ = ["Row", "Speeds", "measure", "predict"]
@@ -24,14 +24,14 @@ class Row:
     """One link and number of ranks.
 
     Attributes:
-        mbit: The link's rate, in Mbit/s.
+        mbit: The link's rate, in Mbit/s; None: that of the link that was measured.
         ranks: How many.
         seconds: Of a step, by the hook for all buckets.
         chosen: What `auto` would take: for how many buckets each hook.
         chosen_seconds: Of a step, with that.
     """
 
-    mbit: float
+    mbit: float | None
     ranks: int
     seconds: Mapping[str, float]
     chosen: Mapping[str, int]
@@ -55,16 +55,24 @@ class Speeds:
         return interpolated(line, ranks)
 
 
-def measure(profile: Profile, candidates: Sequence[Candidate]) -> Speeds:
-    """Run each candidate on gradients like the model's, with nothing sent."""
+def measure(
+    profile: Profile, candidates: Sequence[Candidate], ranks: Sequence[int] = (FEW, MORE)
+) -> Speeds:
+    """Run each candidate on gradients like the model's, with nothing sent.
+
+    Args:
+        profile: The model's.
+        candidates: The candidates.
+        ranks: As if there were so many; the first alone for those that compute the same for any.
+    """
     sizes = [sum(p.numel() for p in bucket) for bucket in profile.buckets]
     chosen = dict.fromkeys((sizes.index(min(sizes)), sizes.index(max(sizes))))
     with torch.no_grad():
         return Speeds(
             {
-                (c.name, ranks): [(sizes[i], c.measure(profile.buckets[i], ranks)) for i in chosen]
+                (c.name, n): [(sizes[i], c.measure(profile.buckets[i], n)) for i in chosen]
                 for c in candidates
-                for ranks in ((FEW, MORE) if c.grows_with_world else (FEW,))
+                for n in (ranks if c.grows_with_world else ranks[:1])
             }
         )
 
@@ -73,24 +81,28 @@ def predict(
     profile: Profile,
     candidates: Sequence[Candidate],
     speeds: Speeds,
-    *,
-    ranks: int,
-    mbit: float,
-    latency: float,
+    cluster: Cluster,
+    mbit: float | None = None,
 ) -> Row:
     """A step's time by each candidate, and by what would be chosen for each bucket."""
-    cluster = Cluster(ranks, Link(latency, mbit * 1e6 / 8))
-    costs: dict[str, list[Cost]] = {c.name: [] for c in candidates}
-    for bucket in profile.buckets:
-        numel = sum(p.numel() for p in bucket)
-        packing = speeds.of(PLAIN, numel, ranks).before
-        for c in candidates:
-            computing = speeds.of(c.name, numel, ranks)
-            costs[c.name].append(c.cost(bucket, computing, packing, ranks))
+    sizes = [sum(p.numel() for p in bucket) for bucket in profile.buckets]
+    ranks = cluster.ranks
+    packing = [speeds.of(PLAIN, numel, ranks).before for numel in sizes]
+    costs = {
+        c.name: c.costs(
+            profile.buckets, [speeds.of(c.name, numel, ranks) for numel in sizes], packing, ranks
+        )
+        for c in candidates
+    }
+    beside = profile.forward + profile.update
     seconds = {
-        name: profile.forward + end_of_step(profile.ready, of_hook, cluster)
+        name: beside + end_of_step(profile.ready, of_hook, cluster)
         for name, of_hook in costs.items()
     }
+    if profile.plain is not None:
+        (plain,) = (c for c in candidates if c.name == PLAIN)
+        alone = plain.costs(profile.plain.buckets, (), (), ranks)
+        seconds[PLAIN] = beside + end_of_step(profile.plain.ready, alone, cluster)
     gain = MIN_GAIN * seconds[PLAIN]
     choice = choose(profile.ready, costs, cluster, min_gain=gain)
-    return Row(mbit, ranks, seconds, Counter(choice.names), profile.forward + choice.seconds)
+    return Row(mbit, ranks, seconds, Counter(choice.names), beside + choice.seconds)

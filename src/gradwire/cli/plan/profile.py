@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -13,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from gradwire.buckets import plan_buckets
 from gradwire.errors import ArgumentError
@@ -20,7 +23,8 @@ from gradwire.errors import ArgumentError
 __all__ = ["Profile", "given", "load_factory", "profile"]
 
 CAPS = [1 << 20, 25 << 20]
-"""As `DistributedDataParallel` has them where a hook is registered."""
+"""As `DistributedDataParallel` has them where a hook is registered. Where none is, on the CPU, the
+last alone."""
 STEPS = 5
 
 
@@ -32,11 +36,15 @@ class Profile:
         forward: Seconds.
         ready: For each bucket, seconds from the beginning of backward; the last is backward's end.
         buckets: The parameters in each, in the order of launch.
+        update: Seconds of the optimizer's step; 0 where no optimizer is given.
+        plain: As `ready` and `buckets`, where no hook is registered; None: the same.
     """
 
     forward: float
     ready: tuple[float, ...]
     buckets: tuple[tuple[Tensor, ...], ...]
+    update: float = 0.0
+    plain: Profile | None = None
 
     @property
     def numel(self) -> int:
@@ -44,8 +52,8 @@ class Profile:
         return sum(p.numel() for bucket in self.buckets for p in bucket)
 
 
-def load_factory(name: str) -> tuple[nn.Module, tuple[Any, ...] | None]:
-    """The module that MODULE:FACTORY makes, and its inputs, if it makes them too.
+def load_factory(name: str) -> tuple[nn.Module, tuple[Any, ...] | None, Optimizer | None]:
+    """The module that MODULE:FACTORY makes; its inputs and its optimizer, if it makes them too.
 
     Raises:
         ArgumentError: There is no such factory, or it returns something else.
@@ -60,51 +68,80 @@ def load_factory(name: str) -> tuple[nn.Module, tuple[Any, ...] | None]:
     except (ImportError, AttributeError) as error:
         raise ArgumentError(f"{name!r} cannot be loaded: {error}") from error
     made = factory()
-    model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    parts = made if isinstance(made, tuple) and len(made) in (2, 3) else (made,)
+    model, inputs, optimizer = (*parts, None, None)[:3]
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"{name!r} returned {type(model).__name__}: return a torch.nn.Module")
     if isinstance(inputs, Tensor):
         inputs = (inputs,)
     if not any(p.requires_grad for p in model.parameters()):
         raise ArgumentError(f"{name!r} returned a module without parameters to train")
-    return model, inputs
+    return model, inputs, optimizer
 
 
-def profile(model: nn.Module, inputs: Sequence[Any]) -> Profile:
-    """Run some steps; their medians."""
+def profile(model: nn.Module, inputs: Sequence[Any], optimizer: Optimizer | None = None) -> Profile:
+    """Run some steps; their medians. The model's values are afterwards as they were."""
     parameters = [p for p in model.parameters() if p.requires_grad]
-    buckets = _buckets(parameters)
-    runs = [_step(model, inputs, parameters) for _ in range(STEPS + 1)][1:]
-    ready, end = [], 0.0
-    for number, bucket in enumerate(buckets, 1):
-        last = number == len(buckets)
-        times = [run[1] if last else max(run[2].get(id(p), 0.0) for p in bucket) for run in runs]
-        end = max(end, median(times))
-        ready.append(end)
-    return Profile(median(run[0] for run in runs), tuple(ready), buckets)
+    kept = copy.deepcopy(model.state_dict())
+    kept_too = None if optimizer is None else copy.deepcopy(optimizer.state_dict())
+    runs = [_step(model, inputs, parameters, optimizer) for _ in range(STEPS + 1)][1:]
+    model.load_state_dict(kept)
+    if optimizer is not None and kept_too is not None:
+        optimizer.load_state_dict(kept_too)
+    forward = median(run.forward for run in runs)
+    backward, update = median(run.backward for run in runs), median(run.update for run in runs)
+    came = {id(p): median(run.came.get(id(p), 0.0) for run in runs) for p in parameters}
+
+    def made(caps: Sequence[int]) -> Profile:
+        buckets = _buckets(parameters, caps)
+        each = [max(came[id(p)] for p in bucket) for bucket in buckets[:-1]]
+        return Profile(forward, tuple(accumulate([*each, backward], max)), buckets, update)
+
+    return replace(made(CAPS), plain=made(_plain_caps(parameters)))
 
 
 def given(model: nn.Module, forward: float, backward: float) -> Profile:
     """A profile of times that are given: gradients come evenly, by their number of elements."""
-    buckets = _buckets([p for p in model.parameters() if p.requires_grad])
-    sizes = [sum(p.numel() for p in bucket) for bucket in buckets]
-    passed = [sum(sizes[: i + 1]) / sum(sizes) for i in range(len(sizes))]
-    return Profile(forward, tuple(backward * part for part in passed), buckets)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+
+    def made(caps: Sequence[int]) -> Profile:
+        buckets = _buckets(parameters, caps)
+        sizes = [sum(p.numel() for p in bucket) for bucket in buckets]
+        passed = [sum(sizes[: i + 1]) / sum(sizes) for i in range(len(sizes))]
+        return Profile(forward, tuple(backward * part for part in passed), buckets)
+
+    return replace(made(CAPS), plain=made(_plain_caps(parameters)))
 
 
-def _buckets(parameters: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], ...]:
+def _plain_caps(parameters: Sequence[Tensor]) -> list[int]:
+    return CAPS[-1:] if all(p.device.type == "cpu" for p in parameters) else CAPS
+
+
+def _buckets(parameters: Sequence[Tensor], caps: Sequence[int]) -> tuple[tuple[Tensor, ...], ...]:
     """In the reverse of their registration, as before the first backward."""
     order = list(reversed(parameters))
     plan = plan_buckets(
-        [p.nbytes for p in order], [p.dtype for p in order], [p.device for p in order], CAPS
+        [p.nbytes for p in order], [p.dtype for p in order], [p.device for p in order], caps
     )
     return tuple(tuple(order[i] for i in members) for members in plan.buckets)
 
 
+@dataclass
+class _Times:
+    """Seconds of a step's parts, and when in backward each gradient came."""
+
+    forward: float
+    backward: float
+    update: float
+    came: dict[int, float]
+
+
 def _step(
-    model: nn.Module, inputs: Sequence[Any], parameters: Sequence[Tensor]
-) -> tuple[float, float, dict[int, float]]:
-    """Seconds of forward and backward, and when in backward each gradient came."""
+    model: nn.Module,
+    inputs: Sequence[Any],
+    parameters: Sequence[Tensor],
+    optimizer: Optimizer | None,
+) -> _Times:
     came: dict[int, float] = {}
     handles = [
         p.register_post_accumulate_grad_hook(lambda p: came.update({id(p): perf_counter()}))
@@ -116,10 +153,14 @@ def _step(
     middle = perf_counter()
     loss.backward()  # type: ignore[union-attr]
     end = perf_counter()
+    if optimizer is not None:
+        optimizer.step()
+    updated = perf_counter()
     for handle in handles:
         handle.remove()
     model.zero_grad()
-    return middle - start, end - middle, {key: when - middle for key, when in came.items()}
+    at = {key: when - middle for key, when in came.items()}
+    return _Times(middle - start, end - middle, updated - end, at)
 
 
 def _tensors(output: Any) -> list[Tensor]:

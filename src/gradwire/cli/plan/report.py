@@ -15,8 +15,10 @@ from gradwire.hooks.auto.candidates import PLAIN
 __all__ = ["draw", "rate", "table"]
 
 
-def rate(mbit: float) -> str:
+def rate(mbit: float | None) -> str:
     """A link's rate, as people say it: "100 Mbit/s", "10 Gbit/s"."""
+    if mbit is None:
+        return "this link"
     return f"{mbit / 1000:g} Gbit/s" if mbit >= 1000 else f"{mbit:g} Mbit/s"
 
 
@@ -33,8 +35,8 @@ def table(rows: Sequence[Row], profile: Profile) -> Table:
         box=SIMPLE,
         padding=(0, 1, 0, 0),
         title=f"Predicted ms a step: forward {milliseconds(profile.forward)}, backward "
-        f"{milliseconds(profile.ready[-1])}, {profile.numel:,} parameters in "
-        f"{len(profile.buckets)} buckets",
+        f"{milliseconds(profile.ready[-1])}, update {milliseconds(profile.update)}, "
+        f"{profile.numel:,} parameters in {len(profile.buckets)} buckets",
         caption="take: what gains 10 % of a step, or more; factor: plain over that",
     )
     for name in ("link", "ranks", *names):

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from statistics import median
 from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradwire.cost_model import Cost, Message
+from gradwire.cost_model import Collective, Cost, Message
 from gradwire.errors import ArgumentError
 from gradwire.hooks.auto.local_wire import LocalWire
 from gradwire.hooks.averaging import all_reduce
@@ -30,12 +31,14 @@ from gradwire.hooks.compression.compressor import as_real
 from gradwire.hooks.protocol import CommHook
 from gradwire.hooks.stateful import StatefulHook, bind_hook
 
-__all__ = ["PLAIN", "Candidate", "candidate", "interpolated"]
+__all__ = ["PLAIN", "Candidate", "Computing", "candidate", "collectives_of", "interpolated"]
 
 PLAIN = "all_reduce"
 """The name of what is taken where nothing else pays."""
-RUNS = 2
-"""How often each is measured; the shortest counts."""
+VOTE = Message("all_reduce", 8)
+"""By which ranks agree that no hook has failed, where there is one."""
+RUNS = 3
+"""How often each is measured; the median counts."""
 COMPRESSING: dict[str, Callable[[], Compressor]] = {
     "int8": lambda: BlockQuantization(8),
     "int4": lambda: BlockQuantization(4),
@@ -82,27 +85,40 @@ class Candidate(ABC):
         """What it computes for a bucket, whose values it may change: run once, and timed."""
 
     def measure(self, parameters: Sequence[Tensor], world: int) -> Computing:
-        """The shortest of a few runs on gradients like these parameters."""
+        """The median of a few runs on gradients like these parameters."""
         first = parameters[0]
         flat = torch.randn(sum(p.numel() for p in parameters), dtype=first.dtype)
         bucket = GradBucket(0, flat.to(first.device), list(parameters), is_last=True)
         # in the first, memory is touched for the first time
         runs = [self.compute(bucket, world) for _ in range(RUNS + 1)][1:]
-        return Computing(min(r.before for r in runs), min(r.after for r in runs))
+        return Computing(median(r.before for r in runs), median(r.after for r in runs))
 
-    def cost(
-        self, parameters: Sequence[Tensor], computing: Computing, packing: float, world: int
-    ) -> Cost:
-        """What a bucket costs.
+    def costs(
+        self,
+        buckets: Sequence[Sequence[Tensor]],
+        computing: Sequence[Computing],
+        packing: Sequence[float],
+        world: int,
+    ) -> list[Cost]:
+        """What each bucket costs, the last one with the vote that follows it.
 
         Args:
-            parameters: Of the bucket.
-            computing: What this computes for it.
-            packing: Seconds that it takes to make the bucket, for any hook.
+            buckets: The parameters of each.
+            computing: What this computes for each.
+            packing: Seconds that it takes to make each, for any hook.
             world: How many ranks there are.
         """
-        messages = tuple(self.messages(parameters, world))
-        return Cost(packing + computing.before, messages, computing.after, single=self.single)
+        found = []
+        for i, (parameters, computes, packs) in enumerate(
+            zip(buckets, computing, packing, strict=True), 1
+        ):
+            messages = self.messages(parameters, world)
+            if i == len(buckets):
+                messages.append(VOTE)
+            found.append(
+                Cost(packs + computes.before, tuple(messages), computes.after, single=self.single)
+            )
+        return found
 
 
 class _Plain(Candidate):
@@ -116,10 +132,14 @@ class _Plain(Candidate):
         bucket.buffer().clone().div_(world)
         return Computing(perf_counter() - start, 0.0)
 
-    def cost(
-        self, parameters: Sequence[Tensor], computing: Computing, packing: float, world: int
-    ) -> Cost:
-        return Cost(0.0, tuple(self.messages(parameters, world)), single=True)
+    def costs(
+        self,
+        buckets: Sequence[Sequence[Tensor]],
+        computing: Sequence[Computing],
+        packing: Sequence[float],
+        world: int,
+    ) -> list[Cost]:
+        return [Cost(0.0, tuple(self.messages(b, world)), single=True) for b in buckets]
 
 
 class _Cast(Candidate):
@@ -196,6 +216,12 @@ def candidate(allowed: str | Compressor) -> Candidate:
         f"allowed has {allowed!r}: the hooks to choose from by name are {named}; or give one that "
         "compresses, such as hooks.LowRank(8)"
     )
+
+
+def collectives_of(candidates: Iterable[Candidate], bucket: Sequence[Tensor]) -> list[Collective]:
+    """Which collectives any of them sends, in an order that is the same on all ranks."""
+    found = (m.collective for c in candidates for m in c.messages(bucket, 2))
+    return list(dict.fromkeys(found))
 
 
 def interpolated(points: Sequence[tuple[int, Computing]], numel: int) -> Computing:

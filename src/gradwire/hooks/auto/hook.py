@@ -16,10 +16,17 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from gradwire._groups import check_group, default_group
-from gradwire.cost_model import Choice, Cluster, choose
+from gradwire.cost_model import Choice, choose
 from gradwire.errors import ArgumentError
-from gradwire.hooks.auto.candidates import PLAIN, Candidate, Computing, candidate, interpolated
-from gradwire.hooks.auto.measure import agree_on_largest, measure_link
+from gradwire.hooks.auto.candidates import (
+    PLAIN,
+    Candidate,
+    Computing,
+    candidate,
+    collectives_of,
+    interpolated,
+)
+from gradwire.hooks.auto.measure import agree_on_largest, measure_cluster
 from gradwire.hooks.averaging import all_reduce
 from gradwire.hooks.bucket import GradBucket
 from gradwire.hooks.compression import Compressor
@@ -240,8 +247,8 @@ class Auto(StatefulHook[AutoState]):
 
     def _choose(self, group: ProcessGroup) -> tuple[Choice, float]:
         """The choice, and the seconds of a step before it: the same on all ranks."""
-        world, link = group.size(), measure_link(group)
-        buckets = [seen.parameters for seen in self._last]
+        world, buckets = group.size(), [seen.parameters for seen in self._last]
+        cluster = measure_cluster(group, collectives_of(self._candidates.values(), buckets[-1]))
         own = measured(list(self._candidates.values()), buckets, world)
         numbers = [self._step_seconds, *(seen.ready for seen in self._last)]
         for of_hook in own.values():
@@ -257,15 +264,10 @@ class Auto(StatefulHook[AutoState]):
         packing = [c.before for c in computing[PLAIN]]
         self._packing = sum(packing)
         costs = {
-            name: [
-                candidate.cost(parameters, computes, packs, world)
-                for parameters, computes, packs in zip(
-                    buckets, computing[name], packing, strict=True
-                )
-            ]
+            name: candidate.costs(buckets, computing[name], packing, world)
             for name, candidate in self._candidates.items()
         }
-        return choose(ready, costs, Cluster(world, link), min_gain=MIN_GAIN * step), step
+        return choose(ready, costs, cluster, min_gain=MIN_GAIN * step), step
 
 
 def measured(
@@ -290,7 +292,7 @@ def auto(
     """Take for each bucket what is fastest of what is allowed; where nothing pays, no hook at all.
 
     Three steps are plain. Then every rank measures the group's link and what each hook computes,
-    in about a second; they agree on the numbers, predict when a step would end, and choose. Where
+    in a second or two; they agree on the numbers, predict when a step would end, and choose. Where
     that would gain 10 % of a step, but not half of it, some steps with the choice and without it
     are compared, by turns. It is kept if they, too, are 10 % apart.
 

@@ -7,6 +7,7 @@ by the parameters' names, an error follows its parameter from bucket to bucket.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ class ParameterMemory:
     def __init__(self) -> None:
         self._parts: dict[str, Tensor] = {}
         self._flats: dict[tuple[str, ...], Tensor] = {}
+        self._spares: dict[tuple[str, ...], Tensor] = {}
 
     def flat(self, bucket: GradBucket, dtype: torch.dtype) -> Tensor:
         """What is kept for a bucket's parameters, like its buffer but for the dtype.
@@ -51,6 +53,15 @@ class ParameterMemory:
         self.put(bucket, made)
         return made
 
+    def plus(self, bucket: GradBucket, dtype: torch.dtype) -> Tensor:
+        """The sum of what is kept and of the bucket's buffer, in memory that may be `put`."""
+        kept = self.flat(bucket, dtype)
+        # new memory costs its pages: as much as three sums
+        spare = self._spares.pop(tuple(bucket.names()), None)
+        if spare is None or not _is_like(spare, bucket.buffer(), dtype):
+            spare = torch.empty_like(kept)
+        return torch.add(kept, bucket.buffer(), out=spare)
+
     def put(self, bucket: GradBucket, flat: Tensor) -> None:
         """Keep this for a bucket's parameters from now on: it is the memory's alone."""
         names = tuple(bucket.names())
@@ -58,6 +69,9 @@ class ParameterMemory:
             stale = [key for key in self._flats if not set(names).isdisjoint(key)]
             for key in stale:
                 del self._flats[key]
+                self._spares.pop(key, None)
+        elif self._flats[names] is not flat:
+            self._spares[names] = self._flats[names]
         self._flats[names] = flat
         sizes = [p.numel() for p in bucket.parameters()]
         parts = flat[: sum(sizes)].split(sizes)
@@ -70,11 +84,15 @@ class ParameterMemory:
     def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
         """Keep what `state_dict` gave, and nothing else."""
         self._flats.clear()
+        self._spares.clear()
         self._parts = {name: part.clone().view(-1) for name, part in saved.items()}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_spares": {}}
 
     @property
     def nbytes(self) -> int:
-        """How much memory it takes."""
+        """How much memory what is kept takes; as much again is held for the next step's."""
         return sum(part.nbytes for part in self._parts.values())
 
 

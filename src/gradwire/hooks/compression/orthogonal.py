@@ -9,11 +9,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["orthonormal", "random_basis", "renewed"]
+__all__ = ["empty_columns", "orthonormal", "random_basis", "renewed"]
 
 
-def orthonormal(matrix: Tensor) -> Tensor:
-    """(n, r), n >= r, orthonormal columns that span at least the matrix's.
+def orthonormal(matrices: Tensor) -> Tensor:
+    """(…, n, r), n >= r, orthonormal columns that span at least those of each matrix.
+
+    NaN in all of a matrix that is not finite.
 
     Example:
         >>> basis = orthonormal(torch.tensor([[1.0, 1.0], [1.0, 1.0], [0.0, 0.0]]))  # of rank 1
@@ -21,10 +23,14 @@ def orthonormal(matrix: Tensor) -> Tensor:
         tensor([[1., 0.],
                 [0., 1.]])
     """
-    if not bool(matrix.isfinite().all()):
-        return torch.full_like(matrix, float("nan"))  # LAPACK's answer to it is undefined
-    basis: Tensor = torch.linalg.qr(matrix).Q
-    return basis
+    finite = matrices.isfinite().flatten(-2).all(-1)
+    if bool(finite.all()):
+        basis: Tensor = torch.linalg.qr(matrices).Q
+        return basis
+    finite = finite[..., None, None]
+    # LAPACK's answer to NaN is undefined
+    basis = torch.linalg.qr(matrices.where(finite, 0)).Q
+    return torch.where(finite, basis, float("nan"))
 
 
 def random_basis(like: Tensor, seed: int) -> Tensor:
@@ -38,8 +44,14 @@ def renewed(matrix: Tensor, seed: int) -> Tensor:
 
     A direction that has found nothing would look for nothing ever after.
     """
-    norms = torch.linalg.vector_norm(matrix, dim=0)
-    empty = norms <= norms.max() * torch.finfo(matrix.dtype).eps
+    empty = empty_columns(matrix)
     if not bool(empty.any()):
         return matrix
     return torch.where(empty, random_basis(matrix, seed), matrix)
+
+
+def empty_columns(matrices: Tensor) -> Tensor:
+    """Which columns of (…, n, r) are zero, or nothing beside the largest: (…, r)."""
+    norms: Tensor = torch.linalg.vector_norm(matrices, dim=-2)
+    largest = norms.amax(-1, keepdim=True)
+    return norms <= largest * torch.finfo(matrices.dtype).eps

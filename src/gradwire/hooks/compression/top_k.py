@@ -22,6 +22,10 @@ SAMPLES = 1 << 14
 """How many elements the threshold is found from, at least: 1 % of them are known to some 8 %."""
 
 
+CACHED = 1 << 18
+"""Elements among which some are chosen at a time."""
+
+
 class TopK(Compressor):
     """Average the largest of each rank's gradients, and keep the rest for later steps.
 
@@ -103,11 +107,15 @@ class TopK(Compressor):
             return wire.all_gather(padded) if len(padded) else padded.view(1, 0)
 
         def finish(received: Tensor) -> Tensor:
-            mean = torch.zeros_like(error)
+            buffer = reduction.bucket.buffer()
+            same = buffer.dtype == error.dtype
+            mean = buffer.zero_() if same else torch.zeros_like(error)
             for row, length in zip(received, lengths, strict=False):
                 where, what = _split(row, length, integer, error)
-                mean.index_add_(0, where, what)
-            return reduction.finish(mean.div_(wire.size), error, others=others)
+                mean.index_add_(0, where, what.div_(wire.size))
+            if not same:
+                reduction.put(0, mean, error)
+            return reduction.keep(error, others=others)
 
         lengths: list[int] = []
         counts = torch.tensor([len(indices)], device=error.device)
@@ -136,13 +144,16 @@ def largest(values: Tensor, count: int) -> Tensor:
         >>> largest(torch.tensor([1.0, -5.0, 3.0, 0.0]), 2)
         tensor([1, 2])
     """
-    magnitudes = values.abs()
-    threshold = _threshold(magnitudes, count)
-    # "not below" and "not zero" are true for NaN
-    chosen = ~(magnitudes < threshold) if threshold > 0 else magnitudes != 0
-    indices = positions(chosen)
+    threshold = _threshold(values, count)
+    found = []
+    for lo in range(0, values.numel(), CACHED):
+        magnitudes = values[lo : lo + CACHED].abs()
+        # "not below" and "not zero" are true for NaN
+        chosen = ~(magnitudes < threshold) if threshold > 0 else magnitudes != 0
+        found.append(positions(chosen).add_(lo))
+    indices = torch.cat(found)
     if len(indices) > 2 * count:
-        among = magnitudes[indices].topk(count, sorted=False).indices
+        among = values[indices].abs().topk(count, sorted=False).indices
         indices = indices[among].sort().values
     return indices
 
@@ -162,12 +173,12 @@ def positions(mask: Tensor) -> Tensor:
     return torch.cat((words[row] * 8 + place, mask[whole:].nonzero().view(-1) + whole))
 
 
-def _threshold(magnitudes: Tensor, count: int) -> Tensor:
-    """Which of a sample's magnitudes the largest `count` of all are expected to reach."""
-    stride = max(1, magnitudes.numel() // max(SAMPLES, 1))
-    sample = magnitudes[::stride]
-    wanted = max(1, round(count * len(sample) / magnitudes.numel()))
-    return sample.topk(wanted, sorted=False).values.min()
+def _threshold(values: Tensor, count: int) -> float:
+    """Which magnitude, of a sample's, the largest `count` of all are expected to reach."""
+    stride = max(1, values.numel() // max(SAMPLES, 1))
+    sample = values[::stride].abs()
+    wanted = max(1, round(count * len(sample) / values.numel()))
+    return sample.topk(wanted, sorted=False).values.min().item()
 
 
 def _joined(indices: Tensor, values: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from gradwire.shm.arithmetic import reduce_into
 from gradwire.shm.header import NUMBERS, Call
 from gradwire.shm.hierarchy.context import Context
 from gradwire.shm.hierarchy.moving import AllGather, Broadcast, exchange
-from gradwire.shm.hierarchy.reducing import AllReduce, ReduceScatter
+from gradwire.shm.hierarchy.reducing import ReduceScatter, all_reduce
 from gradwire.shm.tensors import overwrites
 
 __all__ = ["AcrossHosts"]
@@ -117,10 +117,8 @@ class AcrossHosts:
             if call.root < 0 or is_root:
                 reduce_into(flat, [row.view(flat.dtype) for row in rows], call.op)
             return
-        if call.root < 0 or is_root:
-            AllReduce(self._context, flat, call.op).run()
-        else:
-            AllReduce(self._context, flat.clone(), call.op).run()
+        gets_result = call.root < 0 or is_root
+        all_reduce(self._context, flat if gets_result else flat.clone(), call.op)
 
     def reduce_scatter(
         self, call: Call, blocks: Sequence[Tensor], out: Tensor, *, base: Tensor | None = None
