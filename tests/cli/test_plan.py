@@ -6,11 +6,13 @@ import pytest
 from click.testing import CliRunner
 
 from gradwire.cli.app import app
+from gradwire.cli.plan.here import predict_here, profile_here
 from gradwire.cli.plan.predict import Speeds, predict
 from gradwire.cli.plan.profile import given, load_factory, profile
 from gradwire.cli.plan.report import milliseconds, rate, taken
 from gradwire.cost_model import Cluster, Link
 from gradwire.hooks.auto.candidates import PLAIN, Computing, candidate
+from gradwire.testing import run_ranks
 
 MODULE = """
 import torch
@@ -111,6 +113,36 @@ def test_a_slow_link_makes_it_worth_while_and_a_fast_one_not():
     assert (taken(slow), taken(fast)) == ("int8", "nothing")
     assert slow.seconds["int8"] < slow.seconds[PLAIN] / 3
     assert fast.chosen_seconds == fast.seconds[PLAIN]
+
+
+def predicted_here():
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+
+    net = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
+    before = [p.clone() for p in net.parameters()]
+    optimizer = torch.optim.AdamW(net.parameters())
+    group = dist.group.WORLD
+    found = profile_here(group, net, (torch.randn(8, 64),), optimizer)
+    row = predict_here(group, found, [candidate(PLAIN), candidate("int8")])
+    assert all(map(torch.equal, before, net.parameters()))
+    assert not optimizer.state
+    assert found.update > 0
+    return found.ready, row
+
+
+@pytest.mark.wide  # some seconds of measuring
+def test_all_ranks_predict_the_same_of_the_link_that_they_are_on():
+    first, second = run_ranks(predicted_here, 2)
+    assert first == second
+    assert first[1].mbit is None
+    assert all(seconds > 0 for seconds in first[1].seconds.values())
+
+
+def test_here_needs_ranks(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    assert "start it on each" in run("planned_models:build", "--here", code=2)
 
 
 def test_numbers_as_people_read_them():

@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradwire.cost_model import (
     Cluster,
     Cost,
+    Curve,
     Link,
     Message,
     choose,
@@ -38,6 +39,7 @@ def test_collectives_step_by_step(message, want):
     assert collective_seconds(message, Cluster(1, SLOW.link)) == 0
 
 
+@settings(deadline=None)
 @given(links, st.integers(2, 4096), st.integers(0, 10**5), st.integers(10**6, 10**8))
 def test_a_link_is_found_again_from_what_it_takes(link, ranks, small, large):
     cluster = Cluster(ranks, link)
@@ -72,6 +74,23 @@ def test_a_hook_of_several_collectives_holds_the_next_launch_up():
     assert end_of_step([1.0, 2.0, 4.0], [two, plain(0), plain(0)], cluster) == 5.75
 
 
+def test_what_was_measured_comes_before_what_follows_from_the_link():
+    curve = Curve(((1e3, 0.5), (2e3, 1.0)))
+    cluster = Cluster(4, SLOW.link, {"all_gather": curve})
+    for nbytes, seconds in ((0, 0.5), (1e3, 0.5), (1.5e3, 0.75), (2e3, 1.0), (4e3, 2.0)):
+        assert collective_seconds(Message("all_gather", nbytes), cluster) == seconds
+    sums = Message("all_reduce", 1e6)
+    assert collective_seconds(sums, cluster) == collective_seconds(sums, SLOW)
+    assert Curve(((1, 5.0), (2, 1.0))).seconds(100) == 0  # not less
+
+
+@pytest.mark.parametrize(("overlap", "end"), [(1.0, 5.0), (0.0, 7.0), (0.5, 2 + 2 / 0.75 + 1)])
+def test_cores_that_communication_takes_from_backward(overlap, end):
+    # launched at 2; it takes 2 s, in which backward has 3 s of work, and then nothing is sent
+    cluster = Cluster(2, Link(0.0, 1e6), overlap=overlap)
+    assert end_of_step([2.0, 5.0], [plain(2e6), plain(0)], cluster) == pytest.approx(end)
+
+
 times = st.floats(0, 2)
 costs = st.builds(
     Cost,
@@ -83,6 +102,7 @@ costs = st.builds(
 )  # fmt: skip
 
 
+@settings(deadline=None)
 @given(st.lists(times, min_size=1, max_size=3).map(sorted), links, st.data())
 def test_a_choice_is_not_worse_than_any_for_all_and_never_than_plain(ready, link, data):
     many = st.lists(costs, min_size=len(ready), max_size=len(ready))
@@ -111,7 +131,15 @@ def test_what_does_not_pay_is_not_taken():
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: Link(-1, 1), lambda: Link(0, 0), lambda: Cluster(0, SLOW.link)]
+    "make",
+    [
+        lambda: Link(-1, 1),
+        lambda: Link(0, 0),
+        lambda: Cluster(0, SLOW.link),
+        lambda: Cluster(2, SLOW.link, overlap=1.5),
+        lambda: Curve(((1, 1.0),)),
+        lambda: Curve(((2, 1.0), (1, 1.0))),
+    ],
 )
 def test_what_is_refused(make):
     with pytest.raises(ArgumentError):
