@@ -27,13 +27,15 @@ from benchmarks.stats import Spread, scaled, spread
 from gradwire.testing import run_ranks
 from gradwire.testing.hosts import Hosts
 
-__all__ = ["BENCHMARK", "Case", "Courses", "count_steps", "measure", "measure_link"]
+__all__ = ["BENCHMARK", "Case", "case_result", "count_steps", "measure", "time_steps"]
 
 SECONDS = 3600.0
 SLOWEST = 10e6
 
 Courses = Mapping[str, Sequence[Course]]
 """Each method's, one for each seed."""
+Timed = tuple[Mapping[str, Sequence[float]], Mapping[str, float]]
+"""Each method's seconds of a step in each round, and bytes each way and host of a step."""
 Run = Callable[..., Any]
 """Runs a function on the ranks of all hosts; what it returns on the first."""
 
@@ -121,9 +123,17 @@ def measure_link(case: Case, courses: Courses, rounds: int, hosts: Hosts, run: R
     hosts.limit(None if case.rate is None else f"{case.rate:.0f}bit")
     say(f"{case.name}, time of a step")
     rounds = max(2, rounds // case.slower)
-    seconds, passed = run(time_steps, case.task, case.methods, rounds)
+    timed = run(time_steps, case.task, case.methods, rounds)
     losses = [_at_end(case.task, course) for course in courses[PLAIN]]
     whole = run(_run_whole, case.task, case.whole, losses) if case.whole else {}
+    return case_result(case, courses, rounds, timed, whole)
+
+
+def case_result(
+    case: Case, courses: Courses, rounds: int, timed: Timed, whole: Mapping[str, Sequence[float]]
+) -> CaseResult:
+    """What follows from courses, times of steps, and times of whole runs."""
+    seconds, passed = timed
     measures = _measures(case, courses, seconds, whole)
     bytes_ = {name: [each / 1e3] for name, each in passed.items()}
     measures.append(_of("bytes each way, host and step", "kB", bytes_))
@@ -149,13 +159,12 @@ def _run_whole(
     return found
 
 
-def time_steps(
-    task: Task, methods: Sequence[str], rounds: int, hosts: Sequence[int]
-) -> tuple[dict[str, list[float]], dict[str, float]]:
+def time_steps(task: Task, methods: Sequence[str], rounds: int, hosts: Sequence[int]) -> Timed:
     """Seconds of a step in each round, and bytes each way and host of a step, by method."""
     groups = Groups.make(hosts)
     batch = Batches(task, 0).next()
-    cycles, passed = {}, {}
+    cycles: dict[str, Callable[[], None]] = {}
+    passed: dict[str, float] = {}
     for name in methods:
         method = METHODS[name]
         step = partial(method.make(task.network(0), groups), batch)

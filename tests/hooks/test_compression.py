@@ -464,21 +464,21 @@ def test_ranks_can_be_divided_again(layout):
         for _ in range(3):
             groups = _make(dist.group.WORLD, TEAMS[layout], None, None)
             seen.append((groups.inside.size(), groups.between is not None))
-        part = dist.new_group([0, 1, 2])
-        if dist.get_rank() < 3:
-            seen.append(host_groups(part).inside.size())
+        dist.new_group([0, 1, 2])
         seen.append(host_groups().inside.size())  # ranks are in different numbers of groups
-        pair = dist.new_group([2, 3])
-        if dist.get_rank() > 1:
+        pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        if dist.get_rank() < 2:
+            seen.append(host_groups(pairs[0]).inside.size())
+        else:
             with pytest.raises(MismatchError, match=r"are in \[\d+, \d+\] groups"):
-                host_groups(pair)
+                host_groups(pairs[1])
         return seen
 
     ranks = run_ranks(main, 4)
     for team in TEAMS[layout]:
         for rank in team:
-            part = [3] if rank < 3 else []
-            assert ranks[rank] == [(len(team), rank == team[0])] * 3 + part + [4]
+            last = [4, 2] if rank < 2 else [4]
+            assert ranks[rank] == [(len(team), rank == team[0])] * 3 + last
 
 
 def test_across_hosts_refuses_a_hook_with_a_group():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import struct
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ __all__ = ["HostGroups", "host_groups", "teams"]
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 NETWORK = Path("/proc/self/ns/net")
+_ROW = struct.Struct("<16sII")
 
 
 class HostGroups:
@@ -68,7 +70,7 @@ def host_groups(
         The groups that this rank is in.
 
     Raises:
-        MismatchError: The group is a part of all ranks, which are in different numbers of groups.
+        MismatchError: The ranks are in different numbers of groups, and the group is not of all.
 
     Example:
         >>> from gradwire.testing import run_ranks
@@ -133,33 +135,37 @@ def _group_of_mine(
     return mine
 
 
-def _hosts_and_counts(group: ProcessGroup) -> tuple[list[bytes], list[int]]:
-    """Every rank's host, and how many groups it is in, told by all."""
+def _hosts_and_counts(group: ProcessGroup) -> tuple[list[bytes], list[tuple[int, int]]]:
+    """Every rank's host, and how many groups it is in and has made by name, told by all."""
     device = torch.device("cpu")
     if device not in group._device_types:
         device = group._device_types[0]
-    count = len(dist.distributed_c10d._world.pg_names)
-    own = torch.tensor([*_this_host(), *count.to_bytes(4, "little")], dtype=torch.uint8).to(device)
-    every = [torch.empty_like(own) for _ in range(group.size())]
-    dist.all_gather(every, own, group=group)
-    told = [bytes(each.tolist()) for each in every]
-    return [t[:-4] for t in told], [int.from_bytes(t[-4:], "little") for t in told]
+    world = dist.distributed_c10d._world
+    own = (_this_host(), len(world.pg_names), world.group_count)
+    told = torch.tensor(list(_ROW.pack(*own)), dtype=torch.uint8).to(device)
+    every = [torch.empty_like(told) for _ in range(group.size())]
+    dist.all_gather(every, told, group=group)
+    rows = [_ROW.unpack(bytes(each.tolist())) for each in every]
+    return [host for host, *_ in rows], [(groups, made) for _, groups, made in rows]
 
 
-def _can_make_alone(group: ProcessGroup, counts: Sequence[int]) -> bool:
-    """Whether groups can be made by their own ranks only.
+def _can_make_alone(group: ProcessGroup, counts: Sequence[tuple[int, int]]) -> bool:
+    """Whether groups can be made by their own ranks only, or else by all ranks together.
 
-    A group's name is then made of how many groups each of them is in; where these differ, the
+    torch counts groups to name them: those of all ranks by how many were made; those that their own
+    ranks make by how many each rank is in, or, from 2.15 on, has made. Where a number differs,
     ranks would wait for each other under different names.
     """
-    same = len(set(counts)) == 1
-    if not same and group.size() < dist.get_world_size():
-        raise MismatchError(
-            f"the ranks of group are in {list(counts)} groups: host_groups can divide a part of "
-            "all ranks only if these are equal; call it before groups that not all of them are in "
-            "are made, or give it the default group"
-        )
-    return same
+    if len(set(counts)) == 1:
+        return True
+    made = {made for _, made in counts}
+    if group.size() == dist.get_world_size() and len(made) == 1:
+        return False
+    raise MismatchError(
+        f"the ranks of group are in {[groups for groups, _ in counts]} groups, and have made "
+        f"{[made for _, made in counts]}: where these differ, new ones cannot be named; call "
+        "host_groups before groups of some ranks are made"
+    )
 
 
 def _this_host() -> bytes:
