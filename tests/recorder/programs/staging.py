@@ -20,7 +20,7 @@ from gradwire.recorder.processes import state_of_pid
 
 __all__ = ["LIMIT", "Ranks", "wait_for_announcements", "wait_until"]
 
-LIMIT = 90.0
+LIMIT = 60.0
 _COLLECT_SECONDS = 15.0
 
 
