@@ -101,6 +101,12 @@ def test_few_open_files_few_cores_and_little_memory(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (16, 4096))
     assert checks._descriptors(2).state == checks.BAD
     assert "ulimit -n 4096" in checks._descriptors(2).remedy
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (16, resource.RLIM_INFINITY))
+    assert "ulimit -n 4096" in checks._descriptors(2).remedy
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (16, 16))
+    assert "raise the hard limit" in checks._descriptors(2).remedy
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
+    assert checks._descriptors(2).state == checks.GOOD
     monkeypatch.setattr(checks, "cores", lambda: 2.0)
     assert checks._cores(2).state == checks.GOOD
     assert checks._cores(3).state == checks.WARN
@@ -112,6 +118,16 @@ def test_few_open_files_few_cores_and_little_memory(monkeypatch):
 
     monkeypatch.setattr(checks, "check_available", none_left)
     assert checks._memory().found == "the host leaves 5 bytes"
+
+
+def test_no_folder_for_temporary_files(monkeypatch):
+    def none():
+        raise FileNotFoundError("No usable temporary directory found")
+
+    assert checks._temporary().state == checks.GOOD
+    monkeypatch.setattr(checks.tempfile, "gettempdir", none)
+    assert checks._temporary().state == checks.BAD
+    assert "TMPDIR" in checks._temporary().remedy
 
 
 def test_the_interface_that_gloo_binds_to(monkeypatch):

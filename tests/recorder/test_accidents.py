@@ -18,7 +18,7 @@ from torch.distributed.flight_recorder.components import builder, config_manager
 
 from gradwire.recorder.verdict import Kind, explain
 
-pytestmark = pytest.mark.timeout(300)  # the first of a backend waits for all of its accidents
+pytestmark = pytest.mark.timeout(600)  # the first of a backend waits for all of its accidents
 PROGRAM = Path(__file__).parent / "programs" / "accidents.py"
 BACKENDS = ("gloo", "shm")
 IN_NETWORK = ["unshare", "--map-root-user", "--net"]
@@ -75,7 +75,7 @@ def staged(request, tmp_path_factory):
         runs.append((IN_NETWORK, alone))
     for before, names in runs:
         command = [*before, sys.executable, str(PROGRAM), backend, str(place), *names]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=560, check=False)
         assert ended.returncode == 0, ended.stderr
     return backend, place
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import signal
 import sys
@@ -20,7 +21,7 @@ from gradwire.recorder.processes import state_of_pid
 
 __all__ = ["LIMIT", "Ranks", "wait_for_announcements", "wait_until"]
 
-LIMIT = 90.0
+LIMIT = 60.0
 _COLLECT_SECONDS = 15.0
 
 
@@ -65,6 +66,7 @@ class Ranks:
 
     def _be(self, rank: int) -> None:
         code = 0
+        os.setsid()
         os.environ |= {"DUMPS": str(self.directory), "RANK": str(rank)}
         torch.set_num_threads(1)
         with open(self.directory / f"log-{rank}.txt", "w") as log:
@@ -100,6 +102,7 @@ class Ranks:
                 if found:
                     self.codes[rank] = os.waitstatus_to_exitcode(status)
                     del self.left[rank]
+                    end_session(pid)
             if not self.left or until(self):
                 return
             time.sleep(0.02)
@@ -115,7 +118,14 @@ class Ranks:
         for pid in self.left.values():
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
+            end_session(pid)
         self.killed, self.left = self.left, {}
+
+
+def end_session(pid: int) -> None:
+    """End what a rank has left, such as a data loader's worker."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
 
 
 def wait_until(done: Callable[[], bool], seconds: float = LIMIT) -> None:

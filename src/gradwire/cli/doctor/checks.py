@@ -10,6 +10,7 @@ import resource
 import socket
 import struct
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -60,6 +61,7 @@ def run_checks(nproc: int) -> list[Check]:
         _threads(nproc),
         _memory(),
         _descriptors(nproc),
+        _temporary(),
         _interface(),
         _name_lookup(),
     ]
@@ -123,11 +125,21 @@ def _memory() -> Check:
 def _descriptors(nproc: int) -> Check:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = _DESCRIPTORS_A_RANK + 8 * nproc
-    found = f"{soft} open files (at most {hard})"
-    if soft < needed:
-        remedy = f"a group of {nproc} ranks takes about {needed}: ulimit -n {min(hard, 4096)}"
-        return Check("limits", BAD, found, remedy)
+    unlimited = resource.RLIM_INFINITY
+    found = f"{soft} open files (at most {'any number' if hard == unlimited else hard})"
+    if soft != unlimited and soft < needed:
+        most = 4096 if hard == unlimited else min(hard, 4096)
+        raised = f"ulimit -n {most}" if most >= needed else "raise the hard limit, as root"
+        return Check("limits", BAD, found, f"{nproc} ranks take about {needed}: {raised}")
     return Check("limits", GOOD, found)
+
+
+def _temporary() -> Check:
+    try:
+        return Check("temporary files", GOOD, tempfile.gettempdir())
+    except OSError:
+        remedy = "torchrun, data loaders and compilers need one: set TMPDIR to a folder"
+        return Check("temporary files", BAD, "no folder can be written to", remedy)
 
 
 def _interface() -> Check:

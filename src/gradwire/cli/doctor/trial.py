@@ -64,7 +64,11 @@ def try_backend(backend: str, nproc: int, *, gradients: bool = True) -> Trial:
     if reason := _lacks(backend, nproc):
         return Trial(backend, reason=reason, tried=False)
     context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory(prefix="gradwire-doctor-") as place:
+    try:
+        folder = tempfile.TemporaryDirectory(prefix="gradwire-doctor-")
+    except OSError:  # a missing folder is another problem than a backend's
+        folder = tempfile.TemporaryDirectory(prefix="gradwire-doctor-", dir="/dev/shm")
+    with folder as place:
         ranks: list[tuple[Any, Connection]] = []
         try:
             for rank in range(nproc):
