@@ -84,6 +84,13 @@ class Members:
         self.until(holds, f"{count} members did not train")
         return sorted(self.trained())
 
+    def until_together(self, size: int) -> None:
+        """Wait until so many are in an epoch: the first may begin without those that start late."""
+        self.until(
+            lambda: sum(line["size"] == size for line in self.lines("step")) >= 2 * size,
+            f"{size} members did not train together",
+        )
+
     def until_ended(self, count: int) -> list[dict[str, Any]]:
         """Wait until so many have come to an end; what they wrote of it."""
         self.until(
