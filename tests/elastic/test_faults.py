@@ -107,6 +107,9 @@ class Members:
                 process.wait(10)
             process.kill()
             process.wait()
+        for line in self.lines("child"):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(line["pid"], signal.SIGKILL)
 
 
 @pytest.fixture
