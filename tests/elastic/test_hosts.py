@@ -95,21 +95,20 @@ def test_a_member_of_each_host_is_killed(hosts: Hosts, members: Members, quiet: 
     with served(STORE, hosts.inside(0)):
         for host in range(2):
             launcher = [*hosts.inside(host), *_python()]
-            members.start(STORE, count=2, members=4, pause=0.05, backend="shm", launcher=launcher)
-        members.until(lambda: len(members.lines("step")) >= 20, "members did not train")
+            members.start(STORE, count=2, members=4, pause=0.1, backend="shm", launcher=launcher)
+        members.until_together(4)
         for process in members.processes[::2]:
             os.kill(_child_of(process), 9)
         ends = members.until_ended(2)
     assert [end.get("digest", end) for end in ends] == [quiet] * 2
-    assert {line["size"] for line in members.lines("step")} >= {4, 2}
 
 
 def test_a_host_is_cut_off(hosts: Hosts, members: Members, quiet: str) -> None:
     with served(STORE, hosts.inside(0)):
         for host in range(2):
             launcher = [*hosts.inside(host), *_python()]
-            members.start(STORE, members=2, pause=0.05, timeout=5.0, launcher=launcher)
-        members.until(lambda: len(members.lines("step")) >= 10, "members did not train")
+            members.start(STORE, members=2, pause=0.1, launcher=launcher)
+        members.until_together(2)
         hosts.call(1, "ip link set link0 down")
         cut = time.monotonic()
         ends = members.until_ended(2)
@@ -128,7 +127,7 @@ def test_a_host_is_cut_off_and_comes_back(hosts: Hosts, members: Members) -> Non
         for host in range(2):
             launcher = [*hosts.inside(host), *_python()]
             members.start(STORE, members=2, pause=0.1, steps=400, timeout=60.0, launcher=launcher)
-        members.until(lambda: len(members.lines("step")) >= 10, "members did not train")
+        members.until_together(2)
         hosts.call(1, "ip link set link0 down")
         members.until(lambda: members.lines("step")[-1]["size"] == 1, "nobody went on alone")
         hosts.call(1, "ip link set link0 up")

@@ -75,7 +75,7 @@ class Engine:
         self.member = p.Member(self.membership.number, 0)
         self._timeout = timedelta(seconds=options.timeout)
         self._failed = False
-        self._unformed: float | None = None  # since when no group could be formed
+        self._unformed: tuple[frozenset[int], float] | None = None  # who cannot, and since when
         self.group: EpochGroup = form_solo(self._timeout, options.backend)
         self.wait: Wait = make_wait(self._check, options.timeout)
         self.on_commit: Callable[[], None] = lambda: None
@@ -248,12 +248,18 @@ class Engine:
         self._handle(p.Formed())
 
     def _give_up_forming(self, error: DistributedError) -> None:
-        """Raise if no group could be formed for the timeout: it is not for lost members."""
-        now = time.monotonic()
-        self._unformed = self._unformed or now
-        if now - self._unformed > self._options.timeout:
+        """Raise if these members could not form a group for long: the one of the last rank first.
+
+        Who is at fault cannot be known, but one fewer may be able to.
+        """
+        assert self.member.decision is not None
+        members, now = frozenset(self.member.decision.members), time.monotonic()
+        if self._unformed is None or self._unformed[0] != members:
+            self._unformed = members, now
+        patience = self._options.timeout * (self.size - self.rank)
+        if now - self._unformed[1] > patience:
             raise DistributedError(
-                f"no group could be formed for {self._options.timeout:g} s; the last error: {error}"
+                f"no group could be formed for {patience:g} s; the last error: {error}"
             ) from error
 
     def _form_group(self, decision: p.Decision) -> EpochGroup:

@@ -7,6 +7,7 @@ as Gloo itself waits on until its timeout.
 
 from __future__ import annotations
 
+import itertools
 import socket
 import threading
 import time
@@ -222,12 +223,16 @@ def _in_thread(form: Callable[[], Result], poll: Poll, end: Callable[[], None]) 
 
 
 def _check_descriptors() -> None:
-    """Raise if it is this process that cannot open connections: no other set of members helps."""
+    """Raise if this process cannot open as many as a group takes: other members would not help."""
+    pairs: list[tuple[socket.socket, socket.socket]] = []
     try:
-        for end in socket.socketpair():
-            end.close()
+        for _ in range(8):
+            pairs.append(socket.socketpair())
     except OSError as error:
-        raise DistributedError(f"this process can open no connection: {error}") from error
+        raise DistributedError(f"this process cannot open connections: {error}") from error
+    finally:
+        for end in itertools.chain(*pairs):
+            end.close()
 
 
 def _run(future: Future[Result], form: Callable[[], Result]) -> None:
