@@ -102,9 +102,8 @@ class GroupState(Meeting):
         self, rank: int, location: Location, dtype: torch.dtype, start: int, count: int
     ) -> Tensor:
         """Elements `start` to `start + count` of a rank's tensor that lies in a region."""
-        region = self._regions.of_peer(rank, location.region, self.links, self._deadline)
-        first = location.offset + start * dtype.itemsize
-        return region[first : first + count * dtype.itemsize].view(dtype)
+        first = Location(location.region, location.offset + start * dtype.itemsize)
+        return self._regions.view(rank, first, dtype, count, self.links, self._deadline)
 
     def staged_location(self, nbytes: int, *, sends: bool = True) -> Location:
         """The location of data in private memory: the ring that this rank asks for.

@@ -132,16 +132,17 @@ def _reduce_in_place(
     state: GroupState, call: Call, locations: Sequence[Location], flat: Tensor
 ) -> None:
     """All ranks' tensors lie in regions: reduce this rank's share, and write it to all of them."""
-    count, dtype = flat.numel(), flat.dtype
+    start, stop = share(flat.numel(), state.rank, state.size)
     tensors = [
-        flat if r == state.rank else state.at(r, locations[r], dtype, 0, count)
-        for r in range(state.size)
+        flat[start:stop] if r == state.rank else state.at(r, at, flat.dtype, start, stop - start)
+        for r, at in enumerate(locations)
     ]
-    start, stop = share(count, state.rank, state.size)
-    step = PIECE_BYTES // dtype.itemsize
-    # pieces stay in a core's cache between the additions; all are cut in one call of `split`, as a
-    # slice of its own costs as much as adding a thousand numbers
-    for pieces in zip(*[t[start:stop].split(step) for t in tensors], strict=True):
+    # pieces stay in a core's cache between the additions, as two do. All are cut in one call of
+    # `split`, as a slice of its own costs as much as adding a thousand numbers
+    step, cut = PIECE_BYTES // flat.dtype.itemsize, [tensors]
+    if stop - start > 2 * step:
+        cut = [list(pieces) for pieces in zip(*[t.split(step) for t in tensors], strict=True)]
+    for pieces in cut:
         if call.root < 0:
             reduce_into(pieces[0], pieces, call.op)
             for piece in pieces[1:]:

@@ -13,6 +13,7 @@ import threading
 from collections import deque
 from itertools import count
 
+import torch
 from torch import Tensor
 
 from gradwire.errors import CollectiveTimeoutError, DistributedError, NotSupportedError
@@ -30,7 +31,18 @@ UPFRONT = 3
 RING = 1 << 40
 """The number of the region with a rank's ring to rank 0; that to rank r is r more."""
 
+_KEPT_VIEWS = 64  # of each region
 _PIECE = struct.Struct("<qq")  # a region's offset in its rank's memory, and its bytes
+
+
+class _Mapped:
+    """A peer's region; `views` are those of its memory that were asked for, and end with it."""
+
+    __slots__ = ("flat", "views")
+
+    def __init__(self, flat: Tensor) -> None:
+        self.flat = flat
+        self.views: dict[tuple[torch.dtype, int, int], Tensor] = {}
 
 
 class Regions:
@@ -46,7 +58,7 @@ class Regions:
         # the descriptor has to be sent before any later region; reentrant, so that a signal's
         # handler that allocates amid an allocation is refused
         self._lock, self._allocating = threading.RLock(), False
-        self._mapped: dict[tuple[int, int], Tensor] = {}  # by peer and the region's number
+        self._mapped: dict[tuple[int, int], _Mapped] = {}  # by peer and the region's number
         self._descriptors: dict[int, int] = {}  # of peers' memory
 
     def allocate(
@@ -140,9 +152,38 @@ class Regions:
                 f"rank {peer} sent a region of {size} bytes at {offset}, outside of its memory: "
                 "have all ranks the same version of gradwire?"
             )
-        self._mapped[peer, message.number] = segment.Mapping(fd, None, offset, max(size, 1)).flat
+        mapping = segment.Mapping(fd, None, offset, max(size, 1))
+        self._mapped[peer, message.number] = _Mapped(mapping.flat)
 
     def of_peer(self, peer: int, number: int, links: Links, deadline: Deadline) -> Tensor:
+        """A peer's region; as `_of_peer`."""
+        return self._of_peer(peer, number, links, deadline).flat
+
+    def view(
+        self,
+        peer: int,
+        location: Location,
+        dtype: torch.dtype,
+        count: int,
+        links: Links,
+        deadline: Deadline,
+    ) -> Tensor:
+        """Numbers in a peer's region, from a location on; as `_of_peer`.
+
+        Training asks for the same again and again: making a view takes 4 µs.
+        """
+        mapped = self._of_peer(peer, location.region, links, deadline)
+        key = dtype, location.offset, count
+        view = mapped.views.get(key)
+        if view is None:
+            if len(mapped.views) == _KEPT_VIEWS:
+                mapped.views.clear()
+            end = location.offset + count * dtype.itemsize
+            with torch.inference_mode(False):  # kept for calls outside of it
+                view = mapped.views[key] = mapped.flat[location.offset : end].view(dtype)
+        return view
+
+    def _of_peer(self, peer: int, number: int, links: Links, deadline: Deadline) -> _Mapped:
         """A peer's region; waits for it, as its message may not have been read yet.
 
         Raises:
@@ -170,7 +211,7 @@ class Regions:
         region = self._mapped.get((peer, number))
         if region is None:
             raise DistributedError(f"rank {peer} has not sent its region {number}")
-        return region
+        return region.flat
 
     def close(self) -> None:
         """Unmap the peers' regions, and close the descriptors."""
