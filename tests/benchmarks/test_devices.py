@@ -19,6 +19,7 @@ def tiny() -> list[torch.Tensor]:
     return [torch.empty(8, 8), torch.empty(3), torch.empty(1 << 16)]
 
 
+@pytest.mark.wide
 def test_from_end_to_end() -> None:
     options = Options(rounds=2, world_size=1)
     cases = [

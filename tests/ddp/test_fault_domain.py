@@ -502,6 +502,7 @@ def test_buckets_are_launched_once_and_in_order_by_several_threads():
     run_ranks(main, 1, timeout=30)
 
 
+@pytest.mark.wide
 def test_a_first_message_that_is_late_is_a_timeout():
     def main():
         group = dist.new_group(timeout=timedelta(seconds=1))

@@ -106,6 +106,7 @@ def spins_when_pinned(cores: list[int]) -> bool:
         os.sched_setaffinity(0, usable)
 
 
+@pytest.mark.wide
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
 @pytest.mark.parametrize("alike", [False, True])
 def test_pinned_ranks_spin_if_each_has_a_core(alike: bool) -> None:

@@ -419,6 +419,7 @@ def times_out_amid_a_message():
     dist.barrier()
 
 
+@pytest.mark.wide
 def test_a_time_limit_that_is_over_amid_a_message():
     on_ranks(times_out_amid_a_message)
 

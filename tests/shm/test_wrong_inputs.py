@@ -159,6 +159,7 @@ def test_tensors_of_inference_mode():
     assert run_ranks(inference, 2, backend="shm", timeout=20) == [([8] * 3, [5.0])] * 2
 
 
+@pytest.mark.wide
 def test_gradwire_can_be_imported_where_there_is_no_linux():
     script = """
 import fcntl, os, socket

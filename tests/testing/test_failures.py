@@ -297,6 +297,7 @@ def test_a_function_that_cannot_be_pickled() -> None:
         run_ranks(lambda _: None, args=(Stubborn(),))
 
 
+@pytest.mark.wide
 def test_an_argument_that_cannot_be_unpickled_there() -> None:
     with pytest.raises(RankError, match="ValueError: invalid literal"):
         run_ranks(lambda _: None, args=(BreaksAtHome(),))
@@ -347,6 +348,7 @@ def test_without_cloudpickle_the_error_says_how_to_get_it(monkeypatch: pytest.Mo
             run_ranks(dist.get_rank)
 
 
+@pytest.mark.wide
 def test_a_process_that_cannot_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     close_pool()
     with monkeypatch.context() as patch:

@@ -205,6 +205,7 @@ def test_a_wrong_tangent_is_found() -> None:
     assert "rank 1, outputs[0][2]: forward mode gives" in first[1]
 
 
+@pytest.mark.wide
 def test_a_subgroup_checks_itself_while_others_stay_away() -> None:
     def check() -> object:
         group = dist.new_group([1, 2])

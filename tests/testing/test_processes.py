@@ -184,6 +184,7 @@ def test_a_fork_does_not_keep_the_workers_of_a_dead_parent(start: Start) -> None
     os.kill(fork, signal.SIGKILL)
 
 
+@pytest.mark.wide
 def test_the_pool_can_be_closed_and_starts_again() -> None:
     pids = run_ranks(os.getpid)
     close_pool()
