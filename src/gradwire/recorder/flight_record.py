@@ -53,7 +53,8 @@ def flight_record() -> Record:
     # to the clock of the wall, which torch's entries have
     wall = time.time_ns() - time.perf_counter_ns()
     own, messages = _own_entries(groups, wall)
-    theirs = _torchs_entries(groups)
+    on_shm = {entry["process_group"][0] for entry in own}
+    theirs = _torchs_entries(groups, on_shm)
     references = {info.reference: info.name for info in groups.values()}
     buckets = [
         _bucket(bucket, references[bucket.group], wall)
@@ -152,13 +153,19 @@ def _sizes(shapes: Shapes) -> list[list[int]]:
     return [list(shapes)] if isinstance(shapes, torch.Size) else [list(s) for s in shapes]
 
 
-def _torchs_entries(groups: dict[str, GroupInfo]) -> list[Record]:
-    """What Gloo and NCCL have recorded, of groups that are known."""
+def _torchs_entries(groups: dict[str, GroupInfo], on_shm: set[str]) -> list[Record]:
+    """What Gloo and NCCL have recorded, of groups that are known.
+
+    Args:
+        groups: These, by name.
+        on_shm: Those in which shm is in Gloo's place: what Gloo has of them was an earlier job's.
+    """
     found: dict[str, list[Record]] = {name: [] for name in groups}
     for data in torchs_flight_records():
         for entry in loads(data).get("entries", ()):
-            of_group = found.get(entry["process_group"][0])
-            if of_group is None:
+            name, is_gloos = entry["process_group"][0], entry["profiling_name"].startswith("gloo:")
+            of_group = found.get(name)
+            if of_group is None or (is_gloos and name in on_shm):
                 continue
             number = entry["collective_seq_id"]
             if of_group and of_group[-1]["collective_seq_id"] > number:  # of an earlier group
