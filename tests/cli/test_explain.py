@@ -67,6 +67,24 @@ def test_another_size_and_whose_it_is(tmp_path):
     assert (first["kind"], first["ranks"], first["number"]) == ("mismatch", [0], 3)
 
 
+@pytest.mark.parametrize("name", ["crash-2.txt", "crash-of-process-7.txt"])
+def test_a_process_that_crashed_says_by_its_line_what_it_called(tmp_path, name):
+    """Of two ranks that differ neither would be named; Gloo ended the third in the same call."""
+    same = [entry(1), entry(2)]
+    config = {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1, 2]"}}
+    for rank, size in enumerate((9, 4)):
+        record = {"version": "2.10", "pg_config": config}
+        record["entries"] = [*same, entry(3, size=size, done=False)]
+        (tmp_path / f"rank_{rank}").write_bytes(pickle.dumps(record))
+    crash = 'Thread 0x1 (most recent call first):\n  File "/home/me/train.py", line 10 in step\n'
+    (tmp_path / name).write_text(f"Fatal Python error: Aborted\n\n{crash}")
+    first = json.loads(explained(tmp_path, "--json")[1])["findings"][0]
+    assert (first["kind"], first["ranks"], first["number"]) == ("mismatch", [0], 3)
+    (tmp_path / "crash-of-process-8.txt").write_text(f"Fatal Python error: Aborted\n\n{crash}")
+    first = json.loads(explained(tmp_path, "--json")[1])["findings"][0]
+    assert first["ranks"] == ([0] if name == "crash-2.txt" else [])  # it may be either's
+
+
 def test_a_call_that_was_left_out(tmp_path):
     def step(n):
         return [entry(2 * n + 1, line=10), entry(2 * n + 2, size=8, line=20)]

@@ -86,8 +86,11 @@ def _dumps(directory: Path, records: Mapping[int, dict[str, Any]]) -> Dumps:
     extras = [record.get("gradwire", {}) for record in records.values()]
     sizes = [extra.get("world_size") or 0 for extra in extras]
     in_groups = {rank for ranks in groups.values() for rank in ranks}
-    exits, crashes = _exits(directory), _crashes(directory)
+    exits, (crashes, nameless) = _exits(directory), _crashes(directory)
     world = {*range(min(max(sizes, default=0), _MOST_RANKS)), *in_groups, *records, *exits}
+    silent = [r for r in world - records.keys() if not (directory / f"process-{r}.json").exists()]
+    if len(silent) == len(nameless) == 1:  # the only one that can have crashed before it had a rank
+        crashes[silent[0]] = nameless[0]
     messages = [
         (rank, message)
         for rank, record in records.items()
@@ -212,18 +215,23 @@ def _json(path: Path) -> dict[str, Any]:
         return {}
 
 
-def _crashes(directory: Path) -> dict[int, Crash]:
-    """What faulthandler wrote: the main thread is its last."""
-    found = {}
+def _crashes(directory: Path) -> tuple[dict[int, Crash], list[Crash]]:
+    """What faulthandler wrote, by rank, and of processes that had none yet."""
+    found: dict[int, Crash] = {}
+    nameless = []
     for path in directory.glob("crash-*.txt"):
         number = path.stem.partition("-")[2]
         text = path.read_text(errors="replace")
-        if not text.strip() or not number.isdecimal():  # it had no rank yet
+        if not text.strip():
             continue
-        last = re.split(r"^(?:Current thread|Thread) .*$", text, flags=re.M)[-1]
+        last = re.split(r"^(?:Current thread|Thread) .*$", text, flags=re.M)[-1]  # the main thread
         frames = [
             {"filename": m[1], "line": int(m[2]), "name": m[3]} for m in _CRASH_LINE.finditer(last)
         ]
         why = text.splitlines()[0].removeprefix("Fatal Python error: ")
-        found[int(number)] = Crash(why, frames, path.stat().st_mtime_ns)
-    return found
+        crash = Crash(why, frames, path.stat().st_mtime_ns)
+        if number.isdecimal():
+            found[int(number)] = crash
+        else:
+            nameless.append(crash)
+    return found, nameless
