@@ -182,6 +182,7 @@ def test_the_store_hangs_and_then_a_member_dies(members: Members) -> None:
     assert end["time"] - killed < 60.0
 
 
+@LONG
 def test_a_member_without_descriptors_ends_and_the_others_go_on(
     members: Members, quiet: str
 ) -> None:
@@ -197,6 +198,7 @@ def test_a_member_without_descriptors_ends_and_the_others_go_on(
     assert by_pid[pids[2]].get("digest") == quiet, ends
 
 
+@LONG
 def test_interrupted_and_ended_in_a_step(members: Members, quiet: str) -> None:
     with served() as (_, address):
         members.start(address, count=3, members=3, backend="shm", steps=200, pause=0.05)
@@ -210,7 +212,7 @@ def test_interrupted_and_ended_in_a_step(members: Members, quiet: str) -> None:
     assert end["digest"] == quiet
 
 
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@pytest.mark.parametrize("backend", ["shm", pytest.param("gloo", marks=LONG)])
 def test_killed_while_a_forked_child_lives(members: Members, quiet: str, backend: str) -> None:
     with served() as (_, address):
         members.start(address, members=2, backend=backend, pause=0.05, mode="fork")
@@ -224,6 +226,7 @@ def test_killed_while_a_forked_child_lives(members: Members, quiet: str, backend
     assert min(alone) - killed < 30.0  # the child, who has the connections too, lives for 60 s
 
 
+@LONG
 def test_the_interpreter_exits_while_a_thread_trains(members: Members, quiet: str) -> None:
     with served() as (_, address):
         members.start(address, members=2, backend="shm", pause=0.1, mode="exit")
@@ -233,6 +236,7 @@ def test_the_interpreter_exits_while_a_thread_trains(members: Members, quiet: st
     assert end["digest"] == quiet
 
 
+@LONG
 @pytest.mark.skipif(os.getuid() != 0, reason="takes root")
 def test_another_users_process_is_refused(members: Members, quiet: str) -> None:
     with served() as (_, address):

@@ -103,6 +103,7 @@ def test_a_member_of_each_host_is_killed(hosts: Hosts, members: Members, quiet: 
     assert [end.get("digest", end) for end in ends] == [quiet] * 2
 
 
+@LONG
 def test_a_host_is_cut_off(hosts: Hosts, members: Members, quiet: str) -> None:
     with served(STORE, hosts.inside(0)):
         for host in range(2):
