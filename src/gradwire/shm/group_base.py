@@ -25,11 +25,11 @@ from gradwire.shm.group_state import GroupState
 from gradwire.shm.incoming import Incoming
 from gradwire.shm.links import Kind, Message
 from gradwire.shm.mailbox import Mailbox
+from gradwire.shm.operation_queue import Queue
 from gradwire.shm.outgoing import Outgoing
 from gradwire.shm.short import Shorts
 from gradwire.shm.submission import Submission
 from gradwire.shm.sync import Deadline
-from gradwire.shm.work import Queue
 
 __all__ = ["GroupBase"]
 

@@ -56,7 +56,7 @@ class GroupState(Meeting):
     ) -> None:
         self._other = other
         self._regions = Regions()
-        super().__init__(rank, size, peers, on_lost, deadline)
+        super().__init__(rank, size, peers, self._receive, on_lost, deadline)
         self._staging: dict[int, Tensor] = {}
         self._upfront: list[Tensor] = []
         self._crowd = size if self._spins == 1 else 0

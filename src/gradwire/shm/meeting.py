@@ -27,7 +27,7 @@ from gradwire.shm.header import (
     write,
     write_mark,
 )
-from gradwire.shm.links import Links, Message
+from gradwire.shm.links import Links, Receive
 from gradwire.shm.rendezvous import process_of
 from gradwire.shm.sync import Deadline, spins_for
 
@@ -43,7 +43,7 @@ class Meeting:
         rank: This rank.
         size: How many there are.
         peers: A connection to each other rank.
-        on_lost: As of `Links`.
+        receive, on_lost: As of `Links`.
         deadline: For the group to form.
 
     Attributes:
@@ -55,6 +55,7 @@ class Meeting:
         rank: int,
         size: int,
         peers: dict[int, socket.socket],
+        receive: Receive,
         on_lost: Callable[[int], Callable[[], None] | None],
         deadline: Deadline,
     ) -> None:
@@ -64,7 +65,7 @@ class Meeting:
             self._spins = spins_for([process_of(connection) for connection in peers.values()])
             segment = form(rank, peers, self._spins, deadline)
             self._kind, self._deadline = "forming the group", deadline
-            self.links = Links(peers, self._receive, on_lost)
+            self.links = Links(peers, receive, on_lost)
         except BaseException:
             for peer in peers.values():
                 peer.close()  # ends the other ranks' waits for this one
@@ -74,9 +75,6 @@ class Meeting:
         self._inline = segment.inline
         self._parity = self._mark = 0
         self._views: dict[tuple[int, torch.dtype, int], list[Tensor]] = {}
-
-    def _receive(self, peer: int, message: Message) -> Callable[[], None] | None:
-        raise NotImplementedError
 
     def begin(self, mark: int, seconds: float) -> None:
         """Begin an operation, before its first `announce`.

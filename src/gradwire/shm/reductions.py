@@ -23,6 +23,7 @@ from gradwire.shm.arithmetic import SUM, check_reduction, number_of
 from gradwire.shm.group_base import GroupBase
 from gradwire.shm.group_segment import INLINE_BYTES
 from gradwire.shm.header import NUMBERS, Call
+from gradwire.shm.operation_queue import Prepared
 from gradwire.shm.short import Short
 from gradwire.shm.tensors import (
     check_results,
@@ -37,7 +38,6 @@ from gradwire.shm.tensors import (
     paired,
     write_back,
 )
-from gradwire.shm.work import Prepared
 
 __all__ = ["Reductions"]
 

@@ -8,6 +8,7 @@ An operation whose caller waits runs in the caller's thread; the other ones in t
 from __future__ import annotations
 
 import threading
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -22,9 +23,10 @@ from torch.distributed import Work
 from gradwire.errors import BrokenGroupError, MismatchError
 from gradwire.recorder import ENDED, STARTED, WAITS, Entry, RecordedGroup, failed, ring
 from gradwire.shm.group_state import GroupState
+from gradwire.shm.operation_queue import Job, Prepared, Queue
 from gradwire.shm.short import Short
 from gradwire.shm.tensors import flat_of, write_all_back
-from gradwire.shm.work import Job, Prepared, Queue, ShmWork, ended
+from gradwire.shm.work import ShmWork, ended
 
 __all__ = ["Observer", "Submission"]
 
@@ -195,8 +197,9 @@ class Submission:
         if self._leaving and not self._queue.runs_in_this_thread():
             self._release()
 
+    @abstractmethod
     def _release(self) -> None:
-        raise NotImplementedError
+        """Leave the group: no operation of this thread uses its memory any more."""
 
     def prepare(self, job: Job, tensors: Sequence[Tensor], *, short: bool) -> Prepared:
         """Prepare an operation that `start` and `finish` run again and again.

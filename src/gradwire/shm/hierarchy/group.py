@@ -22,10 +22,11 @@ from gradwire.errors import ArgumentError, DistributedError
 from gradwire.shm.hierarchy.algorithms import AcrossHosts
 from gradwire.shm.hierarchy.context import Context
 from gradwire.shm.hierarchy.engine import USER_TAGS, Transfer
+from gradwire.shm.operation_queue import Queue
 from gradwire.shm.process_group import Operations, ShmBackend, ShmProcessGroup
 from gradwire.shm.sync import Deadline
 from gradwire.shm.tensors import check_results, check_tensors, flat_of, only, write_back
-from gradwire.shm.work import Queue, ShmWork
+from gradwire.shm.work import ShmWork
 
 __all__ = ["AcrossHostsBackend", "AcrossHostsOperations", "AcrossHostsProcessGroup"]
 

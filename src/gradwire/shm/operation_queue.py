@@ -1,0 +1,186 @@
+"""The queue of a group's operations: in the order of the calls, by the caller or by a thread."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from queue import SimpleQueue
+
+from torch import Tensor
+
+from gradwire.errors import BrokenGroupError, NotSupportedError
+from gradwire.recorder import Entry
+from gradwire.shm.work import ShmWork
+
+__all__ = ["Job", "Prepared", "Queue"]
+
+Job = Callable[[], None]
+
+
+@dataclass(slots=True)
+class Prepared:
+    """An operation that is run again and again.
+
+    Args:
+        job: What it does.
+        tensors: What it fills.
+        short: Whether it is run by who waits for it, unless others come in between.
+        queued: Runs it in the group's thread.
+        entry: The recorder's of the present run.
+        like: The recorder's of an earlier run, as it was begun.
+        work: The handle of the present run, if a thread has or gets it.
+    """
+
+    job: Job
+    tensors: Sequence[Tensor]
+    short: bool
+    queued: Callable[[Prepared], None]
+    entry: Entry | None = None
+    like: Entry | None = None
+    work: ShmWork | None = None
+
+
+class Queue:
+    """Runs operations one at a time, in the order of the calls.
+
+    An operation whose caller waits is run by the caller, between `enter` and `leave`, if none is
+    before it, which saves two switches of threads; all others run in a thread that is started for
+    the first of them.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._running = threading.Lock()  # held by the thread that runs an operation
+        # reentrant: a signal handler may submit in the thread that holds it
+        self._order = threading.RLock()
+        self._pending = 0
+        self._jobs: SimpleQueue[tuple[Job, ShmWork] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._inline_in = 0  # the thread that runs an operation it submitted; 0 for none
+        self._closed = False
+        self._held: Prepared | None = None
+
+    def enter(self) -> bool:
+        """Let this thread run an operation, if nothing is before it; whether it may.
+
+        Raises:
+            BrokenGroupError, NotSupportedError: As of `submit`.
+        """
+        with self._order:
+            self._check_open()
+            if self._pending or self._inline_in or self._held is not None or self._is_threads():
+                return False
+            self._enter()
+        return True
+
+    def leave(self) -> None:
+        """The operation that this thread entered for has ended."""
+        self._running.release()  # before `_inline_in` is reset, as in `_enter`
+        self._inline_in = 0
+
+    def _enter(self) -> None:
+        # before the lock is acquired: a signal handler that runs between the two would wait for
+        # its own thread if it were not refused
+        self._inline_in = threading.get_ident()
+        self._running.acquire()
+
+    def hold(self, prepared: Prepared) -> bool:
+        """Keep an operation for `take`, or the thread once there are others; whether it is kept.
+
+        Raises:
+            BrokenGroupError, NotSupportedError: As of `submit`.
+        """
+        with self._order:
+            self._check_open()
+            if self._pending or self._inline_in or self._held is not None:
+                return False
+            self._held = prepared
+        return True
+
+    def take(self, prepared: Prepared) -> bool:
+        """`enter` for an operation if it is held; whether it is."""
+        with self._order:
+            if self._held is not prepared:
+                return False
+            self._held = None
+            self._enter()
+        return True
+
+    def submit(self, job: Job, work: ShmWork) -> ShmWork:
+        """Run a job in its turn.
+
+        Raises:
+            BrokenGroupError: The queue was closed.
+            NotSupportedError: This thread is in a job already, which a signal interrupted.
+        """
+        with self._order:
+            self._check_open()
+            if self._held is not None:
+                held, self._held = self._held, None
+                held.work = ShmWork(held.tensors)
+                self._enqueue(partial(held.queued, held), held.work)
+            self._enqueue(job, work)
+        if self._is_threads():
+            # called by a future's callback, which may wait for the operation: no other thread runs
+            # it, so run what is pending here
+            self._run(until=work)
+        return work
+
+    def _enqueue(self, job: Job, work: ShmWork) -> None:
+        self._pending += 1
+        self._start()
+        self._jobs.put((job, work))
+
+    def _check_open(self) -> None:
+        if self.runs_in_this_thread():
+            raise NotSupportedError(
+                "this thread is in another operation of the group, which a signal interrupted: let "
+                "the signal's handler set a flag, and call the operation after the interrupted one"
+            )
+        if self._closed:
+            raise BrokenGroupError("the group was destroyed on this rank: make a new one")
+
+    def _is_threads(self) -> bool:
+        return self._thread is not None and threading.current_thread() is self._thread
+
+    def runs_in_this_thread(self) -> bool:
+        """Whether this thread runs a job, which a signal handler or a finalizer has interrupted."""
+        return self._inline_in == threading.get_ident()
+
+    def close(self) -> None:
+        """Refuse new jobs, run the submitted ones, then end the thread; not from within a job."""
+        with self._order:
+            self._closed, self._held = True, None  # what was held was begun by nobody
+        with self._running:
+            pass  # wait for an operation that runs in a caller's thread
+        if self._thread is not None:
+            self._jobs.put(None)
+            if not self._is_threads():
+                self._thread.join()
+            self._thread = None
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+
+    def _run(self, until: ShmWork | None = None) -> None:
+        """Run submitted jobs up to and including `until`; if that is None, until `close`."""
+        while until is None or not until.is_completed():
+            item = self._jobs.get()
+            if item is None:
+                self._jobs.put(None)  # for the `_run` further up this thread's stack
+                return
+            job, work = item
+            error: BaseException | None = None
+            with self._running:
+                try:
+                    job()
+                except BaseException as raised:
+                    error = raised
+                with self._order:
+                    self._pending -= 1
+            work.finish(error)
+            del item, job, work, error  # keep no tensors alive while waiting for the next job
