@@ -15,6 +15,7 @@ from gradwire.ddp import DistributedDataParallel
 from gradwire.errors import ArgumentError
 from gradwire.hooks.auto import hook as auto_module
 from gradwire.hooks.auto.candidates import Computing, candidate, interpolated
+from gradwire.hooks.auto.measure import _sizes
 from gradwire.testing import FakeBucket, run_ranks
 
 pytestmark = pytest.mark.usefixtures("each_backend")
@@ -221,3 +222,13 @@ def test_what_was_not_measured_lies_between():
 def test_what_is_refused(allowed):
     with pytest.raises(ArgumentError, match="allowed"):
         hooks.auto(allowed)
+
+
+@pytest.mark.parametrize("collective", ["all_reduce", "all_gather", "all_to_all"])
+def test_sizes_that_are_measured_differ_with_any_number_of_ranks(collective):
+    for world in (2, 3, 90, 100, 4096, 8191):
+        sizes = _sizes(collective, world)
+        assert len(sizes) >= 2
+        assert sizes == sorted(set(sizes))
+        assert not any(size % 4 for size in sizes)
+        assert collective != "all_to_all" or not any(size % (4 * world) for size in sizes)

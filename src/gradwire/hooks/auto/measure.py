@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
@@ -58,9 +59,7 @@ def measure_cluster(
 
 def _curve(group: ProcessGroup, name: Collective) -> Curve:
     points: list[tuple[float, float]] = []
-    for nbytes in SIZES:
-        given = nbytes // group.size() if name == "all_gather" else nbytes
-        given = -(-given // (4 * group.size())) * 4 * group.size()
+    for given in _sizes(name, group.size()):
         call = _call(group, name, given)
         # the first of a size may have memory to touch
         first = _seconds(group, call)
@@ -69,6 +68,13 @@ def _curve(group: ProcessGroup, name: Collective) -> Curve:
         if first >= ENOUGH_SECONDS and len(points) > 1:
             break
     return Curve(tuple(points))
+
+
+def _sizes(name: Collective, world: int) -> list[int]:
+    """Bytes that a rank gives; with many ranks, some are rounded up to the same."""
+    unit = 4 * world if name == "all_to_all" else 4
+    shares = (nbytes // world if name == "all_gather" else nbytes for nbytes in SIZES)
+    return list(dict.fromkeys(max(1, math.ceil(share / unit)) * unit for share in shares))
 
 
 def _call(group: ProcessGroup, name: Collective, nbytes: int) -> Callable[[], object]:
