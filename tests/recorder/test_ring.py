@@ -19,7 +19,7 @@ from torch.distributed.flight_recorder.components import builder, config_manager
 
 from gradwire import recorder
 from gradwire.errors import ArgumentError, ArgumentTypeError, MismatchError
-from gradwire.recorder import lines
+from gradwire.recorder import control, jobs, lines
 from gradwire.recorder.groups import reference_to
 from gradwire.recorder.load import load, loads
 from gradwire.testing import run_ranks
@@ -326,6 +326,31 @@ def test_a_group_that_is_gone_can_still_be_looked_up() -> None:
     gc.collect()
     assert reference() is None
     assert {reference: 1}[reference]
+
+
+@pytest.mark.parametrize("value", ["", "0"])
+def test_no_directory_in_the_environment_writes_nothing(tmp_path, monkeypatch, value):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GRADWIRE_RECORDER", value)
+    control.start_from_environment()
+    assert not control._box
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_group_is_destroyed_though_what_its_end_calls_raises():
+    def main():
+        def fails():
+            raise OSError("full")
+
+        jobs.at_end_of_job(fails)
+        try:
+            with pytest.raises(OSError, match="full"):
+                dist.destroy_process_group()
+        finally:
+            jobs.not_at_end_of_job(fails)
+        return dist.is_initialized()
+
+    assert run_ranks(main) == [False, False]
 
 
 def with_many(calls: int) -> None:

@@ -94,9 +94,9 @@ def dump(directory: str | os.PathLike[str] | None = None, *, prefix: str = PREFI
 
 
 def start_from_environment() -> None:
-    """Start if GRADWIRE_RECORDER has a directory."""
-    directory = os.environ.get(VARIABLE)
-    if directory and not _box:
+    """Start if GRADWIRE_RECORDER has a directory; "0" is none, as with the other variables."""
+    directory = os.environ.get(VARIABLE, "0")
+    if directory not in ("", "0") and not _box:
         if "RANK" in os.environ and multiprocessing.parent_process() is None:
             os.environ.setdefault(OWNER, str(os.getpid()))
         start(directory)

@@ -33,10 +33,12 @@ def _listen() -> None:
 
     @functools.wraps(theirs)
     def destroy(group: ProcessGroup | None = None) -> None:
-        if dist.is_initialized() and group in (None, dist.group.WORLD):
-            for callback in list(_callbacks):
-                callback()
-        theirs(group)
+        try:
+            if dist.is_initialized() and group in (None, dist.group.WORLD):
+                for callback in list(_callbacks):
+                    callback()
+        finally:  # whatever a callback raises, the group does not stay
+            theirs(group)
 
     destroy.gradwire_is_told = True  # type: ignore[attr-defined]
     for module in (dist, dist.distributed_c10d):
