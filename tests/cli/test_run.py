@@ -164,7 +164,7 @@ def children_of(pid: int) -> list[int]:
 @pytest.mark.wide
 def test_elastic_members_are_supervised(command, environment, tmp_path):
     program = tmp_path / "hello.py"
-    program.write_text("import sys; print('hello', *sys.argv[1:], flush=True)")
+    program.write_text("import sys; print(f'hello {sys.argv[1]}', flush=True)")
     options = ("--elastic", "--nproc-per-node", "2")
     code, out, _ = command("-m", "gradwire", "run", *options, str(program), "x").end()
     assert code == 0
