@@ -206,14 +206,19 @@ class Ring:
         self,
         group: RecordedGroup,
         op: str,
-        tensors: Sequence[Tensor],
+        tensor: Tensor,
         peer: int,
         done: Callable[[], bool],
     ) -> None:
         """Record a message to a rank of the group, or from it; `peer` is -1 where it is any."""
-        entry = self.begin(group, 0, op, tensors, tensors)
-        if entry is not None:
-            entry[PEER], entry[DONE] = peer, done
+        if not self.on:
+            return
+        shape, at = tensor.shape, caller(op, 3)
+        now = perf_counter_ns()
+        entry = [group, 0, op, shape, shape, tensor.dtype, *at, now, 0, 0, None, None, peer, done]
+        if not group.named:
+            group.find_name()
+        self._add(entry)
 
     def end(self, group: ProcessGroup, number: int) -> None:
         """Note that the wait for a collective is over, on a backend that records itself."""

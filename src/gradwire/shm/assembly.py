@@ -43,16 +43,23 @@ class Assembly:
         Raises:
             DistributedError: There is no memory for it.
         """
-        receive, elements = self.receive, self.head.elements
-        if receive is not None and receive.takes_in_place(self.dtype, elements):
-            self._put_into(receive.tensor)
+        if self.place_in_receive():
             return
+        elements = self.head.elements
         try:
             self._put_into(torch.empty(elements, dtype=self.dtype, device="cpu"))
         except (RuntimeError, MemoryError) as error:  # torch raises either
             raise DistributedError(
                 f"there is no memory for a message of {self.nbytes} bytes ({error})"
             ) from error
+
+    def place_in_receive(self) -> bool:
+        """Put it together in its receive's tensor, if that is possible; whether it is."""
+        receive = self.receive
+        if receive is None or not receive.takes_in_place(self.dtype, self.head.elements):
+            return False
+        self._put_into(receive.tensor)
+        return True
 
     def detach(self) -> None:
         """Go on without the receive, as if it had not been posted."""

@@ -1,41 +1,25 @@
-"""What a rank receives from one other: messages put together from the ring and the connection.
+"""Who looks for what a rank receives from one other, and when.
 
-Messages are put together one at a time, in the order in which they were sent, by whoever looks: the
-thread that waits for one of them, or else the links' thread, which the sender wakes. If a receive
-that matches was posted before, straight into its tensor.
+Whoever looks puts messages together, one at a time: the thread that waits for one of them, or asks
+whether it is there; the links' thread, which the sender wakes, only where nobody may look.
 """
 
 from __future__ import annotations
 
-import ctypes
 import threading
-from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
-from gradwire.errors import CollectiveTimeoutError, DistributedError, NotSupportedError
-from gradwire.shm import segment
-from gradwire.shm.assembly import Assembly
-from gradwire.shm.header import DTYPES
-from gradwire.shm.links import Links, Message
-from gradwire.shm.mailbox import Envelope, Mailbox
-from gradwire.shm.message_ring import SLOT_BYTES, SLOTS, Head, MessageRing
-from gradwire.shm.outgoing import REST
+from gradwire.errors import DistributedError, NotSupportedError
+from gradwire.shm.arrivals import Arrivals
+from gradwire.shm.links import Links
+from gradwire.shm.mailbox import Mailbox
+from gradwire.shm.message_ring import SLOTS, MessageRing
 from gradwire.shm.sync import Deadline
 from gradwire.shm.work import ShmWork, wait_until
 
 __all__ = ["Incoming"]
 
 _POLL_SECONDS = 0.05
-_EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
-
-
-class _Rest(NamedTuple):
-    head: Head
-    content: Tensor
 
 
 class Incoming:
@@ -55,53 +39,39 @@ class Incoming:
         mailbox: Mailbox,
         find_ring: Callable[[], MessageRing],
     ) -> None:
-        self._source, self._links, self._mailbox = source, links, mailbox
+        self._source, self._links = source, links
         self._find_ring = find_ring
-        self._ring: MessageRing | None = None
-        self._rests: dict[int, _Rest] = {}
-        self._expected = 0
-        self._assembly: Assembly | None = None
+        self._arrivals = Arrivals(source, links, mailbox)
+        self.add_rest = self._arrivals.add_rest
         # A call looks while it holds a lock of its own, which is entered here. `with` gives that
         # back whenever a signal's handler raises, as no lock is with `acquire(blocking=False)`.
         self._turn: threading.Lock | None = None
         self._looking = 0  # the thread whose turn it is
         self._entering = threading.RLock()
         self._again = False  # whether somebody asked to look while another thread did
-        self._abandoned: deque[ShmWork] = deque()
-
-    def add_rest(self, message: Message) -> None:
-        """Keep what came over the connection until the ring has brought what is before it.
-
-        Raises:
-            DistributedError: It is not what a peer sends.
-        """
-        head = Head(*REST.unpack_from(message.data))
-        _check(head, self._source)
-        if head.message < self._expected:
-            return  # sent again after an interruption
-        data = bytearray(message.data[REST.size :])
-        if message.fd >= 0:
-            content = segment.map_tensor(message.fd)
-        else:
-            content = torch.frombuffer(data, dtype=torch.uint8) if data else _EMPTY
-        if content.nbytes < head.nbytes:
-            raise DistributedError(f"rank {self._source} sent {content.nbytes} bytes for {head}")
-        self._rests[head.message] = _Rest(head, content)
+        # Who wants messages without waiting at the ring. While there is nobody, what arrives is
+        # left in the ring until somebody looks: to wake this rank's thread takes longer than a
+        # message does.
+        self._wanting: set[object] = set()
 
     def wake(self) -> None:
         """Look, as the sender asked for."""
-        if self._ring is None:
+        if self._arrivals.ring is None:
             try:
-                self._ring = self._find_ring()
+                ring = self._find_ring()
             except DistributedError as error:
                 self._links.lose(self._source, error)
-        if self._ring is not None:
-            self._ring.woke()
+            else:
+                with self._entering:
+                    self._arrivals.ring = ring
+                    self._tell_sender()
+        if self._arrivals.ring is not None:
+            self._arrivals.ring.woke()
         self.look()
 
     def abandon(self, work: ShmWork) -> None:
         """End a receive that is given up while its message arrives; another can take that."""
-        self._abandoned.append(work)
+        self._arrivals.abandon(work)
         self.look()
 
     def look(self) -> None:
@@ -113,7 +83,7 @@ class Incoming:
                 if not self._enter(turn):
                     return
                 self._again = False
-                self._take_all()
+                self._arrivals.take_all()
 
     def _enter(self, turn: threading.Lock) -> bool:
         """Whether nobody else looks; nobody else does then until `turn`, which is held, is not."""
@@ -123,12 +93,13 @@ class Incoming:
             self._turn, self._looking = turn, threading.get_ident()
             return True
 
-    def wait(self, done: Callable[[], bool], deadline: Deadline) -> None:
-        """Wait at the ring until `done` is true or the time is over.
+    def wait(self, work: ShmWork, tag: int, deadline: Deadline) -> None:
+        """Wait at the ring until a receive of this tag is done or the time is over.
 
         Raises:
             NotSupportedError: This thread waits at the ring already, which a signal interrupted.
         """
+        done = work.is_done
         while not (done() or deadline.over()):
             turn = self._turn
             if turn is not None and turn.locked() and self._looking == threading.get_ident():
@@ -139,25 +110,56 @@ class Incoming:
             turn = threading.Lock()
             try:
                 with turn:
-                    if waits := self._ring is not None and self._enter(turn):
-                        self._wait_at(self._ring, done, deadline)
+                    ring = self._arrivals.ring
+                    if waits := ring is not None and self._enter(turn):
+                        self._wait_at(ring, work, tag, deadline)
             finally:
                 if self._again:
                     self.look()
             if not waits:
-                wait_until(done, min(_POLL_SECONDS, _left(deadline)))
+                self._wait_beside(work, min(_POLL_SECONDS, _left(deadline)))
 
-    def _wait_at(self, ring: MessageRing, done: Callable[[], bool], deadline: Deadline) -> None:
+    def _wait_beside(self, work: ShmWork, seconds: float) -> None:
+        """Wait while another thread waits at the ring, or there is none yet."""
+        this = object()
+        self.want(this)
+        try:
+            wait_until(work.is_done, seconds)
+        finally:
+            self.unwant(this)
+
+    def want(self, who: object) -> None:
+        """From here on the sender wakes this rank for what it sends, until `unwant`."""
+        with self._entering:
+            self._wanting.add(who)
+            self._tell_sender()
+        self.look()
+
+    def unwant(self, who: object) -> None:
+        """The opposite of `want`."""
+        with self._entering:
+            self._wanting.discard(who)
+            self._tell_sender()
+
+    def _tell_sender(self) -> None:
+        ring = self._arrivals.ring
+        if ring is not None:
+            ring.want(bool(self._wanting))
+
+    def _wait_at(self, ring: MessageRing, work: ShmWork, tag: int, deadline: Deadline) -> None:
+        arrivals = self._arrivals
+
         def over() -> bool:
-            return done() or deadline.over() or self._links.aborted is not None
+            return work.is_done() or deadline.over() or self._links.aborted is not None
 
         try:
             ring.listen()
             while True:
                 self._again = False
-                self._take_all(over)
+                arrivals.take_all(over)
                 if over():
                     return
+                arrivals.get_ready(work, tag)
                 try:
                     ring.wait(min(_POLL_SECONDS, _left(deadline)))
                 except BaseException:  # of a signal's handler
@@ -165,118 +167,12 @@ class Incoming:
                     raise
         finally:
             ring.stop_listening()
-            # of what is filled from here on, the sender tells; of a loss, `_again`
-            if self._rests or self._abandoned or ring.head() is not None:
+            # what is filled from here on waits until it is looked for, or the sender tells of it if
+            # that is wanted; of a loss, `_again` does
+            arrivals.forget_ready()
+            if arrivals.is_told() or (self._wanting and ring.head() is not None):
                 limit = ring.taken + SLOTS
-                self._take_all(lambda: ring.taken >= limit)
-
-    def _take_all(self, enough: Callable[[], bool] = lambda: False) -> None:
-        # read before the rest: what the sender sent before it was lost still counts
-        lost = self._links.aborted or self._links.lost.get(self._source)
-        try:
-            if self._abandoned:
-                self._detach_abandoned()
-            # rests are taken in any case: they have been told of, and nobody tells of them again
-            while (self._rests and self._take_rest()) or (not enough() and self._take_slot()):
-                pass
-        except DistributedError as error:
-            lost = self._links.lose(self._source, error)
-        except BaseException as error:
-            # no memory, or a signal's handler raised: the next piece may be half taken
-            self._fail(self._links.lose(self._source, error))
-            raise
-        if lost is not None:
-            self._fail(lost)
-
-    def _take_rest(self) -> bool:
-        wanted = self._expected if self._assembly is None else self._assembly.head.message
-        rest = self._rests.get(wanted)
-        if rest is None or rest.head.offset > (self._assembly.arrived if self._assembly else 0):
-            return False
-        assembly = self._begin(rest.head)
-        if rest.head.offset + rest.head.nbytes != assembly.nbytes:
-            raise DistributedError(f"rank {self._source} sent {rest.head} as a message's rest")
-        target = assembly.address + rest.head.offset
-        ctypes.memmove(target, rest.content.data_ptr(), rest.head.nbytes)
-        del self._rests[wanted]
-        self._arrived(assembly, assembly.nbytes)
-        return True
-
-    def _take_slot(self) -> bool:
-        ring = self._ring
-        head = None if ring is None else ring.head()
-        if ring is None or head is None:
-            return False
-        _check(head, self._source)
-        if head.message < self._expected:  # it came over the connection, after an interruption
-            ring.take(head._replace(nbytes=0), 0)
-            return True
-        if head.message > (self._assembly.head.message if self._assembly else self._expected):
-            return False  # the connection has not brought yet what is before it
-        assembly = self._begin(head)
-        end = head.offset + head.nbytes
-        if end > assembly.nbytes or head.offset > assembly.arrived or head.nbytes > SLOT_BYTES:
-            raise DistributedError(
-                f"rank {self._source} sent a piece outside of its message: {head}"
-            )
-        ring.take(head, assembly.address + head.offset)
-        self._arrived(assembly, end)
-        return True
-
-    def _begin(self, head: Head) -> Assembly:
-        """The message that a piece belongs to."""
-        assembly = self._assembly
-        if assembly is None:
-            assembly = self._assembly = Assembly(head)
-            self._match(assembly)
-        if assembly.data is None:
-            assembly.place()
-        return assembly
-
-    def _match(self, assembly: Assembly) -> None:
-        """Find a message's receive, which `_fail` finishes wherever this is interrupted."""
-        with self._links.lock:
-            receive = assembly.receive = self._mailbox.find(self._source, assembly.head.tag)
-            if receive is not None:
-                self._mailbox.take(receive)
-
-    def _detach_abandoned(self) -> None:
-        while self._abandoned:
-            work, assembly = self._abandoned.popleft(), self._assembly
-            if assembly and assembly.receive and assembly.receive.work is work:
-                assembly.detach()
-                work.finish(CollectiveTimeoutError("not all of the message arrived in time"))
-
-    def _arrived(self, assembly: Assembly, end: int) -> None:
-        """Note that a message has arrived up to a byte, and complete it if that is its end."""
-        assembly.arrived = max(assembly.arrived, end)
-        if assembly.arrived < assembly.nbytes or assembly.data is None:
-            return
-        envelope = Envelope(self._source, assembly.head.tag, assembly.data)
-        if assembly.receive is None:
-            with self._links.lock:
-                self._match(assembly)
-                if assembly.receive is None:
-                    self._mailbox.keep(envelope)
-        if assembly.receive is not None:
-            assembly.receive.complete(envelope)
-        self._assembly, self._expected = None, assembly.head.message + 1
-
-    def _fail(self, error: DistributedError) -> None:
-        """Fail the receives that the lost sender will not fill."""
-        assembly, self._assembly = self._assembly, None
-        receive = None if assembly is None else assembly.receive
-        if receive is not None and not receive.work.is_completed():
-            receive.work.finish(error)
-        with self._links.lock:
-            self._mailbox.fail(self._source, error, others_left=not self._links.all_lost())
-
-
-def _check(head: Head, source: int) -> None:
-    """Raise unless the numbers, which a peer wrote, are those of a message's piece."""
-    message, _, dtype, elements, offset, nbytes = head
-    if message < 0 or elements < 0 or offset < 0 or nbytes < 0 or not 0 <= dtype < len(DTYPES):
-        raise DistributedError(f"rank {source} sent a piece of a message that cannot be: {head}")
+                arrivals.take_all(lambda: ring.taken >= limit)
 
 
 def _left(deadline: Deadline) -> float:

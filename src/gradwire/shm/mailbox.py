@@ -46,7 +46,7 @@ class PostedReceive:
         return plain and x.dtype == dtype and x.numel() == count
 
     def complete(self, envelope: Envelope) -> None:
-        """Copy the message, if it is not in the tensor already, and finish the receive.
+        """Copy the message and finish the receive.
 
         Once a message is matched, nothing else finishes its receive: every path here has to.
         """
@@ -57,12 +57,14 @@ class PostedReceive:
         else:
             self.work.finish(source=envelope.source)
 
+    def complete_in_place(self, source: int) -> None:
+        """Finish the receive, whose tensor holds the message already."""
+        if not self.tensor.is_inference():
+            torch.autograd.graph.increment_version(self.tensor)
+        self.work.finish(source=source)
+
     def _fill(self, envelope: Envelope) -> None:
         tensor, data = self.tensor, envelope.data
-        if data is tensor:
-            if not tensor.is_inference():
-                torch.autograd.graph.increment_version(tensor)
-            return
         if (tensor.numel(), tensor.dtype) != (data.numel(), data.dtype):
             raise MismatchError(
                 f"rank {envelope.source} sent {data.numel()} elements of {data.dtype} (tag "
@@ -101,9 +103,13 @@ class Mailbox:
                 return receive
         return None
 
-    def take(self, receive: PostedReceive) -> None:
-        """Remove a receive that was found: the caller finishes it."""
-        self._posted.remove(receive)
+    def take(self, receive: PostedReceive) -> bool:
+        """Remove a receive: the caller finishes it. False if it is not posted any more."""
+        posted = self._posted
+        if receive not in posted:
+            return False
+        posted.remove(receive)
+        return True
 
     def keep(self, envelope: Envelope) -> None:
         """Keep a message for which none was found."""
@@ -116,14 +122,14 @@ class Mailbox:
         ]
         for receive in failed:
             self._posted.remove(receive)
-            if not receive.work.is_completed():
+            if not receive.work.is_done():
                 receive.work.finish(error)
 
     def fail_all(self, error: DistributedError) -> None:
         """Fail all posted receives."""
         while self._posted:
             receive = self._posted.popleft()
-            if not receive.work.is_completed():
+            if not receive.work.is_done():
                 receive.work.finish(error)
 
     def cancel(self, work: ShmWork) -> bool:

@@ -19,10 +19,11 @@ from gradwire.shm.sync import SEMAPHORE_BYTES, Semaphore
 __all__ = ["RING_BYTES", "SLOTS", "SLOT_BYTES", "Head", "MessageRing"]
 
 SLOTS = 8
-SLOT_BYTES = 128 << 10
+SLOT_BYTES = 256 << 10
 _STAMP, _HEAD = struct.Struct("<q"), struct.Struct("<6q")
 _STAMP_AND_HEAD = _STAMP.size + _HEAD.size
-_HEADS_AT = 4 * SEMAPHORE_BYTES
+_SEMAPHORES = 5
+_HEADS_AT = _SEMAPHORES * SEMAPHORE_BYTES
 _SLOTS_AT = 4096
 RING_BYTES = _SLOTS_AT + SLOTS * SLOT_BYTES
 
@@ -66,14 +67,14 @@ class MessageRing:
     def __init__(self, memory: Tensor, spins: int, *, create: bool) -> None:
         self._memory = memory  # kept mapped
         address = memory.data_ptr()
-        self._filled, self._free, self._listening, self._woken = (
-            Semaphore(ctypes.c_void_p(address + SEMAPHORE_BYTES * i), spins) for i in range(4)
-        )
+        semaphores = [
+            Semaphore(ctypes.c_void_p(address + SEMAPHORE_BYTES * i), spins)
+            for i in range(_SEMAPHORES)
+        ]
+        self._filled, self._free, self._listening, self._woken, self._wanted = semaphores
         if create:
-            for semaphore, value in (
-                *((self._filled, 0), (self._free, SLOTS)),
-                *((self._listening, 0), (self._woken, 0)),
-            ):
+            # wanted: the receiver does not know of the ring before it is woken
+            for semaphore, value in zip(semaphores, (0, SLOTS, 0, 0, 1), strict=True):
                 semaphore.create(value)
         heads = (ctypes.c_ubyte * (SLOTS * _STAMP_AND_HEAD)).from_address(address + _HEADS_AT)
         self._heads = memoryview(heads).cast("B")
@@ -91,7 +92,8 @@ class MessageRing:
         """Fill the acquired slot from memory at `source`.
 
         Returns:
-            Whether the receiver has to be woken, as no thread of it waits at the ring.
+            Whether the receiver has to be woken: it wants what arrives, and no thread of it waits
+            at the ring.
         """
         place = self._turn % SLOTS
         ctypes.memmove(self._slots[place], source, head.nbytes)
@@ -101,6 +103,12 @@ class MessageRing:
         _STAMP.pack_into(self._heads, at, self._turn + 1)
         self._turn += 1
         self._filled.post()
+        if _IN_ORDER and (self._listening.value() or not self._wanted.value()):
+            return False
+        return self.must_wake()
+
+    def must_wake(self) -> bool:
+        """Whether the receiver has to be woken for what the ring holds; the caller does."""
         if _IN_ORDER and (self._listening.value() or self._woken.value()):
             return False
         self._woken.post()
@@ -129,6 +137,15 @@ class MessageRing:
     def taken(self) -> int:
         """How many slots were taken."""
         return self._turn
+
+    def want(self, wanted: bool) -> None:
+        """Whether to be woken for what arrives from here on; else it waits here until it is looked
+        for. What arrived before is found by a `head` after this."""
+        if not wanted:
+            while self._wanted.try_wait():
+                pass
+        elif not self._wanted.value():
+            self._wanted.post()
 
     def listen(self) -> None:
         """From here on a thread of the receiver waits, and need not be woken."""

@@ -168,7 +168,7 @@ class Queue:
 
     def _run(self, until: ShmWork | None = None) -> None:
         """Run submitted jobs up to and including `until`; if that is None, until `close`."""
-        while until is None or not until.is_completed():
+        while until is None or not until.is_done():
             item = self._jobs.get()
             if item is None:
                 self._jobs.put(None)  # for the `_run` further up this thread's stack

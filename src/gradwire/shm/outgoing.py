@@ -23,6 +23,7 @@ from gradwire.shm.header import NUMBERS
 from gradwire.shm.links import Kind, Links, Message
 from gradwire.shm.message_ring import SLOT_BYTES, Head, MessageRing
 from gradwire.shm.sync import Deadline
+from gradwire.shm.tensors import flat_of
 
 __all__ = ["REST", "Outgoing"]
 
@@ -32,6 +33,8 @@ or with the descriptor of memory that holds it."""
 
 _ON_THE_LINK = 16 << 10
 """Up to here data travels in the connection's own message."""
+_GLANCE = 0.001
+"""Seconds without a free slot after which the receiver is woken: one that takes part looks."""
 _PATIENCE = 0.02
 """Seconds without a free slot after which the rest goes over the connection. A receiver that takes
 part frees one in some 20 µs; one whose main thread runs Python may need 5 ms for each. Later
@@ -56,8 +59,8 @@ class Outgoing:
         self._behind = False  # whether the receiver did not empty the ring in time
         self._number = 0
 
-    def send(self, tag: int, flat: Tensor, deadline: Deadline) -> None:
-        """Send a 1-d contiguous tensor; it can be changed once this returns.
+    def send(self, tag: int, tensor: Tensor, deadline: Deadline) -> None:
+        """Send a contiguous tensor; it can be changed once this returns.
 
         Raises:
             PeerLostError: The peer is gone.
@@ -65,11 +68,11 @@ class Outgoing:
             DistributedError: There is no memory for a message that it does not read. As the
                 receiver waits for the message, the ranks lose each other then.
         """
-        kind = tag, NUMBERS[flat.dtype], flat.numel()
+        kind = tag, NUMBERS[tensor.dtype], tensor.numel()
         with self._lock:
-            self._links.check([self._peer])
+            self._links.check((self._peer,))
             if self._amid:  # in a signal's handler
-                self._send(None, kind, flat, deadline)
+                self._send(None, kind, tensor, deadline)
                 return
             self._amid = True
             try:
@@ -77,7 +80,7 @@ class Outgoing:
                     with suppress(NotSupportedError):  # in a handler, amid an allocation
                         self._ring = self._make_ring()
                 ring = self._ring if self._ring_is_usable else None
-                self._send(ring, kind, flat, deadline)
+                self._send(ring, kind, tensor, deadline)
             finally:
                 self._amid = False
 
@@ -85,17 +88,17 @@ class Outgoing:
         self,
         ring: MessageRing | None,
         kind: tuple[int, int, int],
-        flat: Tensor,
+        tensor: Tensor,
         deadline: Deadline,
     ) -> None:
         # no call is between these: a signal's handler runs before or after both, or in the `try`
         number = self._number
         self._number = number + 1
         try:
-            message = Head(number, *kind, 0, flat.nbytes)
-            rest = message if ring is None else self._fill(ring, message, flat, deadline)
+            message = Head(number, *kind, 0, tensor.nbytes)
+            rest = message if ring is None else self._fill(ring, message, tensor, deadline)
             if rest is not None:
-                self._send_rest(rest, flat, deadline)
+                self._send_rest(rest, tensor, deadline)
         except DistributedError as error:
             self._links.part(self._peer, error)
             raise
@@ -104,19 +107,26 @@ class Outgoing:
             # waits for the message; what it has of it already does no harm.
             self._ring_is_usable = False
             try:
-                self._send_rest(Head(number, *kind, 0, flat.nbytes), flat, deadline)
+                self._send_rest(Head(number, *kind, 0, tensor.nbytes), tensor, deadline)
             except BaseException as error:
                 self._links.part(self._peer, error)
                 raise
             raise
 
     def _fill(
-        self, ring: MessageRing, message: Head, flat: Tensor, deadline: Deadline
+        self, ring: MessageRing, message: Head, tensor: Tensor, deadline: Deadline
     ) -> Head | None:
         """Send a message through the ring; returns the rest that had no place in it, if any."""
-        address, total = flat.data_ptr(), flat.nbytes
-        offset = 0
-        while ring.acquire(0 if self._behind else _PATIENCE):
+        address, total = tensor.data_ptr(), message.nbytes
+        offset, glance = 0, 0 if self._behind else _GLANCE
+        while True:
+            if not ring.acquire(glance):
+                glance = 0  # the receiver does not look by itself
+                if ring.must_wake():
+                    self._links.send(self._peer, Message(Kind.WAKE), deadline)
+                if not ring.acquire(0 if self._behind else _PATIENCE):
+                    self._behind = True
+                    return message._replace(offset=offset)
             self._behind = False
             nbytes = min(SLOT_BYTES, total - offset)
             whole = nbytes == total
@@ -126,12 +136,11 @@ class Outgoing:
             offset += nbytes
             if offset == total:
                 return None
-            self._links.check([self._peer])
-        self._behind = True
-        return message._replace(offset=offset)
+            self._links.check((self._peer,))
 
-    def _send_rest(self, rest: Head, flat: Tensor, deadline: Deadline) -> None:
+    def _send_rest(self, rest: Head, tensor: Tensor, deadline: Deadline) -> None:
         """Send what of a message begins at an offset over the connection."""
+        flat = flat_of(tensor)
         content = flat.view(torch.uint8)[rest.offset :] if flat.nbytes else flat
         head = REST.pack(*rest._replace(nbytes=content.nbytes))
         if content.nbytes <= _ON_THE_LINK:

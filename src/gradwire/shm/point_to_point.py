@@ -8,16 +8,18 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 from torch.distributed import Work
 
 from gradwire.errors import ArgumentError
 from gradwire.recorder import ring
 from gradwire.shm.group_base import GroupBase
+from gradwire.shm.header import NUMBERS
 from gradwire.shm.incoming import Incoming
 from gradwire.shm.mailbox import PostedReceive
 from gradwire.shm.sync import Deadline
-from gradwire.shm.tensors import check_results, check_tensors, flat_of, only
+from gradwire.shm.tensors import check_results, check_tensors, flat_of, is_ordinary, only
 from gradwire.shm.work import ShmWork, ended
 
 __all__ = ["PointToPoint"]
@@ -31,10 +33,12 @@ class PointToPoint(GroupBase):
         self._check_usable()
         self._check_peer(dst, "dst")
         _check_tag(tag)
-        check_tensors(tensors)
-        ring.begin_message(self._recorded, "send", tensors, dst, lambda: True)
-        deadline = Deadline(self._timeout.total_seconds())
-        self._outgoing[dst].send(tag, flat_of(only(tensors)), deadline)
+        tensor = data = only(tensors)
+        if not (is_ordinary(tensor) and tensor.dtype in NUMBERS):
+            check_tensors(tensors)
+            data = flat_of(tensor)
+        ring.begin_message(self._recorded, "send", tensor, dst, _ended)
+        self._outgoing[dst].send(tag, data, Deadline(self._seconds))
         return ended(tensors)
 
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> Work:
@@ -51,8 +55,7 @@ class PointToPoint(GroupBase):
         _check_tag(tag)
         check_results(tensors)
         links, mailbox = self._state.links, self._mailbox
-        incoming = None if src is None else self._incoming[src]
-        senders = list(self._incoming.values()) if incoming is None else [incoming]
+        senders = list(self._incoming.values()) if src is None else [self._incoming[src]]
 
         def cancel() -> None:
             with links.lock:
@@ -62,10 +65,11 @@ class PointToPoint(GroupBase):
                     sender.abandon(work)
                 work.wait_until_done()
 
-        work = _ReceiveWork(tensors, self._timeout.total_seconds(), cancel, incoming)
+        work = _ReceiveWork(tensors, self._seconds, cancel, senders, tag)
         done = _is_done(weakref.ref(work))
-        ring.begin_message(self._recorded, "recv", tensors, -1 if src is None else src, done)
-        receive = PostedReceive(src, tag, only(tensors).detach(), work)
+        tensor = only(tensors)
+        ring.begin_message(self._recorded, "recv", tensor, -1 if src is None else src, done)
+        receive = PostedReceive(src, tag, tensor.detach(), work)
         with links.lock:
             envelope = mailbox.post(receive)
         if envelope is not None:
@@ -76,27 +80,69 @@ class PointToPoint(GroupBase):
         elif links.lost:  # which the others have been told of already
             for sender in senders:  # not over `lost`, which the links' thread may add to meanwhile
                 sender.look()
+        if src is None and not work.is_done():
+            work.be_told()
         return work
 
 
+def _ended() -> bool:
+    """What is sent can be changed at once."""
+    return True
+
+
 class _ReceiveWork(ShmWork):
-    """The handle of a receive, whose waiting thread takes the message from the ring itself."""
+    """The handle of a receive; who waits for it, or asks, takes the message from the ring."""
+
+    _told = False  # whether the senders are asked to wake this rank
 
     def __init__(
         self,
         tensors: list[Tensor],
         seconds: float,
         cancel: Callable[[], None],
-        incoming: Incoming | None,
+        senders: list[Incoming],
+        tag: int,
     ) -> None:
         super().__init__(tensors, seconds, cancel, callbacks_in_own_thread=True)
-        self._incoming = incoming
+        self._senders, self._tag = senders, tag
 
     def _wait(self, seconds: float | None) -> bool:
-        if self._incoming is None:
+        if len(self._senders) != 1:
             return super()._wait(seconds)
-        self._incoming.wait(self.is_completed, Deadline(seconds))
-        return self.is_completed()
+        self._senders[0].wait(self, self._tag, Deadline(seconds))
+        return self._done
+
+    def is_completed(self) -> bool:
+        """Whether it is done, with or without an error; looks for what has arrived."""
+        if not self._done:
+            for sender in self._senders:
+                sender.look()
+        return self._done
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        """A future of the tensors."""
+        future = super().get_future()
+        if not self._done:
+            self.be_told()
+        return future
+
+    def be_told(self) -> None:
+        """Be done as soon as the message arrives, though nobody waits or asks."""
+        self._told = True
+        for sender in self._senders:
+            sender.want(self)
+        if self._done:  # meanwhile
+            self._forget()
+
+    def finish(self, error: BaseException | None = None, source: int = -1) -> None:
+        """Mark it as done; `source` is the rank that the tensor came from."""
+        super().finish(error, source)
+        if self._told:
+            self._forget()
+
+    def _forget(self) -> None:
+        for sender in self._senders:
+            sender.unwant(self)
 
 
 def _is_done(reference: weakref.ref[_ReceiveWork]) -> Callable[[], bool]:
@@ -104,7 +150,7 @@ def _is_done(reference: weakref.ref[_ReceiveWork]) -> Callable[[], bool]:
 
     def done() -> bool:
         work = reference()
-        return work is None or work.is_completed()
+        return work is None or work.is_done()
 
     return done
 

@@ -120,11 +120,15 @@ class ShmWork(Work):
 
     def _wait(self, seconds: float | None) -> bool:
         """Wait for so long; whether it is done."""
-        return wait_until(self.is_completed, seconds)
+        return wait_until(self.is_done, seconds)
 
     def synchronize(self) -> None:
         """As `wait`."""
         self.wait()
+
+    def is_done(self) -> bool:
+        """Whether it is done, as far as is known without looking for what has arrived."""
+        return self._done
 
     def is_completed(self) -> bool:
         """Whether it is done, with or without an error."""
@@ -132,7 +136,7 @@ class ShmWork(Work):
 
     def is_success(self) -> bool:
         """Whether it is done without an error."""
-        return self._done and self._error is None
+        return self.is_completed() and self._error is None
 
     def exception(self) -> BaseException | None:
         """Why it failed, if it did."""

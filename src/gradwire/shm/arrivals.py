@@ -1,0 +1,234 @@
+"""Messages from one other rank, put together from its ring and the connection, in their order.
+
+If a receive that matches was posted before, straight into its tensor. Used by one thread at a time,
+but for what says otherwise; see `Incoming`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradwire.errors import CollectiveTimeoutError, DistributedError
+from gradwire.shm import segment
+from gradwire.shm.assembly import Assembly
+from gradwire.shm.header import DTYPES, NUMBERS
+from gradwire.shm.links import Links, Message
+from gradwire.shm.mailbox import Envelope, Mailbox
+from gradwire.shm.message_ring import SLOT_BYTES, Head, MessageRing
+from gradwire.shm.outgoing import REST
+from gradwire.shm.work import ShmWork
+
+__all__ = ["Arrivals"]
+
+_EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+
+class _Rest(NamedTuple):
+    head: Head
+    content: Tensor
+
+
+class Arrivals:
+    """What has arrived from one rank.
+
+    Args:
+        source: The sender.
+        links: This rank's connections.
+        mailbox: Matches messages and receives.
+
+    Attributes:
+        ring: The sender's, once this rank has found it.
+    """
+
+    def __init__(self, source: int, links: Links, mailbox: Mailbox) -> None:
+        self._source, self._links, self._mailbox = source, links, mailbox
+        self.ring: MessageRing | None = None
+        self._rests: dict[int, _Rest] = {}
+        self._expected = 0
+        self._assembly: Assembly | None = None
+        self._ready: Assembly | None = None  # of a message that has not arrived; see `get_ready`
+        self._abandoned: deque[ShmWork] = deque()
+
+    def add_rest(self, message: Message) -> None:
+        """Keep what came over the connection until the ring has brought what is before it; in any
+        thread.
+
+        Raises:
+            DistributedError: It is not what a peer sends.
+        """
+        head = Head(*REST.unpack_from(message.data))
+        _check(head, self._source)
+        if head.message < self._expected:
+            return  # sent again after an interruption
+        data = bytearray(message.data[REST.size :])
+        if message.fd >= 0:
+            content = segment.map_tensor(message.fd)
+        else:
+            content = torch.frombuffer(data, dtype=torch.uint8) if data else _EMPTY
+        if content.nbytes < head.nbytes:
+            raise DistributedError(f"rank {self._source} sent {content.nbytes} bytes for {head}")
+        self._rests[head.message] = _Rest(head, content)
+
+    def abandon(self, work: ShmWork) -> None:
+        """Give a receive up at the next `take_all`; in any thread."""
+        self._abandoned.append(work)
+
+    def is_told(self) -> bool:
+        """Whether there is what this rank was told of, and nobody tells of again."""
+        return bool(self._rests or self._abandoned)
+
+    def take_all(self, enough: Callable[[], bool] = lambda: False) -> None:
+        """Put together what has arrived, until it is enough or there is no more."""
+        # read before the rest: what the sender sent before it was lost still counts
+        lost = self._links.aborted or self._links.lost.get(self._source)
+        try:
+            if self._abandoned:
+                self._detach_abandoned()
+            # rests are taken in any case: they have been told of, and nobody tells of them again
+            while (self._rests and self._take_rest()) or (not enough() and self._take_slot()):
+                pass
+        except DistributedError as error:
+            lost = self._links.lose(self._source, error)
+        except BaseException as error:
+            # no memory, or a signal's handler raised: the next piece may be half taken
+            self._fail(self._links.lose(self._source, error))
+            raise
+        if lost is not None:
+            self._fail(lost)
+
+    def get_ready(self, work: ShmWork, tag: int) -> None:
+        """Work out where a message goes before it arrives, if it is the one that is waited for.
+
+        The first receive that fits stays the first: others are posted after it.
+        """
+        if self._assembly is not None or self._ready is not None:
+            return
+        with self._links.lock:
+            receive = self._mailbox.find(self._source, tag)
+        if receive is None or receive.work is not work:
+            return
+        tensor = receive.tensor
+        piece = min(tensor.nbytes, SLOT_BYTES)
+        head = Head(self._expected, tag, NUMBERS[tensor.dtype], tensor.numel(), 0, piece)
+        ready = Assembly(head)
+        ready.receive = receive
+        if ready.place_in_receive():
+            self._ready = ready
+
+    def forget_ready(self) -> None:
+        """The opposite of `get_ready`."""
+        self._ready = None
+
+    def _take_rest(self) -> bool:
+        wanted = self._expected if self._assembly is None else self._assembly.head.message
+        rest = self._rests.get(wanted)
+        if rest is None or rest.head.offset > (self._assembly.arrived if self._assembly else 0):
+            return False
+        assembly = self._begin(rest.head)
+        if rest.head.offset + rest.head.nbytes != assembly.nbytes:
+            raise DistributedError(f"rank {self._source} sent {rest.head} as a message's rest")
+        target = assembly.address + rest.head.offset
+        ctypes.memmove(target, rest.content.data_ptr(), rest.head.nbytes)
+        del self._rests[wanted]
+        self._arrived(assembly, assembly.nbytes)
+        return True
+
+    def _take_slot(self) -> bool:
+        ring = self.ring
+        head = None if ring is None else ring.head()
+        if ring is None or head is None:
+            return False
+        _check(head, self._source)
+        if head.message < self._expected:  # it came over the connection, after an interruption
+            ring.take(head._replace(nbytes=0), 0)
+            return True
+        if head.message > (self._assembly.head.message if self._assembly else self._expected):
+            return False  # the connection has not brought yet what is before it
+        assembly = self._begin(head)
+        end = head.offset + head.nbytes
+        if end > assembly.nbytes or head.offset > assembly.arrived or head.nbytes > SLOT_BYTES:
+            raise DistributedError(
+                f"rank {self._source} sent a piece outside of its message: {head}"
+            )
+        ring.take(head, assembly.address + head.offset)
+        self._arrived(assembly, end)
+        return True
+
+    def _begin(self, head: Head) -> Assembly:
+        """The message that a piece belongs to."""
+        assembly = self._assembly
+        if assembly is None:
+            ready, self._ready = self._ready, None
+            if ready is not None and ready.head == head and self._claim(ready):
+                return ready
+            assembly = self._assembly = Assembly(head)
+            self._match(assembly)
+        if assembly.data is None:
+            assembly.place()
+        return assembly
+
+    def _claim(self, ready: Assembly) -> bool:
+        """Begin a message that was expected; whether its receive is still posted."""
+        self._assembly = ready  # first, as in `_match`
+        with self._links.lock:
+            posted = ready.receive is not None and self._mailbox.take(ready.receive)
+        if not posted:
+            self._assembly = None
+        return posted
+
+    def _match(self, assembly: Assembly) -> None:
+        """Find a message's receive, which `_fail` finishes wherever this is interrupted."""
+        with self._links.lock:
+            receive = assembly.receive = self._mailbox.find(self._source, assembly.head.tag)
+            if receive is not None:
+                self._mailbox.take(receive)
+
+    def _detach_abandoned(self) -> None:
+        while self._abandoned:
+            work, assembly = self._abandoned.popleft(), self._assembly
+            if assembly and assembly.receive and assembly.receive.work is work:
+                assembly.detach()
+                work.finish(CollectiveTimeoutError("not all of the message arrived in time"))
+
+    def _arrived(self, assembly: Assembly, end: int) -> None:
+        """Note that a message has arrived up to a byte, and complete it if that is its end."""
+        assembly.arrived = max(assembly.arrived, end)
+        if assembly.arrived < assembly.nbytes or assembly.data is None:
+            return
+        receive = assembly.receive
+        if receive is not None and assembly.data is receive.tensor:
+            receive.complete_in_place(self._source)
+        else:
+            self._hand_over(assembly, Envelope(self._source, assembly.head.tag, assembly.data))
+        self._assembly, self._expected = None, assembly.head.message + 1
+
+    def _hand_over(self, assembly: Assembly, envelope: Envelope) -> None:
+        if assembly.receive is None:
+            with self._links.lock:
+                self._match(assembly)
+                if assembly.receive is None:
+                    self._mailbox.keep(envelope)
+        if assembly.receive is not None:
+            assembly.receive.complete(envelope)
+
+    def _fail(self, error: DistributedError) -> None:
+        """Fail the receives that the lost sender will not fill."""
+        assembly, self._assembly = self._assembly, None
+        receive = None if assembly is None else assembly.receive
+        if receive is not None and not receive.work.is_done():
+            receive.work.finish(error)
+        with self._links.lock:
+            self._mailbox.fail(self._source, error, others_left=not self._links.all_lost())
+
+
+def _check(head: Head, source: int) -> None:
+    """Raise unless the numbers, which a peer wrote, are those of a message's piece."""
+    message, _, dtype, elements, offset, nbytes = head
+    if message < 0 or elements < 0 or offset < 0 or nbytes < 0 or not 0 <= dtype < len(DTYPES):
+        raise DistributedError(f"rank {source} sent a piece of a message that cannot be: {head}")
