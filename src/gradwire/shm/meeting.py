@@ -72,8 +72,11 @@ class Meeting:
             raise
         self._semaphores, self._headers = segment.semaphores, segment.headers
         self._compared = [[compared(header) for header in half] for half in segment.headers]
+        self._all_meet = self._semaphores.barrier(self._others, self._check_peers)
         self._inline = segment.inline
         self._parity = self._mark = 0
+        # this rank's headers, of the even and the odd collectives, if they were prepared
+        self._shown: list[bytes | None] = [None, None]
         self._views: dict[tuple[int, torch.dtype, int], list[Tensor]] = {}
 
     def begin(self, mark: int, seconds: float) -> None:
@@ -100,6 +103,7 @@ class Meeting:
         self._next(call.kind)
         if inline:
             self._write_inline(call.dtype, inline)
+        self._shown[self._parity] = None
         write(self._headers[self._parity][self.rank], call, location, self._mark)
         self._mark = 0
         self._meet(tables=bool(call.sends))
@@ -123,18 +127,25 @@ class Meeting:
             ]
         own = [half[rank][: len(header)] for half in self._headers]
         data = [_memory_of(half[rank]) for half in halves]
+        meet, parts, size, shown = self._all_meet, self._compared, self.size, self._shown
 
         def announce(tensor: Tensor) -> list[Tensor]:
             self._next(call.kind)
             parity = self._parity
             # two thirds of the time that torch's `copy_` takes
             data[parity][:] = ctypes.string_at(tensor.data_ptr(), nbytes)
-            buffer = own[parity]
-            buffer[:] = header
-            if self._mark:
-                write_mark(buffer, self._mark)
-                self._mark = 0
-            self._meet(tables=False)
+            if shown[parity] is not header or self._mark:
+                # else it stays in the caches of those who read it
+                buffer, shown[parity] = own[parity], None
+                buffer[:] = header
+                if self._mark:
+                    write_mark(buffer, self._mark)
+                    self._mark = 0
+                else:
+                    shown[parity] = header
+            meet()
+            if parts[parity].count(parts[parity][rank]) != size:
+                check_consistent(self._headers[parity], rank, tables=False)
             return halves[parity]
 
         return announce
@@ -178,10 +189,11 @@ class Meeting:
             partners: The ranks that this one waits for, each of which waits for this one; all
                 others if None. Where few ranks need each other, the rest need no core for it.
         """
-        semaphores = self._semaphores
-        peers = self._others if partners is None else partners
-        semaphores.post(peers)
-        semaphores.wait(peers, self._check_peers)
+        if partners is None:
+            self._all_meet()
+            return
+        self._semaphores.post(partners)
+        self._semaphores.wait(partners, self._check_peers)
 
     def take_waits(self) -> dict[int, int] | None:
         """For how many ns this rank has waited for each other, since the last call; or None."""

@@ -69,8 +69,10 @@ class Queue:
             BrokenGroupError, NotSupportedError: As of `submit`.
         """
         with self._order:
-            self._check_open()
-            if self._pending or self._inline_in or self._held is not None or self._is_threads():
+            if self._closed or self._inline_in:
+                self._check_open()
+                return False
+            if self._pending or self._held is not None or self._is_threads():
                 return False
             self._enter()
         return True
@@ -93,8 +95,10 @@ class Queue:
             BrokenGroupError, NotSupportedError: As of `submit`.
         """
         with self._order:
-            self._check_open()
-            if self._pending or self._inline_in or self._held is not None:
+            if self._closed or self._inline_in:
+                self._check_open()
+                return False
+            if self._pending or self._held is not None:
                 return False
             self._held = prepared
         return True

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, Work
@@ -27,10 +30,15 @@ class PersistentAllReduce:
     def __init__(
         self, tensor: Tensor, op: ReduceOp.RedOpType, group: ProcessGroup, member: Operations | None
     ) -> None:
-        self._tensor, self._op, self._group, self._member = tensor, op, group, member
-        self._prepared = (
-            None if member is None else member.prepare_all_reduce(tensor, number_of(op))
-        )
+        self._tensor, self._op, self._group = tensor, op, group
+        self._begin: Callable[[], None] = self._by_work
+        self._end: Callable[[], None] = self._wait_for_work
+        if member is not None:
+            prepared = member.prepare_all_reduce(tensor, number_of(op))
+            self._begin, self._end = (
+                partial(member.start, prepared),
+                partial(member.finish, prepared),
+            )
         self._work: Work | None = None
         self._started = False
 
@@ -43,10 +51,7 @@ class PersistentAllReduce:
         if self._started:
             raise DistributedError("the all_reduce was started already: call wait() first")
         self._started = True
-        if self._member is None or self._prepared is None:
-            self._work = dist.all_reduce(self._tensor, self._op, self._group, async_op=True)
-        else:
-            self._member.start(self._prepared)
+        self._begin()
 
     def wait(self) -> None:
         """Wait until the tensor holds the reduction.
@@ -57,9 +62,13 @@ class PersistentAllReduce:
         if not self._started:
             raise DistributedError("the all_reduce was not started: call start() first")
         self._started = False
-        if self._member is not None and self._prepared is not None:
-            self._member.finish(self._prepared)
-        elif self._work is not None:
+        self._end()
+
+    def _by_work(self) -> None:
+        self._work = dist.all_reduce(self._tensor, self._op, self._group, async_op=True)
+
+    def _wait_for_work(self) -> None:
+        if self._work is not None:
             self._work.wait()
 
     def __repr__(self) -> str:

@@ -215,6 +215,26 @@ class Semaphores:
             else:
                 self._wait_long(peer, peers[i:], poll)
 
+    def barrier(
+        self, peers: Sequence[int], poll: Callable[[Sequence[int]], None]
+    ) -> Callable[[], None]:
+        """`post` and `wait` in one function, for what is called again and again."""
+        post, attempt, glances = self._post, self._try, range(self._glances)
+        to = [self._to_at[peer] for peer in peers]
+        places = [(i, self._from_at[peer]) for i, peer in enumerate(peers)]
+
+        def meet() -> None:
+            for at in to:
+                post(at)
+            for i, at in places:
+                for _ in glances:
+                    if attempt(at) == 0:
+                        break
+                else:
+                    self._wait_long(peers[i], peers[i:], poll)
+
+        return meet
+
     def _wait_long(
         self, peer: int, missing: Sequence[int], poll: Callable[[Sequence[int]], None]
     ) -> None:
