@@ -23,11 +23,11 @@ from gradwire.errors import (
 from gradwire.shm.algorithms import Algorithms, InSharedMemory
 from gradwire.shm.group_state import GroupState
 from gradwire.shm.incoming import Incoming
+from gradwire.shm.known_calls import KnownCalls
 from gradwire.shm.links import Kind, Message
 from gradwire.shm.mailbox import Mailbox
 from gradwire.shm.operation_queue import Queue
 from gradwire.shm.outgoing import Outgoing
-from gradwire.shm.short import Shorts
 from gradwire.shm.submission import Submission
 from gradwire.shm.sync import Deadline
 
@@ -40,7 +40,7 @@ _GROUPS: WeakSet[GroupBase] = WeakSet()
 class GroupBase(Submission):
     """One rank of a group, without its operations; usable after `_join`."""
 
-    _shorts: Shorts | None = None  # none where ranks share no memory
+    _known: KnownCalls | None = None  # none where ranks share no memory
 
     def __init__(self, timeout: timedelta) -> None:
         super().__init__(timeout)
@@ -55,7 +55,7 @@ class GroupBase(Submission):
         state = GroupState(rank, size, peers, self._deliver, self._on_lost, deadline)
         self._state, links = state, state.links
         self._algorithms: Algorithms = InSharedMemory(state)
-        self._shorts = Shorts(state)
+        self._known = KnownCalls(state)
         for peer in peers:
             find, make = partial(state.find_ring, peer), partial(state.make_ring, peer)
             self._incoming[peer] = Incoming(peer, links, self._mailbox, find)
@@ -96,8 +96,8 @@ class GroupBase(Submission):
     def _release(self) -> None:
         self._leaving = False
         self._queue.close()
-        if self._shorts is not None:
-            self._shorts.clear()
+        if self._known is not None:
+            self._known.clear()
         self._state.close()
         links, error = self._state.links, BrokenGroupError(self._closed)
         links.aborted = links.aborted or error

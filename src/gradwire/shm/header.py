@@ -19,6 +19,7 @@ from gradwire.errors import CheckedMismatchError, MismatchError
 __all__ = [
     "DTYPES",
     "INLINE",
+    "LOCATION_BYTES",
     "NUMBERS",
     "PRIVATE",
     "Call",
@@ -30,12 +31,17 @@ __all__ = [
     "packed",
     "read",
     "write",
+    "write_location",
     "write_mark",
 ]
 
 _FIXED = struct.Struct("<10q")
 _COMPARED = 7 * 8  # bytes that must be equal: six numbers that describe the call, and its mark
 _MARK = 6 * 8
+_LOCATION = struct.Struct("<2q")
+_LOCATION_AT = _FIXED.size - _LOCATION.size
+LOCATION_BYTES = _LOCATION.size
+"""Of where a rank's data lies, at the end of a header without tables."""
 
 DTYPES: tuple[torch.dtype, ...] = tuple(
     getattr(torch, name)
@@ -116,6 +122,11 @@ def packed(call: Call, location: Location) -> bytes:
     return _FIXED.pack(*_fixed(call, location, 0))
 
 
+def write_location(buffer: memoryview, location: Location) -> None:
+    """Put into a header where the data lies."""
+    _LOCATION.pack_into(buffer, _LOCATION_AT, *location)
+
+
 def write_mark(buffer: memoryview, mark: int) -> None:
     """Put a call's mark into a header."""
     struct.pack_into("<q", buffer, _MARK, mark)
@@ -146,7 +157,7 @@ def read(buffer: memoryview) -> tuple[Call, Location]:
 
 def location_of(buffer: memoryview) -> Location:
     """The location in a header; faster than `read`."""
-    return Location(*struct.unpack_from("<2q", buffer, _COMPARED + 8))
+    return Location._make(_LOCATION.unpack_from(buffer, _LOCATION_AT))
 
 
 def compared(header: memoryview) -> memoryview:

@@ -17,6 +17,7 @@ from gradwire.errors import CollectiveTimeoutError
 from gradwire.shm.group_segment import INLINE_BYTES, form
 from gradwire.shm.header import (
     INLINE,
+    LOCATION_BYTES,
     Call,
     Location,
     check_consistent,
@@ -25,6 +26,7 @@ from gradwire.shm.header import (
     packed,
     read,
     write,
+    write_location,
     write_mark,
 )
 from gradwire.shm.links import Links, Receive
@@ -147,6 +149,27 @@ class Meeting:
             if parts[parity].count(parts[parity][rank]) != size:
                 check_consistent(self._headers[parity], rank, tables=False)
             return halves[parity]
+
+        return announce
+
+    def announcing(self, call: Call) -> Callable[[Location], None]:
+        """`announce` of a call without tables or data beside its header, again and again.
+
+        Returns:
+            The function: it is given the location.
+        """
+        start, rank = packed(call, Location(INLINE))[:-LOCATION_BYTES], self.rank
+        own = [half[rank] for half in self._headers]
+
+        def announce(location: Location) -> None:
+            self._next(call.kind)
+            buffer, self._shown[self._parity] = own[self._parity], None
+            buffer[: len(start)] = start
+            write_location(buffer, location)
+            if self._mark:
+                write_mark(buffer, self._mark)
+                self._mark = 0
+            self._meet(tables=False)
 
         return announce
 

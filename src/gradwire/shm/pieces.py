@@ -46,9 +46,9 @@ def location_for(
         sends: Whether others read it at all.
     """
     location = Location(PRIVATE) if base is None else state.locate(base)
-    nbytes = sum(block.nbytes for block in blocks)
     if location.region != PRIVATE:
         return location
+    nbytes = sum(block.nbytes for block in blocks)
     if nbytes > UPFRONT_BYTES or not sends:
         return state.staged_location(nbytes, sends=sends)
     location, target = state.upfront(blocks[0].dtype)

@@ -8,7 +8,8 @@ reduced by one rank alone and in the order of the ranks: all ranks get the same 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from torch import Tensor
 
@@ -29,7 +30,7 @@ from gradwire.shm.pieces import (
 from gradwire.shm.regions import UPFRONT
 from gradwire.shm.tensors import overwrites
 
-__all__ = ["reduce", "reduce_scatter"]
+__all__ = ["reduce", "reduce_long", "reduce_scatter"]
 
 
 def reduce(state: GroupState, call: Call, flat: Tensor) -> None:
@@ -40,18 +41,24 @@ def reduce(state: GroupState, call: Call, flat: Tensor) -> None:
         call: all_reduce, or reduce with its root.
         flat: 1-d and contiguous; other ranks than the root keep their values.
     """
-    gets_result = call.root in (-1, state.rank)
-    if flat.nbytes <= INLINE_BYTES:
-        state.announce(call, Location(INLINE), [flat])
-        if gets_result:
-            reduce_into(flat, state.all_inline(flat.dtype, flat.numel()), call.op)
+    if flat.nbytes > INLINE_BYTES:
+        reduce_long(state, call, flat, partial(state.announce, call))
         return
-    own = share(flat.numel(), state.rank, state.size)
-    state.announce(call, location_for(state, [flat], flat, own))
+    state.announce(call, Location(INLINE), [flat])
+    if call.root in (-1, state.rank):
+        reduce_into(flat, state.all_inline(flat.dtype, flat.numel()), call.op)
+
+
+def reduce_long(
+    state: GroupState, call: Call, flat: Tensor, announce: Callable[[Location], None]
+) -> None:
+    """`reduce` of what does not travel with the header; `announce` is given where it lies."""
+    announce(location_for(state, [flat], flat, share(flat.numel(), state.rank, state.size)))
     locations = state.locations()
-    if any(location.region == PRIVATE for location in locations):
-        _reduce_through_slots(state, call, flat, gets_result=gets_result)
-    elif any(location.region == UPFRONT for location in locations):
+    first = min(location.region for location in locations)  # PRIVATE < UPFRONT < users' regions
+    if first == PRIVATE:
+        _reduce_through_slots(state, call, flat, gets_result=call.root in (-1, state.rank))
+    elif first == UPFRONT:
         _reduce_and_fetch(state, call, locations, flat)
     else:
         _reduce_in_place(state, call, locations, flat)

@@ -23,8 +23,8 @@ from gradwire.shm.arithmetic import SUM, check_reduction, number_of
 from gradwire.shm.group_base import GroupBase
 from gradwire.shm.group_segment import INLINE_BYTES
 from gradwire.shm.header import NUMBERS, Call
+from gradwire.shm.known_calls import KnownCall
 from gradwire.shm.operation_queue import Prepared
-from gradwire.shm.short import Short
 from gradwire.shm.tensors import (
     check_results,
     check_sparse,
@@ -49,34 +49,33 @@ class Reductions(GroupBase):
         """Every rank's tensors become the reduction over all ranks; a sparse one the sum."""
         opts = opts or AllreduceOptions()
         if len(tensors) == 1 and is_ordinary(tensors[0]):
-            short = self._short_for(tensors[0], number_of(opts.reduceOp.op))
-            if short is not None:
-                return self._submit_short(short, tensors, opts)
+            known = self._known_for(tensors[0], number_of(opts.reduceOp.op))
+            if known is not None:
+                return self._submit_known(known, tensors, opts)
         if tensors and getattr(tensors[0], "layout", None) is torch.sparse_coo:
             return self.allreduce_sparse(tensors, opts)
         return self._reduce("all_reduce", tensors, opts)
 
-    def _short_for(self, tensor: Tensor, op: int) -> Short | None:
-        """What all_reduces an ordinary tensor, if it is short and not the first of its kind."""
-        if self._shorts is None or tensor.dtype not in NUMBERS:
+    def _known_for(self, tensor: Tensor, op: int) -> KnownCall | None:
+        """What all_reduces an ordinary tensor, if it is not the first of its kind."""
+        if self._known is None or tensor.dtype not in NUMBERS:
             return None
         key = tensor.shape, tensor.dtype, op
-        short = self._shorts.get(key)
-        if short is None:
+        known = self._known.get(key)
+        if known is None:
             check_reduction(op, tensor.dtype)
-            short = self._shorts.meet(key)
-        return short
+            known = self._known.meet(key)
+        return known
 
     def prepare_all_reduce(self, tensor: Tensor, op: int) -> Prepared:
         """Prepare an all_reduce of a contiguous tensor that `start` and `finish` run."""
         flat = tensor.detach().view(-1)
-        if self._shorts is not None and is_ordinary(flat):
-            short = self._shorts.make((flat.shape, flat.dtype, op))
-            if short is not None:
-                return self.prepare(partial(short, flat), [tensor], short=True)
+        known = None
+        if self._known is not None and is_ordinary(flat):
+            known = self._known.make((flat.shape, flat.dtype, op))
         call = Call("all_reduce", flat.dtype, flat.numel(), op)
-        job = partial(self._algorithms.reduce, call, flat)
-        return self.prepare(job, [tensor], short=flat.nbytes <= INLINE_BYTES)
+        job = partial(self._algorithms.reduce, call) if known is None else known
+        return self.prepare(partial(job, flat), [tensor], short=flat.nbytes <= INLINE_BYTES)
 
     def allreduce_sparse(self, tensors: list[Tensor], opts: Any = None) -> Work:
         """Every rank's sparse COO tensor becomes the sum over all ranks, coalesced.

@@ -23,8 +23,8 @@ from torch.distributed import Work
 from gradwire.errors import BrokenGroupError, MismatchError
 from gradwire.recorder import ENDED, STARTED, WAITS, Entry, RecordedGroup, failed, ring
 from gradwire.shm.group_state import GroupState
+from gradwire.shm.known_calls import KnownCall
 from gradwire.shm.operation_queue import Job, Prepared, Queue
-from gradwire.shm.short import Short
 from gradwire.shm.tensors import flat_of, write_all_back
 from gradwire.shm.work import ShmWork, ended
 
@@ -109,16 +109,16 @@ class Submission:
             job = partial(_in_inference_mode, job)
         return self._run_or_queue(job, tensors, opts, observed, entry)
 
-    def _submit_short(self, short: Short, tensors: Sequence[Tensor], opts: Any) -> Work:
+    def _submit_known(self, known: KnownCall, tensors: Sequence[Tensor], opts: Any) -> Work:
         """`_submit` for what is prepared for a kind of tensors."""
         self._check_usable()
         self._submitted += 1
-        entry = self._record_again(short, tensors, "a short all_reduce")
+        entry = self._record_again(known, tensors, "a known all_reduce")
         observed = ("allreduce_", 0, (tensors,))
-        return self._run_or_queue(partial(short, tensors[0]), tensors, opts, observed, entry)
+        return self._run_or_queue(partial(known, tensors[0]), tensors, opts, observed, entry)
 
     def _record_again(
-        self, prepared: Short | Prepared, tensors: Sequence[Tensor], call: str
+        self, prepared: KnownCall | Prepared, tensors: Sequence[Tensor], call: str
     ) -> Entry | None:
         if prepared.like is not None:
             return ring.begin_again(prepared.like, self._submitted, call)

@@ -43,7 +43,7 @@ def prepared_beside_ordinary():
             dist.all_reduce(gaps, op)
             assert str(x.tolist()) == str(gaps.tolist()), (shape, dtype, op)
         assert x._version >= version + 3 or not x.numel()
-    assert member_of(dist.group.WORLD)._shorts._of
+    assert member_of(dist.group.WORLD)._known._of
 
 
 @pytest.mark.narrow({"world": 2})
@@ -56,15 +56,15 @@ def after_one_another():
     group = member_of(dist.group.WORLD)
     most = INLINE_BYTES // 4
     for _ in range(2):
-        assert not any(group._shorts._of.values())
-        for count in (1, most, most + 1):  # the last is too long
+        assert not any(group._known._of.values())
+        for count in (0, 1, most, most + 1):  # the last does not travel with the header
             dist.all_reduce(torch.ones(count))
-    assert [short is not None for short in group._shorts._of.values()] == [True, True]
+    assert [known is not None for known in group._known._of.values()] == [False, True, True, True]
     for count in range(1, 300):
         x = torch.ones(count)
         dist.all_reduce(x)
         assert x.eq(2).all()
-    assert len(group._shorts._of) <= 256
+    assert len(group._known._of) <= 256
     with pytest.raises(MismatchError, match="number of elements"):
         dist.all_reduce(torch.ones(3 + dist.get_rank()))
     with pytest.raises(MismatchError, match="different collectives"):
@@ -82,7 +82,7 @@ def after_one_another():
     assert [number.item() for number in numbers] == [2, 4, 6, 8, 10]
     assert y.item() == 2
     dist.destroy_process_group()
-    assert not group._shorts._of
+    assert not group._known._of
 
 
 def test_kinds_are_kept_up_to_a_number_and_errors_are_those_of_others():

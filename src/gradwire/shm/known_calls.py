@@ -1,7 +1,8 @@
-"""An all_reduce of short data in one tensor, prepared once for all tensors of its kind.
+"""An all_reduce of one tensor, prepared once for all tensors of its kind.
 
-What an ordinary call works out again each time (checks, header, views of shared memory, how the op
-is computed) takes longer than the exchange.
+What an ordinary call works out again each time (checks, header, for short data also views of shared
+memory and how the op is computed) takes longer than the exchange of short data, and as long as that
+of 1 MiB.
 """
 
 from __future__ import annotations
@@ -16,16 +17,17 @@ from gradwire.shm.arithmetic import reducer
 from gradwire.shm.group_segment import INLINE_BYTES
 from gradwire.shm.group_state import GroupState
 from gradwire.shm.header import Call
+from gradwire.shm.reduce_algorithms import reduce_long
 
-__all__ = ["Key", "Short", "Shorts"]
+__all__ = ["Key", "KnownCall", "KnownCalls"]
 
 Key = tuple[torch.Size, torch.dtype, int]
 """Of a kind of calls: the tensor's shape and dtype, the reduce op's number."""
 _KEPT = 256
 
 
-class Short:
-    """An all_reduce of ordinary tensors of one shape and dtype.
+class _Short:
+    """An all_reduce of ordinary tensors of one shape and dtype, whose data travels with the header.
 
     Args:
         state: This rank's state of the group.
@@ -49,7 +51,34 @@ class Short:
         self._reduce(tensor, self._announce(tensor))
 
 
-class Shorts:
+class _Long:
+    """An all_reduce of ordinary tensors of one shape and dtype, which are longer.
+
+    Args:
+        state: This rank's state of the group.
+        key: Its kind; more than `INLINE_BYTES`.
+
+    Attributes:
+        like: The recorder's entry of an earlier call.
+    """
+
+    __slots__ = ("_announce", "_call", "_state", "like")
+
+    def __init__(self, state: GroupState, key: Key) -> None:
+        shape, dtype, op = key
+        self._state, self._call = state, Call("all_reduce", dtype, shape.numel(), op)
+        self._announce = state.announcing(self._call)
+        self.like: Entry | None = None
+
+    def __call__(self, tensor: Tensor) -> None:
+        """Reduce a tensor, as a job of the group."""
+        reduce_long(self._state, self._call, tensor.view(-1), self._announce)
+
+
+KnownCall = _Short | _Long
+
+
+class KnownCalls:
     """The kinds of calls that a group has prepared: those that it was called for twice.
 
     Preparing takes as long as some calls do, which those of ever other sizes would not get back.
@@ -60,26 +89,26 @@ class Shorts:
 
     def __init__(self, state: GroupState) -> None:
         self._state = state
-        self._of: dict[Key, Short | None] = {}
+        self._of: dict[Key, KnownCall | None] = {}
         self.get = self._of.get
 
-    def meet(self, key: Key) -> Short | None:
+    def meet(self, key: Key) -> KnownCall | None:
         """Prepare a kind of calls that is not yet, if this is not the first of them."""
         if key in self._of:
             return self.make(key)
-        if _is_short(key):
-            self._keep(key, None)
+        self._keep(key, None)
         return None
 
-    def make(self, key: Key) -> Short | None:
-        """Prepare a kind of calls, if its data is short."""
-        if not _is_short(key):
+    def make(self, key: Key) -> KnownCall | None:
+        """Prepare a kind of calls, unless they have no data."""
+        nbytes = _nbytes(key)
+        if not nbytes:
             return None
-        made = Short(self._state, key)
+        made = _Short(self._state, key) if nbytes <= INLINE_BYTES else _Long(self._state, key)
         self._keep(key, made)
         return made
 
-    def _keep(self, key: Key, made: Short | None) -> None:
+    def _keep(self, key: Key, made: KnownCall | None) -> None:
         if len(self._of) >= _KEPT:
             self._of.clear()
         self._of[key] = made
@@ -89,5 +118,5 @@ class Shorts:
         self._of.clear()
 
 
-def _is_short(key: Key) -> bool:
-    return 0 < key[0].numel() * key[1].itemsize <= INLINE_BYTES
+def _nbytes(key: Key) -> int:
+    return key[0].numel() * key[1].itemsize
