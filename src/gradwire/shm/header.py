@@ -165,7 +165,7 @@ def compared(header: memoryview) -> memoryview:
     return header[:_COMPARED]
 
 
-def check_consistent(headers: Sequence[memoryview], rank: int, *, tables: bool) -> None:
+def check_consistent(headers: Sequence[memoryview], rank: int, *, tables: bool) -> Sequence[Call]:
     """Raise unless all ranks call the same collective with matching arguments.
 
     Marks are compared only if all calls have one.
@@ -174,6 +174,9 @@ def check_consistent(headers: Sequence[memoryview], rank: int, *, tables: bool) 
         headers: Of all ranks.
         rank: This rank.
         tables: Whether its call has tables of block sizes.
+
+    Returns:
+        All ranks' calls, if they have tables.
 
     Raises:
         CheckedMismatchError: They do not, and all have marks whose lowest bit is set.
@@ -187,8 +190,7 @@ def check_consistent(headers: Sequence[memoryview], rank: int, *, tables: bool) 
             error = _mismatch([read(header)[0] for header in headers])
             checked = CheckedMismatchError(str(error), error.values)
             raise checked if all(mark & 1 for mark in marks) else error
-    if tables:
-        _check_tables([read(header)[0] for header in headers])
+    return _checked_tables(headers) if tables else ()
 
 
 def _mark_of(header: memoryview) -> int:
@@ -217,10 +219,15 @@ def _mismatch(calls: Sequence[Call]) -> MismatchError:
     )
 
 
-def _check_tables(calls: Sequence[Call]) -> None:
+def _checked_tables(headers: Sequence[memoryview]) -> Sequence[Call]:
+    calls = [read(header)[0] for header in headers]
     expected_of = zip(*(call.receives for call in calls), strict=True)
-    if all(call.sends == got for call, got in zip(calls, expected_of, strict=True)):
-        return
+    if not all(call.sends == got for call, got in zip(calls, expected_of, strict=True)):
+        _raise_for_tables(calls)
+    return calls
+
+
+def _raise_for_tables(calls: Sequence[Call]) -> None:
     for source, call in enumerate(calls):
         for target, count in enumerate(call.sends):
             expected = calls[target].receives[source]

@@ -24,7 +24,6 @@ from gradwire.shm.header import (
     compared,
     location_of,
     packed,
-    read,
     write,
     write_location,
     write_mark,
@@ -76,6 +75,7 @@ class Meeting:
         self._compared = [[compared(header) for header in half] for half in segment.headers]
         self._all_meet = self._semaphores.barrier(self._others, self._check_peers)
         self._inline = segment.inline
+        self._calls: Sequence[Call] = ()
         self._parity = self._mark = 0
         # this rank's headers, of the even and the odd collectives, if they were prepared
         self._shown: list[bytes | None] = [None, None]
@@ -186,7 +186,7 @@ class Meeting:
         # less than 1 µs, and any mismatch is the same error on all ranks, before data moves
         parts = self._compared[self._parity]
         if tables or parts.count(parts[self.rank]) != self.size:
-            check_consistent(self._headers[self._parity], self.rank, tables=tables)
+            self._calls = check_consistent(self._headers[self._parity], self.rank, tables=tables)
 
     def _write_inline(self, dtype: torch.dtype, blocks: Sequence[Tensor]) -> None:
         if len(blocks) == 1:
@@ -201,9 +201,9 @@ class Meeting:
         """Where each rank's data lies, as announced."""
         return [location_of(header) for header in self._headers[self._parity]]
 
-    def calls(self) -> list[Call]:
-        """What each rank called, as announced."""
-        return [read(header)[0] for header in self._headers[self._parity]]
+    def calls(self) -> Sequence[Call]:
+        """What each rank called, as announced; of calls with tables."""
+        return self._calls
 
     def sync(self, partners: Sequence[int] | None = None) -> None:
         """A barrier: what any rank wrote before it can be read by all ranks after it.
