@@ -55,7 +55,7 @@ def read_dumps(directory: Path, prefix: str | None = None) -> Dumps:
             damaged[rank] = error
     if not records:
         raise next(iter(damaged.values()))
-    dumps = _dumps(directory, records)
+    dumps = _dumps(records, directory)
     dumps.damaged = sorted(damaged)
     return dumps
 
@@ -64,7 +64,7 @@ def _checked(path: Path, rank: int) -> dict[str, Any]:
     """A dump that can be read alone: one that was cut off must not hide the others."""
     record = load(path)
     try:
-        _dumps(path.parent / "none", {rank: record})
+        _dumps({rank: record})
     except (AttributeError, KeyError, TypeError, ValueError, IndexError, SyntaxError) as error:
         raise ArgumentError(
             f"{path} is not in torch's format: {type(error).__name__}: {error}"
@@ -81,14 +81,15 @@ def _files(directory: Path, prefix: str | None) -> dict[int, Path]:
     return max(found.values(), key=len, default={})
 
 
-def _dumps(directory: Path, records: Mapping[int, dict[str, Any]]) -> Dumps:
+def _dumps(records: Mapping[int, dict[str, Any]], directory: Path | None = None) -> Dumps:
+    """What ranks wrote, and the launchers, if there is a directory of it."""
     groups, descriptions = _groups(records)
     extras = [record.get("gradwire", {}) for record in records.values()]
     sizes = [extra.get("world_size") or 0 for extra in extras]
     in_groups = {rank for ranks in groups.values() for rank in ranks}
     exits, (crashes, nameless) = _exits(directory), _crashes(directory)
     world = {*range(min(max(sizes, default=0), _MOST_RANKS)), *in_groups, *records, *exits}
-    silent = [r for r in world - records.keys() if not (directory / f"process-{r}.json").exists()]
+    silent = [r for r in world - records.keys() if not _files_of(directory, f"process-{r}.json")]
     if len(silent) == len(nameless) == 1:  # the only one that can have crashed before it had a rank
         crashes[silent[0]] = nameless[0]
     messages = [
@@ -197,11 +198,15 @@ def _event(event: Mapping[str, Any], wall: int) -> Event:
     )
 
 
-def _exits(directory: Path) -> dict[int, Exit]:
+def _files_of(directory: Path | None, pattern: str) -> list[Path]:
+    return [] if directory is None else list(directory.glob(pattern))
+
+
+def _exits(directory: Path | None) -> dict[int, Exit]:
     """What launchers wrote, one file for each host."""
     return {
         int(rank): Exit(int(e["code"]), int(e["time"]), bool(e.get("oom_killed")))
-        for path in directory.glob("exits-*.json")
+        for path in _files_of(directory, "exits-*.json")
         for rank, e in _json(path).items()
     }
 
@@ -215,11 +220,11 @@ def _json(path: Path) -> dict[str, Any]:
         return {}
 
 
-def _crashes(directory: Path) -> tuple[dict[int, Crash], list[Crash]]:
+def _crashes(directory: Path | None) -> tuple[dict[int, Crash], list[Crash]]:
     """What faulthandler wrote, by rank, and of processes that had none yet."""
     found: dict[int, Crash] = {}
     nameless = []
-    for path in directory.glob("crash-*.txt"):
+    for path in _files_of(directory, "crash-*.txt"):
         number = path.stem.partition("-")[2]
         text = path.read_text(errors="replace")
         if not text.strip():
