@@ -57,6 +57,7 @@ class Case:
 
 CASES = [
     Case("all_reduce, 4 KiB", 4 << 10),
+    Case("all_reduce, 64 KiB", 64 << 10),
     Case("all_reduce, 1 MiB", 1 << 20),
     Case("all_reduce, 25 MiB", 25 << 20),
     Case("all_reduce, 100 MiB", 100 << 20),
