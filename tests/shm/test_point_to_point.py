@@ -382,6 +382,39 @@ def test_a_sender_that_dies_amid_a_message():
     assert on_ranks(dies_amid_a_message, may_die=[1])[0] == [0, 1, 2, 3, 4]
 
 
+def leaves_after_messages():
+    """The one that is waited for comes with the sender's end; the one after it counts, too."""
+    group, store = dist.new_group(backend="shm"), store_of_the_group()
+    if dist.get_rank() == 1:
+        dist.send(torch.zeros(1), 0, group=group)
+        store.wait(["waits"], timedelta(seconds=20))
+        for tag in (1, 2):
+            dist.send(torch.full((1,), float(tag)), 0, group=group, tag=tag)
+        member_of(group).shutdown()
+        return []
+    dist.recv(torch.zeros(1), 1, group=group)
+    links, wait = member_of(group)._state.links, MessageRing.wait
+
+    def late(ring, seconds):
+        store.set("waits", "")
+        wait(ring, seconds)
+        while 1 not in links.lost:
+            time.sleep(0.001)
+
+    first, second = torch.zeros(1), torch.zeros(1)
+    works = [dist.irecv(first, 1, group=group, tag=1), dist.irecv(second, 1, group=group, tag=2)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MessageRing, "wait", late)
+        works[0].wait()
+    works[1].wait()
+    return [first.item(), second.item()]
+
+
+@pytest.mark.wide
+def test_all_that_a_sender_sent_before_it_left_arrives():
+    assert on_ranks(leaves_after_messages)[0] == [1, 2]
+
+
 def times_out_amid_a_message():
     """Another receive gets the message: nothing writes to the first one's tensor any more."""
     store = store_of_the_group()

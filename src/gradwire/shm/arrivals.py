@@ -29,6 +29,10 @@ __all__ = ["Arrivals"]
 _EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
+def _never() -> bool:
+    return False
+
+
 class _Rest(NamedTuple):
     head: Head
     content: Tensor
@@ -83,10 +87,13 @@ class Arrivals:
         """Whether there is what this rank was told of, and nobody tells of again."""
         return bool(self._rests or self._abandoned)
 
-    def take_all(self, enough: Callable[[], bool] = lambda: False) -> None:
+    def take_all(self, enough: Callable[[], bool] = _never) -> None:
         """Put together what has arrived, until it is enough or there is no more."""
-        # read before the rest: what the sender sent before it was lost still counts
+        # read before the rest: what the sender sent before it was lost still counts, all of it, as
+        # `_fail` fails every receive that is left
         lost = self._links.aborted or self._links.lost.get(self._source)
+        if lost is not None:
+            enough = _never
         try:
             if self._abandoned:
                 self._detach_abandoned()
