@@ -84,11 +84,31 @@ def test_what_was_measured_comes_before_what_follows_from_the_link():
     assert Curve(((1, 5.0), (2, 1.0))).seconds(100) == 0  # not less
 
 
-@pytest.mark.parametrize(("overlap", "end"), [(1.0, 5.0), (0.0, 7.0), (0.5, 2 + 2 / 0.75 + 1)])
-def test_cores_that_communication_takes_from_backward(overlap, end):
+@pytest.mark.parametrize(("taken", "end"), [(0, 5.0), (1, 6.0), (2, 7.0), (4, 9.0)])
+def test_what_a_collective_takes_from_backward(taken, end):
     # launched at 2; it takes 2 s, in which backward has 3 s of work, and then nothing is sent
-    cluster = Cluster(2, Link(0.0, 1e6), overlap=overlap)
+    curve = Curve(((0, 0.0), (2e6, taken)))
+    cluster = Cluster(2, Link(0.0, 1e6), taken={"all_reduce": curve})
     assert end_of_step([2.0, 5.0], [plain(2e6), plain(0)], cluster) == pytest.approx(end)
+    # backward has ended before it: they share the time until then in proportion
+    shared = 2 + 1 * (1 + taken / 2) + 1
+    assert end_of_step([2.0, 3.0], [plain(2e6), plain(0)], cluster) == pytest.approx(shared)
+
+
+@pytest.mark.parametrize(("spare", "end"), [(1.0, 6.0), (0.5, 6.5), (0.0, 7.0)])
+def test_what_a_hook_computes_beside_backward(spare, end):
+    hook = Cost(1.0, (Message("all_reduce", 0),), after=1.0, single=True)
+    cluster = Cluster(2, Link(0.0, 1e6), spare=spare)
+    # before its message in backward's thread, afterwards in another one
+    assert end_of_step([2.0, 5.0], [hook, plain(0)], cluster) == pytest.approx(end)
+
+
+def test_two_on_their_way_are_beside_backward_in_their_order():
+    taken = {"all_reduce": Curve(((0, 0.0), (1e6, 1.0)))}
+    cluster = Cluster(2, Link(0.0, 1e6), taken=taken)
+    # of 4 s of backward after the second launch, 2 s are beside messages and take 4 s
+    ends = end_of_step([1.0, 1.0, 5.0], [plain(1e6), plain(1e6), plain(0)], cluster)
+    assert ends == pytest.approx(1 + 4 + 2)
 
 
 times = st.floats(0, 2)
@@ -136,7 +156,7 @@ def test_what_does_not_pay_is_not_taken():
         lambda: Link(-1, 1),
         lambda: Link(0, 0),
         lambda: Cluster(0, SLOW.link),
-        lambda: Cluster(2, SLOW.link, overlap=1.5),
+        lambda: Cluster(2, SLOW.link, spare=1.5),
         lambda: Curve(((1, 1.0),)),
         lambda: Curve(((2, 1.0), (1, 1.0))),
     ],

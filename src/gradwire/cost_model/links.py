@@ -84,20 +84,23 @@ class Cluster:
             host do, of the host: a ring crosses it once each way.
         measured: How long collectives of tensors that a rank gives take, by name; those that are
             not here take what follows from the link.
-        overlap: The part of a collective's time in which backward goes on as if there were none,
-            from 0, where both need the same cores, to 1.
+        taken: How many seconds of computing such collectives take from backward when it runs beside
+            them, by name: copies, and turns on the cores. Those that are not here take none.
+        spare: The part of a second thread's computing that costs backward nothing: from 0, where
+            both need the same core, to 1.
     """
 
     ranks: int
     link: Link
     measured: Mapping[str, Curve] = field(default_factory=dict)
-    overlap: float = 1.0
+    taken: Mapping[str, Curve] = field(default_factory=dict)
+    spare: float = 1.0
 
     def __post_init__(self) -> None:
         if self.ranks < 1:
             raise ArgumentError(f"ranks is {self.ranks}: give at least 1")
-        if not 0 <= self.overlap <= 1:
-            raise ArgumentError(f"overlap is {self.overlap}: give a part, from 0 to 1")
+        if not 0 <= self.spare <= 1:
+            raise ArgumentError(f"spare is {self.spare}: give a part, from 0 to 1")
 
 
 def fit_link(ranks: int, samples: Sequence[tuple[int, float]]) -> Link:

@@ -7,7 +7,8 @@ with it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from gradwire.cost_model.links import Cluster
@@ -32,9 +33,35 @@ class Cost:
     after: float = 0.0
     single: bool = False
 
-    def in_flight(self, cluster: Cluster) -> float:
-        """Seconds from its first collective to its end."""
-        return self.after + sum(collective_seconds(m, cluster) for m in self.messages)
+    def in_flight(self, cluster: Cluster) -> list[_Stage]:
+        """What follows from its first collective to its end."""
+        messages = [
+            _Stage(collective_seconds(m, cluster), _taken(m, cluster)) for m in self.messages
+        ]
+        return [*messages, _Stage(self.after, self.after * (1 - cluster.spare))]
+
+
+@dataclass
+class _Stage:
+    """What goes on beside backward.
+
+    Attributes:
+        seconds: If nothing else ran.
+        taken: Seconds that it takes from backward, if that runs beside all of it.
+    """
+
+    seconds: float
+    taken: float
+
+    @property
+    def speed(self) -> float:
+        """Of it and of backward, while both run."""
+        return self.seconds / (self.seconds + self.taken)
+
+
+def _taken(message: Message, cluster: Cluster) -> float:
+    curve = cluster.taken.get(message.collective)
+    return 0.0 if curve is None else curve.seconds(message.nbytes)
 
 
 def end_of_step(ready: Sequence[float], costs: Sequence[Cost], cluster: Cluster) -> float:
@@ -56,14 +83,14 @@ def end_of_step(ready: Sequence[float], costs: Sequence[Cost], cluster: Cluster)
         >>> end_of_step([0.5, 1.0], [plain, plain], cluster)  # 1 s each, one after the other
         2.5
     """
-    clock = _Clock(cluster.overlap)
+    clock = _Clock()
     before, waits = 0.0, False
     for when, cost in zip(ready, costs, strict=True):
         clock.compute(when - before)
         if waits:
             clock.wait()
         clock.compute(cost.before)
-        clock.pending += cost.in_flight(cluster)
+        clock.start(cost.in_flight(cluster))
         before, waits = when, not cost.single
     clock.wait()
     return clock.now
@@ -72,25 +99,33 @@ def end_of_step(ready: Sequence[float], costs: Sequence[Cost], cluster: Cluster)
 class _Clock:
     """Backward, and what is on its way beside it.
 
-    Args:
-        overlap: As of `Cluster`.
-
     Attributes:
         now: Seconds.
-        pending: Seconds that what is on its way would still take if nothing else ran.
     """
 
-    def __init__(self, overlap: float) -> None:
-        self._speed = (1 + overlap) / 2  # of each of the two, while both run
-        self.now = self.pending = 0.0
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._pending: deque[_Stage] = deque()
+
+    def start(self, stages: Iterable[_Stage]) -> None:
+        """Send something: it follows what is on its way."""
+        self._pending += [stage for stage in stages if stage.seconds > 0]
 
     def compute(self, seconds: float) -> None:
         """Backward goes on for so long, and longer for what is on its way."""
-        both = min(seconds, self.pending)
-        self.pending -= both
-        self.now += both / self._speed + (seconds - both)
+        while seconds > 0 and self._pending:
+            stage = self._pending[0]
+            both, speed = min(seconds, stage.seconds), stage.speed
+            self.now += both / speed
+            seconds -= both
+            if both < stage.seconds:
+                stage.taken *= 1 - both / stage.seconds
+                stage.seconds -= both
+            else:
+                self._pending.popleft()
+        self.now += max(0.0, seconds)
 
     def wait(self) -> None:
         """Until nothing is on its way."""
-        self.now += self.pending
-        self.pending = 0.0
+        self.now += sum(stage.seconds for stage in self._pending)
+        self._pending.clear()

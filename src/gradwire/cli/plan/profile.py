@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from time import perf_counter
 from typing import Any
 
@@ -25,7 +25,9 @@ __all__ = ["Profile", "given", "load_factory", "profile"]
 CAPS = [1 << 20, 25 << 20]
 """As `DistributedDataParallel` has them where a hook is registered. Where none is, on the CPU, the
 last alone."""
-STEPS = 5
+PARTS, PART_STEPS, PART_SECONDS = 3, 3, 0.1
+"""A part is as many steps as take so long, or three; the median of the parts' means counts: ranks
+may share cores, and have them by turns (as for hooks, `auto.candidates`)."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Profile:
         forward: Seconds.
         ready: For each bucket, seconds from the beginning of backward; the last is backward's end.
         buckets: The parameters in each, in the order of launch.
-        update: Seconds of the optimizer's step; 0 where no optimizer is given.
+        update: Seconds of the optimizer's step and `zero_grad`, which frees the gradients' memory.
         plain: As `ready` and `buckets`, where no hook is registered; None: the same.
     """
 
@@ -80,17 +82,18 @@ def load_factory(name: str) -> tuple[nn.Module, tuple[Any, ...] | None, Optimize
 
 
 def profile(model: nn.Module, inputs: Sequence[Any], optimizer: Optimizer | None = None) -> Profile:
-    """Run some steps; their medians. The model's values are afterwards as they were."""
+    """Run some steps, and take their means. The model's values are afterwards as they were."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     kept = copy.deepcopy(model.state_dict())
     kept_too = None if optimizer is None else copy.deepcopy(optimizer.state_dict())
-    runs = [_step(model, inputs, parameters, optimizer) for _ in range(STEPS + 1)][1:]
+    _step(model, inputs, parameters, optimizer)
+    parts = [_part(model, inputs, parameters, optimizer) for _ in range(PARTS)]
     model.load_state_dict(kept)
     if optimizer is not None and kept_too is not None:
         optimizer.load_state_dict(kept_too)
-    forward = median(run.forward for run in runs)
-    backward, update = median(run.backward for run in runs), median(run.update for run in runs)
-    came = {id(p): median(run.came.get(id(p), 0.0) for run in runs) for p in parameters}
+    forward = median(part.forward for part in parts)
+    backward, update = median(p.backward for p in parts), median(p.update for p in parts)
+    came = {id(p): median(part.came[id(p)] for part in parts) for p in parameters}
 
     def made(caps: Sequence[int]) -> Profile:
         buckets = _buckets(parameters, caps)
@@ -136,6 +139,25 @@ class _Times:
     came: dict[int, float]
 
 
+def _part(
+    model: nn.Module,
+    inputs: Sequence[Any],
+    parameters: Sequence[Tensor],
+    optimizer: Optimizer | None,
+) -> _Times:
+    """The means of some steps."""
+    steps: list[_Times] = []
+    start = perf_counter()
+    while len(steps) < PART_STEPS or perf_counter() - start < PART_SECONDS:
+        steps.append(_step(model, inputs, parameters, optimizer))
+    return _Times(
+        fmean(step.forward for step in steps),
+        fmean(step.backward for step in steps),
+        fmean(step.update for step in steps),
+        {id(p): fmean(step.came.get(id(p), 0.0) for step in steps) for p in parameters},
+    )
+
+
 def _step(
     model: nn.Module,
     inputs: Sequence[Any],
@@ -155,10 +177,10 @@ def _step(
     end = perf_counter()
     if optimizer is not None:
         optimizer.step()
+    model.zero_grad()
     updated = perf_counter()
     for handle in handles:
         handle.remove()
-    model.zero_grad()
     at = {key: when - middle for key, when in came.items()}
     return _Times(middle - start, end - middle, updated - end, at)
 

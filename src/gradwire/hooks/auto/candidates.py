@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 from time import perf_counter
 from typing import Any
 
@@ -37,8 +37,13 @@ PLAIN = "all_reduce"
 """The name of what is taken where nothing else pays."""
 VOTE = Message("all_reduce", 8)
 """By which ranks agree that no hook has failed, where there is one."""
-RUNS = 3
-"""How often each is measured; the median counts."""
+PARTS, PART_SECONDS = 3, 0.03
+"""A part is as many runs as take so long, or one; the median of the parts' means counts.
+
+Ranks that share cores have them by turns of some ms: one run of 2 ms is seldom interrupted, and
+says half of what a run takes where all ranks compute. The mean of many says it; the median of three
+such means leaves out what disturbs one.
+"""
 COMPRESSING: dict[str, Callable[[], Compressor]] = {
     "int8": lambda: BlockQuantization(8),
     "int4": lambda: BlockQuantization(4),
@@ -85,13 +90,21 @@ class Candidate(ABC):
         """What it computes for a bucket, whose values it may change: run once, and timed."""
 
     def measure(self, parameters: Sequence[Tensor], world: int) -> Computing:
-        """The median of a few runs on gradients like these parameters."""
+        """What a run takes on gradients like these parameters, in the mean of many."""
         first = parameters[0]
         flat = torch.randn(sum(p.numel() for p in parameters), dtype=first.dtype)
         bucket = GradBucket(0, flat.to(first.device), list(parameters), is_last=True)
-        # in the first, memory is touched for the first time
-        runs = [self.compute(bucket, world) for _ in range(RUNS + 1)][1:]
-        return Computing(median(r.before for r in runs), median(r.after for r in runs))
+        self.compute(bucket, world)  # in the first, memory is touched for the first time
+        parts = [self._mean(bucket, world) for _ in range(PARTS)]
+        return Computing(median(p.before for p in parts), median(p.after for p in parts))
+
+    def _mean(self, bucket: GradBucket, world: int) -> Computing:
+        """Of the runs of a part."""
+        runs: list[Computing] = []
+        start = perf_counter()
+        while not runs or perf_counter() - start < PART_SECONDS:
+            runs.append(self.compute(bucket, world))
+        return Computing(fmean(r.before for r in runs), fmean(r.after for r in runs))
 
     def costs(
         self,

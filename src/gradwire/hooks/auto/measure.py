@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from statistics import median
+from threading import Thread
 from time import perf_counter
 from typing import Any
 
@@ -19,8 +19,9 @@ __all__ = ["agree_on_largest", "measure_cluster"]
 
 SIZES = (1 << 10, 1 << 15, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
 """Bytes of the largest tensor of a collective: what a rank gives, or gets."""
-TIMES = 3
-"""How often each size is measured; the median counts."""
+TIMES = range(3, 9)
+"""How often each size is measured: for `SOME_SECONDS`, but within these; the median counts."""
+SOME_SECONDS = 0.05
 ENOUGH_SECONDS = 0.1
 """A message that takes so long says enough; a larger one need not be sent."""
 PRODUCTS = 20
@@ -34,7 +35,8 @@ def measure_cluster(
     """What collectives on the group cost: every rank calls, and gets the same.
 
     Each takes a few messages of each size, from 1 KiB up to 16 MiB or until one takes 0.1 s. Then
-    one is sent beside some computing, which shows what they take from each other.
+    some of the smallest and the largest are sent beside as much computing, which shows what that
+    loses by them.
 
     Args:
         group: At least two ranks.
@@ -44,7 +46,7 @@ def measure_cluster(
         >>> from gradwire.testing import run_ranks
         >>> def main():
         ...     cluster = measure_cluster(dist.group.WORLD)
-        ...     return cluster.measured["all_reduce"].seconds(1 << 20), cluster.overlap
+        ...     return cluster.measured["all_reduce"].seconds(1 << 20), cluster.spare
         >>> first, second = run_ranks(main, world_size=2)
         >>> first == second
         True
@@ -54,18 +56,18 @@ def measure_cluster(
     }
     sums = curves["all_reduce"]
     link = fit_link(group.size(), [(int(nbytes), seconds) for nbytes, seconds in sums.points])
-    return Cluster(group.size(), link, curves, _overlap(group, sums))
+    product = _product_seconds(group)
+    taken = {name: _taken(group, name, curve, product) for name, curve in curves.items()}
+    return Cluster(group.size(), link, curves, taken, _spare(group, product))
 
 
 def _curve(group: ProcessGroup, name: Collective) -> Curve:
     points: list[tuple[float, float]] = []
     for given in _sizes(name, group.size()):
-        call = _call(group, name, given)
-        # the first of a size may have memory to touch
-        first = _seconds(group, call)
-        times = [] if first >= ENOUGH_SECONDS else [_seconds(group, call) for _ in range(TIMES)]
-        points.append((given, median(times or [first])))
-        if first >= ENOUGH_SECONDS and len(points) > 1:
+        start = _starter(group, name, given)
+        seconds = _seconds(group, lambda start=start: _wait(start()))  # type: ignore[misc]
+        points.append((given, seconds))
+        if seconds >= ENOUGH_SECONDS and len(points) > 1:
             break
     return Curve(tuple(points))
 
@@ -77,17 +79,17 @@ def _sizes(name: Collective, world: int) -> list[int]:
     return list(dict.fromkeys(max(1, math.ceil(share / unit)) * unit for share in shares))
 
 
-def _call(group: ProcessGroup, name: Collective, nbytes: int) -> Callable[[], object]:
-    """One collective of tensors of which a rank gives so many bytes, as hooks start them."""
+def _starter(group: ProcessGroup, name: Collective, nbytes: int) -> Callable[[], Work | None]:
+    """Starts a collective of tensors of which a rank gives so many bytes, as hooks start them."""
     own = torch.zeros(nbytes // 4, device=_device(group))
     others: dict[str, Any] = {"group": group, "async_op": True}
     if name == "all_reduce":
-        return lambda: _wait(dist.all_reduce(own, **others))
+        return lambda: dist.all_reduce(own, **others)
     if name == "all_to_all":
         into = torch.empty_like(own)
-        return lambda: _wait(dist.all_to_all_single(into, own, **others))
+        return lambda: dist.all_to_all_single(into, own, **others)
     received = list(own.new_empty(group.size(), len(own)).unbind())
-    return lambda: _wait(dist.all_gather(received, own, **others))
+    return lambda: dist.all_gather(received, own, **others)
 
 
 def _wait(work: Work | None) -> None:
@@ -96,9 +98,32 @@ def _wait(work: Work | None) -> None:
 
 
 def _seconds(group: ProcessGroup, call: Callable[[], object]) -> float:
-    """Of one call, the slowest rank's."""
+    """Of a collective that all ranks call together: the median of a few, on the slowest rank."""
+    first = _timed(group, call)  # which may have memory to touch
+    if first >= ENOUGH_SECONDS:
+        return first
+    times = min(TIMES.stop - 1, max(TIMES.start, round(SOME_SECONDS / max(first, 1e-9))))
+    return median(_timed(group, call) for _ in range(times))
+
+
+def _mean(group: ProcessGroup, call: Callable[[], object]) -> float:
+    """Of a call that computes, for `SOME_SECONDS`: ranks may have the cores by turns."""
+    first = _timed(group, call)
+    if first >= ENOUGH_SECONDS:
+        return first
+    times = max(2, round(SOME_SECONDS / max(first, 1e-6)))
+
+    def repeat() -> None:
+        for _ in range(times):
+            call()
+
+    return _timed(group, repeat) / times
+
+
+def _timed(group: ProcessGroup, call: Callable[[], object]) -> float:
+    """Seconds of a call, the slowest rank's; all begin together."""
     device = _device(group)
-    agree_on_largest(group, [0.0])  # all begin together
+    agree_on_largest(group, [0.0])
     start = perf_counter()
     call()
     if device.type != "cpu":
@@ -106,28 +131,51 @@ def _seconds(group: ProcessGroup, call: Callable[[], object]) -> float:
     return agree_on_largest(group, [perf_counter() - start])[0]
 
 
-def _overlap(group: ProcessGroup, curve: Curve) -> float:
-    """Which part of the time of a collective and of computing is saved by doing both at once."""
-    nbytes, sending = curve.points[-1]
-    device = _device(group)
-    a, tensor = torch.ones(WIDTH, WIDTH, device=device), torch.zeros(int(nbytes) // 4).to(device)
+def _multiplying(group: ProcessGroup, times: int) -> Callable[[], None]:
+    """Some computing: products of matrices that stay in a core's cache."""
+    a = torch.ones(WIDTH, WIDTH, device=_device(group))
 
-    def multiply(times: int) -> None:
+    def multiply() -> None:
         for _ in range(times):
             torch.mm(a, a)
 
-    def both(times: int) -> None:
-        work = dist.all_reduce(tensor, group=group, async_op=True)
-        multiply(times)
-        assert work is not None
-        work.wait()
+    return multiply
 
-    some = _seconds(group, partial(multiply, PRODUCTS))
-    times = max(PRODUCTS, round(PRODUCTS * sending / max(some, 1e-6)))
-    computing = median(_seconds(group, partial(multiply, times)) for _ in range(TIMES))
-    together = median(_seconds(group, partial(both, times)) for _ in range(TIMES))
-    saved = (computing + sending - together) / max(min(computing, sending), 1e-9)
-    return min(1.0, max(0.0, saved))
+
+def _product_seconds(group: ProcessGroup) -> float:
+    some = max(1e-6, _mean(group, _multiplying(group, PRODUCTS)) / PRODUCTS)
+    many = max(PRODUCTS, round(SOME_SECONDS / some))
+    return max(1e-6, _mean(group, _multiplying(group, many)) / many)
+
+
+def _taken(group: ProcessGroup, name: Collective, curve: Curve, product: float) -> Curve:
+    """What the smallest and the largest of these collectives take from computing beside them."""
+    points = []
+    for nbytes, seconds in (curve.points[0], curve.points[-1]):
+        start = _starter(group, name, int(nbytes))
+        multiply = _multiplying(group, max(1, round(seconds / product)))
+
+        def both(start: Any = start, multiply: Any = multiply) -> None:
+            work = start()
+            multiply()
+            _wait(work)
+
+        points.append((nbytes, max(0.0, _mean(group, both) - _mean(group, multiply))))
+    return Curve(tuple(points))
+
+
+def _spare(group: ProcessGroup, product: float) -> float:
+    """How much of a second thread's computing costs the first one nothing."""
+    multiply = _multiplying(group, max(1, round(SOME_SECONDS / product)))
+
+    def both() -> None:
+        other = Thread(target=multiply)
+        other.start()
+        multiply()
+        other.join()
+
+    alone = _mean(group, multiply)
+    return min(1.0, max(0.0, 2 - _mean(group, both) / alone))
 
 
 def agree_on_largest(group: ProcessGroup, numbers: Sequence[float]) -> list[float]:
