@@ -39,8 +39,6 @@ __all__ = ["BENCHMARK", "Case", "measure"]
 
 HOOKS = ["bf16", "int8", "int4", "low_rank", "top_k", "sign"]
 PREPARED_STEPS = 3
-AUTO_STEPS = 16
-"""Until auto has chosen: three steps, and at most eight on trial."""
 SECONDS = 900.0
 
 
@@ -161,9 +159,12 @@ def _measure_case(name: str, rounds: int) -> tuple[str, list[Measure]]:
     auto = hooks.auto(HOOKS)
     trainings = {hook: _Training(network, hook) for hook in (PLAIN, *HOOKS)}
     trainings[OURS] = _Training(network, auto)
-    for hook, training in trainings.items():
-        for _ in range(AUTO_STEPS if hook == OURS else PREPARED_STEPS):
+    for training in trainings.values():
+        for _ in range(PREPARED_STEPS):
             training.step()
+    while not auto.settled:
+        trainings[OURS].step()
+    trainings[OURS].step()  # in which it withdraws, if nothing pays
     chosen = ", ".join(dict.fromkeys(auto.state.choices.values())).replace(PLAIN, "no hook")
     steps, seconds = {hook: t.step for hook, t in trainings.items()}, _nothing(trainings)
     for part in (rounds // 2, rounds - rounds // 2):

@@ -10,12 +10,13 @@ import torch.distributed as dist
 from torch import nn
 
 from gradwire import hooks
-from gradwire.cost_model import Cluster, Link
+from gradwire.cost_model import Cluster, Cost, Curve, Link, Message, choose
 from gradwire.ddp import DistributedDataParallel
 from gradwire.errors import ArgumentError
 from gradwire.hooks.auto import hook as auto_module
 from gradwire.hooks.auto.candidates import Computing, candidate, interpolated
 from gradwire.hooks.auto.measure import _sizes
+from gradwire.hooks.auto.trial import MIN_GAIN, STEPS, Trial, contenders
 from gradwire.testing import FakeBucket, run_ranks
 
 pytestmark = pytest.mark.usefixtures("each_backend")
@@ -48,11 +49,12 @@ class MeasuredAs:
         self._link, self._seconds = link, seconds
 
     def __enter__(self):
-        names = ("measure_cluster", "measured", "CLEAR_GAIN")
+        names = ("measure_cluster", "measured", "contenders")
         self._real = {name: getattr(auto_module, name) for name in names}
         auto_module.measure_cluster = lambda group, collectives: self._link
         auto_module.measured = self._measured
-        auto_module.CLEAR_GAIN = 0  # nothing is tried: that would depend on time
+        # nothing is tried: that would depend on time
+        auto_module.contenders = lambda choice, *others: [choice.names]
 
     def __exit__(self, *raised):
         for name, value in self._real.items():
@@ -92,37 +94,90 @@ def test_a_slow_link_gets_the_fewest_bytes_and_a_fast_one_no_hook(world):
     assert all(other == first for other in others)
 
 
+def told(monkeyed, seconds):
+    """A trial's `add`, to which each kind of step takes as long as is told."""
+
+    def add(trial, _):
+        monkeyed(trial, seconds[trial.present[0]] if dist.get_rank() == 0 else 0.1)
+
+    return add
+
+
 @pytest.mark.wide
-@pytest.mark.parametrize("pays", [True, False])
-def test_a_choice_that_may_not_pay_is_tried(pays):
-    """Step times are told to the trial: steps with the choice are faster, or slower."""
+@pytest.mark.parametrize("fastest", ["all_reduce", "int8", "int4"])
+def test_the_fastest_of_a_trial_is_taken_and_nothing_that_others_have_kept_is_lost(fastest):
+    kinds = ["int4", "int8", "all_reduce"]
 
     def main():
-        real = auto_module._Trial.add
-
-        def add(trial, seconds):
-            faster = trial.with_choice == pays
-            real(trial, 1.0 if faster and dist.get_rank() == 0 else 2.0 if not faster else 0.5)
-
-        auto_module._Trial.add = add
-        try:
-            with MeasuredAs(SLOW):
-                auto_module.CLEAR_GAIN = 1e9
-                hook = hooks.auto(["int8"])
-                net = wrapped(hook)
-                seen = []
-                for step in range(3 + 2 * auto_module.TRIAL_STEPS + 2):
-                    before = hook._candidates["int8"].hook.traffic.collectives
-                    train(net, [step])
-                    seen.append(hook._candidates["int8"].hook.traffic.collectives > before)
-        finally:
-            auto_module._Trial.add = real
-        assert seen[:3] == [False] * 3
-        assert seen[3:11] == [True, False] * 4
-        assert seen[11:] == [pays] * 2
-        assert net.reducer.has_hook == pays
+        real, monkey = Trial.add, pytest.MonkeyPatch()
+        seconds = dict.fromkeys(kinds, 1.0) | {fastest: 0.5}
+        with MeasuredAs(SLOW), monkey.context() as patch:
+            patch.setattr(Trial, "add", told(real, seconds))
+            alike = [(kind,) * 4 for kind in kinds]
+            auto_module.contenders = lambda choice, *others: alike
+            hook = hooks.auto(["int8", "int4"])
+            net = wrapped(hook)
+            owned = {name: hook._candidates[name].hook for name in ("int8", "int4")}
+            seen = []
+            for step in range(3 + 3 * STEPS + 2):
+                before = {name: h.traffic.collectives for name, h in owned.items()}
+                train(net, [step])
+                used = [name for name, h in owned.items() if h.traffic.collectives > before[name]]
+                seen.append(used[0] if used else "all_reduce")
+        assert seen[:3] == ["all_reduce"] * 3
+        assert seen[3:-2] == kinds * STEPS
+        assert seen[-2:] == [fastest] * 2
+        assert net.reducer.has_hook == (fastest != "all_reduce")
+        for name, h in owned.items():
+            assert (h.state.errors.nbytes > 0) == (name == fastest)
 
     run_ranks(main, 2)
+
+
+def test_what_was_kept_is_added_once():
+    def main():
+        hook = hooks.BlockQuantization(4)
+        gradient = torch.randn(300) * (1 + dist.get_rank())
+        first, second = FakeBucket(gradient.clone()), FakeBucket(torch.zeros(300))
+        hook.run_hook(first).wait()
+        for _ in range(2):
+            hook.release(second)
+        hooks.all_reduce(None, second).wait()
+        want = gradient / 2
+        dist.all_reduce(want)
+        torch.testing.assert_close(first.buffer() + second.buffer(), want)
+
+    run_ranks(main, 2)
+
+
+def cluster_of(**seconds):
+    """A link on which plain, bf16 and int8 take so long, and what they send."""
+    curves = {"all_reduce": Curve(((1, seconds["bf16"]), (2, seconds["plain"])))}
+    curves["all_to_all"] = Curve(((1, seconds["int8"]), (2, seconds["int8"])))
+    costs = {
+        "all_reduce": [Cost(0, (Message("all_reduce", 2),), single=True)],
+        "bf16": [Cost(0, (Message("all_reduce", 1),), single=True)],
+        "int8": [Cost(0, (Message("all_to_all", 1),))],
+    }
+    return Cluster(2, SLOW.link, curves), costs
+
+
+@pytest.mark.parametrize(
+    ("seconds", "able"),
+    [
+        ({"plain": 1.0, "bf16": 0.97, "int8": 2.0}, ["all_reduce"]),  # a gain, but too small
+        ({"plain": 1.0, "bf16": 0.8, "int8": 0.9}, ["bf16", "int8", "all_reduce"]),
+        ({"plain": 1.0, "bf16": 0.9, "int8": 1.9}, ["bf16", "all_reduce"]),
+        ({"plain": 9.0, "bf16": 4.5, "int8": 1.0}, ["int8"]),  # too slow to be tried
+    ],
+)
+def test_what_may_be_the_fastest_is_tried(seconds, able):
+    cluster, costs = cluster_of(**seconds)
+    step = seconds["plain"]  # and nothing beside it
+    choice = choose([0.0], costs, cluster, min_gain=MIN_GAIN * step)
+    assert contenders(choice, [0.0], costs, cluster, step) == [(name,) for name in able]
+    # what all steps have brings them closer together
+    assert len(contenders(choice, [0.0], costs, cluster, step + 99)) in (1, 3)
 
 
 def test_ranks_that_measure_differently_choose_alike():

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -27,6 +26,7 @@ from gradwire.hooks.auto.candidates import (
     interpolated,
 )
 from gradwire.hooks.auto.measure import agree_on_largest, measure_cluster
+from gradwire.hooks.auto.trial import MIN_GAIN, Names, Trial, contenders
 from gradwire.hooks.averaging import all_reduce
 from gradwire.hooks.bucket import GradBucket
 from gradwire.hooks.compression import Compressor
@@ -40,15 +40,6 @@ logger = logging.getLogger(__name__)
 
 MEASURED_STEPS = 3
 """How many steps are plain: in the first, buckets are not yet as they stay."""
-MIN_GAIN = 0.1
-"""The part of a step that a choice has to gain, by prediction and then by trial.
-
-A hook costs more than what it computes and sends, packing included: a vote, other buckets.
-"""
-CLEAR_GAIN = 0.5
-"""A choice that is predicted to gain so much is not tried: plain steps take long there."""
-TRIAL_STEPS = 4
-"""How many steps of each kind a trial has, by turns; the first of each is not counted."""
 
 
 @dataclass
@@ -58,28 +49,6 @@ class _Seen:
     names: tuple[str, ...]
     parameters: Sequence[Tensor]
     ready: float
-
-
-class _Trial:
-    """Steps with the choice and plain ones, by turns."""
-
-    def __init__(self) -> None:
-        self.with_choice = True
-        self._seconds: dict[bool, list[float]] = {True: [], False: []}
-
-    def add(self, seconds: float) -> None:
-        """A step of the present kind has taken so long; the next is of the other."""
-        self._seconds[self.with_choice].append(seconds)
-        self.with_choice = not self.with_choice
-
-    @property
-    def is_over(self) -> bool:
-        """Whether there are enough of both."""
-        return len(self._seconds[False]) >= TRIAL_STEPS
-
-    def medians(self) -> list[float]:
-        """Of steps with the choice, and of plain ones."""
-        return [median(self._seconds[kind][1:]) for kind in (True, False)]
 
 
 class AutoState:
@@ -145,7 +114,9 @@ class Auto(StatefulHook[AutoState]):
         self._looked = 0  # steps
         self._seen: list[_Seen] = []
         self._last: list[_Seen] = []
-        self._trial: _Trial | None = None
+        self._trial: Trial | None = None
+        self._places: dict[tuple[str, ...], int] = {}  # of buckets, by names, in a trial
+        self._settling = False  # what hooks that were tried have kept goes with this step
         self._packing = 0.0
         self._index = sys.maxsize  # of the bucket before, in a step
         self._step_began = self._step_ended = self._step_seconds = 0.0
@@ -157,8 +128,15 @@ class Auto(StatefulHook[AutoState]):
             "_seen": [],
             "_last": [],
             "_trial": None,
+            "_places": {},
+            "_settling": False,
             "_index": sys.maxsize,
         }
+
+    @property
+    def settled(self) -> bool:
+        """Whether the choice is made, and nothing is on trial."""
+        return bool(self.state.choices) and self._trial is None
 
     def run_hook(self, bucket: GradBucket) -> HookReturn:
         """By the choice for the bucket; plain as long as there is none."""
@@ -173,8 +151,11 @@ class Auto(StatefulHook[AutoState]):
         if not state.choices:
             ready = perf_counter() - self._step_began
             self._seen.append(_Seen(names, bucket.parameters(), ready))
-        plain = self._trial is not None and not self._trial.with_choice
-        chosen = PLAIN if plain else state.choices.get(names, PLAIN)
+        chosen = state.choices.get(names, PLAIN)
+        if self._trial is not None:
+            chosen = self._trial.present[self._places[names]]
+        if self._settling:
+            self._release(bucket, chosen)
         self.single_collective = self._candidates[chosen].single
         if chosen == PLAIN:
             return all_reduce(group, bucket)
@@ -182,6 +163,7 @@ class Auto(StatefulHook[AutoState]):
 
     def _begin_step(self, group: ProcessGroup) -> None:
         """At its first bucket: what the steps before have shown."""
+        self._settling = False
         if self._trial is not None and self._trial.is_over:
             self._conclude(group, self._trial)
         elif not self.state.choices and self._looked >= MEASURED_STEPS:
@@ -201,18 +183,23 @@ class Auto(StatefulHook[AutoState]):
             self._looked += 1
             self._last = self._seen
 
-    def _conclude(self, group: ProcessGroup, trial: _Trial) -> None:
-        """Keep the choice, or nothing."""
-        with_choice, plain = agree_on_largest(group, trial.medians())
-        plain -= self._packing  # which a step without a hook does not have
-        logger.info("auto: %.3g s a step with the choice, %.3g s without", with_choice, plain)
+    def _conclude(self, group: ProcessGroup, trial: Trial) -> None:
+        """Take what was fastest."""
+        best, seconds = trial.fastest(group, self._packing)
+        logger.info("auto: %s; seconds of a step: %s", best, seconds)
         self._trial = None
-        if with_choice > (1 - MIN_GAIN) * plain:
-            self.state.choices = dict.fromkeys(self.state.choices, PLAIN)
-        self._withdraw_if_plain()
+        self._settle(best)
 
-    def _withdraw_if_plain(self) -> None:
-        self.withdrawn = set(self.state.choices.values()) == {PLAIN}
+    def _settle(self, chosen: Names) -> None:
+        """Reduce so from this step on."""
+        self.state.choices = {names: chosen[place] for names, place in self._places.items()}
+        self._settling, self.withdrawn = True, set(chosen) == {PLAIN}
+
+    def _release(self, bucket: GradBucket, chosen: str) -> None:
+        """Add to the gradients what other hooks than theirs have kept of them."""
+        for name, other in self._candidates.items():
+            if name != chosen and isinstance(other.hook, Compressor):
+                other.hook.release(bucket)
 
     def _run(self, chosen: str, group: ProcessGroup, bucket: GradBucket) -> HookReturn:
         hook = self._candidates[chosen].hook
@@ -231,22 +218,21 @@ class Auto(StatefulHook[AutoState]):
 
     def _decide(self, group: ProcessGroup) -> None:
         """Measure, agree, and choose: every rank at the same bucket of the same step."""
-        choice, step = Choice((PLAIN,) * len(self._last), 0.0, 0.0), 0.0
+        plain = (PLAIN,) * len(self._last)
+        choice, able = Choice(plain, 0.0, 0.0), [plain]
         if group.size() > 1:
-            choice, step = self._choose(group)
+            choice, able = self._choose(group)
+        logger.info("auto: %s, of %d that may be as fast", choice, len(able))
         self.state.choice = choice
-        self.state.choices = {
-            seen.names: name for seen, name in zip(self._last, choice.names, strict=True)
-        }
+        self._places = {seen.names: place for place, seen in enumerate(self._last)}
         self._last = []
-        self._withdraw_if_plain()
+        self._settle(choice.names)
         # by agreed numbers alone: all ranks try, or none
-        if not self.withdrawn and choice.plain_seconds - choice.seconds < CLEAR_GAIN * step:
-            self._trial = _Trial()
-        logger.info("auto: %s", choice)
+        if len(able) > 1:
+            self._trial, self._settling = Trial(able), False
 
-    def _choose(self, group: ProcessGroup) -> tuple[Choice, float]:
-        """The choice, and the seconds of a step before it: the same on all ranks."""
+    def _choose(self, group: ProcessGroup) -> tuple[Choice, list[Names]]:
+        """What is predicted to be fastest, and what else may be: the same on all ranks."""
         world, buckets = group.size(), [seen.parameters for seen in self._last]
         cluster = measure_cluster(group, collectives_of(self._candidates.values(), buckets[-1]))
         own = measured(list(self._candidates.values()), buckets, world)
@@ -267,7 +253,8 @@ class Auto(StatefulHook[AutoState]):
             name: candidate.costs(buckets, computing[name], packing, world)
             for name, candidate in self._candidates.items()
         }
-        return choose(ready, costs, cluster, min_gain=MIN_GAIN * step), step
+        choice = choose(ready, costs, cluster, min_gain=MIN_GAIN * step)
+        return choice, contenders(choice, ready, costs, cluster, step)
 
 
 def measured(

@@ -51,14 +51,13 @@ def measure_cluster(
         >>> first == second
         True
     """
-    curves: dict[str, Curve] = {
-        name: _curve(group, name) for name in dict.fromkeys(("all_reduce", *collectives))
-    }
+    measured: tuple[Collective, ...] = ("all_reduce", *collectives)
+    curves = {name: _curve(group, name) for name in dict.fromkeys(measured)}
     sums = curves["all_reduce"]
     link = fit_link(group.size(), [(int(nbytes), seconds) for nbytes, seconds in sums.points])
     product = _product_seconds(group)
     taken = {name: _taken(group, name, curve, product) for name, curve in curves.items()}
-    return Cluster(group.size(), link, curves, taken, _spare(group, product))
+    return Cluster(group.size(), link, {**curves}, {**taken}, _spare(group, product))
 
 
 def _curve(group: ProcessGroup, name: Collective) -> Curve:

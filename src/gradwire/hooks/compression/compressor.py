@@ -164,6 +164,11 @@ class Compressor(StatefulHook[CompressorState]):
         """Counts the step."""
         self.state.step += 1
 
+    def release(self, bucket: GradBucket) -> None:
+        """Add to a bucket, on its way by another hook, what this one has not sent of it."""
+        if bucket.buffer().layout == torch.strided:
+            self.state.errors.move(as_real(bucket))
+
     @abstractmethod
     def reduce(self, reduction: Reduction, step: int) -> torch._C.Future[Any]:
         """Start what ends with `reduction.finish`."""

@@ -77,6 +77,18 @@ class ParameterMemory:
         parts = flat[: sum(sizes)].split(sizes)
         self._parts.update(zip(names, parts, strict=True))
 
+    def move(self, bucket: GradBucket) -> None:
+        """Add what is kept for a bucket's parameters to its buffer, and keep nothing of them."""
+        buffer, at = bucket.buffer(), 0
+        for name, parameter in zip(bucket.names(), bucket.parameters(), strict=True):
+            part, count = self._parts.pop(name, None), parameter.numel()
+            if part is not None and part.numel() == count:
+                buffer[at : at + count] += part
+            at += count
+        gone = set(bucket.names())
+        self._flats = {key: flat for key, flat in self._flats.items() if gone.isdisjoint(key)}
+        self._spares = {key: flat for key, flat in self._spares.items() if gone.isdisjoint(key)}
+
     def state_dict(self) -> dict[str, Tensor]:
         """Copies, by parameter, 1-d."""
         return {name: part.clone() for name, part in self._parts.items()}
