@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from statistics import median
 from threading import Thread
 from time import perf_counter
 from typing import Any
@@ -19,9 +18,13 @@ __all__ = ["agree_on_largest", "measure_cluster"]
 
 SIZES = (1 << 10, 1 << 15, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
 """Bytes of the largest tensor of a collective: what a rank gives, or gets."""
-TIMES = range(3, 9)
-"""How often each size is measured: for `SOME_SECONDS`, but within these; the median counts."""
-SOME_SECONDS = 0.05
+SOME_SECONDS = 0.06
+"""How long something is repeated to be measured; at least twice. The mean counts."""
+BEFORE_SECONDS = 0.01
+"""How long ranks compute before each collective that is measured, as in a step.
+
+Right after another one it takes half as long: threads are awake, and ranks come at the same time.
+"""
 ENOUGH_SECONDS = 0.1
 """A message that takes so long says enough; a larger one need not be sent."""
 PRODUCTS = 20
@@ -34,9 +37,9 @@ def measure_cluster(
 ) -> Cluster:
     """What collectives on the group cost: every rank calls, and gets the same.
 
-    Each takes a few messages of each size, from 1 KiB up to 16 MiB or until one takes 0.1 s. Then
-    some of the smallest and the largest are sent beside as much computing, which shows what that
-    loses by them.
+    Each takes a few messages of each size, from 1 KiB up to 16 MiB or until one takes 0.1 s, each
+    after some computing, as in a step. Then some of the smallest and the largest are sent beside
+    as much computing, which shows what that loses by them.
 
     Args:
         group: At least two ranks.
@@ -51,22 +54,31 @@ def measure_cluster(
         >>> first == second
         True
     """
-    measured: tuple[Collective, ...] = ("all_reduce", *collectives)
-    curves = {name: _curve(group, name) for name in dict.fromkeys(measured)}
-    sums = curves["all_reduce"]
-    link = fit_link(group.size(), [(int(nbytes), seconds) for nbytes, seconds in sums.points])
     product = _product_seconds(group)
-    taken = {name: _taken(group, name, curve, product) for name, curve in curves.items()}
-    return Cluster(group.size(), link, {**curves}, {**taken}, _spare(group, product))
+    first: Collective = "all_reduce"
+    names = list(dict.fromkeys((first, *collectives)))
+    curves: dict[str, Curve] = {name: _curve(group, name, product) for name in names}
+    taken: dict[str, Curve] = {n: _taken(group, n, curves[n], product) for n in names}
+    points = [(int(nbytes), seconds) for nbytes, seconds in curves[first].points]
+    link = fit_link(group.size(), points)
+    return Cluster(group.size(), link, curves, taken, _spare(group, product))
 
 
-def _curve(group: ProcessGroup, name: Collective) -> Curve:
+def _curve(group: ProcessGroup, name: Collective, product: float) -> Curve:
     points: list[tuple[float, float]] = []
+    before = _multiplying(group, max(1, round(BEFORE_SECONDS / product)))
+    computing, least = _mean(group, before), 1e-9
     for given in _sizes(name, group.size()):
         start = _starter(group, name, given)
-        seconds = _seconds(group, lambda start=start: _wait(start()))  # type: ignore[misc]
-        points.append((given, seconds))
-        if seconds >= ENOUGH_SECONDS and len(points) > 1:
+
+        def step(start: Callable[[], Work | None] = start) -> None:
+            before()
+            _wait(start())
+
+        # more bytes do not take less, whatever the noise says
+        least = max(least, _mean(group, step) - computing)
+        points.append((given, least))
+        if least >= ENOUGH_SECONDS and len(points) > 1:
             break
     return Curve(tuple(points))
 
@@ -96,18 +108,9 @@ def _wait(work: Work | None) -> None:
     work.get_future().then(lambda done: done.value()).wait()
 
 
-def _seconds(group: ProcessGroup, call: Callable[[], object]) -> float:
-    """Of a collective that all ranks call together: the median of a few, on the slowest rank."""
-    first = _timed(group, call)  # which may have memory to touch
-    if first >= ENOUGH_SECONDS:
-        return first
-    times = min(TIMES.stop - 1, max(TIMES.start, round(SOME_SECONDS / max(first, 1e-9))))
-    return median(_timed(group, call) for _ in range(times))
-
-
 def _mean(group: ProcessGroup, call: Callable[[], object]) -> float:
-    """Of a call that computes, for `SOME_SECONDS`: ranks may have the cores by turns."""
-    first = _timed(group, call)
+    """Of a call, repeated for a while: ranks that share cores have them by turns."""
+    first = _timed(group, call)  # which may have memory to touch
     if first >= ENOUGH_SECONDS:
         return first
     times = max(2, round(SOME_SECONDS / max(first, 1e-6)))
