@@ -64,7 +64,7 @@ NETWORKS = (
 
 @dataclass(frozen=True)
 class Case:
-    """A network on a link; rounds are the asked for divided by `slower`."""
+    """A network on a link; rounds are the asked for divided by `slower`, without one to warm up."""
 
     name: str
     network: Network
@@ -95,7 +95,7 @@ def measure(cases: Sequence[Case], options: Options) -> list[CaseResult]:
                 _measure_case,
                 sum(options.hosts),
                 hosts=hosts,
-                args=(case.name, rounds),
+                args=(case.name, rounds, 0 if case.slower > 1 else 1),
                 timeout=SECONDS,
             )[0]
             results.append(CaseResult(case.name, f"auto took {chosen}.", rounds, measures))
@@ -143,7 +143,7 @@ class _WithLoss(nn.Module):
         return _loss(self.module(batch))
 
 
-def _measure_case(name: str, rounds: int) -> tuple[str, list[Measure]]:
+def _measure_case(name: str, rounds: int, warmup: int) -> tuple[str, list[Measure]]:
     (network,) = (case.network for case in CASES if case.name == name)
     group = dist.group.WORLD
     assert group is not None
@@ -168,7 +168,7 @@ def _measure_case(name: str, rounds: int) -> tuple[str, list[Measure]]:
     chosen = ", ".join(dict.fromkeys(auto.state.choices.values())).replace(PLAIN, "no hook")
     steps, seconds = {hook: t.step for hook, t in trainings.items()}, _nothing(trainings)
     for part in (rounds // 2, rounds - rounds // 2):
-        for hook, taken in alternate(steps, part, warmup=1).items():
+        for hook, taken in alternate(steps, part, warmup=warmup).items():
             seconds[hook] += taken
         predict()
     predicted = {hook: median(row[hook] for row in predictions) for hook in predictions[0]}

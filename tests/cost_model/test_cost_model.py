@@ -18,7 +18,9 @@ from gradwire.cost_model import (
     collective_seconds,
     end_of_step,
     fit_link,
+    undisturbed,
 )
+from gradwire.cost_model.timeline import _Clock
 from gradwire.errors import ArgumentError
 
 SLOW = Cluster(4, Link(1e-3, 1e6))
@@ -109,6 +111,21 @@ def test_two_on_their_way_are_beside_backward_in_their_order():
     # of 4 s of backward after the second launch, 2 s are beside messages and take 4 s
     ends = end_of_step([1.0, 1.0, 5.0], [plain(1e6), plain(1e6), plain(0)], cluster)
     assert ends == pytest.approx(1 + 4 + 2)
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(0, 3), min_size=1, max_size=4), st.floats(0, 3), st.floats(0, 0.5))
+def test_backward_is_found_again_from_when_buckets_were_launched(gaps, taken, packs):
+    cluster = Cluster(2, Link(0.0, 1e6), taken={"all_reduce": Curve(((0, 0.0), (1e6, taken)))})
+    cost = Cost(packs, (Message("all_reduce", 1e6),), single=True)
+    clock, launched = _Clock(), []
+    for gap in [0.0, *gaps]:
+        clock.compute(gap)
+        clock.compute(packs)
+        launched.append(clock.now)
+        clock.start(cost.in_flight(cluster))
+    found = undisturbed(launched, [cost] * len(launched), cluster)
+    assert found == pytest.approx(list(itertools.accumulate(gaps, initial=0.0)), abs=1e-6)
 
 
 times = st.floats(0, 2)

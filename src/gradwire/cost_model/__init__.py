@@ -3,7 +3,7 @@
 from gradwire.cost_model.choose import Choice, choose
 from gradwire.cost_model.links import Cluster, Curve, Link, fit_link
 from gradwire.cost_model.messages import Collective, Message, collective_seconds
-from gradwire.cost_model.timeline import Cost, end_of_step
+from gradwire.cost_model.timeline import Cost, end_of_step, undisturbed
 
 __all__ = [
     "Choice",
@@ -17,4 +17,5 @@ __all__ = [
     "collective_seconds",
     "end_of_step",
     "fit_link",
+    "undisturbed",
 ]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from gradwire.cost_model.links import Cluster
 from gradwire.cost_model.messages import Message, collective_seconds
 
-__all__ = ["Cost", "end_of_step"]
+__all__ = ["Cost", "end_of_step", "undisturbed"]
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,35 @@ def end_of_step(ready: Sequence[float], costs: Sequence[Cost], cluster: Cluster)
     return clock.now
 
 
+def undisturbed(
+    launched: Sequence[float], costs: Sequence[Cost], cluster: Cluster
+) -> tuple[float, ...]:
+    """When backward would have each bucket's gradients, from when they were launched in a step.
+
+    Args:
+        launched: Seconds, not decreasing.
+        costs: Of each bucket in that step, each of one collective.
+        cluster: As `end_of_step` has it.
+
+    Returns:
+        What `end_of_step` takes; the first is 0.
+
+    Example:
+        >>> from gradwire.cost_model import Curve, Link
+        >>> taken = {"all_reduce": Curve(((0, 0.0), (1e6, 1.0)))}
+        >>> cluster = Cluster(2, Link(latency=0.0, bandwidth=1e6), taken=taken)
+        >>> plain = Cost(0.0, (Message("all_reduce", 1e6),), single=True)
+        >>> undisturbed([0.5, 3.5], [plain, plain], cluster)  # 2 s of 3 s were shared in halves
+        (0.0, 2.0)
+    """
+    clock, ready, before = _Clock(), [0.0], launched[0]
+    for when, sent, cost in zip(launched[1:], costs, costs[1:], strict=False):
+        clock.start(sent.in_flight(cluster))
+        ready.append(ready[-1] + max(0.0, clock.computed(when - before) - cost.before))
+        before = when
+    return tuple(ready)
+
+
 class _Clock:
     """Backward, and what is on its way beside it.
 
@@ -114,16 +143,30 @@ class _Clock:
     def compute(self, seconds: float) -> None:
         """Backward goes on for so long, and longer for what is on its way."""
         while seconds > 0 and self._pending:
-            stage = self._pending[0]
-            both, speed = min(seconds, stage.seconds), stage.speed
+            speed = self._pending[0].speed
+            both = self._pass(seconds)
             self.now += both / speed
             seconds -= both
-            if both < stage.seconds:
-                stage.taken *= 1 - both / stage.seconds
-                stage.seconds -= both
-            else:
-                self._pending.popleft()
         self.now += max(0.0, seconds)
+
+    def computed(self, seconds: float) -> float:
+        """How much backward computes while so much time passes."""
+        found = 0.0
+        while seconds > 0 and self._pending:
+            speed = self._pending[0].speed
+            both = self._pass(seconds * speed)
+            seconds -= both / speed
+            found += both
+        return found + max(0.0, seconds)
+
+    def _pass(self, seconds: float) -> float:
+        """Let the first that is on its way go on for so long, or to its end: how long."""
+        stage = self._pending[0]
+        if seconds >= stage.seconds:
+            return self._pending.popleft().seconds
+        stage.taken *= 1 - seconds / stage.seconds
+        stage.seconds -= seconds
+        return seconds
 
     def wait(self) -> None:
         """Until nothing is on its way."""

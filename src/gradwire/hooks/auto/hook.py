@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from gradwire._groups import check_group, default_group
-from gradwire.cost_model import Choice, choose
+from gradwire.cost_model import Choice, Cost, choose, undisturbed
 from gradwire.errors import ArgumentError
 from gradwire.hooks.auto.candidates import (
     PLAIN,
@@ -26,7 +26,7 @@ from gradwire.hooks.auto.candidates import (
     interpolated,
 )
 from gradwire.hooks.auto.measure import agree_on_largest, measure_cluster
-from gradwire.hooks.auto.trial import MIN_GAIN, Names, Trial, contenders
+from gradwire.hooks.auto.trial import TRY_GAIN, Names, Trial, contenders
 from gradwire.hooks.averaging import all_reduce
 from gradwire.hooks.bucket import GradBucket
 from gradwire.hooks.compression import Compressor
@@ -44,11 +44,11 @@ MEASURED_STEPS = 3
 
 @dataclass
 class _Seen:
-    """A bucket of the step before the choice."""
+    """A bucket of the steps before the choice, and when it was launched in them."""
 
     names: tuple[str, ...]
     parameters: Sequence[Tensor]
-    ready: float
+    launched: float
 
 
 class AutoState:
@@ -149,8 +149,8 @@ class Auto(StatefulHook[AutoState]):
             self._begin_step(group)
         self._index = bucket.index()
         if not state.choices:
-            ready = perf_counter() - self._step_began
-            self._seen.append(_Seen(names, bucket.parameters(), ready))
+            launched = perf_counter() - self._step_began
+            self._seen.append(_Seen(names, bucket.parameters(), launched))
         chosen = state.choices.get(names, PLAIN)
         if self._trial is not None:
             chosen = self._trial.present[self._places[names]]
@@ -181,6 +181,10 @@ class Auto(StatefulHook[AutoState]):
             self._trial.add(self._step_seconds)
         elif not self.state.choices:
             self._looked += 1
+            same = [s.names for s in self._last] == [s.names for s in self._seen]
+            if same:  # whichever was disturbed less
+                for seen, before in zip(self._seen, self._last, strict=True):
+                    seen.launched = min(seen.launched, before.launched)
             self._last = self._seen
 
     def _conclude(self, group: ProcessGroup, trial: Trial) -> None:
@@ -236,13 +240,13 @@ class Auto(StatefulHook[AutoState]):
         world, buckets = group.size(), [seen.parameters for seen in self._last]
         cluster = measure_cluster(group, collectives_of(self._candidates.values(), buckets[-1]))
         own = measured(list(self._candidates.values()), buckets, world)
-        numbers = [self._step_seconds, *(seen.ready for seen in self._last)]
+        numbers = [self._step_seconds, *(seen.launched for seen in self._last)]
         for of_hook in own.values():
             numbers += [number for c in of_hook for number in (c.before, c.after)]
         # what one rank has measured another has measured differently
         agreed = iter(agree_on_largest(group, numbers))
         step = next(agreed)
-        ready = list(accumulate((next(agreed) for _ in buckets), max))
+        launched = list(accumulate((next(agreed) for _ in buckets), max))
         computing = {
             name: [Computing(next(agreed), next(agreed)) for _ in of_hook]
             for name, of_hook in own.items()
@@ -253,7 +257,13 @@ class Auto(StatefulHook[AutoState]):
             name: candidate.costs(buckets, computing[name], packing, world)
             for name, candidate in self._candidates.items()
         }
-        choice = choose(ready, costs, cluster, min_gain=MIN_GAIN * step)
+        # they were sent by a hook, as one is registered
+        sent = [
+            Cost(packs, c.messages, single=True)
+            for packs, c in zip(packing, costs[PLAIN], strict=True)
+        ]
+        ready = undisturbed(launched, sent, cluster)
+        choice = choose(ready, costs, cluster, min_gain=TRY_GAIN * step)
         return choice, contenders(choice, ready, costs, cluster, step)
 
 

@@ -12,13 +12,15 @@ from gradwire.cost_model import Choice, Cluster, Cost, end_of_step
 from gradwire.hooks.auto.candidates import PLAIN
 from gradwire.hooks.auto.measure import agree_on_largest
 
-__all__ = ["MIN_GAIN", "Names", "Trial", "contenders"]
+__all__ = ["MIN_GAIN", "TRY_GAIN", "Names", "Trial", "contenders"]
 
 Names: TypeAlias = tuple[str, ...]
 """The candidate of each bucket."""
 
+TRY_GAIN = 0.02
+"""The part of a step that a choice has to gain by prediction, or no other is tried."""
 MIN_GAIN = 0.05
-"""The part of a step that a choice has to gain, by prediction and then by trial.
+"""The part of a step that it has to gain in steps.
 
 What is sent approximately has to be worth it; and steps differ by as much for other reasons.
 """
