@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from time import perf_counter
@@ -26,15 +26,15 @@ from gradwire.hooks.auto.candidates import (
     interpolated,
 )
 from gradwire.hooks.auto.measure import agree_on_largest, measure_cluster
+from gradwire.hooks.auto.state import AutoState
 from gradwire.hooks.auto.trial import TRY_GAIN, Names, Trial, contenders
 from gradwire.hooks.averaging import all_reduce
 from gradwire.hooks.bucket import GradBucket
 from gradwire.hooks.compression import Compressor
-from gradwire.hooks.group_name import group_from, name_if_group
 from gradwire.hooks.protocol import HookReturn
 from gradwire.hooks.stateful import StatefulHook
 
-__all__ = ["Auto", "AutoState", "auto"]
+__all__ = ["Auto", "auto"]
 
 logger = logging.getLogger(__name__)
 
@@ -49,56 +49,6 @@ class _Seen:
     names: tuple[str, ...]
     parameters: Sequence[Tensor]
     launched: float
-
-
-class AutoState:
-    """What an `Auto` has found out.
-
-    Attributes:
-        process_group: The group; None: the default one.
-        step: How many backwards have been reduced.
-        choices: The hook of each bucket, by the names of its parameters; empty until measured.
-        choice: The prediction behind it, with the names in the order of buckets; None if it was
-            not made in this process.
-        hooks: Those that may be chosen, by name.
-    """
-
-    depends_on_buckets = True
-
-    def __init__(self, group: ProcessGroup | None, hooks: Mapping[str, StatefulHook[Any]]) -> None:
-        self.process_group, self.hooks = group, dict(hooks)
-        self.step = 0
-        self.choices: dict[tuple[str, ...], str] = {}
-        self.choice: Choice | None = None
-
-    def state_dict(self) -> dict[str, Any]:
-        """The choices, and what the hooks keep; while a choice is on trial, as if it were final."""
-        kept = {n: h.state.state_dict() for n, h in self.hooks.items() if isinstance(h, Compressor)}
-        choices = [[list(names), chosen] for names, chosen in self.choices.items()]
-        return {"step": self.step, "choices": choices, "hooks": kept}
-
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Go on with what `state_dict` gave: nothing is measured again.
-
-        Raises:
-            ArgumentError: Other hooks were allowed.
-        """
-        own = {n: h for n, h in self.hooks.items() if isinstance(h, Compressor)}
-        if saved["hooks"].keys() != own.keys():
-            raise ArgumentError(
-                f"the saved state is of auto with {sorted(saved['hooks'])}, this one has "
-                f"{sorted(own)}: allow the same hooks"
-            )
-        self.step = saved["step"]
-        self.choices = {tuple(names): chosen for names, chosen in saved["choices"]}
-        for name, hook in own.items():
-            hook.state.load_state_dict(saved["hooks"][name])
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: name_if_group(value) for name, value in self.__dict__.items()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update({name: group_from(value) for name, value in state.items()})
 
 
 class Auto(StatefulHook[AutoState]):
@@ -289,9 +239,9 @@ def auto(
     """Take for each bucket what is fastest of what is allowed; where nothing pays, no hook at all.
 
     Three steps are plain. Then every rank measures the group's link and what each hook computes,
-    in a second or two; they agree on the numbers, predict when a step would end, and choose. Where
-    that would gain 10 % of a step, but not half of it, some steps with the choice and without it
-    are compared, by turns. It is kept if they, too, are 10 % apart.
+    in a few seconds; they agree on the numbers, and predict when a step would end. Where that gains
+    2 % of a step, what is predicted to be close to the fastest is tried: six steps each, by turns.
+    A choice is kept if it gains 5 % of a step without a hook.
 
     Args:
         allowed: Names of hooks ("bf16", "fp16", "int8", "int4", "low_rank", "sign", "top_k"), or
