@@ -457,6 +457,55 @@ def test_a_time_limit_that_is_over_amid_a_message():
     on_ranks(times_out_amid_a_message)
 
 
+def given_up(src):
+    """A receive whose time was over has ended: each wait says so, none waits for ever."""
+    if dist.get_rank() == 0:
+        x = torch.zeros(1)
+        work = dist.irecv(x, src)
+        future = work.get_future()
+        for _ in range(2):
+            with pytest.raises(CollectiveTimeoutError):
+                work.wait(timedelta(milliseconds=20))
+        with pytest.raises(RuntimeError, match="CollectiveTimeoutError"):
+            future.wait()
+        assert work.is_completed()
+        assert not work.is_success()
+        dist.send(torch.zeros(1), 1)
+        y = torch.zeros(1)
+        dist.recv(y, src)  # the first did not take its message
+        return x.item(), y.item()
+    dist.recv(torch.zeros(1), 0)
+    dist.send(torch.ones(1), 0)
+    return None
+
+
+@pytest.mark.narrow({"src": 1})
+@pytest.mark.parametrize("src", [None, 1])
+def test_a_receive_that_was_given_up_is_waited_for_again(src):
+    assert on_ranks(given_up, args=(src,))[0] == (0, 1)
+
+
+def waited_for_with_no_time():
+    peer = exchange_first()
+    dist.barrier()  # nobody waits: what is sent from here on stays in the ring
+    store = store_of_the_group()
+    if dist.get_rank() == 0:
+        dist.send(torch.ones(1), peer)
+        store.set("sent", "")
+        dist.barrier()
+        return
+    store.wait(["sent"], timedelta(seconds=20))
+    x = torch.zeros(1)
+    dist.irecv(x, peer).wait(timedelta(microseconds=1))
+    assert x.item() == 1
+    dist.barrier()
+
+
+@pytest.mark.wide
+def test_a_message_that_has_arrived_counts_whatever_the_time_limit():
+    on_ranks(waited_for_with_no_time)
+
+
 def nonsense(fields):
     """What a peer wrote is checked before it is used."""
     peer = 1 - dist.get_rank()

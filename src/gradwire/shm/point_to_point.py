@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Work
 
-from gradwire.errors import ArgumentError
+from gradwire.errors import ArgumentError, CollectiveTimeoutError
 from gradwire.recorder import ring
 from gradwire.shm.group_base import GroupBase
 from gradwire.shm.header import NUMBERS
@@ -20,7 +20,7 @@ from gradwire.shm.incoming import Incoming
 from gradwire.shm.mailbox import PostedReceive
 from gradwire.shm.sync import Deadline
 from gradwire.shm.tensors import check_results, check_tensors, flat_of, is_ordinary, only
-from gradwire.shm.work import ShmWork, ended
+from gradwire.shm.work import ShmWork, ended, wait_until
 
 __all__ = ["PointToPoint"]
 
@@ -57,10 +57,12 @@ class PointToPoint(GroupBase):
         links, mailbox = self._state.links, self._mailbox
         senders = list(self._incoming.values()) if src is None else [self._incoming[src]]
 
-        def cancel() -> None:
+        def cancel(error: CollectiveTimeoutError) -> None:
             with links.lock:
                 cancelled = mailbox.cancel(work)
-            if not cancelled:  # the message is arriving: the tensor is being written
+            if cancelled:  # for good: another wait for it, and its future, raise the error, too
+                work.finish(error)
+            else:  # the message is arriving: the tensor is being written
                 for sender in senders:
                     sender.abandon(work)
                 work.wait_until_done()
@@ -99,7 +101,7 @@ class _ReceiveWork(ShmWork):
         self,
         tensors: list[Tensor],
         seconds: float,
-        cancel: Callable[[], None],
+        cancel: Callable[[CollectiveTimeoutError], None],
         senders: list[Incoming],
         tag: int,
     ) -> None:
@@ -108,9 +110,9 @@ class _ReceiveWork(ShmWork):
 
     def _wait(self, seconds: float | None) -> bool:
         if len(self._senders) != 1:
-            return super()._wait(seconds)
+            return wait_until(self.is_completed, seconds)
         self._senders[0].wait(self, self._tag, Deadline(seconds))
-        return self._done
+        return self.is_completed()  # what has arrived counts, though the time is over
 
     def is_completed(self) -> bool:
         """Whether it is done, with or without an error; looks for what has arrived."""

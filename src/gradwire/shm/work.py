@@ -58,7 +58,7 @@ class ShmWork(Work):
     Args:
         tensors: The value of its future.
         default_timeout: Seconds that `wait` waits if it is given none; None for no limit.
-        on_timeout: Called when `wait` times out.
+        on_timeout: Called with the error when `wait` times out.
         callbacks_in_own_thread: Whether its future's callbacks run in a thread of their own, and
             not in the one that calls `finish`. The links' thread would deadlock in a callback that
             waits.
@@ -75,7 +75,7 @@ class ShmWork(Work):
         self,
         tensors: Sequence[Tensor],
         default_timeout: float | None = None,
-        on_timeout: Callable[[], None] | None = None,
+        on_timeout: Callable[[CollectiveTimeoutError], None] | None = None,
         *,
         callbacks_in_own_thread: bool = False,
     ) -> None:
@@ -110,10 +110,11 @@ class ShmWork(Work):
             given = timeout.total_seconds()
             seconds = given if given > 0 else self._default_timeout
             if not self._wait(seconds):
+                error = CollectiveTimeoutError(f"the operation is not done after {seconds:g} s")
                 if self._on_timeout is not None:
-                    self._on_timeout()
+                    self._on_timeout(error)
                 if not self._done:  # a receive may have been finished while `on_timeout` ran
-                    raise CollectiveTimeoutError(f"the operation is not done after {seconds:g} s")
+                    raise error
         if self._error is not None:
             raise self._error
         return True
