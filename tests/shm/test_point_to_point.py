@@ -21,7 +21,7 @@ from gradwire.errors import (
     NotSupportedError,
     PeerLostError,
 )
-from gradwire.shm import group_base, message_ring, outgoing, point_to_point, segment
+from gradwire.shm import arrivals, group_base, message_ring, outgoing, point_to_point, segment
 from gradwire.shm.message_ring import RING_BYTES, SLOT_BYTES, MessageRing
 from gradwire.shm.register import member_of
 from gradwire.testing import run_ranks
@@ -300,6 +300,79 @@ def test_interrupted_waits_lose_nothing():
 @pytest.mark.parametrize("at", [1, 2, 3, 5])
 def test_an_interrupted_send(at):
     on_ranks(interrupted_send, args=(at,))
+
+
+def at_the_end_of_a_wait(patch):
+    """The sender goes on to tell: this rank does not seem to wait at the ring for ever."""
+    stop = MessageRing.stop_listening
+
+    def interrupted(ring):
+        patch.setattr(MessageRing, "stop_listening", stop)
+        raise Interruption
+
+    patch.setattr(MessageRing, "stop_listening", interrupted)
+    with pytest.raises(Interruption):
+        dist.recv(torch.zeros(1), 0, tag=1)
+    future = dist.irecv(torch.zeros(1), 0, tag=2).get_future()
+    store_of_the_group().set("wanted", "")
+    return future
+
+
+def amid_a_look(patch):
+    """What another thread asked it to look for meanwhile is found."""
+    incoming, take_all = member_of(dist.group.WORLD)._incoming[0], arrivals.Arrivals.take_all
+    future = dist.irecv(torch.zeros(1), 0, tag=2).get_future()
+
+    def interrupted(*_):
+        patch.setattr(arrivals.Arrivals, "take_all", take_all)
+        store_of_the_group().set("wanted", "")
+        while not incoming._again:  # as the links' thread was woken
+            time.sleep(0.001)
+        raise Interruption
+
+    work = dist.irecv(torch.zeros(1), 0, tag=3)
+    patch.setattr(arrivals.Arrivals, "take_all", interrupted)
+    with pytest.raises(Interruption):
+        work.is_completed()
+    return future
+
+
+def as_nobody_wants(patch):
+    """A handler that wants a message just as this thread tells the sender that nobody does."""
+    dist.recv(torch.zeros(1), 0, tag=1)
+    want, futures = MessageRing.want, []
+
+    def handled(ring, wanted):
+        patch.setattr(MessageRing, "want", want)
+        futures.append(dist.irecv(torch.zeros(1), 0, tag=2).get_future())
+        want(ring, wanted)
+
+    incoming = member_of(dist.group.WORLD)._incoming[0]
+    patch.setattr(MessageRing, "want", handled)
+    incoming.unwant(None)
+    store_of_the_group().set("wanted", "")
+    return futures[0]
+
+
+def told_after(what):
+    exchange_first()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        dist.send(torch.zeros(1), 1, tag=1)
+        store_of_the_group().wait(["wanted"], timedelta(seconds=10))
+        dist.send(torch.zeros(1), 1, tag=2)
+    else:
+        with pytest.MonkeyPatch.context() as patch:
+            future, done = what(patch), threading.Event()
+        future.then(lambda _: done.set())
+        assert done.wait(5)
+    dist.barrier()
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("what", [at_the_end_of_a_wait, amid_a_look, as_nobody_wants])
+def test_a_signal_s_handler_makes_no_receive_miss_its_message(what):
+    on_ranks(told_after, args=(what,))
 
 
 def in_a_handler():

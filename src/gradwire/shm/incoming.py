@@ -76,6 +76,13 @@ class Incoming:
 
     def look(self) -> None:
         """Put together what has arrived; returns at once if another thread does, which goes on."""
+        try:
+            self._look()
+        except BaseException:
+            self._recover()
+            raise
+
+    def _look(self) -> None:
         self._again = True
         while self._again:
             turn = threading.Lock()
@@ -85,12 +92,27 @@ class Incoming:
                 self._again = False
                 self._arrivals.take_all()
 
+    def _recover(self) -> None:
+        """After an exception, which a signal's handler may raise anywhere: do what was skipped.
+
+        Others asked this thread to look, or are not told as long as it seems to wait at the ring.
+        """
+        ring, turn = self._arrivals.ring, threading.Lock()
+        if ring is not None:
+            ring.interrupted()
+            with turn:
+                if self._enter(turn):  # nobody else is at the ring
+                    ring.stop_listening()
+        self._look()
+
     def _enter(self, turn: threading.Lock) -> bool:
         """Whether nobody else looks; nobody else does then until `turn`, which is held, is not."""
         with self._entering:
             if self._turn is not None and self._turn.locked():
                 return False
-            self._turn, self._looking = turn, threading.get_ident()
+            # in this order: `wait` reads both without the lock, in the other
+            self._looking = threading.get_ident()
+            self._turn = turn
             return True
 
     def wait(self, work: ShmWork, tag: int, deadline: Deadline) -> None:
@@ -113,17 +135,19 @@ class Incoming:
                     ring = self._arrivals.ring
                     if waits := ring is not None and self._enter(turn):
                         self._wait_at(ring, work, tag, deadline)
-            finally:
                 if self._again:
-                    self.look()
+                    self._look()
+            except BaseException:
+                self._recover()
+                raise
             if not waits:
                 self._wait_beside(work, min(_POLL_SECONDS, _left(deadline)))
 
     def _wait_beside(self, work: ShmWork, seconds: float) -> None:
         """Wait while another thread waits at the ring, or there is none yet."""
         this = object()
-        self.want(this)
         try:
+            self.want(this)
             wait_until(work.is_done, seconds)
         finally:
             self.unwant(this)
@@ -142,9 +166,11 @@ class Incoming:
             self._tell_sender()
 
     def _tell_sender(self) -> None:
-        ring = self._arrivals.ring
+        ring, wanted = self._arrivals.ring, bool(self._wanting)
         if ring is not None:
-            ring.want(bool(self._wanting))
+            ring.want(wanted)
+            if wanted is not bool(self._wanting):  # since then, in a signal's handler
+                self._tell_sender()
 
     def _wait_at(self, ring: MessageRing, work: ShmWork, tag: int, deadline: Deadline) -> None:
         arrivals = self._arrivals
@@ -160,11 +186,7 @@ class Incoming:
                 if over():
                     return
                 arrivals.get_ready(work, tag)
-                try:
-                    ring.wait(min(_POLL_SECONDS, _left(deadline)))
-                except BaseException:  # of a signal's handler
-                    ring.interrupted()
-                    raise
+                ring.wait(min(_POLL_SECONDS, _left(deadline)))
         finally:
             ring.stop_listening()
             # what is filled from here on waits until it is looked for, or the sender tells of it if
