@@ -22,6 +22,7 @@ from gradwire.errors import (
     PeerLostError,
 )
 from gradwire.shm import arrivals, group_base, message_ring, outgoing, point_to_point, segment
+from gradwire.shm.incoming import Incoming
 from gradwire.shm.message_ring import RING_BYTES, SLOT_BYTES, MessageRing
 from gradwire.shm.register import member_of
 from gradwire.testing import run_ranks
@@ -486,6 +487,42 @@ def leaves_after_messages():
 @pytest.mark.wide
 def test_all_that_a_sender_sent_before_it_left_arrives():
     assert on_ranks(leaves_after_messages)[0] == [1, 2]
+
+
+def received_from_any_rank_as_all_leave():
+    """Rank 2's message is in its ring, and this rank has not looked for it since all have left."""
+    group, store = dist.new_group(backend="shm"), store_of_the_group()
+    rank, x = dist.get_rank(), torch.full((1,), float(dist.get_rank()))
+    if rank > 0:
+        dist.send(x, 0, group=group)
+        store.wait(["known"], timedelta(seconds=20))
+        if rank == 2:
+            dist.send(x * 10, 0, group=group)
+        member_of(group).shutdown()
+        return None
+    for source in (1, 2):
+        dist.recv(x, source, group=group)
+    links, look = member_of(group)._state.links, Incoming.look
+    looks = threading.Event()
+
+    def late(incoming):
+        if threading.current_thread() is links._thread and incoming._source == 2:
+            looks.wait(10)
+        look(incoming)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Incoming, "look", late)
+        store.set("known", "")
+        while len(links.lost) < 2:
+            time.sleep(0.001)
+        dist.irecv(x, None, group=group).wait()
+        looks.set()
+    return x.item()
+
+
+@pytest.mark.wide
+def test_a_receive_from_any_rank_takes_the_last_message_of_all():
+    assert on_ranks(received_from_any_rank_as_all_leave, 3)[0] == 20
 
 
 def times_out_amid_a_message():

@@ -231,7 +231,7 @@ class Arrivals:
         if receive is not None and not receive.work.is_done():
             receive.work.finish(error)
         with self._links.lock:
-            self._mailbox.fail(self._source, error, others_left=not self._links.all_lost())
+            self._mailbox.fail(self._source, error)
 
 
 def _check(head: Head, source: int) -> None:

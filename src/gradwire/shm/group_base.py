@@ -49,7 +49,7 @@ class GroupBase(Submission):
     def _join(self, rank: int, size: int, peers: dict[int, Any], deadline: Deadline) -> None:
         """Form the group with the ranks that `peers` are connections to."""
         self._rank, self._size = rank, size
-        self._mailbox = Mailbox()
+        self._mailbox = Mailbox(len(peers))
         self._incoming: dict[int, Incoming] = {}
         self._outgoing: dict[int, Outgoing] = {}
         state = GroupState(rank, size, peers, self._deliver, self._on_lost, deadline)

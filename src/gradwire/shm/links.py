@@ -199,10 +199,6 @@ class Links:
             if error is not None:
                 raise type(error)(*error.args)  # a copy: each raise adds to its own traceback
 
-    def all_lost(self) -> bool:
-        """Whether no peer is left."""
-        return len(self.lost) == len(self._peers)
-
     def close(self) -> None:
         """Send `LEFT` to all peers and end the thread."""
         for connection in self._peers.values():

@@ -81,9 +81,14 @@ class Mailbox:
     The thread that matches a message and a receive removes both under the lock, and copies after
     releasing it: the copy of a large message must not delay other receives, nor the errors of those
     whose peer is lost.
+
+    Args:
+        peers: How many other ranks there are.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, peers: int) -> None:
+        self._peers = peers
+        self._silent: set[int] = set()  # the peers of which no message comes any more
         self._unexpected: deque[Envelope] = deque()
         self._posted: deque[PostedReceive] = deque()
 
@@ -115,10 +120,15 @@ class Mailbox:
         """Keep a message for which none was found."""
         self._unexpected.append(envelope)
 
-    def fail(self, source: int, error: DistributedError, *, others_left: bool) -> None:
-        """Fail the receives from a lost peer, and if no peer is left, those from any rank."""
+    def fail(self, source: int, error: DistributedError) -> None:
+        """Fail the receives from a lost peer, all of whose messages were taken.
+
+        If that holds for all peers, those from any rank as well.
+        """
+        self._silent.add(source)
+        all_silent = len(self._silent) == self._peers
         failed = [
-            w for w in self._posted if w.source == source or (w.source is None and not others_left)
+            w for w in self._posted if w.source == source or (w.source is None and all_silent)
         ]
         for receive in failed:
             self._posted.remove(receive)
