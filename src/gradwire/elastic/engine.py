@@ -244,6 +244,7 @@ class Engine:
         self.group.leave(failed=False)  # that of this process alone
         self.group = group
         self.monitor.watch(decision.epoch, decision.members, group.abort)
+        self.membership.forget_processes({*decision.members, *decision.former})
         self.on_group()
         self._handle(p.Formed())
 
