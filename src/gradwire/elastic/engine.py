@@ -112,10 +112,20 @@ class Engine:
             DistributedError: A member was lost: call `lost`.
         """
         self._handle(p.Reduced())
+        self._handle(p.Passed(self._pass_barrier()))
+
+    def _pass_barrier(self) -> bool:
+        """Wait until all members have come here; whether one of them saw somebody new."""
+        if self.size == 1:
+            return self.monitor.wanted
         wanted = torch.tensor([int(self.monitor.wanted)], dtype=torch.int32)
-        if self.size > 1:
-            self.wait(self.process_group.allreduce([wanted], _MAX))
-        self._handle(p.Passed(bool(wanted)))
+        try:
+            work = self.process_group.allreduce([wanted], _MAX_AT_ONCE)
+        except DistributedError:
+            self._check()
+            raise
+        self.wait(work)
+        return bool(wanted)
 
     def lost(self) -> None:
         """A member was lost: leave the epoch."""
@@ -331,3 +341,6 @@ if hasattr(os, "register_at_fork"):
 _LOSSES = (PeerLostError, CollectiveTimeoutError, BrokenGroupError, PeerFailedError)
 _MAX = AllreduceOptions()
 _MAX.reduceOp = ReduceOp(ReduceOp.MAX)
+_MAX_AT_ONCE = AllreduceOptions()
+_MAX_AT_ONCE.reduceOp = ReduceOp(ReduceOp.MAX)
+_MAX_AT_ONCE.asyncOp = False  # on shm in this thread: 45 µs, with the group's thread 240
