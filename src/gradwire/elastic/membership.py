@@ -123,7 +123,7 @@ class Membership:
     def register(self, round_: int, registration: Registration) -> None:
         """Register for a round, once."""
         slot = self._ask(self.store.add, f"round/{round_}/count", 1)
-        text = json.dumps(asdict(registration))
+        text = json.dumps(registration._asdict())
         self._ask(self.store.set, f"round/{round_}/{slot}", text)
 
     def is_open(self, round_: int) -> bool:
@@ -144,7 +144,7 @@ class Membership:
     def propose(self, decision: Decision) -> None:
         """Write a decision, if there is none for its round."""
         key = f"decision/{decision.epoch}"
-        self._ask(self.store.compare_set, key, "", json.dumps(asdict(decision)))
+        self._ask(self.store.compare_set, key, "", json.dumps(decision._asdict()))
         self._ask(self.store.set, "latest", str(decision.epoch))
 
     def decision(self, epoch: int) -> Decision | None:

@@ -49,6 +49,7 @@ class Run:
         self._tree: TreeSum | None = None
         self._changed: list[tuple[Tensor, Tensor]] = []
         self._start = 0
+        self._dealt = self._deal()
         self._equal = False
         self._samples: Samples | None = None
         engine.on_commit = self._apply
@@ -192,6 +193,9 @@ class Run:
 
     def shards(self) -> list[Shard]:
         """Those that this member runs in this epoch."""
+        return list(self._dealt)
+
+    def _deal(self) -> list[Shard]:
         run = deal(self._shards, self.size)[self.rank]
         if self._reproducible:
             return [Shard(number, number + 1) for number in run]
@@ -244,10 +248,10 @@ class Run:
 
     def begin_shard(self, shard: Shard) -> None:
         """Seed random numbers, and put buffers back."""
-        if self._reproducible and shard.first != self.shards()[0].first:
+        if self._reproducible and shard.first != self._dealt[0].first:
             self._state.put_buffers_back(self.version)
-        text = f"{self._seed} {self.version} {shard.first}"
-        self._set_seed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little"))
+        text = f"{self._seed} {self.version} {shard.first}".encode()
+        self._set_seed(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little"))
 
     def backward(self, loss: Tensor, shard: Shard, weight: float | None) -> None:
         """Compute a shard's gradients and add them."""
@@ -312,6 +316,7 @@ class Run:
                 f"{self.size} members and {self._shards} shards: pass elastic.join(shards=...) of "
                 "at least as many as there may be members"
             )
+        self._dealt = self._deal()
         self._state.put_buffers_back(self.version)  # a step that was lost has changed them
         self._state.set_group(self.group)
         runs = [run for run in deal(self._shards, self.size) if run]
