@@ -33,7 +33,7 @@ LIMIT_SECONDS = 180.0
 OPEN_AT_END = {"shm": 4, "gloo": 5}
 """Descriptors of the run's connection to its store and of a group of one: after any epochs."""
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "gradwire.elastic", "elastic.worker"])
+CONTEXT.set_forkserver_preload(["torch", "gradwire.elastic", "elastic.worker", "elastic.program"])
 
 
 @dataclass
