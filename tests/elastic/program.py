@@ -4,7 +4,8 @@ The launcher names the store. It appends a line of JSON to LOG for each step tha
 and for its end: a digest of the weights, or the error. SECONDS is the timeout of its collectives;
 members are taken for lost after two seconds of silence. It does not begin the last step before a
 file LOG.go exists: what a test does before is done while all train. MODE in the environment: "user"
-for another user's process, "fork" to fork one that sleeps, "exit" to end while a thread trains.
+for another user's process, "fork" to fork one that sleeps, "exit" to end while a thread trains,
+"memory" to ask for more than there is, in a forward.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import resource
 import sys
 import threading
 import time
@@ -69,6 +71,10 @@ def train(write: Any, path: str, steps: int, pause: float, backend: str, seconds
         while step.number == steps - 1 and not Path(f"{path}.go").exists():
             time.sleep(0.01)
         with step:
+            if step.number == 5 and os.environ.get("MODE") == "memory":
+                limit = 1 << 40
+                resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+                torch.empty(limit)
             for shard in step.shards:
                 step.backward(net(x[step.sample_ids(shard)]).square().mean())
             time.sleep(pause)

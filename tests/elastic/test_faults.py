@@ -156,16 +156,49 @@ def members(tmp_path: Path) -> Iterator[Members]:
     found.close()
 
 
+class Store:
+    """A store in a forked process."""
+
+    def __init__(self) -> None:
+        receiver, sender = CONTEXT.Pipe(duplex=False)
+        self._process = CONTEXT.Process(target=_serve, args=(sender,))
+        self._process.start()
+        self.port = receiver.recv()
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self._process.pid, number)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+
+def _serve(sender: Any) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    sender.send(store.port)
+    signal.pause()
+
+
 @contextlib.contextmanager
-def served(address: str = "127.0.0.1:0", before: Sequence[str] = ()) -> Iterator[Any]:
+def served() -> Iterator[tuple[Store, str]]:
     """A store in a process of its own: the process, and the store's address."""
+    store = Store()
+    try:
+        yield store, f"127.0.0.1:{store.port}"
+    finally:
+        store.kill()
+
+
+@contextlib.contextmanager
+def served_by_program(address: str, before: Sequence[str]) -> Iterator[None]:
+    """The same by a program, in another namespace."""
     command = [*before, sys.executable, "-m", "gradwire.elastic", "--serve", address]
     process = subprocess.Popen(command, stdout=subprocess.PIPE)
     assert process.stdout is not None
     try:
-        yield process, process.stdout.readline().decode().split()[-1]
+        assert address in process.stdout.readline().decode()
+        yield
     finally:
-        process.send_signal(signal.SIGCONT)
         process.kill()
         process.wait()
         process.stdout.close()
@@ -194,7 +227,6 @@ def test_the_store_dies_and_nobody_else(members: Members, quiet: str) -> None:
         members.start(address, count=2, members=2)
         members.until_trained(2)
         store.kill()
-        store.wait()
         ends = members.until_ended(2)
     assert [end.get("digest", end) for end in ends] == [quiet] * 2
 
@@ -204,7 +236,6 @@ def test_the_store_dies_and_then_a_member(members: Members) -> None:
         members.start(address, count=3, members=3)
         pids = members.until_trained(3)
         store.kill()
-        store.wait()
         os.kill(pids[0], signal.SIGKILL)
         killed = time.monotonic()
         ends = members.until_ended(2)
@@ -240,6 +271,32 @@ def test_a_member_without_descriptors_ends_and_the_others_go_on(
     by_pid = {end["pid"]: end for end in ends}
     assert "DistributedError" in by_pid[pids[0]]["error"], ends
     assert by_pid[pids[2]].get("digest") == quiet, ends
+
+
+def test_a_member_asks_for_more_memory_than_there_is(members: Members, quiet: str) -> None:
+    with served() as (_, address):
+        members.start(address, members=3, mode="memory")
+        members.start(address, count=2, members=3)
+        ends = members.until_ended(3)
+    failed = [end for end in ends if "error" in end]
+    assert [end["pid"] for end in failed] == [members.processes[0].pid]
+    assert "RuntimeError" in failed[0]["error"], failed
+    assert [end["digest"] for end in ends if "digest" in end] == [quiet] * 2
+
+
+@pytest.mark.parametrize("backend", ["shm", pytest.param("gloo", marks=LONG)])
+def test_a_member_without_memory_for_a_group(members: Members, quiet: str, backend: str) -> None:
+    with served() as (_, address):
+        members.start(address, count=3, members=3, backend=backend)
+        pids = members.until_trained(3)
+        pages = int(Path(f"/proc/{pids[0]}/statm").read_text().split()[0])
+        used = pages * resource.getpagesize()
+        resource.prlimit(pids[0], resource.RLIMIT_AS, (used, used))
+        os.kill(pids[1], signal.SIGKILL)
+        ends = members.until_ended(1)
+        while not (mine := [end for end in ends if end["pid"] == pids[2]]):
+            ends = members.until_ended(len(ends) + 1)
+    assert [end.get("digest", end) for end in mine] == [quiet]
 
 
 @LONG

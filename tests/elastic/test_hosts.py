@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic.test_faults import LONG, Members, members, quiet, served
+from elastic.test_faults import LONG, Members, members, quiet, served_by_program
 
 __all__ = ["members", "quiet"]  # fixtures
 
@@ -87,7 +87,7 @@ pytestmark = [pytest.mark.wide, pytest.mark.timeout(300)]
 
 
 def test_a_member_of_each_host_is_killed(hosts: Hosts, members: Members, quiet: str) -> None:
-    with served(STORE, hosts.inside(0)):
+    with served_by_program(STORE, hosts.inside(0)):
         for host in range(2):
             launcher = [*hosts.inside(host), *_python()]
             members.start(STORE, count=2, members=4, timeout=60.0, backend="shm", launcher=launcher)
@@ -100,7 +100,7 @@ def test_a_member_of_each_host_is_killed(hosts: Hosts, members: Members, quiet: 
 
 @LONG
 def test_a_host_is_cut_off(hosts: Hosts, members: Members, quiet: str) -> None:
-    with served(STORE, hosts.inside(0)):
+    with served_by_program(STORE, hosts.inside(0)):
         for host in range(2):
             launcher = [*hosts.inside(host), *_python()]
             members.start(STORE, members=2, pause=0.1, launcher=launcher)
@@ -119,7 +119,7 @@ def test_a_host_is_cut_off(hosts: Hosts, members: Members, quiet: str) -> None:
 
 @LONG
 def test_a_host_is_cut_off_and_comes_back(hosts: Hosts, members: Members) -> None:
-    with served(STORE, hosts.inside(0)):
+    with served_by_program(STORE, hosts.inside(0)):
         for host in range(2):
             launcher = [*hosts.inside(host), *_python()]
             members.start(STORE, members=2, pause=0.1, steps=400, timeout=60.0, launcher=launcher)

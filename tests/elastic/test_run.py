@@ -339,6 +339,19 @@ def test_an_error_of_the_loop_leaves_the_run_to_the_others(store: dist.Store) ->
     assert all(torch.equal(a, b) for a, b in zip(weights, alone, strict=True)), weights
 
 
+def test_another_version_of_torch_is_refused(
+    store: dist.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, here = join(store), torch.__version__
+    join(store).close()
+    monkeypatch.setattr(torch, "__version__", "9.9.0")
+    with pytest.raises(NotSupportedError) as raised:
+        join(store)
+    run.close()
+    assert f"torch {here} and" in str(raised.value)
+    assert "torch 9.9.0 and" in str(raised.value)
+
+
 def test_who_comes_when_all_is_done(store: dist.Store) -> None:
     train(join(store), net())
     with pytest.raises(RunOverError, match="does not have the state"):

@@ -70,7 +70,11 @@ class Engine:
         self._listener = Listener() if self._on_shm else None
         _ENGINES.add(self)
         listener = "" if self._listener is None else self._listener.name
-        self.membership = Membership(store, options.timeout, name, listener)
+        try:
+            self.membership = Membership(store, options.timeout, name, listener)
+        except BaseException:
+            self.forget_listener()
+            raise
         self.monitor = Monitor(self.membership, options.heartbeat, options.silence)
         self.member = p.Member(self.membership.number, 0)
         self._timeout = timedelta(seconds=options.timeout)
@@ -135,8 +139,7 @@ class Engine:
 
     def stop(self) -> None:
         """Take part no more; a group of this process alone stays."""
-        if self._listener is not None:
-            self._listener.close()
+        self.forget_listener()
         self.monitor.close()
         if self.member.phase is not p.Phase.DONE:
             with contextlib.suppress(DistributedError):  # the store may be gone
@@ -149,7 +152,7 @@ class Engine:
         self.group = form_solo(self._timeout, self._options.backend)
 
     def forget_listener(self) -> None:
-        """In a forked child, which would keep the name alive after this process has died."""
+        """Close it: a forked child, too, would keep the name alive after this process has died."""
         if self._listener is not None:
             self._listener.close()
 

@@ -11,8 +11,10 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
 from torch.distributed import DistError, PrefixStore, Store
 
+from gradwire._version import __version__
 from gradwire.ddp.faults.liveness import this_process
 from gradwire.elastic.protocol import Decision, Registration
 from gradwire.elastic.sockets import own_connection
@@ -76,7 +78,8 @@ class Membership:
         listener: The name under which others of this host connect to this process; "" if none do.
 
     Raises:
-        NotSupportedError: It is another user's than the run's others on this host.
+        NotSupportedError: It is another user's than the run's others on this host, or has another
+            version of PyTorch or gradwire.
 
     Attributes:
         number: This member's.
@@ -90,6 +93,7 @@ class Membership:
         self._processes: dict[int, Process] = {}
         self._decisions: dict[int, Decision] = {}
         mine = Process.this(listener)
+        self._check_versions()
         if listener:
             self._check_user(mine.host)
         self.number = int(self._ask(self.store.add, "members", 1))
@@ -105,6 +109,16 @@ class Membership:
             raise NotSupportedError(
                 f"this process is user {mine.decode()}'s, and the run's others on this host are "
                 f"user {first.decode()}'s: start all as one user, or pass backend='gloo'"
+            )
+
+    def _check_versions(self) -> None:
+        """Members have the first one's versions: others round or write otherwise."""
+        mine = f"torch {torch.__version__} and gradwire {__version__}"
+        first = self._ask(self.store.compare_set, "versions", "", mine).decode()
+        if first != mine:
+            raise NotSupportedError(
+                f"this process has {mine}, and the run was begun with {first}: start all with the "
+                "same, or begin another run from a checkpoint"
             )
 
     def process(self, number: int) -> Process | None:
