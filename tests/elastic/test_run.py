@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -221,6 +223,7 @@ def test_a_loader_with_workers_follows_shards_that_are_dealt_anew(store: dist.St
     model = net()
     run.keep(model=model)
     dealt = [run.shards(), [elastic.Shard(2, 3), elastic.Shard(3, 4)], [elastic.Shard(0, 1)]]
+    before = set(multiprocessing.active_children())
     loader = elastic.ShardLoader(run, X, num_workers=2)
     for step in run.steps(3, samples=len(X), batch=16):
         with step:
@@ -232,6 +235,12 @@ def test_a_loader_with_workers_follows_shards_that_are_dealt_anew(store: dist.St
             for shard in step.shards:
                 step.backward(model(X[step.sample_ids(shard)]).mean())
             step.commit()
+    workers = set(multiprocessing.active_children()) - before
+    assert len(workers) == 2
+    gc.disable()
+    del loader  # it needs no collection of garbage, whose place and time are anybody's
+    gc.enable()
+    assert not any(worker.is_alive() for worker in workers)
 
 
 @pytest.mark.wide
