@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from gradwire.elastic import checkpoint, transfer
-from gradwire.elastic.engine import Engine, barrier, means_a_loss
+from gradwire.elastic.engine import Engine, barrier
 from gradwire.elastic.gradients import TreeSum
+from gradwire.elastic.losses import may_mean_a_loss, means_a_loss
 from gradwire.elastic.samples import Samples
 from gradwire.elastic.shards import Shard, deal
 from gradwire.elastic.state import State
@@ -25,7 +25,6 @@ from gradwire.elastic.step import Step, Stepper
 from gradwire.errors import (
     ArgumentError,
     DistributedError,
-    HookError,
     NotSupportedError,
     ReductionError,
 )
@@ -289,7 +288,7 @@ class Run:
     def end_step(self, error: BaseException | None) -> bool:
         """Whether an error means that a member was lost."""
         assert error is not None
-        if means_a_loss(error) or (_may_mean_a_loss(error) and self._engine.was_lost()):
+        if means_a_loss(error) or (may_mean_a_loss(error) and self._engine.was_lost()):
             self._engine.lost()
             return True
         if self._nan_guard and isinstance(error, ReductionError) and error.parameters:
@@ -334,9 +333,3 @@ class Run:
             transfer.load(kept, data)
             self._state.forget()
         barrier(self._engine)
-
-
-def _may_mean_a_loss(error: BaseException) -> bool:
-    """Whether a backend raises such where a member is lost, among other things."""
-    kinds = (dist.DistError, HookError, DistributedError)
-    return isinstance(error, kinds) or type(error) is RuntimeError
