@@ -80,7 +80,9 @@ class EpochGroup:
             if isinstance(group, ShmProcessGroup):
                 group.shutdown()
             # Gloo's destructor waits for its threads, which end once their connections have
-            threading.Thread(target=_drop, args=([group],), daemon=True).start()
+            threading.Thread(
+                target=_drop, args=([group],), name="gradwire-elastic-leave", daemon=True
+            ).start()
 
 
 def _drop(group: list[ProcessGroup]) -> None:
