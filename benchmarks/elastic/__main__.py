@@ -21,8 +21,8 @@ BACKENDS = ("shm", "gloo")
 
 def main() -> None:
     if sys.argv[1] == "_member":
-        port, rank, backend, name, rounds = sys.argv[2:]
-        taken = steps.member(int(port), int(rank), backend, name, int(rounds))
+        port, rank, backend, name, rounds, trees = sys.argv[2:]
+        taken = steps.member(int(port), int(rank), backend, name, int(rounds), trees=bool(trees))
         print(json.dumps(taken), flush=True)
         os._exit(0)
     if sys.argv[1] == "_trainer":

@@ -31,6 +31,9 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
 SAMPLES = 256
 BLOCK = 3  # steps of one contender before the next has its turn
 PLAIN = "DistributedDataParallel"
+TREES = {"reproducible=True, 2 shards": 2, "reproducible=True, 8 shards": 8}
+MORE = 4
+"""How many times as many rounds there are of what is nearly equal, in a launch of its own."""
 
 
 def plain(group: dist.ProcessGroup, net: nn.Module, x: Tensor, batch: int) -> Iterator[None]:
@@ -76,7 +79,9 @@ def asleep(run: elastic.Run) -> None:
     run._engine.membership.beat = lambda count: None  # type: ignore[method-assign]
 
 
-def member(port: int, rank: int, backend: str, name: str, rounds: int) -> dict[str, list[float]]:
+def member(
+    port: int, rank: int, backend: str, name: str, rounds: int, *, trees: bool
+) -> dict[str, list[float]]:
     """Seconds of a step of each contender, round by round, in turn."""
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
@@ -91,13 +96,9 @@ def member(port: int, rank: int, backend: str, name: str, rounds: int) -> dict[s
 
     first = plain(dist.group.WORLD, net(), x, batch)
     contenders: dict[str, Callable[[], object]] = {PLAIN: partial(_several, first)}
-    for label, shards, tree in (
-        ("reproducible=False", 8, False),
-        ("reproducible=True, 2 shards", 2, True),
-        ("reproducible=True, 8 shards", 8, True),
-    ):
+    for label, shards in (TREES if trees else {"reproducible=False": 8}).items():
         run = elastic.join(
-            store, members=MEMBERS, backend=backend, reproducible=tree, shards=shards, name=label
+            store, members=MEMBERS, backend=backend, reproducible=trees, shards=shards, name=label
         )
         steps = elastic_steps(run, net(), x, batch)
         next(steps)
@@ -117,11 +118,17 @@ def _in_turn(run: elastic.Run, steps: Iterator[None]) -> None:
 
 
 def measure(backend: str, name: str, rounds: int) -> dict[str, Any]:
-    """One launch: milliseconds of a step, and over plain DistributedDataParallel."""
+    """Two launches: milliseconds of a step, and over the launch's DistributedDataParallel."""
+    trees = _launch(backend, name, rounds, trees=True)
+    return {**_launch(backend, name, MORE * rounds, trees=False), **{k: trees[k] for k in TREES}}
+
+
+def _launch(backend: str, name: str, rounds: int, *, trees: bool) -> dict[str, Any]:
     store = elastic.serve_store()
     command = [sys.executable, "-m", "benchmarks.elastic", "_member", str(store.port)]
+    rest = [backend, name, str(rounds), "trees" if trees else ""]
     processes = [
-        subprocess.Popen([*command, str(rank), backend, name, str(rounds)], stdout=subprocess.PIPE)
+        subprocess.Popen([*command, str(rank), *rest], stdout=subprocess.PIPE)
         for rank in range(MEMBERS)
     ]
     output = processes[0].communicate(timeout=235)[0]

@@ -33,7 +33,8 @@ LIMIT_SECONDS = 180.0
 OPEN_AT_END = {"shm": 4, "gloo": 5}
 """Descriptors of the run's connection to its store and of a group of one: after any epochs."""
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "gradwire.elastic", "elastic.worker"])
+PRELOADED = ["torch", "torch._dynamo", "gradwire.elastic", "elastic.worker", "elastic.program"]
+CONTEXT.set_forkserver_preload(PRELOADED)  # the first optimizer of a process imports dynamo
 
 
 @dataclass
@@ -66,6 +67,7 @@ class Plan:
                 kind = chance.choice(["KILL", "KILL", "STOP"])
                 plan.from_outside.append((kind, chance.random() * 0.8))
         plan.restart = chance.random() < 0.8
+        plan.pause = 0.02  # a second for all steps: faults come in the middle of them
         return plan
 
 
@@ -81,8 +83,8 @@ class Members:
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.processes: list[Any] = []
         self.pipes: list[Any] = []
-        self.killed: set[int] = set()
         self.stopped: dict[int, float] = {}
+        self.struck = {"killed": 0, "stopped": 0}
 
     def start(self) -> None:
         """Start one more."""
@@ -116,8 +118,10 @@ class Members:
             process.join()
 
 
-def run(plan: Plan) -> list[Any]:
-    """What the members reported at their ends; those that were late reported None.
+def run(plan: Plan) -> tuple[list[Any], dict[str, int]]:
+    """What the members reported at their ends, and how many were struck.
+
+    Those that were late reported None.
 
     Raises:
         Failed: A member ended with an error, or the run took too long.
@@ -128,7 +132,7 @@ def run(plan: Plan) -> list[Any]:
         for _ in range(plan.members):
             members.start()
         _watch(members, chance)
-        return [report for pipe in members.pipes for report in _reports(pipe)]
+        return [report for pipe in members.pipes for report in _reports(pipe)], members.struck
     finally:
         members.close()
 
@@ -163,6 +167,7 @@ def _watch(members: Members, chance: random.Random) -> None:
             seen.add(index)
             code = members.processes[index].exitcode
             if code == -signal.SIGKILL:
+                members.struck["killed"] += 1
                 # somebody has to be left who has the state
                 if plan.restart and len(members.processes) < plan.members + 3:
                     members.start()
@@ -182,13 +187,14 @@ def _strike(members: Members, kind: str, chance: random.Random, now: float) -> N
             os.kill(pid, signal.SIGKILL)
         else:
             os.kill(pid, signal.SIGSTOP)
+            members.struck["stopped"] += 1
             members.stopped[victim] = now + chance.choice([0.2, 1.0, 3.0])
 
 
 def quiet(plan: Plan) -> tuple[str, list[float]]:
     """The weights of one member that is alone, and the ledger that must be."""
     alone = replace(plan, members=1, self_kills={}, from_outside=[])
-    (report,) = run(alone)
+    (report,), _ = run(alone)
     counts = [0.0] * SAMPLES
     samples = Samples(SAMPLES, batch=BATCH, shards=8)
     for step in range(plan.steps):
@@ -206,7 +212,8 @@ def check(plan: Plan, digest: str, counts: list[float]) -> dict[str, Any]:
         Failed: Weights or ledger differ, or something is left behind.
     """
     began, shared = time.monotonic(), set(os.listdir("/dev/shm"))
-    reports = [r for r in run(plan) if r is not None]
+    found_by_all, struck = run(plan)
+    reports = [r for r in found_by_all if r is not None]
     if not plan.reproducible and reports:
         digest = reports[0][0]  # the members agree; other members round otherwise
     for found, ledger, threads, opened in reports:
@@ -223,6 +230,7 @@ def check(plan: Plan, digest: str, counts: list[float]) -> dict[str, Any]:
     return {
         **asdict(plan),
         "done": len(reports),
+        **struck,
         "open": [len(r[3]) for r in reports],
         "seconds": round(time.monotonic() - began, 2),
     }

@@ -2,8 +2,10 @@
 
 The launcher names the store. It appends a line of JSON to LOG for each step that it has committed,
 and for its end: a digest of the weights, or the error. SECONDS is the timeout of its collectives;
-members are taken for lost after two seconds of silence. MODE in the environment: "user" for another
-user's process, "fork" to fork one that sleeps, "exit" to end while a thread trains.
+members are taken for lost after two seconds of silence. It does not begin the last step before a
+file LOG.go exists: what a test does before is done while all train. MODE in the environment: "user"
+for another user's process, "fork" to fork one that sleeps, "exit" to end while a thread trains,
+"memory" to ask for more than there is, in a forward.
 """
 
 from __future__ import annotations
@@ -11,10 +13,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import resource
 import sys
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,28 +32,31 @@ SAMPLES, BATCH = 64, 16
 def main(path: str, steps: int, pause: float, backend: str, seconds: float) -> None:
     """Train."""
     torch.set_num_threads(1)
+    trained = threading.Event()
     with open(path, "a", buffering=1) as log:
 
         def write(**line: Any) -> None:
+            if line.get("step", 0) >= 3:
+                trained.set()
             log.write(json.dumps({"pid": os.getpid(), "time": time.monotonic(), **line}) + "\n")
 
         mode = os.environ.get("MODE")
         if mode == "user":
             os.setuid(65534)
         if mode == "exit":
-            arguments = (write, steps, pause, backend, seconds)
+            arguments = (write, path, steps, pause, backend, seconds)
             threading.Thread(target=train, args=arguments, daemon=True).start()
-            time.sleep(8.0)
+            trained.wait()
             sys.exit(7)
         try:
-            write(digest=train(write, steps, pause, backend, seconds))
+            write(digest=train(write, path, steps, pause, backend, seconds))
         except Exception as error:
             kinds = [kind.__name__ for kind in type(error).__mro__]
             write(error=kinds, message=str(error))
             raise SystemExit(3) from error
 
 
-def train(write: Any, steps: int, pause: float, backend: str, seconds: float) -> str:
+def train(write: Any, path: str, steps: int, pause: float, backend: str, seconds: float) -> str:
     """The digest of the weights after all steps."""
     run = elastic.join(
         backend=backend, timeout=timedelta(seconds=seconds), silence=timedelta(seconds=2)
@@ -61,7 +68,13 @@ def train(write: Any, steps: int, pause: float, backend: str, seconds: float) ->
     run.keep(model=net, optimizer=optimizer)
     x = torch.randn(SAMPLES, 8, generator=torch.Generator().manual_seed(1))
     for step in run.steps(steps, samples=SAMPLES, batch=BATCH):
+        while step.number == steps - 1 and not Path(f"{path}.go").exists():
+            time.sleep(0.01)
         with step:
+            if step.number == 5 and os.environ.get("MODE") == "memory":
+                limit = 1 << 40
+                resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+                torch.empty(limit)
             for shard in step.shards:
                 step.backward(net(x[step.sample_ids(shard)]).square().mean())
             time.sleep(pause)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic.test_faults import LONG, Members, members, quiet, served
+from elastic.test_faults import LONG, Members, members, quiet, served_by_program
 
 __all__ = ["members", "quiet"]  # fixtures
 
@@ -83,19 +83,14 @@ def hosts() -> Iterator[Hosts]:
     found.close()
 
 
-@pytest.fixture(autouse=True)
-def on_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "link0")
-
-
 pytestmark = [pytest.mark.wide, pytest.mark.timeout(300)]
 
 
 def test_a_member_of_each_host_is_killed(hosts: Hosts, members: Members, quiet: str) -> None:
-    with served(STORE, hosts.inside(0)):
+    with served_by_program(STORE, hosts.inside(0)):
         for host in range(2):
             launcher = [*hosts.inside(host), *_python()]
-            members.start(STORE, count=2, members=4, pause=0.1, backend="shm", launcher=launcher)
+            members.start(STORE, count=2, members=4, timeout=60.0, backend="shm", launcher=launcher)
         members.until_together(4)
         for process in members.processes[::2]:
             os.kill(_child_of(process), 9)
@@ -105,7 +100,7 @@ def test_a_member_of_each_host_is_killed(hosts: Hosts, members: Members, quiet: 
 
 @LONG
 def test_a_host_is_cut_off(hosts: Hosts, members: Members, quiet: str) -> None:
-    with served(STORE, hosts.inside(0)):
+    with served_by_program(STORE, hosts.inside(0)):
         for host in range(2):
             launcher = [*hosts.inside(host), *_python()]
             members.start(STORE, members=2, pause=0.1, launcher=launcher)
@@ -124,7 +119,7 @@ def test_a_host_is_cut_off(hosts: Hosts, members: Members, quiet: str) -> None:
 
 @LONG
 def test_a_host_is_cut_off_and_comes_back(hosts: Hosts, members: Members) -> None:
-    with served(STORE, hosts.inside(0)):
+    with served_by_program(STORE, hosts.inside(0)):
         for host in range(2):
             launcher = [*hosts.inside(host), *_python()]
             members.start(STORE, members=2, pause=0.1, steps=400, timeout=60.0, launcher=launcher)
@@ -138,7 +133,7 @@ def test_a_host_is_cut_off_and_comes_back(hosts: Hosts, members: Members) -> Non
 
 
 def _python() -> list[str]:
-    return [shutil.which("python") or "python"]
+    return ["env", "GLOO_SOCKET_IFNAME=link0", shutil.which("python") or "python"]
 
 
 def _child_of(process: subprocess.Popen[bytes]) -> int:

@@ -85,7 +85,7 @@ def test_a_round_that_forgets_whose_gradients_are_complete_is_found() -> None:
     def forgets(member: p.Member, event: p.Event) -> tuple[p.Member, tuple[p.Effect, ...]]:
         after, effects = p.transition(member, event)
         return after, tuple(
-            replace(e, registration=replace(e.registration, complete=False))
+            replace(e, registration=e.registration._replace(complete=False))
             if isinstance(e, p.Register)
             else e
             for e in effects

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -221,6 +223,7 @@ def test_a_loader_with_workers_follows_shards_that_are_dealt_anew(store: dist.St
     model = net()
     run.keep(model=model)
     dealt = [run.shards(), [elastic.Shard(2, 3), elastic.Shard(3, 4)], [elastic.Shard(0, 1)]]
+    before = set(multiprocessing.active_children())
     loader = elastic.ShardLoader(run, X, num_workers=2)
     for step in run.steps(3, samples=len(X), batch=16):
         with step:
@@ -232,6 +235,12 @@ def test_a_loader_with_workers_follows_shards_that_are_dealt_anew(store: dist.St
             for shard in step.shards:
                 step.backward(model(X[step.sample_ids(shard)]).mean())
             step.commit()
+    workers = set(multiprocessing.active_children()) - before
+    assert len(workers) == 2
+    gc.disable()
+    del loader  # it needs no collection of garbage, whose place and time are anybody's
+    gc.enable()
+    assert not any(worker.is_alive() for worker in workers)
 
 
 @pytest.mark.wide
@@ -337,6 +346,19 @@ def test_an_error_of_the_loop_leaves_the_run_to_the_others(store: dist.Store) ->
     assert isinstance(raised, KeyError)
     alone = train(join(store, name="alone"), net())
     assert all(torch.equal(a, b) for a, b in zip(weights, alone, strict=True)), weights
+
+
+def test_another_version_of_torch_is_refused(
+    store: dist.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, here = join(store), torch.__version__
+    join(store).close()
+    monkeypatch.setattr(torch, "__version__", "9.9.0")
+    with pytest.raises(NotSupportedError) as raised:
+        join(store)
+    run.close()
+    assert f"torch {here} and" in str(raised.value)
+    assert "torch 9.9.0 and" in str(raised.value)
 
 
 def test_who_comes_when_all_is_done(store: dist.Store) -> None:

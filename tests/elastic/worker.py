@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from gradwire import elastic
 from gradwire.ddp import DistributedDataParallel
 from gradwire.elastic.engine import Engine
+from gradwire.elastic.forming import Forming
 from gradwire.elastic.gradients import TreeSum
 from gradwire.errors import RunOverError
 
@@ -152,7 +153,7 @@ def _arm(job: Job) -> None:
         "reduce": (TreeSum, "reduce") if job.reproducible else (Engine, "commit"),
         "commit": (Engine, "commit"),
         "round": (Engine, "_round"),
-        "form": (Engine, "_form_group"),
+        "form": (Forming, "form"),
         "transfer": (Engine, "_transfer"),
         "apply": (elastic.Run, "_apply"),
     }[job.point]

@@ -5,20 +5,24 @@ In the format of torch.distributed.checkpoint, so that other tools read them.
 
 from __future__ import annotations
 
-import os
+import contextlib
 import shutil
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, unquote
 
 import torch.distributed.checkpoint as dcp
 
+from gradwire.ddp.faults.liveness import is_alive, this_process
 from gradwire.errors import ArgumentError
 
 __all__ = ["latest", "load", "path_of", "save"]
 
 PREFIX = "step-"
+PARTIAL = ".partial "
+"""What the names of folders begin with whose checkpoint is not whole; they end with the writer."""
 VERSION = "gradwire_version"
 NUMBER = "number "
 
@@ -32,17 +36,30 @@ def save(kept: Mapping[str, Any], version: int, folder: Path) -> Path:
     final = path_of(folder, version)
     if final.exists():
         return final  # another member wrote it before it was lost: the same bits
-    partial = folder / f".{final.name}-{os.getpid()}"
     folder.mkdir(parents=True, exist_ok=True)
+    _remove_abandoned(folder)
+    partial = folder / f"{PARTIAL}{final.name} {quote(this_process(), safe='')}"
     try:
         state = {name: _named(value.state_dict()) for name, value in kept.items()}
         with warnings.catch_warnings():  # that it is one process which saves
             warnings.simplefilter("ignore", UserWarning)
             dcp.save({**state, VERSION: version}, checkpoint_id=partial, no_dist=True)
-        partial.rename(final)
+        try:
+            partial.rename(final)
+        except OSError:
+            if not final.exists():  # another member was faster
+                raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return final
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Remove what processes of this host had written that died before it was whole."""
+    for path in folder.glob(f"{PARTIAL}*"):
+        with contextlib.suppress(ValueError, TypeError):  # the name is not of ours
+            if not is_alive(unquote(path.name.rpartition(" ")[2])):
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def path_of(folder: Path, version: int) -> Path:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 __all__ = [
     "Barrier",
@@ -31,8 +31,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
-class Registration:
+class Registration(NamedTuple):
     """What a member says of itself when it registers for a round.
 
     Args:
@@ -48,8 +47,7 @@ class Registration:
     complete: bool
 
 
-@dataclass(frozen=True)
-class Decision:
+class Decision(NamedTuple):
     """An epoch.
 
     Args:

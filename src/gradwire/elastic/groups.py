@@ -7,6 +7,7 @@ as Gloo itself waits on until its timeout.
 
 from __future__ import annotations
 
+import errno
 import itertools
 import socket
 import threading
@@ -33,6 +34,7 @@ __all__ = ["EpochGroup", "form_gloo", "form_shm", "form_solo"]
 
 FORM_SECONDS = 10.0
 POLL_SECONDS = 0.01
+LACKING = (errno.ENOMEM, errno.ENOSPC)
 Result = TypeVar("Result")
 Poll = Callable[[], None]
 """Called while a group is formed; raises if a member is lost."""
@@ -78,7 +80,9 @@ class EpochGroup:
             if isinstance(group, ShmProcessGroup):
                 group.shutdown()
             # Gloo's destructor waits for its threads, which end once their connections have
-            threading.Thread(target=_drop, args=([group],), daemon=True).start()
+            threading.Thread(
+                target=_drop, args=([group],), name="gradwire-elastic-leave", daemon=True
+            ).start()
 
 
 def _drop(group: list[ProcessGroup]) -> None:
@@ -214,7 +218,7 @@ def _in_thread(form: Callable[[], Result], poll: Poll, end: Callable[[], None]) 
     except DistributedError:
         raise
     except Exception as error:
-        _check_descriptors()
+        _check_own_fault(error)
         raise PeerLostError(f"the group could not be formed: {error}") from error
     finally:
         # the error's traceback holds this frame: they would keep each other until garbage is
@@ -222,8 +226,10 @@ def _in_thread(form: Callable[[], Result], poll: Poll, end: Callable[[], None]) 
         del future
 
 
-def _check_descriptors() -> None:
-    """Raise if this process cannot open as many as a group takes: other members would not help."""
+def _check_own_fault(error: Exception) -> None:
+    """Raise if this process lacks the memory or descriptors for a group: no other member helps."""
+    if isinstance(error, MemoryError) or getattr(error, "errno", 0) in LACKING:
+        raise DistributedError(f"this process has no memory for a group: {error}") from error
     pairs: list[tuple[socket.socket, socket.socket]] = []
     try:
         for _ in range(8):

@@ -57,6 +57,8 @@ def join(
 
     Raises:
         ArgumentError: There is no store, or an argument cannot be used.
+        NotSupportedError: This process has another version of PyTorch or gradwire than the run, or
+            is another user's than those it would share memory with.
 
     Example:
         One process that is alone; the sum of its gradients is that of all shards.

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
+from weakref import ref
 
 from torch.utils.data import DataLoader, Dataset
 
@@ -100,11 +101,20 @@ class ShardLoader(Generic[T]):
 
 
 class _Feed:
-    """A batch sampler without an end."""
+    """A batch sampler without an end.
+
+    It does not keep the loader: garbage collection would end the workers, in the middle of a step
+    and after 10 s.
+    """
 
     def __init__(self, loader: ShardLoader[Any]) -> None:
-        self._loader = loader
+        self._loader = ref(loader)
 
     def __iter__(self) -> Iterator[list[int]]:
         while True:
-            yield self._loader.feed()
+            yield self._next()
+
+    def _next(self) -> list[int]:
+        loader = self._loader()
+        assert loader is not None  # who asks for batches has it
+        return loader.feed()

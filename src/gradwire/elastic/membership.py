@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
 from torch.distributed import DistError, PrefixStore, Store
 
+from gradwire._version import __version__
 from gradwire.ddp.faults.liveness import this_process
 from gradwire.elastic.protocol import Decision, Registration
 from gradwire.elastic.sockets import own_connection
 from gradwire.errors import DistributedError, NotSupportedError
 
-__all__ = ["Membership", "Process"]
+__all__ = ["Membership", "Process", "Signs"]
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,21 @@ class Process:
         return host and f"{host} {self.network}"
 
 
+@dataclass(frozen=True)
+class Signs:
+    """What members show of themselves.
+
+    Args:
+        beats: The last sign of life of each.
+        left: Those that take part no more.
+        wanted: Whether anybody has registered for the round that was asked about.
+    """
+
+    beats: dict[int, bytes]
+    left: frozenset[int]
+    wanted: bool
+
+
 class Membership:
     """One member's view of the store.
 
@@ -61,7 +78,8 @@ class Membership:
         listener: The name under which others of this host connect to this process; "" if none do.
 
     Raises:
-        NotSupportedError: It is another user's than the run's others on this host.
+        NotSupportedError: It is another user's than the run's others on this host, or has another
+            version of PyTorch or gradwire.
 
     Attributes:
         number: This member's.
@@ -75,9 +93,12 @@ class Membership:
         self._processes: dict[int, Process] = {}
         self._decisions: dict[int, Decision] = {}
         mine = Process.this(listener)
+        self._check_versions()
         if listener:
             self._check_user(mine.host)
         self.number = int(self._ask(self.store.add, "members", 1))
+        self._ask(self.store.set, f"left/{self.number}", "")
+        self._ask(self.store.set, f"beat/{self.number}", "0")
         self._ask(self.store.set, f"member/{self.number}", json.dumps(asdict(mine)))
 
     def _check_user(self, host: str | None) -> None:
@@ -90,41 +111,54 @@ class Membership:
                 f"user {first.decode()}'s: start all as one user, or pass backend='gloo'"
             )
 
+    def _check_versions(self) -> None:
+        """Members have the first one's versions: others round or write otherwise."""
+        mine = f"torch {torch.__version__} and gradwire {__version__}"
+        first = self._ask(self.store.compare_set, "versions", "", mine).decode()
+        if first != mine:
+            raise NotSupportedError(
+                f"this process has {mine}, and the run was begun with {first}: start all with the "
+                "same, or begin another run from a checkpoint"
+            )
+
     def process(self, number: int) -> Process | None:
         """Where a member runs; None if it died before it wrote that."""
-        if number not in self._processes:
-            text = self._get(f"member/{number}")
-            if text is None:
-                return None
-            self._processes[number] = Process(**json.loads(text))
-        return self._processes[number]
+        found = self._processes.get(number)
+        if found is None and (text := self._get(f"member/{number}")) is not None:
+            found = self._processes[number] = Process(**json.loads(text))
+        return found
+
+    def forget_processes(self, but: Collection[int]) -> None:
+        """Forget what was read of members that are gone."""
+        self._processes = {n: found for n, found in self._processes.items() if n in but}
 
     # -- rounds ----------------------------------------------------------------------------
 
     def register(self, round_: int, registration: Registration) -> None:
         """Register for a round, once."""
         slot = self._ask(self.store.add, f"round/{round_}/count", 1)
-        text = json.dumps(asdict(registration))
+        text = json.dumps(registration._asdict())
         self._ask(self.store.set, f"round/{round_}/{slot}", text)
 
     def is_open(self, round_: int) -> bool:
         """Whether anybody has registered for a round."""
-        return bool(self._ask(self.store.check, [f"round/{round_}/count"]))
+        return self._count(round_) > 0
+
+    def _count(self, round_: int) -> int:
+        """How many have registered; there is a number in the store from now on."""
+        return int(self._ask(self.store.add, f"round/{round_}/count", 0))
 
     def registered(self, round_: int) -> tuple[Registration, ...]:
         """Who has registered for a round so far."""
-        if not self.is_open(round_):
-            return ()
-        count = int(self._ask(self.store.add, f"round/{round_}/count", 0))
         # a member that died between its two requests has a slot with nothing in it
-        texts = (self._get(f"round/{round_}/{slot}") for slot in range(1, count + 1))
+        texts = (self._get(f"round/{round_}/{slot}") for slot in range(1, self._count(round_) + 1))
         found = [Registration(**json.loads(text)) for text in texts if text is not None]
         return tuple(sorted(found, key=lambda r: r.member))
 
     def propose(self, decision: Decision) -> None:
         """Write a decision, if there is none for its round."""
         key = f"decision/{decision.epoch}"
-        self._ask(self.store.compare_set, key, "", json.dumps(asdict(decision)))
+        self._ask(self.store.compare_set, key, "", json.dumps(decision._asdict()))
         self._ask(self.store.set, "latest", str(decision.epoch))
 
     def decision(self, epoch: int) -> Decision | None:
@@ -153,10 +187,21 @@ class Membership:
         """Show that this process runs."""
         self._ask(self.store.set, f"beat/{self.number}", str(count))
 
-    def beats(self, numbers: Iterable[int]) -> dict[int, bytes]:
-        """The last signs of life of members."""
-        found = {number: self._get(f"beat/{number}") for number in numbers}
-        return {number: beat for number, beat in found.items() if beat is not None}
+    def signs(self, numbers: Sequence[int], round_: int | None = None) -> Signs:
+        """What members show of themselves, and whether anybody has registered for a round.
+
+        In one request, as each takes two processes from their work. All that it asks for is there:
+        the members have registered, and `is_open` was asked about the round.
+        """
+        keys = [f"beat/{n}" for n in numbers] + [f"left/{n}" for n in numbers]
+        if round_ is not None:
+            keys.append(f"round/{round_}/count")
+        found = dict(zip(keys, self._ask(self.store.multi_get, keys) if keys else (), strict=True))
+        return Signs(
+            {n: found[f"beat/{n}"] for n in numbers},
+            frozenset(n for n in numbers if found[f"left/{n}"]),
+            int(found.get(f"round/{round_}/count", 0)) > 0,
+        )
 
     def finish(self) -> None:
         """Let others know that this member has committed all steps."""
@@ -165,11 +210,7 @@ class Membership:
 
     def leave(self) -> None:
         """Let others know that this member takes part no more."""
-        self._ask(self.store.set, f"left/{self.number}", "")
-
-    def left(self, numbers: Iterable[int]) -> frozenset[int]:
-        """Those of the members that take part no more."""
-        return frozenset(n for n in numbers if self._ask(self.store.check, [f"left/{n}"]))
+        self._ask(self.store.set, f"left/{self.number}", "left")
 
     def any_finished(self) -> bool:
         """Whether any member has committed all steps."""

@@ -7,13 +7,14 @@ that the main thread does not wait on.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from gradwire.ddp.faults.liveness import is_alive
-from gradwire.elastic.membership import Membership
+from gradwire.elastic.membership import Membership, Signs
 from gradwire.errors import DistributedError
 
 __all__ = ["Absent", "Monitor"]
@@ -57,15 +58,17 @@ class Monitor:
         self._end = threading.Event()
         self._looked = time.monotonic()
         self.wanted, self.reason = False, ""
-        membership.beat(0)
         self._thread = threading.Thread(target=self._run, name="gradwire-elastic", daemon=True)
         self._thread.start()
 
     def watch(self, epoch: int, members: Iterable[int], abort: Callable[[], None]) -> None:
         """Call `abort` once if a member of an epoch is lost, or the epoch is over."""
+        with contextlib.suppress(DistributedError):  # the store may die at any time
+            self._membership.is_open(epoch + 1)  # `_look` asks for what is there
         with self._lock:
             self.wanted, self.reason = False, ""
             self._epoch, self._members, self._abort = epoch, tuple(members), abort
+            self._seen = {n: seen for n, seen in self._seen.items() if n in self._members}
 
     def ignore(self) -> None:
         """Watch no epoch."""
@@ -74,12 +77,14 @@ class Monitor:
 
     def absent(self, numbers: Iterable[int]) -> Absent:
         """Those of the members that are dead, silent, or done."""
-        numbers = [n for n in numbers if n != self._membership.number]
-        left = self._membership.left(numbers)
-        dead = {n for n in numbers if self._is_dead(n)} | left
+        others = [n for n in numbers if n != self._membership.number]
+        return self._judge(self._membership.signs(others))
+
+    def _judge(self, signs: Signs) -> Absent:
+        dead = {n for n in signs.beats if self._is_dead(n)} | signs.left
         with self._lock:
-            silent = self._silent([n for n in numbers if n not in dead])
-        return Absent(frozenset(dead | silent), frozenset(dead), left)
+            silent = self._silent({n: b for n, b in signs.beats.items() if n not in dead})
+        return Absent(frozenset(dead | silent), frozenset(dead), signs.left)
 
     def close(self) -> None:
         """End the thread."""
@@ -92,18 +97,15 @@ class Monitor:
         process = self._membership.process(number)
         return process is not None and not is_alive(process.process)
 
-    def _silent(self, numbers: Iterable[int]) -> set[int]:
+    def _silent(self, beats: Mapping[int, bytes]) -> set[int]:
         now = time.monotonic()
         if now - self._looked > self._silence / 2:  # this process itself was stopped
             self._seen = {n: (beat, now) for n, (beat, _) in self._seen.items()}
         self._looked = now
-        numbers = list(numbers)
-        beats = self._membership.beats(numbers)
-        for number in numbers:
-            beat = beats.get(number, b"")
+        for number, beat in beats.items():
             if number not in self._seen or self._seen[number][0] != beat:
                 self._seen[number] = (beat, now)
-        return {n for n in numbers if now - self._seen[n][1] > self._silence}
+        return {n for n in beats if now - self._seen[n][1] > self._silence}
 
     def _run(self) -> None:
         count = 0
@@ -120,12 +122,15 @@ class Monitor:
             epoch, members = self._epoch, self._members
         if not epoch:
             return
-        self.wanted = self.wanted or self._membership.is_open(epoch + 1)
+        others = [n for n in members if n != self._membership.number]
+        signs = self._membership.signs(others, epoch + 1)
+        with self._lock:
+            self.wanted = self.wanted or (signs.wanted and self._epoch == epoch)
         reason = ""
-        if self._membership.decision(epoch + 1) is not None:
+        if signs.wanted and self._membership.decision(epoch + 1) is not None:
             reason = f"epoch {epoch + 1} was decided while this member was in {epoch}"
         else:
-            absent = self.absent(members)
+            absent = self._judge(signs)
             if lost := absent.gone - absent.left:
                 reason = f"members {sorted(lost)} died or show no sign of life"
         if reason:

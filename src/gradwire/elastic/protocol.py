@@ -15,8 +15,8 @@ is beyond that.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
 from enum import IntEnum
+from typing import NamedTuple
 
 from gradwire.elastic.events import (
     Barrier,
@@ -88,9 +88,8 @@ class Phase(IntEnum):
     OVER = 7  # the others were done before this member was taken in
 
 
-@dataclass(frozen=True)
-class Member:
-    """What one member knows.
+class Member(NamedTuple):
+    """What one member knows. A tuple, as steps replace it three times: of a dataclass, 30 µs.
 
     Args:
         number: Given by the store, never again to another process.
@@ -180,26 +179,26 @@ def transition(member: Member, event: Event) -> tuple[Member, tuple[Effect, ...]
         case Formed():
             assert member.decision is not None
             if len(member.decision.holders) < len(member.decision.members):
-                return replace(member, phase=Phase.TRANSFER), (Transfer(member.decision),)
+                return member._replace(phase=Phase.TRANSFER), (Transfer(member.decision),)
             return _next_step(member)
         case Transferred():
             assert member.decision is not None
             version, epoch = member.decision.version, member.decision.epoch
-            received = replace(member, version=version, held=epoch, complete=False)
+            received = member._replace(version=version, held=epoch, complete=False)
             return _next_step(received)
         case Reduced():
-            return replace(member, complete=True, phase=Phase.BARRIER), (Barrier(),)
+            return member._replace(complete=True, phase=Phase.BARRIER), (Barrier(),)
         case Passed(leave):
             return _commit(member, leave=leave)
         case Lost():
             after, effects = _register(member, member.round + 1)
             return after, (Leave(member.round), *effects)
         case Over():
-            return replace(member, phase=Phase.OVER), ()
+            return member._replace(phase=Phase.OVER), ()
 
 
 def _register(member: Member, number: int) -> tuple[Member, tuple[Effect, ...]]:
-    registered = replace(member, phase=Phase.REGISTERED, round=number)
+    registered = member._replace(phase=Phase.REGISTERED, round=number)
     return registered, (Register(number, registered.registration()),)
 
 
@@ -212,16 +211,16 @@ def _enter(member: Member, decision: Decision) -> tuple[Member, tuple[Effect, ..
         if member.version < decision.version:
             assert member.complete
             effects = (Commit(member.version),)
-        member = replace(member, version=decision.version, held=decision.epoch, complete=False)
-    member = replace(member, decision=decision, phase=Phase.FORMING)
+        member = member._replace(version=decision.version, held=decision.epoch, complete=False)
+    member = member._replace(decision=decision, phase=Phase.FORMING)
     if decision.version == member.steps and decision.holders == decision.members:
-        return replace(member, phase=Phase.DONE), (*effects, Finish())
+        return member._replace(phase=Phase.DONE), (*effects, Finish())
     return member, (*effects, Form(decision))
 
 
 def _commit(member: Member, *, leave: bool) -> tuple[Member, tuple[Effect, ...]]:
     step = member.version
-    member = replace(member, version=step + 1, complete=False)
+    member = member._replace(version=step + 1, complete=False)
     if leave:
         member, effects = _register(member, member.round + 1)
         return member, (Commit(step), Leave(member.round - 1), *effects)
@@ -231,5 +230,5 @@ def _commit(member: Member, *, leave: bool) -> tuple[Member, tuple[Effect, ...]]
 
 def _next_step(member: Member) -> tuple[Member, tuple[Effect, ...]]:
     if member.version == member.steps:
-        return replace(member, phase=Phase.DONE), (Leave(member.round), Finish())
-    return replace(member, phase=Phase.REDUCING), (Reduce(member.version),)
+        return member._replace(phase=Phase.DONE), (Leave(member.round), Finish())
+    return member._replace(phase=Phase.REDUCING), (Reduce(member.version),)

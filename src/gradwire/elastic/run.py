@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from gradwire.elastic import checkpoint, transfer
-from gradwire.elastic.engine import Engine, barrier, means_a_loss
+from gradwire.elastic.engine import Engine, barrier
 from gradwire.elastic.gradients import TreeSum
+from gradwire.elastic.losses import may_mean_a_loss, means_a_loss
 from gradwire.elastic.samples import Samples
 from gradwire.elastic.shards import Shard, deal
 from gradwire.elastic.state import State
@@ -25,7 +25,6 @@ from gradwire.elastic.step import Step, Stepper
 from gradwire.errors import (
     ArgumentError,
     DistributedError,
-    HookError,
     NotSupportedError,
     ReductionError,
 )
@@ -49,6 +48,7 @@ class Run:
         self._tree: TreeSum | None = None
         self._changed: list[tuple[Tensor, Tensor]] = []
         self._start = 0
+        self._dealt = self._deal()
         self._equal = False
         self._samples: Samples | None = None
         engine.on_commit = self._apply
@@ -192,6 +192,9 @@ class Run:
 
     def shards(self) -> list[Shard]:
         """Those that this member runs in this epoch."""
+        return list(self._dealt)
+
+    def _deal(self) -> list[Shard]:
         run = deal(self._shards, self.size)[self.rank]
         if self._reproducible:
             return [Shard(number, number + 1) for number in run]
@@ -244,10 +247,10 @@ class Run:
 
     def begin_shard(self, shard: Shard) -> None:
         """Seed random numbers, and put buffers back."""
-        if self._reproducible and shard.first != self.shards()[0].first:
+        if self._reproducible and shard.first != self._dealt[0].first:
             self._state.put_buffers_back(self.version)
-        text = f"{self._seed} {self.version} {shard.first}"
-        self._set_seed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little"))
+        text = f"{self._seed} {self.version} {shard.first}".encode()
+        self._set_seed(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little"))
 
     def backward(self, loss: Tensor, shard: Shard, weight: float | None) -> None:
         """Compute a shard's gradients and add them."""
@@ -285,7 +288,7 @@ class Run:
     def end_step(self, error: BaseException | None) -> bool:
         """Whether an error means that a member was lost."""
         assert error is not None
-        if means_a_loss(error) or (_may_mean_a_loss(error) and self._engine.was_lost()):
+        if means_a_loss(error) or (may_mean_a_loss(error) and self._engine.was_lost()):
             self._engine.lost()
             return True
         if self._nan_guard and isinstance(error, ReductionError) and error.parameters:
@@ -312,6 +315,7 @@ class Run:
                 f"{self.size} members and {self._shards} shards: pass elastic.join(shards=...) of "
                 "at least as many as there may be members"
             )
+        self._dealt = self._deal()
         self._state.put_buffers_back(self.version)  # a step that was lost has changed them
         self._state.set_group(self.group)
         runs = [run for run in deal(self._shards, self.size) if run]
@@ -329,9 +333,3 @@ class Run:
             transfer.load(kept, data)
             self._state.forget()
         barrier(self._engine)
-
-
-def _may_mean_a_loss(error: BaseException) -> bool:
-    """Whether a backend raises such where a member is lost, among other things."""
-    kinds = (dist.DistError, HookError, DistributedError)
-    return isinstance(error, kinds) or type(error) is RuntimeError

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from functools import cache
 from pathlib import Path
 
 __all__ = ["is_alive", "this_process"]
@@ -25,6 +26,7 @@ def is_alive(process: str) -> bool:
     return host is None or host != _host() or _started(pid) == started
 
 
+@cache
 def _host() -> str | None:
     """This host and its process ids' namespace; None where there is no Linux /proc."""
     try:
@@ -42,3 +44,7 @@ def _started(pid: int) -> str | None:
         return None
     state, started = fields[0], fields[19]
     return None if state in "ZX" else started
+
+
+if hasattr(os, "register_at_fork"):  # a child may be in another namespace of process ids
+    os.register_at_fork(after_in_child=_host.cache_clear)
