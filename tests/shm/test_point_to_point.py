@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -9,6 +10,7 @@ import threading
 import time
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -812,3 +814,36 @@ def incoming_when_reading_begins():
 def test_nothing_is_read_before_the_group_is_formed():
     """A peer's first message finds who takes it."""
     assert on_ranks(incoming_when_reading_begins) == [([False], True)] * 2
+
+
+def memory_of_ended_groups():
+    """Shared memory and descriptors of it, without any collection of garbage."""
+
+    def held():
+        names = [
+            os.readlink(entry.path) for entry in os.scandir("/proc/self/fd") if entry.is_symlink()
+        ]
+        return sum("memfd" in n for n in names), Path("/proc/self/maps").read_text().count("memfd")
+
+    gc.collect()
+    gc.disable()
+    counts = []
+    try:
+        for _ in range(3):
+            group, peer = dist.new_group(backend="shm"), 1 - dist.get_rank()
+            work = dist.irecv(torch.zeros(1), peer, group=group)
+            dist.send(torch.ones(1), peer, group=group)
+            work.wait()
+            dist.barrier()
+            dist.destroy_process_group(group)
+            del group, work
+            dist.barrier()
+            counts.append(held())
+    finally:
+        gc.enable()
+    return counts
+
+
+def test_rings_end_with_their_group():
+    for counts in run_ranks(memory_of_ended_groups, 2, backend="gloo", timeout=60):
+        assert len(set(counts)) == 1, counts

@@ -102,6 +102,11 @@ class GroupBase(Submission):
         links, error = self._state.links, BrokenGroupError(self._closed)
         links.aborted = links.aborted or error
         self._fail_receives(error)
+        # parts of a group refer to each other: without this, rings would be there until garbage is
+        # collected
+        for peer, outgoing in self._outgoing.items():
+            outgoing.close()
+            self._incoming[peer].close()
 
     def abort(self) -> None:
         """Leave the group at once; operations in flight fail."""

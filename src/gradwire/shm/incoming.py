@@ -69,6 +69,10 @@ class Incoming:
             self._arrivals.ring.woke()
         self.look()
 
+    def close(self) -> None:
+        """Let go of the ring's memory: all receives have ended."""
+        self._arrivals.ring = None
+
     def abandon(self, work: ShmWork) -> None:
         """End a receive that is given up while its message arrives; another can take that."""
         self._arrivals.abandon(work)

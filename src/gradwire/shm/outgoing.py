@@ -84,6 +84,10 @@ class Outgoing:
             finally:
                 self._amid = False
 
+    def close(self) -> None:
+        """Let go of the ring's memory: nothing is sent any more."""
+        self._ring, self._ring_is_usable = None, False
+
     def _send(
         self,
         ring: MessageRing | None,
