@@ -89,11 +89,14 @@ class ShmWork(Work):
         with _STATE:
             self._error, self._source, self._done = error, source, True
             future = self._future
-        _tell_waiting()
-        if future is not None and self._callbacks_in_own_thread:
-            threading.Thread(target=future.set_result, args=(self._tensors,), daemon=True).start()
-        elif future is not None:
-            future.set_result(self._tensors)
+        try:
+            _tell_waiting()
+        finally:  # also after an exception of a signal's handler: nobody else sets it
+            if future is not None and self._callbacks_in_own_thread:
+                args = (self._tensors,)
+                threading.Thread(target=future.set_result, args=args, daemon=True).start()
+            elif future is not None:
+                future.set_result(self._tensors)
 
     def wait_until_done(self) -> None:
         """Wait without a limit; for operations that depend on no other rank any more."""
