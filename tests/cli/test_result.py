@@ -104,6 +104,7 @@ def test_batches_are_the_same_everywhere_and_new_each_epoch():
     assert len(seen) == len(seen.unique()) == TRAIN_IMAGES // 100 * 100
 
 
+@pytest.mark.wide
 def test_the_split_keeps_every_digit_once():
     digits = load_digits(0, CPU)
     other = load_digits(1, CPU)

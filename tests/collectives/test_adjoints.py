@@ -181,7 +181,7 @@ def test_linear_ops_for_every_unit_vector():
     run_ranks(main, 2)
 
 
-@pytest.mark.narrow({"first": 0, "each_backend": "gloo"}, {"first": 1, "each_backend": "shm"})
+@pytest.mark.wide
 @pytest.mark.parametrize("first", [0, 1], ids=["even", "odd"])
 def test_linear_ops_have_second_derivatives_and_forward_mode(first):
     def main():

@@ -53,6 +53,7 @@ def test_a_rank_that_dies(death):
     run_ranks(death, may_die=[1])
 
 
+@pytest.mark.wide
 def test_a_rank_that_stays_away():
     def main():
         group = dist.new_group(timeout=timedelta(seconds=1))

@@ -463,6 +463,7 @@ def test_a_rank_that_is_not_heard_of_in_time():
 # -- threads -------------------------------------------------------------------------------
 
 
+@pytest.mark.wide
 def test_buckets_are_launched_once_and_in_order_by_several_threads():
     """Autograd has a thread for each device: two buckets are full at once."""
 
@@ -517,6 +518,7 @@ def test_a_first_message_that_is_late_is_a_timeout():
     run_ranks(main, 2)
 
 
+@pytest.mark.wide
 def test_the_log_does_not_grow():
     def main():
         net = DistributedDataParallel(mlp(), bucket_cap_mb=1e-4, find_unused_parameters=True)

@@ -58,7 +58,7 @@ def fresh_processes() -> None:
     close_pool()
 
 
-@pytest.mark.narrow({"each_backend": "shm"})
+@pytest.mark.wide
 def test_torchs_analyser_matches_every_op(each_backend, tmp_path):
     def main():
         every_op()

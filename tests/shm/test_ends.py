@@ -45,7 +45,7 @@ for x in xs:
 """
 
 
-@pytest.mark.narrow({"attempt": 0})
+@pytest.mark.wide
 @pytest.mark.parametrize("attempt", [0, 1])
 def test_a_process_that_ends_amid_operations_does_not_crash(tmp_path: Path, attempt: int) -> None:
     ranks = [

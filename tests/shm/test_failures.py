@@ -236,6 +236,7 @@ def silent():
     return type(caught.value).__name__, str(caught.value)
 
 
+@pytest.mark.wide
 def test_a_silent_rank_is_named():
     results = run_ranks(silent, 3, backend="shm", timeout=20)
     assert any(r[0] == CollectiveTimeoutError.__name__ and "[1" in r[1] for r in results[::2])

@@ -590,7 +590,7 @@ def given_up(src):
     return None
 
 
-@pytest.mark.narrow({"src": 1})
+@pytest.mark.wide
 @pytest.mark.parametrize("src", [None, 1])
 def test_a_receive_that_was_given_up_is_waited_for_again(src):
     assert on_ranks(given_up, args=(src,))[0] == (0, 1)

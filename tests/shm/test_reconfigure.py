@@ -105,6 +105,7 @@ def one_stays_away():
     return result
 
 
+@pytest.mark.wide
 def test_who_stays_away_ends_in_an_error_and_may_come_later():
     assert run_ranks(one_stays_away, 2, timeout=60) == [(0, 2), (1, 2)]
 

@@ -131,6 +131,7 @@ def test_ranks_that_wait_for_a_failed_one_end_soon() -> None:
     assert list(caught.value.failures) == [1, 0]  # in the order in which it happened
 
 
+@pytest.mark.wide
 def test_ranks_that_do_not_end_after_a_failure_are_killed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -163,6 +164,7 @@ def test_a_death_is_named(death: Callable[[], object], text: str) -> None:
     assert isinstance(caught.value.failures[1], PeerLostError)
 
 
+@pytest.mark.wide
 def test_a_death_quotes_what_the_rank_wrote_last() -> None:
     def aborts() -> None:
         print("about to go", file=sys.stderr, flush=True)
