@@ -128,6 +128,14 @@ def test_backward_is_found_again_from_when_buckets_were_launched(gaps, taken, pa
     assert found == pytest.approx(list(itertools.accumulate(gaps, initial=0.0)), abs=1e-6)
 
 
+@pytest.mark.parametrize("seconds", [5e-324, 1e-320, 1e-300, 0.1])
+def test_the_shortest_time_passes(seconds):
+    cluster = Cluster(2, Link(0.0, 1e6), taken={"all_reduce": Curve(((0, 0.0), (1e6, 3.0)))})
+    clock = _Clock()
+    clock.start(plain(1e6).in_flight(cluster))
+    assert clock.computed(seconds) <= seconds
+
+
 times = st.floats(0, 2)
 costs = st.builds(
     Cost,

@@ -153,10 +153,13 @@ class _Clock:
         """How much backward computes while so much time passes."""
         found = 0.0
         while seconds > 0 and self._pending:
-            speed = self._pending[0].speed
+            first = self._pending[0]
+            speed = first.speed
             both = self._pass(seconds * speed)
-            seconds -= both / speed
             found += both
+            if self._pending and self._pending[0] is first:
+                return found  # the time is over; what rounding leaves of it may never come to 0
+            seconds -= both / speed
         return found + max(0.0, seconds)
 
     def _pass(self, seconds: float) -> float:
