@@ -92,6 +92,7 @@ def test_compat_is_installed_whatever_is_imported_first(run, first):
     assert ended.stdout == "gradwire.compat.ddp gradwire.compat.collectives\n"
 
 
+@pytest.mark.wide
 def test_compat_comes_with_import_torch(run):
     ended = run(
         "from torch.nn.parallel import DistributedDataParallel as DDP\nprint(DDP.__module__)",

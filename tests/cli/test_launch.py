@@ -59,6 +59,7 @@ def test_ranks_meet_and_what_they_send_arrives(jobs):
     assert [total for _, total in received] == [3.0, 3.0]
 
 
+@pytest.mark.wide
 def test_a_rank_that_raises_ends_the_others(jobs):
     with pytest.raises(RankFailure, match=r"^rank 1 failed: ValueError: two\nlines$") as caught:
         launch(jobs.one_raises, 2, lambda message: None)

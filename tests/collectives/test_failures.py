@@ -45,8 +45,7 @@ def checked():
 
 
 @pytest.mark.narrow(
-    {"death": in_forward, "each_backend": "shm"},
-    {"death": [in_backward, checked], "each_backend": "gloo"},
+    {"death": in_forward, "each_backend": "shm"}, {"death": in_backward, "each_backend": "gloo"}
 )
 @pytest.mark.parametrize("death", [in_forward, in_backward, in_wait, checked])
 def test_a_rank_that_dies(death):

@@ -503,6 +503,7 @@ def test_a_reducer_without_parameters():
     run_ranks(main, 1)
 
 
+@pytest.mark.wide
 def test_a_subgroup_and_several_wrappers_at_once():
     def main():
         pair = dist.new_group([1, 2])

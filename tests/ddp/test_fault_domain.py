@@ -141,6 +141,7 @@ def test_a_rank_that_dies_before_its_vote():
     assert run_ranks(main, 3, may_die=[1], timeout=60) == [True, None, True]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("hook", [None, mean])
 def test_an_exception_while_waiting_for_the_last_message(hook):
     """As a signal handler raises it: others take the step, and all ranks hear that one did not."""

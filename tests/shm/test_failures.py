@@ -219,6 +219,7 @@ def lost_sender():
     return True
 
 
+@pytest.mark.wide
 def test_a_death_is_an_error_of_receives_and_handles():
     results = run_ranks(lost_sender, 3, backend="shm", timeout=20, may_die=[1])
     assert results == [True, None, True]

@@ -198,6 +198,7 @@ def test_sizes_that_differ_between_ranks_are_a_death_on_gloo() -> None:
     assert "Received data size doesn't match" in str(caught.value)
 
 
+@pytest.mark.wide
 def test_a_rank_may_die_and_the_others_results_come_back() -> None:
     def survive() -> str:
         if dist.get_rank() == 1:

@@ -193,6 +193,7 @@ def test_the_pool_can_be_closed_and_starts_again() -> None:
     assert not set(run_ranks(os.getpid)) & set(pids)
 
 
+@pytest.mark.wide
 def test_a_worker_that_died_between_calls_is_replaced() -> None:
     pids = run_ranks(os.getpid)
     os.kill(pids[1], signal.SIGKILL)
