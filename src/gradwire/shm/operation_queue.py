@@ -69,10 +69,7 @@ class Queue:
             BrokenGroupError, NotSupportedError: As of `submit`.
         """
         with self._order:
-            if self._closed or self._inline_in:
-                self._check_open()
-                return False
-            if self._pending or self._held is not None or self._is_threads():
+            if not self._is_free() or self._is_threads():
                 return False
             self._enter()
         return True
@@ -95,13 +92,17 @@ class Queue:
             BrokenGroupError, NotSupportedError: As of `submit`.
         """
         with self._order:
-            if self._closed or self._inline_in:
-                self._check_open()
-                return False
-            if self._pending or self._held is not None:
+            if not self._is_free():
                 return False
             self._held = prepared
         return True
+
+    def _is_free(self) -> bool:
+        """Whether no operation is before another one; with the lock held."""
+        if self._closed or self._inline_in:
+            self._check_open()
+            return False
+        return not self._pending and self._held is None
 
     def take(self, prepared: Prepared) -> bool:
         """`enter` for an operation if it is held; whether it is."""
