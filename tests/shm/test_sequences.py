@@ -21,11 +21,12 @@ from hypothesis import strategies as st
 
 import gradwire.shm
 from gradwire.errors import PeerLostError
+from gradwire.shm.register import member_of
 from gradwire.testing import run_ranks
 
 LONG = os.environ.get("GRADWIRE_LONG") == "1"
 KINDS = ["all_reduce", "max", "reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all"]
-KINDS += ["message"]
+KINDS += ["gather", "scatter", "message"]
 
 
 def numbers(rank, count, salt):
@@ -66,14 +67,29 @@ def operation(kind, count, salt, inside, ranks, group):
         out = torch.zeros_like(x)
         work = dist.all_to_all_single(out, x, **options)
         return [work], out, torch.cat([v[mine] for v in values])
+    if kind == "gather":
+        into = list(torch.zeros_like(x).split(count)) if me == root else None
+        work = dist.gather(head, into, ranks[root], **options)
+        expected = [v[:count] for v in values] if me == root else [values[me][:count]]
+        return [work], into or [head], expected
+    if kind == "scatter":
+        out = torch.zeros_like(head)
+        blocks = list(x.split(count)) if me == root else None
+        return [dist.scatter(out, blocks, ranks[root], **options)], out, values[root][mine]
     to, source = ranks[(me + 1) % world], ranks[(me - 1) % world]
     out = torch.zeros_like(head)
     receive = dist.irecv(out, source, group, tag=salt)
     return [receive, dist.isend(head, to, group, tag=salt)], out, values[(me - 1) % world][:count]
 
 
-def sequence(steps, seed):
-    groups = {name: (ranks, dist.new_group(ranks)) for name, ranks in SUBSETS.items()}
+def sequence(steps, seed, crowded):
+    if crowded:  # all ranks on one core, by which their groups choose how to pass data
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+        dist.barrier()
+    groups = {
+        name: (ranks, dist.new_group(ranks, backend="shm")) for name, ranks in SUBSETS.items()
+    }
+    assert not crowded or member_of(groups["all"][1])._state._crowd
     flying = []
     chance = random.Random(seed + dist.get_rank())  # ranks wait at different times
     for salt, (kind, count, inside, subset) in enumerate(steps):
@@ -93,16 +109,19 @@ def finish(works, got, expected):
 
 
 SUBSETS = {"all": [0, 1, 2], "two": [0, 2], "other": [1, 2]}
-STEPS = st.lists(
-    st.tuples(
-        st.sampled_from(KINDS),
-        st.sampled_from([1, 3, 900, 3_000, 20_000, 70_000]),
-        st.sampled_from(["none", "one", "all"]),
-        st.sampled_from(sorted(SUBSETS)),
-    ),
-    min_size=1,
-    max_size=12,
-)
+
+
+def steps_of(counts, most):
+    return st.lists(
+        st.tuples(
+            st.sampled_from(KINDS),
+            st.sampled_from(counts),
+            st.sampled_from(["none", "one", "all"]),
+            st.sampled_from(sorted(SUBSETS)),
+        ),
+        min_size=1,
+        max_size=most,
+    )
 
 
 @settings(
@@ -110,9 +129,20 @@ STEPS = st.lists(
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )
-@given(STEPS, st.integers(0, 9))
+@given(steps_of([1, 3, 900, 3_000, 20_000, 70_000], 12), st.integers(0, 9))
 def test_random_sequences(steps, seed):
-    run_ranks(sequence, 3, backend="shm", timeout=30, args=(steps, seed))
+    run_ranks(sequence, 3, backend="shm", timeout=30, args=(steps, seed, False))
+
+
+@pytest.mark.wide
+@settings(
+    max_examples=150 if LONG else 12,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+@given(steps_of([3, 3_000, 40_000, 150_000, 600_000, 1_700_000], 8), st.integers(0, 9))
+def test_random_sequences_of_more_ranks_than_cores(steps, seed):
+    run_ranks(sequence, 3, backend="gloo", timeout=60, args=(steps, seed, True))
 
 
 def usage():

@@ -1,7 +1,7 @@
 """Exchanges over shared memory: every rank has a block for each other rank, or one for all.
 
 Each rank fetches the blocks that are meant for it. Up to `INLINE_BYTES` a rank's blocks travel with
-its header, and up to `UPFRONT_BYTES` they are copied to a region before: one wait. Blocks in
+its header, and up to `upfront_limit` they are copied to a region before: one wait. Blocks in
 regions are copied from where they lie; all others pass in pieces through the staging slots, so that
 copies in and out overlap between ranks.
 """
@@ -24,7 +24,7 @@ from gradwire.shm.pieces import (
     location_for,
     share,
 )
-from gradwire.shm.regions import UPFRONT
+from gradwire.shm.regions import USERS
 from gradwire.shm.tensors import common_base, overwrites
 
 __all__ = ["barrier", "broadcast", "exchange", "exchange_blocks"]
@@ -49,15 +49,16 @@ def broadcast(state: GroupState, call: Call, flat: Tensor) -> None:
     if flat.nbytes <= INLINE_BYTES:
         exchange(state, call, outgoing, incoming, shared=True)
         return
-    state.announce(call, location_for(state, [flat], flat, sends=at_root))
+    limit = state.upfront_limit(alone=True)
+    state.announce(call, location_for(state, [flat], flat, sends=at_root, limit=limit))
     locations = state.locations()
     if locations[call.root].region == PRIVATE:
-        calls = [call] * state.size
-        _exchange_through_slots(state, call, calls, [call.root], outgoing, incoming, shared=True)
+        sends = _equal_blocks(state, call)
+        _exchange_through_slots(state, call, sends, [call.root], outgoing, incoming, shared=True)
         return
     # root and receivers copy at the same time: with tensors in regions, the root writes the first
     # share to each receiver, which fetches the rest
-    in_place = locations[call.root].region > UPFRONT
+    in_place = locations[call.root].region >= USERS
     first = share(count, 0, state.size)[1] if in_place else 0
     if not at_root:
         start = first if locations[state.rank].region >= 0 else 0
@@ -89,13 +90,12 @@ def exchange_blocks(
         outgoing: As of `exchange`.
         incoming: Where each rank's block goes; one for each rank.
         root: The root's rank in the group; -1 if there is none.
-        base: As of `exchange`; found if None.
+        base: As of `exchange`.
         shared: As of `exchange`.
     """
     sends = tuple(block.numel() for block in outgoing) * (state.size if shared else 1)
     receives = tuple(block.numel() for block in incoming)
     call = Call(kind, incoming[0].dtype, root=root, sends=sends, receives=receives)
-    base = common_base(outgoing) if base is None else base
     exchange(state, call, outgoing, incoming, base=base, shared=shared)
 
 
@@ -116,7 +116,8 @@ def exchange(
         outgoing: This rank's block for each rank; or one for all, if `shared`; or nothing.
         incoming: Where each rank's block goes, 1-d and contiguous; None where there is none. What
             lies over outgoing blocks costs a copy of these.
-        base: A contiguous tensor that holds the outgoing blocks in order, where there is one.
+        base: A contiguous tensor that holds the outgoing blocks in order; None: what they lie in,
+            if they are adjacent.
         shared: Whether a rank's one block goes to all ranks.
     """
     own = outgoing[0 if shared else state.rank] if outgoing else None
@@ -124,42 +125,50 @@ def exchange(
         if overwrites(outgoing, incoming, state.rank, own):
             outgoing, base = [block.clone() for block in outgoing], None
             own = outgoing[0 if shared else state.rank]
+        elif base is None:
+            base = common_base(outgoing)
         start = 0 if shared else block_start(call, state.rank)
         unread = (0, 0) if shared else (start, start + outgoing[state.rank].numel())
-        state.announce(call, location_for(state, outgoing, base, unread))
+        limit = state.upfront_limit(alone=call.kind == "scatter")
+        state.announce(call, location_for(state, outgoing, base, unread, limit=limit))
     else:
         state.announce(call, Location(INLINE), outgoing)
     locations = state.locations()
-    calls = state.calls() if call.sends else [call] * state.size
+    sends = state.sends() if call.sends else _equal_blocks(state, call)
     # this rank's own block needs no other rank
     if own is not None and (target := incoming[state.rank]) is not None:
         copy(target, own)
     staged = []
-    for rank, (its_location, its_call) in enumerate(zip(locations, calls, strict=True)):
+    for rank, (its_location, sent) in enumerate(zip(locations, sends, strict=True)):
         target = incoming[rank]
         if its_location.region == PRIVATE:
             staged.append(rank)
-        elif rank != state.rank and target is not None:
-            start = 0 if shared else block_start(its_call, state.rank)
-            count = target.numel()
+        elif rank != state.rank and target is not None and (count := target.numel()):
+            start = 0 if shared else sum(sent[: state.rank])
             if its_location.region == INLINE:
                 target.copy_(state.inline(rank, call.dtype, start, count))
             else:
                 copy(target, state.at(rank, its_location, call.dtype, start, count))
     if staged:
-        _exchange_through_slots(state, call, calls, staged, outgoing, incoming, shared=shared)
-    in_place = [rank for rank, at in enumerate(locations) if at.region > UPFRONT]
+        _exchange_through_slots(state, call, sends, staged, outgoing, incoming, shared=shared)
+    in_place = [rank for rank, at in enumerate(locations) if at.region >= USERS]
     if in_place:
-        state.sync(_partners(state, calls, in_place))
+        state.sync(_partners(state, sends, in_place))
 
 
-def _partners(state: GroupState, calls: Sequence[Call], sources: Sequence[int]) -> list[int]:
+def _equal_blocks(state: GroupState, call: Call) -> list[list[int]]:
+    """What each rank has for each, where all blocks are of one size."""
+    return [[call.numel] * state.size] * state.size
+
+
+def _partners(
+    state: GroupState, sends: Sequence[Sequence[int]], sources: Sequence[int]
+) -> list[int]:
     """The ranks that read what this rank has, if it is a source, and the sources that it reads."""
     rank = state.rank
 
     def reads(reader: int, source: int) -> bool:
-        sends = calls[source].sends
-        return source in sources and (not sends or sends[reader] > 0)
+        return source in sources and sends[source][reader] > 0
 
     return [r for r in range(state.size) if r != rank and (reads(r, rank) or reads(rank, r))]
 
@@ -167,7 +176,7 @@ def _partners(state: GroupState, calls: Sequence[Call], sources: Sequence[int]) 
 def _exchange_through_slots(
     state: GroupState,
     call: Call,
-    calls: Sequence[Call],
+    sends: Sequence[Sequence[int]],
     staged: Sequence[int],
     outgoing: Sequence[Tensor],
     incoming: Sequence[Tensor | None],
@@ -175,7 +184,7 @@ def _exchange_through_slots(
     shared: bool,
 ) -> None:
     columns = 1 if shared else max(1, state.size - 1)  # a slot has no block for the rank itself
-    longest = max(max(calls[rank].sends, default=call.numel) for rank in staged)
+    longest = max(max(sends[rank]) for rank in staged)
     ring, total = state.ring, longest * columns * call.dtype.itemsize
     # at least two pieces where the ring has two slots, so that copies in and out overlap
     step = (
@@ -185,7 +194,7 @@ def _exchange_through_slots(
     )
     slots = {rank: state.slots(rank, call.dtype) for rank in staged}
     others = outgoing if shared else [*outgoing[: state.rank], *outgoing[state.rank + 1 :]]
-    pieces, partners = math.ceil(longest / step), _partners(state, calls, staged)
+    pieces, partners = math.ceil(longest / step), _partners(state, sends, staged)
     for fill, fetch in state.pipeline(pieces, stages=2, partners=partners):
         if state.rank in staged and fill >= 0:
             lo = fill * step

@@ -11,11 +11,12 @@ import os
 import socket
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from gradwire.errors import CollectiveTimeoutError, DistributedError, PeerLostError
 from gradwire.shm import segment
-from gradwire.shm.header import header_bytes
+from gradwire.shm.header import TABLES_AT, header_bytes
 from gradwire.shm.sync import SEMAPHORE_BYTES, Deadline, Semaphores
 
 __all__ = ["INLINE_BYTES", "GroupSegment", "form"]
@@ -31,11 +32,14 @@ class GroupSegment:
     Attributes:
         semaphores: Of the group.
         headers: For the even and for the odd collectives, each rank's header.
+        tables: Likewise, what each rank sends each other, and what each expects of each other, as
+            int64 tensors by sender and receiver.
         inline: Likewise, the memory for the data that travels with it, as uint8 tensors.
     """
 
     semaphores: Semaphores
     headers: list[list[memoryview]]
+    tables: list[tuple[Tensor, Tensor]]
     inline: list[tuple[Tensor, ...]]
 
 
@@ -72,9 +76,14 @@ def form(
         raise PeerLostError("a rank died or gave up while the group was formed") from error
     starts = range(headers_at, headers_at + 2 * ranks * header, header)
     headers = [memory.bytes[start : start + header] for start in starts]
+    numbers = memory.flat[headers_at : starts.stop].view(torch.int64).view(2, ranks, header // 8)
+    tables = numbers[..., TABLES_AT : TABLES_AT + 2 * ranks].split(ranks, dim=2)
     inline = memory.flat[inline_at:].view(2, ranks, INLINE_BYTES)
     return GroupSegment(
-        semaphores, [headers[:ranks], headers[ranks:]], [half.unbind(0) for half in inline]
+        semaphores,
+        [headers[:ranks], headers[ranks:]],
+        [(sent, expected.t()) for sent, expected in zip(*tables, strict=True)],
+        [half.unbind(0) for half in inline],
     )
 
 

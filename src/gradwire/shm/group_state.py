@@ -2,7 +2,7 @@
 
 Short data lies in the group's segment, beside the headers. Longer data lies in regions: the
 caller's tensor, if it was allocated in one. Else it is copied to the rank's upfront region before
-the ranks meet, up to `UPFRONT_BYTES`, or passes piece by piece through the slots of its staging
+the ranks meet, up to some size, or passes piece by piece through the slots of its staging
 region.
 """
 
@@ -25,9 +25,10 @@ from gradwire.shm.sync import Deadline
 
 __all__ = ["UPFRONT_BYTES", "GroupState"]
 
-UPFRONT_BYTES = 1 << 20
-"""Up to here ordinary tensors are copied before the ranks meet, which saves a wait; above it is
-better to copy in and out at the same time."""
+UPFRONT_BYTES = (1 << 20, 8 << 20, 32 << 20)
+"""What upfront regions hold. Up to the first ordinary tensors are copied before the ranks meet,
+which saves a wait; above it is better to copy in and out at the same time, where ranks have cores
+enough for that."""
 
 
 class GroupState(Meeting):
@@ -58,7 +59,7 @@ class GroupState(Meeting):
         self._regions = Regions()
         super().__init__(rank, size, peers, self._receive, on_lost, deadline)
         self._staging: dict[int, Tensor] = {}
-        self._upfront: list[Tensor] = []
+        self._upfront: dict[int, tuple[Tensor, ...]] = {}  # the halves, by region
         self._crowd = size if self._spins == 1 else 0
         self._ring: int | None = None
 
@@ -119,22 +120,37 @@ class GroupState(Meeting):
             self._stage(number)
         return Location(PRIVATE, number)
 
-    def upfront(self, dtype: torch.dtype) -> tuple[Location, Tensor]:
-        """Where data of up to `UPFRONT_BYTES` goes before `announce`, and that memory.
+    def upfront_limit(self, *, alone: bool) -> int:
+        """Up to how many bytes an exchange copies before the ranks meet.
+
+        Args:
+            alone: Whether one rank of the group has data for others.
+        """
+        if not self._crowd:
+            return UPFRONT_BYTES[0]
+        return UPFRONT_BYTES[-1] if alone else UPFRONT_BYTES[1]
+
+    def upfront(self, dtype: torch.dtype, nbytes: int) -> tuple[Location, Tensor]:
+        """Where data goes before `announce`, and that memory.
 
         There are two halves, for even and odd collectives: peers may still read what was there for
         the last one, and are done with that of the one before it.
         """
-        if not self._upfront:
-            deadline, size = Deadline(self._deadline.seconds), 2 * UPFRONT_BYTES
-            region = self._regions.allocate(size, self.links, deadline, UPFRONT)
-            self._upfront = list(region.chunk(2))
+        number, half = next(
+            (number, half)
+            for number, half in zip(UPFRONT, UPFRONT_BYTES, strict=True)
+            if nbytes <= half
+        )
+        if number not in self._upfront:
+            deadline = Deadline(self._deadline.seconds)
+            region = self._regions.allocate(2 * half, self.links, deadline, number)
+            self._upfront[number] = region.chunk(2)
         parity = self._parity ^ 1
-        return Location(UPFRONT, UPFRONT_BYTES * parity), self._upfront[parity].view(dtype)
+        return Location(number, half * parity), self._upfront[number][parity].view(dtype)
 
-    def own_upfront(self, dtype: torch.dtype) -> Tensor:
-        """What `upfront` gave before the last `announce`."""
-        return self._upfront[self._parity].view(dtype)
+    def own_upfront(self, dtype: torch.dtype, location: Location) -> Tensor:
+        """The memory that `upfront` gave with this location, after `announce`."""
+        return self._upfront[location.region][self._parity].view(dtype)
 
     @property
     def ring(self) -> Ring:

@@ -22,11 +22,13 @@ __all__ = [
     "LOCATION_BYTES",
     "NUMBERS",
     "PRIVATE",
+    "TABLES_AT",
     "Call",
     "Location",
     "check_consistent",
     "compared",
     "header_bytes",
+    "located",
     "location_of",
     "packed",
     "read",
@@ -42,6 +44,9 @@ _LOCATION = struct.Struct("<2q")
 _LOCATION_AT = _FIXED.size - _LOCATION.size
 LOCATION_BYTES = _LOCATION.size
 """Of where a rank's data lies, at the end of a header without tables."""
+TABLES_AT = _FIXED.size // 8
+"""The place of the first number of a header's tables: for each rank what it is sent, then for each
+what is expected from it."""
 
 DTYPES: tuple[torch.dtype, ...] = tuple(
     getattr(torch, name)
@@ -165,7 +170,12 @@ def compared(header: memoryview) -> memoryview:
     return header[:_COMPARED]
 
 
-def check_consistent(headers: Sequence[memoryview], rank: int, *, tables: bool) -> Sequence[Call]:
+def located(header: memoryview) -> memoryview:
+    """The part of a header that says where the data lies."""
+    return header[_LOCATION_AT : _FIXED.size]
+
+
+def check_consistent(headers: Sequence[memoryview], rank: int, *, tables: bool) -> None:
     """Raise unless all ranks call the same collective with matching arguments.
 
     Marks are compared only if all calls have one.
@@ -174,9 +184,6 @@ def check_consistent(headers: Sequence[memoryview], rank: int, *, tables: bool) 
         headers: Of all ranks.
         rank: This rank.
         tables: Whether its call has tables of block sizes.
-
-    Returns:
-        All ranks' calls, if they have tables.
 
     Raises:
         CheckedMismatchError: They do not, and all have marks whose lowest bit is set.
@@ -190,7 +197,8 @@ def check_consistent(headers: Sequence[memoryview], rank: int, *, tables: bool) 
             error = _mismatch([read(header)[0] for header in headers])
             checked = CheckedMismatchError(str(error), error.values)
             raise checked if all(mark & 1 for mark in marks) else error
-    return _checked_tables(headers) if tables else ()
+    if tables:
+        _check_tables([read(header)[0] for header in headers])
 
 
 def _mark_of(header: memoryview) -> int:
@@ -219,15 +227,7 @@ def _mismatch(calls: Sequence[Call]) -> MismatchError:
     )
 
 
-def _checked_tables(headers: Sequence[memoryview]) -> Sequence[Call]:
-    calls = [read(header)[0] for header in headers]
-    expected_of = zip(*(call.receives for call in calls), strict=True)
-    if not all(call.sends == got for call, got in zip(calls, expected_of, strict=True)):
-        _raise_for_tables(calls)
-    return calls
-
-
-def _raise_for_tables(calls: Sequence[Call]) -> None:
+def _check_tables(calls: Sequence[Call]) -> None:
     for source, call in enumerate(calls):
         for target, count in enumerate(call.sends):
             expected = calls[target].receives[source]

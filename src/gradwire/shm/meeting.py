@@ -22,6 +22,7 @@ from gradwire.shm.header import (
     Location,
     check_consistent,
     compared,
+    located,
     location_of,
     packed,
     write,
@@ -73,9 +74,10 @@ class Meeting:
             raise
         self._semaphores, self._headers = segment.semaphores, segment.headers
         self._compared = [[compared(header) for header in half] for half in segment.headers]
+        self._located = [[located(header) for header in half] for half in segment.headers]
+        self._tables = segment.tables
         self._all_meet = self._semaphores.barrier(self._others, self._check_peers)
         self._inline = segment.inline
-        self._calls: Sequence[Call] = ()
         self._parity = self._mark = 0
         # this rank's headers, of the even and the odd collectives, if they were prepared
         self._shown: list[bytes | None] = [None, None]
@@ -185,8 +187,9 @@ class Meeting:
         self.sync()
         # less than 1 µs, and any mismatch is the same error on all ranks, before data moves
         parts = self._compared[self._parity]
-        if tables or parts.count(parts[self.rank]) != self.size:
-            self._calls = check_consistent(self._headers[self._parity], self.rank, tables=tables)
+        fit = parts.count(parts[self.rank]) == self.size
+        if not fit or (tables and not torch.equal(*self._tables[self._parity])):
+            check_consistent(self._headers[self._parity], self.rank, tables=tables)
 
     def _write_inline(self, dtype: torch.dtype, blocks: Sequence[Tensor]) -> None:
         if len(blocks) == 1:
@@ -194,16 +197,22 @@ class Meeting:
             return
         start = 0
         for block in blocks:
-            self.inline(self.rank, dtype, start, block.numel()).copy_(block)
-            start += block.numel()
+            if count := block.numel():  # in a gather most are empty
+                self.inline(self.rank, dtype, start, count).copy_(block)
+                start += count
 
     def locations(self) -> list[Location]:
         """Where each rank's data lies, as announced."""
-        return [location_of(header) for header in self._headers[self._parity]]
+        headers, parts = self._headers[self._parity], self._located[self._parity]
+        if parts.count(parts[0]) == self.size:
+            return [location_of(headers[0])] * self.size
+        return [location_of(header) for header in headers]
 
-    def calls(self) -> Sequence[Call]:
-        """What each rank called, as announced; of calls with tables."""
-        return self._calls
+    def sends(self) -> list[list[int]]:
+        """How many elements each rank has for each, as announced; of calls with tables."""
+        sent, _ = self._tables[self._parity]
+        table: list[list[int]] = sent.tolist()
+        return table
 
     def sync(self, partners: Sequence[int] | None = None) -> None:
         """A barrier: what any rank wrote before it can be read by all ranks after it.
@@ -247,7 +256,8 @@ class Meeting:
     def close(self) -> None:
         """Leave the group."""
         self.links.close()
-        for kept in (self._headers, self._compared, self._inline, self._views):
+        kept_views = (self._headers, self._compared, self._located, self._tables, self._inline)
+        for kept in (*kept_views, self._views):
             kept.clear()
 
     def _check_peers(self, missing: Sequence[int]) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from gradwire.shm.copying import copy
 from gradwire.shm.group_state import UPFRONT_BYTES, GroupState
 from gradwire.shm.header import PRIVATE, Call, Location
-from gradwire.shm.regions import UPFRONT
+from gradwire.shm.regions import USERS
 
 __all__ = [
     "PIECE_BYTES",
@@ -33,10 +33,9 @@ def location_for(
     unread: tuple[int, int] = (0, 0),
     *,
     sends: bool = True,
+    limit: int = UPFRONT_BYTES[0],
 ) -> Location:
     """The location of this rank's data: of a region, or of the ring that it passes through.
-
-    Up to `UPFRONT_BYTES` that is not in a region is copied there.
 
     Args:
         state: This rank's state of the group.
@@ -44,14 +43,15 @@ def location_for(
         base: A tensor that holds all of the data; None if there is none.
         unread: The first and last element of what no other rank reads.
         sends: Whether others read it at all.
+        limit: Up to how many bytes that are in no region are copied to one.
     """
     location = Location(PRIVATE) if base is None else state.locate(base)
     if location.region != PRIVATE:
         return location
     nbytes = sum(block.nbytes for block in blocks)
-    if nbytes > UPFRONT_BYTES or not sends:
+    if nbytes > limit or not sends:
         return state.staged_location(nbytes, sends=sends)
-    location, target = state.upfront(blocks[0].dtype)
+    location, target = state.upfront(blocks[0].dtype, nbytes)
     if base is not None:
         total = nbytes // base.element_size()
         copy_but(unread, base.as_strided((total,), (1,)), target)
@@ -67,7 +67,7 @@ def location_for(
 
 def sync_in_place(state: GroupState, locations: Sequence[Location]) -> None:
     """Wait until no rank uses another's tensors any more, if any lie where others use them."""
-    if any(location.region > UPFRONT for location in locations):
+    if any(location.region >= USERS for location in locations):
         state.sync()
 
 

@@ -27,7 +27,7 @@ from gradwire.shm.pieces import (
     share,
     sync_in_place,
 )
-from gradwire.shm.regions import UPFRONT
+from gradwire.shm.regions import USERS
 from gradwire.shm.tensors import overwrites
 
 __all__ = ["reduce", "reduce_long", "reduce_scatter"]
@@ -55,10 +55,10 @@ def reduce_long(
     """`reduce` of what does not travel with the header; `announce` is given where it lies."""
     announce(location_for(state, [flat], flat, share(flat.numel(), state.rank, state.size)))
     locations = state.locations()
-    first = min(location.region for location in locations)  # PRIVATE < UPFRONT < users' regions
+    first = min(location.region for location in locations)  # PRIVATE < upfront < USERS
     if first == PRIVATE:
         _reduce_through_slots(state, call, flat, gets_result=call.root in (-1, state.rank))
-    elif first == UPFRONT:
+    elif first < USERS:
         _reduce_and_fetch(state, call, locations, flat)
     else:
         _reduce_in_place(state, call, locations, flat)
@@ -173,8 +173,8 @@ def _reduce_and_fetch(
         flat[start:stop] if r == rank else state.at(r, at, dtype, start, stop - start)
         for r, at in enumerate(locations)
     ]
-    upfront = locations[rank].region == UPFRONT
-    shown = state.own_upfront(dtype)[:count] if upfront else flat
+    own = locations[rank]
+    shown = state.own_upfront(dtype, own)[:count] if own.region < USERS else flat
     result = shown[start:stop] if call.root in (-1, rank) else sources[call.root]
     reduce_into(result, sources, call.op)
     if call.root < 0:

@@ -22,12 +22,14 @@ from gradwire.shm.header import PRIVATE, Location
 from gradwire.shm.links import Kind, Links, Message
 from gradwire.shm.sync import Deadline
 
-__all__ = ["RING", "STAGING", "UPFRONT", "Regions"]
+__all__ = ["RING", "STAGING", "UPFRONT", "USERS", "Regions"]
 
 STAGING = (0, 1, 2)
 """The numbers of every rank's staging regions: the same on all ranks."""
-UPFRONT = 3
-"""The number of the region for data that a rank copies in before it announces a collective."""
+UPFRONT = (3, 4, 5)
+"""Those of the regions, by size, for what a rank copies in before it announces a collective."""
+USERS = 6
+"""The first number of the regions that users allocate."""
 RING = 1 << 40
 """The number of the region with a rank's ring to rank 0; that to rank r is r more."""
 
@@ -50,7 +52,7 @@ class Regions:
 
     def __init__(self) -> None:
         self._numbers: dict[int, int] = {}  # of this rank's regions, by address
-        self._next = count(UPFRONT + 1)
+        self._next = count(USERS)
         self._ended: deque[tuple[int, tuple[int, int]]] = deque()
         self._pieces: dict[int, tuple[int, int]] = {}
         self._memory: segment.GrowingMemory | None = None

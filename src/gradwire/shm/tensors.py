@@ -153,10 +153,12 @@ def flat_of(tensor: Tensor) -> Tensor:
     flat = tensor.detach() if tensor.requires_grad else tensor
     if not flat.is_contiguous() or flat.is_conj() or flat.is_neg():
         flat = flat.resolve_conj().resolve_neg().contiguous()
+    if flat.dim() == 1 and flat.stride(0) == 1:
+        return flat
     if flat.numel() <= 1:
         # contiguous by any stride, which a view of bytes is not
         return flat.as_strided((flat.numel(),), (1,))
-    return flat if flat.dim() == 1 else flat.view(-1)
+    return flat.view(-1)
 
 
 def write_back(tensor: Tensor, flat: Tensor) -> None:
