@@ -12,7 +12,6 @@ import gradwire
 from gradwire.errors import ArgumentError, MismatchError
 from gradwire.recorder.flight_record import flight_record
 from gradwire.shm.arithmetic import OPS, check_reduction
-from gradwire.shm.group_segment import INLINE_BYTES
 from gradwire.shm.header import DTYPES
 from gradwire.shm.register import member_of
 from gradwire.testing import run_ranks
@@ -54,7 +53,7 @@ def test_gives_the_bits_of_the_ordinary_way(world):
 
 def after_one_another():
     group = member_of(dist.group.WORLD)
-    most = INLINE_BYTES // 4
+    most = group._state.inline_bytes // 4
     for _ in range(2):
         assert not any(group._known._of.values())
         for count in (0, 1, most, most + 1):  # the last does not travel with the header

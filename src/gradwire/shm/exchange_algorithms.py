@@ -1,6 +1,6 @@
 """Exchanges over shared memory: every rank has a block for each other rank, or one for all.
 
-Each rank fetches the blocks that are meant for it. Up to `INLINE_BYTES` a rank's blocks travel with
+Each rank fetches the blocks that are meant for it. Up to `inline_bytes` a rank's blocks travel with
 its header, and up to `upfront_limit` they are copied to a region before: one wait. Blocks in
 regions are copied from where they lie; all others pass in pieces through the staging slots, so that
 copies in and out overlap between ranks.
@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from gradwire.shm.copying import copy
-from gradwire.shm.group_segment import INLINE_BYTES
 from gradwire.shm.group_state import GroupState
 from gradwire.shm.header import INLINE, PRIVATE, Call, Location
 from gradwire.shm.pieces import (
@@ -46,7 +45,7 @@ def broadcast(state: GroupState, call: Call, flat: Tensor) -> None:
     at_root, count = state.rank == call.root, flat.numel()
     outgoing = [flat] if at_root else []
     incoming = [flat if r == call.root and not at_root else None for r in range(state.size)]
-    if flat.nbytes <= INLINE_BYTES:
+    if flat.nbytes <= state.inline_bytes:
         exchange(state, call, outgoing, incoming, shared=True)
         return
     limit = state.upfront_limit(alone=True)
@@ -121,7 +120,7 @@ def exchange(
         shared: Whether a rank's one block goes to all ranks.
     """
     own = outgoing[0 if shared else state.rank] if outgoing else None
-    if sum(block.nbytes for block in outgoing) > INLINE_BYTES:
+    if sum(block.nbytes for block in outgoing) > state.inline_bytes:
         if overwrites(outgoing, incoming, state.rank, own):
             outgoing, base = [block.clone() for block in outgoing], None
             own = outgoing[0 if shared else state.rank]

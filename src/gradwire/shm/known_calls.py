@@ -14,7 +14,6 @@ from torch import Tensor
 
 from gradwire.recorder import Entry
 from gradwire.shm.arithmetic import reducer
-from gradwire.shm.group_segment import INLINE_BYTES
 from gradwire.shm.group_state import GroupState
 from gradwire.shm.header import Call
 from gradwire.shm.reduce_algorithms import reduce_long
@@ -31,7 +30,7 @@ class _Short:
 
     Args:
         state: This rank's state of the group.
-        key: Its kind; at most `INLINE_BYTES`, and not empty.
+        key: Its kind; at most `inline_bytes`, and not empty.
 
     Attributes:
         like: The recorder's entry of an earlier call.
@@ -56,7 +55,7 @@ class _Long:
 
     Args:
         state: This rank's state of the group.
-        key: Its kind; more than `INLINE_BYTES`.
+        key: Its kind; more than `inline_bytes`.
 
     Attributes:
         like: The recorder's entry of an earlier call.
@@ -104,9 +103,14 @@ class KnownCalls:
         nbytes = _nbytes(key)
         if not nbytes:
             return None
-        made = _Short(self._state, key) if nbytes <= INLINE_BYTES else _Long(self._state, key)
+        kind = _Short if self.is_short(nbytes) else _Long
+        made = kind(self._state, key)
         self._keep(key, made)
         return made
+
+    def is_short(self, nbytes: int) -> bool:
+        """Whether data of this size travels with the header."""
+        return nbytes <= self._state.inline_bytes
 
     def _keep(self, key: Key, made: KnownCall | None) -> None:
         if len(self._of) >= _KEPT:

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from gradwire.shm.arithmetic import reduce_into
 from gradwire.shm.copying import copy
-from gradwire.shm.group_segment import INLINE_BYTES
 from gradwire.shm.group_state import GroupState
 from gradwire.shm.header import INLINE, PRIVATE, Call, Location
 from gradwire.shm.pieces import (
@@ -41,7 +40,7 @@ def reduce(state: GroupState, call: Call, flat: Tensor) -> None:
         call: all_reduce, or reduce with its root.
         flat: 1-d and contiguous; other ranks than the root keep their values.
     """
-    if flat.nbytes > INLINE_BYTES:
+    if flat.nbytes > state.inline_bytes:
         reduce_long(state, call, flat, partial(state.announce, call))
         return
     state.announce(call, Location(INLINE), [flat])
@@ -82,7 +81,7 @@ def reduce_scatter(
         base: A contiguous tensor that holds the blocks in order, if there is one.
     """
     start, count, ranks = block_start(call, state.rank), out.numel(), range(state.size)
-    if sum(block.nbytes for block in blocks) <= INLINE_BYTES:
+    if sum(block.nbytes for block in blocks) <= state.inline_bytes:
         state.announce(call, Location(INLINE), blocks)
         reduce_into(out, [state.inline(r, call.dtype, start, count) for r in ranks], call.op)
         return

@@ -21,7 +21,6 @@ from gradwire.errors import ArgumentError
 from gradwire.shm import sparse
 from gradwire.shm.arithmetic import SUM, check_reduction, number_of
 from gradwire.shm.group_base import GroupBase
-from gradwire.shm.group_segment import INLINE_BYTES
 from gradwire.shm.header import NUMBERS, Call
 from gradwire.shm.known_calls import KnownCall
 from gradwire.shm.operation_queue import Prepared
@@ -75,7 +74,8 @@ class Reductions(GroupBase):
             known = self._known.make((flat.shape, flat.dtype, op))
         call = Call("all_reduce", flat.dtype, flat.numel(), op)
         job = partial(self._algorithms.reduce, call) if known is None else known
-        return self.prepare(partial(job, flat), [tensor], short=flat.nbytes <= INLINE_BYTES)
+        short = self._known is not None and self._known.is_short(flat.nbytes)
+        return self.prepare(partial(job, flat), [tensor], short=short)
 
     def allreduce_sparse(self, tensors: list[Tensor], opts: Any = None) -> Work:
         """Every rank's sparse COO tensor becomes the sum over all ranks, coalesced.
