@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 from torch import Tensor
 
@@ -83,6 +84,7 @@ def block_start(call: Call, rank: int) -> int:
     return sum(call.sends[:rank]) if call.sends else rank * call.numel
 
 
+@lru_cache(1024)
 def share(count: int, rank: int, size: int) -> tuple[int, int]:
     """The first and last element that a rank reduces; the shares of all ranks make 0 to count."""
     each = math.ceil(count / size / _LINE) * _LINE

@@ -52,7 +52,11 @@ def reduce_long(
     state: GroupState, call: Call, flat: Tensor, announce: Callable[[Location], None]
 ) -> None:
     """`reduce` of what does not travel with the header; `announce` is given where it lies."""
-    announce(location_for(state, [flat], flat, share(flat.numel(), state.rank, state.size)))
+    location = state.locate(flat)
+    if location.region == PRIVATE:
+        own = share(flat.numel(), state.rank, state.size)
+        location = location_for(state, [flat], flat, own)
+    announce(location)
     locations = state.locations()
     first = min(location.region for location in locations)  # PRIVATE < upfront < USERS
     if first == PRIVATE:
