@@ -163,11 +163,11 @@ ip link set lo up
 ip link add link0 type veth peer name link1 netns PID
 ip addr add 10.77.0.1/24 dev link0
 ip link set link0 up
-tc qdisc add dev link0 root tbf rate 100mbit burst 64kb latency 200ms
+tc qdisc add dev link0 root tbf rate 40mbit burst 64kb latency 200ms
 INSIDE ip link set lo up
 INSIDE ip addr add 10.77.0.2/24 dev link1
 INSIDE ip link set link1 up
-INSIDE tc qdisc add dev link1 root tbf rate 100mbit burst 64kb latency 200ms"""
+INSIDE tc qdisc add dev link1 root tbf rate 40mbit burst 64kb latency 200ms"""
 
 
 def slow_down_shared_memory():
