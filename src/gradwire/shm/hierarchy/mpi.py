@@ -74,11 +74,13 @@ def _usable_mpi() -> Any:
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:  # no mpi4py, or no library of MPI that it can load
-        raise NotSupportedError(f"engine is mpi_engine, which needs mpi4py: {_INSTALL} ({error})") from error
+        raise NotSupportedError(
+            f"engine is mpi_engine, which needs mpi4py: {_INSTALL} ({error})"
+        ) from error
     if not MPI.Is_initialized() or MPI.Is_finalized():
         raise NotSupportedError(
-            "engine is mpi_engine, and MPI is not initialised: leave mpi4py.rc.initialize as it is, "
-            "and make groups before MPI.Finalize"
+            "engine is mpi_engine, and MPI is not initialised: leave mpi4py.rc.initialize as it "
+            "is, and make groups before MPI.Finalize"
         )
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise NotSupportedError(

@@ -27,7 +27,8 @@ LEAVE_SECONDS = 1.0
 SHORTEST_PAUSE, LONGEST_PAUSE, IDLE_PAUSE = 20e-6, 1e-3, 20e-3
 PATIENCE = 8
 """Between two tests is this part of the time since something moved: waits are longer by as much.
-MPI is called when nothing is under way, too: a message that is sent may still lie in its buffers."""
+Tests go on when nothing is under way: what is sent, for its sender, may still lie in MPI's buffers.
+"""
 
 _KEPT: list[Any] = []
 """What MPI may still read or write, and what it is for: see `MpiEngine._finish`."""
@@ -173,7 +174,9 @@ class MpiEngine:
             work.end(RuntimeError(reason))
         for rank in range(self._others + 1):
             if rank != self._comm.Get_rank():
-                self._works.append(self._post(self._comm.Isend, _nothing(), rank, self._last_tag, receives=False))
+                self._works.append(
+                    self._post(self._comm.Isend, _nothing(), rank, self._last_tag, receives=False)
+                )
         self._changed.notify_all()
 
     def _receives_nothing(self) -> bool:
@@ -199,7 +202,9 @@ class MpiEngine:
         """Whether this rank is leaving, and has no more to wait for."""
         everyone_left = len(self._left) == self._others
         leaving = self._leave_until < float("inf")
-        return leaving and ((everyone_left and not self._works) or time.monotonic() > self._leave_until)
+        return leaving and (
+            (everyone_left and not self._works) or time.monotonic() > self._leave_until
+        )
 
     def _test(self, works: list[MpiWork]) -> None:
         """Let MPI move what is under way, and end what is done or will never be."""
