@@ -120,9 +120,10 @@ def _group_of_mine(
     ranks = dist.get_process_group_ranks(group)
     number = next(i for i, members in enumerate(divided) if group.rank() in members)
     with group_named(f"{name} {number}"):
-        return dist.new_group(
+        made: ProcessGroup = dist.new_group(
             [ranks[r] for r in divided[number]], backend=backend, use_local_synchronization=True
         )
+    return made
 
 
 def _from_all(group: ProcessGroup, own: bytes) -> list[bytes]:
