@@ -57,8 +57,6 @@ needs_mpi = pytest.mark.skipif(why_no_mpi() != "", reason=f"MPI cannot be used: 
 
 def start(ranks, *arguments):
     environment = {**os.environ, **SETTINGS}
-    if (Path(sys.prefix) / "lib" / "libmpi.so.12").exists():  # Intel's wheel asks for it
-        environment["I_MPI_ROOT"] = sys.prefix
     return subprocess.Popen(
         [find_mpiexec(), "-n", str(ranks), sys.executable, *map(str, arguments)],
         env=environment,
