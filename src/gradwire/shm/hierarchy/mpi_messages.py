@@ -27,8 +27,8 @@ LEAVE_SECONDS = 1.0
 SHORTEST_PAUSE, LONGEST_PAUSE, IDLE_PAUSE = 20e-6, 1e-3, 20e-3
 PATIENCE = 64
 """Between two tests is this part of the time since a message was done. Some MPIs move little in a
-test: with an eighth, Intel MPI took 207 ms for 26 MB, with this 94. Tests go on when nothing is under
-way: what is sent, for its sender, may still lie in MPI's buffers.
+test: with an eighth, Intel MPI took 207 ms for 26 MB, with this 94. Tests go on when nothing is
+under way: what is sent, for its sender, may still lie in MPI's buffers.
 """
 
 _KEPT: list[Any] = []
