@@ -25,16 +25,17 @@ import gradwire.testing
 from gradwire.shm import Options, mpi_engine
 
 CALLS = itertools.count()
+ADDRESS = os.environ.get("STORE_ADDRESS", "127.0.0.1")  # of the first rank's host
 
 
 def open_store():
     world = MPI.COMM_WORLD
     limit = timedelta(seconds=100)
     if world.rank == 0:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=limit, wait_for_workers=False)
+        store = dist.TCPStore(ADDRESS, 0, is_master=True, timeout=limit, wait_for_workers=False)
         world.bcast(store.port)
         return store
-    return dist.TCPStore("127.0.0.1", world.bcast(None), timeout=limit, wait_for_workers=False)
+    return dist.TCPStore(ADDRESS, world.bcast(None), timeout=limit, wait_for_workers=False)
 
 
 STORE = open_store()
