@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FunctionType
 from typing import Any, Final, TypeVar
 
@@ -30,6 +32,7 @@ __all__ = [
     "BackendBase",
     "analysed_backend",
     "compile_callees_only",
+    "group_named",
     "is_done",
     "narrowed_to_torchs_ddp",
     "outside_graphs",
@@ -114,6 +117,35 @@ def is_done(work: Work) -> bool:
         return work.get_future().done()
     except RuntimeError:  # a backend that has no futures says itself when it is done
         return False
+
+
+_NAMES = threading.local()
+
+
+@contextmanager
+def group_named(name: str) -> Iterator[None]:
+    """Let torch.distributed give this name to the groups that this thread makes.
+
+    A group that only its own ranks make has a name with the number of groups that each of them is
+    in or, from 2.15 on, has made: ranks for which it differs wait for each other under different
+    names. From 2.15 on, other ranks have then made fewer, and the next group that all ranks make
+    has different names, too.
+    """
+    c10d = dist.distributed_c10d
+    torchs = c10d._process_group_name
+    if not hasattr(torchs, "_gradwire"):
+
+        @functools.wraps(torchs)
+        def given_or_torchs(*args: Any, **kwargs: Any) -> Any:
+            return getattr(_NAMES, "given", None) or torchs(*args, **kwargs)
+
+        given_or_torchs._gradwire = True  # type: ignore[attr-defined]
+        c10d._process_group_name = given_or_torchs
+    _NAMES.given = name
+    try:
+        yield
+    finally:
+        _NAMES.given = None
 
 
 def outside_graphs(cls: type[Any]) -> type[Any]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
-import struct
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,14 +14,15 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from gradwire._groups import check_group, default_group
-from gradwire.errors import MismatchError
+from gradwire._torch import PYTHON_BACKENDS, group_named
 from gradwire.hooks.group_name import group_from, name_if_group
 
 __all__ = ["HostGroups", "host_groups", "teams"]
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 NETWORK = Path("/proc/self/ns/net")
-_ROW = struct.Struct("<16sII")
+_divisions = itertools.count(1)
+"""Of this process; the first rank's number is part of the new groups' names."""
 
 
 class HostGroups:
@@ -58,7 +59,8 @@ def host_groups(
 ) -> HostGroups:
     """Divide a group by which of its ranks share a host: every rank of it calls.
 
-    Ranks share a host if they run on one kernel, in one network namespace: so that what one sends
+    On shm, ranks share a host if they share memory, as `gradwire.shm.teams` has them. On any other
+    backend they do if they run on one kernel, in one network namespace: so that what one sends
     another does not leave the host.
 
     Args:
@@ -69,9 +71,6 @@ def host_groups(
     Returns:
         The groups that this rank is in.
 
-    Raises:
-        MismatchError: The ranks are in different numbers of groups, and the group is not of all.
-
     Example:
         >>> from gradwire.testing import run_ranks
         >>> def main():
@@ -81,9 +80,8 @@ def host_groups(
         [(2, 1, True), (2, 1, False)]
     """
     group = default_group("group") if group is None else check_group(group)
-    hosts, counts = _hosts_and_counts(group)
-    alone = _can_make_alone(group, counts)
-    return _make(group, teams(hosts), inside, between, alone=alone)
+    known = _teams_of_backend(group)
+    return _make(group, known or teams(_from_all(group, _this_host())), inside, between)
 
 
 def teams(hosts: Sequence[bytes]) -> list[list[int]]:
@@ -100,72 +98,54 @@ def teams(hosts: Sequence[bytes]) -> list[list[int]]:
 
 
 def _make(
-    group: ProcessGroup,
-    teams: Sequence[Sequence[int]],
-    inside: str | None,
-    between: str | None,
-    *,
-    alone: bool = True,
+    group: ProcessGroup, teams: Sequence[Sequence[int]], inside: str | None, between: str | None
 ) -> HostGroups:
-    name = dist.get_backend(group)
-    inner = _group_of_mine(group, teams, inside or name, alone)
-    # every rank gets one, so that all are in as many groups as before (see _can_make_alone)
+    backend = dist.get_backend(group)
+    first, *_ = _from_all(group, next(_divisions).to_bytes(8, "little"))
+    name = f"{group.group_name}, by hosts, {int.from_bytes(first, 'little')}"
+    inner = _group_of_mine(group, teams, inside or backend, f"{name}, inside")
+    # every rank gets one, so that all are in as many groups as before: torch counts them to name
+    # those that only their own ranks make
     longest = max(map(len, teams))
     places = [[team[k] for team in teams if k < len(team)] for k in range(longest)]
-    outer_name = between or ("gloo" if name == "shm" else name)
-    outer = _group_of_mine(group, places, outer_name, alone)
+    outer_backend = between or ("gloo" if backend == "shm" else backend)
+    outer = _group_of_mine(group, places, outer_backend, f"{name}, between")
     return HostGroups(group, inner, outer if group.rank() in places[0] else None, len(teams))
 
 
 def _group_of_mine(
-    group: ProcessGroup, divided: Sequence[Sequence[int]], backend: str, alone: bool
+    group: ProcessGroup, divided: Sequence[Sequence[int]], backend: str, name: str
 ) -> ProcessGroup:
     """Make groups of a group's ranks, each of which is in one of them; the one of this rank."""
     ranks = dist.get_process_group_ranks(group)
-    mine: ProcessGroup | None = None
-    for members in divided:
-        if alone and group.rank() not in members:
-            continue
-        made = dist.new_group(
-            [ranks[r] for r in members], backend=backend, use_local_synchronization=alone
+    number = next(i for i, members in enumerate(divided) if group.rank() in members)
+    with group_named(f"{name} {number}"):
+        made: ProcessGroup = dist.new_group(
+            [ranks[r] for r in divided[number]], backend=backend, use_local_synchronization=True
         )
-        if group.rank() in members:
-            mine = made
-    assert mine is not None
-    return mine
+    return made
 
 
-def _hosts_and_counts(group: ProcessGroup) -> tuple[list[bytes], list[tuple[int, int]]]:
-    """Every rank's host, and how many groups it is in and has made by name, told by all."""
+def _from_all(group: ProcessGroup, own: bytes) -> list[bytes]:
+    """What each rank gives: as many bytes on all."""
     device = torch.device("cpu")
     if device not in group._device_types:
         device = group._device_types[0]
-    world = dist.distributed_c10d._world
-    own = (_this_host(), len(world.pg_names), world.group_count)
-    told = torch.tensor(list(_ROW.pack(*own)), dtype=torch.uint8).to(device)
+    told = torch.tensor(list(own), dtype=torch.uint8).to(device)
     every = [torch.empty_like(told) for _ in range(group.size())]
     dist.all_gather(every, told, group=group)
-    rows = [_ROW.unpack(bytes(each.tolist())) for each in every]
-    return [host for host, *_ in rows], [(groups, made) for _, groups, made in rows]
+    return [bytes(each.tolist()) for each in every]
 
 
-def _can_make_alone(group: ProcessGroup, counts: Sequence[tuple[int, int]]) -> bool:
-    """Whether groups can be made by their own ranks only, or else by all ranks together.
-
-    torch counts groups to name them: those of all ranks by how many were made; those that their own
-    ranks make by how many each rank is in, or, from 2.15 on, has made. Where a number differs,
-    ranks would wait for each other under different names.
-    """
-    if len(set(counts)) == 1:
-        return True
-    made = {made for _, made in counts}
-    if group.size() == dist.get_world_size() and len(made) == 1:
-        return False
-    raise MismatchError(
-        f"the ranks of group are in {[groups for groups, _ in counts]} groups, and have made "
-        f"{[made for _, made in counts]}: where these differ, new ones cannot be named; call "
-        "host_groups before groups of some ranks are made"
-    )
+def _teams_of_backend(group: ProcessGroup) -> Sequence[Sequence[int]]:
+    """The teams of a shm group over several hosts; none of other groups."""
+    backend: Any = group
+    cpu = torch.device("cpu")
+    if PYTHON_BACKENDS and cpu in group._device_types:
+        backend = group._get_backend(cpu)
+        backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
+    found: Sequence[Sequence[int]] = getattr(backend, "teams", ())
+    return found
 
 
 def _this_host() -> bytes:

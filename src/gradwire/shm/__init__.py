@@ -1,6 +1,7 @@
 """A process-group backend in shared memory within a host, and through an engine between hosts."""
 
 from gradwire._torch import warn_if_untested
+from gradwire.shm.hierarchy.mpi import mpi_engine
 from gradwire.shm.hierarchy.options import Options
 from gradwire.shm.persistent import PersistentAllReduce, all_reduce_init
 from gradwire.shm.register import empty, is_available, register, shares_memory, teams
@@ -11,6 +12,7 @@ __all__ = [
     "all_reduce_init",
     "empty",
     "is_available",
+    "mpi_engine",
     "register",
     "shares_memory",
     "teams",

@@ -37,7 +37,8 @@ class Engine(Protocol):
     """What is asked of the process group between hosts: messages of bytes, by rank and tag.
 
     As torch's ProcessGroup has them. Messages of one tag arrive in the order in which they were
-    sent. An `abort` that ends what is under way is called where there is one.
+    sent. Where there are an `abort`, which ends what is under way, and a `shutdown`, which leaves,
+    they are called when the group fails and when this rank leaves it.
     """
 
     def send(self, tensors: list[Tensor], dst: int, tag: int, /) -> Any:
@@ -179,8 +180,12 @@ class Transport:
                     return
 
     def close(self) -> None:
-        """Give the engine up: its connections end with its last handle."""
-        self._cut, self._engine = True, _Closed()
+        """Give the engine up: Gloo's connections end with its last handle."""
+        engine, self._cut, self._engine = self._engine, True, _Closed()
+        # of torch's ProcessGroup, Gloo's does nothing, and other groups' end all connections
+        shutdown = getattr(engine, "shutdown", None)
+        if shutdown is not None and not isinstance(engine, _Closed | dist.ProcessGroupGloo):
+            shutdown()
 
 
 def _try(call: Callable[[], None]) -> None:
