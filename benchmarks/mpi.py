@@ -1,4 +1,4 @@
-"""all_reduce on shm and under MPIs, which cannot share a process with torch: launches take turns.
+"""all_reduce on shm and under MPIs, one to an environment: launches take turns.
 
 The environment variable MPI_ENVIRONMENTS names virtual environments with mpi4py and an MPI:
 "Open MPI=PATH:Intel MPI=PATH".
