@@ -31,7 +31,7 @@ from gradwire.hooks.compression.compressor import as_real
 from gradwire.hooks.protocol import CommHook
 from gradwire.hooks.stateful import StatefulHook, bind_hook
 
-__all__ = ["PLAIN", "Candidate", "Computing", "candidate", "collectives_of", "interpolated"]
+__all__ = ["PLAIN", "Candidate", "Computing", "candidate", "interpolated", "largest_of"]
 
 PLAIN = "all_reduce"
 """The name of what is taken where nothing else pays."""
@@ -231,10 +231,19 @@ def candidate(allowed: str | Compressor) -> Candidate:
     )
 
 
-def collectives_of(candidates: Iterable[Candidate], bucket: Sequence[Tensor]) -> list[Collective]:
-    """Which collectives any of them sends, in an order that is the same on all ranks."""
-    found = (m.collective for c in candidates for m in c.messages(bucket, 2))
-    return list(dict.fromkeys(found))
+def largest_of(
+    candidates: Iterable[Candidate], buckets: Sequence[Sequence[Tensor]], world: int
+) -> dict[Collective, float]:
+    """The most bytes that a rank gives to a collective, for each that any of them sends.
+
+    In an order that is the same on all ranks.
+    """
+    found: dict[Collective, float] = {}
+    for c in candidates:
+        for bucket in buckets:
+            for m in c.messages(bucket, world):
+                found[m.collective] = max(found.get(m.collective, 0.0), m.nbytes)
+    return found
 
 
 def interpolated(points: Sequence[tuple[int, Computing]], numel: int) -> Computing:
