@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil, inf
+from math import ceil
 from threading import Thread
 from time import sleep
 from typing import Any
@@ -12,13 +12,11 @@ from typing import Any
 from torch.distributed import ProcessGroup
 
 from gradwire.cost_model import Burst, Cluster, Collective, Curve, Link, find_burst, fit_link
-from gradwire.hooks.auto.meter import ENOUGH_SECONDS, Meter
-from gradwire.hooks.auto.sending import bytes_of_largest, sender, sizes_of, starter, wait
+from gradwire.hooks.auto.meter import Meter
+from gradwire.hooks.auto.sending import sender, sizes_of, starter, wait
 
 __all__ = ["measure_cluster"]
 
-SOME_SECONDS = 0.06
-"""How long something is repeated to be measured."""
 BEFORE_SECONDS = 0.01
 """How long ranks compute before each collective that is measured, as in a step.
 
@@ -34,9 +32,9 @@ BUSY_SECONDS, LEAST = 0.6, 3
 
 def measure_cluster(
     group: ProcessGroup,
-    collectives: Iterable[Collective] | Mapping[Collective, float] = ("all_reduce",),
+    collectives: Iterable[Collective] | Mapping[Collective, Sequence[float]] = ("all_reduce",),
     *,
-    seconds: float = SOME_SECONDS,
+    thorough: bool = True,
 ) -> Cluster:
     """What collectives on the group cost: every rank calls, and gets the same.
 
@@ -47,8 +45,10 @@ def measure_cluster(
 
     Args:
         group: At least two ranks.
-        collectives: Which; or, for each, the most bytes that a rank gives: none larger is sent.
-        seconds: For how long each size is repeated, at least twice.
+        collectives: Which; or, for each, bytes that a rank will give: the sizes next to them are
+            measured.
+        thorough: Whether it may take some seconds; else about one: each size is sent twice, none
+            after one that takes 0.03 s. Where a link saves up credit, it takes longer.
 
     Example:
         >>> import torch.distributed as dist
@@ -60,22 +60,21 @@ def measure_cluster(
         >>> first == second
         True
     """
-    largest = dict(collectives) if isinstance(collectives, Mapping) else {}
+    given = dict(collectives) if isinstance(collectives, Mapping) else {}
     names: list[Collective] = list(dict.fromkeys(("all_reduce", *collectives)))
-    meter = Meter(group, seconds)
-    lines = {n: _Line(meter, n, sizes_of(n, group.size(), largest.get(n, inf))) for n in names}
+    meter = Meter(group, thorough=thorough)
+    lines = {n: _Line(meter, n, sizes_of(n, group.size(), given.get(n, ()))) for n in names}
     sums, *others = lines.values()
-    curves: dict[str, Curve] = {sums.name: sums.curve()}
-    burst = None
-    if credit := sums.find_credit(curves[sums.name]):
-        for line in others:
-            line.find_busy(credit, sums.busy)
-        curves[sums.name] = sums.curve()  # before, the link was not let rest
-        burst = Burst(credit, {n: line.busy for n, line in lines.items()})
-    curves |= {line.name: line.curve() for line in others}
+    points = sums.points()
+    credit = _credit(meter, sums, points)
+    curves: dict[str, Curve] = {sums.name: sums.curve(points)}
+    for line in others:
+        line.credit, line.busy = credit, sums.busy * line.widest
+        curves[line.name] = line.curve(line.points())
     taken: dict[str, Curve] = {n: line.taken(curves[n]) for n, line in lines.items()}
+    burst = Burst(credit, {n: line.busy for n, line in lines.items()}) if credit else None
     return Cluster(
-        group.size(), _link(meter, curves["all_reduce"]), curves, taken, _spare(meter), burst
+        group.size(), _link(meter, curves[sums.name]), curves, taken, _spare(meter), burst
     )
 
 
@@ -97,7 +96,12 @@ class _Line:
     credit: float = 0.0
     busy: float = 0.0
 
-    def curve(self) -> Curve:
+    @property
+    def widest(self) -> int:
+        """Bytes of its largest tensor, for each that a rank gives."""
+        return self.meter.group.size() if self.name == "all_gather" else 1
+
+    def points(self) -> list[tuple[float, float]]:
         """What each size takes, with all credit that there is."""
         sleep(self.credit)
         points: list[tuple[float, float]] = []
@@ -113,35 +117,16 @@ class _Line:
             # more bytes do not take less, whatever the noise says
             least = max(least, self.meter.mean(step, self._rest(given)) - computing)
             points.append((given, least))
-            if least >= ENOUGH_SECONDS and len(points) > 1:
+            if least >= self.meter.enough and len(points) > 1:
                 break
+        return points
+
+    def curve(self, points: Sequence[tuple[float, float]]) -> Curve:
+        """Through these points, and beyond by what a byte takes without credit: it sets `busy`."""
+        nbytes, seconds = points[-1]
+        if self.credit > 0 and seconds >= self.meter.enough:
+            self.busy = (seconds + self.credit) / nbytes  # it has used up what was saved
         return Curve(tuple(points), self.busy or None)
-
-    def find_credit(self, curve: Curve) -> float:
-        """What the link saves up, 0 if nothing; and what a byte takes without."""
-        nbytes, once = curve.points[-1]
-        if once < ENOUGH_SECONDS:
-            return 0.0
-        send = sender(self.meter.group, self.name, int(nbytes))
-        again = self.meter.timed(send)
-        if again < SLOWER * once:
-            return 0.0
-        sleep(REST_SECONDS)
-        each, credit = find_burst(self.meter.each(send, max(LEAST, ceil(BUSY_SECONDS / again))))
-        if credit > 0:
-            self.credit, self.busy = credit, each / nbytes
-        return credit
-
-    def find_busy(self, credit: float, busy: float) -> None:
-        """What a byte takes without credit, given that of an all_reduce."""
-        self.credit, self.busy = credit, busy * bytes_of_largest(self.name, self.meter.group)
-        few = [given for given in self.sizes if self.busy * given < BUSY_SECONDS / 2]
-        given = max(few, default=self.sizes[0])
-        times = max(LEAST, ceil((BUSY_SECONDS + credit) / (self.busy * given)))
-        sleep(credit)
-        sent = self.meter.each(sender(self.meter.group, self.name, given), times)
-        # those that cross each other take turns: only their sum says something
-        self.busy = (sum(sent) + credit) / times / given
 
     def taken(self, curve: Curve) -> Curve:
         """What the smallest and the largest of these take from computing beside them."""
@@ -149,20 +134,41 @@ class _Line:
         points = []
         for nbytes, seconds in (curve.points[0], curve.points[-1]):
             start = starter(self.meter.group, self.name, int(nbytes))
-            compute = self.meter.computing(seconds)
+            times = max(1, round(seconds / self.meter.product))
+            compute = self.meter.multiplying(times)
 
             def both(start: Any = start, compute: Any = compute) -> None:
                 work = start()
                 compute()
                 wait(work)
 
-            took = self.meter.mean(both, self._rest(nbytes)) - self.meter.mean(compute)
+            thorough = self.meter.thorough
+            alone = self.meter.mean(compute) if thorough else times * self.meter.product
+            took = self.meter.mean(both, self._rest(nbytes)) - alone
             points.append((nbytes, max(0.0, took)))
         return Curve(tuple(points))
 
     def _rest(self, given: float) -> float:
         """After which the link has all credit again."""
         return min(self.credit, self.busy * given)
+
+
+def _credit(meter: Meter, line: _Line, points: list[tuple[float, float]]) -> float:
+    """What the link saves up while it rests, or 0; with its last point, measured after a rest."""
+    nbytes, once = points[-1]
+    if once < meter.enough:
+        return 0.0
+    send = sender(meter.group, line.name, int(nbytes))
+    again = meter.timed(send)
+    if again < SLOWER * once:
+        return 0.0
+    sleep(REST_SECONDS)
+    times = max(LEAST, ceil(BUSY_SECONDS / again)) if meter.thorough else 2
+    sent = meter.each(send, times)
+    each, line.credit = find_burst(sent)
+    if line.credit > 0:
+        points[-1], line.busy = (nbytes, max(sent[0], points[-2][1])), each / nbytes
+    return line.credit
 
 
 def _link(meter: Meter, curve: Curve) -> Link:
@@ -175,7 +181,7 @@ def _link(meter: Meter, curve: Curve) -> Link:
 
 def _spare(meter: Meter) -> float:
     """How much of a second thread's computing costs the first one nothing."""
-    multiply = meter.computing(meter.some)
+    multiply = meter.computing(meter.enough / 2)
 
     def both() -> None:
         other = Thread(target=multiply)

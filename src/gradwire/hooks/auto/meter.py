@@ -9,10 +9,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-__all__ = ["ENOUGH_SECONDS", "Meter", "agree_on_largest", "device_of"]
+__all__ = ["Meter", "agree_on_largest", "device_of"]
 
-ENOUGH_SECONDS = 0.1
-"""What takes so long is not repeated."""
+SOME_SECONDS = 0.06
+"""How long something is repeated to be measured, after a first time; at least twice.
+
+The mean counts: ranks that share cores have them by turns.
+"""
+ENOUGH_SECONDS, ENOUGH_AT_ONCE = 0.1, 0.03
+"""What takes so long is not repeated; nor need what takes longer be sent."""
 PRODUCTS = 20
 WIDTH = 192
 """Of the matrices that are multiplied beside a collective."""
@@ -23,21 +28,22 @@ class Meter:
 
     Args:
         group: The group.
-        some: Seconds for which something is repeated to be measured; at least twice. The mean
-            counts: ranks that share cores have them by turns.
+        thorough: Whether there is time to repeat things; else each is done twice.
 
     Attributes:
         group: The group.
-        some: The seconds.
+        thorough: The same.
+        enough: What takes so many seconds is not repeated; nor need what takes longer be sent.
         device: Where it communicates.
         product: Seconds that a unit of computing takes while all ranks compute.
     """
 
-    def __init__(self, group: ProcessGroup, some: float) -> None:
-        self.group, self.some = group, some
+    def __init__(self, group: ProcessGroup, *, thorough: bool) -> None:
+        self.group, self.thorough = group, thorough
+        self.enough = ENOUGH_SECONDS if thorough else ENOUGH_AT_ONCE
         self.device = device_of(group)
         unit = max(1e-6, self.timed(self.multiplying(PRODUCTS)) / PRODUCTS)
-        many = max(PRODUCTS, round(some / unit))
+        many = max(PRODUCTS, round(self.enough / 2 / unit))
         self.product = max(1e-6, self.mean(self.multiplying(many)) / many)
 
     def computing(self, seconds: float) -> Callable[[], None]:
@@ -62,9 +68,11 @@ class Meter:
             rest: For how long ranks sleep before each.
         """
         first = self.timed(call, rest)  # which may have memory to touch
-        if first >= ENOUGH_SECONDS:
+        if first >= self.enough:
             return first
-        times = max(2, round(self.some / max(first, 1e-6)))
+        if not self.thorough:
+            return (first + self.timed(call, rest)) / 2
+        times = max(2, round(SOME_SECONDS / max(first, 1e-6)))
         if rest > 0:
             return sum(self.each(call, times, rest)) / times
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from math import ceil, inf
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from math import ceil
 from typing import Any
 
 import torch
@@ -13,41 +14,44 @@ from torch.distributed import ProcessGroup, Work
 from gradwire.cost_model import Collective
 from gradwire.hooks.auto.meter import device_of
 
-__all__ = ["SIZES", "bytes_of_largest", "sender", "sizes_of", "starter", "wait"]
+__all__ = ["SIZES", "sender", "sizes_of", "starter", "wait"]
 
 SIZES = (1 << 10, 1 << 15, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
 """Bytes of the largest tensor of a collective: what a rank gives, or gets."""
 
 
-def bytes_of_largest(name: Collective, group: ProcessGroup) -> int:
-    """Bytes of its largest tensor, for each that a rank gives."""
-    return group.size() if name == "all_gather" else 1
+def sizes_of(name: Collective, world: int, given: Sequence[float] = ()) -> list[int]:
+    """Bytes that a rank gives, at least two, between which those that are given lie.
 
-
-def sizes_of(name: Collective, world: int, largest: float = inf) -> list[int]:
-    """Bytes that a rank gives, at least two, up to the largest of interest.
-
-    With many ranks, some are rounded up to the same.
+    All where none are given. With many ranks, some are rounded up to the same.
     """
     unit = 4 * world if name == "all_to_all" else 4
+
+    def whole(nbytes: float) -> int:
+        return max(1, ceil(nbytes / unit)) * unit
+
     shares = (nbytes // world if name == "all_gather" else nbytes for nbytes in SIZES)
-    found = list(dict.fromkeys(max(1, ceil(share / unit)) * unit for share in shares))
-    if largest >= found[-1]:
-        return found
-    last = max(2, ceil(largest / unit)) * unit
-    return [size for size in found if size < last] + [last] if last > found[0] else found[:2]
+    every = list(dict.fromkeys(whole(share) for share in shares))
+    if not given:
+        return every
+    top = min(every[-1], max(every[0] + unit, whole(max(given))))
+    every = [*(size for size in every if size < top), top]
+    above = {min(bisect_left(every, nbytes), len(every) - 1) for nbytes in given}
+    # what the smallest takes is what any takes beside its bytes
+    return [every[place] for place in sorted({0} | above | {max(0, p - 1) for p in above})]
 
 
 def starter(group: ProcessGroup, name: Collective, nbytes: int) -> Callable[[], Work | None]:
     """Starts a collective of tensors of which a rank gives so many bytes."""
-    own = torch.zeros(nbytes // 4, device=device_of(group))
+    # ones: their memory has been touched
+    own = torch.ones(nbytes // 4, device=device_of(group))
     others: dict[str, Any] = {"group": group, "async_op": True}
     if name == "all_reduce":
         return lambda: dist.all_reduce(own, **others)
     if name == "all_to_all":
-        into = torch.empty_like(own)
+        into = torch.ones_like(own)
         return lambda: dist.all_to_all_single(into, own, **others)
-    received = list(own.new_empty(group.size(), len(own)).unbind())
+    received = list(own.new_ones(group.size(), len(own)).unbind())
     return lambda: dist.all_gather(received, own, **others)
 
 
