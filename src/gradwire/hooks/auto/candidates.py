@@ -31,7 +31,7 @@ from gradwire.hooks.compression.compressor import as_real
 from gradwire.hooks.protocol import CommHook
 from gradwire.hooks.stateful import StatefulHook, bind_hook
 
-__all__ = ["PLAIN", "Candidate", "Computing", "bytes_given", "candidate", "interpolated"]
+__all__ = ["PLAIN", "Candidate", "Computing", "candidate", "interpolated", "largest_of"]
 
 PLAIN = "all_reduce"
 """The name of what is taken where nothing else pays."""
@@ -237,17 +237,17 @@ def candidate(allowed: str | Compressor) -> Candidate:
     )
 
 
-def bytes_given(
+def largest_of(
     candidates: Iterable[Candidate], buckets: Sequence[Sequence[Tensor]], world: int
-) -> dict[Collective, list[float]]:
-    """The bytes that a rank gives to each collective that any of them sends, with the vote.
+) -> dict[Collective, float]:
+    """The most bytes that a rank gives to a collective, for each that any of them sends.
 
     In an order that is the same on all ranks.
     """
-    found: dict[Collective, list[float]] = {VOTE.collective: [VOTE.nbytes]}
+    found: dict[Collective, float] = {}
     for c in candidates:
         for m in (m for bucket in buckets for m in c.messages(bucket, world)):
-            found.setdefault(m.collective, []).append(m.nbytes)
+            found[m.collective] = max(found.get(m.collective, 0.0), m.nbytes)
     return found
 
 

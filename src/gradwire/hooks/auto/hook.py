@@ -21,9 +21,9 @@ from gradwire.hooks.auto.candidates import (
     PLAIN,
     Candidate,
     Computing,
-    bytes_given,
     candidate,
     interpolated,
+    largest_of,
 )
 from gradwire.hooks.auto.measure import measure_cluster
 from gradwire.hooks.auto.meter import agree_on_largest
@@ -190,7 +190,7 @@ class Auto(StatefulHook[AutoState]):
         """What is predicted to be fastest, and what else may be: the same on all ranks."""
         world, buckets = group.size(), [seen.parameters for seen in self._last]
         candidates = list(self._candidates.values())
-        cluster = measure_cluster(group, bytes_given(candidates, buckets, world), thorough=False)
+        cluster = measure_cluster(group, largest_of(candidates, buckets, world), thorough=False)
         own = measured(candidates, buckets, world)
         numbers = [self._step_seconds, *(seen.launched for seen in self._last)]
         for of_hook in own.values():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, inf
 from threading import Thread
 from time import sleep
 from typing import Any
@@ -32,7 +32,7 @@ BUSY_SECONDS, LEAST = 0.6, 3
 
 def measure_cluster(
     group: ProcessGroup,
-    collectives: Iterable[Collective] | Mapping[Collective, Sequence[float]] = ("all_reduce",),
+    collectives: Iterable[Collective] | Mapping[Collective, float] = ("all_reduce",),
     *,
     thorough: bool = True,
 ) -> Cluster:
@@ -45,8 +45,7 @@ def measure_cluster(
 
     Args:
         group: At least two ranks.
-        collectives: Which; or, for each, bytes that a rank will give: the sizes next to them are
-            measured.
+        collectives: Which; or, for each, the most bytes that a rank will give: none larger is sent.
         thorough: Whether it may take some seconds; else about one: each size is sent twice, none
             after one that takes 0.03 s. Where a link saves up credit, it takes longer.
 
@@ -60,10 +59,10 @@ def measure_cluster(
         >>> first == second
         True
     """
-    given = dict(collectives) if isinstance(collectives, Mapping) else {}
+    largest = dict(collectives) if isinstance(collectives, Mapping) else {}
     names: list[Collective] = list(dict.fromkeys(("all_reduce", *collectives)))
     meter = Meter(group, thorough=thorough)
-    lines = {n: _Line(meter, n, sizes_of(n, group.size(), given.get(n, ()))) for n in names}
+    lines = {n: _Line(meter, n, sizes_of(n, group.size(), largest.get(n, inf))) for n in names}
     sums, *others = lines.values()
     points = sums.points()
     credit = _credit(meter, sums, points)
@@ -159,11 +158,11 @@ def _credit(meter: Meter, line: _Line, points: list[tuple[float, float]]) -> flo
     if once < meter.enough:
         return 0.0
     send = sender(meter.group, line.name, int(nbytes))
-    again = meter.timed(send)
-    if again < SLOWER * once:
+    # where smaller ones were repeated, they may have used it up before this point
+    if not meter.thorough and meter.timed(send) < SLOWER * once:
         return 0.0
     sleep(REST_SECONDS)
-    times = max(LEAST, ceil(BUSY_SECONDS / again)) if meter.thorough else 2
+    times = max(LEAST, ceil(BUSY_SECONDS / once)) if meter.thorough else 2
     sent = meter.each(send, times)
     each, line.credit = find_burst(sent)
     if line.credit > 0:

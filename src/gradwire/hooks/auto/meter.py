@@ -89,7 +89,8 @@ class Meter:
 
     def each(self, call: Callable[[], object], times: int, rest: float = 0.0) -> list[float]:
         """Seconds of each of some calls, one after another."""
-        agree_on_largest(self.group, [0.0])
+        if self.thorough:
+            agree_on_largest(self.group, [0.0])  # all begin together; else as the last has ended
         taken = []
         for _ in range(times):
             if rest > 0:

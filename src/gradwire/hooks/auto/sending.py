@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Sequence
-from math import ceil
+from collections.abc import Callable
+from math import ceil, inf
 from typing import Any
 
 import torch
@@ -20,10 +19,10 @@ SIZES = (1 << 10, 1 << 15, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
 """Bytes of the largest tensor of a collective: what a rank gives, or gets."""
 
 
-def sizes_of(name: Collective, world: int, given: Sequence[float] = ()) -> list[int]:
-    """Bytes that a rank gives, at least two, between which those that are given lie.
+def sizes_of(name: Collective, world: int, largest: float = inf) -> list[int]:
+    """Bytes that a rank gives, at least two, up to the largest of interest.
 
-    All where none are given. With many ranks, some are rounded up to the same.
+    With many ranks, some are rounded up to the same.
     """
     unit = 4 * world if name == "all_to_all" else 4
 
@@ -32,13 +31,8 @@ def sizes_of(name: Collective, world: int, given: Sequence[float] = ()) -> list[
 
     shares = (nbytes // world if name == "all_gather" else nbytes for nbytes in SIZES)
     every = list(dict.fromkeys(whole(share) for share in shares))
-    if not given:
-        return every
-    top = min(every[-1], max(every[0] + unit, whole(max(given))))
-    every = [*(size for size in every if size < top), top]
-    above = {min(bisect_left(every, nbytes), len(every) - 1) for nbytes in given}
-    # what the smallest takes is what any takes beside its bytes
-    return [every[place] for place in sorted({0} | above | {max(0, p - 1) for p in above})]
+    top = whole(max(every[0] + unit, min(every[-1], largest)))
+    return [*(size for size in every if size < top), top]
 
 
 def starter(group: ProcessGroup, name: Collective, nbytes: int) -> Callable[[], Work | None]:
