@@ -65,7 +65,7 @@ def measure_cluster(
     lines = {n: _Line(meter, n, sizes_of(n, group.size(), largest.get(n, inf))) for n in names}
     sums, *others = lines.values()
     points = sums.points()
-    credit = _credit(meter, sums, points)
+    credit = sums.find_credit(points)
     curves: dict[str, Curve] = {sums.name: sums.curve(points)}
     for line in others:
         line.credit, line.busy = credit, sums.busy * line.widest
@@ -86,7 +86,7 @@ class _Line:
         name: Which.
         sizes: Bytes that a rank gives, those that are measured.
         credit: Seconds that the link saves up while it rests, as far as known.
-        busy: Seconds that a byte takes it without credit; 0: unknown.
+        busy: Seconds that a byte takes it without credit, or about so many; 0: unknown.
     """
 
     meter: Meter
@@ -120,10 +120,27 @@ class _Line:
                 break
         return points
 
+    def find_credit(self, points: list[tuple[float, float]]) -> float:
+        """What the link saves up, or 0; with the last of the points, measured after a rest."""
+        nbytes, once = points[-1]
+        if once < self.meter.enough:
+            return 0.0
+        send = sender(self.meter.group, self.name, int(nbytes))
+        # where smaller ones were repeated, they may have used it up before this point
+        if not self.meter.thorough and self.meter.timed(send) < SLOWER * once:
+            return 0.0
+        sleep(REST_SECONDS)
+        times = max(LEAST, ceil(BUSY_SECONDS / once)) if self.meter.thorough else 2
+        sent = self.meter.each(send, times)
+        each, self.credit = find_burst(sent)
+        if self.credit > 0:
+            points[-1], self.busy = (nbytes, max(sent[0], points[-2][1])), each / nbytes
+        return self.credit
+
     def curve(self, points: Sequence[tuple[float, float]]) -> Curve:
         """Through these points, and beyond by what a byte takes without credit: it sets `busy`."""
         nbytes, seconds = points[-1]
-        if self.credit > 0 and seconds >= self.meter.enough:
+        if seconds >= self.meter.enough and self.busy * nbytes > self.credit > 0:
             self.busy = (seconds + self.credit) / nbytes  # it has used up what was saved
         return Curve(tuple(points), self.busy or None)
 
@@ -150,24 +167,6 @@ class _Line:
     def _rest(self, given: float) -> float:
         """After which the link has all credit again."""
         return min(self.credit, self.busy * given)
-
-
-def _credit(meter: Meter, line: _Line, points: list[tuple[float, float]]) -> float:
-    """What the link saves up while it rests, or 0; with its last point, measured after a rest."""
-    nbytes, once = points[-1]
-    if once < meter.enough:
-        return 0.0
-    send = sender(meter.group, line.name, int(nbytes))
-    # where smaller ones were repeated, they may have used it up before this point
-    if not meter.thorough and meter.timed(send) < SLOWER * once:
-        return 0.0
-    sleep(REST_SECONDS)
-    times = max(LEAST, ceil(BUSY_SECONDS / once)) if meter.thorough else 2
-    sent = meter.each(send, times)
-    each, line.credit = find_burst(sent)
-    if line.credit > 0:
-        points[-1], line.busy = (nbytes, max(sent[0], points[-2][1])), each / nbytes
-    return line.credit
 
 
 def _link(meter: Meter, curve: Curve) -> Link:
