@@ -29,6 +29,9 @@ REST_SECONDS = 0.3
 BUSY_SECONDS, LEAST = 0.6, 3
 """How long collectives follow each other, to see what they take without credit; at least three."""
 
+LONG_SECONDS = 0.1
+"""What takes so long on a link takes little beside that from computing: it need not be measured."""
+
 
 def measure_cluster(
     group: ProcessGroup,
@@ -147,8 +150,11 @@ class _Line:
     def taken(self, curve: Curve) -> Curve:
         """What the smallest and the largest of these take from computing beside them."""
         sleep(self.credit)
+        first, *others = curve.points
+        short = [point for point in others if self.meter.thorough or point[1] < LONG_SECONDS]
+        last = short[-1] if short else others[0]
         points = []
-        for nbytes, seconds in (curve.points[0], curve.points[-1]):
+        for nbytes, seconds in (first, last):
             start = starter(self.meter.group, self.name, int(nbytes))
             times = max(1, round(seconds / self.meter.product))
             compute = self.meter.multiplying(times)
@@ -162,7 +168,7 @@ class _Line:
             alone = self.meter.mean(compute) if thorough else times * self.meter.product
             took = self.meter.mean(both, self._rest(nbytes)) - alone
             points.append((nbytes, max(0.0, took)))
-        return Curve(tuple(points))
+        return Curve(tuple(points), None if last == others[-1] else 0.0)
 
     def _rest(self, given: float) -> float:
         """After which the link has all credit again."""
