@@ -28,7 +28,6 @@ REST_SECONDS = 0.3
 """A rest after which it has credit."""
 BUSY_SECONDS, LEAST = 0.6, 3
 """How long collectives follow each other, to see what they take without credit; at least three."""
-
 LONG_SECONDS = 0.1
 """What takes so long on a link takes little beside that from computing: it need not be measured."""
 
