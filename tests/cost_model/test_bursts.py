@@ -74,6 +74,7 @@ def test_messages_and_rests_take_as_long_as_with_a_bucket_of_tokens(rate, size, 
         assert clock.now == pytest.approx(tokens.now, rel=1e-6, abs=1e-6)
 
 
+@pytest.mark.wide
 @settings(deadline=None)
 @given(rates, bursts, parts, st.floats(0, 2))
 def test_a_step_is_one_of_many(rate, size, buckets, idle):

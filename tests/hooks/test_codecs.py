@@ -254,6 +254,7 @@ def test_what_is_refused(make, said):
         make()
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("numel", "ratio"), [(300_000, 0.01), (300_000, 0.003), (10_000, 0.01)])
 def test_the_rank_that_chooses_most_is_foreseen(numel, ratio):
     torch.manual_seed(0)
