@@ -20,7 +20,11 @@ OURS = "gradwire"
 
 
 def alternate(
-    steps: Mapping[str, Callable[[], object]], rounds: int, *, warmup: int = 3
+    steps: Mapping[str, Callable[[], object]],
+    rounds: int,
+    *,
+    warmup: int = 3,
+    in_series: bool = False,
 ) -> dict[str, list[float]]:
     """Seconds of each contender in each round, the slowest rank's; equal on all ranks.
 
@@ -28,11 +32,15 @@ def alternate(
         steps: What each contender does for one sample.
         rounds: Timed rounds, >= 1.
         warmup: Rounds before them that are not timed.
+        in_series: Whether each sample follows one of the same contender, which is not timed: where
+            what a step finds depends on what was sent before it.
     """
     names = list(steps)
     taken: dict[str, list[float]] = {name: [] for name in names}
     for number in range(-warmup, rounds):
         for name in order(names, number):
+            if in_series:
+                steps[name]()
             dist.barrier()
             start = perf_counter()
             steps[name]()

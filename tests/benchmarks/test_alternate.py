@@ -55,3 +55,14 @@ def test_each_sample_is_the_slowest_ranks() -> None:
         assert calls == 8  # two rounds that do not count, and two that do
         # the order of the timed rounds is a, b and then b, a
         assert taken == {"a": [105.0, 108.0], "b": [106.0, 107.0]}
+
+
+def test_in_series_each_sample_follows_one_like_it() -> None:
+    def ranks() -> list[str]:
+        called: list[str] = []
+        steps = {name: partial(called.append, name) for name in ("a", "b")}
+        taken = alternate.alternate(steps, 1, warmup=0, in_series=True)
+        assert [len(seconds) for seconds in taken.values()] == [1, 1]
+        return called
+
+    assert run_ranks(ranks) == [["a", "a", "b", "b"]] * 2

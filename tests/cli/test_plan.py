@@ -76,6 +76,7 @@ def test_times_may_be_given_instead_of_inputs():
         *("--ranks", "2", "--mbit", "1000", "--hook", "int8"),
     )
     assert "forward 10, backward 20" in output
+    assert "what gains 5% of a step" in output  # as auto has it
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from gradwire import hooks
@@ -15,9 +18,10 @@ from gradwire.ddp import DistributedDataParallel
 from gradwire.errors import ArgumentError
 from gradwire.hooks.auto import hook as auto_module
 from gradwire.hooks.auto.candidates import Computing, candidate, interpolated
-from gradwire.hooks.auto.measure import _sizes
+from gradwire.hooks.auto.sending import SIZES, sizes_of
 from gradwire.hooks.auto.trial import STEPS, TRY_GAIN, Trial, contenders
 from gradwire.testing import FakeBucket, run_ranks
+from gradwire.testing.hosts import Hosts, why_no_hosts
 
 pytestmark = pytest.mark.usefixtures("each_backend")
 
@@ -51,7 +55,7 @@ class MeasuredAs:
     def __enter__(self):
         names = ("measure_cluster", "measured", "contenders")
         self._real = {name: getattr(auto_module, name) for name in names}
-        auto_module.measure_cluster = lambda group, collectives: self._link
+        auto_module.measure_cluster = lambda group, given, *, thorough: self._link
         auto_module.measured = self._measured
         # nothing is tried: that would depend on time
         auto_module.contenders = lambda choice, *others: [choice.names]
@@ -175,9 +179,9 @@ def test_what_may_be_the_fastest_is_tried(seconds, able):
     cluster, costs = cluster_of(**seconds)
     step = seconds["plain"]  # and nothing beside it
     choice = choose([0.0], costs, cluster, min_gain=TRY_GAIN * step)
-    assert contenders(choice, [0.0], costs, cluster, step) == [(name,) for name in able]
+    assert contenders(choice, [0.0], costs, cluster, 0.0) == [(name,) for name in able]
     # what all steps have brings them closer together
-    assert len(contenders(choice, [0.0], costs, cluster, step + 99)) in (1, 3)
+    assert len(contenders(choice, [0.0], costs, cluster, 99.0)) in (1, 3)
 
 
 def test_ranks_that_measure_differently_choose_alike():
@@ -279,11 +283,50 @@ def test_what_is_refused(allowed):
         hooks.auto(allowed)
 
 
-@pytest.mark.parametrize("collective", ["all_reduce", "all_gather", "all_to_all"])
+COLLECTIVES = ["all_reduce", "all_gather", "all_to_all"]
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
 def test_sizes_that_are_measured_differ_with_any_number_of_ranks(collective):
     for world in (2, 3, 90, 100, 4096, 8191):
-        sizes = _sizes(collective, world)
-        assert len(sizes) >= 2
-        assert sizes == sorted(set(sizes))
-        assert not any(size % 4 for size in sizes)
-        assert collective != "all_to_all" or not any(size % (4 * world) for size in sizes)
+        for largest in (1, 1023, 300_000, 10**9, math.inf):
+            sizes = sizes_of(collective, world, largest)
+            assert len(sizes) >= 2
+            assert sizes == sorted(set(sizes))
+            assert not any(size % 4 for size in sizes)
+            assert collective != "all_to_all" or not any(size % (4 * world) for size in sizes)
+
+
+@given(st.sampled_from(COLLECTIVES), st.integers(2, 64), st.integers(1, 2 * SIZES[-1]))
+def test_no_size_is_measured_that_is_larger_than_any_that_is_sent(name, world, largest):
+    every, chosen = sizes_of(name, world), sizes_of(name, world, largest)
+    assert chosen[:-1] == [size for size in every if size < chosen[-1]]
+    assert chosen[-1] >= every[1]  # not too near to the smallest
+    if every[1] <= largest <= every[-1]:
+        assert largest <= chosen[-1] < largest + 4 * world  # to whole elements for each rank
+
+
+SLOW_LINK = 10e6
+"""Bits a second."""
+
+
+@pytest.mark.wide
+@pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())
+@pytest.mark.parametrize("thorough", [False, True])
+def test_what_is_beyond_a_burst_takes_as_long_as_its_bytes(each_backend, thorough):
+    if each_backend != "shm":
+        pytest.skip("ranks of several hosts are on shm")
+
+    def main():
+        given = {"all_reduce": 4 << 20, "all_gather": 2 << 20}
+        return hooks.measure_cluster(dist.group.WORLD, given, thorough=thorough)
+
+    with Hosts([2, 1], rate=f"{SLOW_LINK:.0f}bit") as hosts:
+        first, *others = run_ranks(main, 3, hosts=hosts)
+    assert all(other == first for other in others)
+    assert first.burst is not None
+    for name, nbytes in (("all_reduce", 4 << 20), ("all_gather", 2 << 20)):
+        alone = nbytes / (SLOW_LINK / 8)
+        # each host sends so many; only what is saved up may go faster, and it is measured
+        assert first.measured[name].seconds(nbytes) > alone - 1.5 * first.burst.credit
+        assert first.burst.busy[name] * nbytes > 0.9 * alone

@@ -252,3 +252,14 @@ def test_hosts_are_in_the_order_of_their_first_ranks():
 def test_what_is_refused(make, said):
     with pytest.raises((ValueError, TypeError), match=said):
         make()
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(("numel", "ratio"), [(300_000, 0.01), (300_000, 0.003), (10_000, 0.01)])
+def test_the_rank_that_chooses_most_is_foreseen(numel, ratio):
+    torch.manual_seed(0)
+    world, count, hook = 4, round(ratio * numel), TopK(ratio)
+    _, pairs = hook.messages([torch.zeros(numel)], world)
+    most = [max(len(largest(torch.randn(numel), count)) for _ in range(world)) for _ in range(40)]
+    assert pairs.nbytes == pytest.approx(8 * sum(most) / len(most), rel=0.03)
+    assert (pairs.nbytes == 8 * count) == (numel == 10_000)  # all are looked at

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from gradwire.cost_model.links import Cluster
 from gradwire.cost_model.timeline import Cost, end_of_step
@@ -32,6 +33,7 @@ def choose(
     cluster: Cluster,
     *,
     min_gain: float = 0.0,
+    idle: float = inf,
 ) -> Choice:
     """The candidate for each bucket with which the step ends first.
 
@@ -44,6 +46,7 @@ def choose(
             where nothing gains enough.
         cluster: As `end_of_step` has it.
         min_gain: Seconds that a choice has to gain, or it is not taken.
+        idle: As `end_of_step` has it.
 
     Example:
         >>> from gradwire.cost_model import Link, Message
@@ -59,7 +62,7 @@ def choose(
 
     def seconds(chosen: Sequence[str]) -> float:
         costs = [candidates[name][i] for i, name in enumerate(chosen)]
-        return end_of_step(ready, costs, cluster)
+        return end_of_step(ready, costs, cluster, idle=idle)
 
     best, end = plain, seconds(plain)
     before = end

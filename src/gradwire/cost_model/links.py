@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from gradwire.cost_model.bursts import Burst
 from gradwire.errors import ArgumentError
 
 __all__ = ["Cluster", "Curve", "Link", "fit_link"]
@@ -49,14 +50,16 @@ class Curve:
 
     Args:
         points: Bytes and seconds, at least two, from the smallest on.
+        beyond: Seconds of each byte beyond the last; None: as before it.
 
     Example:
-        >>> curve = Curve(((0, 1.0), (10, 2.0), (20, 6.0)))
-        >>> curve.seconds(15), curve.seconds(30)  # beyond the last as before it
-        (4.0, 10.0)
+        >>> points = (0, 1.0), (10, 2.0), (20, 6.0)
+        >>> [Curve(points).seconds(15), Curve(points).seconds(30), Curve(points, 0.5).seconds(30)]
+        [4.0, 10.0, 11.0]
     """
 
     points: tuple[tuple[float, float], ...]
+    beyond: float | None = None
 
     def __post_init__(self) -> None:
         sizes = [nbytes for nbytes, _ in self.points]
@@ -64,10 +67,13 @@ class Curve:
             raise ArgumentError(f"points are of {sizes} bytes: give two sizes or more, in order")
 
     def seconds(self, nbytes: float) -> float:
-        """On the line between the two points beside it; of the first, or on the last line."""
+        """On the line between the two points beside it; of the first, or beyond the last."""
         first, _ = self.points[0]
         if nbytes <= first:
             return self.points[0][1]
+        largest, longest = self.points[-1]
+        if nbytes > largest and self.beyond is not None:
+            return longest + (nbytes - largest) * self.beyond
         (a, at_a), (b, at_b) = next(
             (line for line in pairwise(self.points) if nbytes <= line[1][0]), self.points[-2:]
         )
@@ -88,6 +94,8 @@ class Cluster:
             them, by name: copies, and turns on the cores. Those that are not here take none.
         spare: The part of a second thread's computing that costs backward nothing: from 0, where
             both need the same core, to 1.
+        burst: How much faster such collectives are after a rest; None: not at all. `measured` is
+            what they take then.
     """
 
     ranks: int
@@ -95,6 +103,7 @@ class Cluster:
     measured: Mapping[str, Curve] = field(default_factory=dict)
     taken: Mapping[str, Curve] = field(default_factory=dict)
     spare: float = 1.0
+    burst: Burst | None = None
 
     def __post_init__(self) -> None:
         if self.ranks < 1:

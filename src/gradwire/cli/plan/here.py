@@ -12,8 +12,9 @@ from torch.optim import Optimizer
 
 from gradwire.cli.plan.predict import Row, Speeds, measure, predict
 from gradwire.cli.plan.profile import Profile, profile
-from gradwire.hooks.auto.candidates import Candidate, Computing, collectives_of
-from gradwire.hooks.auto.measure import agree_on_largest, measure_cluster
+from gradwire.hooks.auto.candidates import Candidate, Computing, largest_of
+from gradwire.hooks.auto.measure import measure_cluster
+from gradwire.hooks.auto.meter import agree_on_largest
 
 __all__ = ["predict_here", "profile_here"]
 
@@ -23,7 +24,8 @@ def predict_here(group: ProcessGroup, found: Profile, candidates: Sequence[Candi
 
     What is measured is collectives of sizes of their own, and what hooks compute: no step.
     """
-    cluster = measure_cluster(group, collectives_of(candidates, found.buckets[-1]))
+    buckets = [*found.buckets, *([] if found.plain is None else found.plain.buckets)]
+    cluster = measure_cluster(group, largest_of(candidates, buckets, group.size()))
     own = measure(found, candidates, (group.size(),))
     numbers = [x for line in own.points.values() for _, c in line for x in (c.before, c.after)]
     agreed = iter(agree_on_largest(group, numbers))

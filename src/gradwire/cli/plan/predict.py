@@ -11,12 +11,12 @@ import torch
 from gradwire.cli.plan.profile import Profile
 from gradwire.cost_model import Cluster, choose, end_of_step
 from gradwire.hooks.auto.candidates import PLAIN, Candidate, Computing, interpolated
+from gradwire.hooks.auto.trial import MIN_GAIN
 
 __all__ = ["Row", "Speeds", "measure", "predict"]
 
 FEW, MORE = 2, 8
 """Ranks for which computing is measured; the second where it grows with them, on a line."""
-MIN_GAIN = 0.1
 
 
 @dataclass(frozen=True)
@@ -96,13 +96,13 @@ def predict(
     }
     beside = profile.forward + profile.update
     seconds = {
-        name: beside + end_of_step(profile.ready, of_hook, cluster)
+        name: beside + end_of_step(profile.ready, of_hook, cluster, idle=beside)
         for name, of_hook in costs.items()
     }
     if profile.plain is not None:
         (plain,) = (c for c in candidates if c.name == PLAIN)
         alone = plain.costs(profile.plain.buckets, (), (), ranks)
-        seconds[PLAIN] = beside + end_of_step(profile.plain.ready, alone, cluster)
+        seconds[PLAIN] = beside + end_of_step(profile.plain.ready, alone, cluster, idle=beside)
     gain = MIN_GAIN * seconds[PLAIN]
-    choice = choose(profile.ready, costs, cluster, min_gain=gain)
+    choice = choose(profile.ready, costs, cluster, min_gain=gain, idle=beside)
     return Row(mbit, ranks, seconds, Counter(choice.names), beside + choice.seconds)

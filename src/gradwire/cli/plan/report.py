@@ -11,6 +11,7 @@ from rich.table import Table
 from gradwire.cli.plan.predict import Row
 from gradwire.cli.plan.profile import Profile
 from gradwire.hooks.auto.candidates import PLAIN
+from gradwire.hooks.auto.trial import MIN_GAIN
 
 __all__ = ["draw", "rate", "table"]
 
@@ -37,7 +38,7 @@ def table(rows: Sequence[Row], profile: Profile) -> Table:
         title=f"Predicted ms a step: forward {milliseconds(profile.forward)}, backward "
         f"{milliseconds(profile.ready[-1])}, update {milliseconds(profile.update)}, "
         f"{profile.numel:,} parameters in {len(profile.buckets)} buckets",
-        caption="take: what gains 10 % of a step, or more; factor: plain over that",
+        caption=f"take: what gains {MIN_GAIN:.0%} of a step, or more; factor: plain over that",
     )
     for name in ("link", "ranks", *names):
         title = "plain" if name == PLAIN else name.replace("_", " ")

@@ -31,7 +31,7 @@ from gradwire.hooks.compression.compressor import as_real
 from gradwire.hooks.protocol import CommHook
 from gradwire.hooks.stateful import StatefulHook, bind_hook
 
-__all__ = ["PLAIN", "Candidate", "Computing", "candidate", "collectives_of", "interpolated"]
+__all__ = ["PLAIN", "Candidate", "Computing", "candidate", "interpolated", "largest_of"]
 
 PLAIN = "all_reduce"
 """The name of what is taken where nothing else pays."""
@@ -89,14 +89,20 @@ class Candidate(ABC):
     def compute(self, bucket: GradBucket, world: int) -> Computing:
         """What it computes for a bucket, whose values it may change: run once, and timed."""
 
-    def measure(self, parameters: Sequence[Tensor], world: int) -> Computing:
-        """What a run takes on gradients like these parameters, in the mean of many."""
+    def measure(self, parameters: Sequence[Tensor], world: int, *, parts: int = PARTS) -> Computing:
+        """What a run takes on gradients like these parameters, in the mean of many.
+
+        Args:
+            parameters: Of a bucket.
+            world: How many ranks there are.
+            parts: Of how many parts' means the median counts.
+        """
         first = parameters[0]
         flat = torch.randn(sum(p.numel() for p in parameters), dtype=first.dtype)
         bucket = GradBucket(0, flat.to(first.device), list(parameters), is_last=True)
         self.compute(bucket, world)  # in the first, memory is touched for the first time
-        parts = [self._mean(bucket, world) for _ in range(PARTS)]
-        return Computing(median(p.before for p in parts), median(p.after for p in parts))
+        means = [self._mean(bucket, world) for _ in range(parts)]
+        return Computing(median(m.before for m in means), median(m.after for m in means))
 
     def _mean(self, bucket: GradBucket, world: int) -> Computing:
         """Of the runs of a part."""
@@ -186,10 +192,10 @@ class _Compressing(Candidate):
         super().__init__(name, hook)
         self._scratch: CompressorState | None = None
 
-    def measure(self, parameters: Sequence[Tensor], world: int) -> Computing:
+    def measure(self, parameters: Sequence[Tensor], world: int, *, parts: int = PARTS) -> Computing:
         """As for all, with an error of its own."""
         try:
-            return super().measure(parameters, world)
+            return super().measure(parameters, world, parts=parts)
         finally:
             self._scratch = None
 
@@ -231,10 +237,18 @@ def candidate(allowed: str | Compressor) -> Candidate:
     )
 
 
-def collectives_of(candidates: Iterable[Candidate], bucket: Sequence[Tensor]) -> list[Collective]:
-    """Which collectives any of them sends, in an order that is the same on all ranks."""
-    found = (m.collective for c in candidates for m in c.messages(bucket, 2))
-    return list(dict.fromkeys(found))
+def largest_of(
+    candidates: Iterable[Candidate], buckets: Sequence[Sequence[Tensor]], world: int
+) -> dict[Collective, float]:
+    """The most bytes that a rank gives to a collective, for each that any of them sends.
+
+    In an order that is the same on all ranks.
+    """
+    found: dict[Collective, float] = {}
+    for c in candidates:
+        for m in (m for bucket in buckets for m in c.messages(bucket, world)):
+            found[m.collective] = max(found.get(m.collective, 0.0), m.nbytes)
+    return found
 
 
 def interpolated(points: Sequence[tuple[int, Computing]], numel: int) -> Computing:

@@ -15,17 +15,18 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from gradwire._groups import check_group, default_group
-from gradwire.cost_model import Choice, Cost, choose, undisturbed
+from gradwire.cost_model import Choice, Cost, choose, end_of_step, undisturbed
 from gradwire.errors import ArgumentError
 from gradwire.hooks.auto.candidates import (
     PLAIN,
     Candidate,
     Computing,
     candidate,
-    collectives_of,
     interpolated,
+    largest_of,
 )
-from gradwire.hooks.auto.measure import agree_on_largest, measure_cluster
+from gradwire.hooks.auto.measure import measure_cluster
+from gradwire.hooks.auto.meter import agree_on_largest
 from gradwire.hooks.auto.state import AutoState
 from gradwire.hooks.auto.trial import TRY_GAIN, Names, Trial, contenders
 from gradwire.hooks.averaging import all_reduce
@@ -188,8 +189,9 @@ class Auto(StatefulHook[AutoState]):
     def _choose(self, group: ProcessGroup) -> tuple[Choice, list[Names]]:
         """What is predicted to be fastest, and what else may be: the same on all ranks."""
         world, buckets = group.size(), [seen.parameters for seen in self._last]
-        cluster = measure_cluster(group, collectives_of(self._candidates.values(), buckets[-1]))
-        own = measured(list(self._candidates.values()), buckets, world)
+        candidates = list(self._candidates.values())
+        cluster = measure_cluster(group, largest_of(candidates, buckets, world), thorough=False)
+        own = measured(candidates, buckets, world)
         numbers = [self._step_seconds, *(seen.launched for seen in self._last)]
         for of_hook in own.values():
             numbers += [number for c in of_hook for number in (c.before, c.after)]
@@ -213,8 +215,10 @@ class Auto(StatefulHook[AutoState]):
             for packs, c in zip(packing, costs[PLAIN], strict=True)
         ]
         ready = undisturbed(launched, sent, cluster)
-        choice = choose(ready, costs, cluster, min_gain=TRY_GAIN * step)
-        return choice, contenders(choice, ready, costs, cluster, step)
+        # forward and update, which all have
+        beside = max(0.0, step - end_of_step(ready, sent, cluster))
+        choice = choose(ready, costs, cluster, min_gain=TRY_GAIN * step, idle=beside)
+        return choice, contenders(choice, ready, costs, cluster, beside)
 
 
 def measured(
@@ -226,7 +230,7 @@ def measured(
     found = {}
     with torch.no_grad():
         for c in candidates:
-            points = [(sizes[i], c.measure(buckets[i], world)) for i in chosen]
+            points = [(sizes[i], c.measure(buckets[i], world, parts=1)) for i in chosen]
             found[c.name] = [interpolated(points, size) for size in sizes]
     return found
 

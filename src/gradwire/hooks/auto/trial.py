@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 
 from gradwire.cost_model import Choice, Cluster, Cost, end_of_step
 from gradwire.hooks.auto.candidates import PLAIN
-from gradwire.hooks.auto.measure import agree_on_largest
+from gradwire.hooks.auto.meter import agree_on_largest
 
 __all__ = ["MIN_GAIN", "TRY_GAIN", "Names", "Trial", "contenders"]
 
@@ -39,7 +39,7 @@ def contenders(
     ready: Sequence[float],
     costs: Mapping[str, Sequence[Cost]],
     cluster: Cluster,
-    step: float,
+    beside: float,
 ) -> list[Names]:
     """What may be the fastest, from what is predicted to be on; alone: it needs no trial.
 
@@ -48,14 +48,16 @@ def contenders(
         ready: As `end_of_step` has it.
         costs: Of each candidate for each bucket.
         cluster: As `end_of_step` has it.
-        step: Seconds of a plain step.
+        beside: Seconds of a step that all have: forward and update.
     """
     plain = (PLAIN,) * len(ready)
     if choice.names == plain:
         return [plain]
-    alike = {(name,) * len(ready): end_of_step(ready, of, cluster) for name, of in costs.items()}
+    alike = {
+        (name,) * len(ready): end_of_step(ready, of, cluster, idle=beside)
+        for name, of in costs.items()
+    }
     ends = {**alike, choice.names: choice.seconds}
-    beside = step - choice.plain_seconds  # forward and update, which all have
     fastest = beside + choice.seconds
 
     def is_close(names: Names) -> bool:

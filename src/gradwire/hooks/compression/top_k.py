@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import sqrt
+from statistics import NormalDist
 from typing import Any
 
 import torch
@@ -122,10 +124,11 @@ class TopK(Compressor):
         return chain(error.device, wire.all_gather(counts), exchange, finish)
 
     def messages(self, parameters: Sequence[Tensor], world: int) -> list[Message]:
-        """The count, and what is expected to be chosen; it may be twice as many."""
+        """The count, and what is expected of the rank that chooses most: all send as much."""
         numel, itemsize = self.extent(parameters)
         index = 4 if numel < 2**31 else 8
-        pairs = max(1, round(self.ratio * numel)) * (index + itemsize)
+        count = max(1, round(self.ratio * numel))
+        pairs = round(count * _most(numel, count, world)) * (index + itemsize)
         return [Message("all_gather", 8), Message("all_gather", pairs)]
 
     def _with_momentum(self, reduction: Reduction) -> dict[str, Tensor]:
@@ -171,6 +174,22 @@ def positions(mask: Tensor) -> Tensor:
     words = mask[:whole].view(torch.uint8).view(torch.int64).nonzero().view(-1)
     row, place = mask[:whole].view(-1, 8)[words].nonzero().unbind(1)
     return torch.cat((words[row] * 8 + place, mask[whole:].nonzero().view(-1) + whole))
+
+
+def _most(numel: int, count: int, world: int) -> float:
+    """How many times `count` the rank is expected to choose that chooses most.
+
+    Of a sample, as many as are to be above the threshold say how many of all are, give or take
+    their root; of W such, the largest is where Blom has it.
+
+    Source:
+        G. Blom, Statistical estimates and transformed beta-variables, 1958.
+    """
+    sampled = numel / max(1, numel // SAMPLES)
+    if sampled == numel:
+        return 1.0  # the threshold is exact
+    deviation = 1 / sqrt(max(1.0, count * sampled / numel))
+    return min(2.0, 1 + deviation * NormalDist().inv_cdf((world - 0.375) / (world + 0.25)))
 
 
 def _threshold(values: Tensor, count: int) -> float:
