@@ -48,7 +48,7 @@ def broadcast(state: GroupState, call: Call, flat: Tensor) -> None:
     if flat.nbytes <= state.inline_bytes:
         exchange(state, call, outgoing, incoming, shared=True)
         return
-    limit = state.upfront_limit(alone=True)
+    limit = state.upfront_limit(alone=False)  # roots take turns in many programs
     state.announce(call, location_for(state, [flat], flat, sends=at_root, limit=limit))
     locations = state.locations()
     if locations[call.root].region == PRIVATE:

@@ -124,7 +124,7 @@ class GroupState(Meeting):
         """Up to how many bytes an exchange copies before the ranks meet.
 
         Args:
-            alone: Whether one rank of the group has data for others.
+            alone: Whether one rank alone takes memory for it, now and in calls to come.
         """
         if not self._crowd:
             return UPFRONT_BYTES[0]
