@@ -306,7 +306,7 @@ def test_no_size_is_measured_that_is_larger_than_any_that_is_sent(name, world, l
         assert largest <= chosen[-1] < largest + 4 * world  # to whole elements for each rank
 
 
-SLOW_LINK = 10e6
+SLOW_LINK = 4e6
 """Bits a second."""
 
 

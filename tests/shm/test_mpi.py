@@ -12,7 +12,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -58,7 +57,8 @@ needs_mpi = pytest.mark.skipif(why_no_mpi() != "", reason=f"MPI cannot be used: 
 
 
 def start(ranks, *arguments):
-    environment = {**os.environ, **SETTINGS}
+    search = f"{HERE}:{os.environ.get('PYTHONPATH', '')}"
+    environment = {**os.environ, **SETTINGS, "PYTHONPATH": search}
     return subprocess.Popen(
         [find_mpiexec(), "-n", str(ranks), sys.executable, *map(str, arguments)],
         env=environment,
@@ -116,19 +116,13 @@ RANK = """
 import os, sys, time, torch, torch.distributed as dist, gradwire.shm
 from datetime import timedelta
 from mpi4py import MPI
+from under_mpi import STORE
 
 world = MPI.COMM_WORLD
-port = None
-if world.rank == 0:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    port = store.port
-port = world.bcast(port)
-if world.rank:
-    store = dist.TCPStore("127.0.0.1", port, wait_for_workers=False)
 options = gradwire.shm.Options(host="AABB"[world.rank], engine=gradwire.shm.mpi_engine)
 dist.init_process_group(
-    "shm", store=store, rank=world.rank, world_size=4, pg_options=options,
-    timeout=timedelta(seconds=60),
+    "shm", store=STORE, rank=world.rank, world_size=4, pg_options=options,
+    timeout=timedelta(seconds=1000),  # longer than the test
 )
 x = torch.ones(100_000)
 dist.all_reduce(x)
@@ -153,7 +147,6 @@ def test_processes_end(what):
     if what == "interrupt":
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGINT)
-    started = time.monotonic()
     text = ended(process)
     assert (process.returncode == 0) == (what == "end"), text
     if what == "raise":
@@ -162,7 +155,6 @@ def test_processes_end(what):
         assert "ValueError" in words
         assert "PeerLostError" in words  # mpiexec may end the others before they say so
         assert "CollectiveTimeoutError" not in words
-    assert time.monotonic() - started < 55  # the group's timeout is longer
 
 
 def refused(answers):

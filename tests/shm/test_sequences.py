@@ -124,22 +124,22 @@ def steps_of(counts, most):
     )
 
 
-@settings(
-    max_examples=300 if LONG else 12,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+def examples(few, many):
+    return settings(
+        max_examples=many if LONG else few,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+
+
+@examples(12, 300)
 @given(steps_of([1, 3, 900, 3_000, 20_000, 70_000], 12), st.integers(0, 9))
 def test_random_sequences(steps, seed):
     run_ranks(sequence, 3, backend="shm", timeout=30, args=(steps, seed, False))
 
 
 @pytest.mark.wide
-@settings(
-    max_examples=150 if LONG else 12,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+@examples(12, 150)
 @given(steps_of([3, 3_000, 40_000, 150_000, 600_000, 1_700_000], 8), st.integers(0, 9))
 def test_random_sequences_of_more_ranks_than_cores(steps, seed):
     run_ranks(sequence, 3, backend="gloo", timeout=60, args=(steps, seed, True))
