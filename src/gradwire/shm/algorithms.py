@@ -1,7 +1,7 @@
 """What moves a group's data: the seam between the operations' many forms and how they are done.
 
 `Reductions` and `Movement` check a caller's tensors and make 1-d contiguous ones of them; what is
-left of all their forms are the seven methods here. `InSharedMemory` is for ranks that all share
+left of all their forms are the nine methods here. `InSharedMemory` is for ranks that all share
 memory, `hierarchy` for ranks on several hosts.
 """
 
@@ -12,7 +12,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from gradwire.shm import exchange_algorithms, reduce_algorithms, stream
+from gradwire.shm import exchange_algorithms, reduce_algorithms, rooted, stream
 from gradwire.shm.group_state import GroupState
 from gradwire.shm.header import Call
 
@@ -48,11 +48,16 @@ class Algorithms(Protocol):
         outgoing: Sequence[Tensor],
         incoming: Sequence[Tensor],
         *,
-        root: int = -1,
         base: Tensor | None = None,
         shared: bool = False,
     ) -> None:
         """As `exchange_algorithms.exchange_blocks`."""
+
+    def gather(self, root: int, source: Tensor, into: Sequence[Tensor]) -> None:
+        """As `rooted.gather`."""
+
+    def scatter(self, root: int, blocks: Sequence[Tensor], out: Tensor) -> None:
+        """As `rooted.scatter`."""
 
     def reduce(self, call: Call, flat: Tensor) -> None:
         """As `reduce_algorithms.reduce`."""
@@ -105,14 +110,21 @@ class InSharedMemory:
         outgoing: Sequence[Tensor],
         incoming: Sequence[Tensor],
         *,
-        root: int = -1,
         base: Tensor | None = None,
         shared: bool = False,
     ) -> None:
         """See `Algorithms`."""
         exchange_algorithms.exchange_blocks(
-            self._state, kind, outgoing, incoming, root=root, base=base, shared=shared
+            self._state, kind, outgoing, incoming, base=base, shared=shared
         )
+
+    def gather(self, root: int, source: Tensor, into: Sequence[Tensor]) -> None:
+        """See `Algorithms`."""
+        rooted.gather(self._state, root, source, into)
+
+    def scatter(self, root: int, blocks: Sequence[Tensor], out: Tensor) -> None:
+        """See `Algorithms`."""
+        rooted.scatter(self._state, root, blocks, out)
 
     def reduce(self, call: Call, flat: Tensor) -> None:
         """See `Algorithms`."""

@@ -26,7 +26,7 @@ from gradwire.shm.pieces import (
 from gradwire.shm.regions import USERS
 from gradwire.shm.tensors import common_base, overwrites
 
-__all__ = ["barrier", "broadcast", "exchange", "exchange_blocks"]
+__all__ = ["barrier", "broadcast", "exchange", "exchange_blocks", "exchange_through_slots"]
 
 
 def barrier(state: GroupState, kind: str = "barrier") -> None:
@@ -53,7 +53,7 @@ def broadcast(state: GroupState, call: Call, flat: Tensor) -> None:
     locations = state.locations()
     if locations[call.root].region == PRIVATE:
         sends = _equal_blocks(state, call)
-        _exchange_through_slots(state, call, sends, [call.root], outgoing, incoming, shared=True)
+        exchange_through_slots(state, call, sends, [call.root], outgoing, incoming, shared=True)
         return
     # root and receivers copy at the same time: with tensors in regions, the root writes the first
     # share to each receiver, which fetches the rest
@@ -77,7 +77,6 @@ def exchange_blocks(
     outgoing: Sequence[Tensor],
     incoming: Sequence[Tensor],
     *,
-    root: int = -1,
     base: Tensor | None = None,
     shared: bool = False,
 ) -> None:
@@ -88,13 +87,12 @@ def exchange_blocks(
         kind: The collective's name.
         outgoing: As of `exchange`.
         incoming: Where each rank's block goes; one for each rank.
-        root: The root's rank in the group; -1 if there is none.
         base: As of `exchange`.
         shared: As of `exchange`.
     """
     sends = tuple(block.numel() for block in outgoing) * (state.size if shared else 1)
     receives = tuple(block.numel() for block in incoming)
-    call = Call(kind, incoming[0].dtype, root=root, sends=sends, receives=receives)
+    call = Call(kind, incoming[0].dtype, sends=sends, receives=receives)
     exchange(state, call, outgoing, incoming, base=base, shared=shared)
 
 
@@ -128,7 +126,7 @@ def exchange(
             base = common_base(outgoing)
         start = 0 if shared else block_start(call, state.rank)
         unread = (0, 0) if shared else (start, start + outgoing[state.rank].numel())
-        limit = state.upfront_limit(alone=call.kind == "scatter")
+        limit = state.upfront_limit(alone=False)
         state.announce(call, location_for(state, outgoing, base, unread, limit=limit))
     else:
         state.announce(call, Location(INLINE), outgoing)
@@ -149,7 +147,7 @@ def exchange(
             else:
                 copy(target, state.at(rank, its_location, call.dtype, start, count))
     if staged:
-        _exchange_through_slots(state, call, sends, staged, outgoing, incoming, shared=shared)
+        exchange_through_slots(state, call, sends, staged, outgoing, incoming, shared=shared)
     in_place = [rank for rank, at in enumerate(locations) if at.region >= USERS]
     if in_place:
         state.sync(_partners(state, sends, in_place))
@@ -172,7 +170,7 @@ def _partners(
     return [r for r in range(state.size) if r != rank and (reads(r, rank) or reads(rank, r))]
 
 
-def _exchange_through_slots(
+def exchange_through_slots(
     state: GroupState,
     call: Call,
     sends: Sequence[Sequence[int]],
@@ -182,6 +180,18 @@ def _exchange_through_slots(
     *,
     shared: bool,
 ) -> None:
+    """Every rank fetches what is meant for it of the blocks that pass through slots.
+
+    Args:
+        state: This rank's state of the group.
+        call: As of `exchange`.
+        sends: How many elements each rank has for each; rows of ranks that are not staged are not
+            read.
+        staged: The ranks whose blocks pass through slots.
+        outgoing: As of `exchange`.
+        incoming: As of `exchange`.
+        shared: As of `exchange`.
+    """
     columns = 1 if shared else max(1, state.size - 1)  # a slot has no block for the rank itself
     longest = max(max(sends[rank]) for rank in staged)
     ring, total = state.ring, longest * columns * call.dtype.itemsize

@@ -23,6 +23,7 @@ __all__ = [
     "NUMBERS",
     "PRIVATE",
     "TABLES_AT",
+    "UNEVEN",
     "Call",
     "Location",
     "check_consistent",
@@ -106,6 +107,9 @@ class Location(NamedTuple):
 
 
 INLINE, PRIVATE = -1, -2
+UNEVEN = -1
+"""A root's number of elements if its blocks, or its own and the others', are of several sizes."""
+_ROOTED = ("gather", "scatter")  # on shm a rank's number of elements is that of its own block
 
 
 def header_bytes(size: int) -> int:
@@ -191,10 +195,10 @@ def check_consistent(headers: Sequence[memoryview], rank: int, *, tables: bool) 
     """
     own = compared(headers[rank])
     if any(compared(header) != own for header in headers):
-        marks = [_mark_of(header) for header in headers]
-        described = own[:_MARK]
-        if all(marks) or any(header[:_MARK] != described for header in headers):
-            error = _mismatch([read(header)[0] for header in headers])
+        marks, calls = [_mark_of(header) for header in headers], [read(h)[0] for h in headers]
+        same = all(header[:_MARK] == own[:_MARK] for header in headers)
+        if not (same or _fit_root(calls)) or (all(marks) and len(set(marks)) > 1):
+            error = _mismatch(calls)
             checked = CheckedMismatchError(str(error), error.values)
             raise checked if all(mark & 1 for mark in marks) else error
     if tables:
@@ -217,10 +221,14 @@ def _mismatch(calls: Sequence[Call]) -> MismatchError:
         "number of elements": [call.numel for call in calls],
         "tensors' dtypes and sizes (by checksum)": [call.checksum for call in calls],
     }
+    if kinds[0] in _ROOTED:
+        del fields["number of elements"]  # `_misfit` compares them
     for field, values in fields.items():
         if len(set(values)) > 1:
             text = f"ranks disagree on {kinds[0]}'s {field}: {_by_rank(values)}"
             return MismatchError(text, values)
+    if (misfit := _misfit(calls)) is not None:
+        return misfit
     return MismatchError(
         f"ranks call {kinds[0]} for different operations: their calls of gradwire.collectives have "
         "other arguments, or belong to other calls' backward; GRADWIRE_CHECKS=1 shows what differs"
@@ -232,10 +240,38 @@ def _check_tables(calls: Sequence[Call]) -> None:
         for target, count in enumerate(call.sends):
             expected = calls[target].receives[source]
             if count != expected:
-                raise MismatchError(
-                    f"ranks disagree on {call.kind}'s number of elements: rank {source} has "
-                    f"{count} for rank {target}, which expects {expected}"
-                )
+                raise _other_size(call.kind, source, target, count, expected)
+
+
+def _other_size(kind: str, source: int, target: int, count: int, expected: int) -> MismatchError:
+    return MismatchError(
+        f"ranks disagree on {kind}'s number of elements: rank {source} has {count} for rank "
+        f"{target}, which expects {expected}"
+    )
+
+
+def _fit_root(calls: Sequence[Call]) -> bool:
+    """Whether all call the same gather or scatter, and their sizes fit the root's."""
+    alike = {(call.kind, call.dtype, call.root) for call in calls}
+    return len(alike) == 1 and calls[0].kind in _ROOTED and _misfit(calls) is None
+
+
+def _misfit(calls: Sequence[Call]) -> MismatchError | None:
+    """The error of the first rank whose block is of another size than the root's for it."""
+    kind, root = calls[0].kind, calls[0].root
+    if kind not in _ROOTED or all(call.sends for call in calls):
+        return None  # over several hosts, every rank sends tables
+    of_root = calls[root]
+    theirs = of_root.receives if kind == "gather" else of_root.sends
+    own = of_root.sends if kind == "gather" else of_root.receives
+    for rank, call in enumerate(calls):
+        count = own[rank] if own and rank == root else call.numel
+        expected = theirs[rank] if theirs else of_root.numel
+        if count != expected and kind == "gather":
+            return _other_size(kind, rank, root, count, expected)
+        if count != expected:
+            return _other_size(kind, root, rank, expected, count)
+    return None
 
 
 def _op_name(op: int) -> str:

@@ -19,6 +19,7 @@ from gradwire.shm.group_segment import form
 from gradwire.shm.header import (
     INLINE,
     LOCATION_BYTES,
+    UNEVEN,
     Call,
     Location,
     check_consistent,
@@ -26,6 +27,7 @@ from gradwire.shm.header import (
     located,
     location_of,
     packed,
+    read,
     write,
     write_location,
     write_mark,
@@ -52,6 +54,8 @@ class Meeting:
     Attributes:
         links: The connections.
         inline_bytes: Up to here data travels with the header.
+        alike: Whether all ranks' headers said the same of the last call that `announce` began: only
+            marks and, in gather and scatter, sizes may differ.
     """
 
     def __init__(
@@ -82,6 +86,7 @@ class Meeting:
         self._inline = segment.inline
         self.inline_bytes = segment.inline[0][0].numel()
         self._parity = self._mark = 0
+        self.alike = True
         # this rank's headers, of the even and the odd collectives, if they were prepared
         self._shown: list[bytes | None] = [None, None]
         self._views: dict[tuple[int, torch.dtype, int], list[Tensor]] = {}
@@ -113,7 +118,8 @@ class Meeting:
         self._shown[self._parity] = None
         write(self._headers[self._parity][self.rank], call, location, self._mark)
         self._mark = 0
-        self._meet(tables=bool(call.sends))
+        # a root's tables are not those of the other ranks, which `check_consistent` is told by it
+        self._meet(tables=bool(call.sends) and (call.numel != UNEVEN or self.size == 1))
 
     def prepared(self, call: Call, shape: torch.Size) -> Callable[[Tensor], list[Tensor]]:
         """A function that announces a call with short data beside its header, again and again.
@@ -190,9 +196,13 @@ class Meeting:
         self.sync()
         # less than 1 µs, and any mismatch is the same error on all ranks, before data moves
         parts = self._compared[self._parity]
-        fit = parts.count(parts[self.rank]) == self.size
+        fit = self.alike = parts.count(parts[self.rank]) == self.size
         if not fit or (tables and not torch.equal(*self._tables[self._parity])):
             check_consistent(self._headers[self._parity], self.rank, tables=tables)
+
+    def call_of(self, rank: int) -> Call:
+        """What a rank calls, as announced; of gather and scatter."""
+        return read(self._headers[self._parity][rank])[0]
 
     def _write_inline(self, dtype: torch.dtype, blocks: Sequence[Tensor]) -> None:
         if len(blocks) == 1:

@@ -121,11 +121,7 @@ class Movement(GroupBase):
         check_transfer([source], into)
 
         def fill(results: list[Tensor]) -> None:
-            flat = flat_of(source)
-            outgoing = [flat[:0]] * self._size
-            outgoing[root] = flat
-            incoming = results or [flat.new_empty(0)] * self._size
-            self._algorithms.exchange_blocks("gather", outgoing, incoming, root=root, base=flat)
+            self._algorithms.gather(root, flat_of(source), results)
 
         return self._submit_into(into, fill, opts, "gather", inputs)
 
@@ -142,11 +138,7 @@ class Movement(GroupBase):
         check_transfer(blocks, [output])
 
         def fill(results: list[Tensor]) -> None:
-            (out,) = results
-            outgoing = [flat_of(b) for b in blocks] or [out[:0]] * self._size
-            incoming = [out[:0]] * self._size
-            incoming[root] = out
-            self._algorithms.exchange_blocks("scatter", outgoing, incoming, root=root)
+            self._algorithms.scatter(root, [flat_of(block) for block in blocks], results[0])
 
         return self._submit_into(outputs, fill, opts, "scatter", blocks)
 

@@ -99,15 +99,38 @@ class AcrossHosts:
         outgoing: Sequence[Tensor],
         incoming: Sequence[Tensor],
         *,
-        root: int = -1,
         base: Tensor | None = None,
         shared: bool = False,
     ) -> None:
         """See `Algorithms`."""
+        self._exchange_blocks(kind, outgoing, incoming, -1, shared=shared)
+
+    def _exchange_blocks(
+        self,
+        kind: str,
+        outgoing: Sequence[Tensor],
+        incoming: Sequence[Tensor],
+        root: int,
+        *,
+        shared: bool = False,
+    ) -> None:
         sends = tuple(block.numel() for block in outgoing) * (self._context.size if shared else 1)
         receives = tuple(block.numel() for block in incoming)
         call = Call(kind, incoming[0].dtype, root=root, sends=sends, receives=receives)
         self.exchange(call, outgoing, incoming, shared=shared)
+
+    def gather(self, root: int, source: Tensor, into: Sequence[Tensor]) -> None:
+        """See `Algorithms`."""
+        outgoing = [source[:0]] * self._context.size
+        outgoing[root] = source
+        incoming = into or [source.new_empty(0)] * self._context.size
+        self._exchange_blocks("gather", outgoing, incoming, root)
+
+    def scatter(self, root: int, blocks: Sequence[Tensor], out: Tensor) -> None:
+        """See `Algorithms`."""
+        incoming = [out[:0]] * self._context.size
+        incoming[root] = out
+        self._exchange_blocks("scatter", blocks or [out[:0]] * len(incoming), incoming, root)
 
     def reduce(self, call: Call, flat: Tensor) -> None:
         """See `Algorithms`; to one root, it takes as many bytes as to all ranks."""
