@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import signal
 import threading
@@ -600,3 +601,18 @@ def test_an_interrupted_wait_for_a_hook_is_waited_for_again():
         assert launcher._domain.hook_future is None
 
     run_ranks(main, 1, timeout=30)
+
+
+def test_a_group_that_is_gone_has_nothing_to_bring_out_of_a_backward():
+    def main():
+        group = dist.new_group([0, 1])
+        domain = FaultDomain.of(group)
+        domain.note_interrupted()
+        dist.destroy_process_group(group)
+        del group
+        gc.collect()
+        net = DistributedDataParallel(mlp())
+        assert_good_step(net)
+        return domain.orphaned
+
+    assert run_ranks(main, 2) == [True, True]

@@ -122,6 +122,7 @@ class FaultDomain(Resynchronizer):
         """
         if not _WITH_INTERRUPTED and not self.running:
             return
+        _WITH_INTERRUPTED.difference_update([d for d in _WITH_INTERRUPTED if d.orphaned])
         domains = {self, *_WITH_INTERRUPTED}
         for domain in domains:
             domain._report_interrupted()

@@ -82,6 +82,11 @@ class Resynchronizer:
         return group
 
     @property
+    def orphaned(self) -> bool:
+        """Whether the group is gone: destroyed, and held by nobody."""
+        return self._group() is None
+
+    @property
     def running(self) -> bool:
         """Whether a round has begun and is not over."""
         return self._round is not None
