@@ -20,7 +20,7 @@ from benchmarks.results import CaseResult, Measure
 from benchmarks.stats import difference_ratio, ratio, scaled, spread
 from benchmarks.training import BARE, GLOO, TORCH, Case, Training, Wrapper, peers, wrappers
 from gradwire.ddp.buckets.assignment import IN_PLACE_BYTES
-from gradwire.ddp.buckets.packed import AT_ONCE_BYTES, VIEW_BYTES
+from gradwire.ddp.buckets.packed import AT_ONCE_BYTES
 
 __all__ = ["BENCHMARK", "measure"]
 
@@ -153,16 +153,16 @@ def _check_bits(name: str, gradients: Sequence[Tensor]) -> None:
 def _prediction(case: Case) -> str:
     """Passes over the gradients' bytes beside the collective's own, and steps in Python."""
     sizes = [parameter.nbytes for parameter in case.model().parameters()]
-    limits = (IN_PLACE_BYTES, AT_ONCE_BYTES, VIEW_BYTES, 0)
-    classes = [0, 0, 0, 0]
+    limits = (IN_PLACE_BYTES, AT_ONCE_BYTES, 0)
+    classes = [0, 0, 0]
     for size in sizes:
         classes[next(i for i, limit in enumerate(limits) if size >= limit)] += size
-    in_place, at_once, batched, tiny = (f"{size / 1e6:.3g} MB" for size in classes)
+    in_place, at_once, small = (f"{size / 1e6:.3g} MB" for size in classes)
     return (
         f"{len(sizes)} gradients of {sum(sizes) / 1e6:.3g} MB. torch: 2 passes over them, a copy "
         f"for each into its bucket and one back. gradwire: 1 pass over {in_place} that travel in "
-        f"place and over {at_once} that move into their bucket at once, 2 over {batched} that do "
-        f"so in batches, 3 over {tiny} of tiny ones; 1 to 4 Python steps a gradient. "
+        f"place and over {at_once} that move into their bucket at once, 2 over {small} of small "
+        "ones that autograd adds to zeros in their bucket; 1 to 4 Python steps a gradient. "
         f"Expected ratios: {case.expected}."
     )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -33,6 +34,7 @@ __all__ = [
     "analysed_backend",
     "compile_callees_only",
     "group_named",
+    "in_compiled_autograd",
     "is_done",
     "narrowed_to_torchs_ddp",
     "outside_graphs",
@@ -176,6 +178,12 @@ def _skipped(method: Method, below: eval_frame._FrameAction) -> Method:
     strategy = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, below)
     eval_frame.set_code_exec_strategy(method.__code__, strategy)
     return method
+
+
+def in_compiled_autograd() -> bool:
+    """Whether the running backward is one that torch's compiled autograd has traced."""
+    module = sys.modules.get("torch._dynamo.compiled_autograd")  # imported by who uses it
+    return module is not None and bool(module.in_compiled_autograd_region)
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 from gradwire import hooks
 from gradwire.ddp import DistributedDataParallel, naive
+from gradwire.errors import GradwireError
 from gradwire.testing import run_ranks
 
 pytestmark = pytest.mark.usefixtures("each_backend")
@@ -134,6 +136,26 @@ def test_compiled_modules(inside):
             assert_same(net, twin)
 
     run_ranks(main, 2, timeout=100)
+
+
+def test_compiled_autograd_is_refused():
+    """Nothing tells there that a backward has ended: gradients would stay local."""
+
+    def main():
+        compiled = importlib.import_module("torch._dynamo.compiled_autograd")
+        net, twin = DistributedDataParallel(mlp()), mlp()
+        with (
+            compiled._enable(lambda graph: graph),
+            pytest.raises(GradwireError, match="compiled autograd"),
+        ):
+            net(own_batch()).square().mean().backward()
+        net.zero_grad()
+        net(own_batch()).square().mean().backward()
+        twin(own_batch()).square().mean().backward()
+        average(twin)
+        assert_same(net, twin)
+
+    run_ranks(main, 2)
 
 
 def test_grad_scaler_and_autocast():

@@ -87,7 +87,9 @@ class BucketAssigner:
         """
         old_views = {i: self.parameters[i].grad for i in order} if self.as_views else {}
         buckets: list[Bucket] = []
-        options = BucketOptions(self.group, self.ownership, as_views=self.as_views, lazy=self.lazy)
+        options = BucketOptions(
+            self.group, self.ownership, as_views=self.as_views, lazy=self.lazy, lend=self._on_cpu
+        )
         extra_numel = 0 if with_hook else self.extra_numel
         scale = 1.0 if with_hook else 1.0 / self.group.size()
         for members in self._partition(order, with_hook=with_hook):
@@ -136,11 +138,14 @@ class BucketAssigner:
     def _member(self, index: int) -> Member:
         return Member(index, self.names[index], self.parameters[index], self.counts.get(index, 1))
 
+    @property
+    def _on_cpu(self) -> bool:
+        return all(p.device.type == "cpu" for p in self.parameters)
+
     def _caps(self, *, with_hook: bool) -> Sequence[int]:
         if self.caps is not None:
             return self.caps
-        on_cpu = all(p.device.type == "cpu" for p in self.parameters)
-        if on_cpu and not with_hook:
+        if self._on_cpu and not with_hook:
             # no small first bucket: with two ranks on two cores and 200 small layers, exposed
             # communication was 0.6 of PyTorch's without one, and 0.8 with it
             return [BUCKET_BYTES]

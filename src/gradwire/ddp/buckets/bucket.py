@@ -48,12 +48,15 @@ class BucketOptions:
         ownership: What is known about the parameters' gradients.
         as_views: Whether gradients are views of their bucket's buffer (gradient_as_bucket_view).
         lazy: Whether buffers are allocated in each backward, and released after it.
+        lend: Whether small gradients may accumulate in the buffer from the start: all parameters
+            are on the CPU, so that one thread runs all that autograd does with their gradients.
     """
 
     group: ProcessGroup
     ownership: Ownership
     as_views: bool = False
     lazy: bool = False
+    lend: bool = False
 
 
 class Bucket(ABC):
@@ -136,6 +139,12 @@ class Bucket(ABC):
         more = f", … ({len(self.names)} parameters)" if self.names[3:] else ""
         return f"bucket of {', '.join(self.names[:3])}{more}"
 
+    def lend(self) -> None:  # noqa: B027 - most kinds of buckets have nothing to lend
+        """A backward begins: small gradients that are None may become zeros in the buffer."""
+
+    def take_back(self) -> None:  # noqa: B027
+        """What has been lent and not been added to is None again."""
+
     def copy_in_early(self, member: int, incoming: Tensor) -> None:
         """Copy in one gradient that is ready; `incoming` is what backward gave the parameter."""
         raise AssertionError("this bucket copies nothing in early")
@@ -176,5 +185,11 @@ def dense_gradient(parameter: Parameter) -> Tensor:
             f"the gradient of a parameter of shape {tuple(parameter.shape)} has layout "
             f"{gradient.layout}, which only embeddings made with sparse=True may have: use dense "
             "gradients"
+        )
+    if gradient.dtype is not parameter.dtype:
+        raise NotSupportedError(
+            f"the gradient of a parameter of shape {tuple(parameter.shape)} is of {gradient.dtype} "
+            f"and the parameter of {parameter.dtype}: gradients are reduced in their parameter's "
+            "dtype. Leave grad_dtype as it is"
         )
     return gradient

@@ -90,6 +90,16 @@ class BucketSet:
                 # how often each gradient arrives is what this backward is to show
                 bucket.expected = math.inf
 
+    def lend(self) -> None:
+        """A backward begins, as `Bucket.lend` has it."""
+        for bucket in self._buckets:
+            bucket.lend()
+
+    def take_back(self) -> None:
+        """A backward ends without all gradients, as `Bucket.take_back` has it."""
+        for bucket in self._buckets:
+            bucket.take_back()
+
     def mark_unused(self, indices: Iterable[int]) -> None:
         """These parameters get no gradient in this backward."""
         found: dict[int, list[int]] = defaultdict(list)

@@ -1,10 +1,10 @@
 """A bucket of gradients that share a buffer.
 
-Packing knows three sizes. A gradient of some size is taken the moment it is ready, while it is
-still in the processor's cache, scaled on the way, and from then on lives in the buffer: what
-autograd made is freed at once and nothing is copied back. Smaller ones do so in batches that fit
-the cache, with one multi-tensor copy a batch. Tiny ones, for which a Python step each would cost
-more than their bytes, are copied in with one call when the bucket is ready, and out with another.
+Packing knows two sizes. A large gradient is taken the moment it is ready, while it is still in the
+processor's cache, scaled on the way, and from then on lives in the buffer: what autograd made is
+freed at once and nothing is copied back. Small ones accumulate in the buffer from the start (see
+`lent`); those that may not, as on accelerators, are copied in with one call when the bucket is
+ready, and out with another.
 """
 
 from __future__ import annotations
@@ -17,17 +17,14 @@ from torch.nn import Parameter
 
 from gradwire.buckets import views
 from gradwire.ddp.buckets.bucket import Bucket, BucketOptions, Member, dense_gradient
+from gradwire.ddp.buckets.lent import LentGradients
 from gradwire.ddp.buckets.ownership import is_conj_or_neg, uses
 from gradwire.shm import empty
 
-__all__ = ["AT_ONCE_BYTES", "VIEW_BYTES", "PackedBucket"]
+__all__ = ["AT_ONCE_BYTES", "PackedBucket"]
 
 AT_ONCE_BYTES = 32 << 10
-"""From here on three Python steps cost less than reading the gradient a second time."""
-VIEW_BYTES = 4 << 10
-"""From here on one Python step costs less than copying the gradient back."""
-BATCH_BYTES = 256 << 10
-"""What is copied in at a time: well below a core's second-level cache."""
+"""From here on three Python steps cost less than passing over the gradient more often."""
 
 _Entry = tuple[int, Tensor, Tensor]
 """A place in the bucket, the gradient of the parameter there, and its view of the buffer."""
@@ -53,15 +50,16 @@ class PackedBucket(Bucket):
         self._as_views, self._group, self._lazy = options.as_views, options.group, options.lazy
         self.extra_numel = extra_numel
         self._views: list[Tensor] = []  # of the buffer, where there is one
-        # for each member that comes early, by its index: its place among the members, and its bytes
-        self._place = {
-            m.index: (i, sizes[m.index])
-            for i, m in enumerate(members)
-            if sizes[m.index] >= VIEW_BYTES
-        }
-        self._copied_last = [i for i, m in enumerate(members) if m.index not in self._place]
-        first = [m for m in members if sizes[m.index] >= AT_ONCE_BYTES]
-        self._at_once, self._at_once_numel = len(first), sum(m.parameter.numel() for m in first)
+        large = [i for i, m in enumerate(members) if sizes[m.index] >= AT_ONCE_BYTES]
+        self._at_once = len(large)
+        self._at_once_numel = sum(members[i].parameter.numel() for i in large)
+        # the place of each large member, by its index, and those of the small ones
+        self._place = {members[i].index: i for i in large}
+        self._late = [i for i in range(len(members)) if members[i].index not in self._place]
+        self._small_together = scale != 1.0 or not large
+        self._lent = LentGradients(
+            [m.parameter for m in members], self._late if options.lend and not options.lazy else ()
+        )
         super().__init__(members, scale=scale, early=self._place.keys(), options=options)
         if not options.lazy:
             self._allocate()
@@ -75,13 +73,13 @@ class PackedBucket(Bucket):
             self.flat = torch.empty(count, dtype=first.dtype, device=first.device)
         self._views = views(self.flat, self.parameters, keep_strides=True)
         # where there is a scale, those that are not scaled at once lie last
-        self._to_scale = self.flat[self._at_once_numel :]
+        self._small = self.flat[self._at_once_numel :]
         self._pointers = [view.data_ptr() for view in self._views]
         self._own_uses = uses(self.flat)
 
     def _release(self) -> None:
         """Until the next backward, gradients that lie in the buffer are all that holds it."""
-        del self.flat, self._to_scale
+        del self.flat, self._small
         self._views = []
 
     def _ensure_writable(self) -> None:
@@ -90,38 +88,62 @@ class PackedBucket(Bucket):
         Gradients of the last backward lie in it. As long as they are their parameters' .grad they
         are ours to accumulate into; one that somebody kept when .grad was cleared is not.
         """
-        if not self._views:
+        if not self._views or (not self._as_views and self._is_kept()):
             self._allocate()
-        elif not self._as_views and (others := uses(self.flat) - self._own_uses):
-            in_buffer = 0
-            for place, _ in self._place.values():
-                gradient = self.parameters[place].grad
-                if gradient is not None:
-                    in_buffer += gradient.data_ptr() == self._pointers[place]
-            if others != in_buffer:
-                self._allocate()
         self._writable = True
 
+    def _is_kept(self) -> bool:
+        """Whether others than the parameters' gradients use the buffer."""
+        others = uses(self.flat) - self._own_uses
+        if not others:
+            return False
+        in_buffer = 0
+        places = zip(self.parameters, self._views, self._pointers, strict=True)
+        for parameter, view, pointer in places:
+            gradient = parameter.grad
+            if gradient is not None and gradient.layout == torch.strided:
+                # the pointer of what is empty is 0, wherever it lies
+                here = pointer != 0 and gradient.data_ptr() == pointer
+                in_buffer += here and gradient is not view
+        return others != in_buffer
+
+    def _leave(self) -> None:
+        """Go on elsewhere: somebody keeps a gradient that was lent, and put another in its place.
+
+        The others are copied as they are, and get their results like any that lie elsewhere.
+        """
+        left = self.flat
+        self._allocate()
+        self.flat.copy_(left)
+        self._lent.forget()
+
     def reset(self) -> None:
+        self._lent.take_back()
+        self._lent.forget()
         super().reset()
         if self._lazy and self._views:
             self._release()
         self._writable = self._as_views and not self._lazy
-        self._batch: list[int] = []
-        self._batch_bytes = 0
         self._saved: dict[int, Tensor] = {}
-        self._copied_in: Sequence[_Entry] | None = None
+        self._copied_in: Sequence[_Entry] = ()
+
+    def lend(self) -> None:
+        if self._deferred or not self._lent:
+            return
+        if not self._writable:
+            self._ensure_writable()
+        # what is ready, and was cleared since, is missing: its bucket may be in flight
+        kept = self.unused.union(self.ready, self._ownership.shared)
+        without = {i for i, m in enumerate(self.members) if m in kept} if kept else ()
+        self._lent.lend(self._views, without, self._small if self._small_together else None)
+
+    def take_back(self) -> None:
+        self._lent.take_back(self._unused_places())
 
     def copy_in_early(self, member: int, incoming: Tensor) -> None:
         if not self._writable:
             self._ensure_writable()
-        place, size = self._place[member]
-        if size < AT_ONCE_BYTES:
-            self._batch.append(place)
-            self._batch_bytes += size
-            if self._batch_bytes >= BATCH_BYTES:
-                self._copy_in_batch()
-            return
+        place = self._place[member]
         parameter, view = self.parameters[place], self._views[place]
         if member in self._ownership.shared:
             self._move_out(place)
@@ -157,29 +179,28 @@ class PackedBucket(Bucket):
         if parameter.grad is not None and parameter.grad.data_ptr() == self._pointers[place]:
             parameter.grad = parameter.grad.clone()
 
-    def _copy_in_batch(self) -> None:
-        """Copies what has come since the last time; it is scaled when the bucket is ready."""
-        outside = self._outside(self._batch)
-        self._batch, self._batch_bytes = [], 0
-        self._copy_to_views(outside)
-        for place, gradient, view in outside:
-            if self._may_move(self.members[place], gradient, listed=1):
-                self._move_to(self.parameters[place], gradient, view)
+    def _outside_before(self) -> list[_Entry]:
+        """As `_outside` before the reduction: what is not in the buffer yet.
+
+        A gradient that lies there may have been kept by somebody who put another in its place.
+        """
+        places = range(len(self.members)) if self._deferred else self._late
+        self._lent.let_go(self._lent.not_lent(places))
+        outside = self._outside(self._used(places))
+        if outside and self._is_kept():
+            self._leave()
+            outside = self._outside(self._used(places))
+        return outside
 
     def _outside_after(self, places: Sequence[int], source: Sequence[Tensor]) -> list[_Entry]:
         """As `_outside` after the reduction, by what is known from before it.
 
         Looking at each of thousands of tiny gradients a second time takes as long as copying it.
         """
-        copied, self._copied_in = self._copied_in, None
-        parameters = self.parameters
-        if (
-            copied is not None
-            and source is self._views
-            and len(copied) == len(self._copied_last)
-            and all(parameters[i].grad is gradient for i, gradient, _ in copied)
-        ):
-            return [*copied, *self._outside([i for i, _ in self._place.values()])]
+        copied, self._copied_in = self._copied_in, ()
+        if source is self._views and all(self.parameters[i].grad is g for i, g, _ in copied):
+            known = {i for i, _, _ in copied}
+            return [*copied, *self._outside([i for i in places if i not in known], source)]
         return self._outside(places, source)
 
     def _outside(
@@ -195,6 +216,8 @@ class PackedBucket(Bucket):
         pointers = self._pointers
         if source is not None and source is not own:
             own, pointers = source, [view.data_ptr() for view in source]
+        else:
+            places = self._lent.not_lent(places)
         found = [(i, dense_gradient(self.parameters[i]), own[i]) for i in places]
         return [entry for entry in found if entry[1].data_ptr() != pointers[entry[0]]]
 
@@ -211,9 +234,10 @@ class PackedBucket(Bucket):
             self._ensure_writable()
         for member in self._ownership.shared.intersection(self.members):
             self._move_out(self.members.index(member))
-        places = range(len(self.members)) if self._deferred else self._copied_last
-        self._copy_in_batch()
-        outside = self._outside(self._used(places))
+        if self.unused:
+            self.take_back()
+        self._lent.settle()
+        outside = self._outside_before()
         self._copy_to_views(outside)
         # not of shared ones: another reducer would take our reference for that of a reader
         alone = self._ownership.shared.isdisjoint(self.members)
@@ -226,7 +250,7 @@ class PackedBucket(Bucket):
         for i in self._unused_places():
             self._copy_in_unused(i)
         if self.scale != 1.0:
-            (self.flat if self._deferred else self._to_scale).mul_(self.scale)
+            (self.flat if self._deferred else self._small).mul_(self.scale)
 
     def _used(self, places: Sequence[int]) -> Sequence[int]:
         if not self.unused:

@@ -12,6 +12,7 @@ from time import perf_counter_ns
 import torch
 from torch import Tensor
 
+from gradwire._torch import in_compiled_autograd
 from gradwire.ddp.buckets.bucket import Bucket
 from gradwire.ddp.faults.backward_state import BackwardState, Event
 from gradwire.ddp.reducer.backward import Backward
@@ -138,6 +139,7 @@ def _begin(backward: Backward, index: int | None = None, incoming: Tensor | None
         backward.buckets.defer(with_graph=True)
     if backward.usage.find_unused:
         _mark_unused(backward, at_output=index is None)
+    backward.buckets.lend()
 
 
 def _check_may_begin(backward: Backward) -> None:
@@ -148,6 +150,14 @@ def _check_may_begin(backward: Backward) -> None:
     if (error := rpc_context_error()) is not None:  # of an output made outside of it
         logger.error("%s", error)  # torch.distributed.autograd reports "python_error"
         backward.domain.fail(error)
+    if in_compiled_autograd():  # which calls nothing when a backward ends
+        backward.domain.fail(
+            NotSupportedError(
+                "backward() under torch's compiled autograd: its gradients would not be reduced. "
+                "Call it outside, or use PyTorch's own DistributedDataParallel with "
+                "torch._dynamo.config.optimize_ddp = 'python_reducer'"
+            )
+        )
 
 
 def _mark_unused(backward: Backward, *, at_output: bool) -> None:

@@ -228,6 +228,7 @@ class Backward:
         """An exception ends the running backward, if it has not been dealt with."""
         if Event.INTERRUPT in TRANSITIONS[self.state]:
             self.transition(Event.INTERRUPT)
+            self.buckets.take_back()
             self.domain.note_interrupted()
 
     def raise_not_finalized(self) -> NoReturn:

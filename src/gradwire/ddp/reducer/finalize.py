@@ -58,6 +58,7 @@ def _end(backward: Backward) -> None:
             launch_in_order(backward, final=True)
         if not all_launched(backward):
             backward.transition(Event.END_SHORT)  # another backward may bring the rest
+            backward.buckets.take_back()
         elif not backward.manual:
             finalize_backward(backward)
             _finalize_others(backward)
