@@ -16,7 +16,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from gradwire._groups import check_group, default_group
 from gradwire.ddp.broadcast import check_not_expanded
-from gradwire.errors import ArgumentError, ArgumentTypeError
+from gradwire.errors import ArgumentError, ArgumentTypeError, NotSupportedError
 
 __all__ = [
     "check_module",
@@ -35,6 +35,7 @@ def check_module(module: object, ignored: set[str]) -> list[tuple[str, Parameter
     Raises:
         ArgumentTypeError: Not a module.
         ArgumentError: No parameter requires a gradient, or one has no shape yet or is expanded.
+        NotSupportedError: Gradients of a parameter are of another dtype.
     """
     if not isinstance(module, nn.Module):
         raise ArgumentTypeError(f"module is a {type(module).__name__}: pass a torch.nn.Module")
@@ -50,6 +51,11 @@ def check_module(module: object, ignored: set[str]) -> list[tuple[str, Parameter
                 f"parameter {name} has no shape yet: run a forward of the lazy module first"
             )
         check_not_expanded(p, f"parameter {name}")
+        if p.grad_dtype not in (p.dtype, None):
+            raise NotSupportedError(
+                f"parameter {name} is of {p.dtype}, and its grad_dtype {p.grad_dtype}: gradients "
+                "are reduced in their parameter's dtype. Leave grad_dtype as it is"
+            )
     return named
 
 

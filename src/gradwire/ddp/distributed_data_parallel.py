@@ -90,6 +90,7 @@ class DistributedDataParallel(UnevenInputs):
         ArgumentError: An argument cannot be used, or nothing requires a gradient.
         ArgumentTypeError: `module` is no module, or `process_group` no group.
         MismatchError: The ranks' models differ: raised on every rank, naming the parameter.
+        NotSupportedError: A parameter's `grad_dtype` is not its dtype.
 
     Example:
         Each rank has its own input; the gradients are the mean on both.
