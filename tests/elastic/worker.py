@@ -89,6 +89,7 @@ def main(job: Job, report: Any) -> None:
     until = time.monotonic() + 30.0  # Gloo's formation, if it was given up, ends by its timeout
     while (threads := _threads()) and time.monotonic() < until:
         time.sleep(0.1)
+    model.zero_grad()  # gradients lie in the memory of the group that reduced them
     now = _descriptors()
     opened = [target for fd, target in now.items() if open_before.get(fd) != target]
     report.send((hashlib.sha256(data).hexdigest()[:16], counts, threads, opened))
