@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp.common import Trap, mlp
+from ddp.common import Trap, assert_same, average_used, mlp
 from gradwire.ddp import DistributedDataParallel, MixedPrecision, Reducer
 from gradwire.ddp.faults.waiting import wait_work
 from gradwire.ddp.reducer import launch
@@ -300,6 +300,87 @@ def test_an_exception_in_backward_on_one_rank(cap):
     run_ranks(main, 3)
 
 
+class Wide(nn.Module):
+    """A layer of this width, above one whose backward raises while `sprung`."""
+
+    def __init__(self, width):
+        super().__init__()
+        torch.manual_seed(0)
+        self.head, self.tail = nn.Linear(4, width), nn.Linear(width, width)
+        self.sprung = False
+
+    def forward(self, x):
+        x = self.head(x)
+        return self.tail(Trap.apply(x) if self.sprung else x)
+
+
+@pytest.mark.narrow({"width": 8}, {"as_views": False})
+@pytest.mark.parametrize("as_views", [False, True])
+@pytest.mark.parametrize("width", [8, 128, 1100])  # lent, copied early, reduced where it lies
+def test_gradients_that_are_zeroed_while_they_travel(width, as_views):
+    """What rank 1 sends after rank 0's exception is not written to the zeros there."""
+
+    def main():
+        store = dist.distributed_c10d._get_default_store()
+        options = {"bucket_cap_mb": 1e-4, "gradient_as_bucket_view": as_views}
+        net, twin = DistributedDataParallel(Wide(width), **options), Wide(width)
+        x = torch.full((2, 4), dist.get_rank() + 1.0)
+        net(x).square().mean().backward()
+        net.zero_grad()
+        net.module.sprung = dist.get_rank() == 0
+        out = net(x).square().mean()
+        if dist.get_rank() == 0:
+            with pytest.raises(ArithmeticError):
+                out.backward()
+            net.zero_grad(set_to_none=False)
+            store.set("zeroed", "")
+        else:
+            store.wait(["zeroed"])
+            with pytest.raises(PeerFailedError):
+                out.backward()
+            net.zero_grad(set_to_none=False)
+        net.module.sprung = False
+        net(x).square().mean().backward()
+        twin(x).square().mean().backward()
+        average_used(twin)
+        assert_same(net, twin)
+
+    run_ranks(main, 2)
+
+
+def evaluate(net):
+    net.eval()
+    with torch.no_grad():
+        net(torch.ones(2, 4))
+    net.train()
+
+
+def accumulate(net):
+    with net.no_sync():
+        net(torch.ones(2, 4)).sum().backward()
+
+
+def wrap(net):
+    DistributedDataParallel(mlp())
+
+
+@pytest.mark.narrow({"use": accumulate})
+@pytest.mark.parametrize("use", [evaluate, accumulate, wrap, DistributedDataParallel.refit])
+def test_other_messages_after_an_exception_on_one_rank(use):
+    """Buffers and descriptions of models are sent on the group in which others wait."""
+
+    def main():
+        module = Sprung()
+        module.register_buffer("buffer", torch.zeros(3))
+        net = DistributedDataParallel(module, bucket_cap_mb=1e-4)
+        assert_good_step(net)
+        fail_on_rank_1(net)
+        use(net)
+        assert_good_step(net)
+
+    run_ranks(main, 2, timeout=20)
+
+
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}])
 def test_an_exception_before_any_gradient(options):
     """The other ranks have sent theirs: they must not be taken for those of the next step."""
@@ -319,6 +400,59 @@ def test_an_exception_before_any_gradient(options):
             assert_good_step(net)
             fail_on_rank_1(net)
             assert_good_step(net)
+
+    run_ranks(main, 2)
+
+
+class Halves(nn.Module):
+    """Two layers, of which a forward takes those it is given; backward raises while `sprung`."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(4, 2), nn.Linear(4, 2)
+        self.sprung = False
+
+    def forward(self, x, *names):
+        out = sum(getattr(self, name)(x) for name in names or ("first", "second"))
+        return Trap.apply(out) if self.sprung else out
+
+
+@pytest.mark.narrow({"failing": "net"})
+@pytest.mark.parametrize("failing", ["net", "other"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_what_accumulates_before_the_ranks_are_in_step_again(failing, weighted):
+    """They learn of the exceptions in the forward after `no_sync`."""
+
+    def main():
+        options = {"find_unused_parameters": True}
+        net, twin = DistributedDataParallel(Halves(), **options), Halves()
+        other = DistributedDataParallel(Halves())
+        x = torch.full((2, 4), dist.get_rank() + 1.0)
+        for wrapped in (net, other):
+            wrapped(x).sum().backward()
+        for _ in range(2):
+            net.zero_grad()
+            twin.zero_grad()
+            wrapped = net if failing == "net" else other
+            wrapped.module.sprung = True
+            if weighted and failing == "net":
+                net.weight(5)
+            with pytest.raises(ArithmeticError):
+                wrapped(x).sum().backward()
+            wrapped.module.sprung = False
+            with net.no_sync():
+                if weighted:
+                    net.weight(3)
+                net(x).sum().backward()
+            if weighted:
+                net.weight(1)
+            net(x, "first").sum().backward()
+            (twin(x).sum() * (3 if weighted else 1) + twin(x, "first").sum()).backward()
+            average_used(twin)
+            for p in twin.parameters():
+                p.grad /= 4 if weighted else 1
+            assert_same(net, twin)
 
     run_ranks(main, 2)
 

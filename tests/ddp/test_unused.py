@@ -116,6 +116,19 @@ def test_use_within_no_sync_counts():
     run_ranks(main, 2)
 
 
+def test_use_within_no_sync_that_was_cleared_does_not_count():
+    def main():
+        net = DistributedDataParallel(Branches(), find_unused_parameters=True)
+        x = torch.ones(2, 4)
+        with net.no_sync():
+            net(x, [0, 1]).sum().backward()
+        net.zero_grad()
+        net(x, [0]).sum().backward()
+        return [branch.weight.grad is None for branch in net.module.branches]
+
+    assert run_ranks(main, 2) == [[False, True, True]] * 2
+
+
 def test_outputs_that_the_loss_leaves_out():
     class Heads(nn.Module):
         def __init__(self):

@@ -210,6 +210,8 @@ class DistributedDataParallel(UnevenInputs):
                 self.reducer.prepare(ranks=None if initial else step.ranks, uneven=True)
         buffers = self._buffers_synced
         if self._syncs_buffers() and not buffers.after_forward:
+            if not syncing:
+                FaultDomain.of(self._group).before_others()
             root = 0 if step is None else agree_on_rank(self._group, candidate=True)
             buffers.sync(self._group, root=root)
         self.require_forward_param_sync = syncing

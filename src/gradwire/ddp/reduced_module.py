@@ -18,6 +18,7 @@ from gradwire.ddp.arguments import check_module, sparse_names
 from gradwire.ddp.broadcast import broadcast_coalesced
 from gradwire.ddp.buckets.assignment import BUCKET_BYTES, BucketLayout, names_by_bucket
 from gradwire.ddp.buckets.hook_state import Layout, has_state, load_state, rekey, save_state
+from gradwire.ddp.faults.fault_domain import FaultDomain
 from gradwire.ddp.parameter_check import ParameterCheck
 from gradwire.ddp.precision import MixedPrecision, Precision
 from gradwire.ddp.reducer.log import LoggingData
@@ -264,6 +265,7 @@ class ReducedModule(nn.Module):
         self, named: Sequence[tuple[str, Tensor]], buffers: Mapping[str, Tensor]
     ) -> None:
         """Verify that the ranks' models are the same, and take rank 0's values."""
+        FaultDomain.of(self._group).before_others()
         both = describe(named, "parameter") + describe(buffers.items(), "buffer")
         verify_same(self._group, both)
         broadcast_coalesced(self._group, [t for _, t in [*named, *buffers.items()]])

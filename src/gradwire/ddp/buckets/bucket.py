@@ -145,6 +145,9 @@ class Bucket(ABC):
     def take_back(self) -> None:  # noqa: B027
         """What has been lent and not been added to is None again."""
 
+    def move_out(self) -> None:  # noqa: B027
+        """An exception ended the backward: what comes back is not to be written to gradients."""
+
     def copy_in_early(self, member: int, incoming: Tensor) -> None:
         """Copy in one gradient that is ready; `incoming` is what backward gave the parameter."""
         raise AssertionError("this bucket copies nothing in early")

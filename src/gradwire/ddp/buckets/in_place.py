@@ -30,6 +30,13 @@ class InPlaceBucket(Bucket):
         self._taken = False
         self._copy: Tensor | None = None
 
+    def move_out(self) -> None:
+        gradient = self.parameters[0].grad
+        if gradient is None or gradient.layout != torch.strided:
+            return
+        if gradient.data_ptr() == self.flat.data_ptr():
+            self.parameters[0].grad = gradient.clone()
+
     def copy_in_early(self, member: int, incoming: Tensor) -> None:
         gradient = dense_gradient(self.parameters[0])
         straight = gradient.stride() == self._strides

@@ -140,6 +140,10 @@ class PackedBucket(Bucket):
     def take_back(self) -> None:
         self._lent.take_back(self._unused_places())
 
+    def move_out(self) -> None:
+        for place in range(len(self.members)):
+            self._move_out(place)
+
     def copy_in_early(self, member: int, incoming: Tensor) -> None:
         if not self._writable:
             self._ensure_writable()
@@ -174,10 +178,12 @@ class PackedBucket(Bucket):
             gradient.set_(view)  # type: ignore[call-overload]  # torch's stub lacks this form
 
     def _move_out(self, place: int) -> None:
-        """Another reducer is going to read this gradient: it cannot stay where it is reduced."""
-        parameter = self.parameters[place]
-        if parameter.grad is not None and parameter.grad.data_ptr() == self._pointers[place]:
-            parameter.grad = parameter.grad.clone()
+        """This gradient is going to be read, or zeroed: it cannot stay where it is reduced."""
+        gradient = self.parameters[place].grad
+        if gradient is None or gradient.layout != torch.strided:
+            return
+        if gradient.data_ptr() == self._pointers[place]:
+            self.parameters[place].grad = gradient.clone()
 
     def _outside_before(self) -> list[_Entry]:
         """As `_outside` before the reduction: what is not in the buffer yet.

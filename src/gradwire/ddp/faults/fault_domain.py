@@ -157,6 +157,18 @@ class FaultDomain(Resynchronizer):
 
     # -- errors elsewhere ------------------------------------------------------------------
 
+    def before_others(self) -> None:
+        """To be called before ranks send anything that is not a reducer's.
+
+        A rank whose backward an exception ended brings the others out of theirs: what it sent
+        would meet the bucket that they wait in.
+
+        Raises:
+            DistributedError: As `raise_deferred`.
+        """
+        self.recover()
+        self.raise_deferred()
+
     def raise_deferred(self) -> None:
         """Raise the error that this rank learnt of, or that the group is broken.
 

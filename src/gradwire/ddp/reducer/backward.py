@@ -110,6 +110,11 @@ class Backward:
         )
 
     @property
+    def interrupted(self) -> bool:
+        """Whether an exception ended it here, and the ranks are not in step again."""
+        return self.state in (BackwardState.INTERRUPTED, BackwardState.UNDECIDED)
+
+    @property
     def awaits_finalization(self) -> bool:
         """Whether a backward has ended that its caller has yet to finalize."""
         return self.manual and self.state in (BackwardState.AWAITING, BackwardState.COMMITTING)
@@ -229,7 +234,11 @@ class Backward:
         if Event.INTERRUPT in TRANSITIONS[self.state]:
             self.transition(Event.INTERRUPT)
             self.buckets.take_back()
+            self._give_up_gradients()
             self.domain.note_interrupted()
+            # they may be zeroed in place before the ranks are in step again
+            for launched in self.launcher.launched:
+                launched.bucket.move_out()
 
     def raise_not_finalized(self) -> NoReturn:
         """End the next backward on every rank, as the one before was left to be finalized."""
@@ -268,10 +277,17 @@ class Backward:
 
     def reset(self) -> None:
         """Give the running backward up."""
+        # after an exception here, what has accumulated since is the next backward's
+        if self.unfinished and not self.interrupted:
+            self._give_up_gradients()
         self.transition(Event.RESET)
-        self.weights.clear()
         self.launcher.forget()
         self._clear()
+
+    def _give_up_gradients(self) -> None:
+        """What has accumulated will not be reduced."""
+        self.weights.clear()
+        self.usage.touched.clear()
 
     def start_over(self) -> None:
         """As after construction: ranks may have been at different assignments of buckets."""

@@ -95,15 +95,16 @@ class Usage:
         self.counts = {i: came[i] for i in range(self._count)}
 
     def forget(self) -> None:
-        """As after construction."""
+        """As after construction, but for what has accumulated."""
         self.counts = {}
         self.unused = frozenset()
-        self.touched.clear()
 
     def flags(self, used: Iterable[int]) -> Tensor:
         """One for each parameter that this rank used since the last reduction."""
         mine = torch.zeros(self._count, dtype=torch.int32)
-        if indices := list({*used, *self.touched}):
+        # gradients that were cleared since will not be reduced
+        left = (i for i in self.touched if self.nodes[i].variable.grad is not None)
+        if indices := list({*used, *left}):
             mine[indices] = 1
         return mine
 
