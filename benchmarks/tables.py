@@ -5,7 +5,8 @@ its own, stands the table of `results/NAME.json`; for `NAME headline` only its f
 `NAME predictions` what was expected, for `NAME grid` a line for each operation, for `NAME
 contenders` one for each contender. What stood there before is replaced. What was run with
 `--backend shm`, `--world-size 4`, `--busy 1`, `--all` or, of some cases, `--only` is kept under
-`NAME_shm`, `NAME_4`, `NAME_busy`, `NAME_all` or `NAME_only`.
+`NAME_shm`, `NAME_4`, `NAME_busy`, `NAME_all` or `NAME_only`; what was measured on another host as
+well, under the same with `_other`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ BLOCK = re.compile(
     r"^<!-- benchmarks:(?P<name>\w+)(?P<view> \w+)? -->\n.*?^<!-- /benchmarks -->$",
     re.MULTILINE | re.DOTALL,
 )
-VARIANT = re.compile(r"_(shm|busy|all|only|\d+)$")
+VARIANT = re.compile(r"(_(shm|busy|all|only|other|\d+))+$")
 
 
 def rewritten(page: str, results: Path, benchmarks: Collection[str]) -> str:
