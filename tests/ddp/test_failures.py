@@ -360,18 +360,27 @@ def accumulate(net):
         net(torch.ones(2, 4)).sum().backward()
 
 
+def accumulate_joined(net):
+    with net.join():
+        accumulate(net)
+
+
 def wrap(net):
     DistributedDataParallel(mlp())
 
 
-@pytest.mark.narrow({"use": accumulate})
-@pytest.mark.parametrize("use", [evaluate, accumulate, wrap, DistributedDataParallel.refit])
-def test_other_messages_after_an_exception_on_one_rank(use):
+@pytest.mark.narrow({"use": accumulate, "buffers": True}, {"use": accumulate_joined})
+@pytest.mark.parametrize(
+    "use", [evaluate, accumulate, accumulate_joined, wrap, DistributedDataParallel.refit]
+)
+@pytest.mark.parametrize("buffers", [True, False])
+def test_other_messages_after_an_exception_on_one_rank(use, buffers):
     """Buffers and descriptions of models are sent on the group in which others wait."""
 
     def main():
         module = Sprung()
-        module.register_buffer("buffer", torch.zeros(3))
+        if buffers:
+            module.register_buffer("buffer", torch.zeros(3))
         net = DistributedDataParallel(module, bucket_cap_mb=1e-4)
         assert_good_step(net)
         fail_on_rank_1(net)

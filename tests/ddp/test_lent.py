@@ -115,6 +115,18 @@ def test_what_no_rank_uses_stays_none(rank_1):
     assert run_ranks(main, 2) == [2 if rank_1 == "first" else 0] * 2
 
 
+class Pair(nn.Module):
+    """Two parameters, and what is computed of them."""
+
+    def __init__(self, compute):
+        super().__init__()
+        self.w, self.b = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+        self.compute = compute
+
+    def forward(self, x):
+        return self.compute(self.b * x, self.w)
+
+
 class Undefined(torch.autograd.Function):
     """Has no gradient for its second input."""
 
@@ -128,16 +140,9 @@ class Undefined(torch.autograd.Function):
 
 
 def test_a_gradient_that_is_undefined():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.w, self.b = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
-
-        def forward(self, x):
-            return Undefined.apply(self.b * x, self.w) if dist.get_rank() else self.b * x * self.w
-
     def main():
-        net = DistributedDataParallel(Net(), find_unused_parameters=True)
+        compute = Undefined.apply if dist.get_rank() else torch.mul
+        net = DistributedDataParallel(Pair(compute), find_unused_parameters=True)
         for _ in range(2):
             net.zero_grad()
             net(torch.ones(3)).sum().backward()
@@ -335,16 +340,8 @@ class WritesItself(torch.autograd.Function):
 
 
 def test_a_function_that_writes_the_gradient_itself():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.w, self.b = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
-
-        def forward(self, x):
-            return WritesItself.apply(self.b * x, self.w)
-
     def main():
-        net = DistributedDataParallel(Net(), find_unused_parameters=True)
+        net = DistributedDataParallel(Pair(WritesItself.apply), find_unused_parameters=True)
         net(torch.ones(3)).sum().backward()
         return net.module.w.grad.tolist()
 
@@ -354,20 +351,12 @@ def test_a_function_that_writes_the_gradient_itself():
 def test_zeros_that_a_hook_scales():
     """A hook runs for a gradient that is undefined, too: it finds zeros."""
 
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.w, self.b = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
-
-        def forward(self, x):
-            return Undefined.apply(self.b * x, self.w)
-
     def scale(p):
         if p.grad is not None:
             p.grad.mul_(2)
 
     def main():
-        net = DistributedDataParallel(Net(), find_unused_parameters=True)
+        net = DistributedDataParallel(Pair(Undefined.apply), find_unused_parameters=True)
         net.module.w.register_post_accumulate_grad_hook(scale)
         net(torch.ones(3)).sum().backward()
         return absent(net.module)

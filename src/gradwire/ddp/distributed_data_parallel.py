@@ -197,7 +197,11 @@ class DistributedDataParallel(UnevenInputs):
         step: StepInfo | None = None
         if torch.is_grad_enabled():
             self.reducer.begin_forward()
-        if self._join_config.enable:
+        buffers, joining = self._buffers_synced, self._join_config.enable
+        sends_buffers = self._syncs_buffers() and not buffers.after_forward
+        if not syncing and (joining or sends_buffers):
+            FaultDomain.of(self._group).before_others()
+        if joining:
             if syncing:
                 self.reducer.recover()  # an error elsewhere is raised before the ranks communicate
             step = self._exchange_step_info(syncing)
@@ -208,10 +212,7 @@ class DistributedDataParallel(UnevenInputs):
             else:
                 initial = self._divide_by_initial_world_size
                 self.reducer.prepare(ranks=None if initial else step.ranks, uneven=True)
-        buffers = self._buffers_synced
-        if self._syncs_buffers() and not buffers.after_forward:
-            if not syncing:
-                FaultDomain.of(self._group).before_others()
+        if sends_buffers:
             root = 0 if step is None else agree_on_rank(self._group, candidate=True)
             buffers.sync(self._group, root=root)
         self.require_forward_param_sync = syncing

@@ -174,6 +174,15 @@ class Bucket(ABC):
         return GradBucket(index, self.flat, self.parameters, is_last=is_last, names=self.names)
 
 
+def move_out(parameter: Parameter, address: int) -> None:
+    """Give the gradient memory of its own, if it lies at this address."""
+    gradient = parameter.grad
+    if gradient is None or gradient.layout != torch.strided:
+        return
+    if gradient.data_ptr() == address:
+        parameter.grad = gradient.clone()
+
+
 def dense_gradient(parameter: Parameter) -> Tensor:
     """The parameter's gradient, present and dense."""
     gradient = parameter.grad

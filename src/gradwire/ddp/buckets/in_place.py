@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gradwire.buckets import memory_strides, views
-from gradwire.ddp.buckets.bucket import Bucket, BucketOptions, Member, dense_gradient
+from gradwire.ddp.buckets.bucket import Bucket, BucketOptions, Member, dense_gradient, move_out
 from gradwire.ddp.buckets.ownership import is_conj_or_neg
 
 __all__ = ["InPlaceBucket"]
@@ -31,11 +31,7 @@ class InPlaceBucket(Bucket):
         self._copy: Tensor | None = None
 
     def move_out(self) -> None:
-        gradient = self.parameters[0].grad
-        if gradient is None or gradient.layout != torch.strided:
-            return
-        if gradient.data_ptr() == self.flat.data_ptr():
-            self.parameters[0].grad = gradient.clone()
+        move_out(self.parameters[0], self.flat.data_ptr())
 
     def copy_in_early(self, member: int, incoming: Tensor) -> None:
         gradient = dense_gradient(self.parameters[0])

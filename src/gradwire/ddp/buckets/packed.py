@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from gradwire.buckets import views
-from gradwire.ddp.buckets.bucket import Bucket, BucketOptions, Member, dense_gradient
+from gradwire.ddp.buckets.bucket import Bucket, BucketOptions, Member, dense_gradient, move_out
 from gradwire.ddp.buckets.lent import LentGradients
 from gradwire.ddp.buckets.ownership import is_conj_or_neg, uses
 from gradwire.shm import empty
@@ -179,11 +179,7 @@ class PackedBucket(Bucket):
 
     def _move_out(self, place: int) -> None:
         """This gradient is going to be read, or zeroed: it cannot stay where it is reduced."""
-        gradient = self.parameters[place].grad
-        if gradient is None or gradient.layout != torch.strided:
-            return
-        if gradient.data_ptr() == self._pointers[place]:
-            self.parameters[place].grad = gradient.clone()
+        move_out(self.parameters[place], self._pointers[place])
 
     def _outside_before(self) -> list[_Entry]:
         """As `_outside` before the reduction: what is not in the buffer yet.
