@@ -582,6 +582,27 @@ def test_a_rank_that_dies_in_backward(with_hook):
     assert run_ranks(main, 3, may_die=[1]) == [True, None, True]
 
 
+def test_a_death_that_the_backend_does_not_tell_of():
+    """As Gloo's, now and then: it forgets a message under way when the connection ends."""
+
+    def main():
+        net = DistributedDataParallel(mlp())
+        net.register_comm_hook(None, all_reduce)
+        assert_good_step(net)
+
+        def never_done(state, bucket):
+            if dist.get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return torch.futures.Future()
+
+        net.register_comm_hook(None, never_done)
+        with pytest.raises(PeerLostError, match=r"ranks \[1\] ended"):
+            step(net)
+        return True
+
+    assert run_ranks(main, 3, may_die=[1], timeout=60) == [True, None, True]
+
+
 # -- arguments -----------------------------------------------------------------------------
 
 

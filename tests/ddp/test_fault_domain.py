@@ -21,6 +21,7 @@ from gradwire.ddp.faults import resynchronization_round
 from gradwire.ddp.faults.backward_state import BackwardState
 from gradwire.ddp.faults.error_channel import ErrorChannel
 from gradwire.ddp.faults.fault_domain import FaultDomain
+from gradwire.ddp.faults.waiting import InFlight
 from gradwire.ddp.reducer.arrival import on_bucket_ready
 from gradwire.errors import (
     BrokenGroupError,
@@ -137,6 +138,29 @@ def test_a_rank_that_dies_before_its_vote():
             launcher.vote = lambda _: os.kill(os.getpid(), signal.SIGKILL)
         with pytest.raises(PeerLostError):
             step(net)
+        return True
+
+    assert run_ranks(main, 3, may_die=[1], timeout=60) == [True, None, True]
+
+
+def test_a_death_in_a_resynchronization_that_the_backend_does_not_tell_of():
+    def main():
+        net = DistributedDataParallel(sprung(2, rank=2))
+        assert_good_step(net)
+
+        def join(self, statements):
+            if dist.get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            self._in_flight.append(InFlight(lambda: False, lambda: None))
+
+        net.module.on = True
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(resynchronization_round.ResynchronizationRound, "_join", join)
+            if dist.get_rank() == 2:
+                with pytest.raises(ArithmeticError):
+                    step(net)
+            with pytest.raises(PeerLostError, match=r"ranks \[1\] ended while resynchronizing"):
+                step(net)
         return True
 
     assert run_ranks(main, 3, may_die=[1], timeout=60) == [True, None, True]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -45,6 +45,7 @@ class ErrorChannel:
         self._store = PrefixStore(f"gradwire/{token}", store_of(group, STORE_USE))
         self._round = 0
         self._asking: threading.Thread | None = None
+        self._processes: dict[int, str] = {}
         self._ask(self._store.set, f"process/{self._rank}", this_process())
 
     def report(self) -> bool:
@@ -88,16 +89,18 @@ class ErrorChannel:
         there = self._ask(lambda: [r for r, key in keys.items() if self._store.check([key])])
         return [] if there is _NOTHING else [rank for rank in keys if rank not in there]
 
-    def dead(self, ranks: list[int]) -> list[int]:
+    def dead(self, ranks: Sequence[int]) -> list[int]:
         """Those of the ranks whose processes, on this host, have ended."""
-        found = []
-        for rank in ranks:
-            key = f"process/{rank}"
-            if self._ask(self._store.check, [key]) is True:
-                process = self._ask(self._store.get, key)
-                if process is not _NOTHING and not is_alive(bytes(process).decode()):
-                    found.append(rank)
-        return found
+        known = {rank: self._process(rank) for rank in ranks}
+        return [rank for rank, process in known.items() if process and not is_alive(process)]
+
+    def _process(self, rank: int) -> str | None:
+        key = f"process/{rank}"
+        if rank not in self._processes and self._ask(self._store.check, [key]) is True:
+            process = self._ask(self._store.get, key)
+            if process is not _NOTHING:
+                self._processes[rank] = bytes(process).decode()
+        return self._processes.get(rank)
 
     def next_round(self) -> None:
         """All ranks were resynchronized."""

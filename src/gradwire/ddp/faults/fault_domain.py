@@ -195,6 +195,8 @@ class FaultDomain(Resynchronizer):
         that backward is completed first.
         """
         _advance_all()
+        if self.no_error_pending:
+            self.look_for_deaths()
         if self.deferred is None and self.broken is None:
             return
         if self.broken is not None or not may_finish(waiter.state, waiter.end, self.positions):

@@ -164,16 +164,20 @@ class ResynchronizationRound:
     def _check_liveness(self) -> None:
         """Raise if the statements or outcomes that are missing cannot come any more."""
         now = time.monotonic()
-        if now < self._next_check or self._phase is Phase.JOINING:
+        if now < self._next_check:
             return
         self._next_check = now + LIVENESS_SECONDS
-        self._raise_failure()
-        topic = "joined" if self._phase is Phase.JOINED else "statement"
+        if self._phase is not Phase.JOINING:  # there, what has failed is the outcome
+            self._raise_failure()
+        # who joins waits for all ranks, and none ends the round before it
+        topic = "statement" if self._phase is Phase.STATED else "joined"
         silent = self._channel.missing_ranks(topic)
         dead = self._channel.dead(silent)
         # Asked again: a rank may have published its answer and ended between the two requests.
         if dead and (dead := [r for r in self._channel.missing_ranks(topic) if r in dead]):
             raise PeerLostError(f"ranks {dead} ended while resynchronizing after an error")
+        if self._phase is Phase.JOINING:  # has a deadline of its own
+            return
         # the others may be joining until their own deadline, and say only then how it went
         if now > self._deadline + self._timeout * (self._phase is Phase.JOINED):
             raise CollectiveTimeoutError(

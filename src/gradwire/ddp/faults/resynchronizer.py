@@ -21,12 +21,14 @@ from gradwire.ddp.faults.protocol import Statement
 from gradwire.ddp.faults.resynchronization_round import ResynchronizationRound
 from gradwire.ddp.faults.waiting import work_in_flight
 from gradwire.ddp.group import broadcast_options, message_device, timeout_of
-from gradwire.errors import BrokenGroupError, DistributedError, PeerFailedError
+from gradwire.errors import BrokenGroupError, DistributedError, PeerFailedError, PeerLostError
 from gradwire.recorder import failed
 
 __all__ = ["UNDECIDED_TEXT", "Resynchronizer"]
 
 TOKEN_BYTES = 16
+LIVENESS_SECONDS = 1.0
+"""Interval of looking up whether ranks that this rank waits for still run."""
 UNDECIDED_TEXT = (
     "backward was interrupted by an exception after its last message: ranks that reduced gradients "
     "in that step have taken a step that this rank has not; give all ranks the same parameters"
@@ -65,6 +67,7 @@ class Resynchronizer:
         self._token: tuple[Tensor, Work] | None = None
         self._round: ResynchronizationRound | None = None
         self._works: list[Work] = []
+        self._next_look, self._seen_dead = 0.0, list[int]()
         self.lock = threading.RLock()
         self.log = CollectiveLog()
         self.seconds = timeout_of(group)
@@ -211,6 +214,29 @@ class Resynchronizer:
                 f"gradients were not reduced, because of an error elsewhere. {errors}"
             )
             failed(self.deferred)
+
+    def look_for_deaths(self) -> None:
+        """Break the group if a rank that this one waits for has ended.
+
+        To be called in waits for what no rank has before all have given theirs. Backends tell of
+        deaths, and sooner; but Gloo forgets a send that it has begun when the connection ends, and
+        waits for the group's timeout (4 % of deaths in steps of small buckets with a hook, W = 3).
+        """
+        now = time.monotonic()
+        if self._channel is None or now < self._next_look or not self.lock.acquire(blocking=False):
+            return
+        try:
+            self._next_look = now + LIVENESS_SECONDS
+            own = self.group.rank()
+            dead = self._channel.dead([r for r in range(self.group.size()) if r != own])
+            # seen twice: what it sent before it ended may still be on its way
+            if lost := [rank for rank in dead if rank in self._seen_dead]:
+                raise PeerLostError(f"ranks {lost} ended while this rank waited for them")
+            self._seen_dead = dead
+        except PeerLostError as error:
+            self._break(error)
+        finally:
+            self.lock.release()
 
     def give_up(self, error: DistributedError, cause: BaseException | None) -> NoReturn:
         """The group itself failed: there is nothing to resynchronize over. Raises the error."""
