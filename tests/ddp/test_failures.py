@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp.common import Trap, assert_same, average_used, mlp
-from gradwire.ddp import DistributedDataParallel, MixedPrecision, Reducer
+from gradwire.ddp import DistributedDataParallel, MixedPrecision, Reducer, broadcast_coalesced
 from gradwire.ddp.faults.waiting import wait_work
 from gradwire.ddp.reducer import launch
 from gradwire.errors import (
@@ -577,6 +577,33 @@ def test_a_rank_that_dies_in_backward(with_hook):
             step(net)
         with pytest.raises(BrokenGroupError, match="failed earlier"):
             step(net)
+        return True
+
+    assert run_ranks(main, 3, may_die=[1]) == [True, None, True]
+
+
+@pytest.mark.parametrize("where", ["buffers", "join", "models", "state"])
+def test_a_rank_that_dies_between_backwards(where):
+    """Others meet it in messages that are no gradients."""
+
+    def main():
+        net = DistributedDataParallel(nn.Sequential(*mlp(), nn.BatchNorm1d(2)))
+        step(net)
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        def meet():
+            if where == "join":
+                with net.join():
+                    pass
+            elif where == "models":
+                DistributedDataParallel(mlp())
+            elif where == "state":
+                broadcast_coalesced(dist.group.WORLD, list(net.state_dict().values()))
+            step(net)  # a root may be done before it notices
+
+        with pytest.raises(PeerLostError):
+            meet()
         return True
 
     assert run_ranks(main, 3, may_die=[1]) == [True, None, True]

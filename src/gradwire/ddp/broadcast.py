@@ -8,6 +8,7 @@ itself.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from torch.distributed import ProcessGroup, Work
 
 from gradwire._groups import check_group, rank_in_group
 from gradwire.buckets import plan_buckets
+from gradwire.ddp.faults.other_messages import wait_for_message
 from gradwire.ddp.group import broadcast_options
 from gradwire.errors import ArgumentError, ArgumentTypeError
 from gradwire.shm.process_group import Operations
@@ -62,6 +64,7 @@ def broadcast_coalesced(
     Raises:
         ArgumentError: A size, a rank or a tensor's layout cannot be used; nothing was sent.
         ArgumentTypeError: `group` is no process group, or a tensor is none.
+        PeerLostError, CollectiveTimeoutError: Another rank is gone, or stayed away.
 
     Example:
         Rank 0 holds [1, 2] and [[3]], rank 1 zeros; afterwards both hold [1, 2] and [[3]].
@@ -127,9 +130,11 @@ class _Message:
     """A message in flight, and what has to be copied where once it has arrived."""
 
     work: Work
+    wire: Tensor
     staging: Tensor | None
     arrived: list[Tensor] = field(default_factory=list)
     targets: list[Tensor] = field(default_factory=list)
+    since: float = field(default_factory=time.monotonic)
 
 
 class _Wire:
@@ -182,13 +187,15 @@ class _Wire:
     def _send(self, wire: Tensor, staging: Tensor | None = None) -> _Message:
         while len(self._in_flight) >= IN_FLIGHT:
             self._finish_one()
-        message = _Message(self._group.broadcast([wire], self._options), staging)
+        message = _Message(self._group.broadcast([wire], self._options), wire, staging)
         self._in_flight.append(message)
         return message
 
     def _finish_one(self) -> None:
         message = self._in_flight.popleft()
-        message.work.wait()
+        on_cpu = message.wire.is_cpu
+        what = "broadcast_coalesced"
+        wait_for_message(self._group, message.work, what, on_cpu=on_cpu, since=message.since)
         if any(t.is_conj() or t.is_neg() for t in message.targets):
             for target, arrived in zip(message.targets, message.arrived, strict=True):
                 target.copy_(arrived)  # the multi-tensor copy refuses lazy conjugates

@@ -1,14 +1,20 @@
-"""What ddp asks of a process group: its timeout, and where its small messages may live."""
+"""What ddp asks of a process group: its timeout, its errors, where its small messages may live."""
 
 from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch.distributed import BroadcastOptions, ProcessGroup
 
-from gradwire._engine_errors import backend_timeout
+from gradwire._engine_errors import backend_failure, backend_timeout, is_over, is_transport
+from gradwire.errors import DistributedError
+from gradwire.recorder import failed
 from gradwire.shm.register import member_of
 
-__all__ = ["broadcast_options", "cpu_capable", "message_device", "timeout_of"]
+__all__ = ["backend_errors", "broadcast_options", "cpu_capable", "message_device", "timeout_of"]
 
 
 def broadcast_options(root: int) -> BroadcastOptions:
@@ -37,3 +43,26 @@ def timeout_of(group: ProcessGroup) -> float:
     if (member := member_of(group)) is not None:
         return member.timeout.total_seconds()
     return backend_timeout(group)
+
+
+@contextmanager
+def backend_errors(group: ProcessGroup, what: str, since: float | None = None) -> Iterator[None]:
+    """Raise what a backend ends a collective with, which is waited for inside, as ours.
+
+    Args:
+        group: The group.
+        what: What is waited for.
+        since: When it was sent, of `time.monotonic`; None: inside.
+
+    Raises:
+        PeerLostError, CollectiveTimeoutError: Another rank is gone, or stayed away.
+    """
+    since = time.monotonic() if since is None else since
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, DistributedError) or not is_transport(error):
+            raise
+        failure = backend_failure(error, what, timed_out=is_over(since, timeout_of(group)))
+        failed(failure)
+        raise failure from error

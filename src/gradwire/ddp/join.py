@@ -18,6 +18,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from gradwire.ddp.broadcast import broadcast_coalesced
 from gradwire.ddp.buffers import Buffers
+from gradwire.ddp.faults.other_messages import wait_for_message
 from gradwire.ddp.group import message_device
 from gradwire.ddp.reduced_module import ReducedModule
 
@@ -45,7 +46,7 @@ def exchange_step_info(
     """Sum over ranks what each does next; a rank that has run out of input is not active."""
     device = message_device(group)
     sums = torch.tensor([active, reduce, sync_buffers], dtype=torch.int64, device=device)
-    dist.all_reduce(sums, group=group)
+    _all_reduce(sums, group)
     ranks, reducing, syncing = sums.tolist()
     return StepInfo(ranks, reducing > 0, syncing > 0)
 
@@ -53,8 +54,15 @@ def exchange_step_info(
 def agree_on_rank(group: ProcessGroup, *, candidate: bool) -> int:
     """The highest rank in the group that is a candidate; at least one is."""
     rank = torch.tensor([group.rank() if candidate else -1], device=message_device(group))
-    dist.all_reduce(rank, op=dist.ReduceOp.MAX, group=group)
+    _all_reduce(rank, group, dist.ReduceOp.MAX)
     return int(rank)
+
+
+def _all_reduce(
+    tensor: Tensor, group: ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> None:
+    work = dist.all_reduce(tensor, op=op, group=group, async_op=True)
+    wait_for_message(group, work, "a step in join()", on_cpu=tensor.is_cpu, from_all=True)
 
 
 class UnevenInputs(ReducedModule, Joinable):
@@ -98,7 +106,7 @@ class UnevenInputs(ReducedModule, Joinable):
             >>> run_ranks(main, world_size=2)
             [[1.5], [1.5, 2.0]]
         """
-        return Join(
+        return _Join(
             [self],
             enable,
             throw_on_early_termination,
@@ -138,6 +146,16 @@ class UnevenInputs(ReducedModule, Joinable):
         parameters = [p.detach() for n, p in named if n not in self.parameters_to_ignore]
         buffers = self._buffers_synced.named().values() if self.broadcast_buffers else ()
         return [*parameters, *buffers]
+
+
+class _Join(Join):
+    """Torch's, where a rank that is gone while the ranks are counted is an error of ours."""
+
+    def _get_num_nonjoined_procs(self) -> int:
+        assert isinstance(self._process_group, ProcessGroup)
+        count = torch.zeros(1, device=self._device)  # as `notify_join_context` sends a 1
+        _all_reduce(count, self._process_group)
+        return int(count)
 
 
 class ShadowHook(JoinHook):

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from gradwire.ddp.group import message_device
+from gradwire.ddp.faults.other_messages import wait_for_message
+from gradwire.ddp.group import backend_errors, message_device
 from gradwire.errors import MismatchError
 from gradwire.recorder import failed
 
@@ -58,16 +59,20 @@ def verify_same(
 
     Raises:
         MismatchError: Names the first difference and each rank's value.
+        PeerLostError, CollectiveTimeoutError: Another rank is gone, or stayed away.
     """
     digest = hashlib.sha256(json.dumps(own).encode()).digest()
     device = message_device(group)
     mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(device)
     digests = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(digests, mine, group=group)
+    work = dist.all_gather(digests, mine, group=group, async_op=True)
+    on_cpu = device.type == "cpu"
+    wait_for_message(group, work, f"comparing {what}", on_cpu=on_cpu, from_all=True)
     if all(torch.equal(d, digests[0]) for d in digests):
         return
     everyone: list[Description] = [[] for _ in range(group.size())]
-    dist.all_gather_object(everyone, own, group=group)
+    with backend_errors(group, f"comparing {what}"):
+        dist.all_gather_object(everyone, own, group=group)
     error = MismatchError(f"the ranks' {what} differ, {_first_difference(everyone)}. {remedy}")
     failed(error)
     raise error

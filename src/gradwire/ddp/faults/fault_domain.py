@@ -60,6 +60,12 @@ class FaultDomain(Resynchronizer):
         return domain
 
     @staticmethod
+    def known(group: ProcessGroup) -> FaultDomain | None:
+        """The group's domain, if it has one."""
+        with _DOMAINS_LOCK:
+            return _DOMAINS.get(group)
+
+    @staticmethod
     def forget(group: ProcessGroup) -> None:
         """End a group's domain, with the group: what was interrupted on it is nobody's any more."""
         with _DOMAINS_LOCK:
@@ -200,6 +206,15 @@ class FaultDomain(Resynchronizer):
         if self.deferred is None and self.broken is None:
             return
         if self.broken is not None or not may_finish(waiter.state, waiter.end, self.positions):
+            self.raise_deferred()
+
+    def poll_lost(self, *, look: bool) -> None:
+        """What a wait calls that only the group's failure ends; `look`: for ended ranks, too."""
+        if self.broken is None:
+            self.hear_of_loss()
+        if self.broken is None and look:
+            self.look_for_deaths()
+        if self.broken is not None:
             self.raise_deferred()
 
     def poll_known(self, waiter: Participant) -> None:

@@ -215,6 +215,18 @@ class Resynchronizer:
             )
             failed(self.deferred)
 
+    def hear_of_loss(self) -> None:
+        """Break the group if another rank has reported that it failed."""
+        if self._channel is None or not self.lock.acquire(blocking=False):
+            return
+        try:
+            if (lost := self._channel.lost()) is not None:
+                raise lost
+        except PeerLostError as error:  # also of a store that is gone
+            self._break(error)
+        finally:
+            self.lock.release()
+
     def look_for_deaths(self) -> None:
         """Break the group if a rank that this one waits for has ended.
 
