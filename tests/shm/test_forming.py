@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from contextlib import nullcontext
+from datetime import timedelta
 from unittest import mock
 
 import pytest
@@ -17,8 +18,14 @@ import torch
 import torch.distributed as dist
 
 import gradwire.shm
-from gradwire.errors import DistributedError, PeerFailedError, PeerLostError
-from gradwire.shm.register import member_of
+from gradwire.errors import (
+    CollectiveTimeoutError,
+    DistributedError,
+    PeerFailedError,
+    PeerLostError,
+)
+from gradwire.shm.register import make_backend, member_of
+from gradwire.shm.rendezvous import of_ranks
 from gradwire.testing import run_ranks
 
 SOON_S = 5.0
@@ -104,6 +111,32 @@ def spins_when_pinned(cores: list[int]) -> bool:
         return member_of(group)._state._spins > 1
     finally:
         os.sched_setaffinity(0, usable)
+
+
+@pytest.mark.parametrize("kind", ["file", "hash", "tcp"])
+def test_ranks_that_do_not_come_are_named(kind, tmp_path):
+    soon = timedelta(seconds=0.5)
+    if kind == "file":
+        store = dist.FileStore(str(tmp_path / "store"), 3)
+        store.set_timeout(soon)
+    elif kind == "hash":
+        store = dist.HashStore()
+        store.set_timeout(soon)
+    else:
+        store = dist.TCPStore("localhost", 0, is_master=True, timeout=soon)
+    store.set("time 1/available/1", "yes")
+    before = left_behind()
+    with pytest.raises(CollectiveTimeoutError, match=r"ranks \[2\] did not come"):
+        make_backend(store, 0, 3, soon)
+    assert left_behind() == before
+
+
+def test_a_store_that_is_gone_while_a_group_forms():
+    served = dist.TCPStore("localhost", 0, is_master=True)
+    store = dist.TCPStore("localhost", served.port, is_master=False)
+    del served
+    with pytest.raises(PeerLostError, match="store does not answer"):
+        of_ranks(store, "available", 2)
 
 
 @pytest.mark.wide

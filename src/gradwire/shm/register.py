@@ -32,7 +32,7 @@ from gradwire.shm.hierarchy.options import Options
 from gradwire.shm.hierarchy.team import Team
 from gradwire.shm.process_group import Operations, ShmBackend, ShmProcessGroup
 from gradwire.shm.reconfigure import ReconfigurableGroup
-from gradwire.shm.rendezvous import connect_all, report_failure
+from gradwire.shm.rendezvous import connect_all, of_ranks, report_failure
 from gradwire.shm.sync import Deadline, has_semaphores
 from gradwire.shm.teams import Teams
 
@@ -203,8 +203,7 @@ def make_backend(
     # a store may outlive a group: torchrun's still has the keys of a destroyed one of this name
     store = PrefixStore(f"time {store.add(f'times/{rank}', 1)}", store)
     store.set(f"available/{rank}", "yes" if is_available() else "no")
-    # one request, as one for each rank would be size² for all
-    available = store.multi_get([f"available/{other}" for other in range(size)])
+    available = of_ranks(store, "available", size)
     if all(answer == b"yes" for answer in available):
         group = _form_group(store, rank, size, timeout, options or Options())
         if group is not None:

@@ -15,6 +15,7 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from datetime import timedelta
 
+import torch.distributed as dist
 from torch.distributed import Store
 
 from gradwire.errors import CollectiveTimeoutError, PeerFailedError, PeerLostError
@@ -25,6 +26,7 @@ __all__ = [
     "Listener",
     "connect_all",
     "connect_by_name",
+    "of_ranks",
     "process_of",
     "report_absent",
     "report_failure",
@@ -57,6 +59,7 @@ def connect_all(
     Raises:
         CollectiveTimeoutError: A rank did not connect in time.
         PeerFailedError: A rank failed.
+        PeerLostError: The rank whose process has the store is gone.
         OSError: The system refuses, for instance to open as many files.
     """
     peers: dict[int, socket.socket] = {}
@@ -65,7 +68,7 @@ def connect_all(
     except BaseException as error:
         for connection in peers.values():
             connection.close()
-        if not isinstance(error, TimeoutError):
+        if not isinstance(error, TimeoutError) or isinstance(error, CollectiveTimeoutError):
             raise
         missing = sorted(set(range(size)) - set(peers) - {rank})
         raise CollectiveTimeoutError(
@@ -86,7 +89,7 @@ def _connect(
     label = f"/{host}".encode()
     with Listener() as listener:
         store.set(f"address/{rank}", listener.name + label.decode())
-        for lower, address in enumerate(_of_ranks(store, "address", rank)):
+        for lower, address in enumerate(of_ranks(store, "address", rank)):
             name, _, of_host = address.partition(b"/")
             connection = _connect_to(name, 0, rank) if b"/" + of_host == label else None
             if connection is not None:
@@ -107,7 +110,7 @@ def _reached(store: Store, size: int) -> list[list[int]]:
     Raises:
         PeerFailedError: A rank failed.
     """
-    answers = _of_ranks(store, "reached", size)
+    answers = of_ranks(store, "reached", size)
     for rank, answer in enumerate(answers):
         if answer.startswith(_FAILED):
             reason = answer.removeprefix(_FAILED).decode(errors="replace")
@@ -115,9 +118,30 @@ def _reached(store: Store, size: int) -> list[list[int]]:
     return [[] if answer == b"none" else [*map(int, answer.split(b","))] for answer in answers]
 
 
-def _of_ranks(store: Store, step: str, count: int) -> list[bytes]:
-    """What the first `count` ranks set, in one request: one for each would be count² for all."""
-    return store.multi_get([f"{step}/{rank}" for rank in range(count)]) if count else []
+def of_ranks(store: Store, step: str, count: int) -> list[bytes]:
+    """What the first `count` ranks set, in one request: one for each would be count² for all.
+
+    Raises:
+        CollectiveTimeoutError: Ranks set nothing within the store's timeout.
+        PeerLostError: The rank whose process has the store is gone.
+    """
+    if not count:
+        return []
+    keys = [f"{step}/{rank}" for rank in range(count)]
+    try:
+        return store.multi_get(keys)
+    except dist.DistNetworkError as error:
+        raise PeerLostError(
+            f"the group's store does not answer (the rank that hosts it is gone): {error}"
+        ) from error
+    except RuntimeError as error:  # a FileStore's is a plain one
+        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        if not missing:
+            raise
+        timeout: timedelta = store.timeout  # type: ignore[attr-defined]  # torch's stub lacks it
+        raise CollectiveTimeoutError(
+            f"ranks {missing} did not come to form the group within {timeout.total_seconds():g} s"
+        ) from error
 
 
 class Listener:
