@@ -582,6 +582,27 @@ def test_a_rank_that_dies_in_backward(with_hook):
     assert run_ranks(main, 3, may_die=[1]) == [True, None, True]
 
 
+def test_a_hook_that_hides_what_its_collective_ended_with():
+    def main():
+        net = DistributedDataParallel(mlp())
+
+        def hiding(state, bucket):
+            if dist.get_rank() == 1 and dying:
+                os.kill(os.getpid(), signal.SIGKILL)
+            work = dist.all_reduce(bucket.buffer().div_(3), async_op=True)
+            return work.get_future().then(lambda _: bucket.buffer())
+
+        net.register_comm_hook(None, hiding)
+        dying = False
+        assert_good_step(net)
+        dying = True
+        with pytest.raises(PeerLostError, match="a communication hook's collective"):
+            step(net)
+        return True
+
+    assert run_ranks(main, 3, may_die=[1]) == [True, None, True]
+
+
 @pytest.mark.parametrize("where", ["buffers", "join", "models", "state"])
 def test_a_rank_that_dies_between_backwards(where):
     """Others meet it in messages that are no gradients."""

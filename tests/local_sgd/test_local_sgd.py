@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
+import signal
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gradwire import hooks
-from gradwire.errors import ArgumentError, DistributedError, HookError, MismatchError
+from gradwire.errors import ArgumentError, HookError, MismatchError, PeerLostError
 from gradwire.local_sgd import LocalSGD, assign_fragments, diloco, due
 from gradwire.testing import run_ranks
 
@@ -28,6 +30,11 @@ def backward(model, step, rank=None):
     )
     model.zero_grad()
     model(torch.randn(8, 4, generator=generator)).square().mean().backward()
+
+
+def across_hosts():
+    """A hook for ranks on one host."""
+    return hooks.across_hosts(hooks.all_reduce, hooks.host_groups())
 
 
 def parameters(model):
@@ -203,21 +210,24 @@ def test_ranks_that_disagree_and_hooks_that_fail():
     run_ranks(main, 2)
 
 
-@pytest.mark.wide
-def test_a_rank_that_dies_ends_the_exchange_on_the_others():
+@pytest.mark.narrow({"hook": None})
+@pytest.mark.parametrize(
+    "hook", [None, "bf16", "int4", "int8", "low_rank", "sign", "top_k", "auto", "across_hosts"]
+)
+def test_a_rank_that_dies_ends_the_exchange_on_the_others(hook):
     def main():
         model = mlp()
         sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer = LocalSGD(sgd, model.named_parameters(), every=1, hook="int8")
+        chosen = across_hosts() if hook == "across_hosts" else hook
+        optimizer = LocalSGD(sgd, model.named_parameters(), every=1, hook=chosen)
         backward(model, 0)
         if dist.get_rank() == 1:
-            import os
-
-            os._exit(0)
-        with pytest.raises(DistributedError):
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(PeerLostError):
             optimizer.step()
+        return True
 
-    run_ranks(main, 2, may_die=[1])
+    assert run_ranks(main, 2, may_die=[1]) == [True, None]
 
 
 def test_what_is_refused():

@@ -19,7 +19,7 @@ from gradwire.hooks.compression.chain import chain
 from gradwire.hooks.compression.compressor import as_real
 from gradwire.hooks.host_groups import HostGroups
 from gradwire.hooks.protocol import CommHook, HookReturn
-from gradwire.hooks.result import as_future, parse_hook_result
+from gradwire.hooks.result import after, as_future, parse_hook_result
 from gradwire.hooks.stateful import DelegatingHook, StatefulHook, bind_hook
 
 __all__ = ["AcrossHosts", "across_hosts"]
@@ -113,8 +113,7 @@ class AcrossHosts(DelegatingHook):
             if inside.size() == 1:
                 return buffer
             work = dist.broadcast(real, group_src=0, group=inside, async_op=True)
-            assert work is not None
-            return work.get_future().then(lambda done: _after(done, buffer))
+            return after(work, lambda: buffer)
 
         if inside.size() == 1:
             return chain(buffer.device, None, exchange, spread)
@@ -125,8 +124,3 @@ class AcrossHosts(DelegatingHook):
     def parse_hook_result(self, result: Any) -> Tensor:
         """The hook's own is read between hosts already."""
         return StatefulHook.parse_hook_result(self, result)
-
-
-def _after(done: Any, buffer: Tensor) -> Tensor:
-    done.value()
-    return buffer

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from gradwire.hooks.bucket import GradBucket
-from gradwire.hooks.result import as_future
+from gradwire.hooks.result import after, as_future
 from gradwire.hooks.sparse import SparseSum
 
 __all__ = ["all_reduce"]
@@ -42,9 +42,7 @@ def all_reduce(group: ProcessGroup | None, bucket: GradBucket) -> torch.futures.
         return _all_reduce_sparse(group, buffer)
     buffer.div_(group.size())
     wire = torch.view_as_real(buffer) if buffer.is_complex() else buffer
-    future = dist.all_reduce(wire, group=group, async_op=True).get_future()
-    reduced: torch.futures.Future[Tensor] = future.then(lambda _: buffer)
-    return reduced
+    return after(dist.all_reduce(wire, group=group, async_op=True), lambda: buffer)
 
 
 def _all_reduce_sparse(group: ProcessGroup, gradient: Tensor) -> torch.futures.Future[Tensor]:
@@ -53,8 +51,7 @@ def _all_reduce_sparse(group: ProcessGroup, gradient: Tensor) -> torch.futures.F
     work = total.exchange()
     if work is None:
         return as_future(total.result(), all_reduce)  # type: ignore[return-value]
-    reduced: torch.futures.Future[Tensor] = work.get_future().then(lambda _: total.result())
-    return reduced
+    return after(work, total.result)
 
 
 all_reduce.single_collective = True  # type: ignore[attr-defined]

@@ -19,7 +19,7 @@ from gradwire.hooks.bucket import GradBucket
 from gradwire.hooks.protocol import hook_name
 from gradwire.hooks.stateful import StatefulHook, tensor_in
 
-__all__ = ["as_future", "parse_hook_result"]
+__all__ = ["after", "as_future", "parse_hook_result"]
 
 
 def as_future(returned: object, hook: Callable[..., object]) -> torch._C.Future[Any]:
@@ -44,6 +44,23 @@ def as_future(returned: object, hook: Callable[..., object]) -> torch._C.Future[
         f"hook {hook_name(hook)} returned {returned!r}: return a torch.futures.Future, a tensor or "
         "a work handle whose result is the reduced buffer"
     )
+
+
+def after(work: Work | None, result: Callable[[], Tensor]) -> Future[Tensor]:
+    """A future of what a function gives when a collective is done; of its error, if it failed.
+
+    Args:
+        work: The collective's handle, on a rank that takes part.
+        result: Called in a thread of the backend's.
+    """
+    assert work is not None
+
+    def give(done: Future[Any]) -> Tensor:
+        done.value()  # a callback that did not ask would hide what ended the collective
+        return result()
+
+    future: Future[Tensor] = work.get_future().then(give)
+    return future
 
 
 def parse_hook_result(result: object, bucket: GradBucket, hook: Callable[..., object]) -> Tensor:

@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from gradwire._engine_errors import backend_failure, backend_timeout, is_over, is_transport
+from gradwire._engine_errors import backend_failure, is_over, is_transport
+from gradwire.ddp.group import timeout_of
 from gradwire.errors import DistributedError, HookError
 from gradwire.hooks import GradBucket, StatefulHook, as_future, hook_name, parse_hook_result
 
@@ -32,5 +33,5 @@ def reduce_bucket(hook: StatefulHook[Any], bucket: GradBucket, group: ProcessGro
         what = f"hook {hook_name(hook)}, bucket {bucket.index()}"
         if not is_transport(error):
             raise HookError(f"{what}: {type(error).__name__}: {error}") from error
-        timed_out = is_over(since, backend_timeout(group))
+        timed_out = is_over(since, timeout_of(group))
         raise backend_failure(error, what, timed_out=timed_out) from error

@@ -102,6 +102,11 @@ class FaultDomain(Resynchronizer):
         text = f"{what}: the communication hook raised {type(error).__name__}: {error}"
         self.fail(HookError(text), error)
 
+    def raise_hidden(self, what: str) -> None:
+        """Raise a failure of the group that a hook has hidden: its callback did not ask for it."""
+        if failure := self._backend_error():
+            self.give_up(self.translate(failure, what), failure)
+
     def _backend_error(self) -> BaseException | None:
         """What a collective of a hook failed with: its handle has it, or its group on shm."""
         if error := first_failure([work_in_flight(work) for work in self.log.works]):

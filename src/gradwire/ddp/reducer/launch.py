@@ -203,6 +203,8 @@ class Launcher:
 
         Raises if a rank fails before it has voted.
         """
+        if cpu_capable(self._group):
+            self._domain.raise_hidden("a communication hook's collective")
         votes, work = self.start_sum(torch.tensor([1.0, *numbers]))
         self.wait_small(work)
         voted, *sums = votes.tolist()

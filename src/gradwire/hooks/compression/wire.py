@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup, Work
+from torch.distributed import ProcessGroup
+
+from gradwire.hooks.result import after
 
 __all__ = ["Traffic", "Wire", "looked_up", "values_in"]
 
@@ -61,32 +63,21 @@ class Wire:
         """Sum over ranks, in place: a future of the tensor."""
         self._traffic.add(tensor.nbytes, 2 * tensor.nbytes * (self.size - 1) / self.size)
         work = dist.all_reduce(tensor, group=self.group, async_op=True)
-        return _future(work, tensor)
+        return after(work, lambda: tensor)
 
     def all_gather(self, own: Tensor) -> torch._C.Future[Tensor]:
         """A future of all ranks' tensors, of shape (W, *own.shape)."""
         self._traffic.add(own.nbytes, own.nbytes * (self.size - 1))
         received = own.new_empty(self.size, *own.shape)
         work = dist.all_gather(list(received.unbind()), own, group=self.group, async_op=True)
-        return _future(work, received)
+        return after(work, lambda: received)
 
     def all_to_all(self, rows: Tensor) -> torch._C.Future[Tensor]:
         """Row i goes to rank i; a future of the rows that the ranks sent here, in their order."""
         self._traffic.add(rows.nbytes, rows.nbytes * (self.size - 1) / self.size)
         received = torch.empty_like(rows)
         work = dist.all_to_all_single(received, rows, group=self.group, async_op=True)
-        return _future(work, received)
-
-
-def _future(work: Work | None, result: Tensor) -> torch._C.Future[Tensor]:
-    assert work is not None  # this rank is in the group
-    future: torch._C.Future[Tensor] = work.get_future().then(lambda done: _value(done, result))
-    return future
-
-
-def _value(done: torch._C.Future[object], result: Tensor) -> Tensor:
-    done.value()  # raises what ended the collective
-    return result
+        return after(work, lambda: received)
 
 
 def values_in(columns: Tensor, dtype: torch.dtype) -> Tensor:
