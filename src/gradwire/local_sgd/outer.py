@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from gradwire._groups import check_group, default_group
 from gradwire.buckets import plan_buckets
 from gradwire.ddp import broadcast_coalesced
+from gradwire.ddp.faults.fault_domain import FaultDomain
 from gradwire.ddp.verify import describe, verify_same
 from gradwire.errors import ArgumentError, ArgumentTypeError
 from gradwire.hooks import CommHook, GradBucket, all_reduce, bind_hook, get_hook
@@ -56,6 +57,7 @@ class LocalSGD:
     Raises:
         ArgumentError: A number is out of its range, or there are no parameters.
         MismatchError: The ranks' parameters or arguments differ.
+        NotSupportedError: The group has no store.
 
     Example:
         >>> from gradwire.testing import run_ranks
@@ -107,6 +109,8 @@ class LocalSGD:
         chosen = get_hook(hook) if isinstance(hook, str) else (hook or all_reduce)
         state = self.group if hook_state is None else hook_state
         self._hook = bind_hook(None if hasattr(chosen, "run_hook") else state, chosen)
+        self._domain = FaultDomain.of(self.group)
+        self._domain.connect()
         _verify(self.group, everything, every, fragments)
         broadcast_coalesced(self.group, [p.detach() for _, p in everything], group_src=0)
         self._anchors = [p.detach().clone() for p in self._parameters]
@@ -127,6 +131,7 @@ class LocalSGD:
         Raises:
             PeerLostError, CollectiveTimeoutError: Another rank is gone, or stayed away.
             HookError: The hook failed.
+            BrokenGroupError: The group failed before.
         """
         result = self.optimizer.step(closure)
         self.steps += 1
@@ -155,7 +160,7 @@ class LocalSGD:
         for number, members in enumerate(plan.buckets):
             chosen = [indices[m] for m in members]
             bucket = self._bucket(chosen, number, is_last=number + 1 == len(plan.buckets))
-            reduced = reduce_bucket(self._hook, bucket, self.group)
+            reduced = reduce_bucket(self._hook, bucket, self._domain)
             bucket.set_buffer(reduced.view(-1))
             for index, gradient in zip(chosen, bucket.gradients(), strict=True):
                 self._anchors[index].grad = gradient

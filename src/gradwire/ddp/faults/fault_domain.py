@@ -120,7 +120,14 @@ class FaultDomain(Resynchronizer):
     def translate(self, error: BaseException, what: str) -> DistributedError:
         """A backend's failure of a collective under way, as one of ours."""
         timed_out = is_over(self.log.since, self.seconds)
-        return backend_failure(error, what, timed_out=timed_out)
+        return backend_failure(self.cause(error), what, timed_out=timed_out)
+
+    def cause(self, error: BaseException) -> BaseException:
+        """What failed first: on shm, where an operation fails, those behind it only say so."""
+        member = member_of(self.group)
+        if isinstance(error, BrokenGroupError) and member is not None:
+            return member.failure or error
+        return error
 
     def note_interrupted(self) -> None:
         """An exception ended a participant's backward here; `recover` reports it to the ranks."""

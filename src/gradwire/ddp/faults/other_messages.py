@@ -53,7 +53,7 @@ def wait_for_message(
     try:
         with backend_errors(group, what, since):
             if error := wait_work(work, poll, on_cpu=on_cpu, seconds=domain.seconds):
-                raise error
+                raise domain.cause(error)
     except DistributedError as failure:
         if domain.broken is None:
             domain.give_up(failure, failure.__cause__)

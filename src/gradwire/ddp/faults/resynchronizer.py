@@ -232,7 +232,7 @@ class Resynchronizer:
 
         To be called in waits for what no rank has before all have given theirs. Backends tell of
         deaths, and sooner; but Gloo forgets a send that it has begun when the connection ends, and
-        waits for the group's timeout (4 % of deaths in steps of small buckets with a hook, W = 3).
+        waits for the group's timeout (one death in a thousand, W = 3).
         """
         now = time.monotonic()
         if self._channel is None or now < self._next_look or not self.lock.acquire(blocking=False):
