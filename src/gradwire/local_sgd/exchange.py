@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gradwire._engine_errors import backend_failure, is_over, is_transport
 from gradwire.ddp.faults.fault_domain import FaultDomain
+from gradwire.ddp.faults.other_messages import LOST
 from gradwire.ddp.faults.waiting import wait_future
 from gradwire.errors import DistributedError, HookError
 from gradwire.hooks import GradBucket, StatefulHook, as_future, hook_name, parse_hook_result
@@ -39,7 +40,7 @@ def reduce_bucket(hook: StatefulHook[Any], bucket: GradBucket, domain: FaultDoma
             raise late
         return parse_hook_result(future.wait(), bucket, hook)
     except DistributedError as error:
-        if domain.broken is None and not isinstance(error, HookError):
+        if domain.broken is None and isinstance(error, LOST):
             domain.give_up(error, error.__cause__)
         raise
     except Exception as error:

@@ -125,9 +125,9 @@ class FaultDomain(Resynchronizer):
     def cause(self, error: BaseException) -> BaseException:
         """What failed first: on shm, where an operation fails, those behind it only say so."""
         member = member_of(self.group)
-        if isinstance(error, BrokenGroupError) and member is not None:
-            return member.failure or error
-        return error
+        first = None if member is None else member.failure
+        known = isinstance(error, BrokenGroupError) and isinstance(first, DistributedError)
+        return first if known and first is not None else error
 
     def note_interrupted(self) -> None:
         """An exception ended a participant's backward here; `recover` reports it to the ranks."""

@@ -14,9 +14,12 @@ from torch.distributed import ProcessGroup, Work
 from gradwire.ddp.faults.fault_domain import FaultDomain
 from gradwire.ddp.faults.waiting import wait_work
 from gradwire.ddp.group import backend_errors
-from gradwire.errors import DistributedError
+from gradwire.errors import BrokenGroupError, CollectiveTimeoutError, PeerLostError
 
-__all__ = ["wait_for_message"]
+__all__ = ["LOST", "wait_for_message"]
+
+LOST = (PeerLostError, CollectiveTimeoutError, BrokenGroupError)
+"""After these a group cannot be used; after a mismatch it can."""
 
 
 def wait_for_message(
@@ -54,7 +57,7 @@ def wait_for_message(
         with backend_errors(group, what, since):
             if error := wait_work(work, poll, on_cpu=on_cpu, seconds=domain.seconds):
                 raise domain.cause(error)
-    except DistributedError as failure:
+    except LOST as failure:
         if domain.broken is None:
             domain.give_up(failure, failure.__cause__)
         raise
