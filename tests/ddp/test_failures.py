@@ -582,6 +582,7 @@ def test_a_rank_that_dies_in_backward(with_hook):
     assert run_ranks(main, 3, may_die=[1]) == [True, None, True]
 
 
+@pytest.mark.narrow({"each_backend": "shm"})
 def test_a_hook_that_hides_what_its_collective_ended_with():
     def main():
         net = DistributedDataParallel(mlp())
@@ -603,6 +604,7 @@ def test_a_hook_that_hides_what_its_collective_ended_with():
     assert run_ranks(main, 3, may_die=[1]) == [True, None, True]
 
 
+@pytest.mark.narrow({"where": "buffers", "each_backend": "gloo"})
 @pytest.mark.parametrize("where", ["buffers", "join", "models", "state"])
 def test_a_rank_that_dies_between_backwards(where):
     """Others meet it in messages that are no gradients."""
@@ -630,6 +632,7 @@ def test_a_rank_that_dies_between_backwards(where):
     assert run_ranks(main, 3, may_die=[1]) == [True, None, True]
 
 
+@pytest.mark.narrow({"each_backend": "gloo"})
 def test_a_death_that_the_backend_does_not_tell_of():
     """As Gloo's, now and then: it forgets a message under way when the connection ends."""
 

@@ -143,6 +143,7 @@ def test_a_rank_that_dies_before_its_vote():
     assert run_ranks(main, 3, may_die=[1], timeout=60) == [True, None, True]
 
 
+@pytest.mark.narrow({"each_backend": "gloo"})
 def test_a_death_in_a_resynchronization_that_the_backend_does_not_tell_of():
     def main():
         net = DistributedDataParallel(sprung(2, rank=2))

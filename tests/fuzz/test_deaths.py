@@ -143,6 +143,7 @@ def run(name, seed, backend, ends):
         assert told.startswith(PeerLostError.__name__), told
 
 
+@pytest.mark.narrow({"backend": "gloo"})
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 def test_a_death_at_a_random_moment(backend, tmp_path):
     run("all_reduce", 1, backend, tmp_path)

@@ -210,7 +210,7 @@ def test_ranks_that_disagree_and_hooks_that_fail():
     run_ranks(main, 2)
 
 
-@pytest.mark.narrow({"hook": None})
+@pytest.mark.narrow({"hook": None, "each_backend": "gloo"})
 @pytest.mark.parametrize(
     "hook", [None, "bf16", "int4", "int8", "low_rank", "sign", "top_k", "auto", "across_hosts"]
 )
