@@ -133,8 +133,9 @@ def train(name, seed, ends):
     os._exit(1)  # as a script does, whose process ends with the error
 
 
-def run(name, seed, backend, ends):
-    everyone = range(RANKS)
+def assert_others_learn(name, seed, backend, path):
+    everyone, ends = range(RANKS), path / f"seed {seed}"
+    ends.mkdir()
     args = [name, seed, ends]
     run_ranks(train, RANKS, backend=backend, may_die=everyone, timeout=SOON_S, args=args)
     victim = random.Random(seed).randrange(RANKS)
@@ -146,7 +147,7 @@ def run(name, seed, backend, ends):
 @pytest.mark.narrow({"backend": "gloo"})
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 def test_a_death_at_a_random_moment(backend, tmp_path):
-    run("all_reduce", 1, backend, tmp_path)
+    assert_others_learn("all_reduce", 1, backend, tmp_path)
 
 
 @pytest.mark.wide
@@ -155,4 +156,4 @@ def test_a_death_at_a_random_moment(backend, tmp_path):
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_deaths_at_random_moments(name, backend, tmp_path):
     for seed in range(8 if os.environ.get("GRADWIRE_LONG") == "1" else 1):
-        run(name, seed, backend, tmp_path)
+        assert_others_learn(name, seed, backend, tmp_path)

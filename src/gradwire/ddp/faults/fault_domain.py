@@ -126,8 +126,9 @@ class FaultDomain(Resynchronizer):
         """What failed first: on shm, where an operation fails, those behind it only say so."""
         member = member_of(self.group)
         first = None if member is None else member.failure
-        known = isinstance(error, BrokenGroupError) and isinstance(first, DistributedError)
-        return first if known and first is not None else error
+        if isinstance(error, BrokenGroupError) and isinstance(first, DistributedError):
+            return first
+        return error
 
     def note_interrupted(self) -> None:
         """An exception ended a participant's backward here; `recover` reports it to the ranks."""
