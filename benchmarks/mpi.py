@@ -1,4 +1,4 @@
-"""all_reduce on shm and under MPIs, one to an environment: launches take turns.
+"""all_reduce on shm, ordinary and prepared, and under MPIs, one to an environment, by turns.
 
 The environment variable MPI_ENVIRONMENTS names virtual environments with mpi4py and an MPI:
 "Open MPI=PATH:Intel MPI=PATH".
@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from benchmarks.alternate import OURS, alternate, order
 from benchmarks.benchmark import Benchmark
@@ -28,6 +29,7 @@ from gradwire import shm
 
 __all__ = ["BENCHMARK", "Case", "measure"]
 
+PREPARED = "prepared"
 LAUNCHES = 4
 WARMUP = 3
 SECONDS = 120
@@ -41,7 +43,8 @@ SETTINGS = {
 PREDICTION = (
     "The MPIs copy into shared memory and out of it, and read from one array and write to another. "
     "gradwire reduces where the tensor lies, from 1 MB on with as few passes as there can be; for "
-    "short messages, Python's steps cost more than the rest."
+    "short messages, Python's steps cost more than the rest, torch.distributed's more than half of "
+    "them: an all_reduce that is prepared once goes without those."
 )
 
 Samples = dict[int, list[float]]
@@ -67,39 +70,60 @@ CASES = [
 def measure(cases: Sequence[Case], options: Options) -> list[CaseResult]:
     """Each case's times; each contender is launched several times, by turns."""
     sizes = [case.nbytes for case in cases]
-    contenders: dict[str, Callable[[], Samples]] = {OURS: partial(_ours, sizes, options)}
+    contenders: dict[str, Callable[[], dict[str, Samples]]] = {OURS: partial(_ours, sizes, options)}
     for entry in filter(None, os.environ.get("MPI_ENVIRONMENTS", "").split(":")):
         name, _, path = entry.partition("=")
-        contenders[name] = partial(_mpi, Path(path), sizes, options)
-    taken: dict[str, Samples] = {name: {size: [] for size in sizes} for name in contenders}
+        contenders[name] = partial(_mpi, name, Path(path), sizes, options)
+    names = [*contenders, PREPARED]
+    taken: dict[str, Samples] = {name: {size: [] for size in sizes} for name in names}
     for number in range(LAUNCHES):
         for name in order(list(contenders), number):
             say(f"{name}, launch {number + 1} of {LAUNCHES}")
-            for size, seconds in contenders[name]().items():
-                taken[name][size] += seconds
+            for kind, samples in contenders[name]().items():
+                for size, seconds in samples.items():
+                    taken[kind][size] += seconds
     return [_result(case, taken, options) for case in cases]
 
 
 def _result(case: Case, taken: dict[str, Samples], options: Options) -> CaseResult:
     seconds = {name: samples[case.nbytes] for name, samples in taken.items()}
-    time = Measure.of("time", "µs", scaled(seconds, 1e6))
-    return CaseResult(case.name, PREDICTION, LAUNCHES * options.rounds, [time])
+    ordinary = scaled(seconds, 1e6)
+    prepared = ordinary.pop(PREPARED)
+    measures = [
+        Measure.of("time", "µs", ordinary),
+        Measure.of("time, prepared", "µs", {**ordinary, OURS: prepared}),
+    ]
+    return CaseResult(case.name, PREDICTION, LAUNCHES * options.rounds, measures)
 
 
-def _ours(sizes: Sequence[int], options: Options) -> Samples:
+def _ours(sizes: Sequence[int], options: Options) -> dict[str, Samples]:
     return launch(_time, sizes, options.rounds, world_size=options.world_size, backend="shm")
 
 
-def _time(sizes: Sequence[int], rounds: int) -> Samples:
-    taken = {}
+def _time(sizes: Sequence[int], rounds: int) -> dict[str, Samples]:
+    taken: dict[str, Samples] = {OURS: {}, PREPARED: {}}
+    steps: dict[str, Callable[[], object]]
     for size in sizes:
         tensor = shm.empty(size // 4, dtype=torch.float32).zero_()
-        step = partial(dist.all_reduce, tensor)
-        taken[size] = alternate({OURS: step}, rounds, warmup=WARMUP)[OURS]
+        steps = {OURS: partial(dist.all_reduce, tensor), PREPARED: _prepared(tensor)}
+        for kind, seconds in alternate(steps, rounds, warmup=WARMUP).items():
+            taken[kind][size] = seconds
     return taken
 
 
-def _mpi(environment: Path, sizes: Sequence[int], options: Options) -> Samples:
+def _prepared(tensor: Tensor) -> Callable[[], None]:
+    total = shm.all_reduce_init(tensor)
+
+    def step() -> None:
+        total.start()
+        total.wait()
+
+    return step
+
+
+def _mpi(
+    name: str, environment: Path, sizes: Sequence[int], options: Options
+) -> dict[str, Samples]:
     script = Path(__file__).with_name("mpi_rank.py")
     done = subprocess.run(
         [
@@ -114,7 +138,7 @@ def _mpi(environment: Path, sizes: Sequence[int], options: Options) -> Samples:
         check=True,
     )
     found: dict[str, list[float]] = json.loads(done.stdout.splitlines()[-1])
-    return {int(size): seconds for size, seconds in found.items()}
+    return {name: {int(size): seconds for size, seconds in found.items()}}
 
 
 BENCHMARK = Benchmark(

@@ -78,6 +78,34 @@ def test_other_operations_may_come_in_between(count):
     assert run_ranks(among_others, 2, backend="shm", args=(count,), timeout=30) == [[3.0] * 3] * 2
 
 
+def waits_elsewhere(count, how):
+    x, y = torch.ones(count), torch.ones(3)
+    prepared = gradwire.shm.all_reduce_init(x)
+    group = None if how == "point to point" else dist.new_group(backend=how)
+    for _ in range(3):
+        prepared.start()
+        if dist.get_rank() == 1:
+            prepared.wait()
+        if how != "point to point":
+            dist.all_reduce(y, group=group)
+        elif dist.get_rank() == 0:
+            dist.recv(y, 1)
+        else:
+            dist.send(y, 0)
+        if dist.get_rank() == 0:
+            prepared.wait()
+    return x.eq(8).all().item()
+
+
+@pytest.mark.narrow({"count": SHORT})
+@pytest.mark.parametrize("how", ["point to point", "gloo", "shm"])
+@pytest.mark.parametrize("count", [SHORT, LONG])
+def test_others_end_theirs_when_a_rank_has_started(count, how):
+    """A rank that waits for something of theirs first would wait for ever."""
+    args = (count, how)
+    assert run_ranks(waits_elsewhere, 2, backend="shm", args=args, timeout=30) == [True, True]
+
+
 def fits_ordinary(count):
     x = torch.ones(count)
     if dist.get_rank():

@@ -65,7 +65,7 @@ class GroupState(Meeting):
 
     def _forget_last(self) -> None:
         self._ring = None
-        self._regions.release_ended(self.links, self._deadline)
+        self._regions.release_ended(self.links, self._deadline.seconds)
 
     def pipeline(
         self, pieces: int, *, stages: int, partners: Sequence[int] | None = None

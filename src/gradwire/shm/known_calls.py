@@ -7,7 +7,7 @@ of 1 MiB.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from gradwire.recorder import Entry
 from gradwire.shm.arithmetic import reducer
 from gradwire.shm.group_state import GroupState
 from gradwire.shm.header import Call
+from gradwire.shm.operation_queue import Job
 from gradwire.shm.reduce_algorithms import reduce_long
 
 __all__ = ["Key", "KnownCall", "KnownCalls"]
@@ -36,18 +37,26 @@ class _Short:
         like: The recorder's entry of an earlier call.
     """
 
-    __slots__ = ("_announce", "_reduce", "like")
+    __slots__ = ("_collect", "_reduce", "_show", "like")
 
     def __init__(self, state: GroupState, key: Key) -> None:
         shape, dtype, op = key
         call = Call("all_reduce", dtype, shape.numel(), op)
-        self._announce: Callable[[Tensor], Sequence[Tensor]] = state.prepared(call, shape)
+        self._show, self._collect = state.prepared(call, shape)
         self._reduce = reducer(op, state.size)
         self.like: Entry | None = None
 
     def __call__(self, tensor: Tensor) -> None:
         """Reduce a tensor, as a job of the group."""
-        self._reduce(tensor, self._announce(tensor))
+        self._show(tensor)
+        self._reduce(tensor, self._collect())
+
+    def halves(self, tensor: Tensor) -> tuple[Job, Job]:
+        """The same as two jobs: what the other ranks wait for, and what waits for them."""
+        return partial(self._show, tensor), partial(self._finish, tensor)
+
+    def _finish(self, tensor: Tensor) -> None:
+        self._reduce(tensor, self._collect())
 
 
 class _Long:
@@ -72,6 +81,10 @@ class _Long:
     def __call__(self, tensor: Tensor) -> None:
         """Reduce a tensor, as a job of the group."""
         reduce_long(self._state, self._call, tensor.view(-1), self._announce)
+
+    def halves(self, _: Tensor) -> None:
+        """None: ranks wait for each other more than once."""
+        return
 
 
 KnownCall = _Short | _Long

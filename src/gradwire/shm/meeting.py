@@ -82,7 +82,9 @@ class Meeting:
         self._compared = [[compared(header) for header in half] for half in segment.headers]
         self._located = [[located(header) for header in half] for half in segment.headers]
         self._tables = segment.tables
-        self._all_meet = self._semaphores.barrier(self._others, self._check_peers)
+        self._post_all, self._wait_for_all = self._semaphores.barrier(
+            self._others, self._check_peers
+        )
         self._inline = segment.inline
         self.inline_bytes = segment.inline[0][0].numel()
         self._parity = self._mark = 0
@@ -121,15 +123,19 @@ class Meeting:
         # a root's tables are not those of the other ranks, which `check_consistent` is told by it
         self._meet(tables=bool(call.sends) and (call.numel != UNEVEN or self.size == 1))
 
-    def prepared(self, call: Call, shape: torch.Size) -> Callable[[Tensor], list[Tensor]]:
-        """A function that announces a call with short data beside its header, again and again.
+    def prepared(
+        self, call: Call, shape: torch.Size
+    ) -> tuple[Callable[[Tensor], None], Callable[[], list[Tensor]]]:
+        """`announce` of a call with short data beside its header, again and again, in two halves.
 
         Args:
             call: Without tables.
             shape: Of the data, which takes up to `inline_bytes`.
 
         Returns:
-            The function: it is given this rank's data, and returns all ranks'.
+            A function that is given this rank's data, and waits for nobody: the other ranks need no
+            more of this one. And one that waits for them, compares, and returns all ranks' data;
+            no other collective comes between the two.
         """
         header, rank = packed(call, Location(INLINE)), self.rank
         nbytes = call.numel * call.dtype.itemsize
@@ -140,9 +146,10 @@ class Meeting:
             ]
         own = [half[rank][: len(header)] for half in self._headers]
         data, move = [half[rank].data_ptr() for half in halves], _memmove()
-        meet, parts, size, shown = self._all_meet, self._compared, self.size, self._shown
+        post, wait, shown = self._post_all, self._wait_for_all, self._shown
+        parts, size = self._compared, self.size
 
-        def announce(tensor: Tensor) -> list[Tensor]:
+        def show(tensor: Tensor) -> None:
             self._next(call.kind)
             parity = self._parity
             # two thirds of the time that torch's `copy_` takes for short data
@@ -156,12 +163,16 @@ class Meeting:
                     self._mark = 0
                 else:
                     shown[parity] = header
-            meet()
+            post()
+
+        def collect() -> list[Tensor]:
+            wait()
+            parity = self._parity
             if parts[parity].count(parts[parity][rank]) != size:
                 check_consistent(self._headers[parity], rank, tables=False)
             return halves[parity]
 
-        return announce
+        return show, collect
 
     def announcing(self, call: Call) -> Callable[[Location], None]:
         """`announce` of a call without tables or data beside its header, again and again.
@@ -235,7 +246,8 @@ class Meeting:
                 others if None. Where few ranks need each other, the rest need no core for it.
         """
         if partners is None:
-            self._all_meet()
+            self._post_all()
+            self._wait_for_all()
             return
         self._semaphores.post(partners)
         self._semaphores.wait(partners, self._check_peers)

@@ -26,20 +26,23 @@ class Prepared:
     Args:
         job: What it does.
         tensors: What it fills.
-        short: Whether it is run by who waits for it, unless others come in between.
-        queued: Runs it in the group's thread.
+        halves: Its two halves, if it is short: what the other ranks wait for, which is run when it
+            is begun, and the rest, which is run by who waits for it, unless others come in between.
+        queued: Runs what is left of it in the group's thread.
         entry: The recorder's of the present run.
         like: The recorder's of an earlier run, as it was begun.
         work: The handle of the present run, if a thread has or gets it.
+        left: What is left to be run of the present run.
     """
 
     job: Job
     tensors: Sequence[Tensor]
-    short: bool
+    halves: tuple[Job, Job] | None
     queued: Callable[[Prepared], None]
     entry: Entry | None = None
     like: Entry | None = None
     work: ShmWork | None = None
+    left: Job | None = None
 
 
 class Queue:
@@ -85,8 +88,15 @@ class Queue:
         self._inline_in = threading.get_ident()
         self._running.acquire()
 
-    def hold(self, prepared: Prepared) -> bool:
-        """Keep an operation for `take`, or the thread once there are others; whether it is kept.
+    def hold(self, prepared: Prepared, first: Job, failed: Callable[[BaseException], None]) -> bool:
+        """Run an operation's first half, if nothing is before it; whether it was run.
+
+        What is left of it is kept for `take`, or for the thread once there are others.
+
+        Args:
+            prepared: The operation.
+            first: Its first half.
+            failed: Called with an exception of that.
 
         Raises:
             BrokenGroupError, NotSupportedError: As of `submit`.
@@ -94,6 +104,15 @@ class Queue:
         with self._order:
             if not self._is_free():
                 return False
+            # with the lock, nobody else begins to run one
+            self._inline_in = threading.get_ident()
+            try:
+                first()
+            except BaseException as error:
+                failed(error)
+                raise
+            finally:
+                self._inline_in = 0
             self._held = prepared
         return True
 
@@ -157,7 +176,7 @@ class Queue:
     def close(self) -> None:
         """Refuse new jobs, run the submitted ones, then end the thread; not from within a job."""
         with self._order:
-            self._closed, self._held = True, None  # what was held was begun by nobody
+            self._closed, self._held = True, None  # no other rank needs more of what was held
         with self._running:
             pass  # wait for an operation that runs in a caller's thread
         if self._thread is not None:

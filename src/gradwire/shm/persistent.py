@@ -43,7 +43,7 @@ class PersistentAllReduce:
         self._started = False
 
     def start(self) -> None:
-        """Begin: the tensor's values at this moment count, or those at `wait` if it is short.
+        """Begin: the tensor is not to be written to until `wait`; other ranks wait for no more.
 
         Raises:
             DistributedError: It was begun already.

@@ -74,8 +74,8 @@ class Reductions(GroupBase):
             known = self._known.make((flat.shape, flat.dtype, op))
         call = Call("all_reduce", flat.dtype, flat.numel(), op)
         job = partial(self._algorithms.reduce, call) if known is None else known
-        short = self._known is not None and self._known.is_short(flat.nbytes)
-        return self.prepare(partial(job, flat), [tensor], short=short)
+        halves = None if known is None else known.halves(flat)
+        return self.prepare(partial(job, flat), [tensor], halves)
 
     def allreduce_sparse(self, tensors: list[Tensor], opts: Any = None) -> Work:
         """Every rank's sparse COO tensor becomes the sum over all ranks, coalesced.

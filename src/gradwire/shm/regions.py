@@ -78,7 +78,7 @@ class Regions:
             DistributedError: There is not enough memory.
             NotSupportedError: This thread is in an allocation already, which a signal interrupted.
         """
-        self.release_ended(links, deadline)
+        self.release_ended(links, deadline.left())
         with self._lock:
             if self._allocating:
                 raise NotSupportedError(
@@ -113,10 +113,14 @@ class Regions:
         self._sent = True
         return flat[:size]
 
-    def release_ended(self, links: Links, deadline: Deadline) -> None:
+    def release_ended(self, links: Links, seconds: float | None) -> None:
         """Have peers unmap the regions that have no tensor any more, and free their memory.
 
         No peer reads them: a collective on regions ends after all ranks have read.
+
+        Args:
+            links: The connections.
+            seconds: For each message.
         """
         while self._ended:
             try:  # another thread may take the last one meanwhile
@@ -124,7 +128,7 @@ class Regions:
             except IndexError:
                 return
             if self._pieces.get(number) is piece:  # else it was allocated anew, after an error
-                links.send_to_all(Message(Kind.RELEASE, number=number), deadline)
+                links.send_to_all(Message(Kind.RELEASE, number=number), Deadline(seconds))
                 del self._pieces[number]
             assert self._memory is not None
             self._memory.free(*piece)

@@ -201,33 +201,45 @@ class Submission:
     def _release(self) -> None:
         """Leave the group: no operation of this thread uses its memory any more."""
 
-    def prepare(self, job: Job, tensors: Sequence[Tensor], *, short: bool) -> Prepared:
+    def prepare(
+        self, job: Job, tensors: Sequence[Tensor], halves: tuple[Job, Job] | None
+    ) -> Prepared:
         """Prepare an operation that `start` and `finish` run again and again.
 
         Args:
             job: What it does.
             tensors: What it fills.
-            short: Whether `finish` runs it.
+            halves: The job's, of which `start` runs the first and `finish` the second; if there are
+                none, a thread runs it.
         """
         if any(map(Tensor.is_inference, tensors)):
             job = partial(_in_inference_mode, job)
-        return Prepared(job, tensors, short, self._run_prepared)
+            halves = halves and (halves[0], partial(_in_inference_mode, halves[1]))
+        return Prepared(job, tensors, halves, self._run_prepared)
 
     def _run_prepared(self, prepared: Prepared) -> None:
-        self._run_queued(prepared.job, 0, self._seconds, prepared.entry)
+        assert prepared.left is not None
+        self._run_queued(prepared.left, 0, self._seconds, prepared.entry)
 
     def start(self, prepared: Prepared) -> None:
-        """Begin a prepared operation, which `finish` ends; a short one is run there."""
+        """Begin a prepared operation, which `finish` ends; other ranks can end theirs."""
         if self._closed or self._broken is not None:
             self._check_usable()
         self._submitted += 1
         prepared.entry = self._record_again(prepared, prepared.tensors, "a prepared all_reduce")
         if self.observer is not None:
             self.observer("allreduce_", 0, [prepared.tensors])
-        prepared.work = None
-        if not prepared.short or not self._queue.hold(prepared):
-            prepared.work = ShmWork(prepared.tensors)
-            self._queue.submit(partial(self._run_prepared, prepared), prepared.work)
+        prepared.work, halves = None, prepared.halves
+        if halves is not None:
+            prepared.left = halves[1]  # before `hold`: from then on, the thread may run it
+            try:
+                if self._queue.hold(prepared, halves[0], self._break):
+                    return
+            finally:
+                if self._leaving:
+                    self._release_if_left()
+        prepared.left, prepared.work = prepared.job, ShmWork(prepared.tensors)
+        self._queue.submit(partial(self._run_prepared, prepared), prepared.work)
 
     def finish(self, prepared: Prepared) -> None:
         """Wait for a prepared operation to end.
@@ -236,7 +248,8 @@ class Submission:
             DistributedError: The operation failed.
         """
         if self._queue.take(prepared):
-            self._run_at_once(prepared.job, 0, self._seconds, prepared.entry)
+            assert prepared.left is not None
+            self._run_at_once(prepared.left, 0, self._seconds, prepared.entry)
         elif prepared.work is None:
             raise BrokenGroupError("the group was destroyed before the operation was waited for")
         else:

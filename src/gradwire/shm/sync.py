@@ -217,15 +217,17 @@ class Semaphores:
 
     def barrier(
         self, peers: Sequence[int], poll: Callable[[Sequence[int]], None]
-    ) -> Callable[[], None]:
-        """`post` and `wait` in one function, for what is called again and again."""
+    ) -> tuple[Callable[[], None], Callable[[], None]]:
+        """`post` and `wait` as functions without arguments, for what is called again and again."""
         post, attempt, glances = self._post, self._try, range(self._glances)
         to = [self._to_at[peer] for peer in peers]
         places = [(i, self._from_at[peer]) for i, peer in enumerate(peers)]
 
-        def meet() -> None:
+        def post_all() -> None:
             for at in to:
                 post(at)
+
+        def wait_for_all() -> None:
             for i, at in places:
                 for _ in glances:
                     if attempt(at) == 0:
@@ -233,7 +235,7 @@ class Semaphores:
                 else:
                     self._wait_long(peers[i], peers[i:], poll)
 
-        return meet
+        return post_all, wait_for_all
 
     def _wait_long(
         self, peer: int, missing: Sequence[int], poll: Callable[[Sequence[int]], None]
