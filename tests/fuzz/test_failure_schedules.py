@@ -328,7 +328,7 @@ def run_death(seed, ranks, backend, timeout):
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 def test_schedules(backend, ranks):
-    run_and_check(range(100 * ranks, 100 * ranks + 8), ranks, backend, timeout=100)
+    run_and_check(range(100 * ranks, 100 * ranks + 5), ranks, backend, timeout=100)
 
 
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
@@ -341,7 +341,7 @@ def test_deaths(backend):
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 def test_more_schedules(backend, ranks):
-    last = 1300 if os.environ.get("GRADWIRE_LONG") == "1" else 1150
+    last = 1300 if os.environ.get("GRADWIRE_LONG") == "1" else 1100
     for first in range(1000, last, 50):
         run_and_check(range(first, first + 50), ranks, backend, timeout=180)
 
