@@ -16,9 +16,13 @@ from gradwire.errors import (
     BrokenGroupError,
     DistributedError,
     MismatchError,
+    NotSupportedError,
+    PeerFailedError,
     PeerLostError,
 )
+from gradwire.shm.operation_queue import Queue
 from gradwire.shm.register import member_of
+from gradwire.shm.submission import Submission
 from gradwire.testing import run_ranks
 
 SHORT, LONG = 7, 50_000
@@ -104,6 +108,94 @@ def test_others_end_theirs_when_a_rank_has_started(count, how):
     """A rank that waits for something of theirs first would wait for ever."""
     args = (count, how)
     assert run_ranks(waits_elsewhere, 2, backend="shm", args=args, timeout=30) == [True, True]
+
+
+class Interruption(Exception):
+    pass
+
+
+def at_the_next_call(owner, name, handler):
+    """Have a signal handler run as a function is entered, where Python runs handlers anyway."""
+    function = getattr(owner, name)
+
+    def interrupted(*args):
+        setattr(owner, name, function)
+        signal.raise_signal(signal.SIGUSR1)
+        return function(*args)
+
+    signal.signal(signal.SIGUSR1, handler)
+    setattr(owner, name, interrupted)
+
+
+def raises(*_):
+    raise Interruption
+
+
+def interrupted(owner, name):
+    x, y = torch.full((SHORT,), dist.get_rank() + 1.0), torch.ones(SHORT)
+    prepared = gradwire.shm.all_reduce_init(x)
+    prepared.start()
+    try:
+        if dist.get_rank() == 0:
+            at_the_next_call(owner, name, raises)
+            with pytest.raises(Interruption):
+                prepared.wait()
+            if member_of(dist.group.WORLD).failure is None:
+                prepared.wait()
+        else:
+            prepared.wait()
+        dist.all_reduce(y)
+    except (BrokenGroupError, PeerFailedError) as error:
+        return type(error).__name__
+    return x[0].item(), y[0].item()
+
+
+BROKEN = ["BrokenGroupError", "PeerFailedError"]
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "expected"),
+    [
+        (Queue, "take", [(3.0, 2.0)] * 2),
+        (Queue, "_enter", [(3.0, 2.0)] * 2),
+        (Submission, "_run", BROKEN),  # it is not known how far it has come
+    ],
+)
+def test_an_interrupted_wait_can_be_repeated_or_ends_the_group(owner, name, expected):
+    """Its own posts and those of the others never count for the next operation."""
+    assert run_ranks(interrupted, 2, backend="shm", args=(owner, name), timeout=30) == expected
+
+
+def handled(owner, name, operation):
+    x, y = torch.full((SHORT,), dist.get_rank() + 1.0), torch.ones(SHORT)
+    prepared, refused = gradwire.shm.all_reduce_init(x), []
+
+    def handler(*_):
+        try:
+            prepared.wait() if operation == "wait" else dist.all_reduce(y)
+        except NotSupportedError:
+            refused.append(True)
+
+    at_the_next_call(owner, name, handler)
+    prepared.start()
+    prepared.wait()
+    dist.all_reduce(y)
+    return x[0].item(), y[0].item(), bool(refused)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "operation", "y"),
+    [
+        (Queue, "_run_first", "wait", 2.0),
+        (Queue, "_run_first", "all_reduce", 2.0),
+        (Queue, "take", "all_reduce", 4.0),
+        (Queue, "_enter", "all_reduce", 4.0),
+    ],
+)
+def test_a_handler_s_operation_is_refused_or_runs_in_its_turn(owner, name, operation, y):
+    args = (owner, name, operation)
+    expected = (3.0, y, y == 2.0)
+    assert run_ranks(handled, 2, backend="shm", args=args, timeout=30) == [expected] * 2
 
 
 def fits_ordinary(count):

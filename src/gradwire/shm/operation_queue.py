@@ -17,6 +17,7 @@ from gradwire.shm.work import ShmWork
 __all__ = ["Job", "Prepared", "Queue"]
 
 Job = Callable[[], None]
+_DESTROYED = "the group was destroyed on this rank: make a new one"
 
 
 @dataclass(slots=True)
@@ -58,7 +59,9 @@ class Queue:
         self._running = threading.Lock()  # held by the thread that runs an operation
         # reentrant: a signal handler may submit in the thread that holds it
         self._order = threading.RLock()
-        self._pending = 0
+        # two counts, each written to by one side: the thread needs no lock that a caller may hold,
+        # whose signal handler waits for an operation
+        self._submitted = self._ended = 0
         self._jobs: SimpleQueue[tuple[Job, ShmWork] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._inline_in = 0  # the thread that runs an operation it submitted; 0 for none
@@ -87,6 +90,9 @@ class Queue:
         # its own thread if it were not refused
         self._inline_in = threading.get_ident()
         self._running.acquire()
+        if self._closed:  # by a signal handler, until a line ago
+            self.leave()
+            self._check_open()
 
     def hold(self, prepared: Prepared, first: Job, failed: Callable[[BaseException], None]) -> bool:
         """Run an operation's first half, if nothing is before it; whether it was run.
@@ -107,29 +113,49 @@ class Queue:
             # with the lock, nobody else begins to run one
             self._inline_in = threading.get_ident()
             try:
-                first()
-            except BaseException as error:
-                failed(error)
-                raise
+                if self._closed:  # by a signal handler, until a line ago
+                    raise BrokenGroupError(_DESTROYED)
+                if self._submitted != self._ended:  # by one, too
+                    return False
+                self._run_first(prepared, first, failed)
             finally:
                 self._inline_in = 0
-            self._held = prepared
         return True
+
+    def _run_first(
+        self, prepared: Prepared, first: Job, failed: Callable[[BaseException], None]
+    ) -> None:
+        try:
+            self._held = prepared
+            first()
+        except BaseException as error:
+            self._held = None
+            failed(error)
+            raise
+
+    def holds(self, prepared: Prepared) -> bool:
+        """Whether an operation is kept for `take`."""
+        return self._held is prepared
 
     def _is_free(self) -> bool:
         """Whether no operation is before another one; with the lock held."""
         if self._closed or self._inline_in:
             self._check_open()
             return False
-        return not self._pending and self._held is None
+        return self._submitted == self._ended and self._held is None
 
     def take(self, prepared: Prepared) -> bool:
         """`enter` for an operation if it is held; whether it is."""
         with self._order:
             if self._held is not prepared:
                 return False
-            self._held = None
+            # first: a signal handler that runs later may call no operation, and where it raises,
+            # this one is still held
             self._enter()
+            if self._held is not prepared:  # one that ran earlier did
+                self.leave()
+                return False
+            self._held = None
         return True
 
     def submit(self, job: Job, work: ShmWork) -> ShmWork:
@@ -153,18 +179,26 @@ class Queue:
         return work
 
     def _enqueue(self, job: Job, work: ShmWork) -> None:
-        self._pending += 1
+        self._submitted += 1
         self._start()
         self._jobs.put((job, work))
 
     def _check_open(self) -> None:
+        self.check_not_inside()
+        if self._closed:
+            raise BrokenGroupError(_DESTROYED)
+
+    def check_not_inside(self) -> None:
+        """Refuse what a signal handler calls that has interrupted a job of this thread.
+
+        Raises:
+            NotSupportedError: This thread is in a job.
+        """
         if self.runs_in_this_thread():
             raise NotSupportedError(
                 "this thread is in another operation of the group, which a signal interrupted: let "
                 "the signal's handler set a flag, and call the operation after the interrupted one"
             )
-        if self._closed:
-            raise BrokenGroupError("the group was destroyed on this rank: make a new one")
 
     def _is_threads(self) -> bool:
         return self._thread is not None and threading.current_thread() is self._thread
@@ -204,7 +238,6 @@ class Queue:
                     job()
                 except BaseException as raised:
                     error = raised
-                with self._order:
-                    self._pending -= 1
+                self._ended += 1
             work.finish(error)
             del item, job, work, error  # keep no tensors alive while waiting for the next job

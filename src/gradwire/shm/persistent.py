@@ -9,8 +9,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, Work
 
-from gradwire._torch import outside_graphs
-from gradwire.errors import ArgumentError, ArgumentTypeError, DistributedError
+from gradwire._torch import is_done, outside_graphs
+from gradwire.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    DistributedError,
+    NotSupportedError,
+)
 from gradwire.shm.arithmetic import check_reduction, number_of
 from gradwire.shm.hierarchy.group import AcrossHostsOperations
 from gradwire.shm.process_group import Operations
@@ -33,12 +38,14 @@ class PersistentAllReduce:
         self._tensor, self._op, self._group = tensor, op, group
         self._begin: Callable[[], None] = self._by_work
         self._end: Callable[[], None] = self._wait_for_work
+        self._is_under_way: Callable[[], bool] = self._is_work_under_way
         if member is not None:
             prepared = member.prepare_all_reduce(tensor, number_of(op))
             self._begin, self._end = (
                 partial(member.start, prepared),
                 partial(member.finish, prepared),
             )
+            self._is_under_way = partial(member.is_under_way, prepared)
         self._work: Work | None = None
         self._started = False
 
@@ -51,7 +58,11 @@ class PersistentAllReduce:
         if self._started:
             raise DistributedError("the all_reduce was started already: call wait() first")
         self._started = True
-        self._begin()
+        try:
+            self._begin()
+        except BaseException:
+            self._started = self._is_under_way()
+            raise
 
     def wait(self) -> None:
         """Wait until the tensor holds the reduction.
@@ -61,8 +72,15 @@ class PersistentAllReduce:
         """
         if not self._started:
             raise DistributedError("the all_reduce was not started: call start() first")
+        try:
+            self._end()
+        except NotSupportedError:  # refused: a signal's handler calls, amid an operation
+            raise
+        except BaseException:
+            # where a signal's handler has raised, it may go on, and can be waited for again
+            self._started = self._is_under_way()
+            raise
         self._started = False
-        self._end()
 
     def _by_work(self) -> None:
         self._work = dist.all_reduce(self._tensor, self._op, self._group, async_op=True)
@@ -70,6 +88,9 @@ class PersistentAllReduce:
     def _wait_for_work(self) -> None:
         if self._work is not None:
             self._work.wait()
+
+    def _is_work_under_way(self) -> bool:
+        return self._work is not None and not is_done(self._work)
 
     def __repr__(self) -> str:
         kind = "started" if self._started else "ready"

@@ -28,7 +28,7 @@ from gradwire.shm.operation_queue import Job, Prepared, Queue
 from gradwire.shm.tensors import flat_of, write_all_back
 from gradwire.shm.work import ShmWork, ended
 
-__all__ = ["Observer", "Submission"]
+__all__ = ["Observer", "Submission", "in_inference_mode"]
 
 Observer = Callable[[str, int, Sequence[Sequence[Tensor]]], None]
 """Called with each collective as it is submitted: its name among torch's operators, its root, and
@@ -106,7 +106,7 @@ class Submission:
         inputs = tensors if sources is None else sources
         entry = ring.begin(self._recorded, self._submitted, op, inputs, tensors)
         if any(map(Tensor.is_inference, tensors)):
-            job = partial(_in_inference_mode, job)
+            job = partial(in_inference_mode, job)
         return self._run_or_queue(job, tensors, opts, observed, entry)
 
     def _submit_known(self, known: KnownCall, tensors: Sequence[Tensor], opts: Any) -> Work:
@@ -140,8 +140,7 @@ class Submission:
         mark, own = self._take_mark(), opts.timeout.total_seconds()
         seconds = own if own > 0 else self._seconds
         wait = not opts.asyncOp
-        if wait and self._queue.enter():
-            self._run_at_once(job, mark, seconds, entry)
+        if wait and self._run_at_once(self._queue.enter, job, mark, seconds, entry):
             return ended(tensors)
         work = ShmWork(tensors)
         try:
@@ -152,14 +151,22 @@ class Submission:
             self._release_if_left()
         return work
 
-    def _run_at_once(self, job: Job, mark: int, seconds: float, entry: Entry | None) -> None:
-        """Run an operation in this thread, which has entered the queue."""
+    def _run_at_once(
+        self, enter: Callable[[], bool], job: Job, mark: int, seconds: float, entry: Entry | None
+    ) -> bool:
+        """Run an operation in this thread, if it may enter the queue; whether it was run."""
+        self._queue.check_not_inside()
         try:
+            if not enter():
+                return False
             self._run(job, mark, seconds, entry)
         finally:
-            self._queue.leave()
+            # not told by what `enter` returned: a signal's handler may raise as it returns
+            if self._queue.runs_in_this_thread():
+                self._queue.leave()
             if self._leaving:
                 self._release_if_left()
+        return True
 
     def _run_queued(self, job: Job, mark: int, seconds: float, entry: Entry | None) -> None:
         self._check_usable()  # the operation before it may have failed
@@ -200,63 +207,6 @@ class Submission:
     @abstractmethod
     def _release(self) -> None:
         """Leave the group: no operation of this thread uses its memory any more."""
-
-    def prepare(
-        self, job: Job, tensors: Sequence[Tensor], halves: tuple[Job, Job] | None
-    ) -> Prepared:
-        """Prepare an operation that `start` and `finish` run again and again.
-
-        Args:
-            job: What it does.
-            tensors: What it fills.
-            halves: The job's, of which `start` runs the first and `finish` the second; if there are
-                none, a thread runs it.
-        """
-        if any(map(Tensor.is_inference, tensors)):
-            job = partial(_in_inference_mode, job)
-            halves = halves and (halves[0], partial(_in_inference_mode, halves[1]))
-        return Prepared(job, tensors, halves, self._run_prepared)
-
-    def _run_prepared(self, prepared: Prepared) -> None:
-        assert prepared.left is not None
-        self._run_queued(prepared.left, 0, self._seconds, prepared.entry)
-
-    def start(self, prepared: Prepared) -> None:
-        """Begin a prepared operation, which `finish` ends; other ranks can end theirs."""
-        if self._closed or self._broken is not None:
-            self._check_usable()
-        self._submitted += 1
-        prepared.entry = self._record_again(prepared, prepared.tensors, "a prepared all_reduce")
-        if self.observer is not None:
-            self.observer("allreduce_", 0, [prepared.tensors])
-        prepared.work, halves = None, prepared.halves
-        if halves is not None:
-            prepared.left = halves[1]  # before `hold`: from then on, the thread may run it
-            try:
-                if self._queue.hold(prepared, halves[0], self._break):
-                    return
-            finally:
-                if self._leaving:
-                    self._release_if_left()
-        prepared.left, prepared.work = prepared.job, ShmWork(prepared.tensors)
-        self._queue.submit(partial(self._run_prepared, prepared), prepared.work)
-
-    def finish(self, prepared: Prepared) -> None:
-        """Wait for a prepared operation to end.
-
-        Raises:
-            DistributedError: The operation failed.
-        """
-        if self._queue.take(prepared):
-            assert prepared.left is not None
-            self._run_at_once(prepared.left, 0, self._seconds, prepared.entry)
-        elif prepared.work is None:
-            raise BrokenGroupError("the group was destroyed before the operation was waited for")
-        else:
-            try:
-                prepared.work.wait()
-            finally:
-                self._release_if_left()
 
     def _submit_into(
         self,
@@ -311,7 +261,7 @@ class Submission:
             ) from self._broken
 
 
-def _in_inference_mode(job: Job) -> None:
+def in_inference_mode(job: Job) -> None:
     """Run a job that fills inference tensors: only so can they be written, and it is a thread's."""
     with torch.inference_mode():
         job()
