@@ -81,9 +81,10 @@ class Queue:
         return True
 
     def leave(self) -> None:
-        """The operation that this thread entered for has ended."""
-        self._running.release()  # before `_inline_in` is reset, as in `_enter`
-        self._inline_in = 0
+        """The operation that this thread has entered for, if it has, is over."""
+        if self._inline_in == threading.get_ident():
+            self._running.release()  # before `_inline_in` is reset, as in `_enter`
+            self._inline_in = 0
 
     def _enter(self) -> None:
         # before the lock is acquired: a signal handler that runs between the two would wait for
@@ -194,7 +195,7 @@ class Queue:
         Raises:
             NotSupportedError: This thread is in a job.
         """
-        if self.runs_in_this_thread():
+        if self._inline_in and self.runs_in_this_thread():
             raise NotSupportedError(
                 "this thread is in another operation of the group, which a signal interrupted: let "
                 "the signal's handler set a flag, and call the operation after the interrupted one"

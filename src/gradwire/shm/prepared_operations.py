@@ -7,7 +7,7 @@ from functools import partial
 
 from torch import Tensor
 
-from gradwire.errors import BrokenGroupError, MismatchError
+from gradwire.errors import BrokenGroupError, MismatchError, NotSupportedError
 from gradwire.shm.operation_queue import Job, Prepared
 from gradwire.shm.submission import Submission, in_inference_mode
 from gradwire.shm.work import ShmWork
@@ -64,13 +64,12 @@ class PreparedOperations(Submission):
         Raises:
             DistributedError: The operation failed.
         """
-        self._queue.check_not_inside()
         assert prepared.left is not None
         take = partial(self._queue.take, prepared)
         try:
             if self._run_at_once(take, prepared.left, 0, self._seconds, prepared.entry):
                 return
-        except MismatchError:
+        except (MismatchError, NotSupportedError):  # on all ranks; refused
             raise
         except BaseException as error:
             # where it was taken and not run, the posts of the other ranks would be taken for those

@@ -161,9 +161,8 @@ class Submission:
                 return False
             self._run(job, mark, seconds, entry)
         finally:
-            # not told by what `enter` returned: a signal's handler may raise as it returns
-            if self._queue.runs_in_this_thread():
-                self._queue.leave()
+            # whatever `enter` returned: a signal's handler may have raised as it did
+            self._queue.leave()
             if self._leaving:
                 self._release_if_left()
         return True
