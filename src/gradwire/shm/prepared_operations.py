@@ -8,6 +8,7 @@ from functools import partial
 from torch import Tensor
 
 from gradwire.errors import BrokenGroupError, MismatchError, NotSupportedError
+from gradwire.recorder import failed
 from gradwire.shm.operation_queue import Job, Prepared
 from gradwire.shm.submission import Submission, in_inference_mode
 from gradwire.shm.work import ShmWork
@@ -52,6 +53,10 @@ class PreparedOperations(Submission):
             try:
                 if self._queue.hold(prepared, halves[0], self._break):
                     return
+            except BaseException as error:
+                if error is self._broken:
+                    failed(error, prepared.entry)
+                raise
             finally:
                 if self._leaving:
                     self._release_if_left()
