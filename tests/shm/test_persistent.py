@@ -120,10 +120,10 @@ def at_the_next_call(owner, name, handler):
 
     def interrupted(*args):
         setattr(owner, name, function)
-        signal.raise_signal(signal.SIGUSR1)
+        signal.raise_signal(signal.SIGUSR2)
         return function(*args)
 
-    signal.signal(signal.SIGUSR1, handler)
+    signal.signal(signal.SIGUSR2, handler)
     setattr(owner, name, interrupted)
 
 

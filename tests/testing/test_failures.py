@@ -246,6 +246,20 @@ def test_a_hang_shows_the_stack_of_every_thread_of_every_rank() -> None:
     assert "in waits_with_the_gil" in rank_1
 
 
+def test_signal_handlers_end_with_their_call() -> None:
+    def installs() -> None:
+        for number in (signal.SIGUSR1, signal.SIGALRM):
+            signal.signal(number, lambda *_: None)
+
+    def hangs() -> None:
+        assert signal.getsignal(signal.SIGALRM) == signal.SIG_DFL
+        threading.Event().wait()
+
+    run_ranks(installs)
+    with pytest.raises(CollectiveTimeoutError, match="in hangs"):
+        run_ranks(hangs, timeout=1)
+
+
 @pytest.mark.wide
 def test_a_hang_names_only_the_ranks_that_hang() -> None:
     with pytest.raises(CollectiveTimeoutError, match="on rank 1 of 2") as caught:

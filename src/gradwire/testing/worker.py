@@ -23,6 +23,7 @@ import traceback
 import warnings
 from collections.abc import Mapping
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,6 +46,7 @@ def main(channel_fd: int, lifeline: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     faulthandler.enable(all_threads=True)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
+    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
     gc.freeze()  # leaves the imported modules out of the collection after each call
     channel.send(Idle())
     # the parent kills this process; end-of-file here means that the parent has ended
@@ -54,6 +56,7 @@ def main(channel_fd: int, lifeline: int) -> None:
             assert isinstance(task, Task)
             store = _unused_number(channel.receive_descriptor(), earlier)
             imported = len(sys.modules)
+            _reset_signals(handlers)
             _serve(channel, task, store)
             if len(sys.modules) > imported:
                 # modules that a task imports, too: torch.compile's, which torch's DDP imports,
@@ -78,6 +81,16 @@ def _die_with_parent(lifeline: int) -> None:
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(lifeline, fcntl.F_SETFL, os.O_ASYNC)
+
+
+def _reset_signals(handlers: Mapping[signal.Signals, Any]) -> None:
+    """Undo what the task before has made of signals; SIGUSR1 shows the stacks."""
+    for number, handler in handlers.items():
+        if handler is not None and signal.getsignal(number) != handler:
+            signal.signal(number, handler)
+    # by its own account faulthandler has it still, and `register` alone would do nothing
+    faulthandler.unregister(signal.SIGUSR1)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
 
 
 def _unused_number(descriptor: int, earlier: int) -> int:
