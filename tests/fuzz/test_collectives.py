@@ -12,7 +12,7 @@ from fuzz.collectives_run import run_many
 from fuzz.collectives_shrink import shown, shrink
 
 
-def run(seeds, backend):
+def assert_all_pass(seeds, backend):
     """Run seeds; say which fail, and how to look at one."""
     tally = run_many(map(make_plan, seeds), backend)
     failures = [
@@ -28,14 +28,14 @@ def run(seeds, backend):
 def test_random_programs(backend):
     # Without checkpoints, whose first use imports torch's compiler.
     plain = [s for s in range(20) if not any(step.checkpoint for step in make_plan(s).steps)]
-    run(plain, backend)
+    assert_all_pass(plain, backend)
 
 
 @pytest.mark.wide
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 def test_many_random_programs(backend):
-    run(range(100, 400), backend)
+    assert_all_pass(range(100, 400), backend)
 
 
 def test_a_failing_program_is_made_small():

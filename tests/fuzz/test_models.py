@@ -26,7 +26,7 @@ def small_plans() -> Iterator[Plan]:
     return (p for p in plans if p.ranks == 2 and p.shape[0] * p.shape[1] < SMALL)
 
 
-def run(plans, backend):
+def assert_all_pass(plans, backend):
     """Run cases; say which fail, and how to look at one."""
     plans = list(plans)
     tally = run_many(plans, backend)
@@ -41,7 +41,7 @@ def run(plans, backend):
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 def test_random_models(backend):
-    run(islice(small_plans(), 12), backend)
+    assert_all_pass(islice(small_plans(), 12), backend)
 
 
 @pytest.mark.wide
@@ -49,7 +49,7 @@ def test_random_models(backend):
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 def test_many_random_models(backend):
     last = 1300 if os.environ.get("GRADWIRE_LONG") == "1" else 1120
-    run(map(make_plan, range(1000, last)), backend)
+    assert_all_pass(map(make_plan, range(1000, last)), backend)
 
 
 def test_a_failing_case_is_made_small():

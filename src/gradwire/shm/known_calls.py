@@ -116,14 +116,10 @@ class KnownCalls:
         nbytes = _nbytes(key)
         if not nbytes:
             return None
-        kind = _Short if self.is_short(nbytes) else _Long
+        kind = _Short if nbytes <= self._state.inline_bytes else _Long
         made = kind(self._state, key)
         self._keep(key, made)
         return made
-
-    def is_short(self, nbytes: int) -> bool:
-        """Whether data of this size travels with the header."""
-        return nbytes <= self._state.inline_bytes
 
     def _keep(self, key: Key, made: KnownCall | None) -> None:
         if len(self._of) >= _KEPT:
