@@ -20,17 +20,22 @@ from gradwire.errors import (
     PeerFailedError,
     PeerLostError,
 )
+from gradwire.shm import meeting
 from gradwire.shm.operation_queue import Queue
 from gradwire.shm.register import member_of
 from gradwire.shm.submission import Submission
+from gradwire.shm.sync import spins_for
 from gradwire.testing import run_ranks
 
-SHORT, LONG = 7, 50_000
+SHORT = 7  # travels with the header
+LONG = 100_000  # between two ranks: ranks wait for each other's second half
+LONGER = 500_000  # run by the group's thread
+COUNTS = [SHORT, LONG, LONGER]
 
 
-def again_and_again(count, op):
+def again_and_again(count, op, allocate=torch.empty):
     rank, world = dist.get_rank(), dist.get_world_size()
-    x = torch.empty(count)
+    x = allocate(count)
     prepared = gradwire.shm.all_reduce_init(x, op)
     for step in range(5):
         values = [torch.arange(count) % 5 + r + step + 1.0 for r in range(world)]
@@ -47,9 +52,15 @@ def again_and_again(count, op):
 
 @pytest.mark.narrow({"backend": "shm"})
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
-@pytest.mark.parametrize("count", [SHORT, LONG])
+@pytest.mark.parametrize("count", COUNTS)
 def test_gives_what_all_reduce_gives_each_time(backend, count):
     run_ranks(again_and_again, 2, backend=backend, args=(count, dist.ReduceOp.SUM), timeout=30)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_takes_tensors_in_the_segment(count):
+    args = (count, dist.ReduceOp.SUM, gradwire.shm.empty)
+    run_ranks(again_and_again, 2, backend="shm", args=args, timeout=30)
 
 
 @pytest.mark.narrow({"op": "AVG"})
@@ -77,14 +88,19 @@ def among_others(count):
     return [x[-1].item() for x in (first, second, other)]
 
 
-@pytest.mark.parametrize("count", [SHORT, LONG])
+@pytest.mark.parametrize("count", COUNTS)
 def test_other_operations_may_come_in_between(count):
     assert run_ranks(among_others, 2, backend="shm", args=(count,), timeout=30) == [[3.0] * 3] * 2
 
 
-def waits_elsewhere(count, how):
+def waits_elsewhere(count, how, spins=None):
     x, y = torch.ones(count), torch.ones(3)
-    prepared = gradwire.shm.all_reduce_init(x)
+    if spins is not None and dist.get_rank() == 1:
+        meeting.spins_for = lambda _: spins
+    try:
+        prepared = gradwire.shm.all_reduce_init(x, group=dist.new_group(backend="shm"))
+    finally:
+        meeting.spins_for = spins_for
     group = None if how == "point to point" else dist.new_group(backend=how)
     for _ in range(3):
         prepared.start()
@@ -101,13 +117,38 @@ def waits_elsewhere(count, how):
     return x.eq(8).all().item()
 
 
-@pytest.mark.narrow({"count": SHORT})
+@pytest.mark.narrow({"count": [SHORT, LONG]})
 @pytest.mark.parametrize("how", ["point to point", "gloo", "shm"])
-@pytest.mark.parametrize("count", [SHORT, LONG])
+@pytest.mark.parametrize("count", COUNTS)
 def test_others_end_theirs_when_a_rank_has_started(count, how):
     """A rank that waits for something of theirs first would wait for ever."""
     args = (count, how)
     assert run_ranks(waits_elsewhere, 2, backend="shm", args=args, timeout=30) == [True, True]
+
+
+def test_others_end_theirs_if_they_do_not_spin():
+    """As where a container gives one of them fewer cores."""
+    args = (LONG, "gloo", 1)
+    assert run_ranks(waits_elsewhere, 2, backend="shm", args=args, timeout=30) == [True, True]
+
+
+def leaves(how):
+    group = dist.new_group()
+    prepared = gradwire.shm.all_reduce_init(torch.ones(LONG), group=group)
+    prepared.start()
+    if dist.get_rank() == 0:
+        getattr(member_of(group), how)()
+        with pytest.raises(BrokenGroupError):
+            prepared.wait()
+    else:
+        with pytest.raises((PeerLostError, PeerFailedError), match=r"rank 0 left|failed on rank 0"):
+            prepared.wait()
+    dist.barrier()
+
+
+@pytest.mark.parametrize("how", ["shutdown", "abort"])
+def test_others_hear_of_a_rank_that_leaves_between_start_and_wait(how):
+    run_ranks(leaves, 2, backend="shm", args=(how,), timeout=30)
 
 
 class Interruption(Exception):
@@ -131,8 +172,8 @@ def raises(*_):
     raise Interruption
 
 
-def interrupted(owner, name):
-    x, y = torch.full((SHORT,), dist.get_rank() + 1.0), torch.ones(SHORT)
+def interrupted(owner, name, count):
+    x, y = torch.full((count,), dist.get_rank() + 1.0), torch.ones(3)
     prepared = gradwire.shm.all_reduce_init(x)
     prepared.start()
     try:
@@ -153,6 +194,7 @@ def interrupted(owner, name):
 BROKEN = ["BrokenGroupError", "PeerFailedError"]
 
 
+@pytest.mark.parametrize("count", [SHORT, LONG])
 @pytest.mark.parametrize(
     ("owner", "name", "expected"),
     [
@@ -161,9 +203,37 @@ BROKEN = ["BrokenGroupError", "PeerFailedError"]
         (Submission, "_run", BROKEN),  # it is not known how far it has come
     ],
 )
-def test_an_interrupted_wait_can_be_repeated_or_ends_the_group(owner, name, expected):
+def test_an_interrupted_wait_can_be_repeated_or_ends_the_group(owner, name, expected, count):
     """Its own posts and those of the others never count for the next operation."""
-    assert run_ranks(interrupted, 2, backend="shm", args=(owner, name), timeout=30) == expected
+    args = (owner, name, count)
+    assert run_ranks(interrupted, 2, backend="shm", args=args, timeout=30) == expected
+
+
+def interrupted_by_the_next(count, name):
+    x, y = torch.full((count,), dist.get_rank() + 1.0), torch.ones(3)
+    prepared = gradwire.shm.all_reduce_init(x)
+    prepared.start()
+    try:
+        if dist.get_rank() == 0:
+            at_the_next_call(Queue, name, raises)
+            with pytest.raises(Interruption):
+                dist.all_reduce(y)
+        else:
+            dist.all_reduce(y)
+        prepared.wait()
+        dist.all_reduce(y)
+    except (BrokenGroupError, PeerFailedError, Interruption) as error:
+        return type(error).__name__
+    return x[0].item(), y[0].item()
+
+
+@pytest.mark.parametrize("count", [SHORT, LONG])
+@pytest.mark.parametrize("name", ["_enqueue", "_start"])
+def test_an_interrupted_operation_in_between_ends_the_group(count, name):
+    """What was held for `wait` was on its way to the thread."""
+    results = run_ranks(interrupted_by_the_next, 2, backend="shm", args=(count, name), timeout=30)
+    assert results[0] == "Interruption"
+    assert results[1] in BROKEN
 
 
 def handled(owner, name, operation):
@@ -209,8 +279,7 @@ def fits_ordinary(count):
     return x.eq(2).all().item()
 
 
-@pytest.mark.narrow({"count": SHORT})
-@pytest.mark.parametrize("count", [SHORT, LONG])
+@pytest.mark.parametrize("count", COUNTS)
 def test_fits_an_ordinary_all_reduce_of_another_rank(count):
     assert run_ranks(fits_ordinary, 2, backend="shm", args=(count,), timeout=30) == [True, True]
 
@@ -271,8 +340,9 @@ def one_dies(count):
     return True
 
 
-@pytest.mark.narrow({"count": SHORT})
-@pytest.mark.parametrize("count", [SHORT, LONG])
-def test_a_death_is_noticed(count):
-    results = run_ranks(one_dies, 3, backend="shm", args=(count,), timeout=30, may_die=[1])
-    assert results == [True, None, True]
+@pytest.mark.narrow({"world_size": 3, "count": SHORT}, {"world_size": 2, "count": LONG})
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_death_is_noticed(world_size, count):
+    results = run_ranks(one_dies, world_size, backend="shm", args=(count,), timeout=30, may_die=[1])
+    assert results == [True, None, True][:world_size]

@@ -160,6 +160,8 @@ class GroupBase(PreparedOperations):
         incoming = self._incoming[peer]
         if message.kind == Kind.WAKE:
             return incoming.wake
+        if message.kind == Kind.PROGRESS:
+            return self._queue.run_held
         incoming.add_rest(message)
         return incoming.look
 

@@ -38,10 +38,10 @@ __all__ = [
     "write_mark",
 ]
 
-_FIXED = struct.Struct("<10q")
+_FIXED = struct.Struct("<11q")
 _COMPARED = 7 * 8  # bytes that must be equal: six numbers that describe the call, and its mark
 _MARK = 6 * 8
-_LOCATION = struct.Struct("<2q")
+_LOCATION = struct.Struct("<3q")
 _LOCATION_AT = _FIXED.size - _LOCATION.size
 LOCATION_BYTES = _LOCATION.size
 """Of where a rank's data lies, at the end of a header without tables."""
@@ -100,10 +100,13 @@ class Location(NamedTuple):
             `PRIVATE` for data in memory that the rank does not share.
         offset: Bytes from the region's start; for private data, the index in `RINGS` of the ring
             that the rank asks for.
+        deferred: 1 if the rank goes on with the call only when it waits for it, or is told that
+            another does; else 0.
     """
 
     region: int
     offset: int = 0
+    deferred: int = 0
 
 
 INLINE, PRIVATE = -1, -2
@@ -151,17 +154,16 @@ def _fixed(call: Call, location: Location, mark: int) -> tuple[int, ...]:
         call.checksum,
         mark,
         len(call.sends),
-        location.region,
-        location.offset,
+        *location,
     )
 
 
 def read(buffer: memoryview) -> tuple[Call, Location]:
     """The call and the location in a header."""
-    kind, dtype, op, root, numel, checksum, _, count, region, offset = _FIXED.unpack_from(buffer)
+    kind, dtype, op, root, numel, checksum, _, count, *location = _FIXED.unpack_from(buffer)
     table = struct.unpack_from(f"<{2 * count}q", buffer, _FIXED.size) if count else ()
     call = Call(KINDS[kind], DTYPES[dtype], numel, op, root, table[:count], table[count:], checksum)
-    return call, Location(region, offset)
+    return call, Location._make(location)
 
 
 def location_of(buffer: memoryview) -> Location:

@@ -17,7 +17,7 @@ from gradwire.shm.arithmetic import reducer
 from gradwire.shm.group_state import GroupState
 from gradwire.shm.header import Call
 from gradwire.shm.operation_queue import Job
-from gradwire.shm.reduce_algorithms import reduce_long
+from gradwire.shm.reduce_algorithms import place, reduce_placed
 
 __all__ = ["Key", "KnownCall", "KnownCalls"]
 
@@ -70,21 +70,32 @@ class _Long:
         like: The recorder's entry of an earlier call.
     """
 
-    __slots__ = ("_announce", "_call", "_state", "like")
+    __slots__ = ("_call", "_meet", "_show", "_state", "like")
 
     def __init__(self, state: GroupState, key: Key) -> None:
         shape, dtype, op = key
         self._state, self._call = state, Call("all_reduce", dtype, shape.numel(), op)
-        self._announce = state.announcing(self._call)
+        self._show, self._meet = state.announcing(self._call)
         self.like: Entry | None = None
 
     def __call__(self, tensor: Tensor) -> None:
         """Reduce a tensor, as a job of the group."""
-        reduce_long(self._state, self._call, tensor.view(-1), self._announce)
+        flat = tensor.view(-1)
+        self._show(place(self._state, flat))
+        self._finish(flat)
 
-    def halves(self, _: Tensor) -> None:
-        """None: ranks wait for each other more than once."""
-        return
+    def halves(self, tensor: Tensor) -> tuple[Job, Job] | None:
+        """The same as two jobs, if the second may be put off until a rank waits for it."""
+        if not self._state.may_defer(tensor.nbytes):
+            return None
+        return partial(self._begin, tensor), partial(self._finish, tensor)
+
+    def _begin(self, flat: Tensor) -> None:
+        self._show(place(self._state, flat)._replace(deferred=1))
+
+    def _finish(self, flat: Tensor) -> None:
+        self._meet()
+        reduce_placed(self._state, self._call, flat)
 
 
 KnownCall = _Short | _Long

@@ -9,12 +9,13 @@ from __future__ import annotations
 import ctypes
 import socket
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from gradwire.errors import CollectiveTimeoutError
+from gradwire.errors import CollectiveTimeoutError, DistributedError
 from gradwire.shm.group_segment import form
 from gradwire.shm.header import (
     INLINE,
@@ -32,7 +33,7 @@ from gradwire.shm.header import (
     write_location,
     write_mark,
 )
-from gradwire.shm.links import Links, Receive
+from gradwire.shm.links import Kind, Links, Message, Receive
 from gradwire.shm.rendezvous import process_of
 from gradwire.shm.sync import Deadline, spins_for
 
@@ -85,6 +86,8 @@ class Meeting:
         self._post_all, self._wait_for_all = self._semaphores.barrier(
             self._others, self._check_peers
         )
+        if self._spins > 1:  # else no rank puts anything off, or `_check_peers` alone asks for it
+            self._semaphores.before_sleep = self._request_progress
         self._inline = segment.inline
         self.inline_bytes = segment.inline[0][0].numel()
         self._parity = self._mark = 0
@@ -174,16 +177,17 @@ class Meeting:
 
         return show, collect
 
-    def announcing(self, call: Call) -> Callable[[Location], None]:
+    def announcing(self, call: Call) -> tuple[Callable[[Location], None], Callable[[], None]]:
         """`announce` of a call without tables or data beside its header, again and again.
 
         Returns:
-            The function: it is given the location.
+            A function that is given the location, and waits for nobody; and one that waits for the
+            other ranks, and compares.
         """
         start, rank = packed(call, Location(INLINE))[:-LOCATION_BYTES], self.rank
         own = [half[rank] for half in self._headers]
 
-        def announce(location: Location) -> None:
+        def show(location: Location) -> None:
             self._next(call.kind)
             buffer, self._shown[self._parity] = own[self._parity], None
             buffer[: len(start)] = start
@@ -191,9 +195,13 @@ class Meeting:
             if self._mark:
                 write_mark(buffer, self._mark)
                 self._mark = 0
-            self._meet(tables=False)
+            self._post_all()
 
-        return announce
+        def meet() -> None:
+            self._wait_for_all()
+            self._compare(tables=False)
+
+        return show, meet
 
     def _next(self, kind: str) -> None:
         self._kind = kind
@@ -205,11 +213,23 @@ class Meeting:
 
     def _meet(self, *, tables: bool) -> None:
         self.sync()
+        self._compare(tables=tables)
+
+    def _compare(self, *, tables: bool) -> None:
         # less than 1 µs, and any mismatch is the same error on all ranks, before data moves
         parts = self._compared[self._parity]
         fit = self.alike = parts.count(parts[self.rank]) == self.size
         if not fit or (tables and not torch.equal(*self._tables[self._parity])):
             check_consistent(self._headers[self._parity], self.rank, tables=tables)
+
+    def _request_progress(self, missing: Sequence[int]) -> None:
+        """Tell the ranks that have put the present operation off that this one waits for it."""
+        for peer in missing:
+            # of a rank that has not announced it, what is left of an earlier one does no harm
+            if location_of(self._headers[self._parity][peer]).deferred:
+                with suppress(DistributedError):  # a full connection: told again before long; a
+                    # lost peer: `_check_peers` raises
+                    self.links.send(peer, Message(Kind.PROGRESS), Deadline(0))
 
     def call_of(self, rank: int) -> Call:
         """What a rank calls, as announced; of gather and scatter."""
@@ -293,6 +313,7 @@ class Meeting:
         absent = [peer for peer in missing if not self._semaphores.posted(peer)]
         if absent:
             self.links.check([peer for peer in lost if peer in absent])
+            self._request_progress(absent)
         if absent and self._deadline.over():
             raise CollectiveTimeoutError(
                 f"{self._kind}: rank {self.rank} waited {self._deadline.seconds:g} s for ranks "

@@ -27,9 +27,11 @@ class Prepared:
     Args:
         job: What it does.
         tensors: What it fills.
-        halves: Its two halves, if it is short: what the other ranks wait for, which is run when it
-            is begun, and the rest, which is run by who waits for it, unless others come in between.
+        halves: Its two halves, unless the group's thread runs it: what is run when it is begun, and
+            waits for nobody; and the rest, which is run by who waits for it, unless others come in
+            between or another rank asks for it.
         queued: Runs what is left of it in the group's thread.
+        failed: Called with an exception that leaves open how far it has come.
         entry: The recorder's of the present run.
         like: The recorder's of an earlier run, as it was begun.
         work: The handle of the present run, if a thread has or gets it.
@@ -40,6 +42,7 @@ class Prepared:
     tensors: Sequence[Tensor]
     halves: tuple[Job, Job] | None
     queued: Callable[[Prepared], None]
+    failed: Callable[[BaseException], None]
     entry: Entry | None = None
     like: Entry | None = None
     work: ShmWork | None = None
@@ -95,15 +98,10 @@ class Queue:
             self.leave()
             self._check_open()
 
-    def hold(self, prepared: Prepared, first: Job, failed: Callable[[BaseException], None]) -> bool:
+    def hold(self, prepared: Prepared, first: Job) -> bool:
         """Run an operation's first half, if nothing is before it; whether it was run.
 
         What is left of it is kept for `take`, or for the thread once there are others.
-
-        Args:
-            prepared: The operation.
-            first: Its first half.
-            failed: Called with an exception of that.
 
         Raises:
             BrokenGroupError, NotSupportedError: As of `submit`.
@@ -118,20 +116,18 @@ class Queue:
                     raise BrokenGroupError(_DESTROYED)
                 if self._submitted != self._ended:  # by one, too
                     return False
-                self._run_first(prepared, first, failed)
+                self._run_first(prepared, first)
             finally:
                 self._inline_in = 0
         return True
 
-    def _run_first(
-        self, prepared: Prepared, first: Job, failed: Callable[[BaseException], None]
-    ) -> None:
+    def _run_first(self, prepared: Prepared, first: Job) -> None:
         try:
             self._held = prepared
             first()
         except BaseException as error:
             self._held = None
-            failed(error)
+            prepared.failed(error)
             raise
 
     def holds(self, prepared: Prepared) -> bool:
@@ -156,7 +152,7 @@ class Queue:
             if self._held is not prepared:  # one that ran earlier did
                 self.leave()
                 return False
-            self._held = None
+            self._held = prepared.work = None
         return True
 
     def submit(self, job: Job, work: ShmWork) -> ShmWork:
@@ -168,16 +164,35 @@ class Queue:
         """
         with self._order:
             self._check_open()
-            if self._held is not None:
-                held, self._held = self._held, None
-                held.work = ShmWork(held.tensors)
-                self._enqueue(partial(held.queued, held), held.work)
+            self._enqueue_held()
             self._enqueue(job, work)
         if self._is_threads():
             # called by a future's callback, which may wait for the operation: no other thread runs
             # it, so run what is pending here
             self._run(until=work)
         return work
+
+    def run_held(self) -> None:
+        """Another rank waits for what is held: let the thread run it."""
+        # the lock may be held by one that waits for other ranks: they ask again before long
+        if self._order.acquire(blocking=False):
+            try:
+                self._enqueue_held()
+            finally:
+                self._order.release()
+
+    def _enqueue_held(self) -> None:
+        held = self._held
+        if held is None:
+            return
+        held.work = work = ShmWork(held.tensors)
+        try:
+            self._held = None
+            self._enqueue(partial(held.queued, held), work)
+        except BaseException as error:  # a signal handler's, or no thread could be started
+            held.failed(error)
+            work.finish(error)
+            raise
 
     def _enqueue(self, job: Job, work: ShmWork) -> None:
         self._submitted += 1
@@ -211,7 +226,8 @@ class Queue:
     def close(self) -> None:
         """Refuse new jobs, run the submitted ones, then end the thread; not from within a job."""
         with self._order:
-            self._closed, self._held = True, None  # no other rank needs more of what was held
+            # where other ranks wait for what was held, they learn that this one has left
+            self._closed, self._held = True, None
         with self._running:
             pass  # wait for an operation that runs in a caller's thread
         if self._thread is not None:

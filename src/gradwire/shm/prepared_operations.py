@@ -27,13 +27,13 @@ class PreparedOperations(Submission):
         Args:
             job: What it does.
             tensors: What it fills.
-            halves: The job's, of which `start` runs the first and `finish` the second; if there are
-                none, a thread runs it.
+            halves: The same in two, of which `start` runs the first, which waits for nobody, and
+                `finish` the second; if there are none, a thread runs it.
         """
         if any(map(Tensor.is_inference, tensors)):
             job = partial(in_inference_mode, job)
             halves = halves and (halves[0], partial(in_inference_mode, halves[1]))
-        return Prepared(job, tensors, halves, self._run_prepared)
+        return Prepared(job, tensors, halves, self._run_prepared, self._break)
 
     def _run_prepared(self, prepared: Prepared) -> None:
         assert prepared.left is not None
@@ -51,7 +51,7 @@ class PreparedOperations(Submission):
         if halves is not None:
             prepared.left = halves[1]  # before `hold`: from then on, the thread may run it
             try:
-                if self._queue.hold(prepared, halves[0], self._break):
+                if self._queue.hold(prepared, halves[0]):
                     return
             except BaseException as error:
                 if error is self._broken:

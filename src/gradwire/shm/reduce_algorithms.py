@@ -8,8 +8,7 @@ reduced by one rank alone and in the order of the ranks: all ranks get the same 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -29,7 +28,7 @@ from gradwire.shm.pieces import (
 from gradwire.shm.regions import USERS
 from gradwire.shm.tensors import overwrites
 
-__all__ = ["reduce", "reduce_long", "reduce_scatter"]
+__all__ = ["place", "reduce", "reduce_placed", "reduce_scatter"]
 
 
 def reduce(state: GroupState, call: Call, flat: Tensor) -> None:
@@ -41,22 +40,25 @@ def reduce(state: GroupState, call: Call, flat: Tensor) -> None:
         flat: 1-d and contiguous; other ranks than the root keep their values.
     """
     if flat.nbytes > state.inline_bytes:
-        reduce_long(state, call, flat, partial(state.announce, call))
+        state.announce(call, place(state, flat))
+        reduce_placed(state, call, flat)
         return
     state.announce(call, Location(INLINE), [flat])
     if call.root in (-1, state.rank):
         reduce_into(flat, state.all_inline(flat.dtype, flat.numel()), call.op)
 
 
-def reduce_long(
-    state: GroupState, call: Call, flat: Tensor, announce: Callable[[Location], None]
-) -> None:
-    """`reduce` of what does not travel with the header; `announce` is given where it lies."""
+def place(state: GroupState, flat: Tensor) -> Location:
+    """Where the other ranks find what is to be reduced, which may be copied there: to announce."""
     location = state.locate(flat)
     if location.region == PRIVATE:
         own = share(flat.numel(), state.rank, state.size)
         location = location_for(state, [flat], flat, own)
-    announce(location)
+    return location
+
+
+def reduce_placed(state: GroupState, call: Call, flat: Tensor) -> None:
+    """`reduce` of what does not travel with the header, once all ranks have announced it."""
     locations = state.locations()
     first = min(location.region for location in locations)  # PRIVATE < upfront < USERS
     if first == PRIVATE:

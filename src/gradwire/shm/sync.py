@@ -124,11 +124,15 @@ class Semaphore:
 
         An exception of a signal's handler may be raised after it took one.
         """
+        return self.spin() or self.sleep(seconds)
+
+    def spin(self) -> bool:
+        """Take one from its value, as `wait` does, without sleeping; whether it took one."""
         attempt, at = self._try, self._at
         for _ in range(self._spins):
             if attempt(at) == 0:
                 return True
-        return self._yielded() or self._slept(seconds)
+        return self._yielded()
 
     def _yielded(self) -> bool:
         """Try for 0.3 ms, yielding the core between tries; whether it took one.
@@ -145,7 +149,8 @@ class Semaphore:
                 return True
         return False
 
-    def _slept(self, seconds: float) -> bool:
+    def sleep(self, seconds: float) -> bool:
+        """As `wait`, without spinning."""
         until = time.monotonic() + seconds
         spec = _Timespec(int(until), int(until % 1 * 1e9))
         taken: bool = self._wait(self._at, _CLOCK_MONOTONIC, ctypes.byref(spec)) == 0
@@ -164,7 +169,10 @@ class Semaphores:
     Attributes:
         waited: For each peer whose post was not there within some µs, for how many ns this rank
             waited for it; whoever reads it puts an empty one in its place.
+        before_sleep: Called before each sleep, if set, with the peers whose post is missing.
     """
+
+    before_sleep: Callable[[Sequence[int]], None] | None = None
 
     def __init__(self, address: int, rank: int, size: int, spins: int) -> None:
         self._address, self._size, self._spins = address, size, spins
@@ -242,7 +250,11 @@ class Semaphores:
     ) -> None:
         semaphore, since = self._from[peer], time.perf_counter_ns()
         try:
-            while not semaphore.wait(_POLL_SECONDS):
+            while not semaphore.spin():
+                if self.before_sleep is not None:
+                    self.before_sleep(missing)
+                if semaphore.sleep(_POLL_SECONDS):
+                    break
                 poll(missing)
         finally:
             waited = time.perf_counter_ns() - since
