@@ -21,11 +21,19 @@ from benchmarks.results import CaseResult, Measure
 from benchmarks.stats import scaled
 from gradwire import shm
 
-__all__ = ["BENCHMARK", "Case", "measure"]
+__all__ = ["BENCHMARK", "Case", "measure", "prepared_all_reduce"]
 
 GLOO = "Gloo"
 INSIDE = "gradwire in the segment"
+PREPARED, PREPARED_INSIDE = "gradwire prepared", "gradwire prepared in the segment"
 BARE, BARE_INSIDE = "bare passes", "bare passes in the segment"
+KINDS = {
+    "ordinary tensors": (OURS, BARE),
+    "in the segment": (INSIDE, BARE_INSIDE),
+    "prepared, ordinary tensors": (PREPARED, BARE),
+    "prepared, in the segment": (PREPARED_INSIDE, BARE_INSIDE),
+}
+"""For each measure which of ours it is of, and which bare passes it is compared with."""
 SAMPLE_BYTES = 16 << 20
 """Short operations are repeated in a sample until they have moved about this much …"""
 MOST_REPEATS = 50
@@ -72,13 +80,11 @@ def _measure_case(case: Case, rounds: int, ours: ProcessGroup, theirs: ProcessGr
     count = max(1, case.nbytes // 4 // world_size) * world_size if case.nbytes > 4 else 1
     repeats = max(1, min(MOST_REPEATS, SAMPLE_BYTES // case.nbytes))
     steps, results = {}, {}
-    for name, group in ((OURS, ours), (INSIDE, ours), (GLOO, theirs)):
-        whole, part, other = (
-            shm.empty(n, dtype=torch.float32, group=group) if name is INSIDE else torch.empty(n)
-            for n in (count, max(1, count // world_size), count)
-        )
-        call = partial(OPERATIONS[case.op], group, whole, part, other)
-        results[name] = _checked(call, whole, part, other)
+    contenders = [(OURS, ours), (INSIDE, ours), (GLOO, theirs)]
+    if case.op == "all_reduce":
+        contenders += [(PREPARED, ours), (PREPARED_INSIDE, ours)]
+    for name, group in contenders:
+        results[name], call = _checked_call(name, case.op, group, count)
         steps[name] = repeated(call, repeats)
     for name, result in results.items():
         if not torch.equal(result, results[GLOO]):
@@ -89,25 +95,50 @@ def _measure_case(case: Case, rounds: int, ours: ProcessGroup, theirs: ProcessGr
             steps[name] = repeated(bare_passes(case.op, count, inside=shared), repeats)
     seconds = alternate(steps, rounds)
     micro = scaled(seconds, 1e6 / repeats)
-    ordinary = {name: micro[name] for name in (OURS, GLOO, BARE) if name in micro}
-    inside = {OURS: micro[INSIDE], GLOO: micro[GLOO]}
-    if bare:
-        inside[BARE] = micro[BARE_INSIDE]
-    measures = [
-        Measure.of("ordinary tensors", "µs", ordinary),
-        Measure.of("in the segment", "µs", inside),
-    ]
+    measures = []
+    for kind, (name, least) in KINDS.items():
+        if name in micro:
+            samples = {OURS: micro[name], GLOO: micro[GLOO]}
+            measures.append(
+                Measure.of(kind, "µs", samples | ({BARE: micro[least]} if bare else {}))
+            )
     return CaseResult(case.name, _prediction(case), rounds, measures)
 
 
-def _checked(call: Callable[[], object], whole: Tensor, part: Tensor, other: Tensor) -> Tensor:
+def _checked_call(
+    name: str, op: str, group: ProcessGroup, count: int
+) -> tuple[Tensor, Callable[[], object]]:
+    """A contender's call of an operation, and all that one call leaves in its tensors."""
+    inside = name in (INSIDE, PREPARED_INSIDE)
+    tensors = [
+        shm.empty(n, dtype=torch.float32, group=group) if inside else torch.empty(n)
+        for n in (count, max(1, count // group.size()), count)
+    ]
+    call: Callable[[], object] = partial(OPERATIONS[op], group, *tensors)
+    if name in (PREPARED, PREPARED_INSIDE):
+        call = prepared_all_reduce(tensors[0], group)
+    return _checked(call, tensors), call
+
+
+def prepared_all_reduce(tensor: Tensor, group: ProcessGroup | None = None) -> Callable[[], None]:
+    """An all_reduce that is prepared: it begins, and is waited for at once."""
+    total = shm.all_reduce_init(tensor, group=group)
+
+    def call() -> None:
+        total.start()
+        total.wait()
+
+    return call
+
+
+def _checked(call: Callable[[], object], tensors: Sequence[Tensor]) -> Tensor:
     """All that one call leaves in its tensors, from values that differ between ranks."""
     generator = torch.Generator().manual_seed(dist.get_rank())
-    for tensor in (whole, part, other):
+    for tensor in tensors:
         tensor.random_(0, 100, generator=generator)
     call()
-    result = torch.cat([whole, part, other])
-    for tensor in (whole, part, other):
+    result = torch.cat(list(tensors))
+    for tensor in tensors:
         tensor.zero_()  # repeated sums must not run out of range, where adding is slow
     return result
 

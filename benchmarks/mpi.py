@@ -16,10 +16,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from benchmarks.alternate import OURS, alternate, order
 from benchmarks.benchmark import Benchmark
+from benchmarks.collectives import prepared_all_reduce
 from benchmarks.launch import launch
 from benchmarks.options import Options
 from benchmarks.progress import say
@@ -105,20 +105,10 @@ def _time(sizes: Sequence[int], rounds: int) -> dict[str, Samples]:
     steps: dict[str, Callable[[], object]]
     for size in sizes:
         tensor = shm.empty(size // 4, dtype=torch.float32).zero_()
-        steps = {OURS: partial(dist.all_reduce, tensor), PREPARED: _prepared(tensor)}
+        steps = {OURS: partial(dist.all_reduce, tensor), PREPARED: prepared_all_reduce(tensor)}
         for kind, seconds in alternate(steps, rounds, warmup=WARMUP).items():
             taken[kind][size] = seconds
     return taken
-
-
-def _prepared(tensor: Tensor) -> Callable[[], None]:
-    total = shm.all_reduce_init(tensor)
-
-    def step() -> None:
-        total.start()
-        total.wait()
-
-    return step
 
 
 def _mpi(
