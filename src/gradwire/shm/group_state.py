@@ -136,7 +136,7 @@ class GroupState(Meeting):
         Else a thread goes on with it, while its rank computes: to wake that takes 30 µs, and one of
         1 MiB from 40 on. What goes through slots would keep others waiting at each.
         """
-        return not self._crowd and nbytes <= UPFRONT_BYTES[0]
+        return nbytes <= UPFRONT_BYTES[0]
 
     def upfront(self, dtype: torch.dtype, nbytes: int) -> tuple[Location, Tensor]:
         """Where data goes before `announce`, and that memory.

@@ -25,6 +25,7 @@ from gradwire.shm.header import (
     Location,
     check_consistent,
     compared,
+    is_deferred,
     located,
     location_of,
     packed,
@@ -32,6 +33,7 @@ from gradwire.shm.header import (
     write,
     write_location,
     write_mark,
+    write_resumed,
 )
 from gradwire.shm.links import Kind, Links, Message, Receive
 from gradwire.shm.rendezvous import process_of
@@ -86,8 +88,7 @@ class Meeting:
         self._post_all, self._wait_for_all = self._semaphores.barrier(
             self._others, self._check_peers
         )
-        if self._spins > 1:  # else no rank puts anything off, or `_check_peers` alone asks for it
-            self._semaphores.before_sleep = self._request_progress
+        self._semaphores.before_sleep = self._request_progress
         self._inline = segment.inline
         self.inline_bytes = segment.inline[0][0].numel()
         self._parity = self._mark = 0
@@ -198,6 +199,7 @@ class Meeting:
             self._post_all()
 
         def meet() -> None:
+            write_resumed(own[self._parity])
             self._wait_for_all()
             self._compare(tables=False)
 
@@ -222,14 +224,13 @@ class Meeting:
         if not fit or (tables and not torch.equal(*self._tables[self._parity])):
             check_consistent(self._headers[self._parity], self.rank, tables=tables)
 
-    def _request_progress(self, missing: Sequence[int]) -> None:
-        """Tell the ranks that have put the present operation off that this one waits for it."""
-        for peer in missing:
-            # of a rank that has not announced it, what is left of an earlier one does no harm
-            if location_of(self._headers[self._parity][peer]).deferred:
-                with suppress(DistributedError):  # a full connection: told again before long; a
-                    # lost peer: `_check_peers` raises
-                    self.links.send(peer, Message(Kind.PROGRESS), Deadline(0))
+    def _request_progress(self, peer: int) -> None:
+        """Tell a rank that this one waits for it, if it has put the present operation off."""
+        # if it has not announced that, what is told of an earlier one does no harm
+        if is_deferred(self._headers[self._parity][peer]):
+            with suppress(DistributedError):  # a full connection: told again before long; a lost
+                # peer: `_check_peers` raises
+                self.links.send(peer, Message(Kind.PROGRESS), Deadline(0))
 
     def call_of(self, rank: int) -> Call:
         """What a rank calls, as announced; of gather and scatter."""
@@ -313,7 +314,6 @@ class Meeting:
         absent = [peer for peer in missing if not self._semaphores.posted(peer)]
         if absent:
             self.links.check([peer for peer in lost if peer in absent])
-            self._request_progress(absent)
         if absent and self._deadline.over():
             raise CollectiveTimeoutError(
                 f"{self._kind}: rank {self.rank} waited {self._deadline.seconds:g} s for ranks "
