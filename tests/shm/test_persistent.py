@@ -159,10 +159,10 @@ def at_the_next_call(owner, name, handler):
     """Have a signal handler run as a function is entered, where Python runs handlers anyway."""
     function = getattr(owner, name)
 
-    def interrupted(*args):
+    def interrupted(*args, **keywords):
         setattr(owner, name, function)
         signal.raise_signal(signal.SIGUSR2)
-        return function(*args)
+        return function(*args, **keywords)
 
     signal.signal(signal.SIGUSR2, handler)
     setattr(owner, name, interrupted)
@@ -209,13 +209,13 @@ def test_an_interrupted_wait_can_be_repeated_or_ends_the_group(owner, name, expe
     assert run_ranks(interrupted, 2, backend="shm", args=args, timeout=30) == expected
 
 
-def interrupted_by_the_next(count, name):
+def interrupted_by_the_next(count):
     x, y = torch.full((count,), dist.get_rank() + 1.0), torch.ones(3)
     prepared = gradwire.shm.all_reduce_init(x)
     prepared.start()
     try:
         if dist.get_rank() == 0:
-            at_the_next_call(Queue, name, raises)
+            at_the_next_call(Queue, "_enqueue", raises)
             with pytest.raises(Interruption):
                 dist.all_reduce(y)
         else:
@@ -228,12 +228,146 @@ def interrupted_by_the_next(count, name):
 
 
 @pytest.mark.parametrize("count", [SHORT, LONG])
-@pytest.mark.parametrize("name", ["_enqueue", "_start"])
-def test_an_interrupted_operation_in_between_ends_the_group(count, name):
+def test_an_interrupted_operation_in_between_ends_the_group(count):
     """What was held for `wait` was on its way to the thread."""
-    results = run_ranks(interrupted_by_the_next, 2, backend="shm", args=(count, name), timeout=30)
+    results = run_ranks(interrupted_by_the_next, 2, backend="shm", args=(count,), timeout=30)
     assert results[0] == "Interruption"
     assert results[1] in BROKEN
+
+
+def sums_or_error(x, prepared, rounds):
+    """What the rounds give, which other ranks take part in, up to the first error's type."""
+    results = []
+    for _ in range(rounds):
+        try:
+            prepared.start()
+            prepared.wait()
+        except DistributedError as error:
+            return [*results, type(error).__name__]
+        results.append(x.unique().tolist())
+        x.fill_(10.0 * (dist.get_rank() + 1))
+    return results
+
+
+RIGHT = [[3.0], [30.0]]
+
+
+def interrupted_start(count, name, before):
+    """Interrupted as a function is entered; the program does not know, and starts it again."""
+    x, other = torch.full((count,), dist.get_rank() + 1.0), torch.ones(5)
+    prepared, first = (gradwire.shm.all_reduce_init(t) for t in (x, other))
+    if before:
+        first.start()
+    if dist.get_rank() == 0:
+        at_the_next_call(Queue, name, raises)
+        with pytest.raises(Interruption):
+            prepared.start()
+    return sums_or_error(x, prepared, 2)
+
+
+@pytest.mark.narrow({"count": LONG, "before": True}, {"count": LONGER, "name": "run_in_thread"})
+@pytest.mark.parametrize("name", ["_enqueue", "run_in_thread"])
+@pytest.mark.parametrize(
+    ("count", "before"), [(SHORT, True), (LONG, True), (LONGER, False), (LONGER, True)]
+)
+def test_an_interrupted_start_is_not_run_twice(count, before, name):
+    results = run_ranks(interrupted_start, 2, backend="shm", args=(count, name, before), timeout=30)
+    for result in results:
+        assert result[-1] in ([30.0], *BROKEN)
+        assert result[:-1] == RIGHT[: len(result) - 1]
+
+
+def handler_s_error(count, error):
+    """A handler's operation raises through `wait`, of a type that operations of this one raise."""
+    x, y = torch.full((count,), dist.get_rank() + 1.0), torch.ones(3 + dist.get_rank())
+    group = dist.new_group()
+    prepared = gradwire.shm.all_reduce_init(x)
+
+    def handler(*_):
+        dist.all_reduce(y, group=group if error is MismatchError else None)
+
+    prepared.start()
+    if dist.get_rank() == 0:
+        at_the_next_call(Submission, "_run", handler)
+        with pytest.raises(error):
+            prepared.wait()
+    elif error is MismatchError:
+        with pytest.raises(error):
+            dist.all_reduce(y, group=group)
+    results = []
+    try:
+        if dist.get_rank():
+            prepared.wait()
+            results.append(x.unique().tolist())
+        x.fill_(10.0 * (dist.get_rank() + 1))
+        dist.all_reduce(x)
+    except (BrokenGroupError, PeerFailedError) as failure:
+        return [*results, type(failure).__name__]
+    return [*results, x.unique().tolist()]
+
+
+@pytest.mark.parametrize("count", [SHORT, LONG])
+@pytest.mark.parametrize("error", [NotSupportedError, MismatchError])
+def test_a_handler_s_error_is_not_taken_for_one_of_the_operation(count, error):
+    results = run_ranks(handler_s_error, 2, backend="shm", args=(count, error), timeout=30)
+    assert results[0] == ["BrokenGroupError"]
+    assert results[1][-1] in BROKEN
+    assert results[1][:-1] in ([], [[3.0]])
+
+
+def in_a_callback(count, receives):
+    """The group's thread calls it, which no other can stand in for."""
+    rank, x = dist.get_rank(), torch.full((count,), dist.get_rank() + 1.0)
+    prepared = gradwire.shm.all_reduce_init(x)
+
+    def callback(_):
+        prepared.start()
+        if receives:
+            dist.recv(torch.empty(1), 1)
+        prepared.wait()
+
+    if rank == 0:
+        work = dist.all_reduce(torch.ones(3), async_op=True)
+        work.get_future().then(callback).wait()
+    else:
+        dist.all_reduce(torch.ones(3))
+        prepared.start()
+        prepared.wait()
+        if receives:
+            dist.send(torch.ones(1), 0)
+    return x[-1].item()
+
+
+@pytest.mark.parametrize("receives", [False, True])
+@pytest.mark.parametrize("count", [SHORT, LONG])
+def test_a_future_s_callback_may_start_and_wait(count, receives):
+    args = (count, receives)
+    assert run_ranks(in_a_callback, 2, backend="shm", args=args, timeout=30) == [3.0, 3.0]
+
+
+def forked(count):
+    x = torch.full((count,), dist.get_rank() + 1.0)
+    prepared = gradwire.shm.all_reduce_init(x)
+    prepared.start()
+    if dist.get_rank() == 0:
+        child = os.fork()
+        if not child:
+            try:
+                prepared.wait()
+            except BrokenGroupError:
+                os._exit(3)
+            finally:
+                os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+    prepared.wait()
+    dist.barrier()
+    return x[-1].item()
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+@pytest.mark.parametrize("count", COUNTS)
+def test_a_forked_process_cannot_wait(count):
+    assert run_ranks(forked, 2, backend="shm", args=(count,), timeout=30) == [3.0, 3.0]
 
 
 def handled(owner, name, operation):

@@ -72,7 +72,7 @@ class GroupBase(PreparedOperations):
 
     def allocate(self, nbytes: int) -> Tensor:
         """Allocate bytes in memory that the ranks share."""
-        self._check_usable()
+        self.check_usable()
         return self._state.allocate(nbytes)
 
     # --- leaving ---

@@ -15,7 +15,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from gradwire.errors import CollectiveTimeoutError, DistributedError
+from gradwire.errors import CollectiveTimeoutError, DistributedError, MismatchError
 from gradwire.shm.group_segment import form
 from gradwire.shm.header import (
     INLINE,
@@ -92,6 +92,7 @@ class Meeting:
         self._inline = segment.inline
         self.inline_bytes = segment.inline[0][0].numel()
         self._parity = self._mark = 0
+        self._mismatch: MismatchError | None = None  # the last of this group
         self.alike = True
         # this rank's headers, of the even and the odd collectives, if they were prepared
         self._shown: list[bytes | None] = [None, None]
@@ -173,7 +174,7 @@ class Meeting:
             wait()
             parity = self._parity
             if parts[parity].count(parts[parity][rank]) != size:
-                check_consistent(self._headers[parity], rank, tables=False)
+                self._check_consistent(tables=False)
             return halves[parity]
 
         return show, collect
@@ -222,7 +223,18 @@ class Meeting:
         parts = self._compared[self._parity]
         fit = self.alike = parts.count(parts[self.rank]) == self.size
         if not fit or (tables and not torch.equal(*self._tables[self._parity])):
+            self._check_consistent(tables=tables)
+
+    def _check_consistent(self, *, tables: bool) -> None:
+        try:
             check_consistent(self._headers[self._parity], self.rank, tables=tables)
+        except MismatchError as error:
+            self._mismatch = error
+            raise
+
+    def is_agreed(self, error: MismatchError) -> bool:
+        """Whether all ranks raise an error: not one that a signal's handler has raised here."""
+        return error is self._mismatch
 
     def _request_progress(self, peer: int) -> None:
         """Tell a rank that this one waits for it, if it has put the present operation off."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from queue import SimpleQueue
 
@@ -14,10 +15,19 @@ from gradwire.errors import BrokenGroupError, NotSupportedError
 from gradwire.recorder import Entry
 from gradwire.shm.work import ShmWork
 
-__all__ = ["Job", "Prepared", "Queue"]
+__all__ = ["Job", "Prepared", "Queue", "Stage"]
 
 Job = Callable[[], None]
 _DESTROYED = "the group was destroyed on this rank: make a new one"
+
+
+class Stage(Enum):
+    """How far a run of a prepared operation has come, as far as this rank knows for sure."""
+
+    IDLE = 0  # nothing was done
+    BEGUN = 1  # other ranks may have seen it
+    REFUSED = 2  # on all ranks, as their calls differ
+    ENDED = 3
 
 
 @dataclass(slots=True)
@@ -36,6 +46,7 @@ class Prepared:
         like: The recorder's of an earlier run, as it was begun.
         work: The handle of the present run, if a thread has or gets it.
         left: What is left to be run of the present run.
+        stage: Of the present run.
     """
 
     job: Job
@@ -47,18 +58,17 @@ class Prepared:
     like: Entry | None = None
     work: ShmWork | None = None
     left: Job | None = None
+    stage: Stage = Stage.IDLE
 
 
 class Queue:
     """Runs operations one at a time, in the order of the calls.
 
     An operation whose caller waits is run by the caller, between `enter` and `leave`, if none is
-    before it, which saves two switches of threads; all others run in a thread that is started for
-    the first of them.
+    before it, which saves two switches of threads; all others run in a thread.
     """
 
     def __init__(self, name: str) -> None:
-        self._name = name
         self._running = threading.Lock()  # held by the thread that runs an operation
         # reentrant: a signal handler may submit in the thread that holds it
         self._order = threading.RLock()
@@ -66,7 +76,10 @@ class Queue:
         # whose signal handler waits for an operation
         self._submitted = self._ended = 0
         self._jobs: SimpleQueue[tuple[Job, ShmWork] | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
+        # not only for the first job: an exception of a signal's handler amid `Thread.start` leaves
+        # open whether the thread runs
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
         self._inline_in = 0  # the thread that runs an operation it submitted; 0 for none
         self._closed = False
         self._held: Prepared | None = None
@@ -78,7 +91,7 @@ class Queue:
             BrokenGroupError, NotSupportedError: As of `submit`.
         """
         with self._order:
-            if not self._is_free() or self._is_threads():
+            if not self._is_free():
                 return False
             self._enter()
         return True
@@ -123,23 +136,26 @@ class Queue:
 
     def _run_first(self, prepared: Prepared, first: Job) -> None:
         try:
-            self._held = prepared
+            self._held, prepared.stage = prepared, Stage.BEGUN
             first()
         except BaseException as error:
             self._held = None
             prepared.failed(error)
             raise
 
-    def holds(self, prepared: Prepared) -> bool:
-        """Whether an operation is kept for `take`."""
-        return self._held is prepared
+    def has(self, prepared: Prepared) -> bool:
+        """Whether an operation is kept for `take`, or the thread has it."""
+        with self._order:  # in which the one becomes the other
+            in_thread = prepared.work is not None and not prepared.work.is_done()
+            return in_thread or self._held is prepared
 
     def _is_free(self) -> bool:
         """Whether no operation is before another one; with the lock held."""
         if self._closed or self._inline_in:
             self._check_open()
             return False
-        return self._submitted == self._ended and self._held is None
+        # what the thread holds, it could not run when another rank asks for it
+        return self._submitted == self._ended and self._held is None and not self._is_threads()
 
     def take(self, prepared: Prepared) -> bool:
         """`enter` for an operation if it is held; whether it is."""
@@ -166,11 +182,16 @@ class Queue:
             self._check_open()
             self._enqueue_held()
             self._enqueue(job, work)
-        if self._is_threads():
-            # called by a future's callback, which may wait for the operation: no other thread runs
-            # it, so run what is pending here
-            self._run(until=work)
+        self.run_in_thread(until=work)
         return work
+
+    def run_in_thread(self, until: ShmWork) -> None:
+        """In a future's callback, which the thread has called: run what is pending here.
+
+        The callback may wait for it, and no other thread runs it.
+        """
+        if self._is_threads():
+            self._run(until)
 
     def run_held(self) -> None:
         """Another rank waits for what is held: let the thread run it."""
@@ -189,14 +210,14 @@ class Queue:
         try:
             self._held = None
             self._enqueue(partial(held.queued, held), work)
-        except BaseException as error:  # a signal handler's, or no thread could be started
+        except BaseException as error:  # a signal handler's
             held.failed(error)
             work.finish(error)
             raise
 
     def _enqueue(self, job: Job, work: ShmWork) -> None:
         self._submitted += 1
-        self._start()
+        work.submitted = True  # first: what an exception interrupts may have been put there
         self._jobs.put((job, work))
 
     def _check_open(self) -> None:
@@ -217,7 +238,7 @@ class Queue:
             )
 
     def _is_threads(self) -> bool:
-        return self._thread is not None and threading.current_thread() is self._thread
+        return threading.current_thread() is self._thread
 
     def runs_in_this_thread(self) -> bool:
         """Whether this thread runs a job, which a signal handler or a finalizer has interrupted."""
@@ -230,16 +251,9 @@ class Queue:
             self._closed, self._held = True, None
         with self._running:
             pass  # wait for an operation that runs in a caller's thread
-        if self._thread is not None:
-            self._jobs.put(None)
-            if not self._is_threads():
-                self._thread.join()
-            self._thread = None
-
-    def _start(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            self._thread.start()
+        self._jobs.put(None)
+        if not self._is_threads():
+            self._thread.join()
 
     def _run(self, until: ShmWork | None = None) -> None:
         """Run submitted jobs up to and including `until`; if that is None, until `close`."""

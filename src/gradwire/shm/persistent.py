@@ -14,10 +14,10 @@ from gradwire.errors import (
     ArgumentError,
     ArgumentTypeError,
     DistributedError,
-    NotSupportedError,
 )
 from gradwire.shm.arithmetic import check_reduction, number_of
 from gradwire.shm.hierarchy.group import AcrossHostsOperations
+from gradwire.shm.operation_queue import Stage
 from gradwire.shm.process_group import Operations
 from gradwire.shm.register import member_of
 from gradwire.shm.tensors import check_results
@@ -38,14 +38,11 @@ class PersistentAllReduce:
         self._tensor, self._op, self._group = tensor, op, group
         self._begin: Callable[[], None] = self._by_work
         self._end: Callable[[], None] = self._wait_for_work
-        self._is_under_way: Callable[[], bool] = self._is_work_under_way
+        self._member, self._prepared = member, None
         if member is not None:
-            prepared = member.prepare_all_reduce(tensor, number_of(op))
-            self._begin, self._end = (
-                partial(member.start, prepared),
-                partial(member.finish, prepared),
-            )
-            self._is_under_way = partial(member.is_under_way, prepared)
+            self._prepared = prepared = member.prepare_all_reduce(tensor, number_of(op))
+            self._begin = partial(member.start, prepared)
+            self._end = partial(member.finish, prepared)
         self._work: Work | None = None
         self._started = False
 
@@ -56,12 +53,16 @@ class PersistentAllReduce:
             DistributedError: It was begun already.
         """
         if self._started:
+            if self._member is not None:
+                self._member.check_usable()
             raise DistributedError("the all_reduce was started already: call wait() first")
+        if self._prepared is not None:
+            self._prepared.stage = Stage.IDLE  # first: an exception may leave it as it is
         self._started = True
         try:
             self._begin()
         except BaseException:
-            self._started = self._is_under_way()
+            self._started = self._prepared is not None and self._prepared.stage is not Stage.IDLE
             raise
 
     def wait(self) -> None:
@@ -74,11 +75,12 @@ class PersistentAllReduce:
             raise DistributedError("the all_reduce was not started: call start() first")
         try:
             self._end()
-        except NotSupportedError:  # refused: a signal's handler calls, amid an operation
-            raise
         except BaseException:
             # where a signal's handler has raised, it may go on, and can be waited for again
-            self._started = self._is_under_way()
+            if self._prepared is not None:
+                self._started = self._prepared.stage is not Stage.REFUSED
+            else:
+                self._started = self._work is not None and not is_done(self._work)
             raise
         self._started = False
 
@@ -88,9 +90,6 @@ class PersistentAllReduce:
     def _wait_for_work(self) -> None:
         if self._work is not None:
             self._work.wait()
-
-    def _is_work_under_way(self) -> bool:
-        return self._work is not None and not is_done(self._work)
 
     def __repr__(self) -> str:
         kind = "started" if self._started else "ready"

@@ -30,7 +30,7 @@ class PointToPoint(GroupBase):
 
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> Work:
         """Send a tensor; it can be changed at once."""
-        self._check_usable()
+        self.check_usable()
         self._check_peer(dst, "dst")
         _check_tag(tag)
         tensor = data = only(tensors)
@@ -51,7 +51,7 @@ class PointToPoint(GroupBase):
         return self._receive(tensors, None, tag)
 
     def _receive(self, tensors: list[Tensor], src: int | None, tag: int) -> Work:
-        self._check_usable()
+        self.check_usable()
         _check_tag(tag)
         check_results(tensors)
         links, mailbox = self._state.links, self._mailbox

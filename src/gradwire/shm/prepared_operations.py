@@ -7,9 +7,9 @@ from functools import partial
 
 from torch import Tensor
 
-from gradwire.errors import BrokenGroupError, MismatchError, NotSupportedError
+from gradwire.errors import BrokenGroupError, MismatchError
 from gradwire.recorder import failed
-from gradwire.shm.operation_queue import Job, Prepared
+from gradwire.shm.operation_queue import Job, Prepared, Stage
 from gradwire.shm.submission import Submission, in_inference_mode
 from gradwire.shm.work import ShmWork
 
@@ -36,13 +36,25 @@ class PreparedOperations(Submission):
         return Prepared(job, tensors, halves, self._run_prepared, self._break)
 
     def _run_prepared(self, prepared: Prepared) -> None:
+        self._run_queued(partial(self._run_left, prepared), 0, self._seconds, prepared.entry)
+
+    def _run_left(self, prepared: Prepared) -> None:
         assert prepared.left is not None
-        self._run_queued(prepared.left, 0, self._seconds, prepared.entry)
+        try:
+            prepared.left()
+        except MismatchError as error:
+            if self._state.is_agreed(error):
+                prepared.stage = Stage.REFUSED
+            raise
+        prepared.stage = Stage.ENDED
 
     def start(self, prepared: Prepared) -> None:
-        """Begin a prepared operation, which `finish` ends; other ranks can end theirs."""
+        """Begin a prepared operation, which is idle, and `finish` ends; other ranks can end theirs.
+
+        After an exception, its stage says whether it was begun.
+        """
         if self._closed or self._broken is not None:
-            self._check_usable()
+            self.check_usable()
         self._submitted += 1
         prepared.entry = self._record_again(prepared, prepared.tensors, "a prepared all_reduce")
         if self.observer is not None:
@@ -60,36 +72,47 @@ class PreparedOperations(Submission):
             finally:
                 if self._leaving:
                     self._release_if_left()
-        prepared.left, work = prepared.job, ShmWork(prepared.tensors)
-        prepared.work = self._queue.submit(partial(self._run_prepared, prepared), work)
+        prepared.left, prepared.work = prepared.job, ShmWork(prepared.tensors)
+        self._submit_prepared(prepared, prepared.work)
+
+    def _submit_prepared(self, prepared: Prepared, work: ShmWork) -> None:
+        prepared.stage = Stage.BEGUN  # first: the thread may end it at once
+        try:
+            self._queue.submit(partial(self._run_prepared, prepared), work)
+        except BaseException as error:
+            if not work.submitted:
+                prepared.stage = Stage.IDLE
+            elif prepared.stage is Stage.BEGUN:  # a signal's handler has raised: the thread has it,
+                self._break(error)  # or not
+                work.finish(error)
+            raise
 
     def finish(self, prepared: Prepared) -> None:
-        """Wait for a prepared operation to end.
+        """Wait for a prepared operation that was begun to end; can be called again.
 
         Raises:
             DistributedError: The operation failed.
         """
-        assert prepared.left is not None
-        take = partial(self._queue.take, prepared)
+        self._queue.check_not_inside()
+        if prepared.stage is Stage.ENDED:
+            return
+        if self._closed and not (prepared.work is not None and prepared.work.is_done()):
+            self.check_usable()  # raises; also in a forked process
+        take, left = partial(self._queue.take, prepared), partial(self._run_left, prepared)
         try:
-            if self._run_at_once(take, prepared.left, 0, self._seconds, prepared.entry):
+            if self._run_at_once(take, left, 0, self._seconds, prepared.entry):
                 return
-        except (MismatchError, NotSupportedError):  # on all ranks; refused
-            raise
         except BaseException as error:
             # where it was taken and not run, the posts of the other ranks would be taken for those
             # of the next collective
-            if not (self._closed or self.is_under_way(prepared)):
+            if prepared.stage is Stage.BEGUN and not (self._closed or self._queue.has(prepared)):
                 self._break(error)
             raise
-        if prepared.work is None:
-            raise BrokenGroupError("the group was destroyed before the operation was waited for")
+        if prepared.work is None:  # of an operation that failed before: raises
+            self.check_usable()
+            raise BrokenGroupError("the operation has failed")
         try:
+            self._queue.run_in_thread(until=prepared.work)
             prepared.work.wait()
         finally:
             self._release_if_left()
-
-    def is_under_way(self, prepared: Prepared) -> bool:
-        """Whether a prepared operation was begun, and has not ended."""
-        in_thread = prepared.work is not None and not prepared.work.is_done()
-        return in_thread or self._queue.holds(prepared)

@@ -101,7 +101,7 @@ class Submission:
             op: The collective's name in the recorder.
             sources: What it reads, if not `tensors`.
         """
-        self._check_usable()
+        self.check_usable()
         self._submitted += 1
         inputs = tensors if sources is None else sources
         entry = ring.begin(self._recorded, self._submitted, op, inputs, tensors)
@@ -111,7 +111,7 @@ class Submission:
 
     def _submit_known(self, known: KnownCall, tensors: Sequence[Tensor], opts: Any) -> Work:
         """`_submit` for what is prepared for a kind of tensors."""
-        self._check_usable()
+        self.check_usable()
         self._submitted += 1
         entry = self._record_again(known, tensors, "a known all_reduce")
         observed = ("allreduce_", 0, (tensors,))
@@ -168,7 +168,7 @@ class Submission:
         return True
 
     def _run_queued(self, job: Job, mark: int, seconds: float, entry: Entry | None) -> None:
-        self._check_usable()  # the operation before it may have failed
+        self.check_usable()  # the operation before it may have failed
         self._run(job, mark, seconds, entry)
 
     def _run(self, job: Job, mark: int, seconds: float, entry: Entry | None) -> None:
@@ -188,7 +188,9 @@ class Submission:
             job()
         except MismatchError as error:
             failure = error
-            raise  # on all ranks, before any data moved: the group stays usable
+            if not state.is_agreed(error):
+                self._break(error)
+            raise  # else on all ranks, before any data moved: the group stays usable
         except BaseException as error:
             failure = error
             self._break(error)
@@ -250,7 +252,8 @@ class Submission:
             self._broken = error
             self._state.links.report_failure(error)
 
-    def _check_usable(self) -> None:
+    def check_usable(self) -> None:
+        """Raise a BrokenGroupError if this rank has left the group, or an operation has failed."""
         if self._closed:
             raise BrokenGroupError(self._closed)
         if self._broken is not None:

@@ -62,9 +62,13 @@ class ShmWork(Work):
         callbacks_in_own_thread: Whether its future's callbacks run in a thread of their own, and
             not in the one that calls `finish`. The links' thread would deadlock in a callback that
             waits.
+
+    Attributes:
+        submitted: Whether a thread is to run the operation.
     """
 
     # of the class until they change: setting them takes as long as a small operation
+    submitted = False
     _done = False
     _error: BaseException | None = None
     _future: torch.futures.Future[list[Tensor]] | None = None

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gradwire.errors import DistributedError
+from gradwire.errors import DistributedError, MismatchError
 from gradwire.shm.header import INLINE, Call, Location, check_consistent, header_bytes, write
 from gradwire.shm.hierarchy.engine import Transfer, Transport
 from gradwire.shm.hierarchy.team import Team
@@ -178,6 +178,10 @@ class Context:
             _fill(row, data)
             return list(self.gather_rows(row))
         return None
+
+    def is_agreed(self, _: MismatchError) -> bool:
+        """As of `GroupState`; here, one that a signal's handler has raised is not told apart."""
+        return True
 
     def _compare_tables(self, call: Call) -> None:
         table = torch.tensor([*call.sends, *call.receives], dtype=torch.int64)

@@ -65,7 +65,7 @@ class AcrossHostsOperations(Operations):
 
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> Work:
         """Send a tensor; leave it as it is until the handle is waited for."""
-        self._check_usable()
+        self.check_usable()
         self._check_peer(dst, "dst")
         check_tensors(tensors)
         flat = flat_of(only(tensors))
@@ -75,7 +75,7 @@ class AcrossHostsOperations(Operations):
 
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> Work:
         """Fill a tensor with the next that rank `src` sends with this tag."""
-        self._check_usable()
+        self.check_usable()
         self._check_peer(src, "src")
         check_results(tensors)
         flat = flat_of(only(tensors))
@@ -85,7 +85,7 @@ class AcrossHostsOperations(Operations):
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Work:
         """Fill a tensor with the next that any rank sends with this tag."""
-        self._check_usable()
+        self.check_usable()
         check_results(tensors)
         flat = flat_of(only(tensors))
         return self._started(
