@@ -16,14 +16,11 @@ from gradwire.errors import (
     BrokenGroupError,
     DistributedError,
     MismatchError,
-    NotSupportedError,
     PeerFailedError,
     PeerLostError,
 )
 from gradwire.shm import meeting
-from gradwire.shm.operation_queue import Queue
 from gradwire.shm.register import member_of
-from gradwire.shm.submission import Submission
 from gradwire.shm.sync import spins_for
 from gradwire.testing import run_ranks
 
@@ -151,170 +148,6 @@ def test_others_hear_of_a_rank_that_leaves_between_start_and_wait(how):
     run_ranks(leaves, 2, backend="shm", args=(how,), timeout=30)
 
 
-class Interruption(Exception):
-    pass
-
-
-def at_the_next_call(owner, name, handler):
-    """Have a signal handler run as a function is entered, where Python runs handlers anyway."""
-    function = getattr(owner, name)
-
-    def interrupted(*args, **keywords):
-        setattr(owner, name, function)
-        signal.raise_signal(signal.SIGUSR2)
-        return function(*args, **keywords)
-
-    signal.signal(signal.SIGUSR2, handler)
-    setattr(owner, name, interrupted)
-
-
-def raises(*_):
-    raise Interruption
-
-
-def interrupted(owner, name, count):
-    x, y = torch.full((count,), dist.get_rank() + 1.0), torch.ones(3)
-    prepared = gradwire.shm.all_reduce_init(x)
-    prepared.start()
-    try:
-        if dist.get_rank() == 0:
-            at_the_next_call(owner, name, raises)
-            with pytest.raises(Interruption):
-                prepared.wait()
-            if member_of(dist.group.WORLD).failure is None:
-                prepared.wait()
-        else:
-            prepared.wait()
-        dist.all_reduce(y)
-    except (BrokenGroupError, PeerFailedError) as error:
-        return type(error).__name__
-    return x[0].item(), y[0].item()
-
-
-BROKEN = ["BrokenGroupError", "PeerFailedError"]
-
-
-@pytest.mark.parametrize("count", [SHORT, LONG])
-@pytest.mark.parametrize(
-    ("owner", "name", "expected"),
-    [
-        (Queue, "take", [(3.0, 2.0)] * 2),
-        (Queue, "_enter", [(3.0, 2.0)] * 2),
-        (Submission, "_run", BROKEN),  # it is not known how far it has come
-    ],
-)
-def test_an_interrupted_wait_can_be_repeated_or_ends_the_group(owner, name, expected, count):
-    """Its own posts and those of the others never count for the next operation."""
-    args = (owner, name, count)
-    assert run_ranks(interrupted, 2, backend="shm", args=args, timeout=30) == expected
-
-
-def interrupted_by_the_next(count):
-    x, y = torch.full((count,), dist.get_rank() + 1.0), torch.ones(3)
-    prepared = gradwire.shm.all_reduce_init(x)
-    prepared.start()
-    try:
-        if dist.get_rank() == 0:
-            at_the_next_call(Queue, "_enqueue", raises)
-            with pytest.raises(Interruption):
-                dist.all_reduce(y)
-        else:
-            dist.all_reduce(y)
-        prepared.wait()
-        dist.all_reduce(y)
-    except (BrokenGroupError, PeerFailedError, Interruption) as error:
-        return type(error).__name__
-    return x[0].item(), y[0].item()
-
-
-@pytest.mark.parametrize("count", [SHORT, LONG])
-def test_an_interrupted_operation_in_between_ends_the_group(count):
-    """What was held for `wait` was on its way to the thread."""
-    results = run_ranks(interrupted_by_the_next, 2, backend="shm", args=(count,), timeout=30)
-    assert results[0] == "Interruption"
-    assert results[1] in BROKEN
-
-
-def sums_or_error(x, prepared, rounds):
-    """What the rounds give, which other ranks take part in, up to the first error's type."""
-    results = []
-    for _ in range(rounds):
-        try:
-            prepared.start()
-            prepared.wait()
-        except DistributedError as error:
-            return [*results, type(error).__name__]
-        results.append(x.unique().tolist())
-        x.fill_(10.0 * (dist.get_rank() + 1))
-    return results
-
-
-RIGHT = [[3.0], [30.0]]
-
-
-def interrupted_start(count, name, before):
-    """Interrupted as a function is entered; the program does not know, and starts it again."""
-    x, other = torch.full((count,), dist.get_rank() + 1.0), torch.ones(5)
-    prepared, first = (gradwire.shm.all_reduce_init(t) for t in (x, other))
-    if before:
-        first.start()
-    if dist.get_rank() == 0:
-        at_the_next_call(Queue, name, raises)
-        with pytest.raises(Interruption):
-            prepared.start()
-    return sums_or_error(x, prepared, 2)
-
-
-@pytest.mark.narrow({"count": LONG, "before": True}, {"count": LONGER, "name": "run_in_thread"})
-@pytest.mark.parametrize("name", ["_enqueue", "run_in_thread"])
-@pytest.mark.parametrize(
-    ("count", "before"), [(SHORT, True), (LONG, True), (LONGER, False), (LONGER, True)]
-)
-def test_an_interrupted_start_is_not_run_twice(count, before, name):
-    results = run_ranks(interrupted_start, 2, backend="shm", args=(count, name, before), timeout=30)
-    for result in results:
-        assert result[-1] in ([30.0], *BROKEN)
-        assert result[:-1] == RIGHT[: len(result) - 1]
-
-
-def handler_s_error(count, error):
-    """A handler's operation raises through `wait`, of a type that operations of this one raise."""
-    x, y = torch.full((count,), dist.get_rank() + 1.0), torch.ones(3 + dist.get_rank())
-    group = dist.new_group()
-    prepared = gradwire.shm.all_reduce_init(x)
-
-    def handler(*_):
-        dist.all_reduce(y, group=group if error is MismatchError else None)
-
-    prepared.start()
-    if dist.get_rank() == 0:
-        at_the_next_call(Submission, "_run", handler)
-        with pytest.raises(error):
-            prepared.wait()
-    elif error is MismatchError:
-        with pytest.raises(error):
-            dist.all_reduce(y, group=group)
-    results = []
-    try:
-        if dist.get_rank():
-            prepared.wait()
-            results.append(x.unique().tolist())
-        x.fill_(10.0 * (dist.get_rank() + 1))
-        dist.all_reduce(x)
-    except (BrokenGroupError, PeerFailedError) as failure:
-        return [*results, type(failure).__name__]
-    return [*results, x.unique().tolist()]
-
-
-@pytest.mark.parametrize("count", [SHORT, LONG])
-@pytest.mark.parametrize("error", [NotSupportedError, MismatchError])
-def test_a_handler_s_error_is_not_taken_for_one_of_the_operation(count, error):
-    results = run_ranks(handler_s_error, 2, backend="shm", args=(count, error), timeout=30)
-    assert results[0] == ["BrokenGroupError"]
-    assert results[1][-1] in BROKEN
-    assert results[1][:-1] in ([], [[3.0]])
-
-
 def in_a_callback(count, receives):
     """The group's thread calls it, which no other can stand in for."""
     rank, x = dist.get_rank(), torch.full((count,), dist.get_rank() + 1.0)
@@ -368,38 +201,6 @@ def forked(count):
 @pytest.mark.parametrize("count", COUNTS)
 def test_a_forked_process_cannot_wait(count):
     assert run_ranks(forked, 2, backend="shm", args=(count,), timeout=30) == [3.0, 3.0]
-
-
-def handled(owner, name, operation):
-    x, y = torch.full((SHORT,), dist.get_rank() + 1.0), torch.ones(SHORT)
-    prepared, refused = gradwire.shm.all_reduce_init(x), []
-
-    def handler(*_):
-        try:
-            prepared.wait() if operation == "wait" else dist.all_reduce(y)
-        except NotSupportedError:
-            refused.append(True)
-
-    at_the_next_call(owner, name, handler)
-    prepared.start()
-    prepared.wait()
-    dist.all_reduce(y)
-    return x[0].item(), y[0].item(), bool(refused)
-
-
-@pytest.mark.parametrize(
-    ("owner", "name", "operation", "y"),
-    [
-        (Queue, "_run_first", "wait", 2.0),
-        (Queue, "_run_first", "all_reduce", 2.0),
-        (Queue, "take", "all_reduce", 4.0),
-        (Queue, "_enter", "all_reduce", 4.0),
-    ],
-)
-def test_a_handler_s_operation_is_refused_or_runs_in_its_turn(owner, name, operation, y):
-    args = (owner, name, operation)
-    expected = (3.0, y, y == 2.0)
-    assert run_ranks(handled, 2, backend="shm", args=args, timeout=30) == [expected] * 2
 
 
 def fits_ordinary(count):

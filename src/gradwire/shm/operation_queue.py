@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -69,7 +70,8 @@ class Queue:
     """
 
     def __init__(self, name: str) -> None:
-        self._running = threading.Lock()  # held by the thread that runs an operation
+        # held by the thread that runs an operation; reentrant: no other thread can release it
+        self._running = threading.RLock()
         # reentrant: a signal handler may submit in the thread that holds it
         self._order = threading.RLock()
         # two counts, each written to by one side: the thread needs no lock that a caller may hold,
@@ -100,6 +102,13 @@ class Queue:
         """The operation that this thread has entered for, if it has, is over."""
         if self._inline_in == threading.get_ident():
             self._running.release()  # before `_inline_in` is reset, as in `_enter`
+            self._inline_in = 0
+
+    def leave_again(self) -> None:
+        """`leave`, which an exception of a signal's handler has interrupted."""
+        if self._inline_in == threading.get_ident():
+            with suppress(RuntimeError):  # it was released
+                self._running.release()
             self._inline_in = 0
 
     def _enter(self) -> None:

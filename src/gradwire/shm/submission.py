@@ -162,7 +162,11 @@ class Submission:
             self._run(job, mark, seconds, entry)
         finally:
             # whatever `enter` returned: a signal's handler may have raised as it did
-            self._queue.leave()
+            try:
+                self._queue.leave()
+            except BaseException:  # or raises now
+                self._queue.leave_again()
+                raise
             if self._leaving:
                 self._release_if_left()
         return True
