@@ -14,6 +14,7 @@ from torch.distributed import Work
 
 from gradwire._torch import outside_graphs
 from gradwire.errors import CollectiveTimeoutError
+from gradwire.shm.sync import main_thread_waits
 
 __all__ = ["ShmWork", "ended", "wait_until"]
 
@@ -28,6 +29,13 @@ _MISSED_SECONDS = 0.5  # after which a wait looks again: an exception may have e
 
 def wait_until(done: Callable[[], bool], seconds: float | None) -> bool:
     """Wait until something that an operation's end makes true is true; whether it is."""
+    if threading.current_thread() is not threading.main_thread():
+        return _wait_until(done, seconds)
+    with main_thread_waits():
+        return _wait_until(done, seconds)
+
+
+def _wait_until(done: Callable[[], bool], seconds: float | None) -> bool:
     end = None if seconds is None else time.monotonic() + seconds
     while not done():
         left = _MISSED_SECONDS if end is None else min(end - time.monotonic(), _MISSED_SECONDS)
