@@ -49,7 +49,7 @@ class PreparedOperations(Submission):
         prepared.stage = Stage.ENDED
 
     def start(self, prepared: Prepared) -> None:
-        """Begin a prepared operation, which is idle, and `finish` ends; other ranks can end theirs.
+        """Begin a prepared operation that is idle; from then on, other ranks can end theirs.
 
         After an exception, its stage says whether it was begun.
         """
