@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -78,13 +77,14 @@ class Queue:
         # whose signal handler waits for an operation
         self._submitted = self._ended = 0
         self._jobs: SimpleQueue[tuple[Job, ShmWork] | None] = SimpleQueue()
+        self._inline_in = 0  # the thread that runs an operation it submitted; 0 for none
+        self._closed = False
+        self._held: Prepared | None = None
         # not only for the first job: an exception of a signal's handler amid `Thread.start` leaves
         # open whether the thread runs
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
-        self._inline_in = 0  # the thread that runs an operation it submitted; 0 for none
-        self._closed = False
-        self._held: Prepared | None = None
+        self._thread_id = self._thread.ident
 
     def enter(self) -> bool:
         """Let this thread run an operation, if nothing is before it; whether it may.
@@ -101,14 +101,10 @@ class Queue:
     def leave(self) -> None:
         """The operation that this thread has entered for, if it has, is over."""
         if self._inline_in == threading.get_ident():
-            self._running.release()  # before `_inline_in` is reset, as in `_enter`
-            self._inline_in = 0
-
-    def leave_again(self) -> None:
-        """`leave`, which an exception of a signal's handler has interrupted."""
-        if self._inline_in == threading.get_ident():
-            with suppress(RuntimeError):  # it was released
-                self._running.release()
+            try:  # noqa: SIM105 - suppress() takes as long as the lock
+                self._running.release()  # before `_inline_in` is reset, as in `_enter`
+            except RuntimeError:
+                pass  # a signal's handler has raised amid `_enter`, or amid this before
             self._inline_in = 0
 
     def _enter(self) -> None:
@@ -247,7 +243,7 @@ class Queue:
             )
 
     def _is_threads(self) -> bool:
-        return threading.current_thread() is self._thread
+        return threading.get_ident() == self._thread_id
 
     def runs_in_this_thread(self) -> bool:
         """Whether this thread runs a job, which a signal handler or a finalizer has interrupted."""

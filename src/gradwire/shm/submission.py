@@ -165,7 +165,7 @@ class Submission:
             try:
                 self._queue.leave()
             except BaseException:  # or raises now
-                self._queue.leave_again()
+                self._queue.leave()
                 raise
             if self._leaving:
                 self._release_if_left()
