@@ -104,7 +104,9 @@ class Queue:
             try:  # noqa: SIM105 - suppress() takes as long as the lock
                 self._running.release()  # before `_inline_in` is reset, as in `_enter`
             except RuntimeError:
-                pass  # a signal's handler has raised amid `_enter`, or amid this before
+                # this thread does not hold it: a signal's handler has raised amid `_enter`, before
+                # it was acquired, or amid this, after it was released: nothing to give back
+                pass
             self._inline_in = 0
 
     def _enter(self) -> None:
