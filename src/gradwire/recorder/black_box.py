@@ -27,7 +27,7 @@ from typing import Any, TextIO
 import torch.distributed as dist
 
 from gradwire.recorder.events import Event, events, failed, on_failure
-from gradwire.recorder.flight_record import Record, flight_record
+from gradwire.recorder.flight_record import Record, await_gloos_ends, flight_record
 from gradwire.recorder.groups import this_rank
 from gradwire.recorder.jobs import at_end_of_job, not_at_end_of_job
 from gradwire.recorder.lines import Line, Place, call_stack, is_users, read_line
@@ -43,6 +43,8 @@ _POLL_SECONDS = 0.2
 _FIRST_SECONDS = 0.02  # until this process is known to be a rank
 _REPEAT_NS = 1_000_000_000  # errors in a loop write one dump a second
 _THREAD = "gradwire-recorder"
+_BETWEEN_COLLECTIVES = ("call", "exit")
+"""Reasons to write where this rank is in no collective: one that it has waited for is over."""
 
 
 class BlackBox:
@@ -102,6 +104,8 @@ class BlackBox:
         if rank is None or os.getpid() != self._pid:
             return None
         self._announce()
+        if reason in _BETWEEN_COLLECTIVES:
+            await_gloos_ends()
         with self._lock:
             record = flight_record()
             # what is asked for while the process ends does not hide that it does

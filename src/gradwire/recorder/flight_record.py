@@ -20,7 +20,7 @@ from gradwire.recorder.lines import is_users, read_line
 from gradwire.recorder.load import loads
 from gradwire.recorder.recording import BucketRecord, Entry, Shapes, ring
 
-__all__ = ["Record", "flight_record"]
+__all__ = ["Record", "await_gloos_ends", "flight_record"]
 
 VERSION = "2.10"  # of torch's format
 Record = dict[str, Any]
@@ -45,6 +45,27 @@ _DTYPES = {
     torch.int64: "Long",
     torch.uint8: "Byte",
 }
+
+
+def await_gloos_ends(timeout: float = 0.2) -> None:
+    """Wait until Gloo has recorded the end of each collective that is over, at most `timeout` s.
+
+    Its threads record an end after `wait()` has returned, up to 10 ms later on busy cores: a rank
+    that left right then would seem to be in the collective still. What has not ended by then is
+    taken for running.
+    """
+    until = time.monotonic() + timeout
+    while _gloo_has_open_ends() and time.monotonic() < until:
+        time.sleep(0.005)
+
+
+def _gloo_has_open_ends() -> bool:
+    return any(
+        not entry["retired"]
+        for data in torchs_flight_records()
+        for entry in loads(data).get("entries", ())
+        if entry["profiling_name"].startswith("gloo:")
+    )
 
 
 def flight_record() -> Record:

@@ -135,8 +135,7 @@ def slow_link(rank):
         slow_down_shared_memory()
     for _ in range(4):
         for pair, group in groups.items():
-            # not a barrier, whose end on Gloo a rank that leaves just after it may not have seen
-            collectives.all_reduce(torch.ones(1))
+            dist.barrier()
             if rank in pair:
                 collectives.all_reduce(torch.ones(1 << 19), group=group)  # here: slow_link
 
