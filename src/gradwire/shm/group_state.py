@@ -130,14 +130,6 @@ class GroupState(Meeting):
             return UPFRONT_BYTES[0]
         return UPFRONT_BYTES[-1] if alone else UPFRONT_BYTES[1]
 
-    def may_defer(self, nbytes: int) -> bool:
-        """Whether an all_reduce of so many bytes may go on only when a rank waits for it.
-
-        Else a thread goes on with it, while its rank computes: to wake that takes 30 µs, and one of
-        1 MiB from 40 on. What goes through slots would keep others waiting at each.
-        """
-        return nbytes <= UPFRONT_BYTES[0]
-
     def upfront(self, dtype: torch.dtype, nbytes: int) -> tuple[Location, Tensor]:
         """Where data goes before `announce`, and that memory.
 

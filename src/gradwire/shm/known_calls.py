@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gradwire.recorder import Entry
 from gradwire.shm.arithmetic import reducer
-from gradwire.shm.group_state import GroupState
+from gradwire.shm.group_state import UPFRONT_BYTES, GroupState
 from gradwire.shm.header import Call
 from gradwire.shm.operation_queue import Job
 from gradwire.shm.reduce_algorithms import place, reduce_placed
@@ -85,8 +85,13 @@ class _Long:
         self._finish(flat)
 
     def halves(self, tensor: Tensor) -> tuple[Job, Job] | None:
-        """The same as two jobs, if the second may be put off until a rank waits for it."""
-        if not self._state.may_defer(tensor.nbytes):
+        """The same as two jobs, if the second may be put off until a rank waits for it.
+
+        Else a thread goes on with it, while its rank computes: to wake that takes 30 µs, and an
+        all_reduce of 1 MiB from 40 on. Longer ones may go through slots, and would keep others
+        waiting at each.
+        """
+        if tensor.nbytes > UPFRONT_BYTES[0]:
             return None
         return partial(self._begin, tensor), partial(self._finish, tensor)
 

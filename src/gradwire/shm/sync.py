@@ -51,11 +51,8 @@ class _Timespec(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
-class _Main:
-    waits = False
-
-
-_main = _Main()
+class _MainThread:
+    waits = False  # no Event: a handler of a signal may wait, too, amid setting it
 
 
 @contextmanager
@@ -65,11 +62,11 @@ def main_thread_waits() -> Iterator[None]:
     An asynchronous all_reduce that is waited for at once takes 0.6 to 0.94 of the time so between
     four ranks on two cores, 0.97 to 1 between two.
     """
-    _main.waits = True
+    _MainThread.waits = True
     try:
         yield
     finally:
-        _main.waits = False
+        _MainThread.waits = False
 
 
 def has_semaphores() -> bool:
@@ -172,7 +169,7 @@ class Semaphore:
         In the main thread, or while it waits for another one; else the group's thread would take
         the GIL from it at each try.
         """
-        if not _main.waits and threading.current_thread() is not threading.main_thread():
+        if not _MainThread.waits and threading.current_thread() is not threading.main_thread():
             return False
         if self._spins == 1:
             for _ in range(self._yields):
