@@ -211,15 +211,19 @@ _ANALYSED = (
 )
 
 
-def torchs_flight_records() -> list[bytes]:
-    """The pickles of torch's own recorders: Gloo's, and NCCL's where it is in use."""
+def torchs_flight_records(*, stacks: bool = True) -> list[bytes]:
+    """The pickles of torch's own recorders: Gloo's, and NCCL's where it is in use.
+
+    Args:
+        stacks: Whether with those of the calls, whose lines take most of a second the first time.
+    """
     c10d = torch._C._distributed_c10d
     found = []
     if hasattr(c10d, "_dump_fr_trace"):
-        found.append(c10d._dump_fr_trace())
+        found.append(c10d._dump_fr_trace(includeStackTraces=stacks))
     uses_nccl = any("nccl" in str(b) for b, _ in dist.distributed_c10d._world.pg_map.values())
     if uses_nccl and hasattr(c10d, "_dump_nccl_trace"):
-        found.append(c10d._dump_nccl_trace())
+        found.append(c10d._dump_nccl_trace(includeStackTraces=stacks))
     return found
 
 

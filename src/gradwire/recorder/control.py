@@ -59,6 +59,8 @@ def stop() -> None:
 def dump(directory: str | os.PathLike[str] | None = None, *, prefix: str = PREFIX) -> Path:
     """Write this rank's dump now.
 
+    Where collectives run on Gloo, it awaits for up to 0.2 s that they end.
+
     Args:
         directory: Where; that which `start` was given if None.
         prefix: What the file's name begins with.

@@ -62,7 +62,7 @@ def await_gloos_ends(timeout: float = 0.2) -> None:
 def _gloo_has_open_ends() -> bool:
     return any(
         not entry["retired"]
-        for data in torchs_flight_records()
+        for data in torchs_flight_records(stacks=False)
         for entry in loads(data).get("entries", ())
         if entry["profiling_name"].startswith("gloo:")
     )
