@@ -282,8 +282,16 @@ class Meeting:
             self._post_all()
             self._wait_for_all()
             return
-        self._semaphores.post(partners)
-        self._semaphores.wait(partners, self._check_peers)
+        self.post(partners)
+        self.wait(partners)
+
+    def post(self, peers: Sequence[int]) -> None:
+        """Tell peers that this rank is done with what they have; each waits for that."""
+        self._semaphores.post(peers)
+
+    def wait(self, peers: Sequence[int]) -> None:
+        """Wait until these peers, each of which posts to this rank, are done with what it has."""
+        self._semaphores.wait(peers, self._check_peers)
 
     def take_waits(self) -> dict[int, int] | None:
         """For how many ns this rank has waited for each other, since the last call; or None."""

@@ -48,7 +48,7 @@ def gather(state: GroupState, root: int, source: Tensor, into: Sequence[Tensor])
         nothing = [None] * state.size
         exchange_through_slots(state, call, sends, staged, [source], nothing, shared=True)
     elif location.region >= USERS:
-        state.sync([root])
+        state.wait([root])
 
 
 def _gather_here(state: GroupState, source: Tensor, into: Sequence[Tensor]) -> None:
@@ -78,7 +78,7 @@ def _gather_here(state: GroupState, source: Tensor, into: Sequence[Tensor]) -> N
         columns = _columns(state, rank, dict(enumerate(sizes)))
         exchange_through_slots(state, call, columns, staged, [], into, shared=True)
     if in_place := [r for r, location in enumerate(locations) if location.region >= USERS]:
-        state.sync(in_place)
+        state.post(in_place)
 
 
 def _staged(locations: Sequence[Location]) -> list[int]:
@@ -129,7 +129,7 @@ def scatter(state: GroupState, root: int, blocks: Sequence[Tensor], out: Tensor)
         else:
             copy(out, state.at(root, location, out.dtype, start, count))
     if location.region >= USERS and count:
-        state.sync([root])
+        state.post([root])
 
 
 def _scatter_from_here(state: GroupState, blocks: Sequence[Tensor], out: Tensor) -> None:
@@ -158,4 +158,4 @@ def _scatter_from_here(state: GroupState, blocks: Sequence[Tensor], out: Tensor)
         rows, nothing = [list(sizes)] * state.size, [None] * state.size
         exchange_through_slots(state, call, rows, [rank], blocks, nothing, shared=False)
     elif location.region >= USERS:
-        state.sync([r for r in range(state.size) if r != rank and sizes[r]])
+        state.wait([r for r in range(state.size) if r != rank and sizes[r]])
