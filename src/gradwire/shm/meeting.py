@@ -73,7 +73,8 @@ class Meeting:
         self.rank, self.size = rank, size
         self._others = [peer for peer in range(size) if peer != rank]
         try:
-            self._spins = spins_for([process_of(connection) for connection in peers.values()])
+            self._processes = {peer: process_of(peers[peer]) for peer in self._others}
+            self._spins = spins_for(self._processes.values())
             segment = form(rank, peers, self._spins, deadline)
             self._kind, self._deadline = "forming the group", deadline
             self.links = Links(peers, receive, on_lost)

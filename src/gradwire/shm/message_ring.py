@@ -61,14 +61,15 @@ class MessageRing:
     Args:
         memory: `RING_BYTES` bytes that both map.
         spins: How often to try a semaphore before sleeping.
+        yields: As of `Semaphore`.
         create: Whether this is the sender, which initializes it.
     """
 
-    def __init__(self, memory: Tensor, spins: int, *, create: bool) -> None:
+    def __init__(self, memory: Tensor, spins: int, yields: int | None, *, create: bool) -> None:
         self._memory = memory  # kept mapped
         address = memory.data_ptr()
         semaphores = [
-            Semaphore(ctypes.c_void_p(address + SEMAPHORE_BYTES * i), spins)
+            Semaphore(ctypes.c_void_p(address + SEMAPHORE_BYTES * i), spins, yields)
             for i in range(_SEMAPHORES)
         ]
         self._filled, self._free, self._listening, self._woken, self._wanted = semaphores
