@@ -1,8 +1,9 @@
 """The group's segment: made by rank 0, received by the others over their connections.
 
-It holds the semaphores and, twice over, a header and a short piece of data ("inline") for each
-rank. Twice, because a fast rank may begin the next collective while a slow one still reads the
-headers of the last; it cannot begin the one after that, which takes a post of the slow one.
+It holds the semaphores, the ranks' cores and, twice over, a header and a short piece of data
+("inline") for each rank. Twice, because a fast rank may begin the next collective while a slow one
+still reads the headers of the last; it cannot begin the one after that, which takes a post of the
+slow one.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from torch import Tensor
 
 from gradwire.errors import CollectiveTimeoutError, DistributedError, PeerLostError
 from gradwire.shm import segment
+from gradwire.shm.group_semaphores import Semaphores
 from gradwire.shm.header import TABLES_AT, header_bytes
-from gradwire.shm.sync import SEMAPHORE_BYTES, Deadline, Semaphores
+from gradwire.shm.placement import PLACE_BYTES, Placement
+from gradwire.shm.sync import SEMAPHORE_BYTES, Deadline
 
 __all__ = ["GroupSegment", "form"]
 
@@ -33,6 +36,7 @@ class GroupSegment:
 
     Attributes:
         semaphores: Of the group.
+        placement: The ranks' cores.
         headers: For the even and for the odd collectives, each rank's header.
         tables: Likewise, what each rank sends each other, and what each expects of each other, as
             int64 tensors by sender and receiver.
@@ -40,6 +44,7 @@ class GroupSegment:
     """
 
     semaphores: Semaphores
+    placement: Placement
     headers: list[list[memoryview]]
     tables: list[tuple[Tensor, Tensor]]
     inline: list[tuple[Tensor, ...]]
@@ -55,7 +60,8 @@ def form(
         DistributedError: There is not enough memory for it.
     """
     ranks = len(peers) + 1
-    headers_at, header = SEMAPHORE_BYTES * ranks * ranks, header_bytes(ranks)
+    places_at, header = SEMAPHORE_BYTES * ranks * ranks, header_bytes(ranks)
+    headers_at = places_at + PLACE_BYTES * ranks
     inline_at = (headers_at + 2 * ranks * header + 4095) // 4096 * 4096
     inline_bytes = max(_LEAST, _INLINE_BYTES // ranks // 4096 * 4096)
     size = inline_at + 2 * ranks * inline_bytes
@@ -64,7 +70,8 @@ def form(
         fd = segment.create(size) if rank == 0 else _receive_segment(peers[0], size, deadline)
         try:
             memory = segment.Mapping(fd)
-            semaphores = Semaphores(memory.flat.data_ptr(), rank, ranks, spins)
+            placement = Placement(memory.bytes[places_at:headers_at], rank)
+            semaphores = Semaphores(memory.flat.data_ptr(), rank, ranks, spins, placement)
             if rank == 0:
                 semaphores.create()
                 for peer in peers.values():
@@ -84,6 +91,7 @@ def form(
     inline = memory.flat[inline_at:].view(2, ranks, inline_bytes)
     return GroupSegment(
         semaphores,
+        placement,
         [headers[:ranks], headers[ranks:]],
         [(sent, expected.t()) for sent, expected in zip(*tables, strict=True)],
         [half.unbind(0) for half in inline],

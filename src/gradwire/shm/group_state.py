@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -202,9 +203,11 @@ class GroupState(Meeting):
     def _map_ring(self, memory: Tensor, peer: int, *, create: bool) -> MessageRing:
         # Where ranks share cores, waits for messages do not yield: the cores are other pairs', and
         # long messages take up to a third longer.
+        spins, yields = self._spins, None
         if self._crowd:
-            return MessageRing(memory, spins_beside(self._processes[peer]), 0, create=create)
-        return MessageRing(memory, self._spins, None, create=create)
+            spins, yields = spins_beside(self._processes[peer]), 0
+        is_beside = partial(self._placement.is_beside, peer)
+        return MessageRing(memory, spins, yields, is_beside, create=create)
 
     def close(self) -> None:
         """Leave the group."""

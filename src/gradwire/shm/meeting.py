@@ -83,6 +83,7 @@ class Meeting:
                 peer.close()  # ends the other ranks' waits for this one
             raise
         self._semaphores, self._headers = segment.semaphores, segment.headers
+        self._placement = segment.placement
         self._compared = [[compared(header) for header in half] for half in segment.headers]
         self._located = [[located(header) for header in half] for half in segment.headers]
         self._tables = segment.tables
@@ -327,6 +328,7 @@ class Meeting:
         kept_views = (self._headers, self._compared, self._located, self._tables, self._inline)
         for kept in (*kept_views, self._views):
             kept.clear()
+        self._placement.close()
 
     def _check_peers(self, missing: Sequence[int]) -> None:
         # lost peers are read before the semaphores: a peer may post and then leave in order, and

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import platform
 import struct
+from collections.abc import Callable
 from typing import NamedTuple
 
 from torch import Tensor
@@ -61,15 +62,23 @@ class MessageRing:
     Args:
         memory: `RING_BYTES` bytes that both map.
         spins: How often to try a semaphore before sleeping.
-        yields: As of `Semaphore`.
+        yields, is_beside: As of `Semaphore`, for the other side of the ring.
         create: Whether this is the sender, which initializes it.
     """
 
-    def __init__(self, memory: Tensor, spins: int, yields: int | None, *, create: bool) -> None:
+    def __init__(
+        self,
+        memory: Tensor,
+        spins: int,
+        yields: int | None,
+        is_beside: Callable[[], bool],
+        *,
+        create: bool,
+    ) -> None:
         self._memory = memory  # kept mapped
         address = memory.data_ptr()
         semaphores = [
-            Semaphore(ctypes.c_void_p(address + SEMAPHORE_BYTES * i), spins, yields)
+            Semaphore(ctypes.c_void_p(address + SEMAPHORE_BYTES * i), spins, yields, is_beside)
             for i in range(_SEMAPHORES)
         ]
         self._filled, self._free, self._listening, self._woken, self._wanted = semaphores

@@ -1,0 +1,109 @@
+"""A rank that waits for one on its own core gives that up, and on no other occasion."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gradwire.shm import sync
+from gradwire.shm.placement import PLACE_BYTES, Placement
+from gradwire.shm.register import member_of
+from gradwire.shm.sync import SEMAPHORE_BYTES, Semaphore, spins_beside
+from gradwire.testing import run_ranks
+
+TWO_CORES = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
+
+
+@contextmanager
+def pinned_to(core: int) -> Iterator[None]:
+    usable = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {core})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, usable)
+
+
+@TWO_CORES
+def test_a_rank_is_beside_the_one_that_waited_on_its_core() -> None:
+    first, second, *_ = sorted(os.sched_getaffinity(0))
+    memory = memoryview(bytearray(3 * PLACE_BYTES))
+    ranks = [Placement(memory, rank) for rank in range(3)]
+    with pinned_to(first):
+        assert not ranks[0].is_beside(1), "rank 1 has not waited yet"
+        assert ranks[1].is_beside(0)
+    with pinned_to(second):
+        assert not ranks[0].is_beside(1)
+        assert not ranks[2].is_beside(1)
+        assert ranks[1].is_beside(2)
+        ranks[1].close()
+        assert ranks[1].is_beside(2)
+
+
+@pytest.mark.parametrize("is_beside", [False, True])
+def test_who_waits_beside_the_other_yields_at_once(is_beside: bool, monkeypatch) -> None:
+    memory = (ctypes.c_ubyte * SEMAPHORE_BYTES)()
+    address = ctypes.c_void_p(ctypes.addressof(memory))
+    semaphore = Semaphore(address, 50, None, lambda: is_beside)
+    semaphore.create(0)
+    calls: list[str] = []
+    attempt, give_way = semaphore._try, semaphore._yield
+    monkeypatch.setattr(semaphore, "_try", lambda at: calls.append("try") or attempt(at))
+    monkeypatch.setattr(semaphore, "_yield", lambda: calls.append("yield") or give_way())
+    assert not semaphore.spin()
+    assert calls.index("yield") == (0 if is_beside else 50)
+    semaphore.post()
+    assert semaphore.spin()
+
+
+def waits_on_one_core(core: int) -> bool:
+    """Whether, in a group of spinning ranks, what was sent arrives when both are on one core."""
+    group = dist.new_group(backend="shm")
+    rank, peer = dist.get_rank(), 1 - dist.get_rank()
+    state = member_of(group)._state
+    assert state._spins == sync._SPINS
+    dist.barrier()
+    with pinned_to(core):
+        for count in (1, 1 << 14, 1 << 19):
+            x = torch.full((count,), rank + 1.0)
+            dist.all_reduce(x, group=group)
+            assert (x == 3).all()
+            received = torch.empty(count)
+            for source in (0, 1):
+                if rank == source:
+                    dist.send(x + rank, peer, group)
+                else:
+                    dist.recv(received, peer, group)
+                    assert (received == 3 + source).all()
+        state._placement.is_beside(peer)  # notes this rank's core
+        dist.barrier()
+        return state._placement.is_beside(peer)
+
+
+@TWO_CORES
+def test_ranks_on_one_core_know_it() -> None:
+    core = min(os.sched_getaffinity(0))
+    assert run_ranks(waits_on_one_core, 2, backend="gloo", args=(core,), timeout=60) == [True] * 2
+
+
+@TWO_CORES
+def test_a_rank_spins_longer_for_one_that_has_other_cores() -> None:
+    first, second, *_ = sorted(os.sched_getaffinity(0))
+    other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        with pinned_to(first):
+            assert spins_beside(other.pid) == 1, "it may use all cores"
+            os.sched_setaffinity(other.pid, {second})
+            assert spins_beside(other.pid) > sync._SPINS
+            assert spins_beside(0) == 1, "not in this namespace"
+    finally:
+        other.communicate(b"\n", timeout=20)
+    assert spins_beside(other.pid) == 1, "it has ended"
