@@ -91,7 +91,7 @@ class Arrivals:
         """Put together what has arrived, until it is enough or there is no more."""
         # read before the rest: what the sender sent before it was lost still counts, all of it, as
         # `_fail` fails every receive that is left
-        lost = self._links.aborted or self._links.lost.get(self._source)
+        lost = self._links.loss_of(self._source)
         if lost is not None:
             enough = _never
         try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import copy
 import errno
 import os
 import select
@@ -138,9 +139,9 @@ class Links:
                 if error.errno in _FULL:
                     self._wait_until_writable(peer, error.errno, deadline)
                     continue
-                raise self.lost.get(peer) or PeerLostError(
-                    f"rank {peer} is gone ({error.strerror})"
-                ) from error
+                lost = self.lost.get(peer)
+                gone = PeerLostError(f"rank {peer} is gone ({error.strerror})")
+                raise (gone if lost is None else copy.copy(lost)) from error
 
     def _wait_until_writable(self, peer: int, errno_: int, deadline: Deadline) -> None:
         """Wait, for a moment, until a peer has read what is before a message.
@@ -190,7 +191,12 @@ class Links:
         with self.lock:
             self._mark_lost(peer, _as_distributed_error(peer, error))
             self.changed.notify_all()
-            return self.lost[peer]
+            return copy.copy(self.lost[peer])
+
+    def loss_of(self, peer: int) -> DistributedError | None:
+        """The error of this rank's abort, or of the peer's loss, to be raised; None if neither."""
+        error = self.aborted or self.lost.get(peer)
+        return None if error is None else copy.copy(error)
 
     def check(self, peers: Sequence[int]) -> None:
         """Raise the error of this rank's abort, or of the first of `peers` that is lost."""
@@ -198,7 +204,7 @@ class Links:
             return
         for error in (self.aborted, *(self.lost.get(peer) for peer in peers)):
             if error is not None:
-                raise type(error)(*error.args)  # a copy: each raise adds to its own traceback
+                raise copy.copy(error)
 
     def close(self) -> None:
         """Send `LEFT` to all peers and end the thread."""
@@ -291,7 +297,9 @@ class Links:
 
     def _mark_lost(self, peer: int, error: DistributedError) -> None:
         if peer not in self.lost:
-            self.lost[peer] = error
+            # what is kept is never raised, nor has been: a traceback keeps its callers' frames, and
+            # so the memory that they use
+            self.lost[peer] = copy.copy(error)
             later = self._on_lost(peer)
             if later is not None:
                 self._deferred.append(later)
