@@ -367,15 +367,16 @@ def test_zeros_that_a_hook_scales():
 def test_an_interrupt_amid_lending():
     """As a signal's handler raises it."""
 
-    class Views(list):
+    class Parameters(list):
         def __getitem__(self, place):
-            if place == 1 and parameters[0].grad is not None:
+            if place == 1 and self[0].grad is not None and interrupts.pop():
                 raise KeyboardInterrupt
             return super().__getitem__(place)
 
-    parameters = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    parameters, interrupts = Parameters(nn.Parameter(torch.ones(2)) for _ in range(2)), [0, 1]
     lent = LentGradients(parameters, range(2))
+    lent.set_views(torch.empty(4).split(2))
     with pytest.raises(KeyboardInterrupt):
-        lent.lend(Views(torch.empty(4).split(2)), (), None)
+        lent.lend((), None)
     lent.take_back()
     assert [p.grad for p in parameters] == [None, None]

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from gradwire.ddp.buckets.own_tensors import OwnTensors
+
 __all__ = ["LentGradients"]
 
 _SCATTERED = 8
@@ -37,22 +39,49 @@ class LentGradients:
         self._places = [i for i in places if type(p := parameters[i]) is Parameter and p.numel()]
         self._nothing: list[object] = [object()] * len(parameters)  # None would be no gradient
         self._tensors, self._pending = self._nothing, False
+        self._versions = [0] * len(parameters)  # that the tensors were lent with
+        self._own = OwnTensors()
 
-    def __bool__(self) -> bool:
-        return bool(self._places)
+    @property
+    def places(self) -> Sequence[int]:
+        """Those that may be lent to."""
+        return self._places
 
-    def lend(
-        self, views: Sequence[Tensor], without: Collection[int], together: Tensor | None
-    ) -> None:
-        """Set gradients that are None to zeros.
+    def set_views(self, views: Sequence[Tensor]) -> None:
+        """The buffer's views, one for each parameter, from here on."""
+        self._views = views
+        self._own = OwnTensors([views[i] for i in self._places])
+
+    @property
+    def own_uses(self) -> int:
+        """How many tensors are kept here that lie in the buffer; see `drop_unless_unused`."""
+        return len(self._own)
+
+    def drop_unless_unused(self) -> None:
+        """Keep what was lent in the last backward to lend it again, if nobody else has any of it.
+
+        Else it is as if it was not kept: who has it counts among those who use the buffer.
+        """
+        if not self._own.are_unused():
+            self.drop()
+
+    def drop(self) -> None:
+        """Keep nothing of what was lent in earlier backwards."""
+        self._own.clear()
+
+    def lend(self, without: Collection[int], together: Tensor | None) -> Sequence[int]:
+        """Set gradients that are None to zeros, after `drop_unless_unused`.
 
         Args:
-            views: Of the buffer, one for each parameter.
             without: Places of those that are to stay as they are.
             together: The part of the buffer in which all small ones lie, and nothing else that is
                 in use yet, if there is one.
+
+        Returns:
+            The places that were lent to.
         """
-        parameters, dtype = self._parameters, views[0].dtype
+        parameters, views = self._parameters, self._views
+        dtype = views[0].dtype
         free = [
             i
             for i in self._places
@@ -65,31 +94,29 @@ class LentGradients:
         if without:
             free = [i for i in free if i not in without]
         if not free:
-            return
+            return free
         first = self._tensors is self._nothing  # what came in an earlier backward stays lent
         kept = len(self._small) - len(free)
-        if (
-            first
-            and together is not None
-            and kept <= _SCATTERED
-            and not self._lie_in(views, {*free})
-        ):
+        if first and together is not None and kept <= _SCATTERED and not self._lie_in({*free}):
             together.zero_()
         else:
             torch._foreach_zero_([views[i] for i in free])
+        own, versions = dict(zip(self._places, self._own.get(), strict=True)), self._versions
         tensors = self._tensors = self._tensors.copy()
         self._pending = True  # before the first: a signal's handler may raise in between
         for i in free:
-            # with a version of its own: as a view, it would count as changed with any other
-            tensors[i] = parameters[i].grad = views[i].data
+            tensor = own[i]
+            versions[i] = tensor._version
+            tensors[i] = parameters[i].grad = tensor
+        return free
 
-    def _lie_in(self, views: Sequence[Tensor], free: Collection[int]) -> bool:
+    def _lie_in(self, free: Collection[int]) -> bool:
         """Whether a gradient that is not free lies in its view."""
         for i in self._small:
             gradient = self._parameters[i].grad
             if i in free or gradient is None or gradient.layout != torch.strided:
                 continue
-            if gradient.data_ptr() == views[i].data_ptr():
+            if gradient.data_ptr() == self._views[i].data_ptr():
                 return True
         return False
 
@@ -97,6 +124,20 @@ class LentGradients:
         """Those of the places whose gradient is not, or is no more, what was lent."""
         parameters, tensors = self._parameters, self._tensors
         return [i for i in places if parameters[i].grad is not tensors[i]]
+
+    def changed(self) -> set[int]:
+        """Places of those that were lent to, and are not as they were lent."""
+        parameters, tensors, versions = self._parameters, self._tensors, self._versions
+        return {
+            i
+            for i in (self._places if tensors is not self._nothing else ())
+            if isinstance(tensor := tensors[i], Tensor)
+            and (
+                tensor._version != versions[i]
+                or parameters[i].grad is not tensor
+                or tensor.any()  # what writes by way of .data or NumPy leaves the version
+            )
+        }
 
     def let_go(self, places: Sequence[int]) -> None:
         """Hold none of these, which are not lent any more."""
@@ -112,7 +153,9 @@ class LentGradients:
         for i in self._places if self._pending else ():
             tensor = self._tensors[i]
             # values: what writes by way of .data or NumPy leaves the version as it is
-            if not isinstance(tensor, Tensor) or (tensor._version and i not in unused):
+            if not isinstance(tensor, Tensor):
+                continue
+            if tensor._version != self._versions[i] and i not in unused:
                 continue
             if not tensor.any():
                 if self._parameters[i].grad is tensor:

@@ -76,6 +76,7 @@ class PackedBucket(Bucket):
         self._small = self.flat[self._at_once_numel :]
         self._pointers = [view.data_ptr() for view in self._views]
         self._own_uses = uses(self.flat)
+        self._lent.set_views(self._views)
 
     def _release(self) -> None:
         """Until the next backward, gradients that lie in the buffer are all that holds it."""
@@ -88,13 +89,14 @@ class PackedBucket(Bucket):
         Gradients of the last backward lie in it. As long as they are their parameters' .grad they
         are ours to accumulate into; one that somebody kept when .grad was cleared is not.
         """
+        self._lent.drop_unless_unused()
         if not self._views or (not self._as_views and self._is_kept()):
             self._allocate()
         self._writable = True
 
     def _is_kept(self) -> bool:
         """Whether others than the parameters' gradients use the buffer."""
-        others = uses(self.flat) - self._own_uses
+        others = uses(self.flat) - self._own_uses - self._lent.own_uses
         if not others:
             return False
         in_buffer = 0
@@ -127,15 +129,34 @@ class PackedBucket(Bucket):
         self._saved: dict[int, Tensor] = {}
         self._copied_in: Sequence[_Entry] = ()
 
-    def lend(self) -> None:
-        if self._deferred or not self._lent:
-            return
-        if not self._writable:
+    @property
+    def lendable(self) -> Sequence[int]:
+        return [self.members[i] for i in self._lent.places]
+
+    def lend(self) -> Sequence[int]:
+        places = self._lent.places
+        if self._deferred or not places:
+            return self.lendable
+        if self._writable:  # as views, or in another backward before
+            self._lent.drop_unless_unused()
+        else:
             self._ensure_writable()
         # what is ready, and was cleared since, is missing: its bucket may be in flight
-        kept = self.unused.union(self.ready, self._ownership.shared)
+        over = self.unused.union(self.ready)
+        kept = over | self._ownership.shared
         without = {i for i, m in enumerate(self.members) if m in kept} if kept else ()
-        self._lent.lend(self._views, without, self._small if self._small_together else None)
+        lent = self._lent.lend(without, self._small if self._small_together else None)
+        if len(lent) == len(places):  # as a rule
+            return ()
+        return [m for i in {*places}.difference(lent) if (m := self.members[i]) not in over]
+
+    def take_silent(self) -> Sequence[int]:
+        if not self._ownership.silent:
+            return ()
+        silent = self._ownership.silent.difference(self.ready, self.unused)
+        came = {m for i in self._lent.changed() if (m := self.members[i]) in silent}
+        self.ready += came
+        return [m for m in self.members if m in silent and m not in came]
 
     def take_back(self) -> None:
         self._lent.take_back(self._unused_places())
@@ -192,6 +213,8 @@ class PackedBucket(Bucket):
             return []
         self._lent.let_go(elsewhere)
         outside = self._outside(self._used(elsewhere))
+        if outside:
+            self._lent.drop()
         if outside and self._is_kept():
             self._leave()
             outside = self._outside(self._used(places))
@@ -281,6 +304,7 @@ class PackedBucket(Bucket):
             view.mul_(self.scale)
 
     def zero(self) -> None:
+        self._lent.drop()
         if not self._views or uses(self.flat) > self._own_uses:
             self._allocate()
         self.flat.zero_()

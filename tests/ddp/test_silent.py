@@ -1,0 +1,486 @@
+"""Small gradients of the last bucket are not told of: nothing is missed, nothing is made up."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ddp.common import Trap, average_used
+from gradwire.ddp import DistributedDataParallel, Reducer
+from gradwire.ddp.buckets.own_tensors import OwnTensors
+from gradwire.errors import ReductionError
+from gradwire.testing import run_ranks
+
+pytestmark = pytest.mark.usefixtures("each_backend")
+
+PARAMETERS = 8
+
+
+class Net(nn.Module):
+    """Four layers, and what they give before the last."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.features = None
+
+    def forward(self, x, use=range(4), run=lambda layer, x: layer(x)):
+        for i in use:
+            self.features = x
+            x = run(self.layers[i], x).tanh()
+        return x
+
+
+def squares(net, x):
+    return net(x).square().sum()
+
+
+class Twins:
+    """A network under a wrapper and one without: three steps have been taken."""
+
+    def __init__(self, loss=squares, **options):
+        self.twin = Net()
+        self.net = DistributedDataParallel(Net(), **options)
+        for step in range(3):
+            self.clear()
+            self.check(step, loss)
+
+    def clear(self):
+        self.net.zero_grad()
+        self.twin.zero_grad()
+
+    def check(self, step=3, loss=squares):
+        """A step of both, with the same gradients."""
+        x = torch.full((2, 4), 1.0 + dist.get_rank() + step)
+        loss(self.net, x).backward()
+        loss(self.twin, x).backward()
+        average_used(self.twin)
+        self.check_gradients()
+
+    def check_gradients(self):
+        for p, q in zip(self.net.parameters(), self.twin.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad)
+
+    @property
+    def silent(self):
+        return len(self.net.reducer._backward.assigner.ownership.silent)
+
+
+def in_turn(main):
+    assert run_ranks(main, 2) == [None] * 2
+
+
+@pytest.mark.parametrize("options", [{}, {"static_graph": True}, {"gradient_as_bucket_view": True}])
+def test_most_are_silent(options):
+    def main():
+        twins = Twins(**options)
+        assert twins.silent == PARAMETERS - 1
+        twins.clear()
+        twins.check()
+        assert twins.silent == PARAMETERS - 1
+
+    in_turn(main)
+
+
+@pytest.mark.parametrize("options", [{"find_unused_parameters": True}, {"bucket_cap_mb": 1e-5}])
+def test_none_is_where_more_depends_on_them(options):
+    in_turn(lambda: _assert_at_most(Twins(**options).silent, 1))
+
+
+def _assert_at_most(number, limit):
+    assert number <= limit
+
+
+def test_gradients_that_are_not_cleared():
+    def main():
+        twins = Twins()
+        for step in range(3):
+            # what has been averaged is added to, and averaged again
+            twins.check(step)
+        assert twins.silent == 0
+
+    in_turn(main)
+
+
+def test_some_that_are_not_cleared():
+    def main():
+        twins = Twins()
+        for net in (twins.net.module, twins.twin):
+            net.layers[1].zero_grad()
+            net.layers[3].weight.grad = None
+        twins.check()
+
+    in_turn(main)
+
+
+def test_no_sync():
+    def main():
+        twins = Twins()
+        twins.clear()
+        x = torch.full((2, 4), 1.0 + dist.get_rank())
+        with twins.net.no_sync():
+            twins.net(x).sum().backward()
+        twins.twin(x).sum().backward()
+        twins.check()
+        assert twins.silent == 0
+
+    in_turn(main)
+
+
+def test_a_backward_of_its_own_before_a_forward():
+    """Of some parameters: it stays local, and is averaged with the next."""
+
+    def main():
+        twins = Twins()
+        twins.clear()
+        for net in (twins.net.module, twins.twin):
+            (net.layers[0].weight.square().sum() * (1 + dist.get_rank())).backward()
+        twins.check()
+
+    in_turn(main)
+
+
+def test_a_backward_of_its_own_between_forward_and_backward():
+    def main():
+        twins = Twins()
+        twins.clear()
+
+        def loss(net, x):
+            out = net(x).square().sum()
+            getattr(net, "module", net).layers[0].weight.square().sum().backward()
+            return out
+
+        twins.check(loss=loss)
+
+    in_turn(main)
+
+
+class Both(torch.autograd.Function):
+    """Gives both of its inputs a gradient in one memory."""
+
+    @staticmethod
+    def forward(ctx, a, b):
+        return a + b
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.clone()
+        return grad.view(4, 4), grad.view(4, 4)
+
+
+def in_one_memory(net):
+    a, b = (getattr(net, "module", net).layers[i].weight for i in (1, 2))
+    out = Both.apply(a, b) * torch.arange(16.0).view(4, 4) * (1 + dist.get_rank())
+    out.sum().backward()
+    if isinstance(net, Net):  # which no wrapper looks after
+        assert a.grad.data_ptr() == b.grad.data_ptr()
+        b.grad = b.grad.clone()
+
+
+def test_two_in_one_memory():
+    """A backward outside of the wrapper may leave them so: the next adds to both."""
+
+    def main():
+        twins = Twins()
+        twins.clear()
+        in_one_memory(twins.net)
+        in_one_memory(twins.twin)
+        twins.check()
+
+    in_turn(main)
+
+
+def test_two_in_one_memory_within_no_sync():
+    def main():
+        twins = Twins()
+        twins.clear()
+        x = torch.full((2, 4), 1.0 + dist.get_rank())
+        with twins.net.no_sync():
+            for net in (twins.net, twins.twin):
+                out = net(x).square().sum()
+                in_one_memory(net)
+                out.backward()
+        twins.check()
+
+    in_turn(main)
+
+
+def test_one_that_is_left_out_is_named():
+    def main():
+        twins = Twins()
+        twins.clear()
+        x = torch.ones(2, 4)
+        twins.net(x, use=[0, 2, 3]).sum().backward()
+        absent = [n for n, p in twins.net.module.named_parameters() if p.grad is None]
+        assert absent == ["layers.1.weight", "layers.1.bias"]
+        with pytest.raises(Exception, match=r"layers\.1\.weight") as raised:
+            twins.net(x)
+        return type(raised.value).__name__
+
+    assert "ReductionError" in run_ranks(main, 2)
+
+
+class Nothing(torch.autograd.Function):
+    """Gives its second input no gradient, on rank 1."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        return x + weight.sum()
+
+    @staticmethod
+    def backward(ctx, grad):
+        there = dist.get_rank() == 0
+        return grad, grad.sum().expand(4, 4).contiguous() if there else None
+
+
+def test_one_that_gets_nothing_on_one_rank():
+    def main():
+        twins = Twins()
+        twins.clear()
+
+        def loss(net, x):
+            inner = getattr(net, "module", net)
+            return Nothing.apply(net(x, use=[0, 2, 3]), inner.layers[1].weight).sum()
+
+        def with_bias(net, x):
+            return loss(net, x) + getattr(net, "module", net).layers[1].bias.sum()
+
+        twins.check(loss=with_bias)
+
+    in_turn(main)
+
+
+def test_one_that_the_loss_uses_before_the_outputs():
+    def main():
+        twins = Twins()
+        for step in range(3):
+            twins.clear()
+
+            def loss(net, x):
+                inner = getattr(net, "module", net)
+                # of the last layer only in the loss, where its gradients come first
+                out = net(x, use=[0, 1, 2])
+                return out.sum() * inner.layers[3].weight.sum() * inner.layers[3].bias.sum()
+
+            twins.check(step, loss)
+
+    in_turn(main)
+
+
+def test_a_backward_around_the_outputs():
+    def main():
+        twins = Twins()
+        for step in range(2):
+            twins.clear()
+
+            def loss(net, x):
+                net(x, use=[3, 2, 1, 0, 0])  # no output of it takes part
+                return getattr(net, "module", net).features.square().sum()
+
+            twins.check(step, loss)
+
+    in_turn(main)
+
+
+def test_a_backward_around_the_outputs_and_the_last_hook_fails_a_step_later():
+    def main():
+        twins = Twins()
+        told = twins.net.reducer._backward
+        silent = told.assigner.ownership.silent
+        one = next(p for i, p in enumerate(told.parameters) if i in silent)
+        x = torch.ones(2, 4)
+        for step in range(3):
+            twins.clear()
+            try:
+                twins.net(x)
+            except ReductionError:
+                return step
+            one.sum().backward()
+        return None
+
+    assert run_ranks(main, 2) == [2, 2]
+
+
+def test_autograd_grad_leaves_gradients_alone():
+    def main():
+        twins = Twins()
+        twins.clear()
+        x = torch.ones(2, 4, requires_grad=True)
+        out = twins.net(x).sum()
+        weight = twins.net.module.layers[0].weight
+        torch.autograd.grad(out, [x, weight], retain_graph=True)
+        assert all(p.grad is None for p in twins.net.parameters())
+        out.backward()
+        twins.twin(x).sum().backward()
+        average_used(twins.twin)
+        twins.check_gradients()
+        twins.clear()
+        twins.check()
+
+    in_turn(main)
+
+
+def test_a_graph_that_is_run_again():
+    def main():
+        twins = Twins()
+        twins.clear()
+
+        def loss(net, x):
+            out = net(x).square().sum()
+            out.backward(retain_graph=True)
+            net.zero_grad()
+            return out
+
+        twins.check(loss=loss)
+        assert twins.silent == PARAMETERS - 1
+
+    in_turn(main)
+
+
+def test_a_backward_with_a_graph():
+    def main():
+        twins = Twins()
+        twins.clear()
+        x = torch.full((2, 4), 1.0 + dist.get_rank())
+        twins.net(x).square().sum().backward(create_graph=True)
+        twins.twin(x).square().sum().backward()
+        average_used(twins.twin)
+        twins.check_gradients()
+        twins.clear()
+        twins.check()
+
+    in_turn(main)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("after_outputs", [True, False])
+def test_checkpoints(use_reentrant, after_outputs):
+    def loss(net, x):
+        inner = getattr(net, "module", net)
+        x.requires_grad_()
+        if after_outputs:
+            out = net(x, use=[0, 2, 3])
+            return checkpoint(inner.layers[1], out, use_reentrant=use_reentrant).square().sum()
+        return net(x, run=lambda f, x: checkpoint(f, x, use_reentrant=use_reentrant)).sum()
+
+    def main():
+        twins = Twins(loss=loss)
+        for step in range(2):
+            twins.clear()
+            twins.check(step, loss)
+
+    in_turn(main)
+
+
+def test_a_hook_of_the_users_is_registered_later():
+    def main():
+        twins = Twins()
+        found = []
+        for net in (twins.net.module, twins.twin):
+            weight = net.layers[1].weight
+            weight.register_hook(lambda g, w=weight: found.append(w.grad) or 2 * g)
+            bias = net.layers[2].bias
+            bias.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", 3 * p.grad))
+        for step in range(2):
+            twins.clear()
+            twins.check(step)
+        assert found == [None] * 4
+        assert twins.silent == PARAMETERS - 3
+
+    in_turn(main)
+
+
+def test_after_a_backward_that_fails():
+    def main():
+        twins = Twins()
+        twins.clear()
+        hidden = twins.net.module.layers[1]
+        handle = hidden.register_forward_hook(lambda m, i, o: Trap.apply(o))
+        with pytest.raises(ArithmeticError):
+            twins.net(torch.ones(2, 4)).sum().backward()
+        handle.remove()
+        for step in range(2):
+            twins.clear()
+            twins.check(step)
+
+    in_turn(main)
+
+
+def test_some_are_frozen_and_thawed():
+    def main():
+        twins = Twins()
+        for frozen in (True, False):
+            for net in (twins.net.module, twins.twin):
+                net.layers[1].requires_grad_(not frozen)
+            twins.clear()
+            x = torch.full((2, 4), 1.0 + dist.get_rank())
+            for net in (twins.net, twins.twin):
+                net(x).square().sum().backward()
+            average_used(twins.twin)
+            for p, q in zip(twins.net.parameters(), twins.twin.parameters(), strict=True):
+                if p.requires_grad:
+                    torch.testing.assert_close(p.grad, q.grad)
+
+    in_turn(main)
+
+
+def test_gradients_that_are_kept_stay_as_they_are():
+    def main():
+        twins = Twins()
+        for keep in (lambda g: g, lambda g: g.detach(), lambda g: g.numpy(), lambda g: g[0]):
+            twins.clear()
+            twins.check()
+            kept = [keep(p.grad) for p in twins.net.parameters()]
+            values = [torch.as_tensor(k).clone() for k in kept]
+            twins.clear()
+            twins.check(step=7)
+            for k, v in zip(kept, values, strict=True):
+                assert torch.equal(torch.as_tensor(k), v)
+
+    in_turn(main)
+
+
+CHANGES = [
+    lambda t: t.requires_grad_(),
+    lambda t: t.t_(),
+    lambda t: t.set_(torch.zeros(2, 3)),
+    lambda t: t.resize_(1),
+    lambda t: setattr(t, "note", 1),
+    lambda t: setattr(t, "data", torch.zeros(2, 3)),
+    lambda t: held.append(t),
+    lambda t: held.append(torch.ones(2, 3, requires_grad=True) * t),
+]
+held = []
+
+
+@pytest.mark.narrow({"each_backend": "shm"})
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_was_changed_or_is_held_is_made_anew(change):
+    views = [torch.zeros(2, 3), torch.zeros(2, 3)]
+    own = OwnTensors(views)
+    tensors = own.get()
+    del tensors
+    assert own.are_unused()
+    change(own.get()[1])
+    assert not own.are_unused()
+    held.clear()
+
+
+@pytest.mark.narrow({"each_backend": "shm"})
+def test_a_reducer_without_outputs_keeps_its_hooks():
+    def main():
+        parameters = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
+        named = [(str(i), p) for i, p in enumerate(parameters)]
+        reducer = Reducer(named, dist.group.WORLD)
+        for _ in range(4):
+            for p in parameters:
+                p.grad = None
+            reducer.prepare()
+            (torch.stack([*parameters]).sum() * (1 + dist.get_rank())).backward()
+        return [p.grad.tolist() for p in parameters]
+
+    assert run_ranks(main, 2) == [[[1.5, 1.5]] * 3] * 2
