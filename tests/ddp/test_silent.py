@@ -12,6 +12,7 @@ from ddp.common import Trap, average_used
 from gradwire.ddp import DistributedDataParallel, Reducer
 from gradwire.ddp.buckets.own_tensors import OwnTensors
 from gradwire.errors import ReductionError
+from gradwire.hooks import all_reduce
 from gradwire.testing import run_ranks
 
 pytestmark = pytest.mark.usefixtures("each_backend")
@@ -81,6 +82,22 @@ def test_most_are_silent(options):
         assert twins.silent == PARAMETERS - 1
         twins.clear()
         twins.check()
+        assert twins.silent == PARAMETERS - 1
+
+    in_turn(main)
+
+
+def test_after_a_hook_is_registered_buckets_are_made_in_the_order_of_readiness():
+    def main():
+        twins = Twins()
+        before, orders = twins.net.reducer.buckets, []
+        twins.net.register_comm_hook(None, all_reduce)
+        assert twins.silent == 0
+        for step in range(3):
+            twins.clear()
+            twins.check(step)
+            orders.append(twins.net.reducer.buckets)
+        assert orders[1] == before
         assert twins.silent == PARAMETERS - 1
 
     in_turn(main)

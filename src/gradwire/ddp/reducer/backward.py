@@ -168,6 +168,7 @@ class Backward:
     def reassign_buckets(self, order: Sequence[int], *, keep_state: bool = True) -> None:
         """Assign buckets for this order of readiness, until a backward has shown a better one."""
         self.arrivals, self.ready_order = [], None
+        self.hooks.start_over()  # without a hook, nobody tells when what is ready
         self._make_buckets(order, keep_state=keep_state)
         if self.state is BackwardState.EXPECTED:
             self.prepare_buckets()

@@ -26,7 +26,7 @@ class GradientHooks:
         silent: Filled with the indices of those that have none.
 
     Attributes:
-        may_silence: Whether `silence` was not called yet.
+        may_silence: Whether `silence` was not called yet, or not since `start_over`.
     """
 
     def __init__(
@@ -59,6 +59,11 @@ class GradientHooks:
             self._handles[i] = self._nodes[i].register_hook(self._on_gradient(i))
             self._silent.discard(i)
         return restored
+
+    def start_over(self) -> None:
+        """As after construction."""
+        self.restore()
+        self.may_silence = True
 
     def remove(self) -> None:
         """The reducer reduces no more."""
