@@ -7,11 +7,21 @@ torch's flight recorder; `gradwire explain` reads them.
 from gradwire.recorder.control import dump, start, start_from_environment, stop
 from gradwire.recorder.events import failed
 from gradwire.recorder.groups import RecordedGroup, number_of_last
-from gradwire.recorder.recording import ENDED, STARTED, WAITS, BucketRecord, Entry, StepRecord, ring
+from gradwire.recorder.recording import (
+    DONE,
+    ENDED,
+    STARTED,
+    WAITS,
+    BucketRecord,
+    Entry,
+    StepRecord,
+    ring,
+)
 from gradwire.recorder.trace import start_from_environment as start_timeline
 from gradwire.recorder.trace import timeline
 
 __all__ = [
+    "DONE",
     "ENDED",
     "STARTED",
     "WAITS",

@@ -212,16 +212,17 @@ class Ring:
         tensor: Tensor,
         peer: int,
         done: Callable[[], bool],
-    ) -> None:
+    ) -> Entry | None:
         """Record a message to a rank of the group, or from it; `peer` is -1 where it is any."""
         if not self.on:
-            return
+            return None
         shape, at = tensor.shape, caller(op, 3)
         now = perf_counter_ns()
         entry = [group, 0, op, shape, shape, tensor.dtype, *at, now, 0, 0, None, None, peer, done]
         if not group.named:
             group.find_name()
         self._add(entry)
+        return entry
 
     def end(self, group: ProcessGroup, number: int) -> None:
         """Note that the wait for a collective is over, on a backend that records itself."""

@@ -109,6 +109,28 @@ class Arrivals:
         if lost is not None:
             self._fail(lost)
 
+    def take_now(self, tensor: Tensor, tag: int) -> bool:
+        """Take the next message to an ordinary tensor, if it is there as a whole and meant for it.
+
+        No receive that was posted before, and no message that is kept, can have to do with either:
+        so that this needs neither, and takes a third of the time of a receive that is posted.
+        """
+        ring = self.ring
+        if ring is None or self._assembly is not None or self.is_told():
+            return False
+        head, nbytes = ring.head(), tensor.nbytes
+        expected = self._expected, tag, NUMBERS[tensor.dtype], tensor.numel(), 0, nbytes
+        if head is None or head != expected or nbytes > SLOT_BYTES or self._mailbox.holds_any():
+            return False
+        try:
+            ring.take(head, tensor.data_ptr())
+            self._expected += 1
+        except BaseException as error:  # as in `take_all`
+            self._fail(self._links.lose(self._source, error))
+            raise
+        torch.autograd.graph.increment_version(tensor)
+        return True
+
     def get_ready(self, work: ShmWork, tag: int) -> None:
         """Work out where a message goes before it arrives, if it is the one that is waited for.
 

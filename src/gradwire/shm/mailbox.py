@@ -84,13 +84,22 @@ class Mailbox:
 
     Args:
         peers: How many other ranks there are.
+
+    Attributes:
+        last_post: When the last receive was posted, by `time.monotonic`; 0 if a message was sent
+            since.
     """
 
     def __init__(self, peers: int) -> None:
         self._peers = peers
+        self.last_post = 0.0
         self._silent: set[int] = set()  # the peers of which no message comes any more
         self._unexpected: deque[Envelope] = deque()
         self._posted: deque[PostedReceive] = deque()
+
+    def holds_any(self) -> bool:
+        """Whether there are messages or receives in it; without the lock, as of some moment."""
+        return bool(self._posted or self._unexpected)
 
     def post(self, receive: PostedReceive) -> Envelope | None:
         """The first message that has arrived and fits; if there is none, the receive is kept."""

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.distributed import Work
 
 from gradwire.errors import ArgumentError, CollectiveTimeoutError
-from gradwire.recorder import ring
+from gradwire.recorder import DONE, ring
 from gradwire.shm.group_base import GroupBase
 from gradwire.shm.header import NUMBERS
 from gradwire.shm.incoming import Incoming
@@ -37,8 +38,11 @@ class PointToPoint(GroupBase):
         if not (is_ordinary(tensor) and tensor.dtype in NUMBERS):
             check_tensors(tensors)
             data = flat_of(tensor)
-        ring.begin_message(self._recorded, "send", tensor, dst, _ended)
-        self._outgoing[dst].send(tag, data, Deadline(self._seconds))
+        self._mailbox.last_post = 0.0
+        try:
+            self._outgoing[dst].send(tag, data, Deadline(self._seconds))
+        finally:  # not before: the receiver would wait for it
+            ring.begin_message(self._recorded, "send", tensor, dst, _ended)
         return ended(tensors)
 
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> Work:
@@ -53,7 +57,13 @@ class PointToPoint(GroupBase):
     def _receive(self, tensors: list[Tensor], src: int | None, tag: int) -> Work:
         self.check_usable()
         _check_tag(tag)
-        check_results(tensors)
+        tensor, peer = only(tensors), -1 if src is None else src
+        is_plain = is_ordinary(tensor) and tensor.dtype in NUMBERS
+        if not is_plain:
+            check_results(tensors)
+        entry = ring.begin_message(self._recorded, "recv", tensor, peer, _ended)
+        if src is not None and is_plain and self._incoming[src].take_now(tensor, tag):
+            return ended(tensors, src)
         links, mailbox = self._state.links, self._mailbox
         senders = list(self._incoming.values()) if src is None else [self._incoming[src]]
 
@@ -68,12 +78,12 @@ class PointToPoint(GroupBase):
                 work.wait_until_done()
 
         work = _ReceiveWork(tensors, self._seconds, cancel, senders, tag)
-        done = _is_done(weakref.ref(work))
-        tensor = only(tensors)
-        ring.begin_message(self._recorded, "recv", tensor, -1 if src is None else src, done)
+        if entry is not None:
+            entry[DONE] = _is_done(weakref.ref(work))
         receive = PostedReceive(src, tag, tensor.detach(), work)
         with links.lock:
             envelope = mailbox.post(receive)
+        mailbox.last_post = work._posted
         if envelope is not None:
             receive.complete(envelope)
         elif links.aborted is not None:  # by another thread, after the check above
@@ -107,10 +117,12 @@ class _ReceiveWork(ShmWork):
     ) -> None:
         super().__init__(tensors, seconds, cancel, callbacks_in_own_thread=True)
         self._senders, self._tag = senders, tag
+        self._posted = time.monotonic()
 
     def _wait(self, seconds: float | None) -> bool:
         if len(self._senders) != 1:
             return wait_until(self.is_completed, seconds)
+        self._senders[0].note_wait(self._posted)
         self._senders[0].wait(self, self._tag, Deadline(seconds))
         return self.is_completed()  # what has arrived counts, though the time is over
 

@@ -153,6 +153,8 @@ class Semaphore:
         self._post, self._try, self._get = quick.sem_post, quick.sem_trywait, quick.sem_getvalue
         self._wait, self._yield = slow.sem_clockwait, slow.sched_yield
         self._at, self._spins, self._yields, self._is_beside = address, spins, yields, is_beside
+        self._value = ctypes.c_int()  # kept, as making one takes longer than to read the semaphore
+        self._value_at = ctypes.byref(self._value)
 
     def create(self, value: int) -> None:
         """Initialize it: before any other process uses it."""
@@ -170,9 +172,8 @@ class Semaphore:
 
     def value(self) -> int:
         """Its value at this moment."""
-        value = ctypes.c_int()
-        self._get(self._at, ctypes.byref(value))
-        return value.value
+        self._get(self._at, self._value_at)
+        return self._value.value  # or, if another thread asked meanwhile, at a later one
 
     def wait(self, seconds: float) -> bool:
         """Take one from its value as soon as it is not zero; False if that takes longer.
@@ -181,9 +182,13 @@ class Semaphore:
         """
         return self.spin() or self.sleep(seconds)
 
+    def can_try(self) -> bool:
+        """Whether it may be posted while this rank tries, which keeps its core."""
+        return self._yields is not None or not self._is_beside()
+
     def spin(self) -> bool:
         """Take one from its value, as `wait` does, without sleeping; whether it took one."""
-        if self._yields is not None or not self._is_beside():
+        if self.can_try():
             attempt, at = self._try, self._at
             for _ in range(self._spins):
                 if attempt(at) == 0:

@@ -195,8 +195,8 @@ class _EndedWork(ShmWork):
     __init__ = Work.__init__
 
 
-def ended(tensors: Sequence[Tensor]) -> ShmWork:
-    """The handle of an operation that has ended well and filled these tensors."""
+def ended(tensors: Sequence[Tensor], source: int = -1) -> ShmWork:
+    """The handle of an operation that has ended well and filled these tensors; see `finish`."""
     work: ShmWork = _EndedWork()
-    work._tensors = list(tensors)
+    work._tensors, work._source = list(tensors), source
     return work
