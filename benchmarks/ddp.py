@@ -162,7 +162,7 @@ def _prediction(case: Case) -> str:
         f"{len(sizes)} gradients of {sum(sizes) / 1e6:.3g} MB. torch: 2 passes over them, a copy "
         f"for each into its bucket and one back. gradwire: 1 pass over {in_place} that travel in "
         f"place and over {at_once} that move into their bucket at once, 2 over {small} of small "
-        "ones that autograd adds to zeros in their bucket; 0 to 4 Python steps a gradient. "
+        "ones that autograd adds to zeros in their bucket; 1 to 4 Python steps a gradient. "
         f"Expected ratios: {case.expected}."
     )
 

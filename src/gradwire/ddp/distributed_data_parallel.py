@@ -196,7 +196,7 @@ class DistributedDataParallel(UnevenInputs):
         """What ranks do together before a forward."""
         step: StepInfo | None = None
         if torch.is_grad_enabled():
-            self.reducer.begin_forward(syncing=syncing)
+            self.reducer.begin_forward()
         buffers, joining = self._buffers_synced, self._join_config.enable
         sends_buffers = self._syncs_buffers() and not buffers.after_forward
         if not syncing and (joining or sends_buffers):

@@ -141,26 +141,8 @@ class Bucket(ABC):
         more = f", … ({len(self.names)} parameters)" if self.names[3:] else ""
         return f"bucket of {', '.join(self.names[:3])}{more}"
 
-    @property
-    def lendable(self) -> Sequence[int]:
-        """Members to whose gradients the bucket may lend memory."""
-        return ()
-
-    def lend(self) -> Sequence[int]:
-        """A backward begins: small gradients that are None may become zeros in the buffer.
-
-        Returns:
-            Lendable members that are yet to come, and whose gradient lies elsewhere.
-        """
-        return ()
-
-    def take_silent(self) -> Sequence[int]:
-        """A backward has ended: what came without being told of is ready.
-
-        Returns:
-            Silent members that did not come.
-        """
-        return ()
+    def lend(self) -> None:  # noqa: B027 - most kinds of buckets have nothing to lend
+        """A backward begins: small gradients that are None may become zeros in the buffer."""
 
     def take_back(self) -> None:  # noqa: B027
         """What has been lent and not been added to is None again."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from gradwire.ddp.buckets.assignment import BucketAssigner
@@ -90,27 +90,15 @@ class BucketSet:
                 # how often each gradient arrives is what this backward is to show
                 bucket.expected = math.inf
 
-    def lend(self) -> list[int]:
+    def lend(self) -> None:
         """A backward begins, as `Bucket.lend` has it."""
-        return [i for bucket in self._buckets for i in bucket.lend()]
+        for bucket in self._buckets:
+            bucket.lend()
 
     def take_back(self) -> None:
         """A backward ends without all gradients, as `Bucket.take_back` has it."""
         for bucket in self._buckets:
             bucket.take_back()
-
-    def told_at_the_end(self, counts: Mapping[int, int]) -> list[int]:
-        """Parameters whose gradients it is early enough to look for when a backward has ended.
-
-        They lie in the last bucket from the start, and come once, where `counts` has no other
-        number. One is left out, at which a backward begins that goes around the outputs.
-        """
-        lendable = [i for bucket in self._buckets[-1:] for i in bucket.lendable]
-        return [i for i in lendable if counts.get(i, 1) == 1][:-1]
-
-    def take_silent(self) -> list[int]:
-        """A backward has ended, as `Bucket.take_silent` has it."""
-        return [i for bucket in self._buckets for i in bucket.take_silent()]
 
     def mark_unused(self, indices: Iterable[int]) -> None:
         """These parameters get no gradient in this backward."""

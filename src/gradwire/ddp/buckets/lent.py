@@ -42,10 +42,8 @@ class LentGradients:
         self._versions = [0] * len(parameters)  # that the tensors were lent with
         self._own = OwnTensors()
 
-    @property
-    def places(self) -> Sequence[int]:
-        """Those that may be lent to."""
-        return self._places
+    def __bool__(self) -> bool:
+        return bool(self._places)
 
     def set_views(self, views: Sequence[Tensor]) -> None:
         """The buffer's views, one for each parameter, from here on."""
@@ -69,16 +67,13 @@ class LentGradients:
         """Keep nothing of what was lent in earlier backwards."""
         self._own.clear()
 
-    def lend(self, without: Collection[int], together: Tensor | None) -> Sequence[int]:
+    def lend(self, without: Collection[int], together: Tensor | None) -> None:
         """Set gradients that are None to zeros, after `drop_unless_unused`.
 
         Args:
             without: Places of those that are to stay as they are.
             together: The part of the buffer in which all small ones lie, and nothing else that is
                 in use yet, if there is one.
-
-        Returns:
-            The places that were lent to.
         """
         parameters, views = self._parameters, self._views
         dtype = views[0].dtype
@@ -94,7 +89,7 @@ class LentGradients:
         if without:
             free = [i for i in free if i not in without]
         if not free:
-            return free
+            return
         first = self._tensors is self._nothing  # what came in an earlier backward stays lent
         kept = len(self._small) - len(free)
         if first and together is not None and kept <= _SCATTERED and not self._lie_in({*free}):
@@ -108,7 +103,6 @@ class LentGradients:
             tensor = own[i]
             versions[i] = tensor._version
             tensors[i] = parameters[i].grad = tensor
-        return free
 
     def _lie_in(self, free: Collection[int]) -> bool:
         """Whether a gradient that is not free lies in its view."""
@@ -124,20 +118,6 @@ class LentGradients:
         """Those of the places whose gradient is not, or is no more, what was lent."""
         parameters, tensors = self._parameters, self._tensors
         return [i for i in places if parameters[i].grad is not tensors[i]]
-
-    def changed(self) -> set[int]:
-        """Places of those that were lent to, and are not as they were lent."""
-        parameters, tensors, versions = self._parameters, self._tensors, self._versions
-        return {
-            i
-            for i in (self._places if tensors is not self._nothing else ())
-            if isinstance(tensor := tensors[i], Tensor)
-            and (
-                tensor._version != versions[i]
-                or parameters[i].grad is not tensor
-                or tensor.any()  # what writes by way of .data or NumPy leaves the version
-            )
-        }
 
     def let_go(self, places: Sequence[int]) -> None:
         """Hold none of these, which are not lent any more."""

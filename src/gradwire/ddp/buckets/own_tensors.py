@@ -8,6 +8,7 @@ none was altered: then nobody can tell them from new ones, but for their version
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Sequence
 from operator import attrgetter
 
@@ -50,6 +51,7 @@ class OwnTensors:
             and all(map(Tensor.is_set_to, tensors, self._views))
             and not any(map(_requires_grad, tensors))
             and not any(map(_attributes, tensors))
+            and not any(map(weakref.getweakrefcount, tensors))
         )
 
     def clear(self) -> None:

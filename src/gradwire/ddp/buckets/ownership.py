@@ -26,7 +26,6 @@ class Ownership:
 
     Attributes:
         shared: Indices of parameters that other reducers reduce, too: they read what is in `.grad`.
-        silent: Indices of those that autograd does not tell of.
         had_gradient: Indices of those that had a gradient before this backward. What somebody else
             sees in its memory is to see the result, as after PyTorch's. Memory that autograd made
             in this backward is shared by accident.
@@ -34,7 +33,6 @@ class Ownership:
 
     def __init__(self) -> None:
         self.shared: set[int] = set()
-        self.silent: set[int] = set()
         self.had_gradient: set[int] = set()
         self._ready: dict[int, Tensor] = {}
         self._unused: dict[int, Tensor | None] = {}
@@ -145,20 +143,6 @@ class Ownership:
             if not self.may_write(index, gradient, incoming):
                 parameter.grad = gradient.clone()
 
-    @staticmethod
-    def separate(parameters: Sequence[Parameter]) -> None:
-        """`make_private` for gradients that nobody told of: no two of them in one memory."""
-        ends: dict[int, int] = {}
-        for parameter in sorted(parameters, key=_begin_of_gradient):
-            begin, gradient = _begin_of_gradient(parameter), parameter.grad
-            if gradient is None or not begin:
-                continue
-            storage = gradient.untyped_storage().data_ptr()
-            if begin < ends.get(storage, 0):
-                parameter.grad = gradient.clone()
-            else:  # what autograd makes a gradient is dense
-                ends[storage] = begin + gradient.nbytes
-
 
 class Registration:
     """A reducer's entry at the nodes of its parameters, by which several learn of each other."""
@@ -212,14 +196,6 @@ def _is_taken(gradient: Tensor | None, incoming: Tensor | None) -> bool:
 
 def _is_held(tensor: Tensor, references: int) -> bool:
     return _holders(tensor) > ITSELF_AND_ITS_OBJECT or sys.getrefcount(tensor) > references
-
-
-def _begin_of_gradient(parameter: Parameter) -> int:
-    """Its address; 0 where there is none."""
-    gradient = parameter.grad
-    if gradient is None or gradient.layout != torch.strided:
-        return 0
-    return gradient.data_ptr()
 
 
 def _holders(tensor: Tensor) -> int:

@@ -129,34 +129,17 @@ class PackedBucket(Bucket):
         self._saved: dict[int, Tensor] = {}
         self._copied_in: Sequence[_Entry] = ()
 
-    @property
-    def lendable(self) -> Sequence[int]:
-        return [self.members[i] for i in self._lent.places]
-
-    def lend(self) -> Sequence[int]:
-        places = self._lent.places
-        if self._deferred or not places:
-            return self.lendable
+    def lend(self) -> None:
+        if self._deferred or not self._lent:
+            return
         if self._writable:  # as views, or in another backward before
             self._lent.drop_unless_unused()
         else:
             self._ensure_writable()
         # what is ready, and was cleared since, is missing: its bucket may be in flight
-        over = self.unused.union(self.ready)
-        kept = over | self._ownership.shared
+        kept = self.unused.union(self.ready, self._ownership.shared)
         without = {i for i, m in enumerate(self.members) if m in kept} if kept else ()
-        lent = self._lent.lend(without, self._small if self._small_together else None)
-        if len(lent) == len(places):  # as a rule
-            return ()
-        return [m for i in {*places}.difference(lent) if (m := self.members[i]) not in over]
-
-    def take_silent(self) -> Sequence[int]:
-        if not self._ownership.silent:
-            return ()
-        silent = self._ownership.silent.difference(self.ready, self.unused)
-        came = {m for i in self._lent.changed() if (m := self.members[i]) in silent}
-        self.ready += came
-        return [m for m in self.members if m in silent and m not in came]
+        self._lent.lend(without, self._small if self._small_together else None)
 
     def take_back(self) -> None:
         self._lent.take_back(self._unused_places())

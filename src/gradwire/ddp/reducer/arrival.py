@@ -1,13 +1,12 @@
 """What autograd calls: a backward begins, a gradient is ready, the backward ends.
 
-The hot path is `on_gradient`, which runs once for each parameter that has a hook.
+The hot path is `on_gradient`, which runs once for each parameter.
 """
 
 from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Sequence
 from time import perf_counter_ns
 
 import torch
@@ -140,19 +139,7 @@ def _begin(backward: Backward, index: int | None = None, incoming: Tensor | None
         backward.buckets.defer(with_graph=True)
     if backward.usage.find_unused:
         _mark_unused(backward, at_output=index is None)
-    backward.at_outputs &= index is None
-    if elsewhere := backward.buckets.lend():
-        _restore_hooks(backward, elsewhere)
-
-
-def _restore_hooks(backward: Backward, indices: Sequence[int]) -> None:
-    """Let these parameters be told of, whose gradients do not lie where they are awaited.
-
-    One that came before this does not come again: `finalize` knows it by its node.
-    """
-    backward.restored = backward.hooks.restore(indices)
-    backward.usage.touched.update(backward.restored)  # they may have accumulated, untold of
-    backward.assigner.ownership.separate([backward.parameters[i] for i in backward.restored])
+    backward.buckets.lend()
 
 
 def _check_may_begin(backward: Backward) -> None:

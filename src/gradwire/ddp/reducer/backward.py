@@ -18,7 +18,6 @@ from gradwire.ddp.buckets.bucket_set import BucketSet
 from gradwire.ddp.faults.backward_state import TRANSITIONS, BackwardState, Event, after
 from gradwire.ddp.faults.fault_domain import FaultDomain
 from gradwire.ddp.faults.waiting import InFlight
-from gradwire.ddp.reducer.gradient_hooks import GradientHooks
 from gradwire.ddp.reducer.launch import Launcher
 from gradwire.ddp.reducer.log import StepTimer
 from gradwire.ddp.reducer.usage import Usage
@@ -63,13 +62,7 @@ class Backward:
         weights: What gradients weigh.
         reword: Makes of an error of unexpected gradients the one that is raised on all ranks.
         optimized: Parameters whose optimizers step during backward.
-        hooks: By which autograd calls; the reducer sets them.
-        at_outputs: Whether backwards since the last forward began at outputs only.
-        was_at_outputs: The same of what was reduced last.
-        restored: Parameters that got their hooks back when the running backward began.
     """
-
-    hooks: GradientHooks
 
     def __init__(self, assigner: BucketAssigner, usage: Usage) -> None:
         self.assigner, self.usage = assigner, usage
@@ -81,8 +74,6 @@ class Backward:
         self.arrivals: list[int] | None = []
         self.ready_order: Sequence[int] | None = None
         self.had_undefined = self.takes_part = False
-        self.at_outputs = self.was_at_outputs = False
-        self.restored: Sequence[int] = ()
         self.skip_unused = self.manual = self.rebuild = self.has_rebuilt = False
         self.unused_here: tuple[str, ...] = ()
         self.reword: Callable[[ReductionError], ReductionError | None] | None = None
@@ -150,7 +141,6 @@ class Backward:
     def prepare_for_backward(self, ranks: int | None) -> None:
         """Expect the backward of a forward; `ranks` as `prepare_buckets` has it."""
         self.step += 1
-        self.at_outputs = True
         self.timer.start()
         self.transition(Event.PREPARE)
         self.prepare_buckets(ranks)
@@ -168,7 +158,6 @@ class Backward:
     def reassign_buckets(self, order: Sequence[int], *, keep_state: bool = True) -> None:
         """Assign buckets for this order of readiness, until a backward has shown a better one."""
         self.arrivals, self.ready_order = [], None
-        self.hooks.start_over()  # without a hook, nobody tells when what is ready
         self._make_buckets(order, keep_state=keep_state)
         if self.state is BackwardState.EXPECTED:
             self.prepare_buckets()
@@ -224,7 +213,6 @@ class Backward:
             self.ready_order = [*dict.fromkeys([*(self.ready_order or ()), *self.arrivals])]
         if self.usage.recording:
             self.usage.record(used)
-        self.was_at_outputs = self.at_outputs
         self.weights.clear()
         self.transition(Event.COMMIT)
         if self.launcher.hook is not None:
@@ -310,7 +298,6 @@ class Backward:
     def _clear(self) -> None:
         """Nothing has arrived, nothing is in flight."""
         self.had_undefined = self.takes_part = False
-        self.restored = ()
         self.launcher.launched.clear()
         self.assigner.ownership.clear()
         self.predecessors.clear()

@@ -42,7 +42,6 @@ def on_end(backward: Backward, run: int) -> None:
 
 
 def _end(backward: Backward) -> None:
-    _take_untold(backward)
     if backward.untouched:  # gradients of other things than parameters
         backward.buckets.reset()
         backward.transition(Event.END_UNTOUCHED)
@@ -71,22 +70,9 @@ def _launch_others(backward: Backward) -> None:
     """Launch what others of this backward launch before its last bucket on ranks that use more."""
     if others := backward.others():
         for other in others:
-            if other.running and other.task == backward.task:
-                _take_untold(other)
-                if not other.untouched:
-                    _mark_missing(other)
+            if other.running and other.task == backward.task and not other.untouched:
+                _mark_missing(other)
         launch_in_order(backward, final=False)
-
-
-def _take_untold(backward: Backward) -> None:
-    """Find what came to parameters without a hook: all nodes of the graph have run."""
-    buckets, usage = backward.buckets, backward.usage
-    if undefined := [i for i in buckets.take_silent() if usage.is_in_graph(i)]:
-        backward.had_undefined = True  # their nodes were given nothing
-        buckets.mark_unused(undefined)
-    for i in {*backward.restored}.intersection(buckets.missing()):
-        if usage.is_in_graph(i):  # it came before it got its hook back
-            buckets.of[i].ready.append(i)
 
 
 def _mark_missing(backward: Backward) -> None:

@@ -22,13 +22,11 @@ from gradwire._groups import check_group
 from gradwire.ddp.buckets.assignment import BucketAssigner, BucketLayout, check_layout
 from gradwire.ddp.buckets.hook_state import Part, replace_group
 from gradwire.ddp.buckets.ownership import Registration
-from gradwire.ddp.faults.backward_state import BackwardState
 from gradwire.ddp.hook_handles import remove_hooks_with
 from gradwire.ddp.outputs import mark_output
 from gradwire.ddp.reducer.arrival import on_gradient, on_output
 from gradwire.ddp.reducer.backward import Backward
 from gradwire.ddp.reducer.finalize import finalize_manually, shadow
-from gradwire.ddp.reducer.gradient_hooks import GradientHooks
 from gradwire.ddp.reducer.in_backward import detach_optimizer_hooks
 from gradwire.ddp.reducer.log import LoggingData
 from gradwire.ddp.reducer.rpc import rpc_context_error
@@ -133,14 +131,12 @@ class Reducer:
 
     def _register_hooks(self, nodes: Sequence[Any]) -> weakref.finalize[Any, Any]:
         """Let autograd call when gradients are ready; the result removes the hooks."""
-        backward, ownership = self._backward, self._backward.assigner.ownership
-        backward.hooks = GradientHooks(
-            backward.parameters,
-            nodes,
-            partial(partial, on_gradient, weakref.ref(backward)),
-            ownership.silent,
-        )
-        return remove_hooks_with(self, [backward.hooks, Registration(nodes, ownership)])
+        reference = weakref.ref(self._backward)
+        handles = [
+            node.register_hook(partial(on_gradient, reference, i)) for i, node in enumerate(nodes)
+        ]
+        registration = Registration(nodes, self._backward.assigner.ownership)
+        return remove_hooks_with(self, [*handles, registration])
 
     def register_comm_hook(self, state: Any, hook: CommHook | StatefulHook[Any] | None) -> None:
         """Let `hook(state, bucket)` communicate from the next `prepare` on; None: the mean.
@@ -220,9 +216,6 @@ class Reducer:
         if (hook := backward.launcher.hook) is not None and hook.withdrawn:
             self.register_comm_hook(None, None)
         backward.rebuild_once()
-        if backward.state is BackwardState.EXPECTED:
-            # no backward of the forward before has begun, as far as is known
-            backward.hooks.restore()
         backward.skip_unused = self._skip_unused and not uneven
         backward.prepare_for_backward(ranks or backward.assigner.group.size())
 
@@ -235,11 +228,9 @@ class Reducer:
             raise ReductionError("weight(n) before finalize_backward(): finalize first")
         backward.weights.give(weight)
 
-    def begin_forward(self, *, syncing: bool) -> None:
+    def begin_forward(self) -> None:
         """A forward begins, of a backward that is reduced or not: it has a weight of its own."""
         self._backward.weights.on_forward()
-        if not syncing:
-            self._backward.hooks.restore()  # what accumulates is told of
 
     def recover(self) -> None:
         """What `prepare` begins with: to be called before anything else that ranks do together.
@@ -257,27 +248,10 @@ class Reducer:
         Without this it begins at the first gradient of a parameter; and where that comes from a
         reentrant checkpoint, it is not known what is unused.
         """
-        begins = False
         for tensor in outputs:
             if tensor.requires_grad and tensor.grad_fn is not None:
                 tensor.register_hook(partial(on_output, weakref.ref(self._backward)))
                 mark_output(tensor)
-                begins = True
-        if not begins:
-            self._backward.hooks.restore()
-        elif self._backward.hooks.may_silence:
-            self._silence_hooks()
-
-    def _silence_hooks(self) -> None:
-        """Once a backward has shown what comes, let autograd tell of nothing that can wait."""
-        backward, usage = self._backward, self._backward.usage
-        if backward.arrivals is not None or not backward.was_at_outputs or backward.manual:
-            return
-        # with find_unused and skip_unused, more depends on what comes, and when
-        if not (usage.allows_unused or self._skip_unused):
-            unused = {*backward.unused_here}
-            told = backward.buckets.told_at_the_end(usage.counts)
-            backward.hooks.silence(i for i in told if backward.names[i] not in unused)
 
     def prepare_for_backward(self, outputs: Iterable[Tensor]) -> None:
         """`prepare`, then `expect` these tensors: a loss, or a forward's outputs.
@@ -308,8 +282,6 @@ class Reducer:
                 "after finalize_backward()"
             )
         self._backward.manual = required
-        if required:
-            self._backward.hooks.restore()
 
     @property
     def must_return_first(self) -> bool:

@@ -67,13 +67,6 @@ class Usage:
         except RuntimeError:
             return None
 
-    def is_in_graph(self, index: int) -> bool:
-        """Whether the running backward runs the node that accumulates a parameter's gradient."""
-        try:
-            return torch._C._will_engine_execute_node(self.nodes[index])
-        except RuntimeError:  # torch.autograd.grad of parameters
-            return False
-
     @staticmethod
     def runs_all() -> bool:
         """Whether the running backward goes from the node it is at to all leaves.
