@@ -26,6 +26,7 @@ from gradwire.errors import (
 )
 from gradwire.shm import arrivals, group_base, message_ring, outgoing, point_to_point, segment
 from gradwire.shm.incoming import Incoming
+from gradwire.shm.mailbox import Mailbox
 from gradwire.shm.message_ring import RING_BYTES, SLOT_BYTES, MessageRing
 from gradwire.shm.register import member_of
 from gradwire.testing import run_ranks
@@ -227,6 +228,38 @@ def interrupted_receives(count):
 def test_interrupted_receives_lose_nothing_silently():
     ended = on_ranks(interrupted_receives, args=(60,))[1]
     assert not ended or "could not be handled (Interruption" in ended
+
+
+def ready_messages():
+    """What is there is taken at once, unless something that came before it fits."""
+    x = torch.tensor(-1)
+    if dist.get_rank() == 0:
+        dist.send(x, 1)  # the receiver finds the ring
+        dist.barrier()
+        for number, tag in enumerate([1, 2, 1, 2, 3]):
+            dist.send(torch.tensor(number), 1, tag=tag)
+        dist.barrier()
+        dist.send(x, 1, tag=4)
+        return []
+    dist.recv(x, 0)
+    dist.barrier()
+    dist.barrier()
+    posts, post = [], Mailbox.post
+    Mailbox.post = lambda mailbox, receive: posts.append(receive.tag) or post(mailbox, receive)
+    try:
+        received = []
+        for tag in (1, 1, 2, 2, 3):
+            dist.recv(x, 0, tag=tag)
+            received.append(x.item())
+    finally:
+        Mailbox.post = post
+    dist.recv(x, 0, tag=4)
+    return [received, posts]
+
+
+def test_what_is_there_is_taken_in_order():
+    # tag 2 of the second message is kept while the third is taken; the fourth follows it
+    assert on_ranks(ready_messages)[1] == [[0, 2, 1, 3, 4], [1, 2]]
 
 
 def interrupted_send(at):

@@ -38,11 +38,10 @@ class PointToPoint(GroupBase):
         if not (is_ordinary(tensor) and tensor.dtype in NUMBERS):
             check_tensors(tensors)
             data = flat_of(tensor)
+        # before it is sent: a dump names it if it waits
+        ring.begin_message(self._recorded, "send", tensor, dst, _ended)
         self._mailbox.last_post = 0.0
-        try:
-            self._outgoing[dst].send(tag, data, Deadline(self._seconds))
-        finally:  # not before: the receiver would wait for it
-            ring.begin_message(self._recorded, "send", tensor, dst, _ended)
+        self._outgoing[dst].send(tag, data, Deadline(self._seconds))
         return ended(tensors)
 
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> Work:
