@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,7 +10,6 @@ from torch.utils.checkpoint import checkpoint
 
 from ddp.common import Trap, average_used
 from gradwire.ddp import DistributedDataParallel, Reducer
-from gradwire.ddp.buckets.own_tensors import OwnTensors
 from gradwire.errors import DistributedError
 from gradwire.testing import run_ranks
 
@@ -381,20 +378,6 @@ def test_gradients_that_are_kept_stay_as_they_are():
     in_turn(main)
 
 
-CHANGES = [
-    lambda t: t.requires_grad_(),
-    lambda t: t.t_(),
-    lambda t: t.set_(torch.zeros(2, 3)),
-    lambda t: t.resize_(1),
-    lambda t: setattr(t, "note", 1),
-    lambda t: setattr(t, "data", torch.zeros(2, 3)),
-    lambda t: held.append(t),
-    lambda t: held.append(weakref.ref(t)),
-    lambda t: held.append(torch.ones(2, 3, requires_grad=True) * t),
-]
-held = []
-
-
 def apart(net, x):
     """Two parts of the module, the second of which does not reach the first."""
     out = net(x, use=[0, 1])
@@ -471,19 +454,6 @@ def test_a_large_one_that_comes_twice_is_an_error():
             second.backward()
 
     in_turn(main)
-
-
-@pytest.mark.narrow({"each_backend": "shm"})
-@pytest.mark.parametrize("change", CHANGES)
-def test_what_was_changed_or_is_held_is_made_anew(change):
-    views = [torch.zeros(2, 3), torch.zeros(2, 3)]
-    own = OwnTensors(views)
-    tensors = own.get()
-    del tensors
-    assert own.are_unused()
-    change(own.get()[1])
-    assert not own.are_unused()
-    held.clear()
 
 
 @pytest.mark.narrow({"each_backend": "shm"})

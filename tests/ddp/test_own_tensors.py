@@ -1,0 +1,35 @@
+"""Tensors that are lent again: only where nobody can tell them from new ones."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+
+from gradwire.ddp.buckets.own_tensors import OwnTensors
+
+CHANGES = [
+    lambda t: t.requires_grad_(),
+    lambda t: t.t_(),
+    lambda t: t.set_(torch.zeros(2, 3)),
+    lambda t: t.resize_(1),
+    lambda t: setattr(t, "note", 1),
+    lambda t: setattr(t, "data", torch.zeros(2, 3)),
+    lambda t: held.append(t),
+    lambda t: held.append(weakref.ref(t)),
+    lambda t: held.append(torch.ones(2, 3, requires_grad=True) * t),
+]
+held = []
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_was_changed_or_is_held_is_made_anew(change):
+    views = [torch.zeros(2, 3), torch.zeros(2, 3)]
+    own = OwnTensors(views)
+    tensors = own.get()
+    del tensors
+    assert own.are_unused()
+    change(own.get()[1])
+    assert not own.are_unused()
+    held.clear()
