@@ -234,6 +234,26 @@ class Kept(torch.autograd.Function):
         return ctx.kept.detach(), None
 
 
+@pytest.mark.parametrize("size", SIZES)
+def test_a_gradient_that_somebody_has_stays_where_it_is(size):
+    """They may have taken its address: where it lies, the result has to be."""
+
+    def main():
+        net, kept = nn.Linear(size, 1), []
+        node = net.weight.expand_as(net.weight).grad_fn.next_functions[0][0]
+        node.register_hook(lambda *_: kept.append((net.weight.grad, net.weight.grad.data_ptr())))
+        wrapped = DistributedDataParallel(net)  # whose hook is called after that one
+        for step in range(2):
+            wrapped.zero_grad()
+            wrapped(torch.full((1, size), number(step))).sum().backward()
+            gradient, address = kept.pop()
+            assert gradient is net.weight.grad
+            assert gradient.data_ptr() == address
+            assert (gradient == (dist.get_world_size() + 1) / 2 + step).all()
+
+    run_ranks(main, 2)
+
+
 def test_what_a_function_keeps_is_not_changed():
     def main():
         for n in SIZES:

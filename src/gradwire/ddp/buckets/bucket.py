@@ -150,8 +150,8 @@ class Bucket(ABC):
     def move_out(self) -> None:  # noqa: B027
         """An exception ended the backward: what comes back is not to be written to gradients."""
 
-    def copy_in_early(self, member: int, incoming: Tensor) -> None:
-        """Copy in one gradient that is ready; `incoming` is what backward gave the parameter."""
+    def copy_in_early(self, member: int, incoming: Sequence[Tensor]) -> None:
+        """Copy in one gradient that is ready; `incoming` holds what backward gave the parameter."""
         raise AssertionError("this bucket copies nothing in early")
 
     @abstractmethod

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from gradwire.buckets import memory_strides, views
 from gradwire.ddp.buckets.bucket import Bucket, BucketOptions, Member, dense_gradient, move_out
@@ -33,15 +34,18 @@ class InPlaceBucket(Bucket):
     def move_out(self) -> None:
         move_out(self.parameters[0], self.flat.data_ptr())
 
-    def copy_in_early(self, member: int, incoming: Tensor) -> None:
-        gradient = dense_gradient(self.parameters[0])
+    def copy_in_early(self, member: int, incoming: Sequence[Tensor]) -> None:
+        parameter = self.parameters[0]
+        gradient = dense_gradient(parameter)
         straight = gradient.stride() == self._strides
         if straight and self._ownership.may_write(member, gradient, incoming):
             self.flat = gradient.as_strided((gradient.numel(),), (1,))
             self._scale_flat()
         else:
             self._copy_in_whole(gradient)
-            if not is_conj_or_neg(gradient) and self._ownership.may_move(member, gradient):
+            if not is_conj_or_neg(gradient) and self._ownership.may_move(
+                member, parameter, names=1
+            ):
                 gradient.set_(self._copy)  # type: ignore[call-overload]  # torch's stub lacks it
                 self._copy = None
         self._taken = True
@@ -83,16 +87,17 @@ class InPlaceBucket(Bucket):
             elif self._with_graph:
                 parameter.grad = parameter.grad + (self._copy - parameter.grad).detach()
             else:
-                self._put(parameter.grad, self._copy)
+                self._put(parameter, self._copy)
         self._copy = None
         del self.flat
 
-    def _put(self, gradient: Tensor, reduced: Tensor) -> None:
+    def _put(self, parameter: Parameter, reduced: Tensor) -> None:
         member, ownership = self.members[0], self._ownership
+        gradient = dense_gradient(parameter)
         if (
             not is_conj_or_neg(gradient)
             and ownership.is_used_elsewhere(member, gradient)
-            and ownership.may_move(member, gradient, over=True)
+            and ownership.may_move(member, parameter, names=1, over=True)
         ):
             gradient.set_(reduced)  # type: ignore[call-overload]
         else:

@@ -81,11 +81,12 @@ class Ownership:
         if first is not None and _is_taken(parameters[first].grad, incoming):
             self.had_gradient.discard(first)
 
-    def may_write(self, index: int, gradient: Tensor, incoming: Tensor) -> bool:
+    def may_write(self, index: int, gradient: Tensor, incoming: Sequence[Tensor]) -> bool:
         """Whether nobody but the parameter reads its gradient's memory, now or later.
 
-        `incoming` is what backward gave the parameter. If it was made the gradient, then it, and
-        the tensor that it is a view of, use the memory until this step of backward ends.
+        `incoming` holds what backward gave the parameter, and nobody has a name for that. If it was
+        made the gradient, then it, and the tensor that it is a view of, use the memory until this
+        step of backward ends.
         """
         storage = gradient.untyped_storage()
         if index in self.shared or is_conj_or_neg(gradient) or not storage.resizable():
@@ -93,31 +94,38 @@ class Ownership:
         if _holders(gradient) > ITSELF_AND_ITS_OBJECT:
             return False
         known = 1
-        if _is_taken(gradient, incoming):
-            if _is_held(incoming, INCOMING_REFERENCES):
+        if _is_taken(gradient, incoming[0]):
+            if _holders(incoming[0]) > ITSELF_AND_ITS_OBJECT:
+                return False
+            if sys.getrefcount(incoming[0]) > INCOMING_REFERENCES:
                 return False
             known += 1
-            if (base := incoming._base) is not None:
-                if _is_held(base, LOCAL_REFERENCES):
+            if incoming[0]._base is not None:
+                if _holders(incoming[0]._base) > ITSELF_AND_ITS_OBJECT:
                     return False  # queued for another branch, or kept
+                if sys.getrefcount(incoming[0]._base) > BASE_REFERENCES:
+                    return False
                 known += 1
         return _count(storage) == known
 
-    def may_move(
-        self, index: int, gradient: Tensor, *, listed: int = 0, over: bool = False
-    ) -> bool:
+    def may_move(self, index: int, parameter: Parameter, *, names: int, over: bool = False) -> bool:
         """Whether the gradient's tensor may be pointed at other memory.
 
         Args:
             index: The parameter's.
-            gradient: Its gradient.
-            listed: How many references the caller has to it besides a local name.
+            parameter: Which has a gradient.
+            names: How many references the caller has to it: local names, tuples that hold it.
             over: Whether backward has ended, and other reducers have read it.
         """
-        if (index in self.shared and not over) or _holders(gradient) > ITSELF_AND_ITS_OBJECT:
+        if index in self.shared and not over:
             return False
-        if sys.getrefcount(gradient) > GRADIENT_REFERENCES + listed:
+        # no name for it here: see `_references`
+        if sys.getrefcount(parameter.grad) > GRADIENT_REFERENCES + names:
             return False  # who has it may have taken its address
+        gradient = parameter.grad
+        assert gradient is not None
+        if _holders(gradient) > ITSELF_AND_ITS_OBJECT:
+            return False
         return index not in self.had_gradient or uses(gradient) == 1
 
     def is_used_elsewhere(self, index: int, gradient: Tensor) -> bool:
@@ -132,13 +140,13 @@ class Ownership:
             for i, g in zip(indices, gradients, strict=True)
         ]
 
-    def make_private(self, index: int, parameter: Parameter, incoming: Tensor) -> None:
+    def make_private(self, index: int, parameter: Parameter, incoming: Sequence[Tensor]) -> None:
         """Outside of reductions: give a new gradient memory of its own if others read its.
 
         The next backward adds to it: two gradients in one memory would each be added to both.
         """
         gradient = parameter.grad
-        if _is_taken(gradient, incoming):
+        if _is_taken(gradient, incoming[0]):
             assert gradient is not None
             if not self.may_write(index, gradient, incoming):
                 parameter.grad = gradient.clone()
@@ -194,10 +202,6 @@ def _is_taken(gradient: Tensor | None, incoming: Tensor | None) -> bool:
     return gradient.layout == torch.strided and gradient.data_ptr() == incoming.data_ptr()
 
 
-def _is_held(tensor: Tensor, references: int) -> bool:
-    return _holders(tensor) > ITSELF_AND_ITS_OBJECT or sys.getrefcount(tensor) > references
-
-
 def _holders(tensor: Tensor) -> int:
     """How many references there are to the tensor itself in C++."""
     count: int = tensor._use_count()  # type: ignore[attr-defined]  # torch's stub lacks it
@@ -209,29 +213,19 @@ ITSELF_AND_ITS_OBJECT = 2
 
 
 def _references() -> tuple[int, int, int]:
-    """What `sys.getrefcount` says, down here, where nobody else holds a tensor.
+    """What `sys.getrefcount` says of a tensor that C++ holds, and nobody else.
 
-    Versions of Python and PyTorch differ, so it is tried: with tensors that C++ holds, passed on as
-    gradients are.
+    Asked for as where it counts: by an expression. A name may count as a reference or not, as may
+    an argument that was passed on: from Python 3.14 on, the interpreter borrows what a caller has.
     """
-
-    def held(tensor: Any, _: int) -> int:
-        return sys.getrefcount(tensor)
-
-    def may_write(index: int, gradient: Any, incoming: Any) -> tuple[int, int, int]:
-        base = incoming._base
-        return held(incoming, 0), sys.getrefcount(gradient), held(base, 0)
-
-    def copy_in_early(index: int, incoming: Any) -> tuple[int, int, int]:
-        gradient = parameter.grad
-        return may_write(index, gradient, incoming)
-
-    def on_gradient(incoming: tuple[Any, ...]) -> tuple[int, int, int]:
-        return copy_in_early(0, incoming[0])
-
     parameter, other = (torch.zeros(1, requires_grad=True) for _ in range(2))
     parameter.grad, other.grad = torch.zeros(1), torch.zeros(1).view(1)
-    return on_gradient((other.grad,))
+    incoming: Any = (other.grad,)
+    return (
+        sys.getrefcount(incoming[0]),
+        sys.getrefcount(incoming[0]._base),
+        sys.getrefcount(parameter.grad),
+    )
 
 
-INCOMING_REFERENCES, GRADIENT_REFERENCES, LOCAL_REFERENCES = _references()
+INCOMING_REFERENCES, BASE_REFERENCES, GRADIENT_REFERENCES = _references()

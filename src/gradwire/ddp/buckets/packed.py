@@ -148,7 +148,7 @@ class PackedBucket(Bucket):
         for place in range(len(self.members)):
             self._move_out(place)
 
-    def copy_in_early(self, member: int, incoming: Tensor) -> None:
+    def copy_in_early(self, member: int, incoming: Sequence[Tensor]) -> None:
         if not self._writable:
             self._ensure_writable()
         place = self._place[member]
@@ -161,17 +161,15 @@ class PackedBucket(Bucket):
                 view.mul_(self.scale)
             return
         torch.mul(gradient, self.scale, out=view)
-        if self._may_move(member, gradient):
+        if self._may_move(place, names=1):
             self._move_to(parameter, gradient, view)
 
-    def _may_move(
-        self, member: int, gradient: Tensor, *, listed: int = 0, over: bool = False
-    ) -> bool:
-        """Whether a gradient may live in the buffer from now on."""
+    def _may_move(self, place: int, *, names: int, over: bool = False) -> bool:
+        """Whether a gradient may live in the buffer from now on; see `Ownership.may_move`."""
+        member, parameter = self.members[place], self.parameters[place]
         if self._as_views:
             return over or member not in self._ownership.shared
-        # one more name than where the count is made
-        return self._ownership.may_move(member, gradient, listed=listed + 1, over=over)
+        return self._ownership.may_move(member, parameter, names=names, over=over)
 
     def _move_to(self, parameter: Parameter, gradient: Tensor, view: Tensor) -> None:
         if self._as_views:
@@ -257,8 +255,8 @@ class PackedBucket(Bucket):
         if alone and not (self.unused or self._deferred or self._as_views):
             self._copied_in = outside
         if self._as_views and not self._with_graph:
-            for place, gradient, view in outside:
-                if self._may_move(self.members[place], gradient):
+            for place, _, view in outside:
+                if self._may_move(place, names=0):  # views: whoever has it keeps what it is
                     self.parameters[place].grad = view
         for i in self._unused_places():
             self._copy_in_unused(i)
@@ -311,12 +309,12 @@ class PackedBucket(Bucket):
 
     def _copy_to_gradients(self, away: Sequence[_Entry]) -> None:
         indices = [self.members[place] for place, _, _ in away]
-        # the list has no name: `_may_move` would count its references
+        # the list has no name, by which it would last until gradients are counted
         elsewhere = self._ownership.used_elsewhere(indices, [g for _, g, _ in away])
         plain: list[_Entry] = []
-        for entry, member, used in zip(away, indices, elsewhere, strict=True):
+        for entry, used in zip(away, elsewhere, strict=True):
             place, gradient, reduced = entry
-            if used and self._may_move(member, gradient, listed=1, over=True):
+            if used and self._may_move(place, names=2, over=True):
                 self._move_to(self.parameters[place], gradient, reduced.clone())
             elif gradient.is_conj() or gradient.is_neg():
                 gradient.copy_(reduced)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import weakref
 from time import perf_counter_ns
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,24 +47,24 @@ def on_output(reference: weakref.ref[Backward], _: Tensor) -> None:
 
 
 def on_gradient(
-    reference: weakref.ref[Backward], index: int, _: object, incoming: tuple[Tensor | None, ...]
+    reference: weakref.ref[Backward], index: int, _: object, incoming: tuple[Any, ...]
 ) -> None:
     """A parameter's gradient is ready: the one step that is taken for each of them.
 
-    Holds no reference that would keep the reducer alive.
+    Holds no reference that would keep the reducer alive. `incoming` has one tensor, or None.
     """
     backward = reference()
     if backward is None:
         return
-    # no name for incoming[0]: `Ownership.may_write` counts the references to it, and a local
-    # variable here would be one more than it allows for
+    # no name for incoming[0]: `Ownership.may_write` counts the references to it, and a name would
+    # be one more than it allows for
     state = backward.state
     running = state is RUNNING or state is RUNNING_AGAIN
     if not running and state is not EXPECTED and state is not SHORT:
         if incoming[0] is not None:
             assigner = backward.assigner
             backward.usage.touched.add(index)
-            assigner.ownership.make_private(index, assigner.parameters[index], incoming[0])
+            assigner.ownership.make_private(index, assigner.parameters[index], incoming)
         return
     if incoming[0] is None:
         _on_undefined(backward, index)
@@ -76,7 +77,7 @@ def on_gradient(
     bucket.ready.append(index)
     if index in bucket.early:
         try:
-            bucket.copy_in_early(index, incoming[0])
+            bucket.copy_in_early(index, incoming)
         except (ReductionError, NotSupportedError) as error:
             backward.domain.fail(error)
     if len(bucket.ready) >= bucket.expected:
