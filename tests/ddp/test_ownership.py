@@ -234,22 +234,30 @@ class Kept(torch.autograd.Function):
         return ctx.kept.detach(), None
 
 
+@pytest.mark.parametrize("held", [True, False])
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("size", SIZES)
-def test_a_gradient_that_somebody_has_stays_where_it_is(size):
+def test_a_gradient_that_somebody_has_stays_where_it_is(size, shared, held):
     """They may have taken its address: where it lies, the result has to be."""
 
     def main():
-        net, kept = nn.Linear(size, 1), []
+        net, kept, others = nn.Linear(size, 1), [], []
+        if shared:  # with what another tensor looks at
+            net.weight.register_hook(lambda g: others.append(g.detach()))
         node = net.weight.expand_as(net.weight).grad_fn.next_functions[0][0]
-        node.register_hook(lambda *_: kept.append((net.weight.grad, net.weight.grad.data_ptr())))
+        node.register_hook(
+            lambda *_: kept.append((net.weight.grad.data_ptr(), held and net.weight.grad))
+        )
         wrapped = DistributedDataParallel(net)  # whose hook is called after that one
+        in_place = size < 20_000 or (size == SIZES[-1] and dist.get_backend() == "gloo")
         for step in range(2):
             wrapped.zero_grad()
             wrapped(torch.full((1, size), number(step))).sum().backward()
-            gradient, address = kept.pop()
-            assert gradient is net.weight.grad
-            assert gradient.data_ptr() == address
-            assert (gradient == (dist.get_world_size() + 1) / 2 + step).all()
+            address, gradient = kept.pop()
+            assert not held or gradient is net.weight.grad
+            stayed = net.weight.grad.data_ptr() == address
+            assert stayed == (held or (in_place and not shared))
+            assert (net.weight.grad == (dist.get_world_size() + 1) / 2 + step).all()
 
     run_ranks(main, 2)
 
