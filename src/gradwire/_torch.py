@@ -233,12 +233,19 @@ def wants_reconfigure(options: object) -> bool:
 
 
 def warn_if_untested(stacklevel: int = 2) -> None:
-    """Warn if this PyTorch is newer than the newest that gradwire was tested with."""
+    """Warn if this PyTorch is newer than those that were tested, or Python has no GIL."""
     major, minor = (int(part) for part in torch.__version__.split(".")[:2])
     if (major, minor) > NEWEST_TESTED:
         newest = ".".join(map(str, NEWEST_TESTED))
         warnings.warn(
             f"gradwire was tested with PyTorch up to {newest}, this is {torch.__version__}: if "
             "something fails, upgrade gradwire",
+            stacklevel=stacklevel + 1,
+        )
+    has_gil: Callable[[], bool] = getattr(sys, "_is_gil_enabled", lambda: True)  # Python 3.13
+    if not has_gil():
+        warnings.warn(
+            "gradwire was not tested without Python's GIL, and counts on it where it counts "
+            "references to gradients: set PYTHON_GIL=1",
             stacklevel=stacklevel + 1,
         )

@@ -11,6 +11,7 @@ import sys
 import pytest
 
 import gradwire
+from gradwire import _torch
 
 MODULES = ["gradwire"] + [
     module.name
@@ -49,6 +50,20 @@ def test_every_name_in_all_exists(name: str) -> None:
 
 def test_the_version_is_the_distribution_s() -> None:
     assert gradwire.__version__ == importlib.metadata.version("gradwire")
+
+
+@pytest.mark.parametrize("new", [False, True])
+@pytest.mark.parametrize("has_gil", [False, True])
+def test_what_was_not_tested_warns(
+    new: bool, has_gil: bool, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    monkeypatch.setattr(sys, "_is_gil_enabled", lambda: has_gil, raising=False)
+    if new:
+        monkeypatch.setattr(_torch, "NEWEST_TESTED", (2, 0))
+    _torch.warn_if_untested()
+    remedies = [str(w.message).rpartition(": ")[2] for w in recwarn]
+    assert ("if something fails, upgrade gradwire" in remedies) == new
+    assert ("set PYTHON_GIL=1" in remedies) == (not has_gil)
 
 
 def test_importing_gradwire_needs_nothing_but_torch() -> None:
