@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,15 +22,15 @@ ip addr add 10.78.0.{number}/24 dev link0
 ip link set link0 up
 """
 STORE = "10.78.0.1:29417"
+# a host's namespaces, whose first process ends with its parent
+NEW = ["unshare", "--net", "--pid", "--mount-proc", "--fork", "--kill-child"]
 
 
 class Hosts:
     """Two hosts; processes that are started in them begin with `inside`."""
 
     def __init__(self) -> None:
-        # two namespaces, whose first process ends with its parent
-        new = ["unshare", "--net", "--pid", "--mount-proc", "--fork", "--kill-child"]
-        self._outside = [subprocess.Popen([*new, "sleep", "600"]) for _ in range(2)]
+        self._outside = [subprocess.Popen([*NEW, "sleep", "600"]) for _ in range(2)]
         try:
             self._pids = [_child(process.pid) for process in self._outside]
             made = f"ip link add link0 type veth peer name link0 netns {self._pids[1]}"
@@ -72,12 +73,12 @@ def hosts() -> Iterator[Hosts]:
     if os.getuid() or not all(shutil.which(name) for name in ("unshare", "nsenter", "ip")):
         pytest.skip("namespaces take root, unshare, nsenter and ip")
     tried = subprocess.run(
-        ["unshare", "--net", "ip", "link", "add", "link0", "type", "veth"],
+        [*NEW, "ip", "link", "add", "link0", "type", "veth"],
         stderr=subprocess.DEVNULL,
         check=False,
     )
     if tried.returncode:
-        pytest.skip("no network can be made here")
+        pytest.skip("no host can be made here")
     found = Hosts()
     yield found
     found.close()
@@ -133,7 +134,7 @@ def test_a_host_is_cut_off_and_comes_back(hosts: Hosts, members: Members) -> Non
 
 
 def _python() -> list[str]:
-    return ["env", "GLOO_SOCKET_IFNAME=link0", shutil.which("python") or "python"]
+    return ["env", "GLOO_SOCKET_IFNAME=link0", sys.executable]
 
 
 def _child_of(process: subprocess.Popen[bytes]) -> int:
