@@ -1,0 +1,70 @@
+"""Reductions of so much data that they go in pieces: the reference, in every dtype's own way."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import gradwire.shm
+from gradwire.shm import reduce_algorithms
+from gradwire.testing import run_ranks
+
+BYTES = reduce_algorithms._CACHED_BYTES
+OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX}
+
+
+def values(rank, count, dtype):
+    """Small integers: their sums are exact in each of the dtypes."""
+    return ((torch.arange(count) * (rank + 3)) % 13 - 6).to(dtype)
+
+
+def expected(world, count, dtype, op):
+    stacked = torch.stack([values(rank, count, dtype).double() for rank in range(world)])
+    found = stacked.amax(0) if op == "max" else stacked.sum(0)
+    return (found / world if op == "avg" else found).to(dtype)
+
+
+def reduce_all(count, dtype, op):
+    rank, world = dist.get_rank(), dist.get_world_size()
+    tensor = gradwire.shm.empty(count, dtype=dtype)
+    tensor.copy_(values(rank, count, dtype))
+    dist.all_reduce(tensor, OPS[op])
+    assert torch.equal(tensor, expected(world, count, dtype, op))
+    tensor.copy_(values(rank, count, dtype))
+    dist.reduce(tensor, world - 1, OPS[op])
+    if rank == world - 1:
+        assert torch.equal(tensor, expected(world, count, dtype, op))
+    else:
+        assert torch.equal(tensor, values(rank, count, dtype))
+
+
+def scatter_reduced(count, dtype, op):
+    rank, world = dist.get_rank(), dist.get_world_size()
+    source = gradwire.shm.empty(count * world, dtype=dtype)
+    source.copy_(values(rank, count * world, dtype))
+    out = torch.empty(count, dtype=dtype)
+    dist.reduce_scatter_tensor(out, source, OPS[op])
+    whole = expected(world, count * world, dtype, op)
+    assert torch.equal(out, whole[rank * count :][:count])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int32])
+@pytest.mark.parametrize("op", OPS)
+def test_what_goes_in_pieces_is_reduced_as_a_whole(dtype, op):
+    if op == "avg" and not dtype.is_floating_point:
+        pytest.skip("integers are not averaged")
+    share = 4 * BYTES // dtype.itemsize
+    run_ranks(reduce_all, args=(2 * share + 333, dtype, op))
+    run_ranks(scatter_reduced, args=(share + 333, dtype, op))
+
+
+def test_shares_are_cut_from_four_pieces_on():
+    whole = torch.zeros(BYTES)  # float32: 4 times as many bytes
+    assert len(reduce_algorithms._in_pieces([whole])) == 1
+    longer = torch.arange(BYTES + 1.0)
+    pieces = reduce_algorithms._in_pieces([longer, -longer])
+    assert len(pieces) == 5
+    for column, tensor in zip(zip(*pieces, strict=True), (longer, -longer), strict=True):
+        assert torch.equal(torch.cat(column), tensor)
+        assert column[0].numel() == BYTES // 4
