@@ -10,7 +10,7 @@ import gradwire.shm
 from gradwire.shm import reduce_algorithms
 from gradwire.testing import run_ranks
 
-BYTES = reduce_algorithms._CACHED_BYTES
+BYTES = reduce_algorithms._UNCUT_BYTES
 OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX}
 
 
@@ -54,17 +54,16 @@ def scatter_reduced(count, dtype, op):
 def test_what_goes_in_pieces_is_reduced_as_a_whole(dtype, op):
     if op == "avg" and not dtype.is_floating_point:
         pytest.skip("integers are not averaged")
-    share = 4 * BYTES // dtype.itemsize
+    share = BYTES // dtype.itemsize
     run_ranks(reduce_all, args=(2 * share + 333, dtype, op))
     run_ranks(scatter_reduced, args=(share + 333, dtype, op))
 
 
-def test_shares_are_cut_from_four_pieces_on():
-    whole = torch.zeros(BYTES)  # float32: 4 times as many bytes
-    assert len(reduce_algorithms._in_pieces([whole])) == 1
-    longer = torch.arange(BYTES + 1.0)
-    pieces = reduce_algorithms._in_pieces([longer, -longer])
-    assert len(pieces) == 5
-    for column, tensor in zip(zip(*pieces, strict=True), (longer, -longer), strict=True):
+def test_only_long_shares_are_cut():
+    whole = torch.arange(BYTES // 4)
+    assert whole.nbytes == 2 * BYTES
+    assert len(reduce_algorithms._in_pieces([whole[: BYTES // 8]])) == 1
+    pieces = reduce_algorithms._in_pieces([whole, -whole])
+    assert len(pieces) > 2
+    for column, tensor in zip(zip(*pieces, strict=True), (whole, -whole), strict=True):
         assert torch.equal(torch.cat(column), tensor)
-        assert column[0].numel() == BYTES // 4

@@ -108,7 +108,7 @@ def reduce_into(out: Tensor, pieces: Sequence[Tensor], op: int) -> None:
 
 
 def reducer(op: int, count: int) -> Callable[[Tensor, Sequence[Tensor]], None]:
-    """`reduce_into` for an op and a number of pieces, none of which is `out` or empty."""
+    """`reduce_into` for an op and a number of pieces, none of which is empty."""
     if count == 2 and op != _AVG:
         function = OPS[op]
 

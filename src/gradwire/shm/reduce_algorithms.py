@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from gradwire.shm.arithmetic import reduce_into
-from gradwire.shm.copying import copy
+from gradwire.shm.arithmetic import reduce_into, reducer
+from gradwire.shm.copying import copy, copy_to_all
 from gradwire.shm.group_state import GroupState
 from gradwire.shm.header import INLINE, PRIVATE, Call, Location
 from gradwire.shm.pieces import (
@@ -29,9 +29,10 @@ from gradwire.shm.tensors import overwrites
 
 __all__ = ["place", "reduce", "reduce_placed", "reduce_scatter"]
 
-_CACHED_BYTES = 1 << 20
-"""Pieces that stay in a core's cache between the additions of several ranks' data. Each costs some
-6 µs of Python: of shares of up to four, more is lost so than gained."""
+_CACHED_BYTES = 256 << 10
+"""Pieces that stay in a core's cache between the additions and the copies of the result."""
+_UNCUT_BYTES = 4 << 20
+"""Up to here a share is not cut: an all_reduce of 2 to 6 MiB takes 1.2 to 1.5 in pieces."""
 
 
 def reduce(state: GroupState, call: Call, flat: Tensor) -> None:
@@ -151,14 +152,24 @@ def _reduce_in_place(
         flat[start:stop] if r == state.rank else state.at(r, at, flat.dtype, start, stop - start)
         for r, at in enumerate(locations)
     ]
-    for pieces in _in_pieces(tensors):
-        if call.root < 0:
-            reduce_into(pieces[0], pieces, call.op)
-            for piece in pieces[1:]:
-                copy(piece, pieces[0])
-        else:
+    if call.root >= 0:
+        for pieces in _in_pieces(tensors):
             reduce_into(pieces[call.root], pieces, call.op)
+    else:
+        _reduce_for_all(tensors, call.op)
     state.sync()
+
+
+def _reduce_for_all(tensors: Sequence[Tensor], op: int) -> None:
+    """Set all of the tensors to their reduction."""
+    reduce_pieces, copy_piece = reducer(op, len(tensors)), copy_to_all(tensors[0], tensors[1:])
+    start = 0
+    for pieces in _in_pieces(tensors):
+        result = pieces[0]
+        reduce_pieces(result, pieces)
+        nbytes = result.nbytes
+        copy_piece(start, nbytes)
+        start += nbytes
 
 
 def _in_pieces(tensors: Sequence[Tensor]) -> Sequence[Sequence[Tensor]]:
@@ -167,7 +178,7 @@ def _in_pieces(tensors: Sequence[Tensor]) -> Sequence[Sequence[Tensor]]:
     All are cut in one call of `split`, as a slice of its own costs as much as adding a thousand
     numbers.
     """
-    if tensors[0].nbytes <= 4 * _CACHED_BYTES:
+    if tensors[0].nbytes <= _UNCUT_BYTES:
         return [tensors]
     step = _CACHED_BYTES // tensors[0].itemsize
     return list(zip(*[tensor.split(step) for tensor in tensors], strict=True))
