@@ -61,7 +61,7 @@ class GroupState(Meeting):
         super().__init__(rank, size, peers, self._receive, on_lost, deadline)
         self._staging: dict[int, Tensor] = {}
         self._upfront: dict[int, tuple[Tensor, ...]] = {}  # the halves, by region
-        self._crowd = size if self._spins == 1 else 0
+        self._crowded = self._spins == 1
         self._ring: int | None = None
 
     def _forget_last(self) -> None:
@@ -107,7 +107,9 @@ class GroupState(Meeting):
         first = Location(location.region, location.offset + start * dtype.itemsize)
         return self._regions.view(rank, first, dtype, count, self.links, self._deadline)
 
-    def staged_location(self, nbytes: int, *, sends: bool = True) -> Location:
+    def staged_location(
+        self, nbytes: int, *, sends: bool = True, reduces: bool = False
+    ) -> Location:
         """The location of data in private memory: the ring that this rank asks for.
 
         Called before `announce`.
@@ -115,8 +117,9 @@ class GroupState(Meeting):
         Args:
             nbytes: Bytes of the data.
             sends: Whether this rank writes it to slots, and so needs a staging region.
+            reduces: As of `ring_for`.
         """
-        number = ring_for(nbytes, crowd=self._crowd)
+        number = ring_for(nbytes, ranks=self.size, crowded=self._crowded, reduces=reduces)
         if sends:
             self._stage(number)
         return Location(PRIVATE, number)
@@ -127,7 +130,7 @@ class GroupState(Meeting):
         Args:
             alone: Whether one rank alone takes memory for it, now and in calls to come.
         """
-        if not self._crowd:
+        if not self._crowded:
             return UPFRONT_BYTES[0]
         return UPFRONT_BYTES[-1] if alone else UPFRONT_BYTES[1]
 
@@ -204,7 +207,7 @@ class GroupState(Meeting):
         # Where ranks share cores, waits for messages do not yield: the cores are other pairs', and
         # long messages take up to a third longer.
         spins, yields = self._spins, None
-        if self._crowd:
+        if self._crowded:
             spins, yields = spins_beside(self._processes[peer]), 0
         is_beside = partial(self._placement.is_beside, peer)
         return MessageRing(memory, spins, yields, is_beside, create=create)

@@ -34,6 +34,7 @@ def location_for(
     unread: tuple[int, int] = (0, 0),
     *,
     sends: bool = True,
+    reduces: bool = False,
     limit: int = UPFRONT_BYTES[0],
 ) -> Location:
     """The location of this rank's data: of a region, or of the ring that it passes through.
@@ -44,6 +45,7 @@ def location_for(
         base: A tensor that holds all of the data; None if there is none.
         unread: The first and last element of what no other rank reads.
         sends: Whether others read it at all.
+        reduces: Whether it is reduced, by all ranks at the same time.
         limit: Up to how many bytes that are in no region are copied to one.
     """
     location = Location(PRIVATE) if base is None else state.locate(base)
@@ -51,7 +53,7 @@ def location_for(
         return location
     nbytes = sum(block.nbytes for block in blocks)
     if nbytes > limit or not sends:
-        return state.staged_location(nbytes, sends=sends)
+        return state.staged_location(nbytes, sends=sends, reduces=reduces)
     location, target = state.upfront(blocks[0].dtype, nbytes)
     if base is not None:
         total = nbytes // base.element_size()

@@ -57,7 +57,7 @@ def place(state: GroupState, flat: Tensor) -> Location:
     location = state.locate(flat)
     if location.region == PRIVATE:
         own = share(flat.numel(), state.rank, state.size)
-        location = location_for(state, [flat], flat, own)
+        location = location_for(state, [flat], flat, own, reduces=True)
     return location
 
 
@@ -98,7 +98,8 @@ def reduce_scatter(
     results = [out if r == state.rank else None for r in ranks]
     if overwrites(blocks, results, state.rank, blocks[state.rank]):
         blocks, base = [block.clone() for block in blocks], None
-    state.announce(call, location_for(state, blocks, base, (start, start + count)))
+    own = start, start + count
+    state.announce(call, location_for(state, blocks, base, own, reduces=True))
     locations = state.locations()
     if all(location.region >= 0 for location in locations):
         pieces = [

@@ -24,11 +24,11 @@ from gradwire.shm.sync import Deadline
 
 __all__ = ["RING", "STAGING", "UPFRONT", "USERS", "Regions"]
 
-STAGING = (0, 1, 2)
+STAGING = (0, 1, 2, 3)
 """The numbers of every rank's staging regions: the same on all ranks."""
-UPFRONT = (3, 4, 5)
+UPFRONT = (4, 5, 6)
 """Those of the regions, by size, for what a rank copies in before it announces a collective."""
-USERS = 6
+USERS = 7
 """The first number of the regions that users allocate."""
 RING = 1 << 40
 """The number of the region with a rank's ring to rank 0; that to rank r is r more."""

@@ -42,32 +42,43 @@ class Ring:
 
 
 RINGS = (
-    Ring(6, 1 << 20),  # a piece stays in a core's cache from the copy in to the reduction
+    # for what all ranks do at the same time, whose copies in and out need not overlap: a slot that
+    # is used again and again stays in the caches. An all_reduce of 3 to 26 MB takes 0.65 to 0.92
+    # of the time that it takes with the next: docs/design/shm.md
+    Ring(1, 2 << 20),
+    Ring(6, 1 << 20),
     # with fewer cores than ranks a step takes until each rank has had a core: what counts is how
     # few they are. An all_reduce of 10 MB between 16 ranks on two cores takes 52 ms with the last
-    # ring, with the first 83
+    # ring, with the second 83
     Ring(1, 8 << 20),
     # DDP's buckets have 25 MiB: each stage is one op. An all_reduce of 26 MB in the group's thread,
-    # under a main thread that runs Python, takes 89 ms with this ring and 190 ms with the first
+    # under a main thread that runs Python, takes 89 ms with this ring and 190 ms with the second
     Ring(1, 32 << 20),
 )
-_SHORT, _LONG, _LONGEST = range(3)
+_REUSED, _SHORT, _LONG, _LONGEST = range(4)
+_FEW = 4
+"""Up to so many ranks reduce in a slot that is used again: between eight on two cores it takes as
+long as the long one, and between sixteen up to twice as long."""
 _LARGE = 4 << 20
 """From this size on, an operation outside of the main thread asks for the last ring."""
 _CROWD_BYTES = 512 << 20
 """What crowded ranks may take together; with more of them, the last ring is left to threads."""
 
 
-def ring_for(nbytes: int, *, crowd: int) -> int:
+def ring_for(nbytes: int, *, ranks: int, crowded: bool, reduces: bool) -> int:
     """The index in `RINGS` of the ring that this thread asks for.
 
     Args:
         nbytes: Bytes of the data.
-        crowd: How many ranks there are, if they have fewer cores together; else 0.
+        ranks: How many there are.
+        crowded: Whether they have fewer cores together.
+        reduces: Whether all of them copy in, reduce and copy out, each as much as the others.
     """
     if nbytes > _LARGE and threading.current_thread() is not threading.main_thread():
         return _LONGEST
-    if not crowd:
+    if reduces and ranks <= _FEW:
+        return _REUSED
+    if not crowded:
         return _SHORT
-    affordable = crowd * RINGS[_LONGEST].slot_bytes <= _CROWD_BYTES
+    affordable = ranks * RINGS[_LONGEST].slot_bytes <= _CROWD_BYTES
     return _LONGEST if affordable and nbytes > RINGS[_LONG].slot_bytes else _LONG
