@@ -7,7 +7,9 @@ import torch
 import torch.distributed as dist
 
 import gradwire.shm
-from gradwire.shm import reduce_algorithms
+from gradwire.shm import group_state, reduce_algorithms
+from gradwire.shm.register import member_of
+from gradwire.shm.rings import RINGS
 from gradwire.testing import run_ranks
 
 BYTES = reduce_algorithms._UNCUT_BYTES
@@ -67,3 +69,33 @@ def test_only_long_shares_are_cut():
     assert len(pieces) > 2
     for column, tensor in zip(zip(*pieces, strict=True), (whole, -whole), strict=True):
         assert torch.equal(torch.cat(column), tensor)
+
+
+def reduce_through(number, count):
+    """Reductions of ordinary tensors whose ranks all ask for one ring."""
+    world, float32, chosen = dist.get_world_size(), torch.float32, group_state.ring_for
+    group_state.ring_for = lambda *_, **__: number
+    try:
+        rank = dist.get_rank()
+        tensor, whole = values(rank, count, float32), expected(world, count, float32, "sum")
+        dist.all_reduce(tensor)
+        assert torch.equal(tensor, whole)
+        tensor.copy_(values(rank, count, float32))
+        dist.reduce(tensor, world - 1)
+        assert torch.equal(tensor, whole if rank == world - 1 else values(rank, count, float32))
+        each = count // world
+        out = torch.empty(each)
+        dist.reduce_scatter_tensor(out, values(rank, each * world, float32))
+        assert torch.equal(out, whole[rank * each :][:each])
+    finally:
+        group_state.ring_for = chosen
+    return list(member_of(dist.group.WORLD)._state._staging)
+
+
+@pytest.mark.parametrize("number", range(len(RINGS)))
+def test_reductions_pass_through_every_ring(number):
+    """Which one the ranks ask for goes by the machine's cores; here it is used more than once."""
+    ring = RINGS[number]
+    count = ring.slots * ring.slot_bytes // 4 + 333
+    for used in run_ranks(reduce_through, 3, backend="shm", args=(number, count)):
+        assert used == [number]
