@@ -199,6 +199,12 @@ class Backward:
             self.has_turn = True
             self.predecessors |= {b for b in self.others() if b.running and b.has_turn}
 
+    def give_turn_up(self) -> None:
+        """It sends nothing more in this backward: no other reducer is to wait for it."""
+        self.predecessors.clear()
+        for other in self.others():
+            other.predecessors.discard(self)
+
     # -- its end ---------------------------------------------------------------------------
 
     def sending_last(self) -> None:
@@ -300,9 +306,7 @@ class Backward:
         self.had_undefined = self.takes_part = False
         self.launcher.launched.clear()
         self.assigner.ownership.clear()
-        self.predecessors.clear()
-        for other in self.others():
-            other.predecessors.discard(self)
+        self.give_turn_up()
         if self.arrivals is not None:
             self.arrivals.clear()
         self.buckets.reset()

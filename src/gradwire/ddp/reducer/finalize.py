@@ -34,6 +34,9 @@ def on_end(backward: Backward, run: int) -> None:
     if run != backward.runs or not backward.running:
         backward.domain.poll_known(backward)  # it failed with another reducer's
         return
+    if backward.untouched:
+        _end_untouched(backward)
+        return
     try:
         _end(backward)
     except BaseException:
@@ -41,13 +44,17 @@ def on_end(backward: Backward, run: int) -> None:
         raise
 
 
+def _end_untouched(backward: Backward) -> None:
+    """It was of other things than parameters, such as those of a module before a frozen one."""
+    backward.buckets.reset()
+    backward.transition(Event.END_UNTOUCHED)
+    if backward.state is BackwardState.EXPECTED:
+        backward.prepare_buckets()
+    backward.give_turn_up()
+    _finalize_others(backward)
+
+
 def _end(backward: Backward) -> None:
-    if backward.untouched:  # gradients of other things than parameters
-        backward.buckets.reset()
-        backward.transition(Event.END_UNTOUCHED)
-        if backward.state is BackwardState.EXPECTED:
-            backward.prepare_buckets()
-        return
     backward.timer.compute_end = perf_counter_ns()
     with torch.no_grad():
         _mark_missing(backward)

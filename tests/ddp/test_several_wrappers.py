@@ -1,0 +1,177 @@
+"""Backwards through several wrappers, of which some are frozen, as in a GAN."""
+
+from __future__ import annotations
+
+import copy
+import random
+from contextlib import ExitStack
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddp.common import assert_same, average_used
+from gradwire.ddp import DistributedDataParallel
+from gradwire.testing import run_ranks
+
+WIDTH, STEPS = 4, 8
+
+
+class Layers(nn.Module):
+    """Layers, of which a forward takes those it is given."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, width), nn.Tanh(), nn.Linear(width, WIDTH))
+            for _ in range(2)
+        )
+
+    def forward(self, x, take=(0, 1)):
+        for i in take:
+            x = x + self.layers[i](x)
+        return x * 2
+
+
+def one_input(step=0):
+    return torch.full((2, WIDTH), (1.0 + dist.get_rank() + step) / WIDTH, requires_grad=True)
+
+
+def made(count=2, width=5, **options):
+    """Wrappers, and twins of what they wrap."""
+    torch.manual_seed(0)
+    nets = [DistributedDataParallel(Layers(width), **options) for _ in range(count)]
+    return nets, [copy.deepcopy(net.module) for net in nets]
+
+
+def critic_step(generator, critic, averaged=()):
+    """Train the critic, freeze it, and train the generator through it."""
+    for module in (generator, critic):
+        module.zero_grad()
+    critic.requires_grad_(True)
+    critic(one_input()).square().sum().backward()
+    for module in averaged:
+        average_used(module)
+    critic.requires_grad_(False)
+    critic.zero_grad()
+    critic(generator(one_input(1))).square().sum().backward()
+    for module in averaged:
+        average_used(module)
+
+
+@pytest.mark.usefixtures("each_backend")
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"bucket_cap_mb": 1e-6}])
+def test_a_generator_through_a_frozen_critic(options):
+    def main():
+        (generator, critic), twins = made(**options)
+        for _ in range(3):
+            critic_step(generator, critic)
+            critic_step(*twins, averaged=twins)
+            assert_same(generator, twins[0])
+            assert_same(critic, twins[1])
+
+    run_ranks(main, 2)
+
+
+@pytest.mark.usefixtures("each_backend")
+def test_a_generator_through_a_critic_that_gets_no_gradient():
+    def main():
+        (generator, critic), (twin, other) = made()
+        for _ in range(2):  # two in a row: of the first, nothing is left to be waited for
+            for g, c in ((generator, critic), (twin, other)):
+                g.zero_grad()
+                c(g(one_input())).sum().backward(inputs=list(g.parameters()))
+            average_used(twin)
+            assert_same(generator, twin)
+            assert_same(critic, other)
+
+    run_ranks(main, 2)
+
+
+# -- random programs ------------------------------------------------------------------------
+
+
+def chained(modules, plan, x):
+    """What a plan makes of an input: modules one after the other, and beside each other."""
+    total = 0.0
+    for row, takes in plan:
+        y = x
+        for i, take in zip(row, takes, strict=True):
+            y = modules[i](y, take)
+        total = total + y.square().mean()
+    return total
+
+
+def planned(rng, unused, *, alike):
+    """Rows of modules, each module in one place at most, with the layers that they take by rank."""
+    order = rng.sample(range(len(unused)), rng.randint(1, len(unused)))
+    rows = [order]
+    if len(order) > 1 and rng.random() < 0.4:
+        cut = rng.randint(1, len(order) - 1)
+        rows = [order[:cut], order[cut:]]
+    takes = [[(0, 1), (0, 1)], [(0,), (0, 1)], [(), (1,)], [(1,), (1,)]]
+    if alike:
+        takes = takes[:1]
+    chosen = {i: rng.choice(takes) if unused[i] else takes[0] for i in order}
+    return [(row, [chosen[i][dist.get_rank()] for i in row]) for row in rows]
+
+
+def random_step(rng, nets, twins, unused, pending):
+    frozen = {i for i in range(len(nets)) if rng.random() < 0.4}
+    # after a forward without a backward, the next backward is reduced, as with PyTorch's
+    local = {i for i in range(len(nets)) if rng.random() < 0.15} - pending
+    restricted, step = rng.random() < 0.3, rng.random()
+    # the path to the parameters that are asked for has to be there on all ranks
+    plan = planned(rng, unused, alike=restricted)
+    used = [i for row, _ in plan for i in row]
+    only = rng.choice(used) if restricted else None
+    again = rng.random() < 0.2
+    for modules in (nets, twins):
+        for i, module in enumerate(modules):
+            module.zero_grad()
+            module.requires_grad_(i not in frozen)
+        with ExitStack() as stack:
+            for i in local if modules is nets else ():
+                stack.enter_context(modules[i].no_sync())
+            loss = chained(modules, plan, one_input(step))
+        options = {}
+        if only is not None and only not in frozen:
+            options["inputs"] = list(modules[only].parameters())
+        for last in (False, True) if again else (True,):
+            loss.backward(retain_graph=not last, **options)
+    touched = set(used) - frozen if only is None or only in frozen else {only}
+    pending -= touched
+    pending |= set(used) - touched - local
+    for i, (net, twin) in enumerate(zip(nets, twins, strict=True)):
+        if i not in local and i in used and i not in frozen:
+            average_used(twin)
+        assert_same(net, twin)
+
+
+def random_programs(seed):
+    rng = random.Random(seed)
+    for _ in range(3):
+        count = rng.randint(2, 4)
+        unused = [rng.random() < 0.4 for _ in range(count)]
+        torch.manual_seed(rng.random())
+        nets = [
+            DistributedDataParallel(
+                Layers(rng.choice([3, 400])),
+                find_unused_parameters=each,
+                gradient_as_bucket_view=rng.random() < 0.3,
+                bucket_cap_mb=rng.choice([None, 1e-6]),
+            )
+            for each in unused
+        ]
+        twins = [copy.deepcopy(net.module) for net in nets]
+        pending: set[int] = set()
+        for _ in range(STEPS):
+            random_step(rng, nets, twins, unused, pending)
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.narrow({"seed": 0}, {"seed": 1, "backend": "shm"})
+def test_random_backwards_through_several_wrappers(seed, backend):
+    run_ranks(random_programs, 2, backend=backend, args=(seed,))
