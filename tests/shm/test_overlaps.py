@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import warnings
 
 import pytest
@@ -87,3 +88,27 @@ def overlapping(count, inside):
 @pytest.mark.parametrize("count", [100, 20_000, 700_000])
 def test_results_over_what_is_sent(count, inside):
     assert run_ranks(overlapping, 3, backend="shm", timeout=40, args=(count, inside)) == [[]] * 3
+
+
+def windows(count, inside):
+    """Blocks that lie over each other, and a result in the place of this rank's own."""
+    rng, world = random.Random(count), dist.get_world_size()
+    for _ in range(4):
+        shifts = [
+            [rng.choice([0, 1, 1000, count // 3]) for _ in range(world)] for _ in range(world)
+        ]
+        allocate = gradwire.shm.empty if inside else torch.empty
+        start = [torch.arange(2.0 * count) % 1000 + r for r in range(world)]
+        x = allocate(2 * count).copy_(start[dist.get_rank()])
+        blocks = [x[shift : shift + count] for shift in shifts[dist.get_rank()]]
+        mine = [shifts[r][dist.get_rank()] for r in range(world)]
+        expected = sum(start[r][s : s + count] for r, s in enumerate(mine))
+        dist.reduce_scatter(blocks[dist.get_rank()], blocks)
+        assert blocks[dist.get_rank()].equal(expected), shifts
+        dist.barrier()
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["ordinary", "in shared memory"])
+@pytest.mark.parametrize("count", [20_000, 1_300_000])
+def test_a_result_over_blocks_that_lie_over_each_other(count, inside):
+    run_ranks(windows, 2, backend="shm", timeout=40, args=(count, inside))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-__all__ = ["copy", "copy_to_all"]
+__all__ = ["copy", "copy_to_all", "count_write"]
 
 _MOVED_BYTES = 32 << 10
 """From here on the C library copies: of pieces that lie in the last cache it copies 10 GB/s where
@@ -30,8 +30,7 @@ def copy(target: Tensor, source: Tensor) -> None:
         target.copy_(source)
         return
     ctypes.memmove(to, start, target.nbytes)
-    if not target.is_inference():
-        increment_version(target)  # as `copy_` does: backward refuses what was overwritten
+    count_write(target)
 
 
 def copy_to_all(source: Tensor, targets: Sequence[Tensor]) -> Callable[[int, int], None]:
@@ -45,11 +44,16 @@ def copy_to_all(source: Tensor, targets: Sequence[Tensor]) -> Callable[[int, int
     """
     origin, addresses = source.data_ptr(), [target.data_ptr() for target in targets]
     for target in targets:
-        if not target.is_inference():
-            increment_version(target)
+        count_write(target)
 
     def copy_piece(start: int, nbytes: int) -> None:
         for address in addresses:
             ctypes.memmove(address + start, origin + start, nbytes)
 
     return copy_piece
+
+
+def count_write(target: Tensor) -> None:
+    """Tell autograd that a tensor was written to, as `copy_` does: backward refuses to use it."""
+    if not target.is_inference():
+        increment_version(target)

@@ -41,16 +41,17 @@ class Movement(GroupBase):
         opts = opts or BroadcastOptions()
         root = self._root(opts)
         check_results(tensors)  # on the root too: a mistake that all make is then an error on all
+        filled = self._filled(tensors, opts)
 
         def job() -> None:
-            flats = [flat_of(tensor) for tensor in tensors]
+            flats = [flat_of(tensor) for tensor in filled]
             if len(flats) == 1:
                 call = Call("broadcast", flats[0].dtype, flats[0].numel(), -1, root)
                 self._algorithms.broadcast(call, flats[0])
             else:
                 self._algorithms.broadcast_list(flats, root)
             if root != self._rank:
-                write_all_back(tensors, flats)
+                write_all_back(filled, flats)
 
         observed = ("broadcast_", root, [tensors])
         return self._submit(job, tensors, opts, observed, op="broadcast")
@@ -65,18 +66,19 @@ class Movement(GroupBase):
 
         Several lists and as many inputs are one operation.
         """
+        opts = opts or AllgatherOptions()
         for outputs, source in paired(output_lists, inputs):
             check_transfer([source], self._one_each(outputs, "tensor_list"))
+        filled = [self._filled(outputs, opts) for outputs in output_lists]
 
         def job() -> None:
-            for outputs, source in zip(output_lists, inputs, strict=True):
+            for outputs, source in zip(filled, inputs, strict=True):
                 flat, into = flat_of(source), [flat_of(output) for output in outputs]
                 self._algorithms.exchange_blocks("all_gather", [flat], into, base=flat, shared=True)
                 write_all_back(outputs, into)
 
         everything = [output for outputs in output_lists for output in outputs]
         observed = ("allgather_", 0, [everything, inputs])
-        opts = opts or AllgatherOptions()
         return self._submit(job, everything, opts, observed, op="all_gather", sources=inputs)
 
     allgather_coalesced = allgather

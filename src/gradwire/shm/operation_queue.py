@@ -42,6 +42,7 @@ class Prepared:
             between or another rank asks for it.
         queued: Runs what is left of it in the group's thread.
         failed: Called with an exception that leaves open how far it has come.
+        state: The group's, of which a group that is formed again has another.
         entry: The recorder's of the present run.
         like: The recorder's of an earlier run, as it was begun.
         work: The handle of the present run, if a thread has or gets it.
@@ -54,6 +55,7 @@ class Prepared:
     halves: tuple[Job, Job] | None
     queued: Callable[[Prepared], None]
     failed: Callable[[BaseException], None]
+    state: object
     entry: Entry | None = None
     like: Entry | None = None
     work: ShmWork | None = None
@@ -252,7 +254,7 @@ class Queue:
         return self._inline_in == threading.get_ident()
 
     def close(self) -> None:
-        """Refuse new jobs, run the submitted ones, then end the thread; not from within a job."""
+        """Refuse new jobs, let the submitted ones end, then the thread; not from within a job."""
         with self._order:
             # where other ranks wait for what was held, they learn that this one has left
             self._closed, self._held = True, None

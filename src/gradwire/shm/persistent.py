@@ -39,12 +39,16 @@ class PersistentAllReduce:
         self._begin: Callable[[], None] = self._by_work
         self._end: Callable[[], None] = self._wait_for_work
         self._member, self._prepared = member, None
-        if member is not None:
-            self._prepared = prepared = member.prepare_all_reduce(tensor, number_of(op))
-            self._begin = partial(member.start, prepared)
-            self._end = partial(member.finish, prepared)
         self._work: Work | None = None
         self._started = False
+        self._prepare()
+
+    def _prepare(self) -> None:
+        if (member := self._member) is not None:
+            self._prepared = prepared = member.prepare_all_reduce(self._tensor, number_of(self._op))
+            self._begin = partial(member.start, prepared)
+            self._end = partial(member.finish, prepared)
+            self._started = False
 
     def start(self) -> None:
         """Begin: the tensor is not to be written to until `wait`; other ranks wait for no more.
@@ -52,9 +56,12 @@ class PersistentAllReduce:
         Raises:
             DistributedError: It was begun already.
         """
+        member, prepared = self._member, self._prepared
+        if member and prepared and not member.is_current(prepared):
+            self._prepare()  # for other members: the group was formed again
         if self._started:
-            if self._member is not None:
-                self._member.check_usable()
+            if member is not None:
+                member.check_usable()
             raise DistributedError("the all_reduce was started already: call wait() first")
         if self._prepared is not None:
             self._prepared.stage = Stage.IDLE  # first: an exception may leave it as it is

@@ -33,7 +33,11 @@ class PreparedOperations(Submission):
         if any(map(Tensor.is_inference, tensors)):
             job = partial(in_inference_mode, job)
             halves = halves and (halves[0], partial(in_inference_mode, halves[1]))
-        return Prepared(job, tensors, halves, self._run_prepared, self._break)
+        return Prepared(job, tensors, halves, self._run_prepared, self._break, self._state)
+
+    def is_current(self, prepared: Prepared) -> bool:
+        """Whether the group has not been formed again since an operation was prepared."""
+        return prepared.state is self._state
 
     def _run_prepared(self, prepared: Prepared) -> None:
         self._run_queued(partial(self._run_left, prepared), 0, self._seconds, prepared.entry)

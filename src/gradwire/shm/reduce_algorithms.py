@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from gradwire.shm.arithmetic import reduce_into, reducer
-from gradwire.shm.copying import copy, copy_to_all
+from gradwire.shm.copying import copy, copy_to_all, count_write
 from gradwire.shm.group_state import GroupState
 from gradwire.shm.header import INLINE, PRIVATE, Call, Location
 from gradwire.shm.pieces import (
@@ -71,6 +71,8 @@ def reduce_placed(state: GroupState, call: Call, flat: Tensor) -> None:
         _reduce_and_fetch(state, call, locations, flat)
     else:
         _reduce_in_place(state, call, locations, flat)
+    if call.root == state.rank:
+        count_write(flat)  # others may have written all of it, where its own share is empty
 
 
 def reduce_scatter(
@@ -95,8 +97,10 @@ def reduce_scatter(
         state.announce(call, Location(INLINE), blocks)
         reduce_into(out, [state.inline(r, call.dtype, start, count) for r in ranks], call.op)
         return
-    results = [out if r == state.rank else None for r in ranks]
-    if overwrites(blocks, results, state.rank, blocks[state.rank]):
+    # where the result takes the place of this rank's block, it may still lie over others
+    in_place = out.data_ptr() == blocks[state.rank].data_ptr()
+    read = [block for r, block in enumerate(blocks) if r != state.rank or not in_place]
+    if overwrites(read, [out], 0, None):
         blocks, base = [block.clone() for block in blocks], None
     own = start, start + count
     state.announce(call, location_for(state, blocks, base, own, reduces=True))

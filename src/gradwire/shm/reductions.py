@@ -108,10 +108,10 @@ class Reductions(GroupBase):
         check_results(tensors)
         for tensor in tensors:
             check_reduction(op, tensor.dtype)
-        checksum = checksum_of(tensors)
+        checksum, filled = checksum_of(tensors), self._filled(tensors, opts)
 
         def job() -> None:
-            for tensor in tensors:
+            for tensor in filled:
                 flat = flat_of(tensor)
                 call = Call(kind, flat.dtype, flat.numel(), op, root, checksum=checksum)
                 self._algorithms.reduce(call, flat)

@@ -25,7 +25,7 @@ from gradwire.recorder import ENDED, STARTED, WAITS, Entry, RecordedGroup, faile
 from gradwire.shm.group_state import GroupState
 from gradwire.shm.known_calls import KnownCall
 from gradwire.shm.operation_queue import Job, Prepared, Queue
-from gradwire.shm.tensors import flat_of, write_all_back
+from gradwire.shm.tensors import aliases, flat_of, write_all_back
 from gradwire.shm.work import ShmWork, ended
 
 __all__ = ["Observer", "Submission", "in_inference_mode"]
@@ -115,7 +115,8 @@ class Submission:
         self._submitted += 1
         entry = self._record_again(known, tensors, "a known all_reduce")
         observed = ("allreduce_", 0, (tensors,))
-        return self._run_or_queue(partial(known, tensors[0]), tensors, opts, observed, entry)
+        job = partial(known, self._filled(tensors, opts)[0])
+        return self._run_or_queue(job, tensors, opts, observed, entry)
 
     def _record_again(
         self, prepared: KnownCall | Prepared, tensors: Sequence[Tensor], call: str
@@ -222,13 +223,19 @@ class Submission:
         sources: Sequence[Tensor],
     ) -> Work:
         """Submit a job that fills the results; it is given each as a 1-d contiguous tensor."""
+        filled = self._filled(results, opts)
 
         def job() -> None:
-            flats = [flat_of(result) for result in results]
+            flats = [flat_of(result) for result in filled]
             fill(flats)
-            write_all_back(results, flats)
+            write_all_back(filled, flats)
 
         return self._submit(job, results, opts, op=op, sources=sources)
+
+    @staticmethod
+    def _filled(results: Sequence[Tensor], opts: Any) -> Sequence[Tensor]:
+        """What a job fills in the place of the results, after the call may have returned."""
+        return aliases(results) if opts.asyncOp else results
 
     @contextmanager
     def marked(self, mark: int) -> Iterator[None]:

@@ -15,6 +15,7 @@ from gradwire.errors import ArgumentError, ArgumentTypeError, NotSupportedError
 from gradwire.shm.header import NUMBERS
 
 __all__ = [
+    "aliases",
     "check_results",
     "check_sparse",
     "check_tensors",
@@ -146,6 +147,15 @@ def _check_no_transform(tensors: Sequence[Tensor]) -> None:
 
 def _is_wrapper(tensor: Tensor) -> bool:
     return hasattr(tensor, "to_local") or hasattr(tensor, "fake_mode")
+
+
+def aliases(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The same values by tensors that autograd does not know.
+
+    For what a thread fills: torch may mark a caller's tensor, once the operation was submitted, as
+    one that requires grad, such as an output of `all_gather_into_tensor` whose input does.
+    """
+    return [tensor.detach() for tensor in tensors]
 
 
 def flat_of(tensor: Tensor) -> Tensor:

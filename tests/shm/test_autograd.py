@@ -1,0 +1,74 @@
+"""What autograd is told of an operation's results, and what it does to them meanwhile."""
+
+from __future__ import annotations
+
+import warnings
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import gradwire.shm
+from gradwire.shm.register import member_of
+from gradwire.testing import run_ranks
+
+
+def transfers(count, world):
+    """Operations whose inputs require grad, and whose results are ordinary."""
+    whole, part = (
+        torch.ones(count * world, requires_grad=True),
+        torch.ones(count, requires_grad=True),
+    )
+    into, out = torch.zeros(count * world), torch.zeros(count)
+    listed = list(torch.zeros(world, count))
+    return [
+        (into, lambda: dist.all_gather_into_tensor(into, part, async_op=True)),
+        (out, lambda: dist.reduce_scatter_tensor(out, whole, async_op=True)),
+        (listed[0], lambda: dist.all_gather(listed, part, async_op=True)),
+        (out, lambda: dist.reduce_scatter(out, list(whole.split(count)), async_op=True)),
+        (into, lambda: dist.all_to_all_single(into, whole, async_op=True)),
+    ]
+
+
+def marked_meanwhile(count):
+    """Rank 1 comes when rank 0's call has returned, and torch has marked what it is to fill."""
+    warnings.simplefilter("ignore")  # some names are old in newer versions of torch
+    store = dist.distributed_c10d._get_default_store()
+    for i, (result, begin) in enumerate(transfers(count, 2)):
+        result.zero_()
+        if dist.get_rank() == 1:
+            store.wait([f"begun {i}"], timedelta(seconds=20))
+        work = begin()
+        store.set(f"begun {i}", "")
+        work.wait()
+        assert result.gt(0).all(), i
+        dist.barrier()
+
+
+@pytest.mark.parametrize("count", [5, 100_000, 2_000_000])
+def test_inputs_that_require_grad(count):
+    run_ranks(marked_meanwhile, 2, backend="shm", args=(count,))
+
+
+def reduced_by_others(inside):
+    rank, world = dist.get_rank(), dist.get_world_size()
+    group = dist.new_group()
+    member_of(group)._state.inline_bytes = 0
+    # the last rank's share is empty: others write all of its result
+    leaf = gradwire.shm.empty(3, group=group) if inside else torch.empty(3)
+    leaf.fill_(2.0).requires_grad_()
+    loss = leaf.square().sum()
+    with torch.no_grad():
+        dist.reduce(leaf, world - 1, group=group)
+    assert leaf.eq(2.0 * world if rank == world - 1 else 2.0).all()
+    if rank == world - 1:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+    else:
+        loss.backward()
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["ordinary", "in shared memory"])
+def test_what_others_have_written_is_not_used_in_backward(inside):
+    run_ranks(reduced_by_others, 2, backend="shm", args=(inside,))
