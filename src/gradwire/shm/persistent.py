@@ -17,7 +17,7 @@ from gradwire.errors import (
 )
 from gradwire.shm.arithmetic import check_reduction, number_of
 from gradwire.shm.hierarchy.group import AcrossHostsOperations
-from gradwire.shm.operation_queue import Stage
+from gradwire.shm.operation_queue import Prepared, Stage
 from gradwire.shm.process_group import Operations
 from gradwire.shm.register import member_of
 from gradwire.shm.tensors import check_results
@@ -38,7 +38,8 @@ class PersistentAllReduce:
         self._tensor, self._op, self._group = tensor, op, group
         self._begin: Callable[[], None] = self._by_work
         self._end: Callable[[], None] = self._wait_for_work
-        self._member, self._prepared = member, None
+        self._member = member
+        self._prepared: Prepared | None = None
         self._work: Work | None = None
         self._started = False
         self._prepare()
