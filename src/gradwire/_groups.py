@@ -15,7 +15,7 @@ _STORES: WeakKeyDictionary[ProcessGroup, Store] = WeakKeyDictionary()
 """Of groups that were made without torch.distributed's own functions."""
 
 
-def check_group(group: object) -> ProcessGroup:
+def check_group(group: object, name: str = "group") -> ProcessGroup:
     """The group, if this rank is a member of it.
 
     Raises:
@@ -26,11 +26,11 @@ def check_group(group: object) -> ProcessGroup:
         return group
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ArgumentError(
-            "group does not contain this rank: call from the group's members only "
+            f"{name} does not contain this rank: call from the group's members only "
             "(torch.distributed.get_process_group_ranks lists them)"
         )
     raise ArgumentTypeError(
-        f"group is {group!r}: pass a ProcessGroup, for instance torch.distributed.group.WORLD "
+        f"{name} is {group!r}: pass a ProcessGroup, for instance torch.distributed.group.WORLD "
         "after init_process_group"
     )
 

@@ -85,6 +85,18 @@ def test_a_model_that_differs_is_named_on_every_rank(deviation, told):
     run_ranks(main, 3)
 
 
+@pytest.mark.parametrize(
+    "name", ["find_unused_parameters", "static_graph", "skip_all_reduce_unused_params"]
+)
+def test_an_argument_that_differs_is_named_on_every_rank(name):
+    def main():
+        with pytest.raises(MismatchError, match=rf"rank 0: {name}: an argument, True; rank 1: "):
+            DistributedDataParallel(Two(), **{name: dist.get_rank() == 0})
+        DistributedDataParallel(Two())  # the group is still good
+
+    run_ranks(main, 2)
+
+
 def test_a_missing_parameter_is_named_on_every_rank():
     def main():
         module = Two()
@@ -680,7 +692,7 @@ def test_a_death_that_the_backend_does_not_tell_of():
         ({"bucket_layout": lambda named: 3}, ArgumentTypeError, "returned 3: pass a function"),
         ({"device_ids": [0]}, ArgumentError, r"device_ids=\[0\]"),
         ({"output_device": 0}, ArgumentError, "output_device=0"),
-        ({"process_group": "world"}, ArgumentTypeError, "group is 'world'"),
+        ({"process_group": "world"}, ArgumentTypeError, "process_group is 'world'"),
         ({"module": 3}, ArgumentTypeError, "module is a int"),
         ({"module": nn.ReLU()}, ArgumentError, "no parameter that requires a gradient"),
         ({"module": nn.LazyLinear(3)}, ArgumentError, "has no shape yet"),

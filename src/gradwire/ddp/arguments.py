@@ -138,7 +138,8 @@ def resolve_group(group: ProcessGroup | None, mesh: Any) -> ProcessGroup:
                 "device_mesh['dp']"
             )
         group = mesh.get_group(mesh_dim=0)
-    return check_group(default_group("process_group") if group is None else group)
+    name = "process_group"
+    return check_group(default_group(name) if group is None else group, name)
 
 
 def resolve_buffers(broadcast: bool | None, forward_sync: bool | None) -> tuple[bool, bool]:

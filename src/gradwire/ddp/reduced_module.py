@@ -51,6 +51,17 @@ class ReducerOptions:
     lazy: bool
     manual_finalization: bool = False
 
+    def agreed(self) -> list[tuple[str, str]]:
+        """What decides which messages there are, as `verify_same` has it."""
+        given = {
+            "find_unused_parameters": self.find_unused_parameters,
+            "static_graph": self.static_graph,
+            "skip_all_reduce_unused_params": self.skip_unused,
+            "rebuild_buckets": self.rebuild,
+            "delay_all_reduce_named_params": sorted(self.delayed),
+        }
+        return [(name, f"an argument, {value!r}") for name, value in given.items()]
+
 
 class ReducedModule(nn.Module):
     """The part of DistributedDataParallel that has the reducer.
@@ -267,7 +278,7 @@ class ReducedModule(nn.Module):
         """Verify that the ranks' models are the same, and take rank 0's values."""
         FaultDomain.of(self._group).before_others()
         both = describe(named, "parameter") + describe(buffers.items(), "buffer")
-        verify_same(self._group, both)
+        verify_same(self._group, self._reducer_options.agreed() + both)
         broadcast_coalesced(self._group, [t for _, t in [*named, *buffers.items()]])
 
     def __getstate__(self) -> dict[str, Any]:

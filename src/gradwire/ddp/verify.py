@@ -20,7 +20,8 @@ from gradwire.recorder import failed
 __all__ = ["describe", "verify_same"]
 
 MODEL_REMEDY = (
-    "Build the same module, in the same order and dtype, on every rank before wrapping it"
+    "Build the same module, in the same order and dtype, on every rank, and wrap it with the same "
+    "arguments"
 )
 Description = list[tuple[str, str]]
 """For each parameter and buffer, in order: its name, and all else that must agree."""
@@ -80,11 +81,11 @@ def verify_same(
 
 def _first_difference(everyone: list[Description]) -> str:
     absent = ("(nothing)", "ends before")
-    for position, entries in enumerate(zip_longest(*everyone, fillvalue=absent)):
+    for entries in zip_longest(*everyone, fillvalue=absent):
         if len({tuple(e) for e in entries}) > 1:
             held = "; ".join(f"rank {r}: {name}: {what}" for r, (name, what) in enumerate(entries))
             names = [{name for name, _ in rank} for rank in everyone]
             only = sorted(set[str]().union(*names) - names[0].intersection(*names))
             hint = f". Not on every rank: {', '.join(only)}" if only else ""
-            return f"first at position {position}: {held}{hint}"
+            return f"first {held}{hint}"
     raise AssertionError("digests differ where descriptions do not")
