@@ -26,7 +26,7 @@ class Layers(nn.Module):
         self.layers = nn.ModuleList(
             nn.Sequential(nn.Linear(WIDTH, width), nn.Tanh(), nn.Linear(width, WIDTH))
             for _ in range(2)
-        )
+        ).double()
 
     def forward(self, x, take=(0, 1)):
         for i in take:
@@ -35,7 +35,8 @@ class Layers(nn.Module):
 
 
 def one_input(step=0):
-    return torch.full((2, WIDTH), (1.0 + dist.get_rank() + step) / WIDTH, requires_grad=True)
+    value = (1.0 + dist.get_rank() + step) / WIDTH
+    return torch.full((2, WIDTH), value, dtype=torch.float64, requires_grad=True)
 
 
 def made(count=2, width=5, **options):
@@ -104,8 +105,8 @@ def chained(modules, plan, x):
 
 
 def planned(rng, unused, *, alike):
-    """Rows of modules, each module in one place at most, with the layers that they take by rank."""
-    order = rng.sample(range(len(unused)), rng.randint(1, len(unused)))
+    """Rows of modules, some in several places, with the layers that each takes on this rank."""
+    order = rng.choices(range(len(unused)), k=rng.randint(1, len(unused) + 2))
     rows = [order]
     if len(order) > 1 and rng.random() < 0.4:
         cut = rng.randint(1, len(order) - 1)
@@ -113,8 +114,11 @@ def planned(rng, unused, *, alike):
     takes = [[(0, 1), (0, 1)], [(0,), (0, 1)], [(), (1,)], [(1,), (1,)]]
     if alike:
         takes = takes[:1]
-    chosen = {i: rng.choice(takes) if unused[i] else takes[0] for i in order}
-    return [(row, [chosen[i][dist.get_rank()] for i in row]) for row in rows]
+
+    def taken(i):
+        return (rng.choice(takes) if unused[i] else takes[0])[dist.get_rank()]
+
+    return [(row, [taken(i) for i in row]) for row in rows]
 
 
 def random_step(rng, nets, twins, unused, pending):
