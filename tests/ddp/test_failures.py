@@ -681,7 +681,7 @@ def test_a_death_that_the_backend_does_not_tell_of():
         ({"param_to_hook_all_reduce": nn.Parameter()}, ArgumentError, "belong together"),
         ({"bucket_layout": lambda named: [["0.weight"]]}, ArgumentError, r"no bucket for.*0\.bias"),
         ({"bucket_layout": lambda named: [["nothing"]]}, ArgumentError, "no parameters"),
-        ({"bucket_cap_mb": 0}, ArgumentError, "bucket_cap_mb is"),
+        ({"bucket_cap_mb": -1}, ArgumentError, "bucket_cap_mb is"),
         ({"bucket_cap_mb": 1, "bucket_cap_mb_list": [1]}, ArgumentError, "both given"),
         ({"bucket_cap_mb_list": []}, ArgumentError, "bucket_cap_mb_list is"),
         ({"bucket_cap_mb_list": 5}, ArgumentTypeError, "bucket_cap_mb_list is 5: give numbers"),
@@ -696,6 +696,7 @@ def test_a_death_that_the_backend_does_not_tell_of():
         ({"module": 3}, ArgumentTypeError, "module is a int"),
         ({"module": nn.ReLU()}, ArgumentError, "no parameter that requires a gradient"),
         ({"module": nn.LazyLinear(3)}, ArgumentError, "has no shape yet"),
+        ({"module": nn.Linear(3, 3, device="meta")}, ArgumentError, "weight is on the meta device"),
     ],
 )
 def test_bad_arguments(options, kind, message):

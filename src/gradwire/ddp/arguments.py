@@ -34,7 +34,8 @@ def check_module(module: object, ignored: set[str]) -> list[tuple[str, Parameter
 
     Raises:
         ArgumentTypeError: Not a module.
-        ArgumentError: No parameter requires a gradient, or one has no shape yet or is expanded.
+        ArgumentError: No parameter requires a gradient, or one has no shape or values yet or is
+            expanded.
         NotSupportedError: Gradients of a parameter are of another dtype.
     """
     if not isinstance(module, nn.Module):
@@ -50,6 +51,11 @@ def check_module(module: object, ignored: set[str]) -> list[tuple[str, Parameter
             raise ArgumentError(
                 f"parameter {name} has no shape yet: run a forward of the lazy module first"
             )
+        if p.is_meta:
+            raise ArgumentError(
+                f"parameter {name} is on the meta device, and has no values: call the module's "
+                "to_empty and give it some first"
+            )
         check_not_expanded(p, f"parameter {name}")
         if p.grad_dtype not in (p.dtype, None):
             raise NotSupportedError(
@@ -63,7 +69,7 @@ def resolve_caps(cap_mb: float | None, cap_mb_list: Sequence[float] | None) -> l
     """Bucket limits in bytes; None, the reducer's own, if none are given.
 
     Raises:
-        ArgumentError: Both are given, or one is not positive.
+        ArgumentError: Both are given, or one is negative.
         ArgumentTypeError: Not numbers.
 
     Example:
@@ -81,8 +87,8 @@ def resolve_caps(cap_mb: float | None, cap_mb_list: Sequence[float] | None) -> l
     given: Any = cap_mb_list if cap_mb is None else [cap_mb]
     if not isinstance(given, Sequence) or not all(isinstance(mb, Real) for mb in given):
         raise ArgumentTypeError(f"{name} is {given!r}: give numbers of MiB")
-    if not given or not all(0 < mb < math.inf for mb in given):
-        raise ArgumentError(f"{name} is {given}: give MiB above 0")
+    if not given or not all(0 <= mb < math.inf for mb in given):
+        raise ArgumentError(f"{name} is {given}: give MiB, 0 for a bucket for each parameter")
     return [max(1, int(mb * (1 << 20))) for mb in given]
 
 

@@ -55,7 +55,7 @@ class DistributedDataParallel(UnevenInputs):
         init_sync: Verify that models are the same, and broadcast rank 0's at construction.
         process_group: The ranks; None means the default group.
         bucket_cap_mb: MiB in a bucket; None means 25, after a first bucket of 1 on accelerators
-            and with a communication hook.
+            and with a communication hook; 0 a bucket for each parameter.
         find_unused_parameters: Parameters may be left out of a forward, on some ranks or on all.
             What no rank uses keeps its `.grad`; one small message more a step.
         check_reduction: Of no effect.
