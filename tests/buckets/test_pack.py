@@ -96,6 +96,28 @@ def test_views_of_a_slice_start_where_the_slice_starts():
     ]
 
 
+def test_an_out_with_strides_is_written_where_its_elements_are():
+    tensors = [torch.tensor([[1.0, 2.0], [3.0, 4.0]]).t(), torch.tensor(5.0)]
+    memory = torch.zeros(12)
+    out = pack(tensors, out=memory[1::2])
+    assert memory[1::2].tolist() == [1.0, 3.0, 2.0, 4.0, 5.0, 0.0]
+    assert memory[::2].count_nonzero() == 0
+    received = [torch.zeros(2, 2), torch.zeros(())]
+    unpack(out, received)
+    assert all(torch.equal(a, b) for a, b in zip(received, tensors, strict=True))
+    for buffer in (torch.tensor([7.0]).expand(5), memory[1::2]):
+        assert [v.flatten().tolist() for v in views(buffer, tensors)] == [
+            buffer[:4].tolist(),
+            buffer[4:5].tolist(),
+        ]
+
+
+def test_bytes_of_several_dtypes_lie_one_after_another():
+    mixed = [torch.zeros(1), torch.zeros(1, dtype=torch.int64)]
+    with pytest.raises(ArgumentError, match=r"buffer has stride 2: .*contiguous\(\)"):
+        views(torch.zeros(64, dtype=torch.uint8)[::2], mixed)
+
+
 @pytest.mark.parametrize(
     "out", [torch.empty(2), torch.empty(3, dtype=torch.float64), torch.empty(3, 1)]
 )

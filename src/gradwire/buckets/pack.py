@@ -63,18 +63,19 @@ def views(buffer: Tensor, like: Sequence[Tensor], *, keep_strides: bool = False)
     """Views into a packed buffer, one for each tensor of `like`, with its shape.
 
     Args:
-        buffer: 1-d, as `pack` makes it for tensors like these.
+        buffer: 1-d, as `pack` makes it for tensors like these; of several dtypes contiguous.
         like: Tensors that tell shapes and dtypes; their values are not read.
         keep_strides: Give a view its tensor's strides where those leave no gaps. The elements then
             lie in that tensor's memory order: only for buffers whose readers have the same strides.
 
     Returns:
-        Views, in order, contiguous unless `keep_strides`. Writing to one writes to the buffer.
-        In a buffer of bytes that holds several dtypes each has its tensor's dtype; otherwise
-        all have the buffer's, which may be another (gradients that travel compressed).
+        Views, in order, contiguous if the buffer is, unless `keep_strides`. Writing to one writes
+        to the buffer. In a buffer of bytes that holds several dtypes each has its tensor's dtype;
+        otherwise all have the buffer's, which may be another (gradients that travel compressed).
 
     Raises:
-        ArgumentError: The buffer is shorter than what `pack` makes for such tensors.
+        ArgumentError: The buffer is shorter than what `pack` makes for such tensors, or its bytes
+            do not lie one after another.
 
     Example:
         >>> buffer = torch.arange(5.0)
@@ -89,6 +90,11 @@ def views(buffer: Tensor, like: Sequence[Tensor], *, keep_strides: bool = False)
             f"buffer is {buffer.dtype} of shape {tuple(buffer.shape)}: these {len(like)} tensors "
             f"need {dtype}, 1-d, of at least {length} elements"
         )
+    if mixed and not buffer.is_contiguous():
+        raise ArgumentError(
+            f"buffer has stride {buffer.stride(0)}: other dtypes are viewed in bytes that lie one "
+            "after another, pass buffer.contiguous()"
+        )
     typed = {dtype: buffer}
     result = []
     for t, offset in zip(like, offsets, strict=True):
@@ -96,11 +102,14 @@ def views(buffer: Tensor, like: Sequence[Tensor], *, keep_strides: bool = False)
             whole = buffer.numel() // ALIGNMENT * ALIGNMENT
             typed[t.dtype] = buffer[:whole].view(t.dtype)
         base = typed[t.dtype if mixed else dtype]
-        start = base.storage_offset() + offset * buffer.element_size() // base.element_size()
+        step = base.stride(0)
+        first = offset * buffer.element_size() // base.element_size()
         strides = memory_strides(t) if keep_strides else None
         if strides is None:
             strides = torch.empty(t.shape, device="meta").stride()
-        result.append(base.as_strided(t.shape, strides, start))
+        if step != 1:
+            strides = tuple(stride * step for stride in strides)
+        result.append(base.as_strided(t.shape, strides, base.storage_offset() + first * step))
     return result
 
 
