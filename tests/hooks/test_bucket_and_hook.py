@@ -45,6 +45,28 @@ def test_the_buffer_can_be_replaced_by_its_like_only():
         bucket.set_buffer(None)
 
 
+@pytest.mark.parametrize(
+    ("buffer", "message"),
+    [
+        (torch.zeros(8)[::2], r"buffer has stride 2: .* pass buffer\.contiguous\(\)"),
+        (torch.zeros(1).expand(4), "buffer has stride 0"),
+        (torch.zeros(4, dtype=torch.complex64).conj(), r"conjugated .* buffer\.resolve_conj\(\)"),
+        (torch._neg_view(torch.zeros(4)), r"negated .* buffer\.resolve_neg\(\)"),
+    ],
+)
+def test_a_buffer_whose_memory_is_not_what_is_read(buffer, message):
+    with pytest.raises(ArgumentError, match=message):
+        FakeBucket(torch.ones(4)).set_buffer(buffer)
+    with pytest.raises(ArgumentError, match=message):
+        GradBucket(0, buffer, [torch.zeros(4)], is_last=True)
+
+
+def test_a_buffer_of_one_element_is_contiguous_by_any_stride():
+    bucket = FakeBucket(torch.ones(1))
+    bucket.set_buffer(torch.tensor([3.0, 4.0])[::2])
+    assert bucket.gradients() == [torch.tensor([3.0])]
+
+
 def test_a_buffer_that_is_too_short():
     with pytest.raises(ArgumentError, match="at least 4"):
         GradBucket(0, torch.zeros(3), [torch.zeros(4)], is_last=True)
@@ -93,6 +115,19 @@ def test_futures_of_everything_a_hook_may_return():
     for returned in (future, value, [value], (value,)):
         result = as_future(returned, len).wait()
         assert parse_hook_result(result, bucket, len) is value
+
+
+def test_a_result_becomes_flat_and_is_copied_only_where_it_must_be():
+    bucket = FakeBucket(torch.zeros(4))
+    numbers = torch.arange(4.0)
+    for value in (numbers, numbers.view(4, 1), numbers.view(2, 2)):
+        result = parse_hook_result(value, bucket, len)
+        assert result.data_ptr() == numbers.data_ptr()
+        assert torch.equal(result, numbers)
+    for value in (numbers.view(2, 2).t(), torch.arange(8.0)[::2], numbers[:1].expand(4)):
+        result = parse_hook_result(value, bucket, len)
+        assert result.stride() == (1,)
+        assert torch.equal(result, value.flatten())
 
 
 @pytest.mark.parametrize("returned", [None, 3, "tensor", len])

@@ -233,6 +233,20 @@ def test_complex_gradients_compress_as_pairs_of_reals():
     assert torch.equal(result, gradient * 2)
 
 
+@pytest.mark.parametrize(
+    "lay_out",
+    [
+        lambda x: x.view(2, 2).t().contiguous().t(),
+        lambda x: torch.stack([x, x * 9], 1)[:, 0],
+        lambda x: torch._neg_view(-x),
+    ],
+)
+def test_what_is_compressed_may_come_back_in_any_strides(lay_out):
+    gradient = torch.tensor([1 + 2j, 3 - 4j])
+    hook = hooks.compress(lambda _, bucket: lay_out(bucket.buffer() * 2), torch.bfloat16)
+    assert torch.equal(hook(None, FakeBucket(gradient)).wait(), gradient * 2)
+
+
 def test_integers_pass_uncompressed():
     result = hooks.compress(lambda s, b: b.buffer() + 1, torch.float16)(
         None, FakeBucket(torch.tensor([40000]))

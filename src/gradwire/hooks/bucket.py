@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from gradwire.buckets import views
+from gradwire.buckets.flat import is_as_read
 from gradwire.errors import ArgumentError, ArgumentTypeError
 
 __all__ = ["GradBucket"]
@@ -21,16 +22,17 @@ class GradBucket:
 
     Args:
         index: The bucket's number in the order of launch, from 0.
-        buffer: 1-d, the gradients of `parameters` one after another, not yet divided by the world
-            size. A single sparse COO gradient for a sparse parameter.
+        buffer: 1-d and contiguous, the gradients of `parameters` one after another, not yet divided
+            by the world size. A single sparse COO gradient for a sparse parameter.
         parameters: The parameters, in the order in which their gradients lie in the buffer.
         is_last: Whether no other bucket follows in this backward.
         names: The parameters' names in the module, by which a hook keeps what belongs to them;
             None: made of the bucket's number and the parameters' places.
 
     Raises:
-        ArgumentError: The buffer is not 1-d, or has fewer elements than the parameters; or there
-            are more or fewer names than parameters.
+        ArgumentError: The buffer is not 1-d and contiguous, is conjugated or negated when read, or
+            has fewer elements than the parameters; or there are more or fewer names than
+            parameters.
 
     Example:
         >>> weight, bias = torch.zeros(2, 2), torch.zeros(2)
@@ -59,6 +61,7 @@ class GradBucket:
                 f"buffer has shape {tuple(buffer.shape)}: the {len(parameters)} parameters need "
                 f"one dimension of at least {length} elements"
             )
+        _check_memory(buffer)
         if names is not None and len(names) != len(parameters):
             raise ArgumentError(
                 f"names has {len(names)} entries for {len(parameters)} parameters: give one each"
@@ -80,12 +83,14 @@ class GradBucket:
     def set_buffer(self, buffer: Tensor) -> None:
         """Put other values in the bucket; `buffer` must have the shape and device it had.
 
-        The dtype may be another: the hook's result then has that dtype too, and is converted
-        when it is copied into the gradients.
+        It is not copied: what is written to `gradients()` is written to it. The dtype may be
+        another: the hook's result then has that dtype too, and is converted when it is copied into
+        the gradients.
 
         Raises:
             ArgumentTypeError: Not a tensor.
-            ArgumentError: Shape, device or layout differ.
+            ArgumentError: Shape, device or layout differ, or the buffer is not contiguous, or is
+                conjugated or negated when read.
         """
         if not isinstance(buffer, Tensor):
             raise ArgumentTypeError(f"buffer is a {type(buffer).__name__}: pass a tensor")
@@ -96,6 +101,7 @@ class GradBucket:
                     f"buffer has {field} {getattr(buffer, field)}, the bucket's has "
                     f"{getattr(old, field)}: convert it first"
                 )
+        _check_memory(buffer)
         self._buffer = buffer
 
     def gradients(self) -> list[Tensor]:
@@ -124,3 +130,16 @@ class GradBucket:
     def __repr__(self) -> str:
         kind = f"{self._buffer.dtype}, {self._buffer.numel()} elements"
         return f"GradBucket({self._index}, {len(self._parameters)} parameters, {kind})"
+
+
+def _check_memory(buffer: Tensor) -> None:
+    """Refuse a dense buffer whose memory is not what is read: backends send memory as it lies."""
+    if buffer.layout != torch.strided or is_as_read(buffer):
+        return
+    if not buffer.is_contiguous():
+        found, remedy = f"has stride {buffer.stride(0)}", "contiguous"
+    elif buffer.is_conj():
+        found, remedy = "is conjugated when it is read", "resolve_conj"
+    else:
+        found, remedy = "is negated when it is read", "resolve_neg"
+    raise ArgumentError(f"buffer {found}: its memory is sent as it lies, pass buffer.{remedy}()")

@@ -74,7 +74,7 @@ def compress(hook: CommHook, dtype: torch.dtype) -> CommHook:
             reduced = parse_hook_result(future.value(), small, hook)
             if not dense:
                 return reduced.to(buffer.dtype)
-            real.copy_(reduced.view(-1))
+            real.copy_(reduced)
             return buffer
 
         return as_future(hook(state, small), hook).then(decompress)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed import Work
 from torch.futures import Future
 
+from gradwire.buckets.flat import flatten
 from gradwire.errors import HookError
 from gradwire.hooks.bucket import GradBucket
 from gradwire.hooks.protocol import hook_name
@@ -67,14 +68,15 @@ def parse_hook_result(result: object, bucket: GradBucket, hook: Callable[..., ob
     """The reduced tensor in what a hook's future held.
 
     Args:
-        result: What a `StatefulHook` reads; from others, a tensor, or a list or tuple of one. For
-            a complex bucket, real and imaginary parts in turn will do: Gloo's futures hold the real
-            view that it has sent.
+        result: What a `StatefulHook` reads; from others, a tensor, or a list or tuple of one, of
+            any shape and strides. For a complex bucket, real and imaginary parts in turn will do:
+            Gloo's futures hold the real view that it has sent.
         bucket: The bucket the hook was called with.
         hook: The hook, which may read the result itself, and is named in messages.
 
     Returns:
-        The tensor: the bucket's dtype, device and number of elements.
+        The tensor: the bucket's dtype, device and number of elements; of a dense bucket 1-d and
+            contiguous, copied only where the hook's is not so.
 
     Raises:
         HookError: No such tensor.
@@ -98,13 +100,18 @@ def parse_hook_result(result: object, bucket: GradBucket, hook: Callable[..., ob
             f"{prefix} {result.dtype} on {result.device}, the bucket is {buffer.dtype} on "
             f"{buffer.device}: convert it back before returning it"
         )
-    if result.layout == torch.strided and result.numel() != buffer.numel():
+    if result.layout != torch.strided:
+        return result
+    if result.numel() != buffer.numel():
         raise HookError(f"{prefix} of {result.numel()} elements, the bucket of {buffer.numel()}")
-    return result
+    return flatten(result)
 
 
 def _as_complex(result: Tensor, buffer: Tensor) -> Tensor:
     """Pairs of reals as a bucket's complex numbers; another tensor as it is."""
     if result.layout != torch.strided or result.numel() != 2 * buffer.numel():
         return result
-    return torch.view_as_complex(result.reshape(-1, 2))
+    pairs = flatten(result)
+    if pairs.storage_offset() % 2:  # a complex number cannot begin there
+        pairs = pairs.clone()
+    return torch.view_as_complex(pairs.view(-1, 2))

@@ -161,7 +161,7 @@ class LocalSGD:
             chosen = [indices[m] for m in members]
             bucket = self._bucket(chosen, number, is_last=number + 1 == len(plan.buckets))
             reduced = reduce_bucket(self._hook, bucket, self._domain)
-            bucket.set_buffer(reduced.view(-1))
+            bucket.set_buffer(reduced)
             for index, gradient in zip(chosen, bucket.gradients(), strict=True):
                 self._anchors[index].grad = gradient
         self._hook.committed()

@@ -167,7 +167,7 @@ class Bucket(ABC):
         """Make the gradients hold the reduced values.
 
         Args:
-            reduced: Like `flat`; None: the values in `flat`.
+            reduced: As `flat` is, of any dtype; None: the values in `flat`.
             untouched: Members, unused here, whose gradient stays what it was.
         """
 

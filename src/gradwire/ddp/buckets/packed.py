@@ -292,9 +292,8 @@ class PackedBucket(Bucket):
 
     def copy_out(self, reduced: Tensor | None, untouched: Collection[int]) -> None:
         source = self._views
-        in_place = reduced is not None and reduced.data_ptr() == self.flat.data_ptr()
-        if reduced is not None and not (in_place and reduced.is_contiguous()):
-            source = views(reduced.reshape(-1), self.parameters, keep_strides=True)
+        if reduced is not None and reduced.data_ptr() != self.flat.data_ptr():
+            source = views(reduced, self.parameters, keep_strides=True)
         places = self._used(range(len(self.members)))
         away = self._outside_after(places, source)
         if away and self._with_graph:

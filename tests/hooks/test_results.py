@@ -1,0 +1,119 @@
+"""What hooks return is read as its values are, however it lies in memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gradwire import hooks
+from gradwire.ddp import DistributedDataParallel
+from gradwire.hooks import HostGroups
+from gradwire.local_sgd import LocalSGD
+from gradwire.testing import run_ranks
+
+pytestmark = pytest.mark.usefixtures("each_backend")
+
+
+def every_second(x):
+    return torch.stack([x, x * 9], 1)[:, 0]
+
+
+def transposed(x):
+    return x.view(2, -1).t().contiguous().t()
+
+
+def conjugated_in_place(x):
+    return x.conj_physical_().conj()
+
+
+def negated_in_place(x):
+    return torch._neg_view(x.neg_())
+
+
+def reals_at_an_odd_place(x):
+    reals = torch.view_as_real(x).flatten()
+    return torch.cat([reals[:1], reals])[1:]
+
+
+def every_second_real(x):
+    return every_second(torch.view_as_real(x).flatten())
+
+
+# the same values each
+LAID_OUT = [every_second, transposed, negated_in_place]
+COMPLEX = [conjugated_in_place, reals_at_an_odd_place, every_second_real]
+
+
+def mean(bucket):
+    """The mean over ranks, in the bucket's buffer."""
+    return hooks.all_reduce(None, bucket).wait()
+
+
+def gradients(hook, dtype=torch.float32, view=False):
+    """Of one step of a model with an even number of elements."""
+    torch.manual_seed(0)
+    model = nn.ParameterList(torch.randn(n, 4, dtype=dtype) for n in (2, 3))
+    net = DistributedDataParallel(Product(model), gradient_as_bucket_view=view)
+    net.register_comm_hook(None, hook)
+    torch.manual_seed(1 + dist.get_rank())
+    net(torch.randn(4, 3, dtype=dtype)).backward()
+    return [p.grad.clone() for p in model]
+
+
+class Product(nn.Module):
+    def __init__(self, weights):
+        super().__init__()
+        self.weights = weights
+
+    def forward(self, x):
+        return sum((weight @ x).abs().square().sum() for weight in self.weights)
+
+
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
+def test_results_of_any_strides(dtype, view):
+    def main():
+        want = gradients(hooks.all_reduce, dtype, view)
+        for lay_out in [*LAID_OUT, *(COMPLEX if dtype.is_complex else [])]:
+            got = gradients(lambda _, bucket: lay_out(mean(bucket)), dtype, view)  # noqa: B023
+            for a, b in zip(got, want, strict=True):
+                torch.testing.assert_close(a, b, msg=lay_out.__name__)
+        for gradient in gradients(lambda _, b: b.buffer().new_ones(()).expand(20), dtype, view):
+            assert torch.equal(gradient, torch.ones_like(gradient))
+
+    run_ranks(main, 2)
+
+
+@pytest.mark.parametrize("lay_out", [*LAID_OUT, conjugated_in_place])
+def test_results_between_hosts(lay_out):
+    """Each rank as a host of its own."""
+
+    def main():
+        group = dist.group.WORLD
+        alone = [dist.new_group([r]) for r in range(2)][dist.get_rank()]
+        groups = HostGroups(group, alone, group, hosts=2)
+        dtype = torch.complex64
+        hook = hooks.across_hosts(lambda _, bucket: lay_out(mean(bucket)), groups)
+        want = gradients(hooks.all_reduce, dtype)
+        for a, b in zip(gradients(hook, dtype), want, strict=True):
+            torch.testing.assert_close(a, b)
+
+    run_ranks(main, 2)
+
+
+def test_results_in_local_sgd():
+    def main():
+        after = []
+        for lay_out in (lambda x: x, *LAID_OUT):
+            weight = nn.Parameter(torch.arange(4.0) * dist.get_rank())
+            sgd = torch.optim.SGD([weight], lr=1.0)
+            hook = lambda _, bucket: lay_out(mean(bucket))  # noqa: B023, E731
+            optimizer = LocalSGD(sgd, [("weight", weight)], every=1, hook=hook)
+            (weight * torch.arange(4.0) * dist.get_rank()).sum().backward()
+            optimizer.step()
+            after.append(weight.tolist())
+        assert after == [[0.0, -0.5, -1.0, -1.5]] * len(after)
+
+    run_ranks(main, 2)
