@@ -86,6 +86,37 @@ def test_results_of_any_strides(dtype, view):
     run_ranks(main, 2)
 
 
+@pytest.mark.parametrize("view", [False, True])
+def test_another_dtype_in_the_buffers_own_memory(view):
+    def in_half_the_memory(state, bucket):
+        small = mean(bucket).half()
+        bucket.set_buffer(bucket.buffer().view(torch.float16)[: len(small)].copy_(small))
+        return bucket.buffer()
+
+    def main():
+        want = gradients(hooks.all_reduce, view=view)
+        for a, b in zip(gradients(in_half_the_memory, view=view), want, strict=True):
+            assert torch.equal(a, b.half().float())
+
+    run_ranks(main, 2)
+
+
+def test_another_dtype_for_a_parameter_that_another_rank_uses():
+    def halved(state, bucket):
+        bucket.set_buffer(mean(bucket).half())
+        return bucket.buffer()
+
+    def main():
+        net = nn.ModuleDict({name: nn.Linear(1, 1, bias=False) for name in "ab"})
+        net.forward = lambda x: net["ab"[dist.get_rank()]](x).sum()
+        wrapper = DistributedDataParallel(net, find_unused_parameters=True)
+        wrapper.register_comm_hook(None, halved)
+        wrapper(torch.ones(1, 1)).backward()
+        return [p.grad.item() for p in net.parameters()]
+
+    assert run_ranks(main, 2) == [[0.5, 0.5]] * 2
+
+
 @pytest.mark.parametrize("lay_out", [*LAID_OUT, conjugated_in_place])
 def test_results_between_hosts(lay_out):
     """Each rank as a host of its own."""

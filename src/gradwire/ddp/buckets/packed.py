@@ -292,7 +292,9 @@ class PackedBucket(Bucket):
 
     def copy_out(self, reduced: Tensor | None, untouched: Collection[int]) -> None:
         source = self._views
-        if reduced is not None and reduced.data_ptr() != self.flat.data_ptr():
+        if reduced is not None and reduced.dtype is not self.flat.dtype:
+            self._convert(reduced)
+        elif reduced is not None and reduced.data_ptr() != self.flat.data_ptr():
             source = views(reduced, self.parameters, keep_strides=True)
         places = self._used(range(len(self.members)))
         away = self._outside_after(places, source)
@@ -305,6 +307,12 @@ class PackedBucket(Bucket):
             self._copy_to_gradients(away)
         for i in self._unused_places():
             self._copy_out_unused(i, source[i], touched=self.members[i] not in untouched)
+
+    def _convert(self, reduced: Tensor) -> None:
+        """Put a result of another dtype, which a hook has set, in the buffer."""
+        of_result, own = (t.untyped_storage().data_ptr() for t in (reduced, self.flat))
+        # a copy to where the result itself lies would overwrite what is not read yet
+        self.flat.copy_(reduced.clone() if of_result == own else reduced)
 
     def _copy_to_gradients(self, away: Sequence[_Entry]) -> None:
         indices = [self.members[place] for place, _, _ in away]
