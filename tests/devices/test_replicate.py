@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import weakref
 from collections.abc import Callable
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from gradwire.devices import DataParallel, ReplicaCache, replicate
@@ -121,6 +124,96 @@ def test_a_new_parameter_or_new_data_is_copied() -> None:
     run()
 
 
+def set_shape(x: Tensor) -> None:
+    x.data = x.data[:1]
+
+
+def set_strides(x: Tensor) -> None:
+    x.data = x.data.t()
+
+
+def set_dtype(x: Tensor) -> None:
+    x.data = x.data.view(torch.int64)
+
+
+def set_conjugate(x: Tensor) -> None:
+    x.data = x.data.conj()
+
+
+def set_storage(x: Tensor) -> None:
+    x.set_(torch.ones(2, 2, dtype=x.dtype))
+
+
+def swap(x: Tensor) -> None:
+    torch.utils.swap_tensors(x, torch.ones(2, 2, dtype=x.dtype))
+
+
+def resize(x: Tensor) -> None:
+    """As sharded parameters lose their memory, and get it back."""
+    storage, size = x.untyped_storage(), x.untyped_storage().nbytes()
+    storage.resize_(0)
+    storage.resize_(size)
+    x.fill_(3)
+
+
+@pytest.mark.parametrize(
+    "change", [set_shape, set_strides, set_dtype, set_conjugate, set_storage, swap, resize]
+)
+def test_what_a_parameter_consists_of_is_compared(change: Callable[[Tensor], None]) -> None:
+    x = torch.arange(4.0).reshape(2, 2) * (1 + (1j if change is set_conjugate else 0))
+    cache, devices = ReplicaCache(), (torch.device("cpu"),) * 2
+    cache.copies([x], devices)
+    change(x)
+    (_,), (replica,) = cache.copies([x], devices)
+    assert replica.dtype == x.dtype
+    assert torch.equal(replica, x)
+    assert cache.copies([x], devices)[1][0].data_ptr() == replica.data_ptr()
+
+
+def test_new_data_at_an_address_that_was_freed_is_seen() -> None:
+    memory, cache, devices = bytearray(64), ReplicaCache(), (torch.device("cpu"),) * 2
+    x = torch.frombuffer(memory, dtype=torch.float32)
+    address, version = x.data_ptr(), x._version
+    cache.copies([x], devices)
+    x.data = torch.empty(0)
+    torch.frombuffer(memory, dtype=torch.float32).fill_(1)
+    x.data = torch.frombuffer(memory, dtype=torch.float32)
+    assert (x.data_ptr(), x._version) == (address, version)
+    assert torch.equal(cache.copies([x], devices)[1][0], torch.ones(16))
+
+
+def test_parameters_that_share_a_storage_are_told_apart() -> None:
+    flat, cache, devices = torch.arange(6.0), ReplicaCache(), (torch.device("cpu"),) * 2
+    tensors = [nn.Parameter(t) for t in flat.split([3, 3, 0])]
+    cache.copies(tensors, devices)
+    tensors[1].data = flat[:3]
+    replicas = cache.copies(tensors, devices)[1]
+    assert [r.tolist() for r in replicas] == [[0, 1, 2], [0, 1, 2], []]
+
+
+def test_memory_that_a_parameter_leaves_is_freed_at_once() -> None:
+    x, cache = torch.ones(4), ReplicaCache()
+    cache.copies([x], (torch.device("cpu"),) * 2)
+    storage = StorageWeakRef(x.untyped_storage())
+    x.data = torch.zeros(4)
+    assert storage.expired()
+
+
+def test_vectors_and_dtypes_that_come_and_go() -> None:
+    """Each changes parameters by `.data = new`; the new memory is often what was freed."""
+    linear = nn.Linear(64, 64, bias=False)
+    parallel, x = DataParallel(linear, ["cpu"] * 2), torch.randn(4, 64)
+    start = parameters_to_vector(linear.parameters()).detach().clone()
+    with torch.no_grad():
+        for _ in range(20):
+            vector_to_parameters(start + torch.randn(64 * 64), linear.parameters())
+            torch.testing.assert_close(parallel(x), linear(x), rtol=1e-4, atol=1e-4)
+            vector_to_parameters(start, linear.parameters())
+            linear.half()
+            linear.float()
+            torch.testing.assert_close(parallel(x), linear(x), rtol=1e-4, atol=1e-4)
+
+
 def test_writes_through_data_need_clear_cache() -> None:
     parallel, run = copied()
     run()
@@ -229,6 +322,15 @@ def test_compiled_modules() -> None:
     second.weight.zero_()
     assert torch.equal(second(x), net.bias.expand(4, 3))
     assert torch.equal(first(x), expected)
+
+
+def test_a_cache_in_compiled_code() -> None:
+    x, cache, devices = torch.ones(4), ReplicaCache(), (torch.device("cpu"),) * 2
+    compiled = torch.compile(lambda: cache.copies([x], devices)[1][0] * 1, backend="eager")
+    for value in (1, 1, 2, 3):
+        x.data = torch.full((4,), float(value))
+        assert torch.equal(compiled(), x)
+    gc.collect()  # pytest reports what goes wrong while objects are deleted
 
 
 def test_replicas_of_parameter_lists_and_dicts() -> None:

@@ -38,8 +38,8 @@ class DataParallel(Module, Generic[M]):
             replicas' changes, the others are the first replica's. "error": a forward in which
             another replica wrote a buffer raises.
         cache_replicas: Keep the replicas' parameters from one forward to the next, and copy only
-            those that were written in between. Code that writes parameters through `.data` must
-            call `clear_cache`.
+            those that were written in between. Code that writes parameters in place through `.data`
+            must call `clear_cache`.
 
     Example:
         >>> model = DataParallel(torch.nn.Linear(3, 1), ["cpu"] * 2)

@@ -14,11 +14,13 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Module
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from gradwire._torch import run_as_written
 from gradwire.devices.copying import copies_coalesced
 from gradwire.devices.functional import BUFFER_SIZE, broadcast_lists
 from gradwire.devices.placement import Device, as_devices
@@ -32,11 +34,11 @@ M = TypeVar("M", bound=Module)
 class ReplicaCache:
     """The copies of a module's parameters from its last replication, for as long as they hold.
 
-    A copy holds while its source is the same tensor at the same address, neither has been written
-    since (by their version counters), no optimizer that has the source has made a step, and the
-    devices are the same. Optimizers are watched because fused ones leave version counters as they
-    are. So does writing through `.data`: call `clear` after that. Buffers are never kept, because
-    batch norm writes them in just this way.
+    A copy holds while its source is the same tensor with the same storage, address and layout,
+    neither has been written since (by their version counters), no optimizer that has the source has
+    made a step, and the devices are the same. Optimizers are watched because fused ones leave
+    version counters as they are. So does writing in place through `.data` or around PyTorch: call
+    `clear` after that. Buffers are never kept, because batch norm writes them in just this way.
 
     Copying or pickling a cache gives an empty one.
     """
@@ -60,6 +62,7 @@ class ReplicaCache:
     def __reduce__(self) -> tuple[type[ReplicaCache], tuple[()]]:
         return ReplicaCache, ()
 
+    @run_as_written  # what is compared here must not become a constant of a compiled graph
     def copies(
         self, tensors: Sequence[Tensor], devices: tuple[torch.device, ...]
     ) -> list[list[Tensor]]:
@@ -76,10 +79,9 @@ class ReplicaCache:
             fresh = copies_coalesced(stale, devices, BUFFER_SIZE)
         made = {id(t): _Entry(t, [r[i] for r in fresh]) for i, t in enumerate(stale)}
         self._entries = {id(t): made.get(id(t)) or self._entries[id(t)] for t in tensors}
+        entries = [self._entries[id(t)] for t in tensors]
         # Every call has aliases of its own, since autograd marks what it is given.
-        return [
-            [self._entries[id(t)].alias(place) for t in tensors] for place in range(len(devices))
-        ]
+        return [[entry.alias(place) for entry in entries] for place in range(len(devices))]
 
     def _holds(self, tensor: Tensor) -> bool:
         entry = self._entries.get(id(tensor))
@@ -109,17 +111,27 @@ def _after_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
 
 
 class _Entry:
-    """A tensor's copies, with the address and the version counters at the time of copying."""
+    """A tensor's copies, and what told its state at the time of copying."""
 
     def __init__(self, source: Tensor, replicas: list[Tensor]) -> None:
         self.source = source
         self.replicas = replicas
+        self.counted = [source, *(t for t in replicas if t is not source)]
         self.seen = self._state()
+        # After `source.data = new`, whose version counter is the old one's, the next tensor may get
+        # the freed memory. While something refers to this storage, no other gets its id; weakly, so
+        # that the memory is free at once.
+        self.storage = None if self.seen is None else StorageWeakRef(source.untyped_storage())
 
-    def _state(self) -> tuple[int, ...] | None:
-        if self.source.is_inference():
+    def _state(self) -> tuple[object, ...] | None:
+        """What differs once the copies do not hold; None for a source that does not tell."""
+        x = self.source
+        try:
+            memory = x.untyped_storage()._cdata, x.data_ptr()
+            layout = x.shape, x.stride(), x.dtype, x.is_conj(), x.is_neg()
+            return (*memory, *layout, *[t._version for t in self.counted])
+        except RuntimeError:  # inference tensors have no version counter, sparse ones no storage
             return None
-        return (self.source.data_ptr(), *(t._version for t in (self.source, *self.replicas)))
 
     def holds(self) -> bool:
         return self.seen is not None and self.seen == self._state()
