@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import gc
-import sys
 import threading
 from typing import Any
 
@@ -81,15 +80,45 @@ def test_the_first_exception_comes_back_as_it_was(failing: int) -> None:
         parallel_apply([run] * 3, [0, 1, 2])
     error = caught.value
     assert type(error) is [KeyError, Odd, ValueError][failing]
-    if failing != 1:
-        assert f"Caught {type(error).__name__} in replica {failing}" in str(error)
-    else:
-        assert error.code == 7
-        assert sys.version_info < (3, 11) or error.__notes__ == [
-            "Caught Odd in replica 1 on no device"
-        ]
+    assert error.args == [("wonderful",), (7, "odd"), ("bad",)][failing]
+    assert error.__notes__ == [f"Caught {type(error).__name__} in replica {failing} on no device"]
     assert sorted(ended) == [0, 1, 2]
     assert "run" in {frame.name for frame in caught.traceback}
+
+
+def test_an_exception_is_only_added_a_note() -> None:
+    def decode(text: bytes) -> str:
+        return text.decode()
+
+    with pytest.raises(UnicodeDecodeError, match="'utf-8' codec can't decode byte 0xff") as caught:
+        parallel_apply([decode] * 2, [b"", b"\xff"])
+    assert caught.value.encoding == "utf-8"
+    assert caught.value.__notes__ == ["Caught UnicodeDecodeError in replica 1 on no device"]
+
+
+def test_an_exception_that_is_raised_again_has_one_note() -> None:
+    error = ValueError("always the same")
+    error.__notes__ = ["its own"]
+
+    def fail(_: int) -> None:
+        raise error
+
+    for _ in range(3):
+        with pytest.raises(ValueError, match="always the same"):
+            parallel_apply([fail] * 2, [0, 0])
+    assert error.__notes__ == ["its own", "Caught ValueError in replica 0 on no device"]
+
+
+def test_an_exception_that_takes_no_note_comes_back_all_the_same() -> None:
+    class Closed(Exception):
+        __notes__ = property(lambda self: None)
+
+    def fail(code: int) -> None:
+        raise Closed(code)
+
+    with pytest.raises(Closed) as caught:
+        parallel_apply([fail] * 2, [7, 8])
+    assert caught.value.args == (7,)
 
 
 def test_exceptions_that_are_no_exceptions_come_back_too() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -42,9 +41,9 @@ def parallel_apply(
 
     Raises:
         ArgumentError: Lengths that differ.
-        Exception: What the first module that failed raised, the same object. Its message, or a note
-            if its first argument is no string, says which replica it was. All calls have ended by
-            then.
+        Exception: What the first module that failed raised, the same object, with a note that says
+            which replica it was; Python 3.10 keeps notes in `__notes__`, but does not show them.
+            All calls have ended by then.
 
     Example:
         >>> parallel_apply([torch.sin, torch.cos], [torch.zeros(1), torch.zeros(1)])
@@ -108,16 +107,16 @@ class _Call:
         if self.error is None:
             return self.result
         what = f"Caught {type(self.error).__name__} in replica {self.index}"  # PyTorch's phrase
-        raise _located(self.error, f"{what} on {self.device or 'no device'}")
+        _add_note(self.error, f"{what} on {self.device or 'no device'}")
+        raise self.error
 
 
-def _located(error: BaseException, where: str) -> BaseException:
-    """The same error, which says where it was raised."""
-    if error.args and isinstance(error.args[0], str):
-        error.args = (f"{error.args[0]} ({where})", *error.args[1:])
-    elif sys.version_info >= (3, 11):
-        error.add_note(where)
-    return error
+def _add_note(error: BaseException, note: str) -> None:
+    """What Python 3.11's `add_note` does, once for an error that is raised again and again."""
+    with contextlib.suppress(Exception):  # a class may refuse notes; its error is what matters
+        notes = getattr(error, "__notes__", [])
+        if note not in notes:
+            error.__notes__ = [*notes, note]
 
 
 def _first_device(value: Any) -> torch.device | None:
