@@ -16,9 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import gradcheck, gradgradcheck
+from torch.func import functional_call, grad, jvp, vmap
 
 from gradwire.devices import DataParallel, data_parallel
-from gradwire.errors import ArgumentError
+from gradwire.errors import ArgumentError, NotSupportedError
 
 CPUS = ["cpu"] * 4
 
@@ -347,6 +348,54 @@ def test_errors_name_the_replica() -> None:
         DataParallel(Net(), CPUS)(torch.arange(8))
     assert caught.value.args == ("large",)
     assert caught.value.__notes__ == ["Caught KeyError in replica 2 on cpu"]
+
+
+def by_weight(model: Any, x: Tensor) -> Any:
+    return grad(lambda w: functional_call(model, w, (x,)).sum())(dict(model.named_parameters()))
+
+
+def by_input(model: Any, x: Tensor) -> Any:
+    return grad(lambda x: model(x).sum())(x)
+
+
+def by_tangent(model: Any, x: Tensor) -> Any:
+    return jvp(model, (x,), (torch.ones_like(x),))
+
+
+def by_batch(model: Any, x: Tensor) -> Any:
+    return vmap(model)(torch.stack([x, 2 * x]))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # jvp's own
+@pytest.mark.parametrize("transformed", [by_weight, by_input, by_tangent, by_batch])
+def test_torch_func_transforms_need_a_single_device(transformed: Callable[..., Any]) -> None:
+    """Around several devices they had the first replica's share only, or failed in autograd."""
+    linear, x = nn.Linear(3, 2, bias=False), torch.randn(4, 3)
+    message = r"DataParallel on 2 devices inside torch\.func transforms.*with backward\(\)"
+    with pytest.raises(NotSupportedError, match=message):
+        transformed(DataParallel(linear, ["cpu"] * 2), x)
+    found = transformed(DataParallel(linear, ["cpu"]), x)
+    expected = transformed(linear, x)
+    if transformed is by_weight:
+        found = {name.removeprefix("module."): value for name, value in found.items()}
+    torch.testing.assert_close(found, expected)
+
+
+def test_torch_func_inside_the_module_and_functional_call() -> None:
+    class Net(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return vmap(grad(lambda row: super(Net, self).forward(row).square().sum()))(x)
+
+    net, x = Net(3, 2), torch.randn(5, 3)
+    parallel = DataParallel(net, ["cpu"] * 2)
+    torch.testing.assert_close(parallel(x), net(x))
+    doubled = {name: (2 * p).detach().requires_grad_() for name, p in parallel.named_parameters()}
+    found = functional_call(parallel, doubled, (x,))
+    expected = functional_call(net, dict(zip(("weight", "bias"), doubled.values(), strict=True)), x)
+    torch.testing.assert_close(found, expected)
+    weight = doubled["module.weight"]
+    gradients = [torch.autograd.grad(y.sum(), weight)[0] for y in (found, expected)]
+    torch.testing.assert_close(*gradients)
 
 
 def test_no_reference_cycles() -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from gradwire.devices import parallel_apply
-from gradwire.errors import ArgumentError
+from gradwire.errors import ArgumentError, NotSupportedError
 
 
 class Odd(Exception):
@@ -142,6 +142,19 @@ def test_no_reference_cycles() -> None:
             assert gc.collect() == 0
     finally:
         gc.enable()
+
+
+def test_several_calls_inside_transforms_are_refused() -> None:
+    """Their threads do not have the transform: what ran there had no gradient."""
+
+    def total(x: torch.Tensor, calls: int) -> torch.Tensor:
+        return sum(y.sum() for y in parallel_apply([torch.exp] * calls, [x] * calls))
+
+    x = torch.randn(3)
+    message = r"parallel_apply of 2 modules inside torch\.func transforms.*: apply the transform "
+    with pytest.raises(NotSupportedError, match=message):
+        torch.func.grad(total)(x, 2)
+    torch.testing.assert_close(torch.func.grad(total)(x, 1), x.exp())
 
 
 def test_lengths_must_match() -> None:

@@ -10,7 +10,7 @@ from torch.nn import Module
 
 from gradwire.devices.buffers import BufferPolicy, BufferTracker, check_policy
 from gradwire.devices.nested import gather_nested, scatter_kwargs
-from gradwire.devices.parallel_apply import parallel_apply
+from gradwire.devices.parallel_apply import parallel_apply, refuse_in_transforms
 from gradwire.devices.placement import Device, as_destination, as_devices, default_devices
 from gradwire.devices.replicate import ReplicaCache, check_home, replicate
 from gradwire.errors import ArgumentTypeError
@@ -81,8 +81,11 @@ class DataParallel(Module, Generic[M]):
         Raises:
             ArgumentError: Inputs with different batch sizes; outputs of different structure; a
                 parameter that is not on the first device.
+            NotSupportedError: Several devices inside torch.func's transforms.
             Exception: What the module raised in the first replica that failed.
         """
+        if len(self.devices) > 1:
+            refuse_in_transforms(f"DataParallel on {len(self.devices)} devices")
         check_home(self.module, self.devices[0])
         chunks, named = self.scatter(inputs, kwargs, self.devices)
         if not inputs and not kwargs:

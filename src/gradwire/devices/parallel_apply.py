@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradwire._torch import run_as_written
 from gradwire.devices.containers import flatten_one_level
 from gradwire.devices.placement import Device, as_device
-from gradwire.errors import ArgumentError
+from gradwire.errors import ArgumentError, NotSupportedError
 
-__all__ = ["parallel_apply"]
+__all__ = ["parallel_apply", "refuse_in_transforms"]
 
 
 def parallel_apply(
@@ -41,6 +42,7 @@ def parallel_apply(
 
     Raises:
         ArgumentError: Lengths that differ.
+        NotSupportedError: Several modules inside torch.func's transforms.
         Exception: What the first module that failed raised, the same object, with a note that says
             which replica it was; Python 3.10 keeps notes in `__notes__`, but does not show them.
             All calls have ended by then.
@@ -56,6 +58,8 @@ def parallel_apply(
             raise ArgumentError(
                 f"{name} has {len(entries)} entries, modules has {len(modules)}: give one for each"
             )
+    if len(modules) > 1:
+        refuse_in_transforms(f"parallel_apply of {len(modules)} modules")
     calls = [
         _Call(i, *call) for i, call in enumerate(zip(modules, inputs, named, places, strict=True))
     ]
@@ -73,6 +77,20 @@ def parallel_apply(
         # An error's traceback refers to its call: a call that refers to the error is a cycle.
         for call in calls:
             call.error = None
+
+
+@run_as_written  # else compiled code has the answer of when it was compiled
+def refuse_in_transforms(what: str) -> None:
+    """Raise for several replicas inside a transform, which the threads that run them do not have.
+
+    Raises:
+        NotSupportedError: Within torch.func's transforms.
+    """
+    if torch._C._are_functorch_transforms_active():
+        raise NotSupportedError(
+            f"{what} inside torch.func transforms, which hold in one thread: apply the transform "
+            "inside the module, or take gradients with backward()"
+        )
 
 
 class _Call:
