@@ -41,6 +41,72 @@ def test_sparse_tensors(name):
     run_ranks(main)
 
 
+REDUCTIONS = OPS | {
+    "coalesced": lambda x: C.all_reduce_coalesced([x]),
+    "asynchronous": lambda x: C.all_reduce(x, async_op=True),
+    "premul": lambda x: C.all_reduce(x, C.Premul(1)),
+    "max": lambda x: C.all_reduce(x, "max"),
+    "reduce product": lambda x: C.reduce(x, 0, "product"),
+    "uneven": lambda x: C.reduce_scatter(x.reshape(1), sizes=[0, 1]),
+    "exscan min": lambda x: C.exscan(x, "min"),
+}
+STATISTICS = {
+    "mean": C.mean,
+    "var": lambda x: C.var(x.reshape(1), 0),
+    "norm": lambda x: C.norm(x, float("inf")),
+    "softmax": C.softmax,
+}
+WITHOUT_ARITHMETIC = [torch.uint16, torch.uint64, torch.float8_e4m3fn, torch.int1]
+
+
+@pytest.mark.parametrize("dtype", WITHOUT_ARITHMETIC)
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_dtypes_that_cannot_be_reduced(dtype, backend):
+    moved = {"all_gather", "all_to_all", "gather"}
+    calls = {name: call for name, call in REDUCTIONS.items() if name not in moved}
+
+    def main():
+        x = torch.empty((), dtype=dtype)  # of which most ranks would get nothing to reduce
+        for call in (calls | (STATISTICS if dtype.is_floating_point else {})).values():
+            with pytest.raises(ArgumentError, match=f"tensor is {dtype}: .*convert the tensor"):
+                call(x)
+        with C.checks(), pytest.raises(ArgumentError, match="op is sum"):
+            C.all_reduce(x)
+        return C.all_gather(x.reshape(1).view(torch.uint8)).dtype  # still in step
+
+    run_ranks(main, backend=backend, timeout=30)
+
+
+def test_cotangents_of_a_dtype_that_cannot_be_reduced():
+    def main():
+        for move in (C.all_gather, lambda x: C.broadcast(x, 0)):
+            x = torch.ones(1).to(torch.float8_e4m3fn).requires_grad_()
+            with pytest.raises(ArgumentError, match=r"op is sum, .*float8_e4m3fn: .* convert"):
+                move(x).float().sum().backward()
+
+    run_ranks(main, timeout=30)
+
+
+def test_what_can_be_reduced_of_narrow_dtypes():
+    def main():
+        x = torch.tensor([6, 3, 1], dtype=torch.uint16)
+        bits = torch.tensor([dist.get_rank() + 1], dtype=torch.uint16)
+        y = torch.tensor([1 + 2j, 3j]).to(torch.complex32)
+        return (
+            C.all_reduce(bits, "bor").tolist(),
+            C.scan(x, "product").tolist(),
+            C.all_reduce(y).tolist(),
+            C.reduce_scatter(y, sizes=[1, 1]).tolist(),
+            C.mean(y, 0).to(torch.complex64).tolist(),
+        )
+
+    gloo = run_ranks(main)
+    assert gloo == run_ranks(main, backend="shm")
+    rank_0, rank_1 = gloo
+    assert rank_0 == ([3], [6, 3, 1], [2 + 4j, 6j], [2 + 4j], 0.5 + 2.5j)
+    assert rank_1 == ([3], [36, 9, 1], [2 + 4j, 6j], [6j], 0.5 + 2.5j)
+
+
 def test_the_environment_s_word_for_checks():
     def main():
         os.environ["GRADWIRE_CHECKS"] = "yes"
@@ -102,6 +168,8 @@ def test_lists_whose_tensors_are_not_alike(name, xs, kind, message):
         (lambda: C.halo_exchange(EYE, (1, 2, 3)), ArgumentTypeError, "give one number, or two"),
         (lambda: C.halo_exchange(EYE, -1), ArgumentError, "widths is -1: give numbers ≥ 0"),
         (lambda: C.mean([1.0]), ArgumentTypeError, "x is a list"),
+        (lambda: C.logsumexp(EYE + 0j, 0), ArgumentError, "complex numbers have no order"),
+        (lambda: C.all_reduce(EYE.to(torch.complex32), "avg"), ArgumentError, "op is avg, .* conv"),
         (lambda: C.ppermute(EYE, [0]), ArgumentTypeError, r"pairs is \[0\]: give a list of"),
         (lambda: C.shift(EYE, 1.5), ArgumentTypeError, "k is 1.5"),
         (lambda: C.barrier(3), ArgumentTypeError, "x is a int"),

@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.collectives.args.tensors import check_dense
+from gradwire.collectives.wire import reduce_locally
+from gradwire.collectives.wire.computable import Reduction, check_computable
 from gradwire.errors import ArgumentError, ArgumentTypeError
 
 __all__ = ["BITWISE", "Op", "Premul", "check_reducible", "reducible"]
@@ -73,11 +75,23 @@ def _as_reduction(op: object) -> str | Premul:
     return name
 
 
-def check_reducible(x: Tensor, op: str | Premul) -> None:
-    """Raise if the op is not defined for the tensor's dtype.
+def _reduced(pieces: Tensor, op: str) -> Tensor:
+    """What is computed of all ranks' pieces, wherever that is done."""
+    if op == "avg":
+        return reduce_locally(pieces, "sum").div_(len(pieces))
+    return reduce_locally(pieces, op)
+
+
+def check_reducible(x: Tensor, op: str | Premul, reduction: Reduction = _reduced) -> None:
+    """Raise if the op is not defined for the tensor's dtype, or PyTorch cannot compute it.
+
+    Args:
+        x: The tensor.
+        op: The op, as `_as_reduction` gives it.
+        reduction: What computes it, from all ranks' pieces, stacked, and the op's name.
 
     Raises:
-        ArgumentError: It is not.
+        ArgumentError: It is not, or PyTorch cannot.
     """
     check_dense(x)
     real_or_complex = x.is_floating_point() or x.is_complex()
@@ -89,6 +103,7 @@ def check_reducible(x: Tensor, op: str | Premul) -> None:
         raise ArgumentError(f"op is avg, tensor is {x.dtype}: it takes floating-point numbers")
     if x.dtype == torch.bool and op not in ("band", "bor", "bxor", "max", "min"):
         raise ArgumentError(f"op is {op}, tensor is torch.bool: give band, bor, bxor, max or min")
+    check_computable(x, "sum" if isinstance(op, Premul) else op, reduction)
 
 
 def _premultiplied(x: Tensor, op: Premul) -> tuple[Tensor, str]:

@@ -88,26 +88,31 @@ def exscan(
 def _prefix(name: str, x: Tensor, op: str, group: ProcessGroup, check: bool | None) -> Tensor:
     if op not in _OPS:
         raise ArgumentError(f"op is {op!r}: {name} takes {', '.join(_OPS)}")
-    check_reducible(x, op)
+    reduction = _up_to if name == "scan" else _before
+    check_reducible(x, op, reduction)
     if consistency.enabled(check):
         x, _, _ = consistency.agree(
             group, x, CallSignature(name, *consistency.tensor_fields(x), reduce=op)
         )
 
-    def before(pieces: Tensor) -> Tensor:
-        if op in ("max", "min"):
-            return _exclusive_extremum(pieces, op)
-        fn: Callable[[Tensor, Tensor], Tensor] = torch.add if op == "sum" else torch.mul
-        return exclusive_scan(pieces, fn, 0 if op == "sum" else 1)
+    return combine(x, group, lambda pieces: reduction(pieces, op))
 
-    def up_to(pieces: Tensor) -> Tensor:
-        if op == "sum":
-            return pieces.cumsum(0, dtype=pieces.dtype)
-        if op == "product":
-            return before(pieces) * pieces
-        return torch.cat([_exclusive_extremum(pieces, op)[1:], _extremum(pieces, op).unsqueeze(0)])
 
-    return combine(x, group, up_to if name == "scan" else before)
+def _up_to(pieces: Tensor, op: str) -> Tensor:
+    """Row r is the reduction of the rows up to r."""
+    if op == "sum":
+        return pieces.cumsum(0, dtype=pieces.dtype)
+    if op == "product":
+        return _before(pieces, op) * pieces
+    return torch.cat([_exclusive_extremum(pieces, op)[1:], _extremum(pieces, op).unsqueeze(0)])
+
+
+def _before(pieces: Tensor, op: str) -> Tensor:
+    """Row r is the reduction of the rows before r."""
+    if op in ("max", "min"):
+        return _exclusive_extremum(pieces, op)
+    fn: Callable[[Tensor, Tensor], Tensor] = torch.add if op == "sum" else torch.mul
+    return exclusive_scan(pieces, fn, 0 if op == "sum" else 1)
 
 
 def _exclusive_extremum(pieces: Tensor, op: str) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from gradwire.collectives.args.ranks import resolve_group
+from gradwire.collectives.args.reductions import check_reducible
 from gradwire.collectives.args.sizes import valid_dim
 from gradwire.collectives.args.tensors import check_dense
 from gradwire.collectives.ops.all_reduce import all_reduce
@@ -21,6 +22,12 @@ from gradwire.errors import ArgumentError
 __all__ = ["logsumexp", "mean", "norm", "softmax", "var"]
 
 Dims = int | Sequence[int]
+
+_WIDER = {
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.complex32: torch.complex64,
+}
 
 
 def mean(
@@ -155,6 +162,9 @@ def logsumexp(
 
     Adjoint: the summed cotangents times `softmax`.
 
+    Raises:
+        ArgumentError: Complex, or not floating-point.
+
     Example:
         >>> from gradwire.collectives import logsumexp
         >>> run_ranks(lambda: logsumexp(torch.tensor(1000.0)), world_size=2)
@@ -162,6 +172,7 @@ def logsumexp(
     """
     group = resolve_group(group)
     wide = _wide(x)
+    check_reducible(wide, "max")
     dims = _dims(x, dim)
     top = _maximum(wide.detach(), dims, group, check)
     top = torch.where(top.isinf(), 0, top)
@@ -201,12 +212,13 @@ def _wide(x: Tensor) -> Tensor:
     """In a dtype that has the digits and the range for sums and counts.
 
     Raises:
-        ArgumentError: Not floating-point or complex.
+        ArgumentError: Not floating-point or complex, or PyTorch cannot compute with it.
     """
     check_dense(x)
     if not (x.is_floating_point() or x.is_complex()):
         raise ArgumentError(f"x is {x.dtype}: statistics take floating-point or complex numbers")
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    check_reducible(x, "sum")
+    return x.to(_WIDER[x.dtype]) if x.dtype in _WIDER else x
 
 
 def _sum_and_count(

@@ -22,6 +22,7 @@ from gradwire.collectives.wire.backends import (
     options,
     without_tangent,
 )
+from gradwire.collectives.wire.computable import check_computable
 from gradwire.collectives.wire.movement import all_gather, all_to_all
 from gradwire.collectives.wire.pending import Pending, done
 
@@ -84,8 +85,10 @@ def reduce_scatter(
         return Pending(
             (getattr(group, REDUCE_SCATTER_SINGLE)(*buffer, chosen),), lambda: out, group
         )
-    # On Gloo this takes less than half as long as its reduce_scatter. It does every op and dtype,
-    # adds in one fixed order, and accumulates half precision in float32.
+    # Here too, for backward: a gather's cotangents may have a dtype that is only moved in forward.
+    check_computable(x, op, reduce_locally)
+    # On Gloo this takes less than half as long as its reduce_scatter. It does every op, adds in
+    # one fixed order, and accumulates half precision in float32.
     received = all_to_all(x, sizes, None if sizes is None else [rows] * world, group, blocking)
     return Pending((), lambda: reduce_locally(received.wait().view(world, rows, *x.shape[1:]), op))
 
@@ -93,6 +96,8 @@ def reduce_scatter(
 def reduce_locally(pieces: Tensor, op: str) -> Tensor:
     """The reduction over the first dim, in one fixed order."""
     if op == "sum":
+        if pieces.dtype == torch.complex32:  # PyTorch's sum does not take it on the CPU
+            return torch.view_as_complex(torch.view_as_real(pieces).sum(0))
         return pieces.sum(0, dtype=pieces.dtype)
     if op == "product":
         return pieces.prod(0, dtype=pieces.dtype)
