@@ -115,6 +115,48 @@ def test_forward_over_reverse():
     run_ranks(lambda: each(run), 2)
 
 
+def tied(x):
+    """What the other rank sends, squared; `tie` has derivatives of its own."""
+    first, other, token = dist.get_rank() == 0, 1 - dist.get_rank(), 0 * x.sum()
+    if first:
+        token = C.send(x, other, token=token)
+    y, token = C.recv(x, other, token=token)
+    if not first:
+        token = C.send(x, other, token=token)
+    return C.tie(y * y, token)
+
+
+def test_forward_mode_in_forward_mode():
+    def run(op):
+        x, t = (torch.rand(2, 3, dtype=torch.float64) + 0.5 for _ in range(2))
+
+        def first(x):
+            return jvp(lambda x: op(x**3), (x,), (t,))[1]
+
+        _, second = jvp(first, (x,), (t,))
+        step = 1e-6
+        close(second / 1e3, ((first(x + step * t) - first(x - step * t)) / (2 * step)) / 1e3)
+
+    run_ranks(lambda: each(run, OPS | {"tie": tied}), 2)
+
+
+def test_hessian_of_a_product_by_forward_mode():
+    def main():
+        x = torch.tensor([2.0, 3.0]) + dist.get_rank()
+        two = jacfwd(jacfwd(lambda x: C.all_reduce(x, "product")[0]))(x)
+        _, third = jvp(lambda x: jvp(first, (x,), (one,))[1], (x,), (one,))
+        return two.tolist(), third.tolist()
+
+    one = torch.ones(2)
+
+    def first(x):
+        return jvp(lambda x: C.all_reduce(x**2, "product"), (x,), (one,))[1]
+
+    # Ranks move along together. x (x + 1) has the second derivative 2; (x (x + 1))² has the third
+    # one 24 x + 12.
+    assert run_ranks(main, 2) == [([[2.0, 0.0], [0.0, 0.0]], [60.0, 84.0])] * 2
+
+
 def test_jacobians_by_forward_mode_and_hessians():
     def main():
         x = torch.tensor([1.0, 2.0], dtype=torch.float64) + dist.get_rank()

@@ -28,12 +28,14 @@ from gradwire.collectives.autograd.linear_collective import (
     compiling,
     decode_plan,
     graph_is_needed,
+    nested_forward_mode,
     result_like,
 )
 from gradwire.collectives.checks.consistency import CheckContext
 from gradwire.collectives.ops.plans import AllReduce, ReductionCollective
 from gradwire.collectives.ops.sharded import exclusive_product
 from gradwire.collectives.wire import Pending
+from gradwire.collectives.wire.backends import without_tangent
 
 __all__ = ["apply_reduction", "divide_if_avg"]
 
@@ -113,8 +115,10 @@ class _Reduction(Function):
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Any:
-        local = tangent * _derivative(ctx.plan, ctx.op, *ctx.saved_tensors)
-        return apply_linear(ctx.plan, local, ctx.check), None
+        with nested_forward_mode():
+            x, y = (without_tangent(saved) for saved in ctx.saved_tensors)
+            local = tangent * _derivative(ctx.plan, ctx.op, x, y)
+            return apply_linear(ctx.plan, local, ctx.check), None
 
     @staticmethod
     def vmap(_: Any, in_dims: Any, x: Tensor, plan: Any, op: str, context: Any) -> Any:

@@ -18,7 +18,7 @@ from gradwire._groups import rank_in_group
 from gradwire.collectives import wire
 from gradwire.collectives.args.ranks import resolve_group, root_of
 from gradwire.collectives.args.tensors import check_dense
-from gradwire.collectives.autograd.linear_collective import apply_linear
+from gradwire.collectives.autograd.linear_collective import apply_linear, nested_forward_mode
 from gradwire.collectives.ops.plans import SendReceive
 from gradwire.errors import ArgumentError
 
@@ -87,7 +87,8 @@ class _Tie(Function):
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, _: Any) -> Tensor:
-        return tangent.clone()
+        with nested_forward_mode():
+            return tangent.clone()
 
 
 class _Untie(Function):
