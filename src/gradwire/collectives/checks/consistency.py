@@ -72,8 +72,9 @@ def checks(on: bool = True) -> Iterator[None]:
     environment variable `GRADWIRE_CHECKS` (0 or 1). By default they are off, and nothing is sent
     besides the data: each costs about as much as a collective of 200 bytes. The "shm" backend
     compares op, reduction, root, dtype and sizes in the headers of its messages, always; and,
-    unless checks are switched off, the rest of the signature where it is equal on all ranks (no
-    sizes or splits given).
+    unless checks are switched off, the rest of the signature, but not that of `scatter`, nor of
+    `vary` and `invariant`, which have no message. Never compared are `barrier`, and `send`, `recv`
+    and `send_recv`, which only some ranks call: there, ask for gradients on all that call them.
 
     Example:
         Rank 1 holds one number more than rank 0.

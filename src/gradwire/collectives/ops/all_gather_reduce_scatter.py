@@ -115,7 +115,7 @@ def checked_gather(
     def start(front: Tensor, context: CheckContext) -> Any:
         return gather(resolve_sizes(sizes, front.shape[0], group), front, context)
 
-    return run_checked(group, front, check, describe, start, same_on_all=sizes is None)
+    return run_checked(group, front, check, describe, start)
 
 
 @overload

@@ -159,7 +159,6 @@ def _exchange_rows(
             receive=receive or (),
         )
 
-    context = consistency.UNCHECKED
     requested = consistency.requested(check)
     if requested:
         rows, context, peers = consistency.agree(group, rows, describe())
@@ -167,17 +166,16 @@ def _exchange_rows(
         if send is not None or any(peer.send != peers[0].send for peer in peers):
             send = send or equal_sizes(rows.shape[0], group, "x")
             receive = tuple(peer.send[group.rank()] for peer in peers)
-    elif send is None and receive is None:
-        # all ranks have one signature, as `run_checked` needs it; with splits each has another
-        plan = AllToAll(group)
+        return apply_or_start(AllToAll(group, send, receive), rows, context, async_op), receive
 
-        def start(rows: Tensor, context: CheckContext) -> Any:
-            return apply_or_start(plan, rows, context, async_op)
+    def start(rows: Tensor, context: CheckContext) -> Any:
+        nonlocal receive
+        if send is not None and output_splits is None:
+            receive = tuple(exchange_ints(send, group))
+        return apply_or_start(AllToAll(group, send, receive), rows, context, async_op)
 
-        return run_checked(group, rows, requested, describe, start), None
-    elif send is not None and receive is None:
-        receive = tuple(exchange_ints(send, group))
-    return apply_or_start(AllToAll(group, send, receive), rows, context, async_op), receive
+    result = run_checked(group, rows, requested, describe, start)
+    return result, receive
 
 
 def _exchange_list(

@@ -217,7 +217,8 @@ def send_recv(
 ) -> Tensor:
     """Send a tensor to one rank while receiving another's, of the same shape, without deadlock.
 
-    Only the ranks that send or receive something call it.
+    Only the ranks that send or receive something call it. If one asks for a gradient, let all that
+    call it do so: no check can compare them, and its backward waits for theirs.
 
     Args:
         x: What is sent. Any shape, dtype and strides.

@@ -12,6 +12,7 @@ from gradwire.collectives.args.ranks import resolve_group
 from gradwire.collectives.args.reductions import check_reducible
 from gradwire.collectives.checks import consistency
 from gradwire.collectives.checks.call_signature import CallSignature
+from gradwire.collectives.ops.checked import run_checked
 from gradwire.collectives.ops.sharded import combine, exclusive_scan, filled_row
 from gradwire.errors import ArgumentError
 
@@ -90,12 +91,13 @@ def _prefix(name: str, x: Tensor, op: str, group: ProcessGroup, check: bool | No
         raise ArgumentError(f"op is {op!r}: {name} takes {', '.join(_OPS)}")
     reduction = _up_to if name == "scan" else _before
     check_reducible(x, op, reduction)
-    if consistency.enabled(check):
-        x, _, _ = consistency.agree(
-            group, x, CallSignature(name, *consistency.tensor_fields(x), reduce=op)
-        )
-
-    return combine(x, group, lambda pieces: reduction(pieces, op))
+    return run_checked(
+        group,
+        x,
+        check,
+        lambda: CallSignature(name, *consistency.tensor_fields(x), reduce=op),
+        lambda x, context: combine(x, group, lambda pieces: reduction(pieces, op), context),
+    )
 
 
 def _up_to(pieces: Tensor, op: str) -> Tensor:

@@ -14,19 +14,26 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from gradwire.collectives.autograd.linear_collective import apply_linear
+from gradwire.collectives.checks.consistency import UNCHECKED, CheckContext
 from gradwire.collectives.ops.plans import AllToAll
 from gradwire.collectives.wire import split_sizes
 
 __all__ = ["combine", "exclusive_product", "exclusive_scan", "filled_row"]
 
 
-def combine(x: Tensor, group: ProcessGroup, fn: Callable[[Tensor], Tensor]) -> Tensor:
+def combine(
+    x: Tensor,
+    group: ProcessGroup,
+    fn: Callable[[Tensor], Tensor],
+    context: CheckContext = UNCHECKED,
+) -> Tensor:
     """Row r, on rank r, of `fn` of all ranks' tensors stacked.
 
     Args:
         x: The same shape on all ranks.
         group: The group of W ranks.
         fn: From (W, n) to (W, n), column by column.
+        context: For the backwards of both exchanges.
     """
     world = group.size()
     flat = x.reshape(-1)
@@ -36,9 +43,9 @@ def combine(x: Tensor, group: ProcessGroup, fn: Callable[[Tensor], Tensor]) -> T
         to_shards, from_shards = AllToAll(group, sizes, mine), AllToAll(group, mine, sizes)
     else:
         to_shards = from_shards = AllToAll(group)
-    pieces = apply_linear(to_shards, flat)
+    pieces = apply_linear(to_shards, flat, context)
     pieces = fn(pieces.reshape(world, pieces.shape[0] // world))
-    return apply_linear(from_shards, pieces.reshape(-1)).reshape(x.shape)
+    return apply_linear(from_shards, pieces.reshape(-1), context).reshape(x.shape)
 
 
 def exclusive_product(x: Tensor, group: ProcessGroup) -> Tensor:
