@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ import torch.distributed as dist
 from gradwire import collectives as C
 from gradwire.errors import ArgumentError, ArgumentTypeError
 from gradwire.testing import run_ranks
+
+SOON_S = 10.0
 
 OPS = {
     "all_reduce": C.all_reduce,
@@ -122,7 +125,7 @@ EYE = torch.eye(4)
 LISTS = {
     "all_to_all": C.all_to_all,
     "reduce_scatter": C.reduce_scatter,
-    "scatter": lambda xs: C.scatter(xs, dist.get_rank()),
+    "scatter": lambda xs: C.scatter(xs, 0),
 }
 
 
@@ -199,3 +202,28 @@ def test_a_receiver_s_sizes_are_those_of_like():
                 C.scatter(None, 0, like=(2,))
 
     run_ranks(main)
+
+
+@pytest.mark.parametrize(
+    ("xs", "options", "kind", "message"),
+    [
+        (torch.ones(3), {}, ArgumentError, "xs has size 3 .* 2 does not divide it; give the"),
+        (torch.ones(3), {"sizes": [1, 1]}, ArgumentError, "sizes is"),
+        ([EYE], {}, ArgumentError, "xs has 1 pieces: give one for each of 2 ranks"),
+        (None, {}, ArgumentTypeError, "xs is a NoneType: give a tensor"),
+        (EYE.to("meta"), {}, ArgumentError, "xs is on meta on the root"),
+        (EYE, {"dim": 7}, ArgumentError, "dim is 7"),
+        (EYE[:3], {"like": EYE[:2], "check": True}, ArgumentError, "xs has size 3"),
+    ],
+)
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_what_a_scatter_s_root_cannot_split_is_an_error_on_all(xs, options, kind, message, backend):
+    def main():
+        started, at_root = time.monotonic(), dist.get_rank() == 1
+        with pytest.raises(kind, match=message) as caught:
+            C.scatter(xs if at_root else None, 1, **options)
+        assert time.monotonic() - started < SOON_S
+        assert at_root or str(caught.value).startswith("scatter, on rank 1 of the group: ")
+        return C.scatter(EYE if at_root else None, 1).tolist()  # still in step
+
+    assert run_ranks(main, backend=backend, timeout=30) == [EYE[:2].tolist(), EYE[2:].tolist()]

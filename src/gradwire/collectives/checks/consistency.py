@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import count
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
@@ -34,13 +34,14 @@ from gradwire.collectives.checks.call_signature import (
 )
 from gradwire.collectives.wire.backends import dense, in_bytes, placeholder
 from gradwire.collectives.wire.ints import gather_ints
-from gradwire.errors import ArgumentError, MismatchError
+from gradwire.errors import ArgumentError, ArgumentTypeError, MismatchError
 from gradwire.recorder import failed
 
 __all__ = [
     "UNCHECKED",
     "CheckContext",
     "Checked",
+    "Refusal",
     "agree",
     "agree_with_root",
     "checks",
@@ -56,6 +57,14 @@ __all__ = [
 ENVIRONMENT = "GRADWIRE_CHECKS"
 _TEXT = 200
 """Bytes of a rank's value in an error message."""
+
+
+class Refusal(NamedTuple):
+    """Why a rank's arguments cannot be used; not the error, whose traceback would hold tensors."""
+
+    kind: type[ArgumentError | ArgumentTypeError]
+    message: str
+
 
 _setting: ContextVar[bool | None] = ContextVar("gradwire_checks", default=None)
 _numbers: WeakKeyDictionary[ProcessGroup, count[int]] = WeakKeyDictionary()
@@ -179,16 +188,30 @@ def agree(
 
 
 def agree_with_root(
-    group: ProcessGroup, x: Tensor | None, call: CallSignature, root: int
+    group: ProcessGroup,
+    x: Tensor | None,
+    call: CallSignature,
+    root: int,
+    refusal: Refusal | None = None,
 ) -> tuple[Tensor, CheckContext, list[PeerSignature]]:
     """`agree`, where ranks without a tensor get a placeholder of the root's shape and dtype.
 
+    Args:
+        group: The group.
+        x: The tensor, if this rank has one.
+        call: What the ranks compare.
+        root: The root, in the group.
+        refusal: On the root, why it has no tensor.
+
     Raises:
-        ArgumentError: On every rank, if the root's signature has no room for its shape.
+        ArgumentError, ArgumentTypeError: On every rank, if the root's arguments are refused, or
+            its signature has no room for its shape.
         MismatchError: On every rank, if they disagree.
         NotSupportedError: A rank has no tensor, within torch.func's transforms.
     """
     own, context, peers = agree(group, torch.empty(()) if x is None else x, call)
+    if peers[root].dtype is None:
+        _raise_refusal(group, root, call.op, refusal)
     if any(peer.dtype is None for peer in peers):
         shape, dtype = peers[root].shape, peers[root].dtype
         if shape is None:
@@ -250,9 +273,7 @@ def exchange(group: ProcessGroup, call: CallSignature) -> tuple[list[PeerSignatu
 
 def _raise_mismatch(group: ProcessGroup, field: str, call: CallSignature) -> NoReturn:
     """Exchange the ranks' values of a field, and raise with all of them."""
-    text = description(field, call).encode()[:_TEXT]
-    everyone = gather_ints(list(text.ljust(_TEXT)), group)
-    values = [bytes(row).decode(errors="replace").rstrip() for row in everyone]
+    values = _gather_text(description(field, call), group, _TEXT)
     held = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
     error = MismatchError(
         f"{call.op}: ranks disagree on {field}: {held}. Nothing was sent; give every rank of the "
@@ -261,3 +282,23 @@ def _raise_mismatch(group: ProcessGroup, field: str, call: CallSignature) -> NoR
     )
     failed(error, group=group)
     raise error
+
+
+def _raise_refusal(group: ProcessGroup, root: int, op: str, refusal: Refusal | None) -> NoReturn:
+    """Send the root's refusal to all ranks, and raise it there."""
+    if refusal is None:
+        refusal = Refusal(ArgumentError, "")
+    is_type_error = issubclass(refusal.kind, ArgumentTypeError)
+    text = _gather_text(f"{int(is_type_error)}{refusal.message}", group, 5 * _TEXT)[root]
+    if group.rank() != root:
+        kind = ArgumentTypeError if text.startswith("1") else ArgumentError
+        refusal = Refusal(kind, f"{op}, on rank {root} of the group: {text[1:]}")
+    error = refusal.kind(refusal.message)
+    failed(error, group=group)
+    raise error
+
+
+def _gather_text(text: str, group: ProcessGroup, size: int) -> list[str]:
+    """Each rank's text, of which so many bytes are sent."""
+    everyone = gather_ints(list(text.encode()[:size].ljust(size)), group)
+    return [bytes(row).decode(errors="replace").rstrip() for row in everyone]

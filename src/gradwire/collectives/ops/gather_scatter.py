@@ -24,10 +24,11 @@ from gradwire.collectives.args.sizes import (
 from gradwire.collectives.args.transforms import refuse_in_transforms
 from gradwire.collectives.autograd.handles import Handle, apply_or_start, then
 from gradwire.collectives.checks import consistency
-from gradwire.collectives.checks.consistency import CheckContext
+from gradwire.collectives.checks.consistency import CheckContext, Refusal
 from gradwire.collectives.ops.all_gather_reduce_scatter import checked_gather
 from gradwire.collectives.ops.plans import Gather, Scatter
 from gradwire.collectives.ops.scatter_source import ScatterSource, agree_on_source
+from gradwire.errors import ArgumentError, ArgumentTypeError
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -170,7 +171,8 @@ def scatter(
     Adjoint: gather of the cotangents on the root.
 
     Raises:
-        ArgumentError: No root or two, or not a piece for each rank.
+        ArgumentError: No root or two, or not a piece for each rank; on every rank with checks on or
+            without `like`.
         MismatchError: Ranks disagree, with checks on or without `like`.
         NotSupportedError: Without `like`, or with one on "meta", inside torch.func's transforms.
 
@@ -184,19 +186,25 @@ def scatter(
     """
     group = resolve_group(group)
     root = root_of(group, src, group_src, "src")
-    source: ScatterSource | None = None
+    if like is None:
+        refuse_in_transforms("scatter without like", "give it on every rank")
+    exchanges = like is None or consistency.enabled(check)
+    source: ScatterSource | Refusal | None = None
     if group.rank() == root:
-        source = ScatterSource.on_root(xs, dim, sizes, group)
+        try:
+            source = ScatterSource.on_root(xs, dim, sizes, group)
+        except (ArgumentError, ArgumentTypeError) as error:
+            if not exchanges:
+                raise
+            source = Refusal(type(error), str(error))
     elif like is not None:
         source = ScatterSource.from_like(like, dim, sizes, group)
     context = consistency.UNCHECKED
-    if like is None:
-        refuse_in_transforms("scatter without like", "give it on every rank")
-    if like is None or consistency.enabled(check):
+    if exchanges:
         source, context = agree_on_source(source, root, dim, group)
-    elif source is not None and group.rank() != root:
+    assert isinstance(source, ScatterSource)
+    if not exchanges and group.rank() != root:
         resolve_sizes(source.sizes, source.expected_rows, group)
-    assert source is not None
     if group.rank() != root and like is None:
         source = source.attach_to(xs)
     op = Scatter(group, root, source.sizes, len(source.rows))

@@ -16,7 +16,7 @@ from gradwire.collectives.args.transforms import refuse_in_transforms
 from gradwire.collectives.autograd.unstack import concat
 from gradwire.collectives.checks import consistency
 from gradwire.collectives.checks.call_signature import CallSignature
-from gradwire.collectives.checks.consistency import CheckContext
+from gradwire.collectives.checks.consistency import CheckContext, Refusal
 from gradwire.collectives.wire.backends import placeholder
 
 __all__ = ["ScatterSource", "agree_on_source"]
@@ -87,14 +87,24 @@ class ScatterSource:
 
 
 def agree_on_source(
-    source: ScatterSource | None, root: int, dim: int, group: ProcessGroup
+    source: ScatterSource | Refusal | None, root: int, dim: int, group: ProcessGroup
 ) -> tuple[ScatterSource, CheckContext]:
     """The source that all ranks agree on; a rank that has None gets shape and sizes from the root.
 
+    Args:
+        source: This rank's; on the root why there is none, if so.
+        root: The root, in the group.
+        dim: As the caller gave it.
+        group: The group.
+
     Raises:
         MismatchError: On every rank, if they disagree.
-        ArgumentError: On every rank, if the root's tensor has too many dims to describe.
+        ArgumentError, ArgumentTypeError: On every rank, if the root has no source, or its tensor
+            has too many dims to describe.
     """
+    refusal: Refusal | None = None
+    if isinstance(source, Refusal):
+        source, refusal = None, source
     at_root = group.rank() == root
     call = CallSignature("scatter", None, None, root=root, detail=f"dim={dim}", ragged=True)
     if source is None:
@@ -108,7 +118,7 @@ def agree_on_source(
             receive=() if at_root else _expected(source.expected_rows, root, group),
         )
     own = None if source is None else source.rows
-    rows, context, peers = consistency.agree_with_root(group, own, call, root)
+    rows, context, peers = consistency.agree_with_root(group, own, call, root, refusal)
     sizes = tuple(peers[root].send)
     if source is not None:
         return replace(source, rows=rows, sizes=sizes), context
