@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from torch.autograd import forward_ad
 
 from gradwire import collectives as C
 from gradwire.collectives import wire
@@ -34,6 +35,37 @@ OPS = {
     "ppermute": lambda x, **o: C.ppermute(x, [(1, 0)], **o),
     "shift": lambda x, **o: C.shift(x, **o),
 }
+
+
+def waited(op, x):
+    out = op(x, async_op=True).wait()
+    return torch.cat([y.reshape(-1) for y in out]) if isinstance(out, tuple) else out
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_batched_cotangents_and_cotangents_with_tangents(name):
+    def main():
+        x = torch.randn(2, 2, dtype=torch.float64, requires_grad=True)
+        y = waited(OPS[name], x)
+        cotangents = torch.randn(3, *y.shape, dtype=torch.float64, requires_grad=True)
+
+        def pulled(cotangent, **options):
+            options |= {"retain_graph": True, "create_graph": True}
+            return torch.autograd.grad(y, x, cotangent, **options)[0]
+
+        loop = torch.stack([pulled(c) for c in cotangents])
+        batched = pulled(cotangents, is_grads_batched=True)
+        torch.testing.assert_close(batched, loop)
+        torch.testing.assert_close(
+            *(torch.autograd.grad(total.square().sum(), cotangents)[0] for total in (batched, loop))
+        )
+        torch.testing.assert_close(torch.func.vmap(pulled)(cotangents), loop)
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(cotangents[0].detach(), cotangents[1].detach())
+            torch.testing.assert_close(forward_ad.unpack_dual(pulled(dual)).tangent, loop[1])
+        return C.all_reduce(torch.ones(1)).item()  # the group still works
+
+    assert run_ranks(main, 2, timeout=30) == [2.0, 2.0]
 
 
 @pytest.mark.parametrize("name", OPS)

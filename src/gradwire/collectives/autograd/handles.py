@@ -11,7 +11,9 @@ import warnings
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
+import torch
 from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import Function
 
 from gradwire.collectives.args.transforms import refuse_split
@@ -19,6 +21,7 @@ from gradwire.collectives.autograd.linear_collective import (
     LinearCollective,
     apply_linear,
     graph_is_needed,
+    is_transformed,
 )
 from gradwire.collectives.checks.consistency import CheckContext
 from gradwire.collectives.wire import Pending
@@ -99,7 +102,8 @@ class AsyncState:
     Attributes:
         pending: The collective, from the start to the wait.
         adjoint: In backward, the state of the adjoint collective, from the wait to the start.
-        result: A copy of the result, if backward needs it.
+        result: A copy of the result, if backward needs it. In backward, the adjoint collective's,
+            if that was not split into a start and a wait.
     """
 
     __slots__ = ("adjoint", "pending", "result")
@@ -121,6 +125,8 @@ class AsyncState:
         """In backward: the result of the adjoint collective, which the wait's backward started."""
         state, self.adjoint = self.adjoint, None
         assert state is not None
+        if state.result is not None:
+            return state.result
         return _Wait.apply(token, adjoint, state, context)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -162,6 +168,11 @@ class _Wait(Function):
         # overlaps with the adjoint collective.
         ctx.state.adjoint = adjoint = AsyncState()
         with ctx.check.backward(cotangent):
+            if is_legacy_batchedtensor(cotangent) or is_transformed():
+                # Of such cotangents (is_grads_batched, forward mode) only the whole has rules.
+                adjoint.result = apply_linear(ctx.plan.adjoint(), cotangent, ctx.check)
+                token = torch.zeros((), dtype=cotangent.dtype, device=cotangent.device)
+                return token, None, None, None
             return _Start.apply(cotangent, ctx.plan.adjoint(), adjoint, ctx.check), None, None, None  # type: ignore[no-untyped-call]
 
 
