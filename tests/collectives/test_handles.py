@@ -69,6 +69,20 @@ def test_batched_cotangents_and_cotangents_with_tangents(name):
 
 
 @pytest.mark.parametrize("name", OPS)
+def test_a_tangent_is_refused_before_anything_is_sent(name):
+    def main():
+        x = torch.ones(2, 2)
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(x, x)
+            with pytest.raises(NotSupportedError, match="tensor with a tangent: leave it out"):
+                OPS[name](dual, async_op=True)
+            without = waited(OPS[name], x)
+        return torch.equal(without, waited(OPS[name], x))
+
+    assert run_ranks(main, 2, timeout=30) == [True, True]
+
+
+@pytest.mark.parametrize("name", OPS)
 def test_the_same_as_without(name):
     def main():
         results = []

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+from torch.autograd import forward_ad
 
 from gradwire.errors import NotSupportedError
 
@@ -19,13 +21,15 @@ def refuse_in_transforms(what: str, remedy: str) -> None:
         raise NotSupportedError(f"{what} inside torch.func transforms: {remedy}")
 
 
-def refuse_split() -> None:
-    """Raise where a collective cannot be split into a start and a wait.
+def refuse_split(x: Tensor) -> None:
+    """Raise where a collective of the tensor cannot be split into a start and a wait.
 
     Raises:
-        NotSupportedError: Within torch.func's transforms and torch.compile.
+        NotSupportedError: Within torch.func's transforms, torch.compile, and forward mode.
     """
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         raise NotSupportedError(
             "async_op=True inside torch.func transforms and torch.compile: leave it out there"
         )
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
+        raise NotSupportedError("async_op=True of a tensor with a tangent: leave it out there")

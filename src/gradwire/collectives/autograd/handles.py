@@ -180,7 +180,7 @@ def apply_or_start(plan: LinearCollective, x: Tensor, context: CheckContext, asy
     """The collective's result, or its handle."""
     if not async_op:
         return apply_linear(plan, x, context)
-    refuse_split()
+    refuse_split(x)
     if not graph_is_needed(x):
         return Handle(plan.start(x).wait, plan.name)
     state = AsyncState()

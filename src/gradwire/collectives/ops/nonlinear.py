@@ -66,7 +66,7 @@ def _start_async(
     plan: ReductionCollective, x: Tensor, op: str, context: CheckContext, differentiable: bool
 ) -> Handle[Tensor]:
     """The reduction's handle, with its derivative if it has one."""
-    refuse_split()
+    refuse_split(x)
     if not differentiable or not graph_is_needed(x):
         return Handle(plan.start_reduction(x, op).wait, plan.name)
     state = AsyncState()
