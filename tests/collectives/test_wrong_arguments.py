@@ -227,3 +227,23 @@ def test_what_a_scatter_s_root_cannot_split_is_an_error_on_all(xs, options, kind
         return C.scatter(EYE if at_root else None, 1).tolist()  # still in step
 
     assert run_ranks(main, backend=backend, timeout=30) == [EYE[:2].tolist(), EYE[2:].tolist()]
+
+
+@pytest.mark.parametrize(
+    ("x", "kind", "message"),
+    [
+        (None, ArgumentTypeError, "x is a NoneType on the root: give the tensor to send"),
+        (EYE.to("meta"), ArgumentError, "x is on meta on the root"),
+        (EYE.to_sparse(), ArgumentError, "x has layout torch.sparse_coo"),
+    ],
+)
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_what_a_broadcast_s_root_cannot_send_is_an_error_on_all(x, kind, message, backend):
+    def main():
+        started, at_root = time.monotonic(), dist.get_rank() == 1
+        with C.checks(), pytest.raises(kind, match=message):
+            C.broadcast(x if at_root else None, 1)
+        assert time.monotonic() - started < SOON_S
+        return C.broadcast(EYE if at_root else None, 1, check=True).shape  # still in step
+
+    assert run_ranks(main, backend=backend, timeout=30) == [EYE.shape] * 2

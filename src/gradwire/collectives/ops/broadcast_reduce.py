@@ -16,7 +16,7 @@ from gradwire.collectives.args.transforms import refuse_in_transforms
 from gradwire.collectives.autograd.handles import Handle, apply_or_start
 from gradwire.collectives.checks import consistency
 from gradwire.collectives.checks.call_signature import CallSignature
-from gradwire.collectives.checks.consistency import CheckContext
+from gradwire.collectives.checks.consistency import CheckContext, Refusal
 from gradwire.collectives.ops.checked import run_checked
 from gradwire.collectives.ops.nonlinear import apply_reduction
 from gradwire.collectives.ops.plans import Broadcast, Reduce
@@ -158,14 +158,14 @@ def broadcast(
     """
     group = resolve_group(group)
     root = root_of(group, src, group_src, "src")
-    if isinstance(x, Tensor):
-        check_dense(x)
-        if group.rank() == root:
-            check_has_data(x, "x")
     requested = consistency.requested(check)
-    given = (
-        x if isinstance(x, Tensor) else _receiver_shape(x, group.rank() == root, bool(requested))
-    )
+    given: Tensor | Sequence[int] | Refusal | None
+    try:
+        given = _tensor_or_shape(x, group.rank() == root, bool(requested))
+    except (ArgumentError, ArgumentTypeError) as error:
+        if not requested or group.rank() != root:
+            raise
+        given = Refusal(type(error), str(error))
     op = Broadcast(group, root)
     if requested:
         y, context = _agree(given, root, group)
@@ -181,16 +181,17 @@ def broadcast(
 
 
 def _agree(
-    x: Tensor | Sequence[int] | None, root: int, group: ProcessGroup
+    x: Tensor | Sequence[int] | Refusal | None, root: int, group: ProcessGroup
 ) -> tuple[Tensor, CheckContext]:
     """The tensor to call broadcast with, after ranks compared; without one, of the root's shape."""
     own = x if isinstance(x, Tensor) else None
+    refusal = x if isinstance(x, Refusal) else None
     if own is not None:
         call = CallSignature("broadcast", *consistency.tensor_fields(own), root=root)
     else:
-        shape = None if x is None else tuple(x)
+        shape = None if x is None or isinstance(x, Refusal) else tuple(x)
         call = CallSignature("broadcast", shape, None, consistency.grad_mode(), root=root)
-    y, context, _ = consistency.agree_with_root(group, own, call, root)
+    y, context, _ = consistency.agree_with_root(group, own, call, root, refusal)
     return y, context
 
 
@@ -202,8 +203,13 @@ def _off_meta(x: Tensor, group: ProcessGroup) -> Tensor:
     return placeholder(x.shape, x.dtype, x.requires_grad, group)
 
 
-def _receiver_shape(x: object, at_root: bool, checked: bool) -> Sequence[int] | None:
-    """What a receiver gives instead of a tensor, if it may."""
+def _tensor_or_shape(x: object, at_root: bool, checked: bool) -> Tensor | Sequence[int] | None:
+    """The tensor, or what a receiver gives instead, if it may."""
+    if isinstance(x, Tensor):
+        check_dense(x)
+        if at_root:
+            check_has_data(x, "x")
+        return x
     if at_root:
         raise ArgumentTypeError(f"x is a {type(x).__name__} on the root: give the tensor to send")
     if not checked:
