@@ -12,7 +12,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import FunctionType
 from typing import Any, Final, TypeVar
 
@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Backend as BackendBase
 from torch._C._dynamo import eval_frame
+from torch.autograd import forward_ad
 from torch.distributed import ProcessGroup, Work
 from torch.nn.parallel import DistributedDataParallel
 
@@ -37,6 +38,7 @@ __all__ = [
     "in_compiled_autograd",
     "is_done",
     "narrowed_to_torchs_ddp",
+    "nested_forward_mode",
     "outside_graphs",
     "run_as_written",
     "torchs_flight_records",
@@ -249,3 +251,13 @@ def warn_if_untested(stacklevel: int = 2) -> None:
             "references to gradients: set PYTHON_GIL=1",
             stacklevel=stacklevel + 1,
         )
+
+
+def nested_forward_mode() -> AbstractContextManager[None]:
+    """For a function's `jvp`: what it computes has tangents of the forward mode around this one.
+
+    PyTorch calls a `jvp` with forward mode off: in `jacfwd` of `jacfwd`, all that it computes with
+    torch's own operations would be constant to the outer one. What it saved has this one's
+    tangents, too: those are to be taken off first.
+    """
+    return forward_ad._set_fwd_grad_enabled(True)

@@ -10,6 +10,7 @@ import torch
 import torch.autograd.forward_ad as fwd
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
+from torch.func import jvp
 
 from gradwire.devices import (
     broadcast,
@@ -35,6 +36,11 @@ def leaf(
     *shape: int, dtype: torch.dtype = torch.float64, device: str = "cpu", grad: bool = True
 ) -> Tensor:
     return torch.randn(shape, dtype=dtype, device=device, requires_grad=grad)
+
+
+def jvp_of_jvp(op: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    along = torch.ones_like(x)
+    return jvp(lambda y: jvp(op, (y,), (along,))[1], (x,), (along,))[1]
 
 
 FEW = [["cpu"], ["cpu"] * 2]
@@ -300,3 +306,20 @@ def test_places_have_gradients_of_their_own() -> None:
     inputs[0].grad.zero_()
     assert torch.equal(inputs[1].grad, torch.ones(3))
     assert len({t.grad.data_ptr() for t in inputs}) == 3
+
+
+def test_forward_mode_in_forward_mode(places: list[str]) -> None:
+    devices = [torch.device(p) for p in places]
+    x = torch.randn(len(places) + 1, dtype=torch.float64, device=places[0])
+
+    def sent(y: Tensor) -> Tensor:
+        return gather(scatter(y**3, places), destination=places[0])
+
+    def copied(y: Tensor) -> Tensor:
+        return sum((t.to(places[0]) for t in broadcast(y**3, places)), torch.zeros_like(x))
+
+    def summed(y: Tensor) -> Tensor:
+        return reduce_add([(y**3).to(d) for d in devices], places[0])
+
+    for op, factor in ((sent, 1), (copied, len(places)), (summed, len(places))):
+        torch.testing.assert_close(jvp_of_jvp(op, x), factor * 6 * x)

@@ -7,12 +7,14 @@ call whose tensors have no gradients costs no autograd: it hands out the tensors
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.autograd import Function, forward_ad
 
+from gradwire._torch import nested_forward_mode
 from gradwire.devices.chunks import chunk_copies, concat
 from gradwire.devices.copying import copies_coalesced
 from gradwire.devices.placement import own_place
@@ -100,11 +102,12 @@ class _Broadcast(Function):
         ctx: Any, _copier: None, _devices: None, _tracked: None, _zeros: None, *tangents: Any
     ) -> Any:
         given = {i: tangent for i, tangent in enumerate(tangents) if tangent is not None}
-        replicas = broadcast_lists(list(given.values()), ctx.devices)
         own = own_place(ctx.home, ctx.devices)
-        if own is not None:
-            # the tangent of a view of the input has to be a view of the input's tangent
-            replicas[own] = [t.view_as(t) for t in given.values()]
+        with nested_forward_mode():
+            replicas = broadcast_lists(list(given.values()), ctx.devices)
+            if own is not None:
+                # the tangent of a view of the input has to be a view of the input's tangent
+                replicas[own] = [t.view_as(t) for t in given.values()]
         found = [dict(zip(given, replica, strict=True)) for replica in replicas]
         return tuple(replica.get(i) for replica in found for i in range(ctx.n))
 
@@ -122,6 +125,14 @@ def _sums(replicas: Sequence[Sequence[Tensor | None]], home: torch.device) -> li
         for i, total in zip(positions, reduce_lists(present, home), strict=True):
             result[i] = total
     return result
+
+
+def _followed_sums(
+    replicas: Sequence[Sequence[Tensor | None]], home: torch.device
+) -> list[Tensor | None]:
+    """`_sums` by operations that any transform follows."""
+    columns = [[t.to(home) for t in c if t is not None] for c in zip(*replicas, strict=True)]
+    return [reduce(torch.add, column) if column else None for column in columns]
 
 
 class _ReduceAdd(Function):
@@ -154,11 +165,16 @@ class _ReduceAdd(Function):
     @staticmethod
     def jvp(ctx: Any, _home: None, _size: None, _k: None, *tangents: Any) -> Any:
         n = len(tangents) // len(ctx.devices)
-        sums = _sums(_split(tangents, n), ctx.home)
         # a position's only tangent is the sum itself: cloned, so that in-place ops on one do not
         # change the other
         given = {id(tangent) for tangent in tangents}
-        sums = [s.clone() if s is not None and id(s) in given else s for s in sums]
+        with nested_forward_mode():
+            replicas = _split(tangents, n)
+            if torch._C._are_functorch_transforms_active():  # perhaps one more, around this one
+                sums = _followed_sums(replicas, ctx.home)
+            else:
+                sums = _sums(replicas, ctx.home)
+            sums = [s.clone() if s is not None and id(s) in given else s for s in sums]
         return tuple(
             torch.zeros(shape, dtype=dtype, device=ctx.home)
             if s is None and (dtype.is_floating_point or dtype.is_complex)
@@ -191,7 +207,8 @@ class _Scatter(Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        return scatter_chunks(tangents[-1], ctx.devices, ctx.sizes, ctx.dim)
+        with nested_forward_mode():
+            return scatter_chunks(tangents[-1], ctx.devices, ctx.sizes, ctx.dim)
 
 
 class _Gather(Function):
@@ -214,7 +231,8 @@ class _Gather(Function):
 
     @staticmethod
     def jvp(ctx: Any, _home: None, _dim: None, *tangents: Tensor) -> Any:
-        return gather_chunks(tangents, ctx.dim, ctx.home)
+        with nested_forward_mode():
+            return gather_chunks(tangents, ctx.dim, ctx.home)
 
 
 def broadcast_lists(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, TypeVar
 
@@ -33,7 +32,6 @@ __all__ = [
     "eager_apply",
     "graph_is_needed",
     "is_transformed",
-    "nested_forward_mode",
     "register_plan",
     "result_like",
 ]
@@ -174,16 +172,6 @@ def graph_is_needed(x: Tensor) -> bool:
 def is_transformed() -> bool:
     """Whether torch.func's transforms or forward mode are active."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-
-
-def nested_forward_mode() -> AbstractContextManager[None]:
-    """For a function's `jvp`: what it computes has tangents of the forward mode around this one.
-
-    PyTorch calls a `jvp` with forward mode off: in `jacfwd` of `jacfwd`, all that it computes with
-    torch's own operations would be constant to the outer one. What it saved has this one's
-    tangents, too: take these off first (`without_tangent`).
-    """
-    return forward_ad._set_fwd_grad_enabled(True)
 
 
 def compiling(x: Tensor) -> bool:

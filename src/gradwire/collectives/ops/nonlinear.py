@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
+from gradwire._torch import nested_forward_mode
 from gradwire.collectives.args.reductions import BITWISE
 from gradwire.collectives.args.transforms import refuse_split
 from gradwire.collectives.autograd.handles import (
@@ -28,7 +29,6 @@ from gradwire.collectives.autograd.linear_collective import (
     compiling,
     decode_plan,
     graph_is_needed,
-    nested_forward_mode,
     result_like,
 )
 from gradwire.collectives.checks.consistency import CheckContext
