@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gradwire.errors import ArgumentError, CollectiveTimeoutError, MismatchError
+from gradwire.shm import sync
 from gradwire.shm.message_ring import MessageRing
 from gradwire.shm.register import member_of
 from gradwire.shm.rings import Ring
@@ -177,6 +178,14 @@ def test_the_group_s_timeout_can_be_set():
     on_ranks(own_timeout)
 
 
+def end_beside_it(work):
+    """The main thread runs Python until an operation is done."""
+    future = work.get_future()
+    while not future.done():
+        pass
+    work.wait()
+
+
 def large_beside_others():
     """Operations whose ranks differ in whether they wait: those that do not ask for long steps."""
     rank, world, count = dist.get_rank(), dist.get_world_size(), 10_000_001
@@ -185,7 +194,7 @@ def large_beside_others():
         x.fill_(rank + 1.0)
         work = dist.all_reduce(x, async_op=here)
         if here:
-            work.wait()
+            end_beside_it(work)
         assert x.eq(sum(range(1, world + 1))).all()
         x.fill_(rank)
         works = [dist.broadcast(x, world - 1, async_op=here)]
@@ -195,7 +204,7 @@ def large_beside_others():
         works.append(dist.reduce_scatter_tensor(back, out, async_op=here))
         for work in works:
             if here:
-                work.wait()
+                end_beside_it(work)
         assert out.eq(world - 1).all()
         assert back.eq(world * (world - 1)).all()
     state = member_of(dist.group.WORLD)._state
@@ -208,6 +217,35 @@ def large_beside_others():
 @pytest.mark.parametrize("world", [2, 3])
 def test_large_operations_of_a_thread_take_long_steps_on_all_ranks(world):
     assert all(on_ranks(large_beside_others, world))
+
+
+def large_while_the_main_thread_waits():
+    """Rank 0's thread begins it when the main thread waits for it."""
+    rank, x = dist.get_rank(), torch.full((3_000_000,), 1.0 + dist.get_rank())
+    store = dist.distributed_c10d._get_default_store()
+
+    def tell():
+        while sync._MainThread.awaited is None:
+            time.sleep(0.001)
+        store.set("waiting", "")
+
+    if rank == 0:
+        dist.barrier(async_op=True)
+        work = dist.all_reduce(x, async_op=True)
+        teller = threading.Thread(target=tell)
+        teller.start()
+        work.wait()
+        teller.join()
+    else:
+        store.wait(["waiting"], timedelta(seconds=20))
+        dist.barrier()
+        dist.all_reduce(x)
+    assert x.eq(3.0).all()
+    return [len(region) >> 20 for region in member_of(dist.group.WORLD)._state._staging.values()]
+
+
+def test_large_operations_of_a_thread_for_which_the_main_thread_waits_take_short_steps():
+    assert on_ranks(large_while_the_main_thread_waits, 2) == [[2], [2]]
 
 
 @pytest.mark.parametrize("slots", [1, 3, 6])

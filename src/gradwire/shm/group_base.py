@@ -61,6 +61,7 @@ class GroupBase(PreparedOperations):
             self._incoming[peer] = Incoming(peer, links, self._mailbox, find)
             self._outgoing[peer] = Outgoing(peer, links, make)
         self._queue = Queue(f"gradwire-shm-{rank}")
+        state.is_awaited = self._queue.is_awaited
         links.start()  # not before: a peer may have sent already
         self._broken, self._closed = None, ""
 

@@ -9,6 +9,7 @@ region.
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -45,6 +46,7 @@ class GroupState(Meeting):
 
     Attributes:
         links: The connections.
+        is_awaited: Whether the main thread does nothing but wait for the operation of this one.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class GroupState(Meeting):
         self._upfront: dict[int, tuple[Tensor, ...]] = {}  # the halves, by region
         self._crowded = self._spins == 1
         self._ring: int | None = None
+        self.is_awaited: Callable[[], bool] = lambda: False
 
     def _forget_last(self) -> None:
         self._ring = None
@@ -119,7 +122,15 @@ class GroupState(Meeting):
             sends: Whether this rank writes it to slots, and so needs a staging region.
             reduces: As of `ring_for`.
         """
-        number = ring_for(nbytes, ranks=self.size, crowded=self._crowded, reduces=reduces)
+        in_main = threading.current_thread() is threading.main_thread()
+        beside_others = not (in_main or self.is_awaited())
+        number = ring_for(
+            nbytes,
+            ranks=self.size,
+            crowded=self._crowded,
+            beside_others=beside_others,
+            reduces=reduces,
+        )
         if sends:
             self._stage(number)
         return Location(PRIVATE, number)

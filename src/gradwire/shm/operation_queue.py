@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gradwire.errors import BrokenGroupError, NotSupportedError
 from gradwire.recorder import Entry
+from gradwire.shm.sync import main_thread_awaits
 from gradwire.shm.work import ShmWork
 
 __all__ = ["Job", "Prepared", "Queue", "Stage"]
@@ -82,6 +83,7 @@ class Queue:
         self._inline_in = 0  # the thread that runs an operation it submitted; 0 for none
         self._closed = False
         self._held: Prepared | None = None
+        self._current: ShmWork | None = None  # of the job that the thread runs
         # not only for the first job: an exception of a signal's handler amid `Thread.start` leaves
         # open whether the thread runs
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -246,6 +248,11 @@ class Queue:
                 "the signal's handler set a flag, and call the operation after the interrupted one"
             )
 
+    def is_awaited(self) -> bool:
+        """Whether the main thread does nothing but wait for the job that the thread runs."""
+        work = self._current
+        return work is not None and main_thread_awaits(work.is_done)
+
     def _is_threads(self) -> bool:
         return threading.get_ident() == self._thread_id
 
@@ -274,10 +281,12 @@ class Queue:
             job, work = item
             error: BaseException | None = None
             with self._running:
+                self._current = work
                 try:
                     job()
                 except BaseException as raised:
                     error = raised
+                self._current = None
                 self._ended += 1
             work.finish(error)
             del item, job, work, error  # keep no tensors alive while waiting for the next job

@@ -9,7 +9,6 @@ takes few large slots.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -60,21 +59,22 @@ _FEW = 4
 """Up to so many ranks reduce in a slot that is used again. Between eight on two cores, an
 all_reduce of 4 MiB takes 1.1 of the time that it takes with the long slots, one of 25 MiB 1.5."""
 _LARGE = 4 << 20
-"""From this size on, an operation outside of the main thread asks for the last ring."""
+"""From this size on, an operation beside other threads asks for the last ring."""
 _CROWD_BYTES = 512 << 20
 """What crowded ranks may take together; with more of them, the last ring is left to threads."""
 
 
-def ring_for(nbytes: int, *, ranks: int, crowded: bool, reduces: bool) -> int:
-    """The index in `RINGS` of the ring that this thread asks for.
+def ring_for(nbytes: int, *, ranks: int, crowded: bool, beside_others: bool, reduces: bool) -> int:
+    """The index in `RINGS` of the ring that a rank asks for.
 
     Args:
         nbytes: Bytes of the data.
         ranks: How many there are.
         crowded: Whether they have fewer cores together.
+        beside_others: Whether other threads may run Python meanwhile.
         reduces: Whether all of them copy in, and reduce, at the same times.
     """
-    if nbytes > _LARGE and threading.current_thread() is not threading.main_thread():
+    if nbytes > _LARGE and beside_others:
         return _LONGEST
     if reduces and ranks <= _FEW:
         return _REUSED

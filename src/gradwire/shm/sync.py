@@ -33,6 +33,7 @@ __all__ = [
     "Semaphore",
     "has_semaphores",
     "libraries",
+    "main_thread_awaits",
     "main_thread_waits",
     "spins_beside",
     "spins_for",
@@ -52,21 +53,30 @@ class _Timespec(ctypes.Structure):
 
 
 class _MainThread:
-    waits = False  # no Event: a handler of a signal may wait, too, amid setting it
+    # what it waits for to be true; no Event: a handler of a signal may wait, too, amid setting it
+    awaited: Callable[[], bool] | None = None
 
 
 @contextmanager
-def main_thread_waits() -> Iterator[None]:
+def main_thread_waits(done: Callable[[], bool]) -> Iterator[None]:
     """In the block, the main thread waits for another one, which may then yield.
+
+    Args:
+        done: What that one makes true.
 
     An asynchronous all_reduce that is waited for at once takes 0.6 to 0.94 of the time so between
     four ranks on two cores, 0.97 to 1 between two.
     """
-    _MainThread.waits = True
+    _MainThread.awaited = done
     try:
         yield
     finally:
-        _MainThread.waits = False
+        _MainThread.awaited = None
+
+
+def main_thread_awaits(done: Callable[[], bool]) -> bool:
+    """Whether the main thread waits for this to be true."""
+    return _MainThread.awaited == done
 
 
 def has_semaphores() -> bool:
@@ -201,7 +211,10 @@ class Semaphore:
         In the main thread, or while it waits for another one; else the group's thread would take
         the GIL from it at each try.
         """
-        if not _MainThread.waits and threading.current_thread() is not threading.main_thread():
+        if (
+            _MainThread.awaited is None
+            and threading.current_thread() is not threading.main_thread()
+        ):
             return False
         if self._yields is not None:
             for _ in range(self._yields):

@@ -31,7 +31,7 @@ def wait_until(done: Callable[[], bool], seconds: float | None) -> bool:
     """Wait until something that an operation's end makes true is true; whether it is."""
     if threading.current_thread() is not threading.main_thread():
         return _wait_until(done, seconds)
-    with main_thread_waits():
+    with main_thread_waits(done):
         return _wait_until(done, seconds)
 
 
