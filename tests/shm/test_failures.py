@@ -7,7 +7,6 @@ import os
 import signal
 import threading
 import time
-import weakref
 from datetime import timedelta
 from pathlib import Path
 
@@ -338,40 +337,6 @@ def churn():
 def test_groups_give_everything_back():
     for before, after in run_ranks(churn, 2, backend="shm", timeout=30):
         assert before == after
-
-
-class Held:
-    """Stands for what a caller has."""
-
-
-def memory_beside_a_lost_rank(group):
-    """A weak reference to what the caller of an allocation had, when a peer was gone."""
-    held = Held()
-    gradwire.shm.empty(4, group=group)
-    return weakref.ref(held)
-
-
-def lost_before_an_allocation():
-    group = dist.new_group(backend="shm")
-    if dist.get_rank() == 1:
-        dist.destroy_process_group(group)
-    dist.barrier()
-    if dist.get_rank() == 1:
-        return None
-    links = member_of(group)._state.links
-    with links.changed:
-        assert links.changed.wait_for(lambda: links.lost, 10.0)
-    gc.collect()
-    gc.disable()
-    try:
-        return memory_beside_a_lost_rank(group)() is None
-    finally:
-        gc.enable()
-
-
-def test_a_lost_rank_keeps_no_memory_alive():
-    """The error that waits for its peers had the frames of whoever met it first."""
-    assert run_ranks(lost_before_an_allocation, 2, backend="gloo", timeout=30)[0]
 
 
 def no_memory():

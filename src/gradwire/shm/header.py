@@ -214,9 +214,10 @@ def check_consistent(headers: Sequence[memoryview], rank: int, *, tables: bool) 
         marks, calls = [_mark_of(header) for header in headers], [read(h)[0] for h in headers]
         same = all(header[:_MARK] == own[:_MARK] for header in headers)
         if not (same or _fit_root(calls)) or (all(marks) and len(set(marks)) > 1):
-            error = _mismatch(calls)
-            checked = CheckedMismatchError(str(error), error.values)
-            raise checked if all(mark & 1 for mark in marks) else error
+            # without a name for the error: its traceback has this frame, which would have the error
+            if all(mark & 1 for mark in marks):
+                raise _checked(_mismatch(calls))
+            raise _mismatch(calls)
     if tables:
         _check_tables([read(header)[0] for header in headers])
 
@@ -249,6 +250,10 @@ def _mismatch(calls: Sequence[Call]) -> MismatchError:
         f"ranks call {kinds[0]} for different operations: their calls of gradwire.collectives have "
         "other arguments, or belong to other calls' backward; GRADWIRE_CHECKS=1 shows what differs"
     )
+
+
+def _checked(error: MismatchError) -> CheckedMismatchError:
+    return CheckedMismatchError(str(error), error.values)
 
 
 def _check_tables(calls: Sequence[Call]) -> None:

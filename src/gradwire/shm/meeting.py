@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import socket
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
@@ -94,7 +95,8 @@ class Meeting:
         self._inline = segment.inline
         self.inline_bytes = segment.inline[0][0].numel()
         self._parity = self._mark = 0
-        self._mismatch: MismatchError | None = None  # the last of this group
+        # the last of this group; not kept, as its traceback has what its callers have
+        self._mismatch: weakref.ref[MismatchError] | None = None
         self.alike = True
         # this rank's headers, of the even and the odd collectives, if they were prepared
         self._shown: list[bytes | None] = [None, None]
@@ -231,12 +233,12 @@ class Meeting:
         try:
             check_consistent(self._headers[self._parity], self.rank, tables=tables)
         except MismatchError as error:
-            self._mismatch = error
+            self._mismatch = weakref.ref(error)
             raise
 
     def is_agreed(self, error: MismatchError) -> bool:
         """Whether all ranks raise an error: not one that a signal's handler has raised here."""
-        return error is self._mismatch
+        return self._mismatch is not None and error is self._mismatch()
 
     def _request_progress(self, peer: int) -> None:
         """Tell a rank that this one waits for it, if it has put the present operation off."""

@@ -70,7 +70,7 @@ class PreparedOperations(Submission):
                 if self._queue.hold(prepared, halves[0]):
                     return
             except BaseException as error:
-                if error is self._broken:
+                if self._broken is not None:  # since the check above
                     failed(error, prepared.entry)
                 raise
             finally:

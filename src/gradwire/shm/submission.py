@@ -23,6 +23,7 @@ from torch.distributed import Work
 from gradwire.errors import BrokenGroupError, MismatchError
 from gradwire.recorder import ENDED, STARTED, WAITS, Entry, RecordedGroup, failed, ring
 from gradwire.shm.group_state import GroupState
+from gradwire.shm.kept_errors import without_frames
 from gradwire.shm.known_calls import KnownCall
 from gradwire.shm.operation_queue import Job, Prepared, Queue
 from gradwire.shm.tensors import aliases, flat_of, write_all_back
@@ -55,7 +56,7 @@ class Submission:
     def __init__(self, timeout: timedelta) -> None:
         self._timeout = timeout
         self._seconds = timeout.total_seconds()
-        self._broken: BaseException | None = None
+        self._broken: BaseException | None = None  # never raised itself
         self._closed = "the group has no members yet"  # the reason it is not usable; "" if it is
         self.observer: Observer | None = None
         self._submitted = 0
@@ -65,8 +66,8 @@ class Submission:
 
     @property
     def failure(self) -> BaseException | None:
-        """The error of the operation that made the group unusable, if one did."""
-        return self._broken
+        """The error of the operation that made the group unusable, if one did; to be raised."""
+        return None if self._broken is None else without_frames(self._broken)
 
     @property
     def timeout(self) -> timedelta:
@@ -205,6 +206,7 @@ class Submission:
                 entry[ENDED], entry[WAITS] = perf_counter_ns(), state.take_waits()
             if failure is not None:
                 failed(failure, entry)
+                failure = None  # its traceback has this frame: a cycle
 
     def _release_if_left(self) -> None:
         if self._leaving and not self._queue.runs_in_this_thread():
@@ -260,7 +262,7 @@ class Submission:
 
     def _break(self, error: BaseException) -> None:
         if self._broken is None:
-            self._broken = error
+            self._broken = without_frames(error)
             self._state.links.report_failure(error)
 
     def check_usable(self) -> None:

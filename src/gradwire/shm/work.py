@@ -14,6 +14,7 @@ from torch.distributed import Work
 
 from gradwire._torch import outside_graphs
 from gradwire.errors import CollectiveTimeoutError
+from gradwire.shm.kept_errors import without_frames
 from gradwire.shm.sync import main_thread_waits
 
 __all__ = ["ShmWork", "ended", "wait_until"]
@@ -98,8 +99,9 @@ class ShmWork(Work):
 
     def finish(self, error: BaseException | None = None, source: int = -1) -> None:
         """Mark it as done; `source` is the rank that a received tensor came from."""
+        kept = None if error is None else without_frames(error)
         with _STATE:
-            self._error, self._source, self._done = error, source, True
+            self._error, self._source, self._done = kept, source, True
             future = self._future
         try:
             _tell_waiting()
@@ -131,7 +133,7 @@ class ShmWork(Work):
                 if not self._done:  # a receive may have been finished while `on_timeout` ran
                     raise error
         if self._error is not None:
-            raise self._error
+            raise without_frames(self._error)
         return True
 
     def _wait(self, seconds: float | None) -> bool:
@@ -184,7 +186,7 @@ class ShmWork(Work):
 
     def _outcome(self, future: torch.futures.Future[list[Tensor]]) -> list[Tensor]:
         if self._error is not None:
-            raise self._error
+            raise without_frames(self._error)
         return future.value()
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from gradwire.errors import ArgumentError, CollectiveTimeoutError, MismatchError
 from gradwire.shm.hierarchy.engine import USER_TAGS
+from gradwire.shm.kept_errors import without_frames
 
 __all__ = ["MpiEngine", "MpiWork"]
 
@@ -65,7 +66,7 @@ class MpiWork:
     def end(self, error: BaseException | None = None, source: int = -1) -> None:
         """Let those who wait go on; the first end counts."""
         if not self.ended:
-            self._error, self._source = error, source
+            self._error, self._source = error and without_frames(error), source
             self._ended.set()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -79,7 +80,7 @@ class MpiWork:
         if not self._ended.wait(None if timeout is None else timeout.total_seconds()):
             raise CollectiveTimeoutError(f"{self} took longer than {timeout}")
         if self._error is not None:
-            raise self._error
+            raise without_frames(self._error)
         return True
 
     def source_rank(self) -> int:

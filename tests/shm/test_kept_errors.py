@@ -1,0 +1,172 @@
+"""What a group keeps of its errors has no frames, and so nothing that their callers have."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import gradwire.shm
+from gradwire.errors import (
+    BrokenGroupError,
+    CollectiveTimeoutError,
+    MismatchError,
+    PeerFailedError,
+    PeerLostError,
+)
+from gradwire.shm.register import member_of
+from gradwire.testing import run_ranks
+
+
+class Held:
+    """Stands for what a caller has."""
+
+
+def memory_beside_a_lost_rank(group):
+    """A weak reference to what the caller of an allocation had, when a peer was gone."""
+    held = Held()
+    gradwire.shm.empty(4, group=group)
+    return weakref.ref(held)
+
+
+def lost_before_an_allocation():
+    group = dist.new_group(backend="shm")
+    if dist.get_rank() == 1:
+        dist.destroy_process_group(group)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        return None
+    links = member_of(group)._state.links
+    with links.changed:
+        assert links.changed.wait_for(lambda: links.lost, 10.0)
+    gc.collect()
+    gc.disable()
+    try:
+        return memory_beside_a_lost_rank(group)() is None
+    finally:
+        gc.enable()
+
+
+def test_a_lost_rank_keeps_no_memory_alive():
+    """The error that waits for its peers had the frames of whoever met it first."""
+    assert run_ranks(lost_before_an_allocation, 2, backend="gloo", timeout=30)[0]
+
+
+def fails_in_wait(x, group):
+    dist.all_reduce(x, group=group, async_op=True).wait()
+
+
+def fails_in_future(x, group):
+    dist.all_reduce(x, group=group, async_op=True).get_future().wait()
+
+
+def fails_in_received(x, group):
+    dist.irecv(x, group_src=1, group=group).wait()
+
+
+def fails_prepared(x, group):
+    prepared = gradwire.shm.all_reduce_init(x, group=group)
+    prepared.start()
+    prepared.wait()
+
+
+CALLS = {
+    "all_reduce": lambda x, group: dist.all_reduce(x, group=group),
+    "barrier": lambda x, group: dist.barrier(group),
+    "recv": lambda x, group: dist.recv(x, group_src=1, group=group),
+    "recv from any": lambda x, group: dist.recv(x, group=group),
+    "wait": fails_in_wait,
+    "future": fails_in_future,
+    "wait of a receive": fails_in_received,
+    "prepared": fails_prepared,
+}
+
+
+def memory_of_a_failed_call(call, x, group):
+    """A weak reference to what the caller of a call that fails had, and the error's type."""
+    held = Held()
+    try:
+        call(x, group)
+    except RuntimeError as error:  # torch makes one of what a future has
+        return weakref.ref(held), type(error)
+    raise AssertionError("the call did not fail")
+
+
+def failed_beside_a_lost_rank(call):
+    group = dist.new_group(backend="shm")
+    dist.barrier(group)
+    if dist.get_rank() == 1:
+        dist.destroy_process_group(group)
+        return None
+    # and the caller has the group, which has what it keeps
+    held, kind = memory_of_a_failed_call(CALLS[call], torch.ones(3), group)
+    with pytest.raises((BrokenGroupError, PeerLostError), match="rank 1 left the group"):
+        dist.barrier(group)
+    gc.collect()
+    return held() is None, kind
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_an_error_that_a_group_keeps_keeps_no_memory_alive(call):
+    """From PyTorch 2.14 on, that of the callers of an operation that failed was never freed."""
+    freed, kind = run_ranks(lambda: failed_beside_a_lost_rank(call), 2, backend="gloo", timeout=30)[
+        0
+    ]
+    assert freed
+    assert kind is (RuntimeError if call == "future" else PeerLostError)
+
+
+def disagreeing():
+    group = dist.new_group(backend="shm")
+    x = torch.ones(3 + dist.get_rank())
+    held, kind = memory_of_a_failed_call(CALLS["all_reduce"], x, group)
+    gc.collect()
+    dist.barrier(group)  # it can be used
+    return held() is None and kind is MismatchError
+
+
+def test_a_mismatch_keeps_no_memory_alive():
+    assert run_ranks(disagreeing, 2, backend="gloo", timeout=30) == [True, True]
+
+
+class Odd(Exception):
+    """Cannot be copied by its constructor's arguments."""
+
+    def __init__(self, a, b):
+        super().__init__(f"{a} and {b}")
+
+
+def interrupted_by(error):
+    def handler(*_):
+        raise error
+
+    group = dist.new_group(backend="shm")
+    if dist.get_rank() == 1:
+        with pytest.raises(PeerFailedError, match=f"{type(error).__name__}: "):
+            dist.all_reduce(torch.ones(3), group=group)
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(member_of(group)._state, "announce", handler)
+        with pytest.raises(type(error)) as raised:
+            dist.all_reduce(torch.ones(3), group=group)
+    assert raised.value is error
+    with pytest.raises(BrokenGroupError, match=f"{type(error).__name__}: ") as broken:
+        dist.barrier(group)
+    kept = broken.value.__cause__
+    assert kept is not error
+    assert str(error) in str(kept)
+    assert str(kept.__cause__) == str(error.__cause__)
+    assert kept.__traceback__ is None
+
+
+@pytest.mark.parametrize("kind", ["ours", "odd"])
+def test_what_is_kept_says_what_was_raised(kind):
+    def main():
+        error = CollectiveTimeoutError("too late") if kind == "ours" else Odd(1, 2)
+        error.__cause__ = OSError("a cable")
+        interrupted_by(error)
+
+    run_ranks(main, 2, backend="gloo", timeout=30)
