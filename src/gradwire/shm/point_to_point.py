@@ -18,7 +18,8 @@ from gradwire.recorder import DONE, ring
 from gradwire.shm.group_base import GroupBase
 from gradwire.shm.header import NUMBERS
 from gradwire.shm.incoming import Incoming
-from gradwire.shm.mailbox import PostedReceive
+from gradwire.shm.links import Links
+from gradwire.shm.mailbox import Mailbox, PostedReceive
 from gradwire.shm.sync import Deadline
 from gradwire.shm.tensors import check_results, check_tensors, flat_of, is_ordinary, only
 from gradwire.shm.work import ShmWork, ended, wait_until
@@ -65,18 +66,7 @@ class PointToPoint(GroupBase):
             return ended(tensors, src)
         links, mailbox = self._state.links, self._mailbox
         senders = list(self._incoming.values()) if src is None else [self._incoming[src]]
-
-        def cancel(error: CollectiveTimeoutError) -> None:
-            with links.lock:
-                cancelled = mailbox.cancel(work)
-            if cancelled:  # for good: another wait for it, and its future, raise the error, too
-                work.finish(error)
-            else:  # the message is arriving: the tensor is being written
-                for sender in senders:
-                    sender.abandon(work)
-                work.wait_until_done()
-
-        work = _ReceiveWork(tensors, self._seconds, cancel, senders, tag)
+        work = _ReceiveWork(tensors, self._seconds, links, mailbox, senders, tag)
         if entry is not None:
             entry[DONE] = _is_done(weakref.ref(work))
         receive = PostedReceive(src, tag, tensor.detach(), work)
@@ -110,11 +100,13 @@ class _ReceiveWork(ShmWork):
         self,
         tensors: list[Tensor],
         seconds: float,
-        cancel: Callable[[CollectiveTimeoutError], None],
+        links: Links,
+        mailbox: Mailbox,
         senders: list[Incoming],
         tag: int,
     ) -> None:
-        super().__init__(tensors, seconds, cancel, callbacks_in_own_thread=True)
+        super().__init__(tensors, seconds, callbacks_in_own_thread=True)
+        self._links, self._mailbox = links, mailbox
         self._senders, self._tag = senders, tag
         self._posted = time.monotonic()
 
@@ -124,6 +116,16 @@ class _ReceiveWork(ShmWork):
         self._senders[0].note_wait(self._posted)
         self._senders[0].wait(self, self._tag, Deadline(seconds))
         return self.is_completed()  # what has arrived counts, though the time is over
+
+    def _give_up(self, error: CollectiveTimeoutError) -> None:
+        with self._links.lock:
+            cancelled = self._mailbox.cancel(self)
+        if cancelled:  # for good: another wait for it, and its future, raise the error, too
+            self.finish(error)
+        else:  # the message is arriving: the tensor is being written
+            for sender in self._senders:
+                sender.abandon(self)
+            self.wait_until_done()
 
     def is_completed(self) -> bool:
         """Whether it is done, with or without an error; looks for what has arrived."""

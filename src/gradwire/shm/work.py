@@ -67,7 +67,6 @@ class ShmWork(Work):
     Args:
         tensors: The value of its future.
         default_timeout: Seconds that `wait` waits if it is given none; None for no limit.
-        on_timeout: Called with the error when `wait` times out.
         callbacks_in_own_thread: Whether its future's callbacks run in a thread of their own, and
             not in the one that calls `finish`. The links' thread would deadlock in a callback that
             waits.
@@ -88,13 +87,12 @@ class ShmWork(Work):
         self,
         tensors: Sequence[Tensor],
         default_timeout: float | None = None,
-        on_timeout: Callable[[CollectiveTimeoutError], None] | None = None,
         *,
         callbacks_in_own_thread: bool = False,
     ) -> None:
         Work.__init__(self)
         self._tensors = list(tensors)
-        self._default_timeout, self._on_timeout = default_timeout, on_timeout
+        self._default_timeout = default_timeout
         self._callbacks_in_own_thread = callbacks_in_own_thread
 
     def finish(self, error: BaseException | None = None, source: int = -1) -> None:
@@ -128,13 +126,15 @@ class ShmWork(Work):
             seconds = given if given > 0 else self._default_timeout
             if not self._wait(seconds):
                 error = CollectiveTimeoutError(f"the operation is not done after {seconds:g} s")
-                if self._on_timeout is not None:
-                    self._on_timeout(error)
-                if not self._done:  # a receive may have been finished while `on_timeout` ran
+                self._give_up(error)
+                if not self._done:  # a receive may have been finished meanwhile
                     raise error
         if self._error is not None:
             raise without_frames(self._error)
         return True
+
+    def _give_up(self, error: CollectiveTimeoutError) -> None:
+        """Called when `wait` times out, with its error."""
 
     def _wait(self, seconds: float | None) -> bool:
         """Wait for so long; whether it is done."""

@@ -1,4 +1,4 @@
-"""What a group keeps of its errors has no frames, and so nothing that their callers have."""
+"""Groups and handles keep nothing of what their callers have, once an operation has ended."""
 
 from __future__ import annotations
 
@@ -170,3 +170,26 @@ def test_what_is_kept_says_what_was_raised(kind):
         interrupted_by(error)
 
     run_ranks(main, 2, backend="gloo", timeout=30)
+
+
+def received():
+    """Whether what was received is freed with its handle, not by the garbage collector."""
+    x = torch.empty(3)
+    held = weakref.ref(x)
+    work = dist.irecv(x, 1) if dist.get_rank() == 0 else None
+    dist.barrier()  # the message comes after the receive was posted
+    if work is None:
+        dist.send(torch.ones(3), 0)
+        return True
+    gc.collect()
+    gc.disable()
+    try:
+        work.wait()
+        del work, x
+        return held() is None
+    finally:
+        gc.enable()
+
+
+def test_what_was_received_is_freed_with_its_handle():
+    assert run_ranks(received, 2, backend="shm", timeout=30) == [True, True]
