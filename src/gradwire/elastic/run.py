@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import math
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -19,6 +18,7 @@ from gradwire.elastic.engine import Engine, barrier
 from gradwire.elastic.gradients import TreeSum
 from gradwire.elastic.losses import may_mean_a_loss, means_a_loss
 from gradwire.elastic.samples import Samples
+from gradwire.elastic.seeding import seed_of
 from gradwire.elastic.shards import Shard, deal
 from gradwire.elastic.state import State
 from gradwire.elastic.step import Step, Stepper
@@ -190,6 +190,10 @@ class Run:
         finally:
             self._engine.stop()
 
+    def seed_of(self, step: int, first: int, use: str = "") -> int:
+        """A seed that follows from the run's, a step and its first shard."""
+        return seed_of(self._seed, step, first, use)
+
     def shards(self) -> list[Shard]:
         """Those that this member runs in this epoch."""
         return list(self._dealt)
@@ -249,8 +253,7 @@ class Run:
         """Seed random numbers, and put buffers back."""
         if self._reproducible and shard.first != self._dealt[0].first:
             self._state.put_buffers_back(self.version)
-        text = f"{self._seed} {self.version} {shard.first}".encode()
-        self._set_seed(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little"))
+        self._set_seed(self.seed_of(self.version, shard.first))
 
     def backward(self, loss: Tensor, shard: Shard, weight: float | None) -> None:
         """Compute a shard's gradients and add them."""
