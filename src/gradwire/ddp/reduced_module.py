@@ -135,9 +135,9 @@ class ReducedModule(nn.Module):
         May be called again to replace the hook; None brings back the mean.
 
         Args:
-            state: Handed to the hook; for the stock hooks the process group, or None; None for a
-                `StatefulHook`, which has its own. `comm_hook_state_dict` gives what it holds, for
-                saving.
+            state: Handed to the hook; for the stock hooks a process group, or None for the
+                module's; None for a `StatefulHook`, which has its own. `comm_hook_state_dict` gives
+                what it holds, for saving.
             hook: As `gradwire.hooks.CommHook` has it, a `gradwire.hooks.StatefulHook`, or
                 the name of one of `gradwire.hooks`; PyTorch's own hooks run unchanged. The same on
                 every rank.

@@ -122,7 +122,7 @@ class Compressor(StatefulHook[CompressorState]):
     parameter.
 
     Args:
-        group: The group; None: the default one.
+        group: The group; None: that of the module it is registered for.
         start: How many steps are averaged without compression, before the first with it.
     """
 
