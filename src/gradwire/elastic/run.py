@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from gradwire.elastic import checkpoint, transfer
 from gradwire.elastic.engine import Engine, barrier
 from gradwire.elastic.gradients import TreeSum
-from gradwire.elastic.losses import may_mean_a_loss, means_a_loss
+from gradwire.elastic.losses import let_go, may_mean_a_loss, means_a_loss
 from gradwire.elastic.samples import Samples
 from gradwire.elastic.seeding import seed_of
 from gradwire.elastic.shards import Shard, deal
@@ -312,6 +312,7 @@ class Run:
             self._engine.lost()
             # the loop may clear them before the round says that this step is committed
             self._taken = self._state.take_gradients()
+            let_go(error)
             return True
         if self._nan_guard and isinstance(error, ReductionError) and error.parameters:
             with contextlib.suppress(DistributedError):
