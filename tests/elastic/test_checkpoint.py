@@ -1,19 +1,22 @@
-"""A process is killed while it saves: there is the old checkpoint or the new one, never half."""
+"""Checkpoints hold all of a state; who is killed while it saves leaves the old or the new one."""
 
 from __future__ import annotations
 
 import os
 import signal
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from elastic.kills import CONTEXT
 from gradwire.elastic import checkpoint
+from gradwire.errors import ArgumentError
 
 MOMENTS = {  # where it is killed, and the checkpoint that is there then
     "before it writes": (dcp.FileSystemWriter, "write_data", False, 1),
@@ -71,3 +74,75 @@ def test_what_another_process_writes_is_left_alone(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     checkpoint.save(kept(1.0), 1, tmp_path)
     assert len(list(tmp_path.iterdir())) == 3
+
+
+class Keeps:
+    """A state as it is."""
+
+    def __init__(self, state: dict[Any, Any]) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict[Any, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[Any, Any]) -> None:
+        self.state = state
+
+
+def schedule(optimizer: torch.optim.Optimizer) -> Any:
+    """Schedules in a list, one with steps as keys."""
+    first = torch.optim.lr_scheduler.ConstantLR(optimizer, 0.5, 1)
+    second = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 3])
+    return torch.optim.lr_scheduler.SequentialLR(optimizer, [first, second], [1])
+
+
+def test_a_schedule_and_an_optimizer_without_a_state_are_resumed(tmp_path: Path) -> None:
+    def built() -> dict[str, Any]:
+        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+        scaler = torch.amp.GradScaler("cpu", enabled=False)  # whose state is an empty dict
+        return {"optimizer": optimizer, "schedule": schedule(optimizer), "scaler": scaler}
+
+    def rates(kept: dict[str, Any], steps: int) -> list[float]:
+        found = []
+        for _ in range(steps):
+            kept["optimizer"].step()
+            kept["schedule"].step()
+            found.append(kept["optimizer"].param_groups[0]["lr"])
+        return found
+
+    first, again = built(), built()
+    rates(first, 2)
+    checkpoint.load(again, checkpoint.save(first, 2, tmp_path))
+    assert rates(again, 4) == rates(first, 4)
+    assert again["optimizer"].param_groups[0]["lr"] < 0.1
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {},
+        {"a": {}, "b": [], "c": [{}], "d": None},
+        {0: {"x": 2}, True: 3, None: 4, (1, 2): 5},
+        {"number 3": 1, "number": 2, 3: 4},
+        {"a": [{1: {2: "x"}}, Counter({5: 2})], "b": (1, {2: 3})},
+    ],
+)
+def test_plain_values_come_back_as_they_were(state: dict[Any, Any], tmp_path: Path) -> None:
+    kept = {"model": nn.Linear(1, 1), "keeps": Keeps(state)}
+    path = checkpoint.save(kept, 1, tmp_path)
+    kept["keeps"].load_state_dict({"other": 1})
+    checkpoint.load(kept, path)
+    assert repr(kept["keeps"].state) == repr(state)
+
+
+def test_tensors_are_by_their_names_and_come_back(tmp_path: Path) -> None:
+    state = {"a": [torch.ones(1), {3: torch.ones(2), "b": {}}], -7: {"x": torch.ones(3)}}
+    kept = {"keeps": Keeps(state)}
+    path = checkpoint.save(kept, 1, tmp_path)
+    assert "keeps.number -7.x" in dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    checkpoint.load(kept, path)
+    assert repr(kept["keeps"].state) == repr(state)
+    for key in ((1, 2), True, None, "number 3"):
+        with pytest.raises(ArgumentError, match="a checkpoint can have ints there"):
+            checkpoint.save({"keeps": Keeps({key: torch.ones(1)})}, 2, tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]

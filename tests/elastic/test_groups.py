@@ -8,8 +8,12 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
 from torch.distributed import Work
 
+from gradwire import elastic
 from gradwire.elastic.groups import _in_thread
 from gradwire.elastic.waiting import make_wait
 from gradwire.errors import PeerLostError
@@ -48,11 +52,35 @@ def collective(found: list[weakref.ref[Held]]) -> None:
     make_wait(lambda: None, 5.0)(FailingWork())
 
 
+def step(found: list[weakref.ref[Held]]) -> None:
+    run = elastic.join(dist.HashStore())
+    run.keep(model=(model := nn.Linear(1, 1)))
+    for step in run.steps(1):
+        with step:
+            for _ in step.shards:
+                step.backward(model(torch.ones(1, 1)).sum())
+            if not found:
+                lose(found)
+            step.commit()
+    raise PeerLostError("as the others do")
+
+
+def lose(found: list[weakref.ref[Held]]) -> None:
+    held = Held()
+    found.append(weakref.ref(held))
+    try:
+        fail(held)
+    except RuntimeError as error:
+        cause = error
+    lost = PeerLostError("as gradwire.ddp raises it")
+    raise lost from cause
+
+
 def fail(held: Held) -> None:
     raise RuntimeError(f"{held} could not be formed")
 
 
-@pytest.mark.parametrize("operation", [form, collective])
+@pytest.mark.parametrize("operation", [form, collective, step])
 @pytest.mark.usefixtures("without_collection")
 def test_an_error_keeps_nothing_alive(
     operation: Callable[[list[weakref.ref[Held]]], None],

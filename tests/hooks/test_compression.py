@@ -212,6 +212,21 @@ def test_what_is_not_finite_arrives_and_leaves_no_trace(name, bad):
     assert first == second
 
 
+@pytest.mark.narrow({"name": ["sign", "top_k"]})
+@each_hook
+def test_a_bucket_of_parameters_without_elements(name):
+    def main():
+        module = nn.Linear(4, 2)
+        module.empty = nn.Parameter(torch.zeros(0, 3, dtype=torch.float64))  # a bucket of its own
+        net = DistributedDataParallel(module)
+        net.register_comm_hook(None, HOOKS[name]())
+        for _ in range(2):
+            (net(torch.ones(1, 4)).sum() + module.empty.sum()).backward()
+        return module.empty.grad.shape
+
+    assert run_ranks(main, 2) == [torch.Size([0, 3])] * 2
+
+
 @pytest.mark.narrow({"name": "top_k"})
 @each_hook
 def test_ranks_that_have_nothing(name):

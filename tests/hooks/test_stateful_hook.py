@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
 
 from gradwire import compat, hooks
 from gradwire.ddp import DistributedDataParallel, MixedPrecision
@@ -131,6 +132,36 @@ def test_a_group_that_is_replaced():
         return step(net)
 
     assert run_ranks(main, 2) == [[[3.0, 3.0]]] * 2
+
+
+@pytest.mark.narrow({"hook": "bf16"}, {"hook": "int8"})
+@pytest.mark.parametrize("hook", ["bf16", "int8", "low_rank", "power", "wrapped", "auto"])
+def test_without_a_group_it_runs_in_the_module_s(hook):
+    def main():
+        rank = dist.get_rank()
+        halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        net = DistributedDataParallel(nn.Linear(2, 1, bias=False), process_group=halves[rank // 2])
+        if hook == "power":
+            net.register_comm_hook(power.PowerSGDState(None), power.powerSGD_hook)
+        elif hook == "wrapped":
+            net.register_comm_hook(None, hooks.compress(hooks.BlockQuantization(8), torch.bfloat16))
+        else:
+            net.register_comm_hook(None, hook)
+        found = step(net)
+        net.process_group = dist.new_group([0, 1, 2, 3])
+        return found, step(net)
+
+    apart, together = [[[1.5, 1.5]]] * 2 + [[[3.5, 3.5]]] * 2, [[[2.5, 2.5]]] * 4
+    for got, want in zip(run_ranks(main, 4), zip(apart, together, strict=True), strict=True):
+        torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=1e-2, atol=0)
+
+
+def test_in_the_default_group_a_hook_is_left_without_one():
+    def main():
+        net = made(hook := hooks.BlockQuantization(8))
+        return step(net), hook.state.process_group
+
+    assert run_ranks(main, 2)[0] == ([[1.5, 1.5]], None)
 
 
 def test_under_compat_errors_are_its_own():

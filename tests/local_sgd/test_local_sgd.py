@@ -230,6 +230,23 @@ def test_a_rank_that_dies_ends_the_exchange_on_the_others(hook):
     assert run_ranks(main, 2, may_die=[1]) == [True, None]
 
 
+@pytest.mark.narrow({"hook": "int8"})
+@pytest.mark.parametrize("hook", [None, "bf16", "int8"])
+def test_ranks_of_a_group_exchange_with_each_other_only(hook):
+    def main():
+        rank = dist.get_rank()
+        halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        weight = nn.Parameter(torch.zeros(1))
+        sgd = torch.optim.SGD([weight], lr=1.0)
+        group = halves[rank // 2]
+        optimizer = LocalSGD(sgd, [("weight", weight)], every=1, group=group, hook=hook)
+        (weight * -float(rank)).sum().backward()
+        optimizer.step()
+        return weight.item()
+
+    assert run_ranks(main, 4) == pytest.approx([0.5, 0.5, 2.5, 2.5], rel=1e-2)
+
+
 def test_what_is_refused():
     def main():
         model = mlp()

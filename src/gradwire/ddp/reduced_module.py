@@ -27,6 +27,7 @@ from gradwire.ddp.verify import describe, verify_same
 from gradwire.errors import ArgumentTypeError
 from gradwire.hooks import CommHook, StatefulHook, bind_hook, get_hook
 from gradwire.hooks.group_name import group_from, name_if_group
+from gradwire.hooks.registry import state_in
 
 __all__ = ["ReducedModule", "ReducerOptions"]
 
@@ -134,9 +135,9 @@ class ReducedModule(nn.Module):
         May be called again to replace the hook; None brings back the mean.
 
         Args:
-            state: Handed to the hook; for the stock hooks the process group, or None; None for a
-                `StatefulHook`, which has its own. `comm_hook_state_dict` gives what it holds, for
-                saving.
+            state: Handed to the hook; for the stock hooks a process group, or None for the
+                module's; None for a `StatefulHook`, which has its own. `comm_hook_state_dict` gives
+                what it holds, for saving.
             hook: As `gradwire.hooks.CommHook` has it, a `gradwire.hooks.StatefulHook`, or
                 the name of one of `gradwire.hooks`; PyTorch's own hooks run unchanged. The same on
                 every rank.
@@ -153,6 +154,7 @@ class ReducedModule(nn.Module):
         chosen = get_hook(hook) if isinstance(hook, str) else hook
         if chosen is not None:
             bind_hook(state, chosen)  # raises what is to be raised before anything is changed
+            state = state_in(self._group, state, chosen)
         self._hook, self._hook_state = chosen, state
         self._apply_hook()
 

@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
 
 from gradwire.ddp.faults.liveness import is_alive, this_process
 from gradwire.errors import ArgumentError
@@ -25,6 +26,8 @@ PARTIAL = ".partial "
 """What the names of folders begin with whose checkpoint is not whole; they end with the writer."""
 VERSION = "gradwire_version"
 NUMBER = "number "
+WHOLE = "gradwire: as it is"
+"""Begins a pair with a dict that the format would change, or leave out: a value, so it is not."""
 
 
 def save(kept: Mapping[str, Any], version: int, folder: Path) -> Path:
@@ -97,21 +100,56 @@ def load(kept: Mapping[str, Any], path: Path) -> int:
 
 
 def _named(state: Any) -> Any:
-    """The state with names for its integer keys, which the format would make strings of."""
+    """The state as the format keeps it: which would leave out empty dicts, and knows no keys but
+    strings.
+
+    Raises:
+        ArgumentError: A key beside a tensor is neither a string nor an int.
+    """
+    if isinstance(state, list):
+        return [_named(value) for value in state]
     if not isinstance(state, Mapping):
         return state
-    return {
-        f"{NUMBER}{key}" if isinstance(key, int) else key: _named(value)
-        for key, value in state.items()
-    }
+    if not _has_tensors(state) and not (state and all(map(_is_name, state))):
+        return (WHOLE, state)
+    return {_name_of(key): _named(value) for key, value in state.items()}
+
+
+def _name_of(key: object) -> str:
+    if isinstance(key, int) and not isinstance(key, bool):
+        return f"{NUMBER}{key}"
+    if isinstance(key, str) and _is_name(key):
+        return key
+    raise ArgumentError(
+        f"a state_dict of what is kept has the key {key!r} in a dict with tensors: a checkpoint "
+        f"can have ints there, and strings that are not {NUMBER!r} and an int"
+    )
+
+
+def _is_name(key: object) -> bool:
+    return isinstance(key, str) and not _is_number(key)
+
+
+def _is_number(name: str) -> bool:
+    return name.startswith(NUMBER) and name.removeprefix(NUMBER).lstrip("-").isdecimal()
+
+
+def _has_tensors(state: Any) -> bool:
+    if isinstance(state, Mapping):
+        return any(map(_has_tensors, state.values()))
+    return any(map(_has_tensors, state)) if isinstance(state, list) else isinstance(state, Tensor)
 
 
 def _numbered(state: Any) -> Any:
     """What `_named` was given."""
+    if isinstance(state, tuple) and len(state) == 2 and state[0] == WHOLE:
+        return state[1]
+    if isinstance(state, list):
+        return [_numbered(value) for value in state]
     if not isinstance(state, Mapping):
         return state
     return {
-        int(key.removeprefix(NUMBER)) if key.startswith(NUMBER) else key: _numbered(value)
+        int(key.removeprefix(NUMBER)) if _is_number(key) else key: _numbered(value)
         for key, value in state.items()
     }
 

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.nn import Parameter
 
 from gradwire._torch import ALL_GATHER_SINGLE, ALL_TO_ALL_SINGLE
 from gradwire.elastic.shards import deal
+from gradwire.elastic.state import State
 from gradwire.elastic.tree import Node, add_up, nodes_within, push
 from gradwire.elastic.waiting import Wait
 from gradwire.errors import NotSupportedError, ReductionError
@@ -78,32 +78,34 @@ class TreeSum:
     """The sums of one step after the other, for one epoch.
 
     Args:
-        parameters: The parameters of all models, the same on every member.
-        buffers: Returns their buffers: always as many, of the same types and shapes.
+        state: The models: the same parameters, buffers and frozen parameters on every member.
         shards: How many there are in a step.
         group: The members.
         wait: Waits for their collectives.
+
+    Attributes:
+        known: The ids of the parameters that are trained.
     """
 
     def __init__(
         self,
-        parameters: Sequence[Parameter],
-        buffers: Callable[[], Sequence[Tensor]],
+        state: State,
         shards: int,
         group: ProcessGroup,
         wait: Wait,
     ) -> None:
-        self._parameters = [p for p in parameters if p.requires_grad]
+        self._state, self._trained = state, [p.requires_grad for p in state.parameters]
+        self._parameters = [p for p in state.parameters if p.requires_grad]
+        self.known = {id(p) for p in self._parameters}
         self._shards, self._group, self._wait = shards, group, wait
         self._runs = deal(shards, group.size())
         self._columns: list[tuple[_Column, list[int]]] = []  # with indices into parameters
-        self._buffers = buffers
         self._buffer_columns: list[tuple[_Column, list[int]]] = []  # with indices into buffers
         for dtype in dict.fromkeys(p.dtype for p in self._parameters):
             indices = [i for i, p in enumerate(self._parameters) if p.dtype == dtype]
             like = [self._parameters[i].detach() for i in indices]
             self._columns.append((_Column(like, _add, group.size()), indices))
-        found = buffers()
+        found = state.buffers()
         for dtype in dict.fromkeys(b.dtype for b in found):
             indices = [i for i, b in enumerate(found) if b.dtype == dtype]
             add = _add if dtype.is_floating_point or dtype.is_complex else _largest
@@ -111,6 +113,10 @@ class TreeSum:
             self._buffer_columns.append((column, indices))
         self._pending: list[list[tuple[Node, Tensor]]] = []
         self.clear()
+
+    def fits(self) -> bool:
+        """Whether the same parameters are trained as when this was made."""
+        return self._trained == [p.requires_grad for p in self._state.parameters]
 
     def clear(self) -> None:
         """Begin a step."""
@@ -121,6 +127,7 @@ class TreeSum:
         self._pending = [[] for _ in columns]
         self._weights = torch.zeros(self._shards, dtype=torch.float64)
         self._used = torch.zeros(len(self._parameters), dtype=torch.uint8)
+        self._changed = torch.zeros(sum(len(i) for _, i in self._buffer_columns), dtype=torch.uint8)
         self._next = self._runs[self._group.rank()].start
 
     def add_shard(self, shard: int, weight: float) -> None:
@@ -138,11 +145,26 @@ class TreeSum:
             flat = column.take()
             self._copy_gradients(column.views(flat), indices)
             push(self._pending[number], (shard, 1), flat, column.merge)
-        buffers = self._buffers()
+        buffers = self._look_at_buffers()
         for number, (column, indices) in enumerate(self._buffer_columns, len(self._columns)):
             flat = column.take()
             torch._foreach_copy_(column.views(flat), [buffers[i] for i in indices])
             push(self._pending[number], (shard, 1), flat, column.merge)
+
+    def _look_at_buffers(self) -> list[Tensor]:
+        """They, as a shard has left them; noted is which of them it has changed."""
+        buffers, first = self._state.buffers(), self._state.first_buffers
+        if [b.shape for b in buffers] != [f.shape for f in first]:
+            before, after = ([tuple(b.shape) for b in all_] for all_ in (first, buffers))
+            raise NotSupportedError(
+                f"forward has changed the shapes of buffers, from {before} to {after}: give them "
+                "their shapes before run.steps"
+            )
+        changed = self._changed.tolist()
+        for index, (buffer, value) in enumerate(zip(buffers, first, strict=True)):
+            if not changed[index] and not torch.equal(buffer, value):
+                self._changed[index] = 1
+        return buffers
 
     def _copy_gradients(self, views: Sequence[Tensor], indices: Sequence[int]) -> None:
         targets, sources = [], []
@@ -189,11 +211,14 @@ class TreeSum:
             for view, index in zip(column.views(flat), indices, strict=True):
                 self._parameters[index].grad = view if used[index] else None
         changed: list[tuple[Tensor, Tensor]] = []
-        buffers = self._buffers()
+        buffers, first = self._state.buffers(), self._state.first_buffers
+        by_shards = self._changed.tolist()
         for (column, indices), flat in zip(self._buffer_columns, values, strict=True):
             if column.add is _add:
                 flat.div_(self._shards)
-            changed += zip([buffers[i] for i in indices], column.views(flat), strict=True)
+            for index, value in zip(indices, column.views(flat), strict=True):
+                # a sum of what is the largest float, as masks have it, is infinite
+                changed.append((buffers[index], value if by_shards[index] else first[index]))
         return changed
 
     def _sum(self, number: int, column: _Column) -> Tensor:
@@ -220,10 +245,10 @@ class TreeSum:
         return result
 
     def _gather_notes(self) -> None:
-        """Every shard's weight, and which parameters any shard uses, on all members."""
+        """Each shard's weight, what any shard uses and which buffers it changes, on all members."""
         if self._group.size() == 1:
             return
-        mine = torch.cat([self._weights.view(torch.uint8), self._used])
+        mine = torch.cat([self._weights.view(torch.uint8), self._used, self._changed])
         gathered = torch.empty(self._group.size() * mine.numel(), dtype=torch.uint8)
         self._wait(getattr(self._group, ALL_GATHER_SINGLE)(gathered, mine))
         rows = gathered.view(self._group.size(), -1)
@@ -231,7 +256,8 @@ class TreeSum:
         for run, row in zip(self._runs, rows, strict=True):
             weights = row[:of_weights].clone().view(torch.float64)
             self._weights[run.start : run.stop] = weights[run.start : run.stop]
-        self._used = rows[:, of_weights:].amax(dim=0)
+        noted = rows[:, of_weights:].amax(dim=0)
+        self._used, self._changed = noted.split([len(self._used), len(self._changed)])
 
 
 def _add(left: Tensor, right: Tensor) -> Tensor:

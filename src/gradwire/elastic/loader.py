@@ -12,11 +12,13 @@ from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
 from weakref import ref
 
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from gradwire.elastic.run import Run
+from gradwire.elastic.seeding import SeededDataset, apart
 from gradwire.elastic.shards import Shard
 from gradwire.elastic.step import Step
+from gradwire.errors import ArgumentError, ArgumentTypeError
 
 __all__ = ["ShardLoader"]
 
@@ -28,10 +30,17 @@ Place = tuple[int, int, int]
 class ShardLoader(Generic[T]):
     """Loads the batches of a run's shards.
 
+    What a dataset draws at random (of torch, `random` and NumPy's own) follows from the run's seed,
+    the step and the shard, in whichever process it is drawn; what the loop draws is not touched.
+
     Args:
         run: The run; its `steps` are to be given `samples` and `batch`.
         dataset: A map-style dataset, the same on every member.
         options: As of torch.utils.data.DataLoader: `num_workers`, `collate_fn`, and so on.
+
+    Raises:
+        ArgumentTypeError: The dataset is an iterable one.
+        ArgumentError: `in_order` is False.
 
     Example:
         >>> import torch, torch.distributed as dist
@@ -56,9 +65,19 @@ class ShardLoader(Generic[T]):
         self._next: Place = (0, 0, 0)
         self._fetching: deque[Place] = deque()
         self._kept: dict[Place, Any] = {}
+        if isinstance(dataset, IterableDataset):
+            raise ArgumentTypeError(
+                f"dataset is {type(dataset).__name__}: pass a map-style one, whose samples can be "
+                "dealt by their indices"
+            )
+        if not options.get("in_order", True):
+            raise ArgumentError(
+                "in_order is False: leave it out, as batches are told apart by their order"
+            )
         if options.get("num_workers"):
             options.setdefault("persistent_workers", True)
-        self._loader = DataLoader(dataset, batch_sampler=_Feed(self), **options)
+        seeded: Any = SeededDataset(dataset)
+        self._loader = DataLoader(seeded, batch_sampler=_Feed(self), **options)
         self._batches: Iterator[Any] | None = None  # workers are started for the first batch
 
     def __getitem__(self, which: tuple[Step, Shard]) -> Any:
@@ -70,25 +89,35 @@ class ShardLoader(Generic[T]):
             return self._kept[place]
         if place not in self._fetching:
             self._next = place
+        with apart():  # a batch that was kept for a repetition draws nothing
+            return self._fetch(place)
+
+    def _fetch(self, place: Place) -> Any:
         if self._batches is None:
             self._batches = iter(self._loader)
         while True:
             # the feed is read as far ahead as the workers go: this one's place is among them
-            batch = next(self._batches)
+            try:
+                batch = next(self._batches)
+            except BaseException:  # whether it was a batch that failed, or the wait for it
+                self._batches = None
+                self._fetching.clear()
+                raise
             fetched = self._fetching.popleft()
-            if fetched[0] >= step.number:
+            if fetched[0] >= place[0]:
                 self._kept[fetched] = batch
             if fetched == place:
                 return batch
 
     def feed(self) -> list[int]:
-        """The samples that are fetched next."""
+        """The seed and the samples of what is fetched next."""
         place = self._next
         self._fetching.append(place)
         self._next = self._after(place)
         step, first, stop = place
         samples = self._run.samples
-        return samples.ids(step, Shard(first, stop))
+        seed = self._run.seed_of(step, first, "data")
+        return [seed, *samples.ids(step, Shard(first, stop))]
 
     def _after(self, place: Place) -> Place:
         """What this member needs after something, as shards are dealt now."""

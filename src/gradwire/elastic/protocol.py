@@ -213,7 +213,7 @@ def _enter(member: Member, decision: Decision) -> tuple[Member, tuple[Effect, ..
             effects = (Commit(member.version),)
         member = member._replace(version=decision.version, held=decision.epoch, complete=False)
     member = member._replace(decision=decision, phase=Phase.FORMING)
-    if decision.version == member.steps and decision.holders == decision.members:
+    if decision.version >= member.steps and decision.holders == decision.members:
         return member._replace(phase=Phase.DONE), (*effects, Finish())
     return member, (*effects, Form(decision))
 
@@ -229,6 +229,6 @@ def _commit(member: Member, *, leave: bool) -> tuple[Member, tuple[Effect, ...]]
 
 
 def _next_step(member: Member) -> tuple[Member, tuple[Effect, ...]]:
-    if member.version == member.steps:
+    if member.version >= member.steps:  # a checkpoint may have more than are asked for
         return member._replace(phase=Phase.DONE), (Leave(member.round), Finish())
     return member._replace(phase=Phase.REDUCING), (Reduce(member.version),)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import math
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -17,10 +16,11 @@ from torch.distributed import ProcessGroup
 from gradwire.elastic import checkpoint, transfer
 from gradwire.elastic.engine import Engine, barrier
 from gradwire.elastic.gradients import TreeSum
-from gradwire.elastic.losses import may_mean_a_loss, means_a_loss
+from gradwire.elastic.losses import let_go, may_mean_a_loss, means_a_loss
 from gradwire.elastic.samples import Samples
+from gradwire.elastic.seeding import seed_of
 from gradwire.elastic.shards import Shard, deal
-from gradwire.elastic.state import State
+from gradwire.elastic.state import State, check_reduced
 from gradwire.elastic.step import Step, Stepper
 from gradwire.errors import (
     ArgumentError,
@@ -47,6 +47,8 @@ class Run:
         self._steppers: tuple[Stepper, ...] = ()
         self._tree: TreeSum | None = None
         self._changed: list[tuple[Tensor, Tensor]] = []
+        self._taken: list[Tensor | None] = []
+        self._averaged: set[int] = set()
         self._start = 0
         self._dealt = self._deal()
         self._equal = False
@@ -190,6 +192,10 @@ class Run:
         finally:
             self._engine.stop()
 
+    def seed_of(self, step: int, first: int, use: str = "") -> int:
+        """A seed that follows from the run's, a step and its first shard."""
+        return seed_of(self._seed, step, first, use)
+
     def shards(self) -> list[Shard]:
         """Those that this member runs in this epoch."""
         return list(self._dealt)
@@ -220,6 +226,7 @@ class Run:
         """
         folder = Path(folder)
         if self.rank == 0:
+            self._state.put_buffers_back(self.version)  # a step that was lost has changed them
             return checkpoint.save(self._state.kept, self.version, folder)
         return checkpoint.path_of(folder, self.version)
 
@@ -241,16 +248,18 @@ class Run:
 
     def begin_step(self) -> None:
         """Clear gradients; put buffers back to their values at the step's beginning."""
+        self._taken = []
         self._state.begin_step(self.version, sync=not self._reproducible)
-        if self._tree is not None:
+        if self._tree is not None and self._tree.fits():
             self._tree.clear()
+        elif self._tree is not None:
+            self._grow_tree()
 
     def begin_shard(self, shard: Shard) -> None:
         """Seed random numbers, and put buffers back."""
         if self._reproducible and shard.first != self._dealt[0].first:
             self._state.put_buffers_back(self.version)
-        text = f"{self._seed} {self.version} {shard.first}".encode()
-        self._set_seed(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little"))
+        self._set_seed(self.seed_of(self.version, shard.first))
 
     def backward(self, loss: Tensor, shard: Shard, weight: float | None) -> None:
         """Compute a shard's gradients and add them."""
@@ -285,11 +294,25 @@ class Run:
         self._steppers = steppers
         self._engine.commit()
 
+    def check_steppers(self, steppers: tuple[Stepper, ...]) -> None:
+        """Raise if one is to step by gradients that are this member's alone."""
+        if self._tree is not None:
+            check_reduced(steppers, self._tree.known)
+            return
+        try:
+            check_reduced(steppers, self._averaged)
+        except ReductionError:  # or a model was refitted
+            self._averaged = {id(p) for m in self._state.models for p in m.parameters()}
+            check_reduced(steppers, self._averaged)
+
     def end_step(self, error: BaseException | None) -> bool:
         """Whether an error means that a member was lost."""
         assert error is not None
         if means_a_loss(error) or (may_mean_a_loss(error) and self._engine.was_lost()):
             self._engine.lost()
+            # the loop may clear them before the round says that this step is committed
+            self._taken = self._state.take_gradients()
+            let_go(error)
             return True
         if self._nan_guard and isinstance(error, ReductionError) and error.parameters:
             with contextlib.suppress(DistributedError):
@@ -302,6 +325,8 @@ class Run:
     @torch.no_grad()
     def _apply(self) -> None:
         """A step is committed."""
+        self._state.give_gradients(self._taken)
+        self._taken = []
         for buffer, value in self._changed:
             buffer.copy_(value)
         self._changed = []
@@ -321,15 +346,19 @@ class Run:
         runs = [run for run in deal(self._shards, self.size) if run]
         self._equal = len({self._count(Shard(run.start, run.stop)) for run in runs}) == 1
         if self._reproducible:
-            state, wait = self._state, self._engine.wait
-            self._tree = TreeSum(state.parameters, state.buffers, self._shards, self.group, wait)
+            self._grow_tree()
+
+    def _grow_tree(self) -> None:
+        """For the epoch's members, and the parameters that are trained now."""
+        self._tree = TreeSum(self._state, self._shards, self.group, self._engine.wait)
 
     def _on_transfer(self, holds: bool) -> None:
         """Send the state, or receive it."""
         group, wait = self.group, self._engine.wait
-        kept = self._state.kept
-        data = transfer.exchange(group, transfer.dump(kept) if self.rank == 0 else None, wait)
+        state = self._state
+        own = transfer.dump(state.kept, state.beside()) if self.rank == 0 else None
+        data = transfer.exchange(group, own, wait)
         if not holds:
-            transfer.load(kept, data)
-            self._state.forget()
+            state.put_beside(transfer.load(state.kept, data))
+            state.forget()
         barrier(self._engine)

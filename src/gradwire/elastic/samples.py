@@ -66,6 +66,6 @@ class Samples:
     def _make_order(self, time: int) -> list[int]:
         if not self._shuffle:
             return list(range(self.size))
-        generator = torch.Generator().manual_seed((self._seed << 32) + time)
+        generator = torch.Generator().manual_seed(((self._seed << 32) + time) % 2**64)
         order: list[int] = torch.randperm(self.size, generator=generator).tolist()
         return order

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -10,9 +11,9 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from gradwire.ddp import DistributedDataParallel
-from gradwire.errors import ArgumentTypeError
+from gradwire.errors import ArgumentTypeError, MismatchError, ReductionError
 
-__all__ = ["State"]
+__all__ = ["State", "check_reduced"]
 
 
 class State:
@@ -57,6 +58,47 @@ class State:
         """Those of all modules as they are now: a forward may put another tensor in one's place."""
         return [b for m in self._with_buffers for b in m.buffers(recurse=False) if b.numel()]
 
+    def beside(self) -> list[Any]:
+        """What a new member has to know beside what `state_dict` gives.
+
+        Whether each parameter is trained, and the buffers that are not persistent.
+        """
+        return [[p.requires_grad for p in self.parameters], self._not_persistent()]
+
+    @torch.no_grad()
+    def put_beside(self, received: Sequence[Any]) -> None:
+        """Take what `beside` gave on another member.
+
+        Raises:
+            MismatchError: Its models are others.
+        """
+        trained, values = received
+        own = self._not_persistent()
+        shapes = [[tuple(b.shape) for b in buffers] for buffers in (own, values)]
+        if len(trained) != len(self.parameters) or shapes[0] != shapes[1]:
+            raise MismatchError(
+                f"the models have {len(self.parameters)} parameters and buffers that are not "
+                f"persistent of shapes {shapes[0]} here, {len(trained)} and {shapes[1]} on the "
+                "member that has the state: build the same on all members"
+            )
+        for parameter, is_trained in zip(self.parameters, trained, strict=True):
+            parameter.requires_grad_(is_trained)
+        for buffer, value in zip(own, values, strict=True):
+            buffer.copy_(value)
+
+    def _not_persistent(self) -> list[Tensor]:
+        return [
+            buffer
+            for module in self._with_buffers
+            for name, buffer in module.named_buffers(recurse=False)
+            if name in module._non_persistent_buffers_set
+        ]
+
+    @property
+    def first_buffers(self) -> list[Tensor]:
+        """The values that they had when the step began."""
+        return self._first_values[1]
+
     def set_group(self, group: ProcessGroup) -> None:
         """Have the models average in an epoch's group."""
         for model in self.models:
@@ -79,6 +121,18 @@ class State:
         else:
             self._first_values = (version, [b.detach().clone() for b in self.buffers()])
 
+    def take_gradients(self) -> list[Tensor | None]:
+        """Those of all parameters, which have none from now on."""
+        taken = [parameter.grad for parameter in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = None
+        return taken
+
+    def give_gradients(self, taken: Sequence[Tensor | None]) -> None:
+        """Put back what `take_gradients` gave; nothing if that is empty."""
+        for parameter, gradient in zip(self.parameters, taken, strict=False):
+            parameter.grad = gradient
+
     @torch.no_grad()
     def put_buffers_back(self, version: int) -> None:
         """Undo what forward has changed of them, if that step has begun here."""
@@ -89,3 +143,28 @@ class State:
     def forget(self) -> None:
         """Another state was received: there is nothing to put back."""
         self._first_values = (-1, [])
+
+
+def check_reduced(steppers: Iterable[object], reduced: Container[int]) -> None:
+    """Raise if an optimizer has a gradient that is not added up over the members.
+
+    Each of them would step by its own, and they would come apart without a word.
+
+    Args:
+        steppers: What is stepped.
+        reduced: The ids of the parameters whose gradients are added up.
+
+    Raises:
+        ReductionError: A parameter with a gradient is not among them.
+    """
+    for stepper in steppers:
+        for number, group in enumerate(getattr(stepper, "param_groups", ())):
+            for place, parameter in enumerate(group["params"]):
+                if parameter.grad is not None and id(parameter) not in reduced:
+                    raise ReductionError(
+                        f"{type(stepper).__name__} steps a parameter of shape "
+                        f"{tuple(parameter.shape)}, {place} of its group {number}, whose gradient "
+                        "is this member's alone: before run.steps, give run.keep a model that has "
+                        "it (with reproducible=False in DistributedDataParallel), and freeze and "
+                        "thaw parameters between two steps"
+                    )

@@ -45,6 +45,10 @@ class StepRunner(Protocol):
         """Make the gradients complete."""
         ...
 
+    def check_steppers(self, steppers: tuple[Stepper, ...]) -> None:
+        """Raise if one is to step by gradients that are this member's alone."""
+        ...
+
     def commit(self, steppers: tuple[Stepper, ...]) -> None:
         """Commit the step on all members."""
         ...
@@ -137,10 +141,16 @@ class Step:
         What is to happen once a step, but must not if it is repeated, belongs here: optimizers,
         learning rate schedules, counters. If a member is lost meanwhile, it may happen after the
         block has ended.
+
+        Raises:
+            ArgumentTypeError: One has no `step`.
+            ReductionError: A shard had no backward, or one of them has a parameter with a gradient
+                that is in nothing which was kept, so that its gradient is this member's alone.
         """
         for stepper in steppers:
             if not callable(getattr(stepper, "step", None)):
                 raise ArgumentTypeError(f"{stepper!r} has no step(): pass optimizers, schedules")
+        self._runner.check_steppers(steppers)
         self.reduce()
         self._runner.commit(steppers)
         self.committed = True

@@ -7,6 +7,8 @@ of them. A receiver changes nothing before it has all of them.
 from __future__ import annotations
 
 import io
+import pickle
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,7 +18,7 @@ from torch.distributed import ProcessGroup, Work
 
 from gradwire.ddp.group import broadcast_options
 from gradwire.elastic.waiting import Wait
-from gradwire.errors import DistributedError, MismatchError
+from gradwire.errors import DistributedError, MismatchError, NotSupportedError
 
 __all__ = ["dump", "exchange", "load"]
 
@@ -24,20 +26,32 @@ PIECE_BYTES = 64 << 20
 MAX_BYTES = 1 << 42
 
 
-def dump(kept: Mapping[str, Any]) -> bytearray:
-    """The state of what is kept, as bytes."""
+def dump(kept: Mapping[str, Any], beside: Any = None) -> bytearray:
+    """The state of what is kept, and what belongs to it beside that, as bytes."""
     file = io.BytesIO()
-    torch.save({name: value.state_dict() for name, value in kept.items()}, file)
+    torch.save(({name: value.state_dict() for name, value in kept.items()}, beside), file)
     return bytearray(file.getbuffer())
 
 
-def load(kept: Mapping[str, Any], data: bytearray) -> None:
+def load(kept: Mapping[str, Any], data: bytearray) -> Any:
     """Put bytes that `dump` made into what is kept.
+
+    Returns:
+        What is beside it.
 
     Raises:
         MismatchError: Something else is kept here, or a model differs.
+        NotSupportedError: It has more than tensors and plain values.
     """
-    states = torch.load(io.BytesIO(data), weights_only=True)
+    try:
+        states, beside = torch.load(io.BytesIO(data), weights_only=True)
+    except pickle.UnpicklingError as error:
+        kind = re.search(r"GLOBAL (\S+)", str(error))
+        raise NotSupportedError(
+            f"the state that is received here has a {kind[1] if kind else 'value'}: members send "
+            "each other tensors and plain values alone, so convert it, as by float(lr), or leave "
+            f"it out of the state_dict of what is kept ({', '.join(sorted(kept))})"
+        ) from error
     if states.keys() != kept.keys():
         raise MismatchError(
             f"run.keep has {sorted(kept)} here and {sorted(states)} on the member that has the "
@@ -50,6 +64,7 @@ def load(kept: Mapping[str, Any], data: bytearray) -> None:
             raise MismatchError(
                 f"the state of {name!r} does not fit here: {error}; build the same on all members"
             ) from error
+    return beside
 
 
 def exchange(group: ProcessGroup, data: bytearray | None, wait: Wait) -> bytearray:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from gradwire.errors import ArgumentError
 from gradwire.hooks.averaging import all_reduce
@@ -84,6 +85,9 @@ class AcrossHosts(DelegatingHook):
         super().__init__(hook)
         self.single_collective = False  # whatever the hook's is: there are up to two more
         self.groups = groups
+
+    def run_in(self, group: ProcessGroup) -> None:
+        """The groups are given."""
 
     def run_hook(self, bucket: GradBucket) -> HookReturn:
         """Sum inside, the hook between, broadcast inside."""

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from gradwire.errors import ArgumentError, ArgumentTypeError, HookError
 from gradwire.hooks.bucket import GradBucket
@@ -96,6 +97,11 @@ class StatefulHook(ABC, Generic[S]):
         after an error, ranks may have come to different ones.
         """
 
+    def run_in(self, group: ProcessGroup) -> None:
+        """Use a group where the state has none: that of the module which the hook is for."""
+        if getattr(self.state, "process_group", group) is None:
+            self.state.process_group = group  # type: ignore[attr-defined]
+
     def __call__(self, state: None, bucket: Any, /) -> Any:
         """Run as a function of a state, which is None, and a bucket."""
         return self.run_hook(bucket)
@@ -134,6 +140,10 @@ class DelegatingHook(StatefulHook[Any]):
     def committed(self) -> None:
         """Tells the inner hook."""
         self.hook.committed()
+
+    def run_in(self, group: ProcessGroup) -> None:
+        """Tells the inner hook."""
+        self.hook.run_in(group)
 
     @property
     def state(self) -> Any:

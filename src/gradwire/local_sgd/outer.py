@@ -23,6 +23,7 @@ from gradwire.ddp.faults.fault_domain import FaultDomain
 from gradwire.ddp.verify import describe, verify_same
 from gradwire.errors import ArgumentError, ArgumentTypeError
 from gradwire.hooks import CommHook, GradBucket, all_reduce, bind_hook, get_hook
+from gradwire.hooks.registry import state_in
 from gradwire.local_sgd.exchange import reduce_bucket
 from gradwire.local_sgd.fragments import assign_fragments, due
 
@@ -107,7 +108,7 @@ class LocalSGD:
         self._names, self._parameters = [n for n, _ in named], [p for _, p in named]
         self._fragments = assign_fragments([p.nbytes for p in self._parameters], fragments)
         chosen = get_hook(hook) if isinstance(hook, str) else (hook or all_reduce)
-        state = self.group if hook_state is None else hook_state
+        state = state_in(self.group, self.group if hook_state is None else hook_state, chosen)
         self._hook = bind_hook(None if hasattr(chosen, "run_hook") else state, chosen)
         self._domain = FaultDomain.of(self.group)
         self._domain.connect()

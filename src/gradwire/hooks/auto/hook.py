@@ -250,7 +250,7 @@ def auto(
     Args:
         allowed: Names of hooks ("bf16", "fp16", "int8", "int4", "low_rank", "sign", "top_k"), or
             hooks that compress, as `LowRank(8)`. What they lose is yours to allow.
-        group: The group; None: the default one.
+        group: The group; None: that of the module it is registered for.
 
     Raises:
         ArgumentError: Something else is allowed, or nothing, or something twice.

@@ -32,7 +32,7 @@ class BlockQuantization(TwoPhase):
         stochastic: Round up or down at random, so that the mean of many roundings is the value
             itself; if not, to the nearest.
         seed: Of the random numbers; those of a rank, step and bucket follow from it.
-        group: The group; None: the default one.
+        group: The group; None: that of the module it is registered for.
         start: How many steps are averaged without compression, before the first with it.
 
     Raises:

@@ -122,7 +122,7 @@ class Compressor(StatefulHook[CompressorState]):
     parameter.
 
     Args:
-        group: The group; None: the default one.
+        group: The group; None: that of the module it is registered for.
         start: How many steps are averaged without compression, before the first with it.
     """
 
@@ -150,7 +150,7 @@ class Compressor(StatefulHook[CompressorState]):
         if group.size() == 1:
             return buffer
         dense = buffer.layout == torch.strided
-        if step < self.start or not (dense and _is_float(buffer)):
+        if step < self.start or not (dense and len(buffer) and _is_float(buffer)):
             if dense:
                 nbytes = buffer.nbytes
                 state.traffic.add(nbytes, 2 * nbytes * (group.size() - 1) / group.size())

@@ -55,7 +55,7 @@ class LowRank(Compressor):
         rank: The rank of approximations, at least 1.
         min_saving: What is not made smaller by this factor is sent as it is; so are 1-d tensors.
         seed: Of the first Q.
-        group: The group; None: the default one.
+        group: The group; None: that of the module it is registered for.
         start: How many steps are averaged without compression, before the first with it.
 
     Raises:

@@ -21,7 +21,7 @@ class Sign(TwoPhase):
 
     Args:
         block: How many elements share a magnitude; a multiple of 8.
-        group: The group; None: the default one.
+        group: The group; None: that of the module it is registered for.
         start: How many steps are averaged without compression, before the first with it.
 
     Raises:

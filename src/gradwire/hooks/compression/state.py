@@ -21,7 +21,7 @@ class CompressorState:
 
     Args:
         kind: Which hook it belongs to.
-        group: The group; None: the default one.
+        group: The group; None: that of the module, or the default one.
 
     Attributes:
         process_group: The group.

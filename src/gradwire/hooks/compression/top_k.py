@@ -41,7 +41,7 @@ class TopK(Compressor):
         momentum: Of SGD, if more than 0: it is then applied here, before elements are chosen, so
             that those which wait have the momentum that they would have had (momentum correction).
             Leave the optimizer's own at 0.
-        group: The group; None: the default one.
+        group: The group; None: that of the module it is registered for.
         start: How many steps are averaged without compression, before the first with it.
 
     Raises:

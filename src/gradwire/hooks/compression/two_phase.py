@@ -36,7 +36,7 @@ class TwoPhase(Compressor):
 
     Args:
         block: How many elements are encoded together; a multiple of 8.
-        group: The group; None: the default one.
+        group: The group; None: that of the module it is registered for.
         start: How many steps are averaged without compression, before the first with it.
     """
 

@@ -1,0 +1,216 @@
+"""What makes up the state of training: what is added up, put back, and given to a new member."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gradwire import elastic
+from gradwire.ddp import DistributedDataParallel
+from gradwire.elastic import transfer
+from gradwire.elastic.state import State
+from gradwire.errors import MismatchError, NotSupportedError, PeerLostError, ReductionError
+
+X = torch.randn(16, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def net() -> nn.Sequential:
+    own = torch.Generator().manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.uniform_(-0.5, 0.5, generator=own)
+    return model
+
+
+def join(**kept: Any) -> elastic.Run:
+    run = elastic.join(dist.HashStore(), shards=2)
+    run.keep(**kept)
+    return run
+
+
+def backwards(step: elastic.Step, model: nn.Module) -> None:
+    for shard in step.shards:
+        step.backward(model(X[step.sample_ids(shard)]).square().mean())
+
+
+def loses(run: elastic.Run, member: bool) -> None:
+    """Let the next barrier fail, as if a member had died in it."""
+    passes = run._engine._pass_barrier
+
+    def fail() -> bool:
+        run._engine._pass_barrier = passes  # type: ignore[method-assign]
+        raise PeerLostError("a member is gone")
+
+    if member:
+        run._engine._pass_barrier = fail  # type: ignore[method-assign]
+
+
+def test_what_the_loop_does_after_a_lost_step_is_not_in_its_commit() -> None:
+    def train(member: bool, after: Callable[[torch.optim.Optimizer], object]) -> list[Tensor]:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        run = join(model=model, optimizer=optimizer)
+        lost = []
+        for step in run.steps(3, samples=len(X), batch=8):
+            loses(run, member and step.number == 1 and not lost)
+            with step:
+                backwards(step, model)
+                step.commit(optimizer)
+            if not step.committed:
+                lost.append(step.number)
+            after(optimizer)
+        assert lost == [1] * member
+        return [t.clone() for t in model.state_dict().values()]
+
+    expected = train(False, lambda _: None)
+    for after in (lambda o: o.zero_grad(), lambda o: o.zero_grad(set_to_none=False)):
+        assert all(map(torch.equal, train(True, after), expected))
+
+
+def test_a_checkpoint_after_a_lost_step_has_none_of_it(tmp_path: Path) -> None:
+    model = net()
+    run = join(model=model)
+    for step in run.steps(2, samples=len(X), batch=8):
+        with step:
+            before = model[1].running_mean.clone()
+            backwards(step, model)
+            if step.number and not list(tmp_path.iterdir()):
+                raise PeerLostError("a member is gone")
+            step.commit()
+        if not step.committed:
+            run.save(tmp_path)
+            again = net()
+            copy = join(model=again)
+            assert copy.load(tmp_path)
+            copy.close()
+            assert torch.equal(again[1].running_mean, before)
+    assert run.version == 2
+
+
+def test_a_parameter_that_is_thawed_between_steps_has_the_mean() -> None:
+    model = net()
+    model[0].requires_grad_(False)
+    run = join(model=model)
+    weight = model[0].weight
+    for step in run.steps(3, samples=len(X), batch=8):
+        model[0].requires_grad_(step.number > 0)
+        with step:
+            backwards(step, model)
+            step.reduce()
+            if step.number == 0:
+                assert weight.grad is None
+            else:
+                halves = [run.samples.ids(step.number, elastic.Shard(i, i + 1)) for i in range(2)]
+                losses = [model(X[ids]).square().mean() for ids in halves]
+                (expected,) = torch.autograd.grad(sum(losses) / 2, weight)
+                torch.testing.assert_close(weight.grad, expected)
+            step.commit()
+
+
+@pytest.mark.parametrize("reproducible", [True, False])
+def test_a_gradient_that_is_this_member_s_alone_is_not_stepped_by(reproducible: bool) -> None:
+    run = elastic.join(dist.HashStore(), reproducible=reproducible)
+    model = nn.Linear(4, 1).double()
+    kept = model if reproducible else DistributedDataParallel(model, process_group=run.group)
+    scale = nn.Parameter(torch.ones(1, dtype=torch.float64))
+    run.keep(model=kept)
+    optimizer = torch.optim.SGD([*model.parameters(), scale], lr=0.1)
+
+    def train() -> None:
+        for step in run.steps(1, samples=len(X), batch=8):
+            with step:
+                for shard in step.shards:
+                    step.backward((kept(X[step.sample_ids(shard)]) * scale).mean())
+                step.commit(optimizer)
+
+    with pytest.raises(ReductionError, match=r"SGD .* shape \(1,\), 2 of its group 0"):
+        train()
+    assert scale.item() == 1.0
+
+
+class Buffers(nn.Linear):
+    """With a mask of the smallest float, a number of forwards, and one that is not saved."""
+
+    def __init__(self, *, grows: bool = False) -> None:
+        super().__init__(4, 1, dtype=torch.float64)
+        smallest = torch.finfo(torch.float32).min
+        self.register_buffer("mask", torch.full((2,), smallest))
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("unsaved", torch.zeros(()), persistent=False)
+        self.register_buffer("history", torch.zeros(0))
+        self.grows = grows
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += x.detach().sum()
+        self.unsaved += 1
+        if self.grows:
+            self.history = torch.zeros(3)
+        return super().forward(x)
+
+
+def test_a_buffer_that_no_shard_changes_stays_as_it_is() -> None:
+    model = Buffers()
+    run = join(model=model)
+    for step in run.steps(1, samples=len(X), batch=8, shuffle=False):
+        with step:
+            backwards(step, model)
+            step.commit()
+    assert model.mask.tolist() == [torch.finfo(torch.float32).min] * 2
+    assert model.seen.item() == pytest.approx(float(X[:8].sum() / 2))
+
+
+def test_buffers_of_another_shape_are_named() -> None:
+    model = Buffers(grows=True)
+    run = join(model=model)
+    step = next(run.steps(1, samples=len(X), batch=8))
+    with pytest.raises(NotSupportedError, match=r"to \[\(2,\), \(\), \(\), \(3,\)\]"), step:
+        backwards(step, model)
+
+
+def state_of(model: nn.Module, **others: Any) -> State:
+    state = State()
+    for name, value in {"model": model, **others}.items():
+        state.keep(name, value)
+    return state
+
+
+def test_a_new_member_gets_what_a_state_dict_leaves_out() -> None:
+    source, target = Buffers(), Buffers()
+    source.unsaved += 5
+    source.weight.requires_grad_(False)
+    sends, receives = state_of(source), state_of(target)
+    data = transfer.dump(sends.kept, sends.beside())
+    receives.put_beside(transfer.load(receives.kept, data))
+    assert target.unsaved.item() == 5
+    assert [p.requires_grad for p in target.parameters()] == [False, True]
+    with pytest.raises(MismatchError, match=r"of shapes \[\(\)\] here, 6 and \[\]"):
+        receives.put_beside(state_of(net()).beside())
+
+
+def test_a_state_with_more_than_plain_values_is_named() -> None:
+    numpy = pytest.importorskip("numpy")
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=numpy.float64(0.1))
+    kept = state_of(model, optimizer=optimizer).kept
+    with pytest.raises(NotSupportedError, match=r"numpy.* what is kept \(model, optimizer\)"):
+        transfer.load(kept, transfer.dump(kept))
+
+
+def test_a_checkpoint_of_more_steps_than_are_asked_for() -> None:
+    run = join(model=net())
+    run.start_at(5)
+    assert next(run.steps(3), None) is None
+    assert run.version == 5
+
+
+def test_seeds_of_any_size() -> None:
+    orders = [elastic.Samples(9, batch=9, shards=1, seed=s).ids(0, elastic.Shard(0, 1)) for s in (
+        -1, 0, 1 << 40, 1 << 70)]  # fmt: skip
+    assert all(sorted(order) == list(range(9)) for order in orders)
