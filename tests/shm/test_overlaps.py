@@ -62,6 +62,16 @@ def operations(world, count):
             lambda x: (x.view(-1), x[another]),
             lambda sent, got: dist.reduce_scatter_tensor(got, sent),
         ),
+        "all_to_all_single, by half a block": (
+            lambda x: (x.view(-1)[:shift], x.view(-1)[count // 2 :][:shift]),
+            lambda sent, got: dist.all_to_all_single(got, sent),
+        ),
+        "all_gather by half a block": (
+            lambda x: (x.view(-1)[count // 2 :][:count], x),
+            lambda sent, got: dist.all_gather(list(got), sent),
+        ),
+        "gather by half a block": (lambda x: (x.view(-1)[count // 2 :][:count], x), gather),
+        "scatter by half a block": (lambda x: (x, x.view(-1)[count // 2 :][:count]), scatter),
         "gather": (lambda x: (x[1], x), gather),
         "scatter": (lambda x: (x, x[1]), scatter),
     }

@@ -150,10 +150,12 @@ def _is_wrapper(tensor: Tensor) -> bool:
 
 
 def aliases(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The same values by tensors that autograd does not know.
+    """The same memory by tensors, and in a list, that the caller does not have.
 
-    For what a thread fills: torch may mark a caller's tensor, once the operation was submitted, as
-    one that requires grad, such as an output of `all_gather_into_tensor` whose input does.
+    For what a thread reads and fills. Once the operation was submitted, torch may mark a caller's
+    tensor as one that requires grad, such as an output of `all_gather_into_tensor` whose input
+    does; and the caller may use the list for other tensors, or a tensor for other memory
+    (`x.data = y`).
     """
     return [tensor.detach() for tensor in tensors]
 
