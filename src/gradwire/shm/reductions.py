@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -35,6 +36,7 @@ from gradwire.shm.tensors import (
     is_ordinary,
     only,
     paired,
+    share_memory,
     write_back,
 )
 
@@ -113,8 +115,10 @@ class Reductions(GroupBase):
         checksum, filled = checksum_of(tensors), self._kept(tensors, opts)
 
         def job() -> None:
-            for tensor in filled:
-                flat = flat_of(tensor)
+            flats: Iterable[Tensor] = map(flat_of, filled)
+            if share_memory(filled):  # each is reduced as it was before the call
+                flats = [flat.clone() for flat in flats]
+            for tensor, flat in zip(filled, flats, strict=True):
                 call = Call(kind, flat.dtype, flat.numel(), op, root, checksum=checksum)
                 self._algorithms.reduce(call, flat)
                 if root in (-1, self._rank):

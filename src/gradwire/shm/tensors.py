@@ -29,6 +29,7 @@ __all__ = [
     "overwrites",
     "paired",
     "row_counts",
+    "share_memory",
     "write_all_back",
     "write_back",
 ]
@@ -223,6 +224,22 @@ def overwrites(
     if stop <= first or last <= start:
         return False  # the usual case, without comparing every pair
     return any(a < d and c < b for a, b in reads for c, d in writes)
+
+
+def share_memory(tensors: Sequence[Tensor]) -> bool:
+    """Whether some of the tensors lie over each other, as their first and last elements tell."""
+    if len(tensors) < 2:
+        return False
+    spans = sorted(map(_hull_of, tensors))
+    return any(start < stop for (_, stop), (start, _) in pairwise(spans))
+
+
+def _hull_of(tensor: Tensor) -> tuple[int, int]:
+    if tensor.is_contiguous():
+        return _span(tensor)
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last, start = sum((length - 1) * stride for length, stride in steps), tensor.data_ptr()
+    return start, start + (last + 1) * tensor.itemsize
 
 
 def _span(flat: Tensor) -> tuple[int, int]:
