@@ -25,6 +25,7 @@ from gradwire.shm.group_base import GroupBase
 from gradwire.shm.header import NUMBERS, Call
 from gradwire.shm.known_calls import KnownCall
 from gradwire.shm.operation_queue import Prepared
+from gradwire.shm.overlaps import share_memory
 from gradwire.shm.tensors import (
     check_results,
     check_sparse,
@@ -36,7 +37,6 @@ from gradwire.shm.tensors import (
     is_ordinary,
     only,
     paired,
-    share_memory,
     write_back,
 )
 
