@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 import gradwire.shm
 from gradwire.errors import (
+    ArgumentError,
     CollectiveTimeoutError,
     DistributedError,
     PeerFailedError,
@@ -78,6 +79,15 @@ def test_a_rank_that_cannot_form_a_group_keeps_none_waiting(owner, name, failing
             assert FULL.strerror in message
         else:  # it may have seen the end of its connection first
             assert kind in (PeerFailedError.__name__, PeerLostError.__name__)
+
+
+def without_time():
+    with pytest.raises(ArgumentError, match="timeout is 0:00:00"):
+        dist.new_group(backend="shm", timeout=timedelta(0))
+
+
+def test_no_time_to_form_a_group_in_is_refused():
+    run_ranks(without_time, 2, backend="shm", timeout=30)
 
 
 def killed_amid_forming():

@@ -62,6 +62,16 @@ def operations(world, count):
             lambda x: (x.view(-1), x[another]),
             lambda sent, got: dist.reduce_scatter_tensor(got, sent),
         ),
+        "all_to_all_single, by half a block": (
+            lambda x: (x.view(-1)[:shift], x.view(-1)[count // 2 :][:shift]),
+            lambda sent, got: dist.all_to_all_single(got, sent),
+        ),
+        "all_gather by half a block": (
+            lambda x: (x.view(-1)[count // 2 :][:count], x),
+            lambda sent, got: dist.all_gather(list(got), sent),
+        ),
+        "gather by half a block": (lambda x: (x.view(-1)[count // 2 :][:count], x), gather),
+        "scatter by half a block": (lambda x: (x, x.view(-1)[count // 2 :][:count]), scatter),
         "gather": (lambda x: (x[1], x), gather),
         "scatter": (lambda x: (x, x[1]), scatter),
     }
@@ -112,3 +122,28 @@ def windows(count, inside):
 @pytest.mark.parametrize("count", [20_000, 1_300_000])
 def test_a_result_over_blocks_that_lie_over_each_other(count, inside):
     run_ranks(windows, 2, backend="shm", timeout=40, args=(count, inside))
+
+
+def lists(count, inside):
+    """A tensor that comes twice in a list, and windows of one: each sum is of what was there."""
+    warnings.simplefilter("ignore")  # torch's, of the function's name
+    rank, world = dist.get_rank(), dist.get_world_size()
+    allocate = gradwire.shm.empty if inside else torch.empty
+    start = torch.arange(2.0 * count) % 1000
+    for choose in (
+        lambda x: [x, x],
+        lambda x: [x[:count], x[count // 2 :]],
+        lambda x: [x.view(2, count).t(), x[count:]],
+    ):
+        for is_async in (False, True):
+            x = allocate(2 * count).copy_(start + rank)
+            work = dist.all_reduce_coalesced(choose(x), async_op=is_async)
+            if is_async:
+                work.wait()
+            assert x.equal(world * start + sum(range(world)))
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["ordinary", "in shared memory"])
+@pytest.mark.parametrize("count", [100, 200_000])
+def test_tensors_of_a_list_that_lie_over_each_other(count, inside):
+    run_ranks(lists, 2, backend="shm", timeout=40, args=(count, inside))

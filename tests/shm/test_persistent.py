@@ -219,6 +219,46 @@ def test_fits_an_ordinary_all_reduce_of_another_rank(count):
     assert run_ranks(fits_ordinary, 2, backend="shm", args=(count,), timeout=30) == [True, True]
 
 
+@pytest.mark.parametrize("op", [dist.ReduceOp.SUM, dist.ReduceOp.AVG], ids=str)
+def test_complex_numbers_fit_an_ordinary_all_reduce(op):
+    def main():
+        x = torch.tensor([1 + 2j, 3 - 4j]) * (dist.get_rank() + 1)
+        if dist.get_rank():
+            dist.all_reduce(x, op)
+        else:
+            prepared = gradwire.shm.all_reduce_init(x, op)
+            prepared.start()
+            prepared.wait()
+        return x.tolist()
+
+    factor = 3 if op == dist.ReduceOp.SUM else 1.5
+    expected = [(1 + 2j) * factor, (3 - 4j) * factor]
+    assert run_ranks(main, 2, backend="shm", timeout=30) == [expected] * 2
+
+
+def other_memory(count):
+    """The tensor is given other memory, and more of it, as a module's `double` does."""
+    x = torch.ones(count)
+    prepared = gradwire.shm.all_reduce_init(x)
+    for allocate, dtype in ((torch.ones, torch.float32), (gradwire.shm.empty, torch.float64)):
+        prepared.start()
+        prepared.wait()
+        kept, before = x.detach(), x.clone()
+        x.data = allocate(2 * count, dtype=dtype).fill_(5.0)
+        prepared.start()
+        prepared.wait()
+        assert x.eq(10).all()
+        assert kept.equal(before)
+    x.data = torch.ones(3, 2).t()
+    with pytest.raises(ArgumentError, match="contiguous"):
+        prepared.start()
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_a_tensor_may_get_other_memory(count):
+    run_ranks(other_memory, 2, backend="shm", args=(count,), timeout=30)
+
+
 def misused():
     x = torch.ones(3)
     prepared = gradwire.shm.all_reduce_init(x)

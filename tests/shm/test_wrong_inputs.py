@@ -26,6 +26,8 @@ def mistakes():
     x, overlapping = torch.ones(4), torch.ones(1).expand(4)
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
     short = torch.ones(4, dtype=torch.uint16)
+    freed = torch.ones(4)
+    freed.untyped_storage().resize_(0)
     average = dist.AllreduceOptions()
     average.reduceOp = dist.ReduceOp.AVG
     return [
@@ -58,6 +60,16 @@ def mistakes():
             "1 outputs for 2 inputs",
         ),
         (lambda: group.allgather_coalesced([[x, x]], [x, x]), ArgumentError, "1 outputs"),
+        (lambda: dist.all_reduce(freed), ArgumentError, "no memory.*freed"),
+        (lambda: dist.all_gather_into_tensor(torch.ones(8), freed), ArgumentError, "no memory"),
+        (lambda: group.send([freed], 1 - dist.get_rank()), ArgumentError, "no memory"),
+        (lambda: group.recv([freed], 1 - dist.get_rank()), ArgumentError, "no memory"),
+        (lambda: gradwire.shm.all_reduce_init(freed), ArgumentError, "no memory"),
+        (
+            lambda: group.allreduce([torch._efficientzerotensor(4)]),
+            ArgumentError,
+            "without memory|share memory",
+        ),
         (lambda: dist.all_reduce(short), ArgumentError, "uint16 cannot be reduced by SUM"),
         (
             lambda: group.allreduce([torch.ones(3, dtype=torch.complex32)], average),
@@ -90,6 +102,25 @@ def refused_and_go_on():
 
 def test_mistakes_are_refused_and_the_group_goes_on():
     run_ranks(refused_and_go_on, 2, backend="shm", timeout=20)
+
+
+def zeros_without_memory():
+    """What autograd gives for a derivative that is zero can be sent, and not written."""
+    rank, results = dist.get_rank(), []
+    for count in (3, 200_000):
+        zeros, got = torch._efficientzerotensor(count), torch.ones(2 * count)
+        dist.all_gather_into_tensor(got, zeros)
+        results.append(got.any().item())
+        if rank == 0:
+            dist.send(zeros, 1)
+        else:
+            dist.recv(got[:count].fill_(1), 0)
+            results.append(got[:count].any().item())
+    return any(results)
+
+
+def test_zeros_without_memory_are_sent():
+    assert run_ranks(zeros_without_memory, 2, backend="shm", timeout=30) == [False, False]
 
 
 def of_two_devices():

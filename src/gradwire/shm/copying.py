@@ -16,20 +16,21 @@ torch copies 6, as it does not read what it overwrites; torch's `copy_` is as fa
 
 
 def copy(target: Tensor, source: Tensor) -> None:
-    """Copy values, unless both are the same memory.
+    """Copy values, unless both are the same memory; they may lie over each other.
 
     Args:
         target: 1-d and contiguous.
         source: Of its size and dtype, 1-d and contiguous.
     """
-    to, start = target.data_ptr(), source.data_ptr()
-    assert source.nbytes == target.nbytes
+    to, start, nbytes = target.data_ptr(), source.data_ptr(), target.nbytes
+    assert source.nbytes == nbytes
     if to == start:
         return
-    if target.nbytes < _MOVED_BYTES or not (to and start):  # 0: zeros without memory
+    # `copy_` raises where the two overlap. 0: zeros without memory
+    if (nbytes < _MOVED_BYTES and abs(to - start) >= nbytes) or not (to and start):
         target.copy_(source)
         return
-    ctypes.memmove(to, start, target.nbytes)
+    ctypes.memmove(to, start, nbytes)
     count_write(target)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from gradwire.shm.copying import copy
 from gradwire.shm.group_state import GroupState
 from gradwire.shm.header import INLINE, PRIVATE, Call, Location
+from gradwire.shm.overlaps import overwrites
 from gradwire.shm.pieces import (
     PIECE_BYTES,
     block_start,
@@ -24,7 +25,7 @@ from gradwire.shm.pieces import (
     share,
 )
 from gradwire.shm.regions import USERS
-from gradwire.shm.tensors import common_base, overwrites
+from gradwire.shm.tensors import common_base
 
 __all__ = ["barrier", "broadcast", "exchange", "exchange_blocks", "exchange_through_slots"]
 

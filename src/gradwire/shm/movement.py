@@ -41,7 +41,7 @@ class Movement(GroupBase):
         opts = opts or BroadcastOptions()
         root = self._root(opts)
         check_results(tensors)  # on the root too: a mistake that all make is then an error on all
-        filled = self._filled(tensors, opts)
+        filled = self._kept(tensors, opts)
 
         def job() -> None:
             flats = [flat_of(tensor) for tensor in filled]
@@ -69,10 +69,11 @@ class Movement(GroupBase):
         opts = opts or AllgatherOptions()
         for outputs, source in paired(output_lists, inputs):
             check_transfer([source], self._one_each(outputs, "tensor_list"))
-        filled = [self._filled(outputs, opts) for outputs in output_lists]
+        filled = [self._kept(outputs, opts) for outputs in output_lists]
+        read = self._kept(inputs, opts)
 
         def job() -> None:
-            for outputs, source in zip(filled, inputs, strict=True):
+            for outputs, source in zip(filled, read, strict=True):
                 flat, into = flat_of(source), [flat_of(output) for output in outputs]
                 self._algorithms.exchange_blocks("all_gather", [flat], into, base=flat, shared=True)
                 write_all_back(outputs, into)
@@ -101,9 +102,9 @@ class Movement(GroupBase):
             self._check_parts(whole=output, part=source)
         checksum = checksum_of(inputs)
 
-        def fill(results: list[Tensor]) -> None:
-            for into, source in zip(results, inputs, strict=True):
-                flat, parts = flat_of(source), equal_parts(into, self._size)
+        def fill(results: list[Tensor], flats: list[Tensor]) -> None:
+            for into, flat in zip(results, flats, strict=True):
+                parts = equal_parts(into, self._size)
                 call = Call("all_gather_single", flat.dtype, flat.numel(), checksum=checksum)
                 self._algorithms.exchange(call, [flat], parts, base=flat, shared=True)
 
@@ -122,8 +123,8 @@ class Movement(GroupBase):
         into = self._one_each(only(outputs), "gather_list") if root == self._rank else []
         check_transfer([source], into)
 
-        def fill(results: list[Tensor]) -> None:
-            self._algorithms.gather(root, flat_of(source), results)
+        def fill(results: list[Tensor], flats: list[Tensor]) -> None:
+            self._algorithms.gather(root, only(flats), results)
 
         return self._submit_into(into, fill, opts, "gather", inputs)
 
@@ -139,8 +140,8 @@ class Movement(GroupBase):
         blocks = self._one_each(only(inputs), "scatter_list") if root == self._rank else []
         check_transfer(blocks, [output])
 
-        def fill(results: list[Tensor]) -> None:
-            self._algorithms.scatter(root, [flat_of(block) for block in blocks], results[0])
+        def fill(results: list[Tensor], flats: list[Tensor]) -> None:
+            self._algorithms.scatter(root, flats, results[0])
 
         return self._submit_into(outputs, fill, opts, "scatter", blocks)
 
@@ -154,8 +155,8 @@ class Movement(GroupBase):
         self._one_each(outputs, "output_tensor_list")
         check_transfer(self._one_each(inputs, "input_tensor_list"), outputs)
 
-        def fill(results: list[Tensor]) -> None:
-            self._algorithms.exchange_blocks("all_to_all", [flat_of(i) for i in inputs], results)
+        def fill(results: list[Tensor], flats: list[Tensor]) -> None:
+            self._algorithms.exchange_blocks("all_to_all", flats, results)
 
         opts = opts or AllToAllOptions()
         return self._submit_into(outputs, fill, opts, "all_to_all", inputs)
@@ -173,8 +174,8 @@ class Movement(GroupBase):
         receives = row_counts(output, output_split_sizes, self._size, "output_split_sizes")
         sends = row_counts(input, input_split_sizes, self._size, "input_split_sizes")
 
-        def fill(results: list[Tensor]) -> None:
-            flat = flat_of(input)
+        def fill(results: list[Tensor], flats: list[Tensor]) -> None:
+            flat = only(flats)
             blocks, into = flat.split(sends), results[0].split(receives)
             self._algorithms.exchange_blocks("all_to_all", blocks, into, base=flat)
 

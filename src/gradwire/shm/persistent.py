@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, Work
@@ -42,10 +43,12 @@ class PersistentAllReduce:
         self._prepared: Prepared | None = None
         self._work: Work | None = None
         self._started = False
+        self._memory = _memory_of(tensor)
         self._prepare()
 
     def _prepare(self) -> None:
         if (member := self._member) is not None:
+            self._memory = _memory_of(self._tensor)
             self._prepared = prepared = member.prepare_all_reduce(self._tensor, number_of(self._op))
             self._begin = partial(member.start, prepared)
             self._end = partial(member.finish, prepared)
@@ -56,6 +59,7 @@ class PersistentAllReduce:
 
         Raises:
             DistributedError: It was begun already.
+            ArgumentError: The tensor has changed, and is not contiguous any more.
         """
         member, prepared = self._member, self._prepared
         if member and prepared and not member.is_current(prepared):
@@ -64,6 +68,9 @@ class PersistentAllReduce:
             if member is not None:
                 member.check_usable()
             raise DistributedError("the all_reduce was started already: call wait() first")
+        if self._prepared is not None and self._memory != _memory_of(self._tensor):
+            _check(self._tensor, self._op)  # it has other memory, as by `x.data = y`
+            self._prepare()
         if self._prepared is not None:
             self._prepared.stage = Stage.IDLE  # first: an exception may leave it as it is
         self._started = True
@@ -149,6 +156,14 @@ def all_reduce_init(
         )
     if not isinstance(op, ReduceOp.RedOpType):
         raise ArgumentTypeError(f"op is {op!r}: pass a reduce op, such as ReduceOp.SUM")
+    _check(tensor, op)
+    member = member_of(group)
+    if isinstance(member, AcrossHostsOperations):
+        member = None  # messages take its time: there is nothing to prepare
+    return PersistentAllReduce(tensor, op, group, member)
+
+
+def _check(tensor: Tensor, op: ReduceOp.RedOpType) -> None:
     check_results([tensor])
     check_reduction(number_of(op), tensor.dtype)
     if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
@@ -156,7 +171,7 @@ def all_reduce_init(
             f"tensor has shape {tuple(tensor.shape)} and strides {tensor.stride()}: pass one that "
             "is contiguous, for instance its contiguous()"
         )
-    member = member_of(group)
-    if isinstance(member, AcrossHostsOperations):
-        member = None  # messages take its time: there is nothing to prepare
-    return PersistentAllReduce(tensor, op, group, member)
+
+
+def _memory_of(tensor: Tensor) -> tuple[int, int, torch.dtype]:
+    return tensor.data_ptr(), tensor.numel(), tensor.dtype

@@ -16,6 +16,7 @@ from gradwire.shm.arithmetic import reduce_into, reducer
 from gradwire.shm.copying import copy, copy_to_all, count_write
 from gradwire.shm.group_state import GroupState
 from gradwire.shm.header import INLINE, PRIVATE, Call, Location
+from gradwire.shm.overlaps import overwrites
 from gradwire.shm.pieces import (
     block_start,
     copy_but,
@@ -25,7 +26,6 @@ from gradwire.shm.pieces import (
     sync_in_place,
 )
 from gradwire.shm.regions import USERS
-from gradwire.shm.tensors import overwrites
 
 __all__ = ["place", "reduce", "reduce_placed", "reduce_scatter"]
 

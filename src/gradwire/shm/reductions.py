@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -19,11 +20,12 @@ from torch.distributed.distributed_c10d import (
 
 from gradwire.errors import ArgumentError
 from gradwire.shm import sparse
-from gradwire.shm.arithmetic import SUM, check_reduction, number_of
+from gradwire.shm.arithmetic import LINEAR, SUM, check_reduction, number_of
 from gradwire.shm.group_base import GroupBase
 from gradwire.shm.header import NUMBERS, Call
 from gradwire.shm.known_calls import KnownCall
 from gradwire.shm.operation_queue import Prepared
+from gradwire.shm.overlaps import share_memory
 from gradwire.shm.tensors import (
     check_results,
     check_sparse,
@@ -68,6 +70,8 @@ class Reductions(GroupBase):
 
     def prepare_all_reduce(self, tensor: Tensor, op: int) -> Prepared:
         """Prepare an all_reduce of a contiguous tensor that `start` and `finish` run."""
+        if tensor.is_complex() and op in LINEAR:
+            tensor = torch.view_as_real(tensor)  # as dist.all_reduce does, which it is to fit
         flat = tensor.detach().view(-1)
         known = None
         if self._known is not None and is_ordinary(flat):
@@ -108,11 +112,13 @@ class Reductions(GroupBase):
         check_results(tensors)
         for tensor in tensors:
             check_reduction(op, tensor.dtype)
-        checksum, filled = checksum_of(tensors), self._filled(tensors, opts)
+        checksum, filled = checksum_of(tensors), self._kept(tensors, opts)
 
         def job() -> None:
-            for tensor in filled:
-                flat = flat_of(tensor)
+            flats: Iterable[Tensor] = map(flat_of, filled)
+            if share_memory(filled):  # each is reduced as it was before the call
+                flats = [flat.clone() for flat in flats]
+            for tensor, flat in zip(filled, flats, strict=True):
                 call = Call(kind, flat.dtype, flat.numel(), op, root, checksum=checksum)
                 self._algorithms.reduce(call, flat)
                 if root in (-1, self._rank):
@@ -133,8 +139,8 @@ class Reductions(GroupBase):
         op = self._check_reduce_scatter(output, blocks, opts)
         sends = tuple(block.numel() for block in blocks)
 
-        def fill(results: list[Tensor]) -> None:
-            (out,), flats = results, [flat_of(block) for block in blocks]
+        def fill(results: list[Tensor], flats: list[Tensor]) -> None:
+            out = only(results)
             call = Call("reduce_scatter", out.dtype, 0, op, -1, sends, (out.numel(),) * self._size)
             self._algorithms.reduce_scatter(call, flats, out, base=common_base(flats))
 
@@ -159,9 +165,8 @@ class Reductions(GroupBase):
             self._check_parts(whole=source, part=output)
         checksum = checksum_of(outputs)
 
-        def fill(results: list[Tensor]) -> None:
-            for out, source in zip(results, inputs, strict=True):
-                flat = flat_of(source)
+        def fill(results: list[Tensor], flats: list[Tensor]) -> None:
+            for out, flat in zip(results, flats, strict=True):
                 call = Call("reduce_scatter_single", out.dtype, out.numel(), op, checksum=checksum)
                 blocks = equal_parts(flat, self._size)
                 self._algorithms.reduce_scatter(call, blocks, out, base=flat)

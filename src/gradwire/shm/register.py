@@ -226,6 +226,8 @@ def _form_group(
     """
     group = None
     try:
+        if timeout.total_seconds() <= 0:
+            raise ArgumentError(f"timeout is {timeout}: give one of more than 0")
         peers, ranks = connect_all(store, rank, size, timeout, options.host)
         if len(ranks) == size > 1:
             return None

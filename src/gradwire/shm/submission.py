@@ -116,7 +116,7 @@ class Submission:
         self._submitted += 1
         entry = self._record_again(known, tensors, "a known all_reduce")
         observed = ("allreduce_", 0, (tensors,))
-        job = partial(known, self._filled(tensors, opts)[0])
+        job = partial(known, self._kept(tensors, opts)[0])
         return self._run_or_queue(job, tensors, opts, observed, entry)
 
     def _record_again(
@@ -219,25 +219,25 @@ class Submission:
     def _submit_into(
         self,
         results: Sequence[Tensor],
-        fill: Callable[[list[Tensor]], None],
+        fill: Callable[[list[Tensor], list[Tensor]], None],
         opts: Any,
         op: str,
         sources: Sequence[Tensor],
     ) -> Work:
-        """Submit a job that fills the results; it is given each as a 1-d contiguous tensor."""
-        filled = self._filled(results, opts)
+        """Submit a job that fills the results; it is given them and the sources 1-d, contiguous."""
+        filled, read = self._kept(results, opts), self._kept(sources, opts)
 
         def job() -> None:
             flats = [flat_of(result) for result in filled]
-            fill(flats)
+            fill(flats, [flat_of(source) for source in read])
             write_all_back(filled, flats)
 
         return self._submit(job, results, opts, op=op, sources=sources)
 
     @staticmethod
-    def _filled(results: Sequence[Tensor], opts: Any) -> Sequence[Tensor]:
-        """What a job fills in the place of the results, after the call may have returned."""
-        return aliases(results) if opts.asyncOp else results
+    def _kept(tensors: Sequence[Tensor], opts: Any) -> Sequence[Tensor]:
+        """What a job takes in the place of a caller's tensors, after the call may have returned."""
+        return aliases(tensors) if opts.asyncOp else tensors
 
     @contextmanager
     def marked(self, mark: int) -> Iterator[None]:

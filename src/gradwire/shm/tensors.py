@@ -26,7 +26,6 @@ __all__ = [
     "flat_of",
     "is_ordinary",
     "only",
-    "overwrites",
     "paired",
     "row_counts",
     "write_all_back",
@@ -61,6 +60,8 @@ def check_results(tensors: Sequence[Tensor]) -> None:
     """
     check_tensors(tensors)
     for tensor in tensors:
+        if tensor._is_zerotensor():
+            raise ArgumentError("a tensor is one of zeros without memory: pass its clone()")
         if not tensor.is_contiguous() and torch._debug_has_internal_overlap(tensor) == 1:
             raise ArgumentError(
                 f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} has "
@@ -86,6 +87,7 @@ def check_tensors(tensors: Sequence[Tensor]) -> None:
             and not tensor.is_nested
             and (type(tensor) in _PLAIN or not _is_wrapper(tensor))
             and tensor.dtype in NUMBERS
+            and (tensor.data_ptr() or not tensor.numel() or tensor._is_zerotensor())
         ):
             continue
         if not isinstance(tensor, Tensor):
@@ -104,11 +106,16 @@ def check_tensors(tensors: Sequence[Tensor]) -> None:
             raise ArgumentError("a tensor is nested: pass its parts")
         if tensor.layout != torch.strided:
             raise ArgumentError(f"a tensor has layout {tensor.layout}: pass dense tensors")
-        raise ArgumentError(f"a tensor is of {tensor.dtype}: shm does not carry that")
+        if tensor.dtype not in NUMBERS:
+            raise ArgumentError(f"a tensor is of {tensor.dtype}: shm does not carry that")
+        raise ArgumentError(
+            f"a tensor of shape {tuple(tensor.shape)} has no memory, as its storage was freed: a "
+            "sharded module's parameters, for instance, have some while they are gathered"
+        )
 
 
 def is_ordinary(tensor: Tensor) -> bool:
-    """Whether it is a contiguous CPU tensor without any of what calls for care elsewhere here."""
+    """Whether it is a contiguous CPU tensor with none of what needs care or is refused here."""
     return (
         type(tensor) is Tensor
         and tensor.is_cpu
@@ -122,6 +129,7 @@ def is_ordinary(tensor: Tensor) -> bool:
             or tensor.is_inference()
             or torch._C._are_functorch_transforms_active()
         )
+        and (tensor.data_ptr() != 0 or not tensor.numel())
     )
 
 
@@ -150,10 +158,12 @@ def _is_wrapper(tensor: Tensor) -> bool:
 
 
 def aliases(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The same values by tensors that autograd does not know.
+    """The same memory by tensors, and in a list, that the caller does not have.
 
-    For what a thread fills: torch may mark a caller's tensor, once the operation was submitted, as
-    one that requires grad, such as an output of `all_gather_into_tensor` whose input does.
+    For what a thread reads and fills. Once the operation was submitted, torch may mark a caller's
+    tensor as one that requires grad, such as an output of `all_gather_into_tensor` whose input
+    does; and the caller may use the list for other tensors, or a tensor for other memory
+    (`x.data = y`).
     """
     return [tensor.detach() for tensor in tensors]
 
@@ -161,7 +171,9 @@ def aliases(tensors: Sequence[Tensor]) -> list[Tensor]:
 def flat_of(tensor: Tensor) -> Tensor:
     """The elements in row-major order: a view if the tensor is contiguous, else a copy."""
     flat = tensor.detach() if tensor.requires_grad else tensor
-    if not flat.is_contiguous() or flat.is_conj() or flat.is_neg():
+    if flat._is_zerotensor():
+        flat = flat.clone()
+    elif not flat.is_contiguous() or flat.is_conj() or flat.is_neg():
         flat = flat.resolve_conj().resolve_neg().contiguous()
     if flat.dim() == 1 and flat.stride(0) == 1:
         return flat
@@ -195,41 +207,6 @@ def common_base(blocks: Sequence[Tensor]) -> Tensor | None:
         if not together or after.data_ptr() != before.data_ptr() + before.nbytes:
             return None
     return blocks[0]
-
-
-def overwrites(
-    blocks: Sequence[Tensor], results: Sequence[Tensor | None], rank: int, own: Tensor | None
-) -> bool:
-    """Whether writing the results would overwrite blocks that other ranks have yet to read.
-
-    Args:
-        blocks: The blocks that others read, 1-d and contiguous.
-        results: The tensors that are written, 1-d and contiguous, by rank.
-        rank: This rank.
-        own: This rank's block for itself, which no other reads: its result may be the same memory.
-    """
-    reads = [_span(block) for block in blocks]
-    writes = [
-        _span(result)
-        for source, result in enumerate(results)
-        if result is not None
-        and (source != rank or own is None or result.data_ptr() != own.data_ptr())
-    ]
-    if not reads or not writes:
-        return False
-    (start, stop), (first, last) = _hull(reads), _hull(writes)
-    if stop <= first or last <= start:
-        return False  # the usual case, without comparing every pair
-    return any(a < d and c < b for a, b in reads for c, d in writes)
-
-
-def _span(flat: Tensor) -> tuple[int, int]:
-    start = flat.data_ptr()
-    return start, start + flat.nbytes
-
-
-def _hull(spans: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    return min(start for start, _ in spans), max(stop for _, stop in spans)
 
 
 def only(items: Sequence[T]) -> T:

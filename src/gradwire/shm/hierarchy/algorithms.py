@@ -14,7 +14,7 @@ from gradwire.shm.header import NUMBERS, Call
 from gradwire.shm.hierarchy.context import Context
 from gradwire.shm.hierarchy.moving import AllGather, Broadcast, exchange
 from gradwire.shm.hierarchy.reducing import ReduceScatter, all_reduce
-from gradwire.shm.tensors import overwrites
+from gradwire.shm.overlaps import overwrites
 
 __all__ = ["AcrossHosts"]
 
