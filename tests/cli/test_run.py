@@ -8,12 +8,15 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from gradwire.cli.app import app
 from gradwire.cli.run import launch
+from gradwire.cli.run.agent import collecting_agent
 from gradwire.cli.run.options import parse_options
 from gradwire.errors import ArgumentError
 
@@ -81,6 +84,54 @@ def test_without_autoload_it_says_so(monkeypatch):
     monkeypatch.setattr(launch, "entry_points", lambda group: [])
     with pytest.raises(ArgumentError, match="gradwire is not installed"):
         launch._check_autoload()
+
+
+def test_only_what_an_earlier_run_left_is_removed(tmp_path):
+    """A directory of checkpoints may be that of the dumps, too."""
+    theirs = {"rank_0.pt", "rank_1_optimizer", "crash-course.txt", "process-list.json", "requests"}
+    ours = {"rank_0", "rank_12", "process-0.json", "crash-1.txt", "exits-0.json", "request"}
+    for name in theirs | ours | {"crash-of-process-host-7.txt", "run.json.1.part"}:
+        (tmp_path / name).write_text("")
+    (tmp_path / "rank_3").mkdir()
+    launch._empty(tmp_path)
+    launch._prepare(tmp_path / "run.json")
+    assert {path.name for path in tmp_path.iterdir()} == theirs | {"rank_3"}
+    with pytest.raises(ArgumentError, match="whose folder does not exist"):
+        launch._prepare(tmp_path / "none" / "run.json")
+
+
+RESTARTED = """
+import os, signal, sys, torch
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_how_ranks_ended_before_a_restart_is_forgotten(command, environment, tmp_path):
+    program, dumps = tmp_path / "train.py", tmp_path / "dumps"
+    program.write_text(RESTARTED)
+    options = ("--max-restarts", "1", "--monitor-interval", "0.05", "--recorder", str(dumps))
+    code, _, err = command(*RUN, *options, str(program)).end()
+    assert code == 0, err
+    assert "exitcode: -9" in err
+    assert {path.name for path in dumps.glob("rank_*")} == {"rank_0", "rank_1"}
+    assert not list(dumps.glob("exits-*"))
+    code, out, _ = command("-m", "gradwire", "explain", str(dumps)).end()
+    assert (code, out.split()[0]) == (0, "NOTHING")
+
+
+def test_ranks_end_though_the_directory_of_dumps_is_gone(tmp_path, monkeypatch):
+    """A rank hangs in the program; the launcher is to end it, whatever its notes come to."""
+    ended = []
+    kind = collecting_agent(tmp_path / "gone")
+    agent = kind.__new__(kind)
+    worker = SimpleNamespace(local_rank=0, global_rank=0, world_size=1)
+    handler = SimpleNamespace(proc=SimpleNamespace(poll=lambda: 1, pid=os.getpid()))
+    agent._pcontext = SimpleNamespace(subprocess_handlers={0: handler}, close=ended.append)
+    monkeypatch.setattr(LocalElasticAgent, "_start_workers", lambda self, group: {})
+    agent._start_workers(SimpleNamespace(workers=[worker], group_rank=0))
+    agent._pcontext.close("now")
+    assert ended == ["now"]
 
 
 @pytest.mark.wide
