@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import random
+import tracemalloc
 
 import pytest
 from click.testing import CliRunner
@@ -164,6 +165,68 @@ def damage(data: bytes, seed: int) -> bytes:
     for _ in range(draw.randint(1, 5)):
         changed[draw.randrange(len(data))] = draw.randrange(256)
     return bytes(changed)
+
+
+def nested() -> list:
+    """Small in a pickle, and without an end in words."""
+    found: list = ["x"]
+    for _ in range(40):
+        found = [found, found]
+    return found
+
+
+LINE = {"name": "step", "filename": "/home/me/train.py", "line": 1}
+EVENT = {"kind": "uncaught", "type": "KeyError", "message": "", "parameters": [], "time": 1}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"entries": [entry(1) | {"collective_seq_id": float("inf")}]},
+        {"entries": [entry(1) | {"op": nested()}]},
+        {"entries": [entry(1) | {"step": nested()}]},
+        {"entries": [], "pg_config": {"0": {"desc": "", "ranks": "-" * 500_000 + "1"}}},
+        {"entries": [], "gradwire": {"threads": {"MainThread": ["x"]}}},
+        {"entries": [], "gradwire": {"messages": [{"op": "recv", "peer": 1, "frames": []}]}},
+        {"entries": [], "gradwire": {"messages": ["x"]}},
+        {"entries": [], "gradwire": {"events": [EVENT | {"lines": [{"line": 3}]}]}},
+        {"entries": [], "gradwire": {"events": [EVENT | {"lines": [LINE], "type": nested()}]}},
+    ],
+)
+def test_a_field_of_a_wrong_type_does_not_hide_the_other_dumps(tmp_path, wrong):
+    whole = [entry(1), entry(2), entry(3, done=False)]
+    write(tmp_path, whole, whole[:2], whole, whole)
+    (tmp_path / "nccl_trace_rank_3").write_bytes(pickle.dumps(wrong))
+    (tmp_path / "exits-0.json").write_text('{"3": {"code": "x", "time": 1}}')
+    code, out = explained(tmp_path, "--json")
+    verdict = json.loads(out)
+    assert (code, verdict["findings"][0]["ranks"]) == (1, [1])
+    assert "the dumps of ranks [3] cannot be read" in verdict["notes"]
+
+
+def test_a_damaged_number_in_a_pickle_takes_no_memory(tmp_path):
+    whole = [entry(1), entry(2), entry(3, done=False)]
+    write(tmp_path, whole, whole[:2], whole, whole)
+    memo = b"\x80\x02]r\xff\xff\xff\x00."
+    array = b"\x80\x05\x96" + (1 << 28).to_bytes(8, "little")
+    for data in (memo, array):
+        (tmp_path / "nccl_trace_rank_3").write_bytes(data)
+        tracemalloc.start()
+        try:
+            code, out = explained(tmp_path, "--json")
+            assert tracemalloc.get_traced_memory()[1] < 1 << 26
+        finally:
+            tracemalloc.stop()
+        assert (code, json.loads(out)["findings"][0]["ranks"]) == (1, [1])
+
+
+def test_other_files_with_numbers_do_not_hide_the_dumps(tmp_path):
+    whole = [entry(1), entry(2), entry(3, done=False)]
+    write(tmp_path, whole, whole[:2], whole, prefix="rank_")
+    for step in range(4):
+        (tmp_path / f"checkpoint_{step}").write_text("of the program")
+    code, out = explained(tmp_path, "--json")
+    assert (code, json.loads(out)["findings"][0]["ranks"]) == (1, [1])
 
 
 @pytest.mark.wide

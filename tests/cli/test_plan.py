@@ -57,6 +57,14 @@ def run(*arguments, code=0):
     return result.output
 
 
+@pytest.mark.parametrize("file", ["plan.txt", "plan", "none/plan.svg"])
+def test_a_plot_that_cannot_be_written_is_refused_before_anything_is_measured(file):
+    pytest.importorskip("matplotlib")
+    result = CliRunner().invoke(app, ["plan", "no_module:build", "--plot", file])
+    assert result.exit_code == 2
+    assert f"--plot is '{file}'" in result.output
+
+
 @pytest.mark.wide  # matplotlib takes a second to load
 def test_a_table_and_a_plot(here):
     pytest.importorskip("matplotlib")
