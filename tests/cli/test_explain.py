@@ -204,6 +204,84 @@ def test_a_field_of_a_wrong_type_does_not_hide_the_other_dumps(tmp_path, wrong):
     assert "the dumps of ranks [3] cannot be read" in verdict["notes"]
 
 
+def test_a_data_loader_that_fails_while_its_rank_is_in_a_collective(tmp_path):
+    """Gloo's errors are of the same type, and come out of the same line."""
+    whole = [entry(1), entry(2), entry(3, done=False)]
+    for rank, own in enumerate((False, True, False)):
+        line = {"name": "step", "filename": "/home/me/train.py", "line": 10}
+        event = EVENT | {"type": "RuntimeError", "lines": [line], "own": own, "time": 9_000_000}
+        config = {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1, 2]"}}
+        record = {"entries": whole, "pg_config": config, "gradwire": {"events": [event]}}
+        (tmp_path / f"rank_{rank}").write_bytes(pickle.dumps(record))
+    first = json.loads(explained(tmp_path, "--json")[1])["findings"][0]
+    assert (first["kind"], first["ranks"]) == ("error", [1])
+
+
+def three_ranks(directory, *ranks):
+    """Each rank's calls, errors and more, on one clock."""
+    config = {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1, 2]"}}
+    for rank, (entries, events, more) in enumerate(ranks):
+        extra = {"world_size": 3, "clock": "one", "events": events, **more}
+        record = {"entries": entries, "pg_config": config, "gradwire": extra}
+        (directory / f"rank_{rank}").write_bytes(pickle.dumps(record))
+    return json.loads(explained(directory, "--json")[1])["findings"][0]
+
+
+def shm_entry(number, **more):
+    """Shm notes the end of a call."""
+    end = None if more.get("done") is False else number * 1_000_000 + 1
+    return entry(number, **more) | {"time_discovered_completed_ns": end}
+
+
+def test_who_waits_by_a_handle_may_wait_for_a_message(tmp_path):
+    """Rank 1 did not send it, and went on to the all_reduce with rank 0."""
+    before, after = [shm_entry(1), shm_entry(2)], shm_entry(3, line=30, done=False)
+    line = {"name": "step", "filename": "/home/me/train.py", "line": 20}
+    late = EVENT | {"type": "CollectiveTimeoutError", "lines": [line], "call": "wait"}
+    lost = EVENT | {"type": "PeerLostError", "lines": [line | {"line": 30}], "call": "all_reduce"}
+    first = three_ranks(
+        tmp_path,
+        ([*before, after], [lost], {"reason": "exit"}),
+        ([*before, after], [lost], {"reason": "exit"}),
+        (before, [late], {"reason": "exit"}),
+    )
+    assert (first["kind"], first["ranks"]) == ("unclear", [])
+    assert "rank 2: CollectiveTimeoutError at train.py:20 in step" in first["details"][2]
+
+
+def test_the_dump_of_a_rank_that_had_ended_is_its_last_word(tmp_path):
+    """It was written a moment before the others called what it never called."""
+    whole = [shm_entry(1), shm_entry(2), shm_entry(3, done=False)]
+    ended = {"reason": "exit", "taken_ns": 2_500_000}
+    first = three_ranks(
+        tmp_path,
+        (whole, [], {"reason": "request", "taken_ns": 9_000_000}),
+        (whole[:2], [], ended),
+        (whole, [], {"reason": "request", "taken_ns": 9_000_000}),
+    )
+    assert (first["kind"], first["ranks"]) == ("finished early", [1])
+    assert "left no dump" not in first["summary"]
+
+
+@pytest.mark.parametrize("all_ranks", [False, True])
+def test_a_rank_that_was_interrupted_in_its_own_code_waited_for_nobody(tmp_path, all_ranks):
+    whole = [shm_entry(1), shm_entry(2), shm_entry(3, done=False)]
+    line = {"name": "load", "filename": "/home/me/train.py", "line": 5}
+    interrupt = EVENT | {"type": "KeyboardInterrupt", "lines": [line], "time": 4_000_000}
+    lost = interrupt | {"type": "PeerLostError", "call": "all_reduce"}
+    theirs = interrupt | {"call": "all_reduce"} if all_ranks else lost
+    more = {"reason": "exit", "taken_ns": 9_000_000}
+    if all_ranks:  # rank 2 was computing, too
+        ranks = [(whole, [theirs], more), (whole[:2], [interrupt], more)]
+        first = three_ranks(tmp_path, *ranks, (whole[:2], [interrupt], more))
+        assert (first["kind"], first["ranks"]) == ("unclear", [])
+        return
+    others = (whole, [theirs], more)
+    first = three_ranks(tmp_path, others, (whole[:2], [interrupt], more), others)
+    assert (first["kind"], first["ranks"]) == ("finished early", [1])
+    assert "rank 1 got KeyboardInterrupt at train.py:5 in load: " in first["details"]
+
+
 def test_a_damaged_number_in_a_pickle_takes_no_memory(tmp_path):
     whole = [entry(1), entry(2), entry(3, done=False)]
     write(tmp_path, whole, whole[:2], whole, whole)

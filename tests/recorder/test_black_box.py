@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -15,6 +18,7 @@ from gradwire import recorder
 from gradwire.recorder import black_box
 from gradwire.recorder import events as noted
 from gradwire.recorder.load import load
+from gradwire.recorder.origins import came_from_loading, came_from_waiting
 from gradwire.testing import run_ranks
 
 
@@ -177,3 +181,49 @@ def test_a_fork_that_stops_its_recorder_leaves_its_parents(tmp_path):
             recorder.stop()
 
     run_ranks(main, world_size=1, backend="shm", timeout=60)
+
+
+def test_a_signals_handler_that_raises_while_a_dump_is_written_does_not_end_that(tmp_path):
+    """As a data loader's does, once for each of its workers that has died."""
+
+    def main():
+        recorder.start(tmp_path)
+        write = black_box.pickle.dumps
+        left = [RuntimeError("DataLoader worker is killed"), KeyError("of another handler")]
+
+        def interrupted(*arguments, **options):
+            if left:
+                raise left.pop()
+            return write(*arguments, **options)
+
+        black_box.pickle.dumps = interrupted
+        try:
+            error = ValueError("the program's")
+            noted.failed(error, kind="uncaught")
+        finally:
+            black_box.pickle.dumps = write
+            recorder.stop()
+        return [event["message"] for event in load(tmp_path / "rank_0")["gradwire"]["events"]]
+
+    assert run_ranks(main, world_size=1, backend="shm")[0][-1:] == ["the program's"]
+    assert (tmp_path / black_box.REQUEST).exists()
+
+
+def test_an_error_of_a_data_loader_is_its_own_wherever_it_was_raised():
+    handler = Path(torch.utils.data.__file__).parent / "_utils" / "signal_handling.py"
+    names: dict = {}
+    exec(compile("def handler(): int('none')", str(handler), "exec"), names)
+    for raises, own in ((names["handler"], True), (lambda: int("none"), False)):
+        with pytest.raises(ValueError, match="none") as caught:
+            raises()
+        assert came_from_loading(caught.value) is own
+
+
+def test_an_object_that_cannot_be_sent_is_no_other_ranks_doing():
+    def main():
+        try:
+            dist.all_gather_object([None] * 2, lambda: 0 if dist.get_rank() else 3)
+        except (AttributeError, TypeError, pickle.PicklingError) as error:
+            return came_from_waiting(error)
+
+    assert run_ranks(main, backend="shm") == [False, False]

@@ -31,7 +31,7 @@ from gradwire.recorder.events import Event, events, failed, on_failure
 from gradwire.recorder.flight_record import Record, await_gloos_ends, flight_record
 from gradwire.recorder.groups import this_rank
 from gradwire.recorder.jobs import at_end_of_job, not_at_end_of_job
-from gradwire.recorder.lines import Line, Place, call_stack, is_users, read_line
+from gradwire.recorder.lines import thread_stacks
 from gradwire.recorder.processes import OVER, Process, state_of
 from gradwire.recorder.trace.clocks import this_clock
 
@@ -44,6 +44,7 @@ _POLL_SECONDS = 0.2
 _FIRST_SECONDS = 0.02  # until this process is known to be a rank
 _REPEAT_NS = 1_000_000_000  # errors in a loop write one dump a second
 _THREAD = "gradwire-recorder"
+_TRIES = 3
 _parts = itertools.count()
 _BETWEEN_COLLECTIVES = ("call", "exit")
 """Reasons to write where this rank is in no collective: one that it has waited for is over."""
@@ -145,7 +146,7 @@ class BlackBox:
             "reason": reason,
             "taken_ns": now,
             "events": [event.as_dict() for event in list(events)],
-            "threads": _stacks(),
+            "threads": thread_stacks(without=_THREAD),
             "peers": peers,
             "peers_alive_ns": dict(self._seen_alive),
             "clock": this_clock(),
@@ -177,10 +178,9 @@ class BlackBox:
     # -- when --------------------------------------------------------------------------------
 
     def _on_failure(self, event: Event) -> None:
-        with contextlib.suppress(OSError):  # a full disk must not hide the error
-            if time.perf_counter_ns() - self._written > _REPEAT_NS or event.kind == "uncaught":
-                self.write("error")
-            self.request_all(f"error on rank {this_rank()}")
+        if time.perf_counter_ns() - self._written > _REPEAT_NS or event.kind == "uncaught":
+            _at_last(lambda: self.write("error"))
+        _at_last(lambda: self.request_all(f"error on rank {this_rank()}"))
 
     def _on_uncaught(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
@@ -190,13 +190,12 @@ class BlackBox:
         (self._earlier_hook or sys.__excepthook__)(kind, error, trace)
 
     def _at_end_of_job(self) -> None:
-        with contextlib.suppress(OSError):
-            self.write("exit")
+        _at_last(lambda: self.write("exit"))
 
     def _at_exit(self) -> None:
         self._ended = True
+        _at_last(lambda: self.write("exit"))
         with contextlib.suppress(OSError):
-            self.write("exit")
             if self._crashes is not None and os.getpid() == self._pid:
                 self._crashes_path.unlink(missing_ok=True)  # it is empty: nothing has crashed
 
@@ -266,13 +265,21 @@ def _identity() -> int | None:
     return rank
 
 
+def _at_last(action: Callable[[], object]) -> None:
+    """Do what an error or an end asks for, where nothing may be raised that hides it."""
+    for _ in range(_TRIES):
+        try:
+            action()
+        except OSError:  # of a full disk
+            return
+        except Exception:  # of a signal's handler, as that of a data loader whose worker has died
+            continue
+        return
+
+
 def _number(text: str) -> int | None:
     """What a launcher set; None if it is no number."""
     return int(text) if text.isdecimal() else None
-
-
-def _line(place: Place) -> Line:
-    return read_line(place) | {"user": is_users(place[0].co_filename)}
 
 
 def _modified(path: Path) -> int:
@@ -280,15 +287,3 @@ def _modified(path: Path) -> int:
         return path.stat().st_mtime_ns
     except OSError:
         return 0
-
-
-def _stacks() -> dict[str, list[dict[str, str | int]]]:
-    """Where each thread is: its frames, the innermost first; the main thread's first."""
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    stacks = {}
-    for ident, frame in sys._current_frames().items():
-        name = names.get(ident, str(ident))
-        if name != _THREAD:
-            stacks[name] = [_line(place) for place in call_stack(frame)]
-    main = threading.main_thread().name
-    return dict(sorted(stacks.items(), key=lambda item: item[0] != main))

@@ -14,7 +14,13 @@ from torch.distributed import ProcessGroup
 from gradwire.errors import GradwireError, MismatchError
 from gradwire.recorder.groups import GroupInfo, info_of
 from gradwire.recorder.lines import Line, Place, call_stack, read_stack
-from gradwire.recorder.origins import called_by_user, came_from_waiting, causes_of, trace_of
+from gradwire.recorder.origins import (
+    called_by_user,
+    came_from_loading,
+    came_from_waiting,
+    causes_of,
+    trace_of,
+)
 from gradwire.recorder.recording import ERROR, GROUP, Entry
 
 __all__ = ["Event", "events", "failed", "on_failure"]
@@ -37,6 +43,7 @@ class Event:
         waited: Whether it, or one of the chain, came out of a call that waits for other ranks.
         call: What of torch.distributed the user's line had called; "" if nothing.
         values: Of ranks that disagree: what each has, by rank.
+        own: Whether it came out of code that waits for no other rank, wherever that was called.
     """
 
     kind: str
@@ -49,6 +56,7 @@ class Event:
     waited: bool = False
     call: str = ""
     values: dict[int, str] = field(default_factory=dict)
+    own: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """Of plain containers and scalars."""
@@ -99,6 +107,7 @@ def failed(
         any(map(came_from_waiting, [error, *chain])),
         called_by_user(places),
         _values_by_rank(error, entry[GROUP].find_name() if entry else info_of(group)),
+        came_from_loading(error),
     )
     events.append(event)
     for listener in on_failure:

@@ -83,6 +83,7 @@ class Event:
     waited: bool = False
     call: str = ""
     values: Mapping[int, str] = field(default_factory=dict)
+    own: bool = False
 
 
 @dataclass(frozen=True)

@@ -201,6 +201,7 @@ def _event(event: Mapping[str, Any], wall: int) -> Event:
         bool(event.get("waited")),
         _text(event.get("call", "")),
         {int(rank): _text(value) for rank, value in event.get("values", {}).items()},
+        bool(event.get("own")),
     )
 
 
