@@ -107,7 +107,8 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1"
 """
 
 
-def test_how_ranks_ended_before_a_restart_is_forgotten(command, environment, tmp_path):
+@pytest.mark.wide  # PyTorch is imported six times
+def test_how_ranks_ended_before_a_restart_is_not_the_verdict(command, environment, tmp_path):
     program, dumps = tmp_path / "train.py", tmp_path / "dumps"
     program.write_text(RESTARTED)
     options = ("--max-restarts", "1", "--monitor-interval", "0.05", "--recorder", str(dumps))
@@ -120,18 +121,43 @@ def test_how_ranks_ended_before_a_restart_is_forgotten(command, environment, tmp
     assert (code, out.split()[0]) == (0, "NOTHING")
 
 
+class Started:
+    """A worker group as torchrun's agent knows it, whose processes have ended with an error."""
+
+    def __init__(self, directory, monkeypatch, world_size=1):
+        kind = collecting_agent(directory)
+        self.agent, self.ended = kind.__new__(kind), []
+        self.world_size = world_size
+        monkeypatch.setattr(LocalElasticAgent, "_start_workers", lambda agent, group: {})
+        self.start()
+
+    def start(self):
+        handler = SimpleNamespace(proc=SimpleNamespace(poll=lambda: 1, pid=os.getpid()))
+        ranks = range(self.world_size)
+        self.agent._pcontext = SimpleNamespace(
+            subprocess_handlers=dict.fromkeys(ranks, handler), close=self.ended.append
+        )
+        size = {"world_size": self.world_size}
+        workers = [SimpleNamespace(local_rank=r, global_rank=r, **size) for r in ranks]
+        self.agent._start_workers(SimpleNamespace(workers=workers, group_rank=0))
+
+
+def test_how_ranks_ended_before_a_restart_is_forgotten(tmp_path, monkeypatch):
+    group = Started(tmp_path, monkeypatch, world_size=2)
+    group.agent._pcontext.close("now")
+    assert set(json.loads((tmp_path / "exits-0.json").read_text())) == {"0", "1"}
+    for name in ("rank_0", "rank_1", "process-1.json", "crash-0.txt", "crash-1.txt", "rank_1.pt"):
+        (tmp_path / name).write_text("")
+    group.world_size = 1  # a host is gone
+    group.start()
+    assert {path.name for path in tmp_path.iterdir()} == {"rank_0", "rank_1.pt"}
+
+
 def test_ranks_end_though_the_directory_of_dumps_is_gone(tmp_path, monkeypatch):
     """A rank hangs in the program; the launcher is to end it, whatever its notes come to."""
-    ended = []
-    kind = collecting_agent(tmp_path / "gone")
-    agent = kind.__new__(kind)
-    worker = SimpleNamespace(local_rank=0, global_rank=0, world_size=1)
-    handler = SimpleNamespace(proc=SimpleNamespace(poll=lambda: 1, pid=os.getpid()))
-    agent._pcontext = SimpleNamespace(subprocess_handlers={0: handler}, close=ended.append)
-    monkeypatch.setattr(LocalElasticAgent, "_start_workers", lambda self, group: {})
-    agent._start_workers(SimpleNamespace(workers=[worker], group_rank=0))
-    agent._pcontext.close("now")
-    assert ended == ["now"]
+    group = Started(tmp_path / "gone", monkeypatch)
+    group.agent._pcontext.close("now")
+    assert group.ended == ["now"]
 
 
 @pytest.mark.wide
