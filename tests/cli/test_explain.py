@@ -282,6 +282,27 @@ def test_a_rank_that_was_interrupted_in_its_own_code_waited_for_nobody(tmp_path,
     assert "rank 1 got KeyboardInterrupt at train.py:5 in load: " in first["details"]
 
 
+@pytest.mark.parametrize("began", [5_000_000_000, 0])
+def test_dumps_of_an_earlier_run_with_more_ranks_are_left_out(tmp_path, began):
+    """Not those of the same run, as of an elastic one that goes on with fewer."""
+    line = {"name": "step", "filename": "/home/me/train.py", "line": 5}
+    for rank, world in ((0, 2), (1, 2), (2, 3)):
+        config = {"0": {"name": "0", "desc": "default_pg", "ranks": str([*range(world)])}}
+        extra = {"world_size": world, "clock": "one", "reason": "exit", "began_ns": began}
+        extra["taken_ns"] = 1_000_000_000 if rank == 2 else 9_000_000_000
+        extra["events"] = [EVENT | {"lines": [line]}] if rank == 2 else []
+        record = {"entries": [shm_entry(1)], "pg_config": config, "gradwire": extra}
+        (tmp_path / f"rank_{rank}").write_bytes(pickle.dumps(record))
+    code, out = explained(tmp_path, "--json")
+    verdict = json.loads(out)
+    if began:
+        assert (code, verdict["world_size"], verdict["dumps"]) == (0, 2, [0, 1])
+        said = "the dumps of ranks [2] are of an earlier run, and left out"
+        assert verdict["notes"] == [said]
+    else:
+        assert (code, verdict["findings"][0]["ranks"]) == (1, [2])
+
+
 def test_a_damaged_number_in_a_pickle_takes_no_memory(tmp_path):
     whole = [entry(1), entry(2), entry(3, done=False)]
     write(tmp_path, whole, whole[:2], whole, whole)

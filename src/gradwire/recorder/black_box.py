@@ -45,6 +45,7 @@ _FIRST_SECONDS = 0.02  # until this process is known to be a rank
 _REPEAT_NS = 1_000_000_000  # errors in a loop write one dump a second
 _THREAD = "gradwire-recorder"
 _TRIES = 3
+_BEGAN_NS = time.time_ns()  # about when this process did
 _parts = itertools.count()
 _BETWEEN_COLLECTIVES = ("call", "exit")
 """Reasons to write where this rank is in no collective: one that it has waited for is over."""
@@ -145,6 +146,7 @@ class BlackBox:
             "pid": os.getpid(),
             "reason": reason,
             "taken_ns": now,
+            "began_ns": _BEGAN_NS,
             "events": [event.as_dict() for event in list(events)],
             "threads": thread_stacks(without=_THREAD),
             "peers": peers,

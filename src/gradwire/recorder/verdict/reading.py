@@ -56,17 +56,35 @@ def read_dumps(directory: Path, prefix: str | None = None) -> Dumps:
             except ArgumentError as error:
                 damaged[rank] = error
         if records:
-            dumps = _dumps(records, directory)
-            dumps.damaged = sorted(damaged)
+            earlier = _of_earlier_run(records)
+            dumps = _dumps({r: d for r, d in records.items() if r not in earlier}, directory)
+            dumps.damaged, dumps.earlier = sorted(damaged), earlier
             return dumps
         errors += damaged.values()
     raise errors[0]
+
+
+def _of_earlier_run(records: Mapping[int, dict[str, Any]]) -> list[int]:
+    """Ranks that were of a run with another number of ranks, before the newest dump began.
+
+    Ranks that both runs have replace their dumps.
+    """
+    extras = {rank: record.get("gradwire", {}) for rank, record in records.items()}
+    newest = max(extras.values(), key=lambda extra: int(extra.get("taken_ns", 0)))
+    return [
+        rank
+        for rank, extra in sorted(extras.items())
+        if extra.get("world_size") != newest.get("world_size")
+        and extra.get("clock") == newest.get("clock")
+        and int(extra.get("taken_ns", 0)) < int(newest.get("began_ns", 0))
+    ]
 
 
 def _checked(path: Path, rank: int) -> dict[str, Any]:
     """A dump that can be read alone: one that was cut off must not hide the others."""
     record = load(path)
     try:
+        _of_earlier_run({rank: record})
         _dumps({rank: record})
     except Exception as error:  # whatever its reader stumbles over, a number without an end too
         raise ArgumentError(
