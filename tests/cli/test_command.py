@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import sys
+
 import pytest
 import torch
 from click.testing import CliRunner
@@ -93,6 +96,19 @@ def test_without_the_extra_it_says_how_to_get_it(monkeypatch):
         gradwire.cli.main()
     assert "needs rich, sklearn, not installed here" in str(exit_.value)
     assert 'pip install "gradwire[demo]"' in str(exit_.value)
+
+
+def test_a_terminal_whose_encoding_lacks_a_sign_gets_another(monkeypatch):
+    def show(prog_name):
+        print("15 µs ─ …")
+
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, "iso-8859-1"))
+    monkeypatch.setattr(sys, "argv", ["gradwire", "doctor"])
+    monkeypatch.setattr("gradwire.cli.app.app", show)
+    gradwire.cli.main()
+    sys.stdout.flush()
+    assert written.getvalue() == b"15 \xb5s ? ?\n"
 
 
 def test_each_command_completes_in_a_shell_and_has_examples():

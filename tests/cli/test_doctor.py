@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import resource
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -16,6 +19,7 @@ from gradwire.cli.app import app
 from gradwire.cli.doctor import checks, command, trial
 from gradwire.cli.doctor.gradients import OPS
 from gradwire.cli.doctor.trial import Trial, try_backend
+from gradwire.recorder.processes import OVER, state_of_pid
 
 DOCTOR = [sys.executable, "-m", "gradwire", "doctor", "--json"]
 NO_NETWORK = ["unshare", "--map-root-user", "--net"]
@@ -29,6 +33,30 @@ def found_by(*arguments, before=()):
     found = json.loads(ended.stdout)
     assert ended.returncode == bool(found["problems"])
     return {each["backend"]: each for each in found["backends"]}, found["problems"]
+
+
+@pytest.mark.wide
+def test_ended_by_a_signal_it_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    doctor = subprocess.Popen([*DOCTOR, "--backend", "gloo"], stdout=subprocess.PIPE)
+    try:
+        children, end = (
+            Path(f"/proc/{doctor.pid}/task/{doctor.pid}/children"),
+            time.monotonic() + 60,
+        )
+        while len(children.read_text().split()) < 3:  # two ranks, and Python's resource tracker
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        left = [int(pid) for pid in children.read_text().split()]
+        doctor.terminate()
+        assert doctor.wait(30) == 128 + signal.SIGTERM
+        while any(state_of_pid(pid) not in OVER for pid in left):
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        assert not list(tmp_path.glob("gradwire-doctor-*"))
+    finally:
+        doctor.kill()
+        doctor.communicate()
 
 
 @pytest.mark.wide

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import random
+import tracemalloc
 
 import pytest
 from click.testing import CliRunner
@@ -164,6 +165,167 @@ def damage(data: bytes, seed: int) -> bytes:
     for _ in range(draw.randint(1, 5)):
         changed[draw.randrange(len(data))] = draw.randrange(256)
     return bytes(changed)
+
+
+def nested() -> list:
+    """Small in a pickle, and without an end in words."""
+    found: list = ["x"]
+    for _ in range(40):
+        found = [found, found]
+    return found
+
+
+LINE = {"name": "step", "filename": "/home/me/train.py", "line": 1}
+EVENT = {"kind": "uncaught", "type": "KeyError", "message": "", "parameters": [], "time": 1}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"entries": [entry(1) | {"collective_seq_id": float("inf")}]},
+        {"entries": [entry(1) | {"op": nested()}]},
+        {"entries": [entry(1) | {"step": nested()}]},
+        {"entries": [], "pg_config": {"0": {"desc": "", "ranks": "-" * 500_000 + "1"}}},
+        {"entries": [], "gradwire": {"threads": {"MainThread": ["x"]}}},
+        {"entries": [], "gradwire": {"messages": [{"op": "recv", "peer": 1, "frames": []}]}},
+        {"entries": [], "gradwire": {"messages": ["x"]}},
+        {"entries": [], "gradwire": {"events": [EVENT | {"lines": [{"line": 3}]}]}},
+        {"entries": [], "gradwire": {"events": [EVENT | {"lines": [LINE], "type": nested()}]}},
+    ],
+)
+def test_a_field_of_a_wrong_type_does_not_hide_the_other_dumps(tmp_path, wrong):
+    whole = [entry(1), entry(2), entry(3, done=False)]
+    write(tmp_path, whole, whole[:2], whole, whole)
+    (tmp_path / "nccl_trace_rank_3").write_bytes(pickle.dumps(wrong))
+    (tmp_path / "exits-0.json").write_text('{"3": {"code": "x", "time": 1}}')
+    code, out = explained(tmp_path, "--json")
+    verdict = json.loads(out)
+    assert (code, verdict["findings"][0]["ranks"]) == (1, [1])
+    assert "the dumps of ranks [3] cannot be read" in verdict["notes"]
+
+
+def test_a_data_loader_that_fails_while_its_rank_is_in_a_collective(tmp_path):
+    """Gloo's errors are of the same type, and come out of the same line."""
+    whole = [entry(1), entry(2), entry(3, done=False)]
+    for rank, own in enumerate((False, True, False)):
+        line = {"name": "step", "filename": "/home/me/train.py", "line": 10}
+        event = EVENT | {"type": "RuntimeError", "lines": [line], "own": own, "time": 9_000_000}
+        config = {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1, 2]"}}
+        record = {"entries": whole, "pg_config": config, "gradwire": {"events": [event]}}
+        (tmp_path / f"rank_{rank}").write_bytes(pickle.dumps(record))
+    first = json.loads(explained(tmp_path, "--json")[1])["findings"][0]
+    assert (first["kind"], first["ranks"]) == ("error", [1])
+
+
+def three_ranks(directory, *ranks):
+    """Each rank's calls, errors and more, on one clock."""
+    config = {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1, 2]"}}
+    for rank, (entries, events, more) in enumerate(ranks):
+        extra = {"world_size": 3, "clock": "one", "events": events, **more}
+        record = {"entries": entries, "pg_config": config, "gradwire": extra}
+        (directory / f"rank_{rank}").write_bytes(pickle.dumps(record))
+    return json.loads(explained(directory, "--json")[1])["findings"][0]
+
+
+def shm_entry(number, **more):
+    """Shm notes the end of a call."""
+    end = None if more.get("done") is False else number * 1_000_000 + 1
+    return entry(number, **more) | {"time_discovered_completed_ns": end}
+
+
+def test_who_waits_by_a_handle_may_wait_for_a_message(tmp_path):
+    """Rank 1 did not send it, and went on to the all_reduce with rank 0."""
+    before, after = [shm_entry(1), shm_entry(2)], shm_entry(3, line=30, done=False)
+    line = {"name": "step", "filename": "/home/me/train.py", "line": 20}
+    late = EVENT | {"type": "CollectiveTimeoutError", "lines": [line], "call": "wait"}
+    lost = EVENT | {"type": "PeerLostError", "lines": [line | {"line": 30}], "call": "all_reduce"}
+    first = three_ranks(
+        tmp_path,
+        ([*before, after], [lost], {"reason": "exit"}),
+        ([*before, after], [lost], {"reason": "exit"}),
+        (before, [late], {"reason": "exit"}),
+    )
+    assert (first["kind"], first["ranks"]) == ("unclear", [])
+    assert "rank 2: CollectiveTimeoutError at train.py:20 in step" in first["details"][2]
+
+
+def test_the_dump_of_a_rank_that_had_ended_is_its_last_word(tmp_path):
+    """It was written a moment before the others called what it never called."""
+    whole = [shm_entry(1), shm_entry(2), shm_entry(3, done=False)]
+    ended = {"reason": "exit", "taken_ns": 2_500_000}
+    first = three_ranks(
+        tmp_path,
+        (whole, [], {"reason": "request", "taken_ns": 9_000_000}),
+        (whole[:2], [], ended),
+        (whole, [], {"reason": "request", "taken_ns": 9_000_000}),
+    )
+    assert (first["kind"], first["ranks"]) == ("finished early", [1])
+    assert "left no dump" not in first["summary"]
+
+
+@pytest.mark.parametrize("all_ranks", [False, True])
+def test_a_rank_that_was_interrupted_in_its_own_code_waited_for_nobody(tmp_path, all_ranks):
+    whole = [shm_entry(1), shm_entry(2), shm_entry(3, done=False)]
+    line = {"name": "load", "filename": "/home/me/train.py", "line": 5}
+    interrupt = EVENT | {"type": "KeyboardInterrupt", "lines": [line], "time": 4_000_000}
+    lost = interrupt | {"type": "PeerLostError", "call": "all_reduce"}
+    theirs = interrupt | {"call": "all_reduce"} if all_ranks else lost
+    more = {"reason": "exit", "taken_ns": 9_000_000}
+    if all_ranks:  # rank 2 was computing, too
+        ranks = [(whole, [theirs], more), (whole[:2], [interrupt], more)]
+        first = three_ranks(tmp_path, *ranks, (whole[:2], [interrupt], more))
+        assert (first["kind"], first["ranks"]) == ("unclear", [])
+        return
+    others = (whole, [theirs], more)
+    first = three_ranks(tmp_path, others, (whole[:2], [interrupt], more), others)
+    assert (first["kind"], first["ranks"]) == ("finished early", [1])
+    assert "rank 1 got KeyboardInterrupt at train.py:5 in load: " in first["details"]
+
+
+@pytest.mark.parametrize("began", [5_000_000_000, 0])
+def test_dumps_of_an_earlier_run_with_more_ranks_are_left_out(tmp_path, began):
+    """Not those of the same run, as of an elastic one that goes on with fewer."""
+    line = {"name": "step", "filename": "/home/me/train.py", "line": 5}
+    for rank, world in ((0, 2), (1, 2), (2, 3)):
+        config = {"0": {"name": "0", "desc": "default_pg", "ranks": str([*range(world)])}}
+        extra = {"world_size": world, "clock": "one", "reason": "exit", "began_ns": began}
+        extra["taken_ns"] = 1_000_000_000 if rank == 2 else 9_000_000_000
+        extra["events"] = [EVENT | {"lines": [line]}] if rank == 2 else []
+        record = {"entries": [shm_entry(1)], "pg_config": config, "gradwire": extra}
+        (tmp_path / f"rank_{rank}").write_bytes(pickle.dumps(record))
+    code, out = explained(tmp_path, "--json")
+    verdict = json.loads(out)
+    if began:
+        assert (code, verdict["world_size"], verdict["dumps"]) == (0, 2, [0, 1])
+        said = "the dumps of ranks [2] are of an earlier run, and left out"
+        assert verdict["notes"] == [said]
+    else:
+        assert (code, verdict["findings"][0]["ranks"]) == (1, [2])
+
+
+def test_a_damaged_number_in_a_pickle_takes_no_memory(tmp_path):
+    whole = [entry(1), entry(2), entry(3, done=False)]
+    write(tmp_path, whole, whole[:2], whole, whole)
+    memo = b"\x80\x02]r\xff\xff\xff\x00."
+    array = b"\x80\x05\x96" + (1 << 28).to_bytes(8, "little")
+    for data in (memo, array):
+        (tmp_path / "nccl_trace_rank_3").write_bytes(data)
+        tracemalloc.start()
+        try:
+            code, out = explained(tmp_path, "--json")
+            assert tracemalloc.get_traced_memory()[1] < 1 << 26
+        finally:
+            tracemalloc.stop()
+        assert (code, json.loads(out)["findings"][0]["ranks"]) == (1, [1])
+
+
+def test_other_files_with_numbers_do_not_hide_the_dumps(tmp_path):
+    whole = [entry(1), entry(2), entry(3, done=False)]
+    write(tmp_path, whole, whole[:2], whole, prefix="rank_")
+    for step in range(4):
+        (tmp_path / f"checkpoint_{step}").write_text("of the program")
+    code, out = explained(tmp_path, "--json")
+    assert (code, json.loads(out)["findings"][0]["ranks"]) == (1, [1])
 
 
 @pytest.mark.wide

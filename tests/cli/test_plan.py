@@ -40,6 +40,29 @@ class Dict(nn.Module):
 
 def dictionary():
     return Dict(), torch.randn(8, 64)
+
+class Nested(Dict):
+    def forward(self, x):
+        return {"layers": [None, (self.net(x) * 1j,)]}
+
+def nested():
+    return Nested(), torch.randn(8, 64)
+
+def several_times_a_step():
+    net, inputs = build()
+    return net, inputs, torch.optim.LBFGS(net.parameters())
+
+def lazy():
+    return nn.LazyLinear(4), torch.ones(1, 4)
+
+def of_nothing():
+    return nn.ParameterList([torch.empty(0)]), torch.ones(1)
+
+def meta():
+    return nn.Linear(4, 4, device="meta"), torch.ones(1, 4)
+
+def named():
+    return bare(), {"input": torch.ones(8, 64)}
 """
 
 
@@ -55,6 +78,14 @@ def run(*arguments, code=0):
     result = CliRunner().invoke(app, ["plan", *arguments])
     assert result.exit_code == code, result.output
     return result.output
+
+
+@pytest.mark.parametrize("file", ["plan.txt", "plan", "none/plan.svg"])
+def test_a_plot_that_cannot_be_written_is_refused_before_anything_is_measured(file):
+    pytest.importorskip("matplotlib")
+    result = CliRunner().invoke(app, ["plan", "no_module:build", "--plot", file])
+    assert result.exit_code == 2
+    assert f"--plot is '{file}'" in result.output
 
 
 @pytest.mark.wide  # matplotlib takes a second to load
@@ -87,11 +118,21 @@ def test_times_may_be_given_instead_of_inputs():
         ("none_such_module:build", "cannot be loaded"),
         ("planned_models:number", "returned int"),
         ("planned_models:frozen", "without parameters to train"),
+        ("planned_models:of_nothing", "without parameters to train"),
+        ("planned_models:lazy", "have no sizes yet: run a forward first"),
+        ("planned_models:meta", "on the meta device"),
+        ("planned_models:named", "inputs that are dict: return a tuple"),
+        ("planned_models:several_times_a_step", "LBFGS runs forward and backward itself"),
         ("planned_models:bare", "returns no inputs"),
     ],
 )
 def test_what_is_refused(factory, said):
     assert said in run(factory, code=2)
+
+
+def test_outputs_may_be_deep_in_containers_and_complex():
+    model, inputs, _ = load_factory("planned_models:nested")
+    assert profile(model, inputs).ready[-1] > 0
 
 
 def test_a_profile_s_buckets_are_ready_in_order_and_the_last_at_the_end():

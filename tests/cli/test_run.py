@@ -8,12 +8,15 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from gradwire.cli.app import app
 from gradwire.cli.run import launch
+from gradwire.cli.run.agent import collecting_agent
 from gradwire.cli.run.options import parse_options
 from gradwire.errors import ArgumentError
 
@@ -81,6 +84,80 @@ def test_without_autoload_it_says_so(monkeypatch):
     monkeypatch.setattr(launch, "entry_points", lambda group: [])
     with pytest.raises(ArgumentError, match="gradwire is not installed"):
         launch._check_autoload()
+
+
+def test_only_what_an_earlier_run_left_is_removed(tmp_path):
+    """A directory of checkpoints may be that of the dumps, too."""
+    theirs = {"rank_0.pt", "rank_1_optimizer", "crash-course.txt", "process-list.json", "requests"}
+    ours = {"rank_0", "rank_12", "process-0.json", "crash-1.txt", "exits-0.json", "request"}
+    for name in theirs | ours | {"crash-of-process-host-7.txt", "run.json.1.part"}:
+        (tmp_path / name).write_text("")
+    (tmp_path / "rank_3").mkdir()
+    launch._empty(tmp_path)
+    launch._prepare(tmp_path / "run.json")
+    assert {path.name for path in tmp_path.iterdir()} == theirs | {"rank_3"}
+    with pytest.raises(ArgumentError, match="whose folder does not exist"):
+        launch._prepare(tmp_path / "none" / "run.json")
+
+
+RESTARTED = """
+import os, signal, sys, torch
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.wide  # PyTorch is imported six times
+def test_how_ranks_ended_before_a_restart_is_not_the_verdict(command, environment, tmp_path):
+    program, dumps = tmp_path / "train.py", tmp_path / "dumps"
+    program.write_text(RESTARTED)
+    options = ("--max-restarts", "1", "--monitor-interval", "0.05", "--recorder", str(dumps))
+    code, _, err = command(*RUN, *options, str(program)).end()
+    assert code == 0, err
+    assert "exitcode: -9" in err
+    assert {path.name for path in dumps.glob("rank_*")} == {"rank_0", "rank_1"}
+    assert not list(dumps.glob("exits-*"))
+    code, out, _ = command("-m", "gradwire", "explain", str(dumps)).end()
+    assert (code, out.split()[0]) == (0, "NOTHING")
+
+
+class Started:
+    """A worker group as torchrun's agent knows it, whose processes have ended with an error."""
+
+    def __init__(self, directory, monkeypatch, world_size=1):
+        kind = collecting_agent(directory)
+        self.agent, self.ended = kind.__new__(kind), []
+        self.world_size = world_size
+        monkeypatch.setattr(LocalElasticAgent, "_start_workers", lambda agent, group: {})
+        self.start()
+
+    def start(self):
+        handler = SimpleNamespace(proc=SimpleNamespace(poll=lambda: 1, pid=os.getpid()))
+        ranks = range(self.world_size)
+        self.agent._pcontext = SimpleNamespace(
+            subprocess_handlers=dict.fromkeys(ranks, handler), close=self.ended.append
+        )
+        size = {"world_size": self.world_size}
+        workers = [SimpleNamespace(local_rank=r, global_rank=r, **size) for r in ranks]
+        self.agent._start_workers(SimpleNamespace(workers=workers, group_rank=0))
+
+
+def test_how_ranks_ended_before_a_restart_is_forgotten(tmp_path, monkeypatch):
+    group = Started(tmp_path, monkeypatch, world_size=2)
+    group.agent._pcontext.close("now")
+    assert set(json.loads((tmp_path / "exits-0.json").read_text())) == {"0", "1"}
+    for name in ("rank_0", "rank_1", "process-1.json", "crash-0.txt", "crash-1.txt", "rank_1.pt"):
+        (tmp_path / name).write_text("")
+    group.world_size = 1  # a host is gone
+    group.start()
+    assert {path.name for path in tmp_path.iterdir()} == {"rank_0", "rank_1.pt"}
+
+
+def test_ranks_end_though_the_directory_of_dumps_is_gone(tmp_path, monkeypatch):
+    """A rank hangs in the program; the launcher is to end it, whatever its notes come to."""
+    group = Started(tmp_path / "gone", monkeypatch)
+    group.agent._pcontext.close("now")
+    assert group.ended == ["now"]
 
 
 @pytest.mark.wide

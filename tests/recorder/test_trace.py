@@ -20,6 +20,7 @@ from click.testing import CliRunner
 import gradwire
 from gradwire.cli.app import app
 from gradwire.errors import ArgumentError, ArgumentTypeError
+from gradwire.recorder.trace import recording
 from gradwire.recorder.trace.clocks import find_offset
 from gradwire.recorder.trace.page import page_of
 from gradwire.recorder.trace.summary import read_trace, summarize
@@ -104,9 +105,48 @@ def test_the_command(trace, tmp_path):
     assert "is no trace of gradwire.timeline" in " ".join(result.output.split())
 
 
+def test_parts_of_an_earlier_run_are_not_taken_for_this_ones(tmp_path):
+    """That run was killed before rank 0 had put them together; now rank 0 is at the end first."""
+    path = tmp_path / "run.json"
+    earlier = json.dumps({"rank": 1, "events": [], "error_us": 12345.0})
+
+    def main():
+        if dist.get_rank() == 1:
+            path.with_name("run.json.1.part").write_text(earlier)
+        dist.barrier()
+        with gradwire.timeline(path):
+            end = time.monotonic() + 30
+            while dist.get_rank() == 1 and not path.with_name("run.json.0.part").exists():
+                assert time.monotonic() < end
+                time.sleep(0.02)
+
+    run_ranks(main, backend="shm")
+    assert json.loads(path.read_text())["otherData"]["clock error, us"] == {"0": 0, "1": 0}
+    assert [file.name for file in tmp_path.iterdir()] == ["run.json"]
+
+
+def test_by_the_environment_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(recording.ring, "listener", None)
+    monkeypatch.setattr(recording, "this_rank", lambda: 1)
+    monkeypatch.setattr(recording, "at_end_of_job", lambda write: None)
+    monkeypatch.setattr(recording.atexit, "register", lambda write: None)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GRADWIRE_TIMELINE", "run.json")
+    part = tmp_path / "run.json.1.part"
+    part.write_text("of an earlier run")
+    recording.start_from_environment()
+    (tmp_path / "outputs").mkdir()
+    monkeypatch.chdir("outputs")
+    listener = recording.ring.listener
+    assert listener is not None
+    listener("a record")
+    assert not part.exists()
+
+
 def test_a_page_is_not_ended_by_a_name():
     event = {"ph": "X", "pid": 0, "tid": 0, "ts": 0, "dur": 1, "name": "</script><b>", "args": {}}
     trace = {"traceEvents": [event], "otherData": {"ranks": [0], "clock error, us": {"0": 0}}}
+    assert "<title>DATA.json</title>" in page_of(trace, "DATA.json")
     page = page_of(trace, "<i>")
     assert page.count("</script>") == 1
     assert "<i>" not in page

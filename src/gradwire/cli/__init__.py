@@ -6,6 +6,7 @@ What it shows on the terminal needs packages that the library itself does withou
 
 from __future__ import annotations
 
+import io
 import sys
 from importlib.util import find_spec
 
@@ -25,6 +26,9 @@ def main() -> None:
             f"gradwire: the command needs {', '.join(missing)}, not installed here.\n"
             'Install what is missing with:  pip install "gradwire[demo]"'
         )
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="replace")  # for what a terminal's encoding lacks, such as µ
     from gradwire.cli.app import app
 
     app(prog_name="gradwire")

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from gradwire.cli.rank_env import RankEnv, exit_rank
 
-__all__ = ["Job", "RankFailure", "Send", "launch"]
+__all__ = ["Job", "RankFailure", "Send", "exit_with_parent", "launch"]
 
 Send = Callable[[Any], None]
 Job = Callable[[RankEnv, Send], None]
@@ -138,7 +138,7 @@ def _start(job: Job, env: RankEnv) -> _Rank:
 
 def _run(job: Job, env: RankEnv, outbox: Connection) -> None:
     """The main function of a rank's process; ends it."""
-    _exit_with_parent()
+    exit_with_parent()
     if "lo" in (name for _, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # or Gloo resolves the host's name
     try:
@@ -149,7 +149,7 @@ def _run(job: Job, env: RankEnv, outbox: Connection) -> None:
     exit_rank(0)
 
 
-def _exit_with_parent() -> None:
+def exit_with_parent() -> None:
     """End this process when the parent has ended, by SIGKILL too."""
     parent = multiprocessing.parent_process()
     assert parent is not None

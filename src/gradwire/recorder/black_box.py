@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import itertools
 import json
 import os
 import pickle
@@ -30,7 +31,7 @@ from gradwire.recorder.events import Event, events, failed, on_failure
 from gradwire.recorder.flight_record import Record, await_gloos_ends, flight_record
 from gradwire.recorder.groups import this_rank
 from gradwire.recorder.jobs import at_end_of_job, not_at_end_of_job
-from gradwire.recorder.lines import Line, Place, call_stack, is_users, read_line
+from gradwire.recorder.lines import thread_stacks
 from gradwire.recorder.processes import OVER, Process, state_of
 from gradwire.recorder.trace.clocks import this_clock
 
@@ -43,6 +44,9 @@ _POLL_SECONDS = 0.2
 _FIRST_SECONDS = 0.02  # until this process is known to be a rank
 _REPEAT_NS = 1_000_000_000  # errors in a loop write one dump a second
 _THREAD = "gradwire-recorder"
+_TRIES = 3
+_BEGAN_NS = time.time_ns()  # about when this process did
+_parts = itertools.count()
 _BETWEEN_COLLECTIVES = ("call", "exit")
 """Reasons to write where this rank is in no collective: one that it has waited for is over."""
 
@@ -56,7 +60,8 @@ class BlackBox:
     """
 
     def __init__(self, directory: str | os.PathLike[str], prefix: str = PREFIX) -> None:
-        self.directory, self.prefix = Path(directory), prefix
+        # absolute: the program may change its directory
+        self.directory, self.prefix = Path(directory).absolute(), prefix
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._request = self.directory / REQUEST
         self._seen = _modified(self._request)
@@ -65,7 +70,7 @@ class BlackBox:
         self._ended = False
         self._seen_alive: dict[int, int] = {}  # peers, and when, in ns of the wall's clock
         self._lock = threading.RLock()  # a signal's handler may write while this thread writes
-        self._stop, self._told = os.pipe()
+        self._pipe: tuple[int, int] | None = None  # by which the thread is told to end
         self._signals: tuple[int, int] | None = None
         self._announced: int | None = None
         self._crashes: TextIO | None = None
@@ -80,6 +85,7 @@ class BlackBox:
         at_end_of_job(self._at_end_of_job)
         self._take_signal()
         self._take_crashes()
+        self._pipe = os.pipe()
         threading.Thread(target=self._watch, name=_THREAD, daemon=True).start()
 
     def stop(self) -> None:
@@ -89,6 +95,8 @@ class BlackBox:
             sys.excepthook = self._earlier_hook or sys.__excepthook__
         atexit.unregister(self._at_exit)
         not_at_end_of_job(self._at_end_of_job)
+        if os.getpid() != self._pid:
+            return  # the rest is the process's that this one is a fork of
         if self._signals is not None:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGUSR2, signal.SIG_DFL)
@@ -96,7 +104,8 @@ class BlackBox:
             faulthandler.disable()
             self._crashes.close()
             self._crashes_path.unlink(missing_ok=True)
-        os.write(self._told, b"\0")
+        assert self._pipe is not None
+        os.write(self._pipe[1], b"\0")  # the thread closes both
 
     def write(self, reason: str) -> Path | None:
         """Write this rank's dump; None in a process that is no rank, or in a fork of one."""
@@ -111,9 +120,13 @@ class BlackBox:
             # what is asked for while the process ends does not hide that it does
             record["gradwire"] |= self._circumstances(rank, "exit" if self._ended else reason)
             path = self.directory / f"{self.prefix}{rank}"
-            partial = self.directory / f".{os.getpid()}.part"
-            partial.write_bytes(pickle.dumps(record, protocol=2))
-            os.replace(partial, path)
+            # its own in each container, too, where all processes may have one number
+            partial = self.directory / f".{rank}.{os.getpid()}.{next(_parts)}.part"
+            try:
+                partial.write_bytes(pickle.dumps(record, protocol=2))
+                os.replace(partial, path)
+            finally:
+                partial.unlink(missing_ok=True)
             self._written = time.perf_counter_ns()
         return path
 
@@ -128,13 +141,14 @@ class BlackBox:
         self._seen_alive |= {peer: now for peer, state in peers.items() if state not in OVER}
         return {
             "rank": rank,
-            "world_size": ranks or int(os.environ.get("WORLD_SIZE", 0)) or None,
+            "world_size": ranks or _number(os.environ.get("WORLD_SIZE", "")),
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "reason": reason,
             "taken_ns": now,
-            "events": [event.as_dict() for event in events],
-            "threads": _stacks(),
+            "began_ns": _BEGAN_NS,
+            "events": [event.as_dict() for event in list(events)],
+            "threads": thread_stacks(without=_THREAD),
             "peers": peers,
             "peers_alive_ns": dict(self._seen_alive),
             "clock": this_clock(),
@@ -166,10 +180,9 @@ class BlackBox:
     # -- when --------------------------------------------------------------------------------
 
     def _on_failure(self, event: Event) -> None:
-        with contextlib.suppress(OSError):  # a full disk must not hide the error
-            if time.perf_counter_ns() - self._written > _REPEAT_NS or event.kind == "uncaught":
-                self.write("error")
-            self.request_all(f"error on rank {this_rank()}")
+        if time.perf_counter_ns() - self._written > _REPEAT_NS or event.kind == "uncaught":
+            _at_last(lambda: self.write("error"))
+        _at_last(lambda: self.request_all(f"error on rank {this_rank()}"))
 
     def _on_uncaught(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
@@ -179,13 +192,12 @@ class BlackBox:
         (self._earlier_hook or sys.__excepthook__)(kind, error, trace)
 
     def _at_end_of_job(self) -> None:
-        with contextlib.suppress(OSError):
-            self.write("exit")
+        _at_last(lambda: self.write("exit"))
 
     def _at_exit(self) -> None:
         self._ended = True
+        _at_last(lambda: self.write("exit"))
         with contextlib.suppress(OSError):
-            self.write("exit")
             if self._crashes is not None and os.getpid() == self._pid:
                 self._crashes_path.unlink(missing_ok=True)  # it is empty: nothing has crashed
 
@@ -215,17 +227,21 @@ class BlackBox:
         Gloo ends a process that gets a message of another size than it expects.
         """
         if not faulthandler.is_enabled():
-            self._crashes_path = self.directory / f"crash-of-process-{os.getpid()}.txt"
+            process = f"{socket.gethostname()}-{os.getpid()}"  # as for parts of dumps
+            self._crashes_path = self.directory / f"crash-of-process-{process}.txt"
             self._crashes = self._crashes_path.open("w")
             faulthandler.enable(self._crashes)
 
     def _watch(self) -> None:
         """In a thread of its own: write a dump whenever one is asked for."""
-        sources = [self._stop] + ([self._signals[0]] if self._signals else [])
+        assert self._pipe is not None
+        sources = [self._pipe[0]] + ([self._signals[0]] if self._signals else [])
         while True:
             pause = _POLL_SECONDS if self._announced is not None else _FIRST_SECONDS
             readable, _, _ = select.select(sources, [], [], pause)
-            if self._stop in readable:
+            if self._pipe[0] in readable:
+                for end in (*self._pipe, *(self._signals or ())):
+                    os.close(end)
                 return
             signals = os.read(readable[0], 4096) if readable else b""
             with contextlib.suppress(OSError):  # the directory may be removed
@@ -251,8 +267,21 @@ def _identity() -> int | None:
     return rank
 
 
-def _line(place: Place) -> Line:
-    return read_line(place) | {"user": is_users(place[0].co_filename)}
+def _at_last(action: Callable[[], object]) -> None:
+    """Do what an error or an end asks for, where nothing may be raised that hides it."""
+    for _ in range(_TRIES):
+        try:
+            action()
+        except OSError:  # of a full disk
+            return
+        except Exception:  # of a signal's handler, as that of a data loader whose worker has died
+            continue
+        return
+
+
+def _number(text: str) -> int | None:
+    """What a launcher set; None if it is no number."""
+    return int(text) if text.isdecimal() else None
 
 
 def _modified(path: Path) -> int:
@@ -260,15 +289,3 @@ def _modified(path: Path) -> int:
         return path.stat().st_mtime_ns
     except OSError:
         return 0
-
-
-def _stacks() -> dict[str, list[dict[str, str | int]]]:
-    """Where each thread is: its frames, the innermost first; the main thread's first."""
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    stacks = {}
-    for ident, frame in sys._current_frames().items():
-        name = names.get(ident, str(ident))
-        if name != _THREAD:
-            stacks[name] = [_line(place) for place in call_stack(frame)]
-    main = threading.main_thread().name
-    return dict(sorted(stacks.items(), key=lambda item: item[0] != main))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import warnings
 from pathlib import Path
 
 from gradwire.errors import ArgumentError, ArgumentTypeError
@@ -39,7 +40,7 @@ def start(directory: str | os.PathLike[str], *, prefix: str = PREFIX) -> None:
     if not isinstance(directory, str | os.PathLike):
         raise ArgumentTypeError(f"directory is {directory!r}: pass a path")
     if _box:
-        if _box[0].directory == Path(directory) and _box[0].prefix == prefix:
+        if _box[0].directory == Path(directory).absolute() and _box[0].prefix == prefix:
             return
         raise ArgumentError(
             f"directory is {str(directory)!r}, but the recorder writes to "
@@ -101,4 +102,8 @@ def start_from_environment() -> None:
     if directory not in ("", "0") and not _box:
         if "RANK" in os.environ and multiprocessing.parent_process() is None:
             os.environ.setdefault(OWNER, str(os.getpid()))
-        start(directory)
+        try:
+            start(directory)
+        except OSError as error:  # what is to explain failures is not to be one
+            message = f"{VARIABLE} is {directory!r}, which cannot be written to: {error}"
+            warnings.warn(message, RuntimeWarning, stacklevel=2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -12,15 +11,22 @@ from typing import Any
 
 from torch.distributed import ProcessGroup
 
-from gradwire.errors import MismatchError
+from gradwire.errors import GradwireError, MismatchError
 from gradwire.recorder.groups import GroupInfo, info_of
 from gradwire.recorder.lines import Line, Place, call_stack, read_stack
-from gradwire.recorder.origins import called_by_user, came_from_waiting, causes_of, trace_of
+from gradwire.recorder.origins import (
+    called_by_user,
+    came_from_loading,
+    came_from_waiting,
+    causes_of,
+    trace_of,
+)
 from gradwire.recorder.recording import ERROR, GROUP, Entry
 
 __all__ = ["Event", "events", "failed", "on_failure"]
 
 _KEPT = 32
+_NOTED = "_gradwire_noted"  # on the error: another may get its address when it is gone
 
 
 @dataclass
@@ -37,6 +43,7 @@ class Event:
         waited: Whether it, or one of the chain, came out of a call that waits for other ranks.
         call: What of torch.distributed the user's line had called; "" if nothing.
         values: Of ranks that disagree: what each has, by rank.
+        own: Whether it came out of code that waits for no other rank, wherever that was called.
     """
 
     kind: str
@@ -49,6 +56,7 @@ class Event:
     waited: bool = False
     call: str = ""
     values: dict[int, str] = field(default_factory=dict)
+    own: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """Of plain containers and scalars."""
@@ -58,7 +66,6 @@ class Event:
 events: deque[Event] = deque(maxlen=_KEPT)
 on_failure: list[Callable[[Event], None]] = []
 """Called after an error was noted; see `black_box`."""
-_last = threading.local()
 
 
 def failed(
@@ -81,9 +88,9 @@ def failed(
     """
     if entry is not None:
         entry[ERROR] = f"{type(error).__name__}: {error}"
-    if getattr(_last, "noted", None) == (id(error), kind):
+    if vars(error).get(_NOTED) == kind:
         return
-    _last.noted = (id(error), kind)
+    vars(error)[_NOTED] = kind
     trace = trace_of(error)
     places: list[Place] = trace[::-1]
     if kind != "uncaught":
@@ -92,18 +99,26 @@ def failed(
     event = Event(
         kind,
         type(error).__name__,
-        str(error)[:4000],
-        tuple(getattr(error, "parameters", ())),
+        _message(error),
+        tuple(getattr(error, "parameters", ())) if isinstance(error, GradwireError) else (),
         time.perf_counter_ns(),
         read_stack(places)[:8],
         [type(each).__name__ for each in chain],
         any(map(came_from_waiting, [error, *chain])),
         called_by_user(places),
         _values_by_rank(error, entry[GROUP].find_name() if entry else info_of(group)),
+        came_from_loading(error),
     )
     events.append(event)
     for listener in on_failure:
         listener(event)
+
+
+def _message(error: BaseException) -> str:
+    try:
+        return str(error)[:4000]
+    except Exception as other:
+        return f"(its message cannot be read: {type(other).__name__})"
 
 
 def _values_by_rank(error: BaseException, info: GroupInfo | None) -> dict[int, str]:

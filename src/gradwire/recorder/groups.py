@@ -96,7 +96,7 @@ def known_groups() -> dict[str, GroupInfo]:
     world = dist.distributed_c10d._world
     for group, name in list(world.pg_names.items()):
         _note(group, name)  # anew: a name may be used again
-    return {name: info for name, info in _known.items() if in_this_world(info)}
+    return {name: info for name, info in list(_known.items()) if in_this_world(info)}
 
 
 def info_of(group: ProcessGroup | None) -> GroupInfo | None:

@@ -8,12 +8,22 @@ from __future__ import annotations
 
 import sys
 import sysconfig
+import threading
 from pathlib import Path
 from types import CodeType, FrameType
 
 import torch
 
-__all__ = ["Line", "Place", "call_stack", "caller", "is_users", "read_line", "read_stack"]
+__all__ = [
+    "Line",
+    "Place",
+    "call_stack",
+    "caller",
+    "is_users",
+    "read_line",
+    "read_stack",
+    "thread_stacks",
+]
 
 Place = tuple[CodeType, int]
 """A code object and the instruction in it."""
@@ -109,6 +119,25 @@ def read_line(place: Place) -> Line:
         if start <= instruction < end and number is not None:
             line = number
     return {"name": code.co_name, "filename": code.co_filename, "line": line}
+
+
+def thread_stacks(*, without: str) -> dict[str, list[Line]]:
+    """Where each thread is: its frames, the innermost first; the main thread's first.
+
+    Args:
+        without: The name of a thread that is left out.
+    """
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    stacks = {}
+    for ident, frame in sys._current_frames().items():
+        name = names.get(ident, str(ident))
+        if name != without:
+            stacks[name] = [
+                read_line(place) | {"user": is_users(place[0].co_filename)}
+                for place in call_stack(frame)
+            ]
+    main = threading.main_thread().name
+    return dict(sorted(stacks.items(), key=lambda item: item[0] != main))
 
 
 def is_users(filename: str) -> bool:

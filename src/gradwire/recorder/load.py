@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import pickle
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from gradwire.errors import ArgumentError
 
@@ -19,7 +19,15 @@ MAX_BYTES = 1 << 28
 """A larger file is no dump: those of 2,000 collectives take 2 MB."""
 
 
-class _PlainUnpickler(pickle.Unpickler):
+class _PlainUnpickler(pickle._Unpickler):
+    """The one in Python: that in C takes as much memory as some bytes in a damaged file say."""
+
+    dispatch: ClassVar[dict[int, Any]] = {
+        code: read
+        for code, read in pickle._Unpickler.dispatch.items()
+        if code != pickle.BYTEARRAY8[0]  # this one as well
+    }
+
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"it names {module}.{name}, and a dump names nothing")
 

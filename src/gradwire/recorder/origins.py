@@ -7,6 +7,7 @@ raised them, C or Python, and by what was being called.
 from __future__ import annotations
 
 import dis
+import pickle
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import CodeType
@@ -15,15 +16,18 @@ import torch
 
 from gradwire.recorder.lines import Place, is_users
 
-__all__ = ["called_by_user", "came_from_waiting", "causes_of", "trace_of"]
+__all__ = ["called_by_user", "came_from_loading", "came_from_waiting", "causes_of", "trace_of"]
 
 _MOST = 16  # errors of a chain
 _COMMUNICATION = (
     str(Path(torch.__file__).parent / "distributed") + "/",
     str(Path(__file__).parents[1]) + "/",
 )
+_LOADING = str(Path(torch.__file__).parent / "utils" / "data") + "/"
 _WAITS = {"result", "synchronize", "value", "wait", "wait_all"}
 """Methods of handles and futures, called from the user's own lines."""
+_OF_ARGUMENTS = (AttributeError, TypeError, pickle.PicklingError)
+"""What C code raises for its arguments, such as an object that cannot be pickled."""
 _PLUMBING = {"wrapper", "inner", "_fn"}  # decorators' functions
 _RAISE = {dis.opmap["RAISE_VARARGS"], dis.opmap["RERAISE"]}
 
@@ -53,7 +57,7 @@ def came_from_waiting(error: BaseException) -> bool:
     Not said of errors out of backward, in which both may be.
     """
     trace = trace_of(error)
-    if not trace:
+    if not trace or isinstance(error, _OF_ARGUMENTS):
         return False
     code, instruction = trace[-1]
     if code.co_code[instruction] in _RAISE:
@@ -61,6 +65,16 @@ def came_from_waiting(error: BaseException) -> bool:
     if is_users(code.co_filename):
         return not _WAITS.isdisjoint(_names_on_line(code, instruction))
     return code.co_filename.startswith(_COMMUNICATION)
+
+
+def came_from_loading(error: BaseException) -> bool:
+    """Whether a data loader raised it.
+
+    It does so wherever the main thread is, in a collective, too: by a signal's handler, when a
+    worker has died.
+    """
+    trace = trace_of(error)
+    return bool(trace) and trace[-1][0].co_filename.startswith(_LOADING)
 
 
 def called_by_user(places: Sequence[Place]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -45,7 +46,11 @@ def doctor(nproc: int, names: Sequence[str], gradients: bool, as_json: bool) -> 
     found a problem; else with 1.
     """
     checks = run_checks(nproc)
-    trials = [try_backend(name, nproc, gradients=gradients) for name in names or BACKENDS]
+    earlier = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:  # by its end, as by `timeout`'s signal, processes and folders of trials are gone
+        trials = [try_backend(name, nproc, gradients=gradients) for name in names or BACKENDS]
+    finally:
+        signal.signal(signal.SIGTERM, earlier)
     if as_json:
         found = {"backends": list(map(asdict, trials)), "checks": list(map(asdict, checks))}
         click.echo(json.dumps(found | {"problems": problems(trials, checks)}, indent=2))

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire.cli.doctor.gradients import OPS, wrong_gradients
+from gradwire.cli.launch import exit_with_parent
 
 __all__ = ["BACKENDS", "Trial", "try_backend"]
 
@@ -118,6 +119,7 @@ def _rank(
     backend: str, rank: int, nproc: int, store: str, gradients: bool, outbox: Connection
 ) -> None:
     """One process of a trial."""
+    exit_with_parent()
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what a backend says comes in its error
     torch.set_num_threads(1)
     trial = Trial(backend)

@@ -97,6 +97,10 @@ def plan(
     """
     if plot is not None and find_spec("matplotlib") is None:
         raise click.UsageError('--plot needs matplotlib: pip install "gradwire[plot]"')
+    if plot is not None and plot.suffix not in (".svg", ".png"):
+        raise click.UsageError(f"--plot is {str(plot)!r}: give a file that ends with .svg or .png")
+    if plot is not None and not plot.parent.is_dir():
+        raise click.UsageError(f"--plot is {str(plot)!r}, whose folder does not exist")
     if here and "RANK" not in os.environ:
         raise click.UsageError("--here needs ranks: start it on each with gradwire run or torchrun")
     threads = torch.get_num_threads()

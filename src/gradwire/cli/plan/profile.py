@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import importlib
+import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -76,9 +77,22 @@ def load_factory(name: str) -> tuple[nn.Module, tuple[Any, ...] | None, Optimize
         raise ArgumentError(f"{name!r} returned {type(model).__name__}: return a torch.nn.Module")
     if isinstance(inputs, Tensor):
         inputs = (inputs,)
-    if not any(p.requires_grad for p in model.parameters()):
+    if inputs is not None and not isinstance(inputs, list | tuple):
+        kind = type(inputs).__name__
+        raise ArgumentError(f"{name!r} returned inputs that are {kind}: return a tuple of them")
+    _check_parameters(name, [p for p in model.parameters() if p.requires_grad])
+    return model, None if inputs is None else tuple(inputs), optimizer
+
+
+def _check_parameters(name: str, parameters: Sequence[Tensor]) -> None:
+    if any(torch.nn.parameter.is_lazy(p) for p in parameters):
+        raise ArgumentError(
+            f"{name!r} returned a module whose parameters have no sizes yet: run a forward first"
+        )
+    if not any(p.numel() for p in parameters):
         raise ArgumentError(f"{name!r} returned a module without parameters to train")
-    return model, inputs, optimizer
+    if any(p.is_meta for p in parameters):
+        raise ArgumentError(f"{name!r} returned a module on the meta device: make it on the CPU")
 
 
 def profile(model: nn.Module, inputs: Sequence[Any], optimizer: Optimizer | None = None) -> Profile:
@@ -171,12 +185,12 @@ def _step(
     ]
     start = perf_counter()
     output = model(*inputs)
-    loss = sum(t.float().sum() for t in _tensors(output))
+    loss = sum(_real(t).float().sum() for t in _tensors(output))
     middle = perf_counter()
     loss.backward()  # type: ignore[union-attr]
     end = perf_counter()
     if optimizer is not None:
-        optimizer.step()
+        _update(optimizer)
     model.zero_grad()
     updated = perf_counter()
     for handle in handles:
@@ -185,11 +199,34 @@ def _step(
     return _Times(middle - start, end - middle, updated - end, at)
 
 
+def _update(optimizer: Optimizer) -> None:
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ArgumentError(
+            f"{type(optimizer).__name__} runs forward and backward itself, several times a step: "
+            "return (module, inputs) without it"
+        )
+    optimizer.step()
+
+
+def _real(t: Tensor) -> Tensor:
+    return torch.view_as_real(t) if t.is_complex() else t
+
+
 def _tensors(output: Any) -> list[Tensor]:
     """What backward can begin at."""
-    values = output if isinstance(output, list | tuple) else [output]
-    values = list(output.values()) if isinstance(output, dict) else values
-    found = [t for t in values if isinstance(t, torch.Tensor) and t.requires_grad]
+    found = [t for t in _leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
     if not found:
         raise ArgumentError("the model's output has no tensor that requires a gradient")
     return found
+
+
+def _leaves(output: Any) -> Iterator[Any]:
+    """What an output consists of, however deep in containers."""
+    if isinstance(output, Mapping):
+        output = list(output.values())
+    if isinstance(output, list | tuple):
+        for each in output:
+            yield from _leaves(each)
+    else:
+        yield output

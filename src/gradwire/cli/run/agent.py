@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,14 @@ def collecting_agent(directory: Path | None) -> type[LocalElasticAgent]:
     place: Path = directory
 
     class CollectingAgent(LocalElasticAgent):
+        _earlier: tuple[Path, list[int]] | None = None
+
         def _start_workers(self, worker_group: Any) -> dict[int, Any]:
             kills = _oom_kills()
+            if self._earlier is not None:
+                _forget(place, *self._earlier, worker_group.workers[0].world_size)
+            ranks = [worker.global_rank for worker in worker_group.workers]
+            self._earlier = _exits_file(place, worker_group), ranks
             started: dict[int, Any] = super()._start_workers(worker_group)
             processes = self._pcontext
             assert processes is not None
@@ -39,13 +46,37 @@ def collecting_agent(directory: Path | None) -> type[LocalElasticAgent]:
             # called as soon as a rank has failed, and when this process is interrupted
 
             def close(*args: Any, **kwargs: Any) -> None:
-                _collect(place, worker_group, processes, kills)
-                end(*args, **kwargs)
+                try:
+                    with contextlib.suppress(OSError):  # the directory is full, or gone
+                        _collect(place, worker_group, processes, kills)
+                finally:
+                    end(*args, **kwargs)
 
             processes.close = close  # type: ignore[method-assign]
             return started
 
     return CollectingAgent
+
+
+def _forget(directory: Path, exits: Path, ranks: Iterable[int], world_size: int) -> None:
+    """Remove how this host's ranks ended before a restart: they are other processes now.
+
+    Args:
+        directory: Where that is.
+        exits: What this launcher noted of it.
+        ranks: That this host had then.
+        world_size: From now on; ranks beyond it will not replace their dumps.
+    """
+    exits.unlink(missing_ok=True)
+    for rank in ranks:
+        (directory / f"crash-{rank}.txt").unlink(missing_ok=True)
+        if rank >= world_size:
+            (directory / f"{PREFIX}{rank}").unlink(missing_ok=True)
+            (directory / f"process-{rank}.json").unlink(missing_ok=True)
+
+
+def _exits_file(directory: Path, worker_group: Any) -> Path:
+    return directory / f"exits-{worker_group.group_rank}.json"
 
 
 def _collect(directory: Path, worker_group: Any, processes: Any, kills: int) -> None:
@@ -60,7 +91,7 @@ def _collect(directory: Path, worker_group: Any, processes: Any, kills: int) -> 
             rank: {"code": code, "time": time.time_ns(), "oom_killed": killed and code == -9}
             for rank, code in failed.items()
         }
-        (directory / f"exits-{worker_group.group_rank}.json").write_text(json.dumps(exits))
+        _exits_file(directory, worker_group).write_text(json.dumps(exits))
     running = {
         ranks[local]: handler.proc.pid
         for local, handler in handlers.items()

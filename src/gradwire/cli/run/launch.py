@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,7 +27,10 @@ from gradwire.recorder.black_box import PREFIX, REQUEST
 __all__ = ["run_program"]
 
 _NO_LOGS = "0"  # torchrun's word for it
-_OURS = (f"{PREFIX}[0-9]*", "process-*.json", "crash-*.txt", "exits-*.json", REQUEST)
+_OURS = re.compile(
+    rf"{PREFIX}\d+|process-\d+\.json|crash-(\d+|of-process-.+)\.txt|exits-\d+\.json|{REQUEST}"
+)
+"""Names of files that ranks and launchers leave; a user's `rank_0.pt` beside them is none."""
 
 
 def run_program(options: argparse.Namespace) -> None:
@@ -44,6 +48,8 @@ def run_program(options: argparse.Namespace) -> None:
     directory = Path(options.recorder).absolute() if options.recorder else None
     if directory is not None:
         _empty(directory)
+    if options.timeline:
+        _prepare(Path(options.timeline).absolute())
     with (
         _temporary_logs(options),
         patch.object(api, "LocalElasticAgent", collecting_agent(directory)),
@@ -86,9 +92,21 @@ def _check_autoload() -> None:
 def _empty(directory: Path) -> None:
     """Make the directory, and remove the dumps of an earlier run from it."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for pattern in _OURS:
-        for path in directory.glob(pattern):
+    for path in list(directory.iterdir()):
+        if _OURS.fullmatch(path.name) and not path.is_dir():
             path.unlink()
+
+
+def _prepare(timeline: Path) -> None:
+    """Remove parts of an earlier run's timeline, whose end has not come."""
+    if not timeline.parent.is_dir():
+        raise ArgumentError(
+            f"--timeline is {str(timeline)!r}, whose folder does not exist: make it first"
+        )
+    part = re.compile(rf"{re.escape(timeline.name)}\.\d+\.part")
+    for path in list(timeline.parent.iterdir()):
+        if part.fullmatch(path.name):
+            path.unlink(missing_ok=True)
 
 
 @contextmanager

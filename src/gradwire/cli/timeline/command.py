@@ -48,10 +48,13 @@ def timeline(trace: Path, html: Path | None, png: Path | None, as_json: bool) ->
         summary = summarize(data)
     except ArgumentError as error:
         raise click.UsageError(str(error)) from error
-    if html is not None:
-        html.write_text(page_of(data, trace.name), encoding="utf-8")
-    if png is not None:
-        draw(data, png)
+    try:
+        if html is not None:
+            html.write_text(page_of(data, trace.name), encoding="utf-8")
+        if png is not None:
+            draw(data, png)
+    except OSError as error:
+        raise click.UsageError(f"it cannot be written: {error}") from error
     if as_json:
         click.echo(json.dumps(summary.as_dict(), indent=2))
     else:

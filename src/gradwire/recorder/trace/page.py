@@ -34,4 +34,5 @@ def page_of(trace: Mapping[str, Any], title: str) -> str:
     template = (files("gradwire.recorder.trace") / "page.html").read_text(encoding="utf-8")
     # in a script, only "</" and "<!--" could end it: no "<" is left in the data
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
-    return template.replace("TITLE", html.escape(title)).replace("DATA", text, 1)
+    before, _, after = template.partition("DATA")  # a title may have this word, too
+    return before.replace("TITLE", html.escape(title)) + text + after

@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import json
 import os
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -50,8 +51,17 @@ class Recording:
         ring.listener = self._take
 
     def _take(self, record: Any) -> None:
+        if not self._records and self._written < 0:
+            self.forget_earlier()
         if len(self._records) < _MOST:
             self._records.append(record)
+
+    def forget_earlier(self) -> None:
+        """Remove this rank's part of an earlier run that nobody has put together."""
+        rank = this_rank()
+        if rank is not None and os.getpid() == self._pid:
+            with contextlib.suppress(OSError):
+                self._part(rank).unlink(missing_ok=True)
 
     def write(self) -> None:
         """Write this rank's part, and on rank 0 the file, when all ranks have written theirs."""
@@ -125,6 +135,7 @@ def timeline(path: str | os.PathLike[str]) -> Iterator[None]:
         raise ArgumentError("a timeline is being recorded already: leave its block first")
     recording = Recording(file)
     try:
+        recording.forget_earlier()  # before ranks meet to compare clocks
         recording.offset = _offset()
         yield
     finally:
@@ -137,11 +148,13 @@ def start_from_environment() -> None:
     path = os.environ.get(VARIABLE)
     if not path or ring.listener is not None:
         return
-    recording = Recording(Path(path))
+    recording = Recording(Path(path).absolute())  # the program may change its directory
 
     def write() -> None:
-        with contextlib.suppress(OSError):  # of a full disk, at the end
+        try:
             recording.write()
+        except OSError as error:  # the end of a program is no place to fail
+            print(f"gradwire: {VARIABLE}: no timeline is written: {error}", file=sys.stderr)
 
     at_end_of_job(write)
     atexit.register(write)

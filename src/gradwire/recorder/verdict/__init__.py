@@ -68,6 +68,8 @@ def _failures(dumps: Dumps) -> list[Finding]:
 def _notes(dumps: Dumps) -> list[str]:
     notes = []
     missing = [rank for rank in dumps.world if rank not in {*dumps.ranks, *dumps.damaged}]
+    if dumps.earlier:
+        notes.append(f"the dumps of ranks {dumps.earlier} are of an earlier run, and left out")
     if dumps.damaged:
         notes.append(f"the dumps of ranks {dumps.damaged} cannot be read")
     if missing:

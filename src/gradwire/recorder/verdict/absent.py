@@ -14,11 +14,13 @@ from gradwire.recorder.verdict.standing import (
     Standing,
     is_primary,
     standing_of,
+    was_interrupted,
 )
 from gradwire.recorder.verdict.wording import (
     counts_of,
     innermost,
     last_call,
+    last_of,
     places_of,
     states_of,
 )
@@ -95,7 +97,7 @@ def find_elsewhere(dumps: Dumps, gaps: Sequence[Gap]) -> Finding | None:
             continue  # who has not left an earlier collective of the group is not elsewhere
         stands = {rank: standing_of(dumps, rank) for rank in (*gap.calls, *gap.missing)}
         ranks = dumps.groups[gap.group]
-        if any(at is None for at in stands.values()) or len(stands) < len(ranks):
+        if any(at is None or not at.op for at in stands.values()) or len(stands) < len(ranks):
             continue
         classes: dict[tuple[str, str, int], list[int]] = {}
         for rank, at in stands.items():
@@ -177,7 +179,10 @@ def _may_wait_elsewhere(dumps: Dumps, rank: int, group: str) -> bool:
 def _is_victim(dumps: Dumps, rank: int) -> bool:
     """Whether a rank got an error that another rank's failure explains, and no other."""
     dump = dumps.ranks[rank]
-    return bool(dump.events) and not any(is_primary(event, dump) for event in dump.events)
+    if not dump.events or any(is_primary(event, dump) for event in dump.events):
+        return False
+    interrupted = [r for r, d in dumps.ranks.items() if d.events and was_interrupted(d.events[-1])]
+    return interrupted != [rank]  # who interrupts all of them may do so wherever they are
 
 
 def _silent(dumps: Dumps, gap: Gap, rank: int) -> Finding:
@@ -187,7 +192,7 @@ def _silent(dumps: Dumps, gap: Gap, rank: int) -> Finding:
         Kind.MISSING,
         () if _may_wait_elsewhere(dumps, rank, gap.group) else (rank,),
         f"rank {rank} did not call the {name_call(call)} of group {gap.group}, in "
-        f"which {list_ranks(list(gap.calls))} wait, and left no dump",
+        f"which {_who_waits(gap)}, and left no dump",
         (f"its process is {state}",) if state else (),
         "it died, hangs in C code that holds the GIL, or its host cannot be reached: look for "
         "its process (py-spy dump --pid) and its log",
@@ -202,6 +207,7 @@ def _missing(dumps: Dumps, gap: Gap, away: Sequence[int]) -> Finding:
     where = innermost(first.stack)
     at = "had ended" if ended else f"was {where}" if where else "was elsewhere"
     details = [f"rank {r}: {last_call(dumps, r, gap.group)}" for r in away]
+    details += [f"rank {r} got {last_of(dumps.ranks[r])}" for r in away if dumps.ranks[r].events]
     details += counts_of(dumps, gap)
     handler = swallowing_handler(call.filename, call.line) if ended else None
     remedy = (
@@ -217,11 +223,15 @@ def _missing(dumps: Dumps, gap: Gap, away: Sequence[int]) -> Finding:
         Kind.FINISHED if ended else Kind.MISSING,
         tuple(away),
         f"{list_ranks(away)} did not call the {name_call(call)} of group {gap.group}, in which "
-        f"{list_ranks(list(gap.calls))} wait; it {at}",
+        f"{_who_waits(gap)}; {'it' if len(away) == 1 else f'rank {away[0]}'} {at}",
         tuple(details),
         remedy,
         **_of(call) | {"places": (*places_of(first.stack)[:1], f"{call.filename}:{call.line}")},
     )
+
+
+def _who_waits(gap: Gap) -> str:
+    return f"{list_ranks(list(gap.calls))} wait{'s' if len(gap.calls) == 1 else ''}"
 
 
 def _of(call: Call) -> dict[str, Any]:

@@ -56,10 +56,10 @@ def find_gaps(dumps: Dumps) -> list[Gap]:
 
 
 def _was_written_since(dumps: Dumps, rank: int, calls: Mapping[int, Call]) -> bool:
-    """Whether there is a dump of a rank from after others had called something."""
+    """Whether there is a dump of a rank from after others had called something, or its last."""
     dump = dumps.ranks.get(rank)
-    if dump is None:
-        return False
+    if dump is None or dump.reason == "exit":
+        return dump is not None
     known = dump.taken and dumps.same_clock([rank, *calls])
     return not known or dump.taken > min(call.created for call in calls.values())
 

@@ -83,6 +83,7 @@ class Event:
     waited: bool = False
     call: str = ""
     values: Mapping[int, str] = field(default_factory=dict)
+    own: bool = False
 
 
 @dataclass(frozen=True)
@@ -159,6 +160,7 @@ class Dumps:
         crashes: Of ranks that crashed in C.
         messages: Between two ranks: each as its dump has it, with the rank.
         damaged: Ranks whose dump cannot be read.
+        earlier: Ranks whose dump an earlier run left; it is not in `ranks`.
     """
 
     ranks: dict[int, RankDump]
@@ -169,6 +171,7 @@ class Dumps:
     crashes: dict[int, Crash]
     messages: list[tuple[int, dict[str, Any]]]
     damaged: list[int] = field(default_factory=list)
+    earlier: list[int] = field(default_factory=list)
 
     def same_clock(self, ranks: Iterable[int]) -> bool:
         """Whether the times of ranks can be compared; of torch's own dumps nothing is known."""

@@ -41,44 +41,66 @@ def read_dumps(directory: Path, prefix: str | None = None) -> Dumps:
     """
     if not directory.is_dir():
         raise ArgumentError(f"{str(directory)!r} is no directory: give the one that ranks wrote to")
-    files = _files(directory, prefix)
-    if not files:
+    found = _files(directory, prefix)
+    if not found:
         raise ArgumentError(
             f"{str(directory)!r} has no dumps: files are named <prefix><rank>, such as rank_0 or "
             "nccl_trace_rank_0"
         )
-    records, damaged = {}, {}
-    for rank, path in sorted(files.items()):
-        try:
-            records[rank] = _checked(path, rank)
-        except ArgumentError as error:
-            damaged[rank] = error
-    if not records:
-        raise next(iter(damaged.values()))
-    dumps = _dumps(records, directory)
-    dumps.damaged = sorted(damaged)
-    return dumps
+    errors: list[ArgumentError] = []
+    for files in found:
+        records, damaged = {}, {}
+        for rank, path in sorted(files.items()):
+            try:
+                records[rank] = _checked(path, rank)
+            except ArgumentError as error:
+                damaged[rank] = error
+        if records:
+            earlier = _of_earlier_run(records)
+            dumps = _dumps({r: d for r, d in records.items() if r not in earlier}, directory)
+            dumps.damaged, dumps.earlier = sorted(damaged), earlier
+            return dumps
+        errors += damaged.values()
+    raise errors[0]
+
+
+def _of_earlier_run(records: Mapping[int, dict[str, Any]]) -> list[int]:
+    """Ranks that were of a run with another number of ranks, before the newest dump began.
+
+    Ranks that both runs have replace their dumps.
+    """
+    extras = {rank: record.get("gradwire", {}) for rank, record in records.items()}
+    newest = max(extras.values(), key=lambda extra: int(extra.get("taken_ns", 0)))
+    return [
+        rank
+        for rank, extra in sorted(extras.items())
+        if extra.get("world_size") != newest.get("world_size")
+        and extra.get("clock") == newest.get("clock")
+        and int(extra.get("taken_ns", 0)) < int(newest.get("began_ns", 0))
+    ]
 
 
 def _checked(path: Path, rank: int) -> dict[str, Any]:
     """A dump that can be read alone: one that was cut off must not hide the others."""
     record = load(path)
     try:
+        _of_earlier_run({rank: record})
         _dumps({rank: record})
-    except (AttributeError, KeyError, TypeError, ValueError, IndexError, SyntaxError) as error:
+    except Exception as error:  # whatever its reader stumbles over, a number without an end too
         raise ArgumentError(
             f"{path} is not in torch's format: {type(error).__name__}: {error}"
         ) from error
     return record
 
 
-def _files(directory: Path, prefix: str | None) -> dict[int, Path]:
+def _files(directory: Path, prefix: str | None) -> list[dict[int, Path]]:
+    """Files that may be dumps, by rank; those with the prefix that most have first."""
     found: dict[str, dict[int, Path]] = {}
     for path in directory.iterdir():
         match = _NAME.fullmatch(path.name)
         if match and path.is_file() and prefix in (None, match[1]):
             found.setdefault(match[1], {})[int(match[2])] = path
-    return max(found.values(), key=len, default={})
+    return sorted(found.values(), key=len, reverse=True)
 
 
 def _dumps(records: Mapping[int, dict[str, Any]], directory: Path | None = None) -> Dumps:
@@ -93,7 +115,7 @@ def _dumps(records: Mapping[int, dict[str, Any]], directory: Path | None = None)
     if len(silent) == len(nameless) == 1:  # the only one that can have crashed before it had a rank
         crashes[silent[0]] = nameless[0]
     messages = [
-        (rank, message)
+        (rank, _message(message))
         for rank, record in records.items()
         for message in record.get("gradwire", {}).get("messages", ())
     ]
@@ -108,11 +130,11 @@ def _groups(records: Mapping[int, Any]) -> tuple[dict[str, list[int]], dict[str,
     callers: dict[str, set[int]] = {}
     for rank, record in records.items():
         for name, config in record.get("pg_config", {}).items():
-            ranks = [int(r) for r in ast.literal_eval(str(config["ranks"]))]
+            ranks = [int(r) for r in ast.literal_eval(_text(config["ranks"]))]
             if ranks and name:
-                groups[name], descriptions[name] = ranks, str(config["desc"])
+                groups[name], descriptions[name] = ranks, _text(config["desc"])
         for entry in record.get("entries", ()):
-            name, desc = entry["process_group"]
+            name, desc = map(_text, entry["process_group"])
             callers.setdefault(name, set()).add(rank)
             descriptions.setdefault(name, desc)
     for name, called in callers.items():
@@ -140,12 +162,12 @@ def _rank(rank: int, record: Mapping[str, Any]) -> RankDump:
         rank,
         calls,
         [_event(event, wall) for event in extra.get("events", ())],
-        list(next(iter(extra.get("threads", {}).values()), ())),
-        str(extra.get("reason", "")),
-        {int(peer): str(state) for peer, state in extra.get("peers", {}).items()},
+        [_frame(frame) for frame in next(iter(extra.get("threads", {}).values()), ())],
+        _text(extra.get("reason", "")),
+        {int(peer): _text(state) for peer, state in extra.get("peers", {}).items()},
         int(extra.get("taken_ns", 0)),
         {int(peer): int(seen) for peer, seen in extra.get("peers_alive_ns", {}).items()},
-        str(extra.get("clock", "")),
+        _text(extra.get("clock", "")),
     )
 
 
@@ -160,42 +182,68 @@ def _reopen_last(calls: Mapping[str, list[Call]]) -> None:
 
 
 def _call(entry: Mapping[str, Any]) -> Call:
-    name = str(entry["profiling_name"]).partition(":")[2] or str(entry["profiling_name"])
-    frames = entry.get("frames") or [{"filename": "", "line": 0, "name": ""}]
+    profiled = _text(entry["profiling_name"])
+    name = profiled.partition(":")[2] or profiled
+    frame = _frame((entry.get("frames") or [{"filename": "", "line": 0, "name": ""}])[0])
+    step = entry.get("step")
     ended = entry.get("time_discovered_completed_ns") or 0
     return Call(
-        str(entry["process_group"][0]),
+        _text(entry["process_group"][0]),
         int(entry["collective_seq_id"]),
-        str(entry.get("op", _CORES.get(name, name))),
+        _text(entry.get("op", _CORES.get(name, name))),
         tuple(tuple(int(n) for n in size) for size in entry["input_sizes"]),
-        tuple(dict.fromkeys(str(dtype) for dtype in entry.get("input_dtypes", ()))),
-        str(frames[0]["filename"]),
-        int(frames[0]["line"]),
-        str(frames[0]["name"]),
+        tuple(dict.fromkeys(_text(dtype) for dtype in entry.get("input_dtypes", ()))),
+        frame["filename"],
+        frame["line"],
+        frame["name"],
         entry["state"] == "completed" or (bool(entry.get("retired")) and not entry.get("error")),
         int(entry["time_created_ns"]),
         int(entry.get("time_discovered_started_ns") or 0),
         int(ended),
         {int(r): int(waited) for r, waited in entry.get("waits_ns", {}).items()},
-        tuple(str(name) for name in entry.get("parameters", ())),
-        entry.get("step"),
-        str(entry.get("error", "")),
+        tuple(_text(name) for name in entry.get("parameters", ())),
+        None if step is None else int(step),
+        _text(entry.get("error", "")),
     )
 
 
 def _event(event: Mapping[str, Any], wall: int) -> Event:
     return Event(
-        str(event["kind"]),
-        str(event["type"]),
-        str(event["message"]),
-        tuple(str(name) for name in event["parameters"]),
+        _text(event["kind"]),
+        _text(event["type"]),
+        _text(event["message"]),
+        tuple(_text(name) for name in event["parameters"]),
         int(event["time"]) + wall,
-        tuple(dict(line) for line in event["lines"]),
-        tuple(str(name) for name in event.get("chain", ())),
+        tuple(_frame(line) for line in event["lines"]),
+        tuple(_text(name) for name in event.get("chain", ())),
         bool(event.get("waited")),
-        str(event.get("call", "")),
-        {int(rank): str(value) for rank, value in event.get("values", {}).items()},
+        _text(event.get("call", "")),
+        {int(rank): _text(value) for rank, value in event.get("values", {}).items()},
+        bool(event.get("own")),
     )
+
+
+def _message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a message between two ranks, what is read."""
+    return {
+        "op": _text(message["op"]),
+        "peer": int(message["peer"]),
+        "state": _text(message["state"]),
+        "frames": [_frame(message["frames"][0])],
+    }
+
+
+def _frame(frame: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {name: _text(frame[name]) for name in ("filename", "name")}
+    found["line"] = int(frame["line"])
+    return found | ({"user": bool(frame["user"])} if "user" in frame else {})
+
+
+def _text(value: object) -> str:
+    """A string that a dump has; anything else is none, and may be endless in words."""
+    if not isinstance(value, str):
+        raise TypeError(f"a {type(value).__name__} where a string is due")
+    return value
 
 
 def _files_of(directory: Path | None, pattern: str) -> list[Path]:
@@ -204,19 +252,19 @@ def _files_of(directory: Path | None, pattern: str) -> list[Path]:
 
 def _exits(directory: Path | None) -> dict[int, Exit]:
     """What launchers wrote, one file for each host."""
-    return {
-        int(rank): Exit(int(e["code"]), int(e["time"]), bool(e.get("oom_killed")))
-        for path in _files_of(directory, "exits-*.json")
-        for rank, e in _json(path).items()
-    }
+    paths = _files_of(directory, "exits-*.json")
+    return {rank: exit_ for path in paths for rank, exit_ in _json(path).items()}
 
 
-def _json(path: Path) -> dict[str, Any]:
-    """A launcher's file; nothing if it was cut off."""
+def _json(path: Path) -> dict[int, Exit]:
+    """A launcher's file; nothing if it was cut off, or is no launcher's."""
     try:
         found = json.loads(path.read_text())
-        return {r: e for r, e in found.items() if {"code", "time"} <= e.keys() and r.isdecimal()}
-    except (OSError, ValueError, AttributeError):
+        return {
+            int(rank): Exit(int(e["code"]), int(e["time"]), bool(e.get("oom_killed")))
+            for rank, e in found.items()
+        }
+    except (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError):
         return {}
 
 

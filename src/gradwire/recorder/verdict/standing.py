@@ -10,7 +10,14 @@ from gradwire.recorder.verdict.dumps import Dumps, Event, RankDump
 from gradwire.recorder.verdict.finding import name_call, name_place
 from gradwire.recorder.verdict.wording import is_users
 
-__all__ = ["OF_WHOLE_GROUPS", "Standing", "is_primary", "standing_of", "waits_for_others"]
+__all__ = [
+    "OF_WHOLE_GROUPS",
+    "Standing",
+    "is_primary",
+    "standing_of",
+    "waits_for_others",
+    "was_interrupted",
+]
 
 _SECONDARY = {  # what other ranks' failures look like
     "BrokenGroupError",
@@ -27,6 +34,8 @@ _SECONDARY = {  # what other ranks' failures look like
 }
 OF_WHOLE_GROUPS = {"barrier", "init_process_group", "monitored_barrier", "new_group"}
 """Calls that end when all ranks have made them, and that may not be recorded."""
+_OF_HANDLES = {"result", "synchronize", "value", "wait", "wait_all"}
+"""They end what was called before, which may be a message."""
 _STANDARD = ("/lib/python3", "<frozen ")
 _COMMUNICATION = ("/torch/distributed/", "/gradwire/", "gradwire_autoload.py")
 
@@ -36,7 +45,8 @@ class Standing:
     """A call in which a rank waits, or waited until it failed.
 
     Attributes:
-        op: Its name; `filename` and `line` are where it was called.
+        op: Its name; "" if that is not known, as where a handle is waited for. `filename` and
+            `line` are where it was called.
         words: It in words.
         peer: The rank whose message it waits for; None of a call of a whole group.
     """
@@ -69,7 +79,9 @@ def _failed_in(dump: RankDump) -> Standing | None:
     if not dump.events or is_primary(dump.events[-1], dump):
         return None
     event = dump.events[-1]
-    return _standing(event.call or "a call", event.lines[0]) if event.lines else None
+    if was_interrupted(event) or not event.lines:
+        return None
+    return _standing("" if event.call in _OF_HANDLES else event.call, event.lines[0])
 
 
 def _stands_in(stack: Sequence[Mapping[str, Any]]) -> Standing | None:
@@ -96,18 +108,23 @@ def waits_for_others(stack: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _standing(op: str, frame: Mapping[str, Any]) -> Standing:
-    return Standing(op, *_at(frame), f"in {op} {name_place(frame)}")
+    return Standing(op, *_at(frame), f"in {op or 'a call'} {name_place(frame)}")
 
 
 def _at(frame: Mapping[str, Any]) -> tuple[str, int]:
     return str(frame["filename"]), int(frame["line"])
 
 
+def was_interrupted(event: Event) -> bool:
+    """Whether somebody interrupted a rank in its own code: it waited for nobody."""
+    return event.type == "KeyboardInterrupt" and not event.call and not event.waited
+
+
 def is_primary(event: Event, dump: RankDump) -> bool:
     """Whether no other rank's failure explains an error."""
     if event.waited or not _SECONDARY.isdisjoint((event.type, *event.chain)):
         return False
-    if "RuntimeError" not in (event.type, *event.chain):
+    if event.own or "RuntimeError" not in (event.type, *event.chain):
         return True
     # Gloo's own errors are plain RuntimeErrors; out of backward, nothing else shows whose it is
     waits_at = {call.place for call in dump.pending}

@@ -1,0 +1,221 @@
+"""Where dumps go, what else lies there, and what may not stop a rank from writing its own."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gradwire import recorder
+from gradwire.recorder import black_box, control
+from gradwire.recorder import events as noted
+from gradwire.recorder.load import load
+from gradwire.recorder.origins import came_from_loading, came_from_waiting
+from gradwire.testing import run_ranks
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_dumping_again_and_again_leaves_no_file_open(tmp_path):
+    def main():
+        recorder.dump(tmp_path)
+        before = open_files()
+        for _ in range(5):
+            recorder.dump(tmp_path)
+        return open_files() - before
+
+    assert run_ranks(main, world_size=1, backend="shm") == [0]
+
+
+def test_starting_and_stopping_leaves_no_file_open(tmp_path):
+    def main():
+        before, threads = open_files(), threading.active_count()
+        for _ in range(3):
+            recorder.start(tmp_path)
+            recorder.stop()
+        end = time.monotonic() + 30
+        while threading.active_count() > threads:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        return open_files() - before
+
+    assert run_ranks(main, world_size=1, backend="shm") == [0]
+
+
+def test_dumps_go_where_they_were_to_go_when_the_program_changes_its_directory(tmp_path):
+    (tmp_path / "outputs").mkdir()
+
+    def main():
+        with_it = os.getcwd()
+        os.chdir(tmp_path)
+        try:
+            recorder.start("dumps")
+            recorder.start("dumps")  # the same
+            os.chdir("outputs")
+            path = recorder.dump()
+        finally:
+            recorder.stop()
+            os.chdir(with_it)
+        return path
+
+    assert run_ranks(main, world_size=1, backend="shm") == [tmp_path / "dumps" / "rank_0"]
+
+
+def test_containers_whose_processes_have_one_number_share_a_directory(tmp_path):
+    """Rank 1 writes its dump while rank 0 is about to put its own in place."""
+
+    def main():
+        replace = os.replace
+        own = os.getpid
+        os.getpid = lambda: 7  # as in each container
+
+        def replace_late(*paths):
+            if dist.get_rank() == 0:
+                dist.barrier()  # rank 1 has written its part
+                dist.barrier()
+            else:
+                dist.barrier()
+            replace(*paths)
+            if dist.get_rank() == 1:
+                dist.barrier()
+
+        black_box.os.replace = replace_late
+        try:
+            recorder.dump(tmp_path)
+        finally:
+            os.getpid, black_box.os.replace = own, replace
+
+    run_ranks(main, backend="shm")
+    assert [load(tmp_path / f"rank_{rank}")["gradwire"]["rank"] for rank in (0, 1)] == [0, 1]
+    assert not list(tmp_path.glob(".*"))
+
+
+class OfTheUser(Exception):
+    """An exception with attributes and words of its own."""
+
+    def __init__(self, parameters: object) -> None:
+        super().__init__("of the user")
+        self.parameters = parameters
+
+
+class Speechless(Exception):
+    def __str__(self) -> str:
+        raise ValueError
+
+
+def test_whatever_an_error_is_like_it_is_noted_and_the_dump_can_be_read(tmp_path):
+    def main():
+        had = len(noted.events)
+        for error in (OfTheUser(None), OfTheUser(3), OfTheUser([torch.ones(2)]), Speechless()):
+            noted.failed(error, kind="uncaught")
+        return load(recorder.dump(tmp_path))["gradwire"]["events"][had:]
+
+    (found,) = run_ranks(main, world_size=1, backend="shm")
+    assert [event["type"] for event in found] == ["OfTheUser"] * 3 + ["Speechless"]
+    assert [event["parameters"] for event in found] == [[]] * 4
+    assert "cannot be read: ValueError" in found[3]["message"]
+
+
+def test_an_error_is_noted_once_and_another_in_its_place_in_memory_too():
+    def main():
+        had = len(noted.events)
+        for number in range(4):
+            try:
+                raise RuntimeError(number)
+            except RuntimeError as error:
+                noted.failed(error)
+                noted.failed(error)
+        return [event.message for event in list(noted.events)[had:]]
+
+    assert run_ranks(main, world_size=1, backend="shm") == [["0", "1", "2", "3"]]
+
+
+def test_a_launchers_variable_that_is_no_number_does_not_matter(tmp_path):
+    def main():
+        os.environ["WORLD_SIZE"] = "two"
+        dist.destroy_process_group()
+        return recorder.dump(tmp_path).name
+
+    assert run_ranks(main, world_size=1, backend="shm") == ["rank_0"]
+
+
+def test_a_directory_that_cannot_be_is_a_warning_and_the_program_goes_on(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("GRADWIRE_RECORDER", str(tmp_path / "file" / "dumps"))
+    with pytest.warns(RuntimeWarning, match="GRADWIRE_RECORDER is .* cannot be written to"):
+        control.start_from_environment()
+    assert not control._box
+
+
+def test_a_fork_that_stops_its_recorder_leaves_its_parents(tmp_path):
+    def main():
+        recorder.start(tmp_path)
+        try:
+            pid = os.fork()
+            if pid == 0:
+                recorder.stop()
+                os._exit(0)
+            os.waitpid(pid, 0)
+            (tmp_path / black_box.REQUEST).write_text("now")
+            end = time.monotonic() + 30
+            while not (tmp_path / "rank_0").exists():
+                assert time.monotonic() < end
+                time.sleep(0.02)
+        finally:
+            recorder.stop()
+
+    run_ranks(main, world_size=1, backend="shm", timeout=60)
+
+
+def test_a_signals_handler_that_raises_while_a_dump_is_written_does_not_end_that(tmp_path):
+    """As a data loader's does, once for each of its workers that has died."""
+
+    def main():
+        recorder.start(tmp_path)
+        write = black_box.pickle.dumps
+        left = [RuntimeError("DataLoader worker is killed"), KeyError("of another handler")]
+
+        def interrupted(*arguments, **options):
+            if left:
+                raise left.pop()
+            return write(*arguments, **options)
+
+        black_box.pickle.dumps = interrupted
+        try:
+            error = ValueError("the program's")
+            noted.failed(error, kind="uncaught")
+        finally:
+            black_box.pickle.dumps = write
+            recorder.stop()
+        return [event["message"] for event in load(tmp_path / "rank_0")["gradwire"]["events"]]
+
+    assert run_ranks(main, world_size=1, backend="shm")[0][-1:] == ["the program's"]
+    assert (tmp_path / black_box.REQUEST).exists()
+
+
+def test_an_error_of_a_data_loader_is_its_own_wherever_it_was_raised():
+    handler = Path(torch.utils.data.__file__).parent / "_utils" / "signal_handling.py"
+    names: dict = {}
+    exec(compile("def handler(): int('none')", str(handler), "exec"), names)
+    for raises, own in ((names["handler"], True), (lambda: int("none"), False)):
+        with pytest.raises(ValueError, match="none") as caught:
+            raises()
+        assert came_from_loading(caught.value) is own
+
+
+def test_an_object_that_cannot_be_sent_is_no_other_ranks_doing():
+    def main():
+        try:
+            dist.all_gather_object([None] * 2, lambda: 0 if dist.get_rank() else 3)
+        except (AttributeError, TypeError, pickle.PicklingError) as error:
+            return came_from_waiting(error)
+
+    assert run_ranks(main, backend="shm") == [False, False]
