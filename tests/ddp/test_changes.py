@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -228,3 +230,37 @@ def test_buffers_merged_by_a_function():
 
     for after in (True, False):
         run_ranks(main, 2, args=(after,))
+
+
+@pytest.mark.narrow(
+    {"options": {}, "hook": None}, {"options": {"lazy_bucket_allocation": True}, "hook": "bf16"}
+)
+@pytest.mark.parametrize("options", [{}, {"lazy_bucket_allocation": True}])
+@pytest.mark.parametrize("hook", [None, "bf16"])
+def test_another_memory_format_on_one_rank(options, hook):
+    """Gradients lie in their bucket as the parameters did when ranks compared them."""
+
+    def main():
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(3, 4))
+        net = DistributedDataParallel(module, **options)
+        net.register_comm_hook(None, hook)
+        kept, first = [], dist.get_rank() == 0
+        for step in range(4):
+            if step == 1 and first:
+                net.to(memory_format=torch.channels_last)
+            net.zero_grad()
+            torch.manual_seed(10 * step + dist.get_rank())
+            x = torch.randn(2, 2, 3, 3)
+            net(x).square().sum().backward()
+            got = [p.grad for p in net.parameters()]
+            kept += got if first else []  # this rank's bucket takes new memory
+            twin = copy.deepcopy(net.module)
+            twin.zero_grad()
+            twin(x).square().sum().backward()
+            naive.average_gradients(net.process_group, twin.parameters())
+            for a, p in zip(got, twin.parameters(), strict=True):
+                tolerance = {} if hook is None else {"rtol": 0.05, "atol": 0.2}
+                torch.testing.assert_close(a, p.grad, **tolerance)
+
+    run_ranks(main, 2)
