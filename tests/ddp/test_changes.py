@@ -11,7 +11,7 @@ from torch import nn
 
 from gradwire import hooks
 from gradwire.ddp import DistributedDataParallel, naive
-from gradwire.errors import ArgumentError, MismatchError
+from gradwire.errors import ArgumentError, MismatchError, PeerFailedError
 from gradwire.testing import run_ranks
 
 pytestmark = pytest.mark.usefixtures("each_backend")
@@ -230,6 +230,41 @@ def test_buffers_merged_by_a_function():
 
     for after in (True, False):
         run_ranks(main, 2, args=(after,))
+
+
+@pytest.mark.narrow(
+    {"part": slice(None), "options": {}},
+    {"part": slice(3, 4), "options": {"find_unused_parameters": True}},
+)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"find_unused_parameters": True},
+        {"static_graph": True},
+        {"gradient_as_bucket_view": True},
+    ],
+)
+@pytest.mark.parametrize("part", [slice(None), slice(3, 4)])
+def test_parameters_that_are_converted_are_refused_by_name(part, options):
+    """They get new nodes in autograd, of which the reducer hears nothing."""
+
+    def main():
+        net = DistributedDataParallel(mlp(), **options)
+        converted = net.module[part]
+        ids = {id(p) for p in converted.parameters()}
+        names = [n for n, p in net.module.named_parameters() if id(p) in ids]
+        for _ in range(2):  # before the first backward, and after others
+            if dist.get_rank() == 0 or part.start is None:
+                converted.half().float()
+            with pytest.raises((ArgumentError, PeerFailedError)) as caught:
+                net(torch.ones(2, 4)).sum().backward()
+            assert f"parameters {names} were converted" in str(caught.value)
+            net.refit()
+            for _ in range(2):
+                check(net)
+
+    run_ranks(main, 2)
 
 
 @pytest.mark.narrow(

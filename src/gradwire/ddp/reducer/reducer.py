@@ -122,7 +122,8 @@ class Reducer:
         )
         # the nodes that accumulate gradients: their hooks run after all hooks of the parameters
         nodes = [torch.autograd.graph.get_gradient_edge(p).node for _, p in parameters]
-        usage = Usage(nodes, find_unused=find_unused_parameters, static=static_graph)
+        own = assigner.parameters
+        usage = Usage(own, nodes, find_unused=find_unused_parameters, static=static_graph)
         self._skip_unused = skip_unused
         self._backward = Backward(assigner, usage)
         self._backward.manual = manual_finalization
