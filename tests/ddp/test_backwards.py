@@ -75,6 +75,27 @@ def test_two_forwards_and_then_two_backwards(options):
     run_ranks(main, 2)
 
 
+@pytest.mark.parametrize("options", OPTIONS)
+def test_an_output_that_is_written_to_and_a_repeated_backward(options):
+    """It is a view: written to in place, it has another node, and its hooks are left behind."""
+
+    def main():
+        twin = nn.Sequential(mlp(), nn.Flatten(0))
+        net = DistributedDataParallel(copy.deepcopy(twin), **options)
+        for step in range(3):
+            net.zero_grad()
+            twin.zero_grad()
+            for model in (net, twin):
+                out = model(own_batch(step))
+                out += 1
+                out.sum().backward(retain_graph=True)
+                out.square().sum().backward()
+            average(twin)
+            assert_same(net, twin)
+
+    run_ranks(main, 2)
+
+
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
 @pytest.mark.parametrize("options", OPTIONS)
 def test_create_graph(options):

@@ -25,7 +25,7 @@ from gradwire.ddp.buckets.assignment import BucketLayout, check_layout
 from gradwire.ddp.buffers import BufferHook, Buffers
 from gradwire.ddp.faults.fault_domain import FaultDomain
 from gradwire.ddp.join import StepInfo, UnevenInputs, agree_on_rank
-from gradwire.ddp.outputs import map_tensors, tensors_in, with_own_nodes
+from gradwire.ddp.outputs import beginnings, map_tensors, with_own_nodes
 from gradwire.ddp.precision import resolve_precision
 from gradwire.ddp.reduced_module import ReducerOptions
 
@@ -226,7 +226,7 @@ class DistributedDataParallel(UnevenInputs):
         if syncing:
             if self.find_unused_parameters:
                 output = with_own_nodes(output, self._forward_began)
-            self.reducer.expect(tensors_in(output))
+            self.reducer.expect(beginnings(output, self._forward_began))
         return output
 
     def _to_device(self, tensor: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["map_tensors", "mark_output", "tensors_in", "with_own_nodes"]
+__all__ = ["beginnings", "map_tensors", "mark_output", "tensors_in", "with_own_nodes"]
 
 OUTPUT = "gradwire.ddp.output"
 
@@ -59,6 +59,23 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
             object.__setattr__(mapped, field.name, new)
         return mapped
     return value
+
+
+def beginnings(output: Any, since: int) -> Iterator[Tensor]:
+    """The tensors at one of which a backward through a forward's output begins.
+
+    A view that is written to in place, as what ends in `squeeze(-1)` by `out += 1`, has another node
+    from then on, and its hooks are left behind: backward then comes by what it is a view of.
+
+    Args:
+        output: What the forward returned.
+        since: autograd's sequence number when the forward began.
+    """
+    for tensor in tensors_in(output):
+        yield tensor
+        base = tensor._base if tensor.requires_grad else None
+        if base is not None and base.grad_fn is not None and base.grad_fn._sequence_nr() >= since:
+            yield base
 
 
 def with_own_nodes(output: Any, since: int) -> Any:
