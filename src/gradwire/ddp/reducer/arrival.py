@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Callable
 from time import perf_counter_ns
 from typing import Any
 
@@ -22,7 +23,7 @@ from gradwire.ddp.reducer.launch_order import has_only_last_left, launch_in_orde
 from gradwire.ddp.reducer.rpc import rpc_context_error
 from gradwire.errors import NotSupportedError, ReductionError
 
-__all__ = ["on_bucket_ready", "on_gradient", "on_output"]
+__all__ = ["on_bucket_ready", "on_gradient", "on_nested_output", "on_output"]
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +45,20 @@ def on_output(reference: weakref.ref[Backward], _: Tensor) -> None:
     if state is BackwardState.REDUCED and backward.usage.static and backward.arrivals is not None:
         return  # a static graph's second backward goes by the first one's, which is not known yet
     _begin(backward)
+
+
+def on_nested_output(
+    reference: weakref.ref[Backward],
+    prepare: weakref.WeakMethod[Callable[..., None]],
+    output: Tensor,
+) -> None:
+    """A backward begins at an output of a forward that ran within another backward."""
+    backward, prepare_now = reference(), prepare()
+    if backward is None or prepare_now is None:
+        return
+    if backward.running and torch._C._current_graph_task_id() != backward.task:
+        prepare_now()
+    on_output(reference, output)
 
 
 def on_gradient(

@@ -24,7 +24,7 @@ from gradwire.ddp.buckets.hook_state import Part, replace_group
 from gradwire.ddp.buckets.ownership import Registration
 from gradwire.ddp.hook_handles import remove_hooks_with
 from gradwire.ddp.outputs import mark_output
-from gradwire.ddp.reducer.arrival import on_gradient, on_output
+from gradwire.ddp.reducer.arrival import on_gradient, on_nested_output, on_output
 from gradwire.ddp.reducer.backward import Backward
 from gradwire.ddp.reducer.finalize import finalize_manually, shadow
 from gradwire.ddp.reducer.in_backward import detach_optimizer_hooks
@@ -253,6 +253,22 @@ class Reducer:
             if tensor.requires_grad and tensor.grad_fn is not None:
                 tensor.register_hook(partial(on_output, weakref.ref(self._backward)))
                 mark_output(tensor)
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether this is called within the backward that is reduced, by a checkpoint or a hook."""
+        return self._backward.running and torch._C._current_graph_task_id() != -1
+
+    def expect_nested(self, outputs: Iterable[Tensor]) -> None:
+        """A forward has run within the backward that is reduced, and nothing was prepared for it.
+
+        A checkpoint that is not reentrant wants what was saved, and no more. The backward that a
+        reentrant one runs through these outputs ends the running one, and is reduced instead.
+        """
+        for tensor in outputs:
+            if tensor.requires_grad and tensor.grad_fn is not None:
+                backward, prepare = weakref.ref(self._backward), weakref.WeakMethod(self.prepare)
+                tensor.register_hook(partial(on_nested_output, backward, prepare))
 
     def prepare_for_backward(self, outputs: Iterable[Tensor]) -> None:
         """`prepare`, then `expect` these tensors: a loss, or a forward's outputs.
