@@ -64,8 +64,8 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
 def beginnings(output: Any, since: int) -> Iterator[Tensor]:
     """The tensors at one of which a backward through a forward's output begins.
 
-    A view that is written to in place, as what ends in `squeeze(-1)` by `out += 1`, has another node
-    from then on, and its hooks are left behind: backward then comes by what it is a view of.
+    A view that is written to in place (what ends in `squeeze`, by `out += 1`) has another node from
+    then on, and its hooks are left behind: backward then comes by what it is a view of.
 
     Args:
         output: What the forward returned.
