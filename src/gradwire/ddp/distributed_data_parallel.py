@@ -232,6 +232,8 @@ class DistributedDataParallel(UnevenInputs):
             if self.find_unused_parameters:
                 output = with_own_nodes(output, self._forward_began)
             self.reducer.expect(beginnings(output, self._forward_began))
+        elif torch.is_grad_enabled():
+            self.reducer.expect_local(beginnings(output, self._forward_began))
         return output
 
     def _to_device(self, tensor: Tensor) -> Tensor:

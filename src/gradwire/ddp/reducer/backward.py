@@ -61,6 +61,8 @@ class Backward:
         unused_here: Names of what was unused on this rank in the last one.
         weights: What gradients weigh.
         reword: Makes of an error of unexpected gradients the one that is raised on all ranks.
+        local: How many backwards run of forwards under `no_sync`, while another one is expected.
+        came_local: Parameters that got a gradient in these.
         optimized: Parameters whose optimizers step during backward.
     """
 
@@ -78,6 +80,7 @@ class Backward:
         self.unused_here: tuple[str, ...] = ()
         self.reword: Callable[[ReductionError], ReductionError | None] | None = None
         self.optimized: Sequence[Parameter] = ()
+        self.local, self.came_local = 0, list[int]()
         self.weights = Weights(assigner.parameters, usage.nodes, assigner.ownership)
         self.set_group(assigner.group)
         self._make_buckets(assigner.first_order())

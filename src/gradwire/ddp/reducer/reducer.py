@@ -22,9 +22,10 @@ from gradwire._groups import check_group
 from gradwire.ddp.buckets.assignment import BucketAssigner, BucketLayout, check_layout
 from gradwire.ddp.buckets.hook_state import Part, replace_group
 from gradwire.ddp.buckets.ownership import Registration
+from gradwire.ddp.faults.backward_state import BackwardState
 from gradwire.ddp.hook_handles import remove_hooks_with
 from gradwire.ddp.outputs import mark_output
-from gradwire.ddp.reducer.arrival import on_gradient, on_nested_output, on_output
+from gradwire.ddp.reducer.arrival import on_gradient, on_local_output, on_nested_output, on_output
 from gradwire.ddp.reducer.backward import Backward
 from gradwire.ddp.reducer.finalize import finalize_manually, shadow
 from gradwire.ddp.reducer.in_backward import detach_optimizer_hooks
@@ -253,6 +254,15 @@ class Reducer:
             if tensor.requires_grad and tensor.grad_fn is not None:
                 tensor.register_hook(partial(on_output, weakref.ref(self._backward)))
                 mark_output(tensor)
+
+    def expect_local(self, outputs: Iterable[Tensor]) -> None:
+        """A forward has run under `no_sync`: its backward is not the one that is expected."""
+        backward = self._backward
+        if backward.state is not BackwardState.EXPECTED:
+            return  # as a rule: gradients stay local
+        for tensor in outputs:
+            if tensor.requires_grad and tensor.grad_fn is not None:
+                tensor.register_hook(partial(on_local_output, weakref.ref(backward), backward.step))
 
     @property
     def in_backward(self) -> bool:
