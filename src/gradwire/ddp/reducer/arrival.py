@@ -43,7 +43,8 @@ def on_output(reference: weakref.ref[Backward], _: Tensor) -> None:
     if backward.running or state in (BackwardState.LOCAL, BackwardState.FINALIZED):
         return
     if state is BackwardState.REDUCED and backward.usage.static and backward.arrivals is not None:
-        return  # a static graph's second backward goes by the first one's, which is not known yet
+        with torch.no_grad():
+            backward.rebuild_once()  # a static graph's second backward goes by the first one's
     _begin(backward)
 
 

@@ -173,6 +173,8 @@ class Backward:
         if self.rebuild:
             self._rebuild_buckets(self.ready_order)
             self.domain.raise_deferred()  # an error that was reported during the broadcast
+        elif self.usage.static:
+            self._make_for_good(self.assigner.first_order())  # by what the first one has shown
         else:
             self.arrivals = self.ready_order = None
 
@@ -180,11 +182,13 @@ class Backward:
         """Assign buckets for good, in the order in which rank 0's gradients became ready."""
         # what was left out of the first backward comes last, in the first order
         own = [*dict.fromkeys([*order, *self.assigner.first_order()])]
-        agreed = self.launcher.broadcast_order(own)
+        self._make_for_good(self.launcher.broadcast_order(own))
+
+    def _make_for_good(self, order: Sequence[int]) -> None:
         self._clear()
         self.arrivals = self.ready_order = None
         never = self.usage.unused if self.usage.static else frozenset()
-        self._make_buckets([i for i in agreed if i not in never])
+        self._make_buckets([i for i in order if i not in never])
 
     def _make_buckets(self, order: Sequence[int], *, keep_state: bool = True) -> None:
         self.assigner.counts = self.usage.counts
