@@ -98,6 +98,36 @@ def test_an_output_that_is_written_to_and_a_repeated_backward(options):
     run_ranks(main, 2)
 
 
+class Policy(nn.Module):
+    """Returns a distribution, which is no container, and a value."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = mlp()
+
+    def forward(self, x):
+        y = self.body(x)
+        normal = torch.distributions.Normal(y.tanh(), 1.0)
+        return torch.distributions.Independent(normal, 1), y.sum(1)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_an_output_of_another_class_and_a_repeated_backward(options):
+    def main():
+        net, twin = DistributedDataParallel(Policy(), **options), Policy()
+        for step in range(3):
+            net.zero_grad()
+            twin.zero_grad()
+            for model in (net, twin):
+                distribution, value = model(own_batch(step))
+                value.square().sum().backward(retain_graph=True)
+                distribution.mean.square().sum().backward()
+            average(twin)
+            assert_same(net, twin)
+
+    run_ranks(main, 2)
+
+
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
 @pytest.mark.parametrize("options", OPTIONS)
 def test_create_graph(options):
