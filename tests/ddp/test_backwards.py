@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import importlib
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from gradwire import hooks
 from gradwire.ddp import DistributedDataParallel, naive
@@ -75,6 +77,57 @@ def test_two_forwards_and_then_two_backwards(options):
     run_ranks(main, 2)
 
 
+@pytest.mark.parametrize("options", OPTIONS)
+def test_an_output_that_is_written_to_and_a_repeated_backward(options):
+    """It is a view: written to in place, it has another node, and its hooks are left behind."""
+
+    def main():
+        twin = nn.Sequential(mlp(), nn.Flatten(0))
+        net = DistributedDataParallel(copy.deepcopy(twin), **options)
+        for step in range(3):
+            net.zero_grad()
+            twin.zero_grad()
+            for model in (net, twin):
+                out = model(own_batch(step))
+                out += 1
+                out.sum().backward(retain_graph=True)
+                out.square().sum().backward()
+            average(twin)
+            assert_same(net, twin)
+
+    run_ranks(main, 2)
+
+
+class Policy(nn.Module):
+    """Returns a distribution, which is no container, and a value."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = mlp()
+
+    def forward(self, x):
+        y = self.body(x)
+        normal = torch.distributions.Normal(y.tanh(), 1.0)
+        return torch.distributions.Independent(normal, 1), y.sum(1)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_an_output_of_another_class_and_a_repeated_backward(options):
+    def main():
+        net, twin = DistributedDataParallel(Policy(), **options), Policy()
+        for step in range(3):
+            net.zero_grad()
+            twin.zero_grad()
+            for model in (net, twin):
+                distribution, value = model(own_batch(step))
+                value.square().sum().backward(retain_graph=True)
+                distribution.mean.square().sum().backward()
+            average(twin)
+            assert_same(net, twin)
+
+    run_ranks(main, 2)
+
+
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
 @pytest.mark.parametrize("options", OPTIONS)
 def test_create_graph(options):
@@ -110,6 +163,41 @@ def test_a_penalty_on_the_gradient_of_the_inputs():
             out = model(x).square().mean()
             (gradient,) = torch.autograd.grad(out, x, create_graph=True)
             (out + gradient.square().sum()).backward()
+        average(twin)
+        assert_same(net, twin)
+
+    run_ranks(main, 2)
+
+
+@pytest.mark.narrow({"reentrant": False}, {"reentrant": True, "options": {}})
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}])
+def test_a_checkpoint_around_the_module(options, reentrant):
+    """What it computes again runs within the backward that is reduced."""
+
+    def main():
+        rank, checkpointed = dist.get_rank(), partial(checkpoint, use_reentrant=reentrant)
+        net, twin = DistributedDataParallel(mlp(), **options), mlp()
+        x, y = own_batch().requires_grad_(), own_batch(1).requires_grad_()
+        for _ in range(3):
+            net.zero_grad()
+            twin.zero_grad()
+            n = [1.0 + rank, 2.0 + 3 * rank]
+            with net.no_sync():
+                net.weight(n[0])
+                checkpointed(net, x).square().mean().backward()
+            net.weight(n[1])
+            checkpointed(net, y).square().mean().backward()
+            for weight, batch in zip(n, (x, y), strict=True):
+                (weight * twin(batch).square().mean()).backward()
+            naive.weighted_average(dist.group.WORLD, twin.parameters(), sum(n))
+            assert_same(net, twin)
+        assert net.reducer.rebuilt != net.find_unused_parameters  # ranks started over in no step
+
+        net.zero_grad()
+        twin.zero_grad()
+        (net(x).square().mean() + checkpointed(net, y).square().mean()).backward()
+        (twin(x).square().mean() + twin(y).square().mean()).backward()
         average(twin)
         assert_same(net, twin)
 

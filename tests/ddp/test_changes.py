@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +11,7 @@ from torch import nn
 
 from gradwire import hooks
 from gradwire.ddp import DistributedDataParallel, naive
-from gradwire.errors import ArgumentError, MismatchError
+from gradwire.errors import ArgumentError, MismatchError, PeerFailedError
 from gradwire.testing import run_ranks
 
 pytestmark = pytest.mark.usefixtures("each_backend")
@@ -228,3 +230,72 @@ def test_buffers_merged_by_a_function():
 
     for after in (True, False):
         run_ranks(main, 2, args=(after,))
+
+
+@pytest.mark.narrow(
+    {"part": slice(None), "options": {}},
+    {"part": slice(3, 4), "options": {"find_unused_parameters": True}},
+)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"find_unused_parameters": True},
+        {"static_graph": True},
+        {"gradient_as_bucket_view": True},
+    ],
+)
+@pytest.mark.parametrize("part", [slice(None), slice(3, 4)])
+def test_parameters_that_are_converted_are_refused_by_name(part, options):
+    """They get new nodes in autograd, of which the reducer hears nothing."""
+
+    def main():
+        net = DistributedDataParallel(mlp(), **options)
+        converted = net.module[part]
+        ids = {id(p) for p in converted.parameters()}
+        names = [n for n, p in net.module.named_parameters() if id(p) in ids]
+        for _ in range(2):  # before the first backward, and after others
+            if dist.get_rank() == 0 or part.start is None:
+                converted.half().float()
+            with pytest.raises((ArgumentError, PeerFailedError)) as caught:
+                net(torch.ones(2, 4)).sum().backward()
+            assert f"parameters {names} were converted" in str(caught.value)
+            net.refit()
+            for _ in range(2):
+                check(net)
+
+    run_ranks(main, 2)
+
+
+@pytest.mark.narrow(
+    {"options": {}, "hook": None}, {"options": {"lazy_bucket_allocation": True}, "hook": "bf16"}
+)
+@pytest.mark.parametrize("options", [{}, {"lazy_bucket_allocation": True}])
+@pytest.mark.parametrize("hook", [None, "bf16"])
+def test_another_memory_format_on_one_rank(options, hook):
+    """Gradients lie in their bucket as the parameters did when ranks compared them."""
+
+    def main():
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(3, 4))
+        net = DistributedDataParallel(module, **options)
+        net.register_comm_hook(None, hook)
+        kept, first = [], dist.get_rank() == 0
+        for step in range(4):
+            if step == 1 and first:
+                net.to(memory_format=torch.channels_last)
+            net.zero_grad()
+            torch.manual_seed(10 * step + dist.get_rank())
+            x = torch.randn(2, 2, 3, 3)
+            net(x).square().sum().backward()
+            got = [p.grad for p in net.parameters()]
+            kept += got if first else []  # this rank's bucket takes new memory
+            twin = copy.deepcopy(net.module)
+            twin.zero_grad()
+            twin(x).square().sum().backward()
+            naive.average_gradients(net.process_group, twin.parameters())
+            for a, p in zip(got, twin.parameters(), strict=True):
+                tolerance = {} if hook is None else {"rtol": 0.05, "atol": 0.2}
+                torch.testing.assert_close(a, p.grad, **tolerance)
+
+    run_ranks(main, 2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -470,3 +472,49 @@ def test_a_reducer_without_outputs_keeps_its_hooks():
         return [p.grad.tolist() for p in parameters]
 
     assert run_ranks(main, 2) == [[[1.5, 1.5]] * 3] * 2
+
+
+OPTIONS = [{}, {"find_unused_parameters": True}, {"bucket_cap_mb": 0}]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_no_sync_after_a_forward_without_a_backward(options):
+    """What it accumulates is sent later, on a rank that expects another backward, too."""
+
+    def main():
+        twins = Twins(**options)
+        twins.clear()
+        x = torch.full((2, 4), 1.0 + dist.get_rank())
+        if dist.get_rank() == 0:
+            twins.net(x)  # only to look at it
+        with twins.net.no_sync():
+            squares(twins.net, 2 * x).backward()
+        squares(twins.twin, 2 * x).backward()
+        for p, q in zip(twins.net.parameters(), twins.twin.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad)
+        twins.check()
+        twins.clear()
+        twins.check()
+
+    in_turn(main)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("first", [range(1, 4), range(1)])
+def test_one_loss_of_a_forward_and_one_under_no_sync(first, options):
+    """What the second brings before backward reaches the first one's output takes part."""
+
+    def main():
+        twins = Twins(**options)
+        for _ in range(2):
+            twins.clear()
+            x = torch.full((2, 4), 1.0 + dist.get_rank())
+            ours = twins.net(x, first)
+            with twins.net.no_sync():
+                both = ours.square().sum() + squares(twins.net, 2 * x)
+            both.backward()
+            (squares(partial(twins.twin, use=first), x) + squares(twins.twin, 2 * x)).backward()
+            average_used(twins.twin)
+            twins.check_gradients()
+
+    in_turn(main)

@@ -215,6 +215,26 @@ def test_static_graph_with_checkpoints_and_no_sync(reentrant, options):
     run_ranks(main, 2)
 
 
+@pytest.mark.parametrize("options", [{}, {"rebuild_buckets": False}, {"bucket_cap_mb": 0}])
+def test_two_backwards_in_the_first_step_of_a_static_graph(options):
+    """The second goes by the first: how often each gradient comes is known by then."""
+
+    def main():
+        net = DistributedDataParallel(Checkpointed(), static_graph=True, **options)
+        twin = copy.deepcopy(net.module)
+        torch.manual_seed(dist.get_rank())
+        for _ in range(3):
+            batches = [torch.randn(2, 4) for _ in range(2)]
+            for model in (net, twin):
+                model.zero_grad()
+                for loss in [model(x).square().mean() for x in batches]:
+                    loss.backward()
+            average_used(twin)
+            assert_same(net, twin)
+
+    run_ranks(main, 2)
+
+
 def test_static_graph_used_differently_by_rank():
     def main():
         take = [[0], [0, 1]][dist.get_rank()]

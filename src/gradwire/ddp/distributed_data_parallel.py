@@ -25,7 +25,7 @@ from gradwire.ddp.buckets.assignment import BucketLayout, check_layout
 from gradwire.ddp.buffers import BufferHook, Buffers
 from gradwire.ddp.faults.fault_domain import FaultDomain
 from gradwire.ddp.join import StepInfo, UnevenInputs, agree_on_rank
-from gradwire.ddp.outputs import map_tensors, tensors_in, with_own_nodes
+from gradwire.ddp.outputs import beginnings, map_tensors, tensors_in, with_own_nodes
 from gradwire.ddp.precision import resolve_precision
 from gradwire.ddp.reduced_module import ReducerOptions
 
@@ -175,7 +175,9 @@ class DistributedDataParallel(UnevenInputs):
             BrokenGroupError: The group cannot be used again after an earlier error.
         """
         syncing = torch.is_grad_enabled() and self.require_backward_grad_sync
-        self._before(syncing)
+        recomputing = self.reducer.in_backward  # by a checkpoint around this module
+        if not recomputing:
+            self._before(syncing)
         if self.device is not None:
             inputs, kwargs = map_tensors(self._to_device, (inputs, kwargs))
         outer = TORCHS_DDP._active_ddp_module
@@ -189,6 +191,9 @@ class DistributedDataParallel(UnevenInputs):
                 output = _call(self.module, inputs, kwargs)
         finally:
             TORCHS_DDP._active_ddp_module = outer
+        if recomputing:
+            self.reducer.expect_nested(tensors_in(output))
+            return output
         return self._after(output, syncing and self.require_backward_grad_sync)
 
     @run_as_written
@@ -226,7 +231,9 @@ class DistributedDataParallel(UnevenInputs):
         if syncing:
             if self.find_unused_parameters:
                 output = with_own_nodes(output, self._forward_began)
-            self.reducer.expect(tensors_in(output))
+            self.reducer.expect(beginnings(output, self._forward_began))
+        elif torch.is_grad_enabled():
+            self.reducer.expect_local(beginnings(output, self._forward_began))
         return output
 
     def _to_device(self, tensor: Tensor) -> Tensor:

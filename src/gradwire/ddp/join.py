@@ -82,7 +82,8 @@ class UnevenInputs(ReducedModule, Joinable):
         """A context in which ranks may have different numbers of batches.
 
         A rank that has run out takes part in the others' steps with zeros, and ends with the
-        parameters of a rank that took part in all.
+        parameters of a rank that took part in all. Each forward outside of `no_sync()` has one
+        backward here, no more and no fewer.
 
         Args:
             divide_by_initial_world_size: Divide sums by W; if not, by the number of ranks that

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-__all__ = ["map_tensors", "mark_output", "tensors_in", "with_own_nodes"]
+__all__ = ["beginnings", "map_tensors", "mark_output", "tensors_in", "with_own_nodes"]
 
 OUTPUT = "gradwire.ddp.output"
+_DEPTH = 3
+"""How many objects inside each other are looked into that are not of the kinds known here."""
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -22,17 +24,34 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
         >>> list(tensors_in({"a": (torch.tensor(1), [2, torch.tensor(3)])}))
         [tensor(1), tensor(3)]
     """
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for v in value.values():
-            yield from tensors_in(v)
+    return (leaf for leaf in _leaves(value) if isinstance(leaf, Tensor))
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """What tuples, lists, dicts and dataclasses hold, nested as they may be."""
+    inside: Iterable[Any]
+    if isinstance(value, Mapping):
+        inside = value.values()
     elif isinstance(value, list | tuple):
-        for v in value:
-            yield from tensors_in(v)
+        inside = value
     elif is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            yield from tensors_in(getattr(value, field.name))
+        inside = (getattr(value, field.name) for field in fields(value))
+    else:
+        yield value
+        return
+    for v in inside:
+        yield from _leaves(v)
+
+
+def _in_attributes(value: Any, depth: int) -> Iterator[Tensor]:
+    """Tensors that an object of another class has, such as a distribution, or one inside of it."""
+    if not depth or isinstance(value, nn.Module | type) or not hasattr(value, "__dict__"):
+        return
+    for leaf in _leaves(vars(value)):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        else:
+            yield from _in_attributes(leaf, depth - 1)
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
@@ -59,6 +78,28 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
             object.__setattr__(mapped, field.name, new)
         return mapped
     return value
+
+
+def beginnings(output: Any, since: int) -> Iterator[Tensor]:
+    """The tensors at one of which a backward through a forward's output begins.
+
+    A view that is written to in place (what ends in `squeeze`, by `out += 1`) has another node from
+    then on, and its hooks are left behind: backward then comes by what it is a view of.
+
+    Args:
+        output: What the forward returned.
+        since: autograd's sequence number when the forward began.
+    """
+    for leaf in _leaves(output):
+        if isinstance(leaf, Tensor):
+            yield leaf
+            base = leaf._base if leaf.requires_grad else None
+            other: Iterable[Tensor] = () if base is None else (base,)
+        else:
+            other = _in_attributes(leaf, _DEPTH)
+        for tensor in other:  # of this forward alone: an object may have more than its result
+            if tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= since:
+                yield tensor
 
 
 def with_own_nodes(output: Any, since: int) -> Any:

@@ -11,7 +11,7 @@ from gradwire.buckets import views
 from gradwire.buckets.flat import is_as_read
 from gradwire.errors import ArgumentError, ArgumentTypeError
 
-__all__ = ["GradBucket"]
+__all__ = ["GradBucket", "with_buffer"]
 
 
 class GradBucket:
@@ -28,6 +28,8 @@ class GradBucket:
         is_last: Whether no other bucket follows in this backward.
         names: The parameters' names in the module, by which a hook keeps what belongs to them;
             None: made of the bucket's number and the parameters' places.
+        like: Tensors with the shapes and strides by which gradients lie in the buffer; None: the
+            parameters.
 
     Raises:
         ArgumentError: The buffer is not 1-d and contiguous, is conjugated or negated when read, or
@@ -44,7 +46,7 @@ class GradBucket:
         tensor([0., 0.])
     """
 
-    __slots__ = ("_buffer", "_index", "_is_last", "_names", "_parameters")
+    __slots__ = ("_buffer", "_index", "_is_last", "_like", "_names", "_parameters")
 
     def __init__(
         self,
@@ -54,6 +56,7 @@ class GradBucket:
         *,
         is_last: bool,
         names: Sequence[str] | None = None,
+        like: Sequence[Tensor] | None = None,
     ) -> None:
         length = sum(p.numel() for p in parameters)
         if buffer.layout == torch.strided and (buffer.dim() != 1 or len(buffer) < length):
@@ -70,6 +73,7 @@ class GradBucket:
         self._index = index
         self._buffer = buffer
         self._parameters = tuple(parameters)
+        self._like = self._parameters if like is None else tuple(like)
         self._is_last = is_last
 
     def index(self) -> int:
@@ -111,7 +115,7 @@ class GradBucket:
         """
         if self._buffer.layout != torch.strided:
             return [self._buffer]
-        return views(self._buffer, self._parameters, keep_strides=True)
+        return views(self._buffer, self._like, keep_strides=True)
 
     def parameters(self) -> list[Tensor]:
         """The parameters, in the order of `gradients`."""
@@ -130,6 +134,21 @@ class GradBucket:
     def __repr__(self) -> str:
         kind = f"{self._buffer.dtype}, {self._buffer.numel()} elements"
         return f"GradBucket({self._index}, {len(self._parameters)} parameters, {kind})"
+
+
+def with_buffer(bucket: GradBucket, buffer: Tensor) -> GradBucket:
+    """A bucket with another buffer: its values in another dtype, complex ones as pairs of reals."""
+    params = bucket.parameters()
+    like: Sequence[Tensor] | None = None
+    names: Sequence[str] | None = None
+    if isinstance(bucket, GradBucket):  # torch's own, under torch's wrapper, has neither
+        like, names = bucket._like, bucket.names()
+    if bucket.buffer().is_complex():
+        params = [torch.view_as_real(p.detach()) for p in params]
+        like = None if like is None else [torch.view_as_real(t.detach()) for t in like]
+    return GradBucket(
+        bucket.index(), buffer, params, is_last=bucket.is_last(), names=names, like=like
+    )
 
 
 def _check_memory(buffer: Tensor) -> None:

@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 
 from gradwire.errors import ArgumentError
 from gradwire.hooks.averaging import all_reduce
-from gradwire.hooks.bucket import GradBucket
+from gradwire.hooks.bucket import GradBucket, with_buffer
 from gradwire.hooks.protocol import CommHook
 from gradwire.hooks.result import as_future, parse_hook_result
 from gradwire.hooks.stateful import compose
@@ -58,17 +58,7 @@ def compress(hook: CommHook, dtype: torch.dtype) -> CommHook:
         real = torch.view_as_real(buffer).view(-1) if dense and buffer.is_complex() else buffer
         if not real.is_floating_point():
             return as_future(hook(state, bucket), hook)
-        params = bucket.parameters()
-        if buffer.is_complex():
-            params = [torch.view_as_real(p.detach()) for p in params]
-        small = GradBucket(
-            bucket.index(),
-            real.to(dtype),
-            params,
-            is_last=bucket.is_last(),
-            # torch's own bucket, under torch's DistributedDataParallel, has none
-            names=bucket.names() if isinstance(bucket, GradBucket) else None,
-        )
+        small = with_buffer(bucket, real.to(dtype))
 
         def decompress(future: torch._C.Future[Any]) -> Tensor:
             reduced = parse_hook_result(future.value(), small, hook)

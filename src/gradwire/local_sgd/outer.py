@@ -177,7 +177,9 @@ class LocalSGD:
         first, numel = parameters[0], sum(p.numel() for p in parameters)
         flat = torch.empty(numel, dtype=first.dtype, device=first.device)
         names = [self._names[i] for i in indices]
-        bucket = GradBucket(number, flat, parameters, is_last=is_last, names=names)
+        # the anchors' strides are the same on all ranks, those of the parameters may have changed
+        like = [self._anchors[i] for i in indices]
+        bucket = GradBucket(number, flat, parameters, is_last=is_last, names=names, like=like)
         for index, view in zip(indices, bucket.gradients(), strict=True):
             torch.sub(self._anchors[index], self._parameters[index], out=view)
         return bucket

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
@@ -76,6 +77,10 @@ class BucketAssigner:
     counts: Mapping[int, int] = field(default_factory=dict)
     ownership: Ownership = field(default_factory=Ownership)
 
+    def __post_init__(self) -> None:
+        # strides as they are now, when the ranks' models have been compared
+        self._like = [_without_values(p) for p in self.parameters]
+
     def first_order(self) -> list[int]:
         """Last registered first, as PyTorch's; until a backward has shown a better order."""
         return list(range(len(self.parameters)))[::-1]
@@ -96,12 +101,12 @@ class BucketAssigner:
             packed = []
             for i in members:
                 if i in self.sparse:
-                    buckets.append(SparseBucket(self._member(i), scale, options))
+                    buckets.append(SparseBucket(self.member(i), scale, options))
                 elif self._travels_alone(i, with_hook=with_hook):
                     # before the packed ones, some of which may become ready after it
-                    buckets.append(InPlaceBucket(self._member(i), scale, options))
+                    buckets.append(InPlaceBucket(self.member(i), scale, options))
                 else:
-                    packed.append(self._member(i))
+                    packed.append(self.member(i))
             if packed:
                 exact = packed[0].parameter.dtype in (torch.float32, torch.float64)
                 room = extra_numel if exact else 0
@@ -135,8 +140,10 @@ class BucketAssigner:
             indices=list(order),
         ).buckets
 
-    def _member(self, index: int) -> Member:
-        return Member(index, self.names[index], self.parameters[index], self.counts.get(index, 1))
+    def member(self, index: int, *, count: int | None = None) -> Member:
+        """A parameter, as a bucket has it; `count` if not as often as is known."""
+        times = self.counts.get(index, 1) if count is None else count
+        return Member(index, self.names[index], self.parameters[index], self._like[index], times)
 
     @property
     def _on_cpu(self) -> bool:
@@ -158,6 +165,12 @@ class BucketAssigner:
         parameter = self.parameters[index]
         fit = self.counts.get(index, 1) == 1 and index not in self.delayed
         return fit and parameter.device.type == "cpu" and parameter.nbytes >= IN_PLACE_BYTES
+
+
+def _without_values(parameter: Parameter) -> Tensor:
+    """A tensor of the same shape, strides and dtype, without memory."""
+    strides = parameter.stride()
+    return torch.empty_strided(parameter.shape, strides, dtype=parameter.dtype, device="meta")
 
 
 def names_by_bucket(

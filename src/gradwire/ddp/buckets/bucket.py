@@ -29,6 +29,8 @@ class Member:
 
     Attributes:
         index: Its number in the reducer.
+        like: Has the strides with which the parameter was wrapped, the same on all ranks: its
+            gradient lies by them in what travels. Its own may change, on one rank alone.
         count: How often its gradient arrives in a backward: more than once in several reentrant
             checkpoints, not at all where this rank never uses it.
     """
@@ -36,6 +38,7 @@ class Member:
     index: int
     name: str
     parameter: Parameter
+    like: Tensor
     count: int = 1
 
 
@@ -65,6 +68,7 @@ class Bucket(ABC):
     Attributes:
         members: The parameters' indices, in the order they lie in the bucket.
         names, parameters: In the same order.
+        like: As a `Member` has it, in the same order.
         early: Those of them that get `copy_in_early` when their gradient is ready.
         ready: Those whose gradient is ready in this backward, as they came.
         unused: Those that get no gradient in this backward.
@@ -88,6 +92,7 @@ class Bucket(ABC):
         self.members = tuple(m.index for m in members)
         self.names = [m.name for m in members]
         self.parameters = [m.parameter for m in members]
+        self.like = [m.like for m in members]
         self._scale, self._ownership = scale, options.ownership
         self.ready: list[int] = []
         self._counts = {m.index: m.count for m in members}
@@ -173,7 +178,9 @@ class Bucket(ABC):
 
     def as_grad_bucket(self, index: int, *, is_last: bool) -> GradBucket:
         """The bucket as hooks see it."""
-        return GradBucket(index, self.flat, self.parameters, is_last=is_last, names=self.names)
+        return GradBucket(
+            index, self.flat, self.parameters, is_last=is_last, names=self.names, like=self.like
+        )
 
 
 def move_out(parameter: Parameter, address: int) -> None:

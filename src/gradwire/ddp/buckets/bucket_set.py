@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from gradwire.ddp.buckets.assignment import BucketAssigner
-from gradwire.ddp.buckets.bucket import Bucket, BucketOptions, Member
+from gradwire.ddp.buckets.bucket import Bucket, BucketOptions
 from gradwire.ddp.buckets.hook_state import Part, rekey
 from gradwire.ddp.buckets.sparse import SparseBucket
 
@@ -61,9 +61,9 @@ class BucketSet:
         # for a parameter in no bucket, one that expects no gradient and is never launched: what
         # arrives there is unexpected. A sparse bucket allocates nothing
         options = BucketOptions(self._assigner.group, self._assigner.ownership)
-        named = enumerate(zip(self._assigner.names, self._assigner.parameters, strict=True))
+        count = len(self._assigner.parameters)
         self.of = [
-            SparseBucket(Member(i, name, p, count=0), 1.0, options) for i, (name, p) in named
+            SparseBucket(self._assigner.member(i, count=0), 1.0, options) for i in range(count)
         ]
         for bucket in self._buckets:
             for i in bucket.members:

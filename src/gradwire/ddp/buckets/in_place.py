@@ -24,7 +24,7 @@ class InPlaceBucket(Bucket):
 
     def __init__(self, member: Member, scale: float, options: BucketOptions) -> None:
         super().__init__([member], scale=scale, early=(member.index,), options=options)
-        self._strides = memory_strides(member.parameter)
+        self._strides = memory_strides(member.like)
 
     def reset(self) -> None:
         super().reset()
@@ -68,7 +68,7 @@ class InPlaceBucket(Bucket):
     def _allocate(self) -> Tensor:
         parameter = self.parameters[0]
         self.flat = torch.empty(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
-        self._copy = views(self.flat, self.parameters, keep_strides=True)[0]
+        self._copy = views(self.flat, self.like, keep_strides=True)[0]
         return self._copy
 
     def _scale_flat(self) -> None:

@@ -71,7 +71,7 @@ class PackedBucket(Bucket):
             self.flat = empty(count, dtype=first.dtype, group=self._group)
         else:
             self.flat = torch.empty(count, dtype=first.dtype, device=first.device)
-        self._views = views(self.flat, self.parameters, keep_strides=True)
+        self._views = views(self.flat, self.like, keep_strides=True)
         # where there is a scale, those that are not scaled at once lie last
         self._small = self.flat[self._at_once_numel :]
         self._pointers = [view.data_ptr() for view in self._views]
@@ -295,7 +295,7 @@ class PackedBucket(Bucket):
         if reduced is not None and reduced.dtype is not self.flat.dtype:
             self._convert(reduced)
         elif reduced is not None and reduced.data_ptr() != self.flat.data_ptr():
-            source = views(reduced, self.parameters, keep_strides=True)
+            source = views(reduced, self.like, keep_strides=True)
         places = self._used(range(len(self.members)))
         away = self._outside_after(places, source)
         if away and self._with_graph:

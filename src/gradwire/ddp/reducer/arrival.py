@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Callable
 from time import perf_counter_ns
 from typing import Any
 
@@ -22,7 +23,7 @@ from gradwire.ddp.reducer.launch_order import has_only_last_left, launch_in_orde
 from gradwire.ddp.reducer.rpc import rpc_context_error
 from gradwire.errors import NotSupportedError, ReductionError
 
-__all__ = ["on_bucket_ready", "on_gradient", "on_output"]
+__all__ = ["on_bucket_ready", "on_gradient", "on_local_output", "on_nested_output", "on_output"]
 
 logger = logging.getLogger(__name__)
 
@@ -42,8 +43,35 @@ def on_output(reference: weakref.ref[Backward], _: Tensor) -> None:
     if backward.running or state in (BackwardState.LOCAL, BackwardState.FINALIZED):
         return
     if state is BackwardState.REDUCED and backward.usage.static and backward.arrivals is not None:
-        return  # a static graph's second backward goes by the first one's, which is not known yet
+        with torch.no_grad():
+            backward.rebuild_once()  # a static graph's second backward goes by the first one's
     _begin(backward)
+
+
+def on_local_output(reference: weakref.ref[Backward], step: int, _: Tensor) -> None:
+    """The backward of a forward under `no_sync` begins, while that of another one is expected.
+
+    `step` is the last one that was prepared before that forward: programs may prepare its backward
+    by hand.
+    """
+    backward = reference()
+    if backward is None or backward.state is not EXPECTED or backward.step != step:
+        return
+    torch.autograd.Variable._execution_engine.queue_callback(_LocalBackward(backward))
+
+
+def on_nested_output(
+    reference: weakref.ref[Backward],
+    prepare: weakref.WeakMethod[Callable[..., None]],
+    output: Tensor,
+) -> None:
+    """A backward begins at an output of a forward that ran within another backward."""
+    backward, prepare_now = reference(), prepare()
+    if backward is None or prepare_now is None:
+        return
+    if backward.running and torch._C._current_graph_task_id() != backward.task:
+        prepare_now()
+    on_output(reference, output)
 
 
 def on_gradient(
@@ -60,9 +88,11 @@ def on_gradient(
     # be one more than it allows for
     state = backward.state
     running = state is RUNNING or state is RUNNING_AGAIN
-    if not running and state is not EXPECTED and state is not SHORT:
+    if not running and (state is not EXPECTED or backward.local) and state is not SHORT:
         if incoming[0] is not None:
             assigner = backward.assigner
+            if backward.local:
+                backward.came_local.append(index)
             backward.usage.touched.add(index)
             assigner.ownership.make_private(index, assigner.parameters[index], incoming)
         return
@@ -141,6 +171,10 @@ def _begin(backward: Backward, index: int | None = None, incoming: Tensor | None
     if backward.usage.find_unused:
         _mark_unused(backward, at_output=index is None)
     backward.buckets.lend()
+    # one loss, with outputs of a forward under `no_sync` that came first
+    came, backward.came_local = backward.came_local, []
+    for i in came:
+        on_gradient(weakref.ref(backward), i, None, (backward.parameters[i].grad,))
 
 
 def _check_may_begin(backward: Backward) -> None:
@@ -193,3 +227,18 @@ class _EndOfBackward:
         backward = self._backward
         if not self._called and backward.running and self._run == backward.runs:
             backward.interrupt()
+
+
+class _LocalBackward:
+    """Says that a backward of a forward under `no_sync` runs, as long as autograd keeps this."""
+
+    def __init__(self, backward: Backward) -> None:
+        self._backward = backward
+        backward.local += 1
+
+    def __call__(self) -> None:
+        """The backward has ended: autograd drops this, as it does where an exception ends it."""
+
+    def __del__(self) -> None:
+        self._backward.local -= 1
+        self._backward.came_local.clear()

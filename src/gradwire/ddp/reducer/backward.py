@@ -61,6 +61,8 @@ class Backward:
         unused_here: Names of what was unused on this rank in the last one.
         weights: What gradients weigh.
         reword: Makes of an error of unexpected gradients the one that is raised on all ranks.
+        local: How many backwards run of forwards under `no_sync`, while another one is expected.
+        came_local: Parameters that got a gradient in these.
         optimized: Parameters whose optimizers step during backward.
     """
 
@@ -78,6 +80,7 @@ class Backward:
         self.unused_here: tuple[str, ...] = ()
         self.reword: Callable[[ReductionError], ReductionError | None] | None = None
         self.optimized: Sequence[Parameter] = ()
+        self.local, self.came_local = 0, list[int]()
         self.weights = Weights(assigner.parameters, usage.nodes, assigner.ownership)
         self.set_group(assigner.group)
         self._make_buckets(assigner.first_order())
@@ -170,6 +173,8 @@ class Backward:
         if self.rebuild:
             self._rebuild_buckets(self.ready_order)
             self.domain.raise_deferred()  # an error that was reported during the broadcast
+        elif self.usage.static:
+            self._make_for_good(self.assigner.first_order())  # by what the first one has shown
         else:
             self.arrivals = self.ready_order = None
 
@@ -177,11 +182,13 @@ class Backward:
         """Assign buckets for good, in the order in which rank 0's gradients became ready."""
         # what was left out of the first backward comes last, in the first order
         own = [*dict.fromkeys([*order, *self.assigner.first_order()])]
-        agreed = self.launcher.broadcast_order(own)
+        self._make_for_good(self.launcher.broadcast_order(own))
+
+    def _make_for_good(self, order: Sequence[int]) -> None:
         self._clear()
         self.arrivals = self.ready_order = None
         never = self.usage.unused if self.usage.static else frozenset()
-        self._make_buckets([i for i in agreed if i not in never])
+        self._make_buckets([i for i in order if i not in never])
 
     def _make_buckets(self, order: Sequence[int], *, keep_state: bool = True) -> None:
         self.assigner.counts = self.usage.counts

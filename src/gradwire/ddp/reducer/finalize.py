@@ -18,7 +18,7 @@ from gradwire.ddp.reducer.in_backward import step_and_clear
 from gradwire.ddp.reducer.launch import Launched
 from gradwire.ddp.reducer.launch_order import all_launched, launch_filled, launch_in_order
 from gradwire.ddp.reducer.weights import NO_WEIGHTS_BUCKET, WEIGHT_SUMS
-from gradwire.errors import NotSupportedError, ReductionError
+from gradwire.errors import ArgumentError, NotSupportedError, ReductionError
 from gradwire.recorder import StepRecord, ring
 
 __all__ = ["finalize_backward", "finalize_manually", "on_end", "shadow"]
@@ -34,14 +34,29 @@ def on_end(backward: Backward, run: int) -> None:
     if run != backward.runs or not backward.running:
         backward.domain.poll_known(backward)  # it failed with another reducer's
         return
-    if backward.untouched:
-        _end_untouched(backward)
-        return
     try:
-        _end(backward)
+        _check_converted(backward)
+        if backward.untouched:
+            _end_untouched(backward)
+        else:
+            _end(backward)
     except BaseException:
         backward.interrupt()
         raise
+
+
+def _check_converted(backward: Backward) -> None:
+    """What got its gradient without a word to the reducer is not unused."""
+    silent = {*backward.buckets.missing(), *backward.buckets.unused()}
+    if silent and (converted := backward.usage.converted(sorted(silent))):
+        names = [backward.names[i] for i in converted]
+        backward.domain.fail(
+            ArgumentError(
+                f"parameters {names} were converted after the module was wrapped, to another dtype "
+                "or device or by swap_tensors: their gradients are not reduced. Convert the module "
+                "before it is wrapped, or call refit() on every rank after it"
+            )
+        )
 
 
 def _end_untouched(backward: Backward) -> None:
@@ -112,6 +127,7 @@ def finalize_manually(backward: Backward) -> None:
         if running and not backward.predecessors:
             launch_in_order(backward, final=True)
         if not all_launched(backward):
+            _check_converted(backward)
             lacking = [backward.names[i] for i in sorted(backward.buckets.missing())]
             raise ReductionError(
                 f"parameters {lacking} have no gradient yet: call finalize_backward() when "

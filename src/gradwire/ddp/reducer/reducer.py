@@ -22,9 +22,10 @@ from gradwire._groups import check_group
 from gradwire.ddp.buckets.assignment import BucketAssigner, BucketLayout, check_layout
 from gradwire.ddp.buckets.hook_state import Part, replace_group
 from gradwire.ddp.buckets.ownership import Registration
+from gradwire.ddp.faults.backward_state import BackwardState
 from gradwire.ddp.hook_handles import remove_hooks_with
 from gradwire.ddp.outputs import mark_output
-from gradwire.ddp.reducer.arrival import on_gradient, on_output
+from gradwire.ddp.reducer.arrival import on_gradient, on_local_output, on_nested_output, on_output
 from gradwire.ddp.reducer.backward import Backward
 from gradwire.ddp.reducer.finalize import finalize_manually, shadow
 from gradwire.ddp.reducer.in_backward import detach_optimizer_hooks
@@ -122,7 +123,8 @@ class Reducer:
         )
         # the nodes that accumulate gradients: their hooks run after all hooks of the parameters
         nodes = [torch.autograd.graph.get_gradient_edge(p).node for _, p in parameters]
-        usage = Usage(nodes, find_unused=find_unused_parameters, static=static_graph)
+        own = assigner.parameters
+        usage = Usage(own, nodes, find_unused=find_unused_parameters, static=static_graph)
         self._skip_unused = skip_unused
         self._backward = Backward(assigner, usage)
         self._backward.manual = manual_finalization
@@ -252,6 +254,31 @@ class Reducer:
             if tensor.requires_grad and tensor.grad_fn is not None:
                 tensor.register_hook(partial(on_output, weakref.ref(self._backward)))
                 mark_output(tensor)
+
+    def expect_local(self, outputs: Iterable[Tensor]) -> None:
+        """A forward has run under `no_sync`: its backward is not the one that is expected."""
+        backward = self._backward
+        if backward.state is not BackwardState.EXPECTED:
+            return  # as a rule: gradients stay local
+        for tensor in outputs:
+            if tensor.requires_grad and tensor.grad_fn is not None:
+                tensor.register_hook(partial(on_local_output, weakref.ref(backward), backward.step))
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether this is called within the backward that is reduced, by a checkpoint or a hook."""
+        return self._backward.running and torch._C._current_graph_task_id() != -1
+
+    def expect_nested(self, outputs: Iterable[Tensor]) -> None:
+        """A forward has run within the backward that is reduced, and nothing was prepared for it.
+
+        A checkpoint that is not reentrant wants what was saved, and no more. The backward that a
+        reentrant one runs through these outputs ends the running one, and is reduced instead.
+        """
+        for tensor in outputs:
+            if tensor.requires_grad and tensor.grad_fn is not None:
+                backward, prepare = weakref.ref(self._backward), weakref.WeakMethod(self.prepare)
+                tensor.register_hook(partial(on_nested_output, backward, prepare))
 
     def prepare_for_backward(self, outputs: Iterable[Tensor]) -> None:
         """`prepare`, then `expect` these tensors: a loss, or a forward's outputs.

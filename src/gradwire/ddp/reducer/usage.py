@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 __all__ = ["Usage"]
 
@@ -20,6 +21,7 @@ class Usage:
     """What one rank uses, and what all do.
 
     Args:
+        parameters: All.
         nodes: For each parameter, the node that accumulates its gradient.
         find_unused: Ask in each backward.
         static: Ask in the first one and rely on it.
@@ -33,12 +35,13 @@ class Usage:
 
     def __init__(
         self,
+        parameters: Sequence[Parameter],
         nodes: Sequence[Any],
         *,
         find_unused: bool,
         static: bool,
     ) -> None:
-        self._count, self.nodes = len(nodes), nodes
+        self._count, self.nodes, self._parameters = len(nodes), nodes, parameters
         self.find_unused, self.static = find_unused and not static, static
         self.touched: set[int] = set()
         self.counts: dict[int, int] = {}
@@ -88,6 +91,20 @@ class Usage:
         except RuntimeError:  # a leaf of torch.autograd.grad
             return False
         return True
+
+    def converted(self, indices: Iterable[int]) -> list[int]:
+        """Those of the parameters that got a gradient from another node than the one known here.
+
+        `Module.to`, for another dtype or device, and `swap_tensors` leave the parameter, and give
+        it a new node: nothing tells of what arrives there.
+        """
+        edge = torch.autograd.graph.get_gradient_edge
+        left = ((i, self.nodes[i], self._parameters[i]) for i in indices)
+        return [
+            i
+            for i, node, p in left
+            if p.requires_grad and p.grad is not None and edge(p).node is not node
+        ]
 
     def record(self, arrived: Iterable[int]) -> None:
         """Keep how often each gradient arrived, for a static graph."""

@@ -20,7 +20,7 @@ from gradwire._groups import check_group, default_group
 from gradwire.cost_model import Message
 from gradwire.errors import ArgumentError
 from gradwire.hooks.averaging import all_reduce
-from gradwire.hooks.bucket import GradBucket
+from gradwire.hooks.bucket import GradBucket, with_buffer
 from gradwire.hooks.compression.chain import chain
 from gradwire.hooks.compression.state import CompressorState
 from gradwire.hooks.compression.wire import Traffic, Wire
@@ -194,10 +194,4 @@ def as_real(bucket: GradBucket) -> GradBucket:
     buffer = bucket.buffer()
     if not buffer.is_complex():
         return bucket
-    return GradBucket(
-        bucket.index(),
-        torch.view_as_real(buffer).view(-1),
-        [torch.view_as_real(p.detach()) for p in bucket.parameters()],
-        is_last=bucket.is_last(),
-        names=bucket.names(),
-    )
+    return with_buffer(bucket, torch.view_as_real(buffer).view(-1))
