@@ -51,7 +51,7 @@ def draws(dealt: list[elastic.Shard], **options: Any) -> Draws:
     for step in run.steps(2, samples=64, batch=16):
         run.shards = lambda: dealt  # type: ignore[method-assign]
         for shard in dealt * 2:
-            run.begin_shard(shard)
+            run._steps.begin_shard(shard)
             batch = [values.tolist() for values in loader[step, shard]]
             offset = 100.0 if "worker_init_fn" in options else 0.0
             assert batch[0] == [i + offset for i in step.sample_ids(shard)]

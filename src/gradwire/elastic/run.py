@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-import math
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from gradwire.elastic import checkpoint, transfer
-from gradwire.elastic.engine import Engine, barrier
-from gradwire.elastic.gradients import TreeSum
-from gradwire.elastic.losses import let_go, may_mean_a_loss, means_a_loss
+from gradwire.elastic import checkpoint
+from gradwire.elastic.engine import Engine
+from gradwire.elastic.member_steps import MemberSteps
 from gradwire.elastic.samples import Samples
-from gradwire.elastic.seeding import seed_of
-from gradwire.elastic.shards import Shard, deal
-from gradwire.elastic.state import State, check_reduced
-from gradwire.elastic.step import Step, Stepper
-from gradwire.errors import (
-    ArgumentError,
-    DistributedError,
-    NotSupportedError,
-    ReductionError,
-)
+from gradwire.elastic.shards import Shard
+from gradwire.elastic.step import Step
+from gradwire.errors import ArgumentError, ReductionError
 
 __all__ = ["Run"]
 
@@ -40,22 +29,10 @@ class Run:
     ) -> None:
         self._engine, self._shards, self._reproducible = engine, shards, reproducible
         self._seed, self._nan_guard = seed, nan_guard
-        # torch.manual_seed takes 0.1 ms and more, for devices that are not there
-        devices = torch.accelerator.is_available()
-        self._set_seed = torch.manual_seed if devices else torch.default_generator.manual_seed
-        self._state = State()
-        self._steppers: tuple[Stepper, ...] = ()
-        self._tree: TreeSum | None = None
-        self._changed: list[tuple[Tensor, Tensor]] = []
-        self._taken: list[Tensor | None] = []
-        self._averaged: set[int] = set()
-        self._start = 0
-        self._dealt = self._deal()
-        self._equal = False
-        self._samples: Samples | None = None
-        engine.on_commit = self._apply
-        engine.on_group = self._on_group
-        engine.on_transfer = self._on_transfer
+        self._steps = MemberSteps(
+            engine, shards, reproducible=reproducible, seed=seed, nan_guard=nan_guard
+        )
+        self._state = self._steps.state
 
     # -- what can be asked -----------------------------------------------------------------
 
@@ -91,7 +68,7 @@ class Run:
     @property
     def version(self) -> int:
         """How many steps are committed."""
-        return self._engine.member.version or self._start
+        return self._steps.version
 
     @property
     def samples(self) -> Samples:
@@ -100,9 +77,10 @@ class Run:
         Raises:
             ArgumentError: `steps` was not told how many there are.
         """
-        if self._samples is None:
+        samples = self._steps.samples
+        if samples is None:
             raise ArgumentError("run.steps got no samples=: give the dataset's size, and batch=")
-        return self._samples
+        return samples
 
     @property
     def kept(self) -> Mapping[str, Any]:
@@ -148,7 +126,7 @@ class Run:
             raise ArgumentError(
                 f"run.start_at({version}): call it before run.steps, with 0 or more"
             )
-        self._start = version
+        self._steps.start = version
 
     # -- steps -----------------------------------------------------------------------------
 
@@ -177,34 +155,28 @@ class Run:
                 "reproducible=False and no DistributedDataParallel in run.keep: wrap the model, "
                 "with process_group=run.group"
             )
-        self._samples = None
+        dealer = None
         if samples is not None:
-            self._samples = Samples(
+            dealer = Samples(
                 samples, batch=batch, shards=self._shards, seed=self._seed, shuffle=shuffle
             )
-        self._engine.start(steps, self._start)
+        self._steps.samples = dealer
+        self._engine.start(steps, self._steps.start)
         try:
             while self._engine.advance():
-                yield Step(self, self.version, self.shards(), self._samples)
+                yield Step(self._steps, self.version, self.shards(), dealer)
             self._engine.settle()
-            self._state.set_group(self.group)
-            self._tree = None
+            self._steps.end()
         finally:
             self._engine.stop()
 
     def seed_of(self, step: int, first: int, use: str = "") -> int:
         """A seed that follows from the run's, a step and its first shard."""
-        return seed_of(self._seed, step, first, use)
+        return self._steps.seed_of(step, first, use)
 
     def shards(self) -> list[Shard]:
         """Those that this member runs in this epoch."""
-        return list(self._dealt)
-
-    def _deal(self) -> list[Shard]:
-        run = deal(self._shards, self.size)[self.rank]
-        if self._reproducible:
-            return [Shard(number, number + 1) for number in run]
-        return [Shard(run.start, run.stop)]
+        return list(self._steps.dealt)
 
     def close(self) -> None:
         """Leave the run; the others go on. The end of `steps` does it."""
@@ -243,122 +215,3 @@ class Run:
             return False
         self.start_at(checkpoint.load(self._state.kept, path))
         return True
-
-    # -- what a step asks for --------------------------------------------------------------
-
-    def begin_step(self) -> None:
-        """Clear gradients; put buffers back to their values at the step's beginning."""
-        self._taken = []
-        self._state.begin_step(self.version, sync=not self._reproducible)
-        if self._tree is not None and self._tree.fits():
-            self._tree.clear()
-        elif self._tree is not None:
-            self._grow_tree()
-
-    def begin_shard(self, shard: Shard) -> None:
-        """Seed random numbers, and put buffers back."""
-        if self._reproducible and shard.first != self._dealt[0].first:
-            self._state.put_buffers_back(self.version)
-        self._set_seed(self.seed_of(self.version, shard.first))
-
-    def backward(self, loss: Tensor, shard: Shard, weight: float | None) -> None:
-        """Compute a shard's gradients and add them."""
-        if weight is None and self._tree is None and self._equal:
-            loss.backward()  # the mean over members: a weight would cost a look at each gradient
-            return
-        if weight is None:
-            weight = self._count(shard)
-        if not math.isfinite(weight) or weight < 0:
-            raise ArgumentError(f"weight is {weight}: pass a finite number that is 0 or more")
-        if self._tree is None:
-            batch = self._shards if self._samples is None else self._samples.batch
-            for model in self._state.models:  # 1 where all have equally many: nothing to multiply
-                model.weight(weight * self.size / batch)
-            loss.backward()
-            return
-        if weight:  # of no samples the mean is NaN
-            torch.autograd.backward(loss, torch.full_like(loss, weight))
-        with torch.no_grad():
-            self._tree.add_shard(shard.first, weight)
-
-    def _count(self, shard: Shard) -> int:
-        return len(shard) if self._samples is None else self._samples.count(shard)
-
-    def reduce(self) -> None:
-        """Make the gradients complete."""
-        if self._tree is not None:
-            self._changed = self._tree.reduce()
-
-    def commit(self, steppers: tuple[Stepper, ...]) -> None:
-        """Commit the step on all members."""
-        self._steppers = steppers
-        self._engine.commit()
-
-    def check_steppers(self, steppers: tuple[Stepper, ...]) -> None:
-        """Raise if one is to step by gradients that are this member's alone."""
-        if self._tree is not None:
-            check_reduced(steppers, self._tree.known)
-            return
-        try:
-            check_reduced(steppers, self._averaged)
-        except ReductionError:  # or a model was refitted
-            self._averaged = {id(p) for m in self._state.models for p in m.parameters()}
-            check_reduced(steppers, self._averaged)
-
-    def end_step(self, error: BaseException | None) -> bool:
-        """Whether an error means that a member was lost."""
-        assert error is not None
-        if means_a_loss(error) or (may_mean_a_loss(error) and self._engine.was_lost()):
-            self._engine.lost()
-            # the loop may clear them before the round says that this step is committed
-            self._taken = self._state.take_gradients()
-            let_go(error)
-            return True
-        if self._nan_guard and isinstance(error, ReductionError) and error.parameters:
-            with contextlib.suppress(DistributedError):
-                self._engine.membership.fail(str(error))
-        self.close()
-        return False
-
-    # -- what the engine asks for ----------------------------------------------------------
-
-    @torch.no_grad()
-    def _apply(self) -> None:
-        """A step is committed."""
-        self._state.give_gradients(self._taken)
-        self._taken = []
-        for buffer, value in self._changed:
-            buffer.copy_(value)
-        self._changed = []
-        for stepper in self._steppers:
-            with torch.enable_grad():
-                stepper.step()
-
-    def _on_group(self) -> None:
-        if not self._reproducible and self.size > self._shards:
-            raise NotSupportedError(
-                f"{self.size} members and {self._shards} shards: pass elastic.join(shards=...) of "
-                "at least as many as there may be members"
-            )
-        self._dealt = self._deal()
-        self._state.put_buffers_back(self.version)  # a step that was lost has changed them
-        self._state.set_group(self.group)
-        runs = [run for run in deal(self._shards, self.size) if run]
-        self._equal = len({self._count(Shard(run.start, run.stop)) for run in runs}) == 1
-        if self._reproducible:
-            self._grow_tree()
-
-    def _grow_tree(self) -> None:
-        """For the epoch's members, and the parameters that are trained now."""
-        self._tree = TreeSum(self._state, self._shards, self.group, self._engine.wait)
-
-    def _on_transfer(self, holds: bool) -> None:
-        """Send the state, or receive it."""
-        group, wait = self.group, self._engine.wait
-        state = self._state
-        own = transfer.dump(state.kept, state.beside()) if self.rank == 0 else None
-        data = transfer.exchange(group, own, wait)
-        if not holds:
-            state.put_beside(transfer.load(state.kept, data))
-            state.forget()
-        barrier(self._engine)

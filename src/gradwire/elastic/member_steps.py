@@ -1,0 +1,203 @@
+"""What this member does in a step, when the loop asks for it and when the engine does."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+
+import torch
+from torch import Tensor
+
+from gradwire.elastic import transfer
+from gradwire.elastic.engine import Engine, barrier
+from gradwire.elastic.gradients import TreeSum
+from gradwire.elastic.losses import let_go, may_mean_a_loss, means_a_loss
+from gradwire.elastic.samples import Samples
+from gradwire.elastic.seeding import seed_of
+from gradwire.elastic.shards import Shard, deal
+from gradwire.elastic.state import State, check_reduced
+from gradwire.elastic.step import Stepper
+from gradwire.errors import ArgumentError, DistributedError, NotSupportedError, ReductionError
+
+__all__ = ["MemberSteps"]
+
+
+class MemberSteps:
+    """The steps of a run, as this member takes them; a `StepRunner`.
+
+    Args:
+        engine: Forms epochs, and commits.
+        shards: How many a step has.
+        reproducible: Whether shards are added up in a tree; else DistributedDataParallel averages.
+        seed: The run's.
+        nan_guard: Whether a gradient that is not finite ends the run on all members.
+
+    Attributes:
+        state: What is kept.
+        dealt: The shards that this member runs in this epoch.
+        samples: Deals the samples, if `Run.steps` was told how many there are.
+        start: How many steps were committed before the run.
+    """
+
+    def __init__(
+        self, engine: Engine, shards: int, *, reproducible: bool, seed: int, nan_guard: bool
+    ) -> None:
+        self._engine, self._shards, self._reproducible = engine, shards, reproducible
+        self._seed, self._nan_guard = seed, nan_guard
+        # torch.manual_seed takes 0.1 ms and more, for devices that are not there
+        devices = torch.accelerator.is_available()
+        self._set_seed = torch.manual_seed if devices else torch.default_generator.manual_seed
+        self.state = State()
+        self.samples: Samples | None = None
+        self.start = 0
+        self._steppers: tuple[Stepper, ...] = ()
+        self._tree: TreeSum | None = None
+        self._changed: list[tuple[Tensor, Tensor]] = []
+        self._taken: list[Tensor | None] = []
+        self._averaged: set[int] = set()
+        self.dealt = self._deal()
+        self._equal = False
+        engine.on_commit = self._apply
+        engine.on_group = self._on_group
+        engine.on_transfer = self._on_transfer
+
+    @property
+    def version(self) -> int:
+        """How many steps are committed."""
+        return self._engine.member.version or self.start
+
+    def seed_of(self, step: int, first: int, use: str = "") -> int:
+        """A seed that follows from the run's, a step and its first shard."""
+        return seed_of(self._seed, step, first, use)
+
+    def end(self) -> None:
+        """The last step is committed."""
+        self.state.set_group(self._engine.process_group)
+        self._tree = None
+
+    def _deal(self) -> list[Shard]:
+        run = deal(self._shards, self._engine.size)[self._engine.rank]
+        if self._reproducible:
+            return [Shard(number, number + 1) for number in run]
+        return [Shard(run.start, run.stop)]
+
+    # -- what a step asks for --------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Clear gradients; put buffers back to their values at the step's beginning."""
+        self._taken = []
+        self.state.begin_step(self.version, sync=not self._reproducible)
+        if self._tree is not None and self._tree.fits():
+            self._tree.clear()
+        elif self._tree is not None:
+            self._grow_tree()
+
+    def begin_shard(self, shard: Shard) -> None:
+        """Seed random numbers, and put buffers back."""
+        if self._reproducible and shard.first != self.dealt[0].first:
+            self.state.put_buffers_back(self.version)
+        self._set_seed(self.seed_of(self.version, shard.first))
+
+    def backward(self, loss: Tensor, shard: Shard, weight: float | None) -> None:
+        """Compute a shard's gradients and add them."""
+        if weight is None and self._tree is None and self._equal:
+            loss.backward()  # the mean over members: a weight would cost a look at each gradient
+            return
+        if weight is None:
+            weight = self._count(shard)
+        if not math.isfinite(weight) or weight < 0:
+            raise ArgumentError(f"weight is {weight}: pass a finite number that is 0 or more")
+        if self._tree is None:
+            batch = self._shards if self.samples is None else self.samples.batch
+            for model in self.state.models:  # 1 where all have equally many: nothing to multiply
+                model.weight(weight * self._engine.size / batch)
+            loss.backward()
+            return
+        if weight:  # of no samples the mean is NaN
+            torch.autograd.backward(loss, torch.full_like(loss, weight))
+        with torch.no_grad():
+            self._tree.add_shard(shard.first, weight)
+
+    def _count(self, shard: Shard) -> int:
+        return len(shard) if self.samples is None else self.samples.count(shard)
+
+    def reduce(self) -> None:
+        """Make the gradients complete."""
+        if self._tree is not None:
+            self._changed = self._tree.reduce()
+
+    def commit(self, steppers: tuple[Stepper, ...]) -> None:
+        """Commit the step on all members."""
+        self._steppers = steppers
+        self._engine.commit()
+
+    def check_steppers(self, steppers: tuple[Stepper, ...]) -> None:
+        """Raise if one is to step by gradients that are this member's alone."""
+        if self._tree is not None:
+            check_reduced(steppers, self._tree.known)
+            return
+        try:
+            check_reduced(steppers, self._averaged)
+        except ReductionError:  # or a model was refitted
+            self._averaged = {id(p) for m in self.state.models for p in m.parameters()}
+            check_reduced(steppers, self._averaged)
+
+    def end_step(self, error: BaseException | None) -> bool:
+        """Whether an error means that a member was lost."""
+        assert error is not None
+        if means_a_loss(error) or (may_mean_a_loss(error) and self._engine.was_lost()):
+            self._engine.lost()
+            # the loop may clear them before the round says that this step is committed
+            self._taken = self.state.take_gradients()
+            let_go(error)
+            return True
+        if self._nan_guard and isinstance(error, ReductionError) and error.parameters:
+            with contextlib.suppress(DistributedError):
+                self._engine.membership.fail(str(error))
+        self._engine.stop()
+        return False
+
+    # -- what the engine asks for ----------------------------------------------------------
+
+    @torch.no_grad()
+    def _apply(self) -> None:
+        """A step is committed."""
+        self.state.give_gradients(self._taken)
+        self._taken = []
+        for buffer, value in self._changed:
+            buffer.copy_(value)
+        self._changed = []
+        for stepper in self._steppers:
+            with torch.enable_grad():
+                stepper.step()
+
+    def _on_group(self) -> None:
+        if not self._reproducible and self._engine.size > self._shards:
+            raise NotSupportedError(
+                f"{self._engine.size} members and {self._shards} shards: pass "
+                "elastic.join(shards=...) of at least as many as there may be members"
+            )
+        self.dealt = self._deal()
+        self.state.put_buffers_back(self.version)  # a step that was lost has changed them
+        self.state.set_group(self._engine.process_group)
+        runs = [run for run in deal(self._shards, self._engine.size) if run]
+        self._equal = len({self._count(Shard(run.start, run.stop)) for run in runs}) == 1
+        if self._reproducible:
+            self._grow_tree()
+
+    def _grow_tree(self) -> None:
+        """For the epoch's members, and the parameters that are trained now."""
+        self._tree = TreeSum(
+            self.state, self._shards, self._engine.process_group, self._engine.wait
+        )
+
+    def _on_transfer(self, holds: bool) -> None:
+        """Send the state, or receive it."""
+        group, wait = self._engine.process_group, self._engine.wait
+        state = self.state
+        own = transfer.dump(state.kept, state.beside()) if self._engine.rank == 0 else None
+        data = transfer.exchange(group, own, wait)
+        if not holds:
+            state.put_beside(transfer.load(state.kept, data))
+            state.forget()
+        barrier(self._engine)
