@@ -211,7 +211,7 @@ def test_a_state_that_cannot_be_changed_is_the_caller_s():
         net.register_comm_hook(State(None), lambda state, bucket: bucket.buffer() * 2)
         return step(net)
 
-    State = namedtuple("State", ["process_group"])  # noqa: PYI024
+    State = namedtuple("State", ["process_group"])
     assert run_ranks(main, 2) == [[[2.0, 2.0]], [[4.0, 4.0]]]
 
 
