@@ -270,8 +270,12 @@ class Reducer:
 
     @property
     def in_backward(self) -> bool:
-        """Whether this is called within the backward that is reduced, by a checkpoint or a hook."""
-        return self._backward.running and torch._C._current_graph_task_id() != -1
+        """Whether this is called within the backward that is reduced, by a checkpoint or a hook.
+
+        That may not have come to the outputs yet, where a checkpoint has more than the module.
+        """
+        begun = self._backward.running or self._backward.state is BackwardState.EXPECTED
+        return begun and torch._C._current_graph_task_id() != -1
 
     def expect_nested(self, outputs: Iterable[Tensor]) -> None:
         """A forward has run within the backward that is reduced, and nothing was prepared for it.
