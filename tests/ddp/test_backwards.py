@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import importlib
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import partial
 
 import pytest
@@ -128,6 +131,50 @@ def test_an_output_of_another_class_and_a_repeated_backward(options):
     run_ranks(main, 2)
 
 
+class Refusing(Mapping):
+    """A mapping that has nothing for its own keys."""
+
+    def __getitem__(self, key):
+        raise KeyError(key)
+
+    def __iter__(self):
+        return iter(["words"])
+
+    def __len__(self):
+        return 1
+
+
+@dataclass
+class Half:
+    """Its second field is never set."""
+
+    given: int
+    unset: int = field(init=False)
+
+
+class Result(nn.Module):
+    """Returns an object with a result far inside, and things that nobody should look at."""
+
+    def forward(self, x):
+        result = types.SimpleNamespace(of=[{"y": x * 1}], words=[*range(9999)], half=Half(1))
+        result.other, result.itself, result.torch = Refusing(), {"result": result}, torch
+        result.itself["itself"] = result.itself
+        return types.SimpleNamespace(result=result)
+
+
+def test_outputs_of_any_kind():
+    def main():
+        net, twin = DistributedDataParallel(nn.Sequential(mlp(), Result())), mlp()
+        y = net(own_batch()).result.of[0]["y"]
+        y.sum().backward(retain_graph=True)
+        y.square().sum().backward()
+        (twin(own_batch()).sum() + twin(own_batch()).square().sum()).backward()
+        average(twin)
+        assert_same(net, twin)
+
+    run_ranks(main, 2)
+
+
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
 @pytest.mark.parametrize("options", OPTIONS)
 def test_create_graph(options):
@@ -200,6 +247,27 @@ def test_a_checkpoint_around_the_module(options, reentrant):
         (twin(x).square().mean() + twin(y).square().mean()).backward()
         average(twin)
         assert_same(net, twin)
+
+    run_ranks(main, 2)
+
+
+@pytest.mark.narrow({"reentrant": False})
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_of_more_than_the_module(reentrant):
+    """It computes the module again before backward has come to the module's outputs."""
+
+    def main():
+        net, twin = DistributedDataParallel(mlp()), mlp()
+        rank, checkpointed = dist.get_rank(), partial(checkpoint, use_reentrant=reentrant)
+        with net.join():
+            for step in range(1 + 2 * rank):
+                net.zero_grad()
+                batch = own_batch(step).requires_grad_()
+                checkpointed(lambda x: net(x).tanh().square(), batch).sum().backward()
+                if not step:
+                    twin(batch).tanh().square().sum().backward()
+                    average(twin)
+                    assert_same(net, twin)
 
     run_ranks(main, 2)
 

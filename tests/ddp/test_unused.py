@@ -235,6 +235,22 @@ def test_two_backwards_in_the_first_step_of_a_static_graph(options):
     run_ranks(main, 2)
 
 
+def test_a_gradient_of_inputs_on_one_rank_in_the_first_step_of_a_static_graph():
+    """It is that rank's own: nothing is sent for it, which others would take for what they send."""
+
+    def main():
+        net = DistributedDataParallel(nn.Linear(4, 2), static_graph=True)
+        x = torch.ones(2, 4, requires_grad=True)
+        y = net(x)
+        y.square().sum().backward(retain_graph=True)
+        if dist.get_rank() == 0:
+            assert torch.autograd.grad(y.sum(), x)[0].any()
+        dist.all_reduce(total := torch.ones(1))
+        return total.item()
+
+    assert run_ranks(main, 2) == [2.0, 2.0]
+
+
 def test_static_graph_used_differently_by_rank():
     def main():
         take = [[0], [0, 1]][dist.get_rank()]

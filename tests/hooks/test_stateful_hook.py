@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import namedtuple
 
 import cloudpickle
 import pytest
@@ -134,19 +135,36 @@ def test_a_group_that_is_replaced():
     assert run_ranks(main, 2) == [[[3.0, 3.0]]] * 2
 
 
-@pytest.mark.narrow({"hook": "bf16"}, {"hook": "int8"})
-@pytest.mark.parametrize("hook", ["bf16", "int8", "low_rank", "power", "wrapped", "auto"])
+HOOKS = ["bf16", "int8", "low_rank", "power", "wrapped", "function", "precision", "auto"]
+
+
+def register_without_group(net, hook):
+    if hook == "power":
+        net.register_comm_hook(power.PowerSGDState(None), power.powerSGD_hook)
+    elif hook == "wrapped":
+        net.register_comm_hook(None, hooks.compress(hooks.BlockQuantization(8), torch.bfloat16))
+    elif hook == "function":
+        net.register_comm_hook(None, hooks.compress(hooks.all_reduce, torch.bfloat16))
+    elif hook != "precision":
+        net.register_comm_hook(None, hook)
+
+
+def precision_of(hook):
+    return MixedPrecision(reduce_dtype=torch.bfloat16) if hook == "precision" else None
+
+
+@pytest.mark.narrow({"hook": "int8"}, {"hook": "function"}, {"hook": "precision"})
+@pytest.mark.parametrize("hook", HOOKS)
 def test_without_a_group_it_runs_in_the_module_s(hook):
     def main():
         rank = dist.get_rank()
         halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-        net = DistributedDataParallel(nn.Linear(2, 1, bias=False), process_group=halves[rank // 2])
-        if hook == "power":
-            net.register_comm_hook(power.PowerSGDState(None), power.powerSGD_hook)
-        elif hook == "wrapped":
-            net.register_comm_hook(None, hooks.compress(hooks.BlockQuantization(8), torch.bfloat16))
-        else:
-            net.register_comm_hook(None, hook)
+        net = DistributedDataParallel(
+            nn.Linear(2, 1, bias=False),
+            process_group=halves[rank // 2],
+            mixed_precision=precision_of(hook),
+        )
+        register_without_group(net, hook)
         found = step(net)
         net.process_group = dist.new_group([0, 1, 2, 3])
         return found, step(net)
@@ -154,6 +172,47 @@ def test_without_a_group_it_runs_in_the_module_s(hook):
     apart, together = [[[1.5, 1.5]]] * 2 + [[[3.5, 3.5]]] * 2, [[[2.5, 2.5]]] * 4
     for got, want in zip(run_ranks(main, 4), zip(apart, together, strict=True), strict=True):
         torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=1e-2, atol=0)
+
+
+@pytest.mark.narrow({"hook": "bf16"}, {"hook": "int8"})
+@pytest.mark.parametrize("hook", HOOKS)
+def test_without_a_group_it_follows_the_module_out_of_the_default_one(hook):
+    def main():
+        rank = dist.get_rank()
+        halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        net = DistributedDataParallel(
+            nn.Linear(2, 1, bias=False), mixed_precision=precision_of(hook)
+        )
+        register_without_group(net, hook)
+        found = step(net)
+        net.process_group = halves[rank // 2]
+        return found, step(net)
+
+    together, apart = [[[2.5, 2.5]]] * 4, [[[1.5, 1.5]]] * 2 + [[[3.5, 3.5]]] * 2
+    for got, want in zip(run_ranks(main, 4), zip(together, apart, strict=True), strict=True):
+        torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=1e-2, atol=0)
+
+
+def test_a_copy_of_a_module_has_its_hook_in_the_same_group():
+    def main():
+        halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        half = halves[dist.get_rank() // 2]
+        net = DistributedDataParallel(nn.Linear(2, 1, bias=False), process_group=half)
+        net.register_comm_hook(power.PowerSGDState(None), power.powerSGD_hook)
+        return step(copy.deepcopy(net))
+
+    assert run_ranks(main, 4) == [[[1.5, 1.5]]] * 2 + [[[3.5, 3.5]]] * 2
+
+
+def test_a_state_that_cannot_be_changed_is_the_caller_s():
+    def main():
+        half = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        net = DistributedDataParallel(nn.Linear(2, 1, bias=False), process_group=half)
+        net.register_comm_hook(State(None), lambda state, bucket: bucket.buffer() * 2)
+        return step(net)
+
+    State = namedtuple("State", ["process_group"])
+    assert run_ranks(main, 2) == [[[2.0, 2.0]], [[4.0, 4.0]]]
 
 
 def test_in_the_default_group_a_hook_is_left_without_one():

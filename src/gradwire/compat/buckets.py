@@ -91,6 +91,7 @@ def _wrapper(hook: Hook, dtype: torch.dtype, name: str) -> Hook:
     wrapped.__name__ = wrapped.__qualname__ = name
     _annotate(wrapped)
     wrapped.single_collective = getattr(hook, "single_collective", False)  # type: ignore[attr-defined]
+    wrapped.takes_group = getattr(hook, "takes_group", False)  # type: ignore[attr-defined]
     return wrapped
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from itertools import islice
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -13,8 +15,9 @@ from torch import Tensor, nn
 __all__ = ["beginnings", "map_tensors", "mark_output", "tensors_in", "with_own_nodes"]
 
 OUTPUT = "gradwire.ddp.output"
-_DEPTH = 3
-"""How many objects inside each other are looked into that are not of the kinds known here."""
+_DEPTH, _MOST = 3, 4096
+"""How many objects inside each other are looked into that are not of the kinds known here, and how
+many values there: they may have a tokenizer, with all its words."""
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -43,15 +46,46 @@ def _leaves(value: Any) -> Iterator[Any]:
         yield from _leaves(v)
 
 
-def _in_attributes(value: Any, depth: int) -> Iterator[Tensor]:
-    """Tensors that an object of another class has, such as a distribution, or one inside of it."""
-    if not depth or isinstance(value, nn.Module | type) or not hasattr(value, "__dict__"):
-        return
-    for leaf in _leaves(vars(value)):
-        if isinstance(leaf, Tensor):
-            yield leaf
-        else:
-            yield from _in_attributes(leaf, depth - 1)
+def _in_attributes(value: Any, seen: set[int]) -> Iterator[Tensor]:
+    """Tensors that an object of another class has, such as a distribution, or one inside of it.
+
+    The nearest first. It runs no code of the objects, which may be anything, in cycles too.
+    """
+    level, count = [value], 0
+    for _ in range(_DEPTH):
+        held = [object.__getattribute__(v, "__dict__") for v in level if _may_hold(v)]
+        level = []
+        while held:
+            inside: list[Any] = []
+            for container in held:
+                if id(container) not in seen:
+                    seen.add(id(container))
+                    room = _MOST - count - len(inside)
+                    inside += islice(_items(container), min(room, _MOST // 8))
+            count += len(inside)
+            held = []
+            for v in inside:
+                if isinstance(v, Tensor):
+                    yield v
+                else:
+                    (held if isinstance(v, dict | list | tuple) else level).append(v)
+
+
+def _may_hold(value: Any) -> bool:
+    """Whether an object has attributes of its own, which are not a module's."""
+    if isinstance(value, nn.Module | type | ModuleType):
+        return False
+    try:
+        return type(object.__getattribute__(value, "__dict__")) is dict
+    except Exception:  # what stands for another object has it made, or has none
+        return False
+
+
+def _items(container: dict[Any, Any] | list[Any] | tuple[Any, ...]) -> Iterable[Any]:
+    """What is in a container, whose class may have other methods."""
+    if isinstance(container, dict):
+        return dict.values(container)
+    return list.__iter__(container) if isinstance(container, list) else tuple.__iter__(container)
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
@@ -90,13 +124,14 @@ def beginnings(output: Any, since: int) -> Iterator[Tensor]:
         output: What the forward returned.
         since: autograd's sequence number when the forward began.
     """
+    seen: set[int] = set()
     for leaf in _leaves(output):
         if isinstance(leaf, Tensor):
             yield leaf
             base = leaf._base if leaf.requires_grad else None
             other: Iterable[Tensor] = () if base is None else (base,)
         else:
-            other = _in_attributes(leaf, _DEPTH)
+            other = _in_attributes(leaf, seen)
         for tensor in other:  # of this forward alone: an object may have more than its result
             if tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= since:
                 yield tensor

@@ -27,7 +27,6 @@ from gradwire.ddp.verify import describe, verify_same
 from gradwire.errors import ArgumentTypeError
 from gradwire.hooks import CommHook, StatefulHook, bind_hook, get_hook
 from gradwire.hooks.group_name import group_from, name_if_group
-from gradwire.hooks.registry import state_in
 
 __all__ = ["ReducedModule", "ReducerOptions"]
 
@@ -154,7 +153,6 @@ class ReducedModule(nn.Module):
         chosen = get_hook(hook) if isinstance(hook, str) else hook
         if chosen is not None:
             bind_hook(state, chosen)  # raises what is to be raised before anything is changed
-            state = state_in(self._group, state, chosen)
         self._hook, self._hook_state = chosen, state
         self._apply_hook()
 
@@ -290,13 +288,17 @@ class ReducedModule(nn.Module):
         state["_group"] = name_if_group(self._group)
         state["_layout"] = self.reducer.layout
         state["_hook_state"] = name_if_group(self._hook_state)
+        # PyTorch's own states leave it out of a copy, and have the default group there
+        state["_hook_group"] = name_if_group(getattr(self._hook_state, "process_group", None))
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        before = state.pop("_layout")
+        before, hook_group = state.pop("_layout"), group_from(state.pop("_hook_group", None))
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._group = group_from(self._group)
         self._hook_state = group_from(self._hook_state)
+        if getattr(self._hook_state, "process_group", hook_group) is not hook_group:
+            self._hook_state.process_group = hook_group
         self._make_reducer(before)
 
     # -- what can be asked -----------------------------------------------------------------

@@ -54,4 +54,4 @@ def _all_reduce_sparse(group: ProcessGroup, gradient: Tensor) -> torch.futures.F
     return after(work, total.result)
 
 
-all_reduce.single_collective = True  # type: ignore[attr-defined]
+all_reduce.single_collective = all_reduce.takes_group = True  # type: ignore[attr-defined]

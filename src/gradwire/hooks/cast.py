@@ -103,3 +103,4 @@ def bf16(group: ProcessGroup | None, bucket: GradBucket) -> torch._C.Future[Tens
 
 
 fp16.single_collective = bf16.single_collective = True  # type: ignore[attr-defined]
+fp16.takes_group = bf16.takes_group = True  # type: ignore[attr-defined]

@@ -6,9 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from gradwire.errors import ArgumentError
 from gradwire.hooks.auto.candidates import COMPRESSING
@@ -18,9 +16,8 @@ from gradwire.hooks.bucket import GradBucket
 from gradwire.hooks.cast import bf16, fp16
 from gradwire.hooks.protocol import CommHook
 from gradwire.hooks.result import as_future
-from gradwire.hooks.stateful import StatefulHook
 
-__all__ = ["get_hook", "noop", "state_in"]
+__all__ = ["get_hook", "noop"]
 
 
 def noop(state: Any, bucket: GradBucket) -> torch._C.Future[Tensor]:
@@ -57,21 +54,3 @@ def get_hook(name: str) -> CommHook:
         named = ", ".join([*PLAIN, *MADE])
         raise ArgumentError(f"hook is {name!r}: the hooks by name are {named}")
     return PLAIN[name]
-
-
-def state_in(group: ProcessGroup, state: Any, hook: CommHook) -> Any:
-    """The state with which a hook runs for a module in a group, where the caller names none.
-
-    A hook without a group uses the default one, whose other ranks may have other modules: it would
-    average their gradients with this one's. One that is in the default group is left alone, as the
-    next default group may be another.
-    """
-    if dist.is_initialized() and group is dist.group.WORLD:
-        return state
-    if isinstance(hook, StatefulHook):
-        hook.run_in(group)
-    elif state is None and hook in PLAIN.values():
-        return group
-    elif getattr(state, "process_group", group) is None:  # as PyTorch's own have it
-        state.process_group = group
-    return state

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -19,7 +21,7 @@ from gradwire.hooks.bucket import GradBucket
 from gradwire.hooks.group_name import group_from, name_if_group
 from gradwire.hooks.protocol import CommHook, HookReturn, check_hook, hook_name
 
-__all__ = ["DelegatingHook", "StatefulHook", "bind_hook", "compose", "tensor_in"]
+__all__ = ["DelegatingHook", "StatefulHook", "bind_hook", "compose", "run_in_group", "tensor_in"]
 
 S = TypeVar("S")
 
@@ -99,8 +101,9 @@ class StatefulHook(ABC, Generic[S]):
 
     def run_in(self, group: ProcessGroup) -> None:
         """Use a group where the state has none: that of the module which the hook is for."""
-        if getattr(self.state, "process_group", group) is None:
-            self.state.process_group = group  # type: ignore[attr-defined]
+        if getattr(self.state, "process_group", group) is None:  # PyTorch's own have it, too
+            with suppress(AttributeError):  # a caller's state that cannot be changed: its own
+                self.state.process_group = group  # type: ignore[attr-defined]
 
     def __call__(self, state: None, bucket: Any, /) -> Any:
         """Run as a function of a state, which is None, and a bucket."""
@@ -120,6 +123,12 @@ class _FunctionHook(StatefulHook[Any]):
         super().__init__(state)
         self.func = func  # by this name `hook_name` finds the function's
         self.single_collective = getattr(func, "single_collective", False)
+
+    def run_in(self, group: ProcessGroup) -> None:
+        """Use a group where there is no state, and the function takes a group as its state."""
+        if self.state is None and getattr(self.func, "takes_group", False):
+            self.state = group
+        super().run_in(group)
 
     def run_hook(self, bucket: GradBucket) -> HookReturn:
         """Calls the function."""
@@ -182,6 +191,7 @@ def compose(run: Run, hook: CommHook) -> CommHook:
         return run(hook, state, bucket)
 
     composed.single_collective = getattr(hook, "single_collective", False)  # type: ignore[attr-defined]
+    composed.takes_group = getattr(hook, "takes_group", False)  # type: ignore[attr-defined]
     return composed
 
 
@@ -221,3 +231,14 @@ def bind_hook(state: Any, hook: object) -> StatefulHook[Any]:
             f"state is {state!r}, and hook {hook_name(checked)} has a state of its own: pass None"
         )
     return checked
+
+
+def run_in_group(hook: StatefulHook[Any], group: ProcessGroup) -> None:
+    """Let a hook run in the group of what it is registered for, where the caller names none.
+
+    A hook without a group uses the default one, whose other ranks may have other modules: it would
+    average their gradients with this one's. One that is in the default group is left alone, as the
+    next default group may be another.
+    """
+    if not (dist.is_initialized() and group is dist.group.WORLD):
+        hook.run_in(group)

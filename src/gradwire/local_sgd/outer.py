@@ -23,7 +23,7 @@ from gradwire.ddp.faults.fault_domain import FaultDomain
 from gradwire.ddp.verify import describe, verify_same
 from gradwire.errors import ArgumentError, ArgumentTypeError
 from gradwire.hooks import CommHook, GradBucket, all_reduce, bind_hook, get_hook
-from gradwire.hooks.registry import state_in
+from gradwire.hooks.stateful import run_in_group
 from gradwire.local_sgd.exchange import reduce_bucket
 from gradwire.local_sgd.fragments import assign_fragments, due
 
@@ -108,8 +108,9 @@ class LocalSGD:
         self._names, self._parameters = [n for n, _ in named], [p for _, p in named]
         self._fragments = assign_fragments([p.nbytes for p in self._parameters], fragments)
         chosen = get_hook(hook) if isinstance(hook, str) else (hook or all_reduce)
-        state = state_in(self.group, self.group if hook_state is None else hook_state, chosen)
+        state = self.group if hook_state is None else hook_state
         self._hook = bind_hook(None if hasattr(chosen, "run_hook") else state, chosen)
+        run_in_group(self._hook, self.group)
         self._domain = FaultDomain.of(self.group)
         self._domain.connect()
         _verify(self.group, everything, every, fragments)

@@ -43,6 +43,8 @@ def on_output(reference: weakref.ref[Backward], _: Tensor) -> None:
     if backward.running or state in (BackwardState.LOCAL, BackwardState.FINALIZED):
         return
     if state is BackwardState.REDUCED and backward.usage.static and backward.arrivals is not None:
+        if not backward.usage.reaches_parameters():
+            return  # torch.autograd.grad, on this rank alone perhaps, which is to send nothing
         with torch.no_grad():
             backward.rebuild_once()  # a static graph's second backward goes by the first one's
     _begin(backward)

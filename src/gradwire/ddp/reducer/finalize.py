@@ -167,6 +167,7 @@ def finalize_backward(backward: Backward) -> None:
         other.keep_local()
     for launched, reduced in zip(backward.launcher.launched, results, strict=True):
         launched.bucket.copy_out(_weighted(launched, reduced, factor), untouched)
+    backward.assigner.lay_as_parameters()
     step_and_clear(backward.optimized)
     backward.timer.sent = sum(launched.sent for launched in backward.launcher.launched)
     backward.unused_here = tuple(backward.names[i] for i in sorted(unused))

@@ -35,6 +35,7 @@ from gradwire.ddp.reducer.usage import Usage
 from gradwire.ddp.reducer.weights import NO_WEIGHTS_BUCKET, WEIGHT_SUMS
 from gradwire.errors import ArgumentError, NotSupportedError, ReductionError
 from gradwire.hooks import CommHook, StatefulHook, bind_hook, hook_name
+from gradwire.hooks.stateful import run_in_group
 
 __all__ = ["Reducer"]
 
@@ -153,7 +154,10 @@ class Reducer:
             ArgumentError: A `StatefulHook`, and another state.
         """
         backward = self._backward
-        backward.launcher.hook = None if hook is None else bind_hook(state, hook)
+        bound = None if hook is None else bind_hook(state, hook)
+        if bound is not None:
+            run_in_group(bound, backward.group)
+        backward.launcher.hook = bound
         order = [i for bucket in backward.buckets for i in bucket.members]
         backward.reassign_buckets(order, keep_state=False)
 
@@ -266,8 +270,12 @@ class Reducer:
 
     @property
     def in_backward(self) -> bool:
-        """Whether this is called within the backward that is reduced, by a checkpoint or a hook."""
-        return self._backward.running and torch._C._current_graph_task_id() != -1
+        """Whether this is called within the backward that is reduced, by a checkpoint or a hook.
+
+        That may not have come to the outputs yet, where a checkpoint has more than the module.
+        """
+        begun = self._backward.running or self._backward.state is BackwardState.EXPECTED
+        return begun and torch._C._current_graph_task_id() != -1
 
     def expect_nested(self, outputs: Iterable[Tensor]) -> None:
         """A forward has run within the backward that is reduced, and nothing was prepared for it.
@@ -340,6 +348,7 @@ class Reducer:
         backward.launcher.hook = hook
         if hook is not None:
             hook.state = replace_group(hook.state, old, group)
+            run_in_group(hook, group)
         backward.start_over()
 
     def close(self) -> None:

@@ -70,6 +70,12 @@ class Usage:
         except RuntimeError:
             return None
 
+    def reaches_parameters(self) -> bool:
+        """Whether the running backward may bring a gradient of a parameter."""
+        unused = self.unused_in_graph()
+        # a reentrant checkpoint's graph is not there yet
+        return unused is not None and (len(unused) < self._count or self.runs_all())
+
     @staticmethod
     def runs_all() -> bool:
         """Whether the running backward goes from the node it is at to all leaves.
