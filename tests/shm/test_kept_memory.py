@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 
 import pytest
@@ -187,7 +188,11 @@ def received():
     try:
         work.wait()
         del work, x
-        return held() is None
+        for _ in range(1000):  # the thread that it came by may still be about to return
+            if held() is None:
+                return True
+            time.sleep(0.01)
+        return False
     finally:
         gc.enable()
 
