@@ -90,7 +90,7 @@ def test_only_what_an_earlier_run_left_is_removed(tmp_path):
     """A directory of checkpoints may be that of the dumps, too."""
     theirs = {"rank_0.pt", "rank_1_optimizer", "crash-course.txt", "process-list.json", "requests"}
     ours = {"rank_0", "rank_12", "process-0.json", "crash-1.txt", "exits-0.json", "request"}
-    for name in theirs | ours | {"crash-of-process-host-7.txt", "run.json.1.part"}:
+    for name in theirs | ours | {"crash-of-process-host-7.txt", ".1.234.0.part", "run.json.1.part"}:
         (tmp_path / name).write_text("")
     (tmp_path / "rank_3").mkdir()
     launch._empty(tmp_path)

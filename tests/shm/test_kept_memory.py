@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 
 import pytest
@@ -17,6 +18,7 @@ from gradwire.errors import (
     PeerFailedError,
     PeerLostError,
 )
+from gradwire.shm.kept_errors import without_frames
 from gradwire.shm.register import member_of
 from gradwire.testing import run_ranks
 
@@ -186,10 +188,63 @@ def received():
     try:
         work.wait()
         del work, x
-        return held() is None
+        for _ in range(1000):  # the thread that it came by may still be about to return
+            if held() is None:
+                return True
+            time.sleep(0.01)
+        return False
     finally:
         gc.enable()
 
 
 def test_what_was_received_is_freed_with_its_handle():
     assert run_ranks(received, 2, backend="shm", timeout=30) == [True, True]
+
+
+class OfASignal(Exception):
+    """Takes other arguments than its base, as that of torchrun for signals."""
+
+    def __init__(self, message, number):
+        super().__init__(message)
+        self.number = number
+
+
+class WithWords(Exception):
+    """Puts words around what it is given."""
+
+    def __init__(self, code):
+        super().__init__(f"ended with {code}")
+
+
+def raised(error, cause=None):
+    try:
+        raise error from cause
+    except type(error) as caught:
+        return caught
+
+
+def test_a_copy_is_of_the_error_s_type_and_says_the_same():
+    missing = FileNotFoundError(2, "No such file", "x")
+    mismatch = MismatchError("others", ["a", "b"])
+    for error in (OfASignal("got 15", 15), WithWords(3), missing, mismatch, SystemExit(2)):
+        kept = without_frames(raised(error))
+        assert kept is not error
+        assert kept.__traceback__ is None
+        assert (type(kept), str(kept), vars(kept)) == (type(error), str(error), vars(error))
+    assert kept.code == 2
+    mismatch.add_note("first")
+    without_frames(mismatch).add_note("of who caught it")
+    assert mismatch.__notes__ == ["first"]
+
+
+def test_errors_may_be_the_causes_of_each_other():
+    """Then a group did not say that it had failed: the copy had no end."""
+    first, second = raised(WithWords(1)), ValueError("again")
+    raised(second, cause=first)
+    raised(first, cause=second)
+    kept = without_frames(first)
+    assert str(kept) == "ended with 1"
+    assert str(kept.__cause__) == "again"
+    assert kept.__cause__.__cause__ is None
+    raised(second, cause=second)
+    assert without_frames(second).__cause__ is None

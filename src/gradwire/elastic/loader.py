@@ -30,8 +30,9 @@ Place = tuple[int, int, int]
 class ShardLoader(Generic[T]):
     """Loads the batches of a run's shards.
 
-    What a dataset draws at random (of torch, `random` and NumPy's own) follows from the run's seed,
-    the step and the shard, in whichever process it is drawn; what the loop draws is not touched.
+    What a dataset and a `collate_fn` draw at random (of torch, `random` and NumPy's own) follows
+    from the run's seed, the step and the shard, in whichever process it is drawn; what the loop
+    draws is not touched.
 
     Args:
         run: The run; its `steps` are to be given `samples` and `batch`.

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import get_worker_info
 
 __all__ = ["SeededDataset", "apart", "seed_of"]
 
@@ -56,15 +55,20 @@ class SeededDataset:
     def __getitems__(self, batch: Sequence[int]) -> Any:
         """The items, after what they draw from was seeded."""
         seed, *indices = batch
-        # a process that is no worker has its loop's numbers to itself
-        with contextlib.nullcontext() if get_worker_info() else apart():
-            torch.default_generator.manual_seed(seed)
-            random.seed(seed)
-            if "numpy" in sys.modules:
-                sys.modules["numpy"].random.seed(seed % 2**32)
-            if callable(many := getattr(self._dataset, "__getitems__", None)):
-                return many(indices)
-            return [self._dataset[index] for index in indices]
+        # nothing is put back: `collate_fn`, which comes next, draws what follows
+        torch.default_generator.manual_seed(seed)
+        random.seed(seed)
+        if (numpy := sys.modules.get("numpy")) is not None:
+            numpy.random.seed(seed % 2**32)
+        if callable(many := getattr(self._dataset, "__getitems__", None)):
+            return many(indices)
+        return [self._dataset[index] for index in indices]
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._dataset[index]
+
+    def __len__(self) -> int:
+        return len(self._dataset)
 
     def __getattr__(self, name: str) -> Any:
         if name == "_dataset":  # it is being unpickled
@@ -73,6 +77,9 @@ class SeededDataset:
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._dataset, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._dataset, name)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__

@@ -29,6 +29,7 @@ __all__ = ["run_program"]
 _NO_LOGS = "0"  # torchrun's word for it
 _OURS = re.compile(
     rf"{PREFIX}\d+|process-\d+\.json|crash-(\d+|of-process-.+)\.txt|exits-\d+\.json|{REQUEST}"
+    r"|\.\d+\.\d+\.\d+\.part"  # of a dump, whose rank was killed amid it
 )
 """Names of files that ranks and launchers leave; a user's `rank_0.pt` beside them is none."""
 
