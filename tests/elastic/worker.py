@@ -24,6 +24,7 @@ from gradwire.ddp import DistributedDataParallel
 from gradwire.elastic.engine import Engine
 from gradwire.elastic.forming import Forming
 from gradwire.elastic.gradients import TreeSum
+from gradwire.elastic.member_steps import MemberSteps
 from gradwire.errors import RunOverError
 
 SAMPLES, BATCH = 96, 32
@@ -157,7 +158,7 @@ def _arm(job: Job) -> None:
         "round": (Engine, "_round"),
         "form": (Forming, "form"),
         "transfer": (Engine, "_transfer"),
-        "apply": (elastic.Run, "_apply"),
+        "apply": (MemberSteps, "_apply"),
     }[job.point]
     setattr(owner, name, _killing(getattr(owner, name), job.times))
 
