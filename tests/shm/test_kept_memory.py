@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import gradwire.shm
+from gradwire.ddp.buckets.ownership import uses
 from gradwire.errors import (
     BrokenGroupError,
     CollectiveTimeoutError,
@@ -20,6 +21,7 @@ from gradwire.errors import (
 )
 from gradwire.shm.kept_errors import without_frames
 from gradwire.shm.register import member_of
+from gradwire.shm.work import ShmWork
 from gradwire.testing import run_ranks
 
 
@@ -199,6 +201,26 @@ def received():
 
 def test_what_was_received_is_freed_with_its_handle():
     assert run_ranks(received, 2, backend="shm", timeout=30) == [True, True]
+
+
+def uses_of_what_was_reduced():
+    """How many more uses its memory has than before, when an asynchronous all_reduce has ended."""
+    x = torch.ones(4)
+    before = uses(x)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ShmWork, "finish", slow_to_return)
+        dist.all_reduce(x, async_op=True).wait()
+        return uses(x) - before
+
+
+def slow_to_return(work, error=None, source=-1, *, finish=ShmWork.finish):
+    finish(work, error, source)
+    time.sleep(0.2)
+
+
+def test_memory_is_not_in_use_once_an_operation_has_ended():
+    """Else a bucket is taken for one that somebody keeps, and gradients go elsewhere."""
+    assert run_ranks(uses_of_what_was_reduced, 2, backend="shm", timeout=30) == [0, 0]
 
 
 class OfASignal(Exception):

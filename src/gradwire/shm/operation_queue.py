@@ -288,5 +288,6 @@ class Queue:
                     error = raised
                 self._current = None
                 self._ended += 1
+            del item, job  # first: who has waited counts the uses of the tensors' memory
             work.finish(error)
-            del item, job, work, error  # keep no tensors alive while waiting for the next job
+            del work, error  # keep no tensors alive while waiting for the next job
