@@ -12,6 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from gradwire import hooks
 from gradwire.ddp import DistributedDataParallel
+from gradwire.errors import DistributedError, ReductionError
 from gradwire.testing import run_ranks
 
 pytestmark = pytest.mark.usefixtures("each_backend")
@@ -137,3 +138,68 @@ def test_early_termination_and_no_join():
             twin(batch(0, 0)).sum().backward()
 
     run_ranks(main, 2)
+
+
+def no_backward(net, x):
+    net(x)
+    net(x).sum().backward()
+
+
+def no_backward_at_all(net, x):
+    net(x)
+
+
+def evaluated_before_its_backward(net, x):
+    output = net(x)
+    with torch.no_grad():
+        net(x)
+    output.sum().backward()
+
+
+NO_BACKWARD = [no_backward, no_backward_at_all, evaluated_before_its_backward]
+
+
+@pytest.mark.parametrize("step", NO_BACKWARD)
+def test_ranks_without_input_wait_for_a_backward(step):
+    """On Gloo, the process was aborted: messages of other sizes met."""
+
+    def main():
+        rank = dist.get_rank()
+        net = DistributedDataParallel(mlp())
+        for _ in range(2):  # before a rank has run out, a step may be as it likes
+            step(net, batch(rank, 0))
+
+        def train():
+            with net.join():
+                for number in range(2 * bool(rank)):
+                    step(net, batch(rank, number))
+
+        with pytest.raises(DistributedError, match="had no backward") as raised:
+            train()
+        return isinstance(raised.value, ReductionError) == bool(rank)
+
+    assert all(run_ranks(main, 3))
+
+
+def test_ranks_without_input_do_not_wait_for_a_second_backward():
+    """The message of the next step met its bucket."""
+
+    def main():
+        rank = dist.get_rank()
+        net, x = DistributedDataParallel(mlp()), batch(rank, 0)
+        with net.join():
+            for step in range(2 * bool(rank)):
+                output = net(x)
+                output[0].sum().backward(retain_graph=True)
+                if step == 0:
+                    with pytest.raises(ReductionError, match="a second backward of one forward"):
+                        output[1].sum().backward()
+                net.zero_grad()
+            if rank:
+                net(x).sum().backward()
+                twin = mlp()
+                twin(torch.cat([batch(1, 0), batch(2, 0)])).sum().div(3).backward()
+                for p, q in zip(net.module.parameters(), twin.parameters(), strict=True):
+                    torch.testing.assert_close(p.grad, q.grad)
+
+    run_ranks(main, 3)

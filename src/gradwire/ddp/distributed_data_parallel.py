@@ -209,14 +209,16 @@ class DistributedDataParallel(UnevenInputs):
         if joining:
             if syncing:
                 self.reducer.recover()  # an error elsewhere is raised before the ranks communicate
+            self.reducer.check_over()
             step = self._exchange_step_info(syncing)
         if syncing:
             self._parameter_check.check()
             if step is None:
                 self.reducer.prepare()
             else:
-                initial = self._divide_by_initial_world_size
-                self.reducer.prepare(ranks=None if initial else step.ranks, uneven=True)
+                ranks = None if self._divide_by_initial_world_size else step.ranks
+                shadowed = step.ranks < self._group.size()
+                self.reducer.prepare(ranks=ranks, uneven=True, shadowed=shadowed)
         if sends_buffers:
             root = 0 if step is None else agree_on_rank(self._group, candidate=True)
             buffers.sync(self._group, root=root)

@@ -82,8 +82,8 @@ class UnevenInputs(ReducedModule, Joinable):
         """A context in which ranks may have different numbers of batches.
 
         A rank that has run out takes part in the others' steps with zeros, and ends with the
-        parameters of a rank that took part in all. Each forward outside of `no_sync()` has one
-        backward here, no more and no fewer.
+        parameters of a rank that took part in all. From then on, each forward outside of
+        `no_sync()` has one backward, no more and no fewer: else it is a ReductionError.
 
         Args:
             divide_by_initial_world_size: Divide sums by W; if not, by the number of ranks that
@@ -153,6 +153,9 @@ class _Join(Join):
     """Torch's, where a rank that is gone while the ranks are counted is an error of ours."""
 
     def _get_num_nonjoined_procs(self) -> int:
+        for net in self._joinables:
+            if isinstance(net, UnevenInputs):
+                net.reducer.check_over()
         assert isinstance(self._process_group, ProcessGroup)
         count = torch.zeros(1, device=self._device)  # as `notify_join_context` sends a 1
         _all_reduce(count, self._process_group)

@@ -61,6 +61,7 @@ class Backward:
         unused_here: Names of what was unused on this rank in the last one.
         weights: What gradients weigh.
         reword: Makes of an error of unexpected gradients the one that is raised on all ranks.
+        shadowed: Whether a rank takes part by `shadow`, and waits for one backward.
         local: How many backwards run of forwards under `no_sync`, while another one is expected.
         came_local: Parameters that got a gradient in these.
         optimized: Parameters whose optimizers step during backward.
@@ -77,6 +78,7 @@ class Backward:
         self.ready_order: Sequence[int] | None = None
         self.had_undefined = self.takes_part = False
         self.skip_unused = self.manual = self.rebuild = self.has_rebuilt = False
+        self.shadowed = False
         self.unused_here: tuple[str, ...] = ()
         self.reword: Callable[[ReductionError], ReductionError | None] | None = None
         self.optimized: Sequence[Parameter] = ()

@@ -21,6 +21,7 @@ from gradwire.ddp.buckets.bucket import Bucket
 from gradwire.ddp.buckets.sparse import SparseBucket
 from gradwire.ddp.reducer.backward import Backward
 from gradwire.ddp.reducer.launch import Launched
+from gradwire.ddp.reducer.shadowed import check_first
 from gradwire.recorder import ring
 
 __all__ = ["all_launched", "has_only_last_left", "launch_filled", "launch_in_order"]
@@ -76,6 +77,7 @@ def _launch_ready(backward: Backward, *, final: bool) -> None:
     with backward.domain.lock:
         backward.domain.poll_known(backward)  # nothing is sent while ranks resynchronize
         backward.domain.connect()
+        check_first(backward)
         while len(launched) < len(buckets):
             bucket = buckets[len(launched)]
             is_last = _is_last(backward, len(launched))

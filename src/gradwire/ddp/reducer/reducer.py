@@ -31,6 +31,7 @@ from gradwire.ddp.reducer.finalize import finalize_manually, shadow
 from gradwire.ddp.reducer.in_backward import detach_optimizer_hooks
 from gradwire.ddp.reducer.log import LoggingData
 from gradwire.ddp.reducer.rpc import rpc_context_error
+from gradwire.ddp.reducer.shadowed import check_over
 from gradwire.ddp.reducer.usage import Usage
 from gradwire.ddp.reducer.weights import NO_WEIGHTS_BUCKET, WEIGHT_SUMS
 from gradwire.errors import ArgumentError, NotSupportedError, ReductionError
@@ -200,12 +201,15 @@ class Reducer:
         assigner.layout = check_layout(lambda _: names, self._named)
         self._backward.reassign_buckets(assigner.first_order())
 
-    def prepare(self, *, ranks: int | None = None, uneven: bool = False) -> None:
+    def prepare(
+        self, *, ranks: int | None = None, uneven: bool = False, shadowed: bool = False
+    ) -> None:
         """Expect a backward: to be called before each one that is to be reduced.
 
         Args:
             ranks: How many ranks the sum is divided by; None: those of the group.
             uneven: Ranks may take part by `shadow`, which cannot know what others skip.
+            shadowed: Ranks do: they wait for one backward, no more and no fewer.
 
         Raises:
             ReductionError: The backward before left parameters without a gradient.
@@ -222,7 +226,7 @@ class Reducer:
         if (hook := backward.launcher.hook) is not None and hook.withdrawn:
             self.register_comm_hook(None, None)
         backward.rebuild_once()
-        backward.skip_unused = self._skip_unused and not uneven
+        backward.skip_unused, backward.shadowed = self._skip_unused and not uneven, shadowed
         backward.prepare_for_backward(ranks or backward.assigner.group.size())
 
     def weight(self, weight: float) -> None:
@@ -247,6 +251,14 @@ class Reducer:
             BrokenGroupError: The group cannot be used again after an earlier error.
         """
         self._backward.recover()
+
+    def check_over(self) -> None:
+        """Before ranks meet outside of a backward: let none wait for one, in `shadow`.
+
+        Raises:
+            ReductionError: A rank does, as a forward had no backward here.
+        """
+        check_over(self._backward)
 
     def expect(self, outputs: Iterable[Tensor]) -> None:
         """The backward begins at these outputs of a forward, each time it is run.
