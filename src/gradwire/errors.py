@@ -15,7 +15,7 @@ Catch `GradwireError` for all of them, or the built-in class beside it::
         ├── HookError                      a communication hook failed on this rank
         ├── ReductionError                 a parameter got no gradient in a backward, or two
         ├── BrokenGroupError               the group cannot be used again after an error
-        └── RunOverError                   the others were done before this process was taken in
+        └── RunOverError                   the others were done without this process
 
 Wrong arguments raise before anything is sent. `BoundEarlyWarning(UserWarning)` is a warning. All
 are in one file, so that they can be caught without importing the package that raises them.
@@ -117,7 +117,7 @@ class BrokenGroupError(DistributedError):
 
 
 class RunOverError(DistributedError):
-    """An elastic run was over before this process was taken in: it does not have its state."""
+    """An elastic run was over before this process was taken in, or without it."""
 
 
 class BoundEarlyWarning(UserWarning):

@@ -59,6 +59,8 @@ class World(NamedTuple):
     crashes: int = 0
     suspicions: int = 0
     suspected: frozenset[int] = frozenset()
+    sources: tuple[int, ...] = (0,)  # of all decisions, by epoch
+    first: int = 0  # the epoch in which a member was done first
 
 
 @dataclass
@@ -87,7 +89,7 @@ class Model:
         for number in world.suspected:  # it shows signs of life again
             yield False, world._replace(suspected=world.suspected - {number})
         for index, proc in enumerate(world.procs):
-            if not proc.alive or proc.finished or proc.member.phase is p.Phase.OVER:
+            if not proc.alive or _is_done(proc):
                 continue
             if world.crashes:
                 dead = proc._replace(alive=False, queue=(), waiting=False)
@@ -122,20 +124,21 @@ class Model:
                 yield self._handle(world, index, p.Decided(decision))
                 return
         seen = self._seen(world, member.round, member.number)
-        if _is_over(world, seen):
+        if p.is_over(seen):
             yield self._handle(world, index, p.Over())
         elif p.may_close(seen):
             yield self._handle(world, index, seen)
 
     def _seen(self, world: World, number: int, me: int) -> p.Seen:
-        dead = {q.member.number for q in world.procs if not q.alive or q.finished}
+        dead = {q.member.number for q in world.procs if not q.alive or _is_done(q)}
         registered = dict(world.registered).get(number, frozenset())
         previous = next((d for d in world.decisions if d.epoch == number - 1), None)
         expected = {q.member.number for q in world.procs[: self.members] if q.alive}
         enough = expected <= {r.member for r in registered}
         gone = frozenset((dead | world.suspected) - {me})
         ordered = tuple(sorted(registered, key=lambda r: r.member))
-        return p.Seen(previous, ordered, gone, frozenset(dead), enough)
+        finished = any(q.finished for q in world.procs)
+        return p.Seen(previous, ordered, gone, frozenset(dead), enough, finished)
 
     def _operation(self, world: World, index: int) -> Iterator[World]:
         """What may come of the operation that a member is in."""
@@ -149,7 +152,9 @@ class Model:
         others = set(decision.members) - {proc.member.number}
         dead = {q.member.number for q in world.procs if not q.alive}
         away = {m for epoch, m in world.left if epoch == decision.epoch}
-        if others & (dead | away | world.suspected):
+        # alone, nobody's leaving tells a member that others have gone on without it
+        outdated = not others and len(world.sources) > decision.epoch + 1
+        if outdated or others & (dead | away | world.suspected):
             lost = _put(world, index, proc._replace(waiting=False))
             yield self._handle(lost, index, p.Lost())
 
@@ -206,8 +211,7 @@ class Model:
             case p.Commit(step):
                 proc = self._commit(world, proc, step)
             case p.Finish():
-                _require(len(proc.history) == self.steps, f"{number} is done without all steps")
-                proc = proc._replace(finished=True)
+                return self._finish(world, index, proc)
             case p.Form():
                 proc = proc._replace(entered=0)
                 world, proc = _enter(world, proc, "form", 0)
@@ -219,13 +223,25 @@ class Model:
                 world, proc = _enter(world, proc, "barrier", proc.member.version)
         return _put(world, index, proc)
 
+    def _finish(self, world: World, index: int, proc: Proc) -> World:
+        number, decision = proc.member.number, proc.member.decision
+        assert decision is not None
+        _require(len(proc.history) == self.steps, f"{number} is done without all steps")
+        first = world.first or decision.epoch
+        if not p.same_line(decision.epoch, first, world.sources.__getitem__):
+            return self._handle(_put(world, index, proc), index, p.Over())
+        others = {q.history for q in world.procs if q.finished}
+        _require(others <= {proc.history}, f"{number} is done with another result")
+        return _put(world._replace(first=first), index, proc._replace(finished=True))
+
     def _propose(self, world: World, decision: p.Decision) -> World:
         if any(d.epoch == decision.epoch for d in world.decisions):
             return world
         holders = [q for q in world.procs if q.member.number in decision.holders]
         ahead = [q.member.number for q in holders if q.member.version > decision.version]
         _require(not ahead, f"{decision}: {ahead} have committed more")
-        return world._replace(decisions=(*world.decisions, decision))
+        decisions, sources = (*world.decisions, decision), (*world.sources, decision.source)
+        return world._replace(decisions=decisions, sources=sources)
 
     def _commit(self, world: World, proc: Proc, step: int) -> Proc:
         _require(proc.held >= 0, f"{proc.member.number} commits {step} without gradients")
@@ -264,13 +280,11 @@ class Model:
     def is_end(self, world: World) -> bool:
         """Whether every live member is done, or came when the others were."""
         live = [q for q in world.procs if q.alive]
-        return all(q.finished or q.member.phase is p.Phase.OVER for q in live)
+        return all(_is_done(q) for q in live)
 
 
-def _is_over(world: World, seen: p.Seen) -> bool:
-    """Whether some are done, and nobody who has the state is left."""
-    finished = any(q.finished for q in world.procs)
-    return finished and p.is_over(seen)
+def _is_done(proc: Proc) -> bool:
+    return proc.finished or proc.member.phase is p.Phase.OVER
 
 
 def _enter(world: World, proc: Proc, kind: str, step: int) -> tuple[World, Proc]:

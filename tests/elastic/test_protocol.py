@@ -23,11 +23,12 @@ def test_two_members_of_which_one_may_die_anywhere() -> None:
 @pytest.mark.parametrize(
     ("model", "worlds"),
     [
-        (Model(members=2, crashes=2, joiners=1, steps=1), 103_966),
-        (Model(members=2, crashes=1, joiners=1), 58_609),
-        (Model(members=3, crashes=2), 91_130),
-        (Model(members=2, crashes=1, suspicions=1), 33_945),
-        (Model(members=1, crashes=2, joiners=2, steps=1), 241_125),
+        (Model(members=2, crashes=2, joiners=1, steps=1), 107_623),
+        (Model(members=2, crashes=1, joiners=1), 59_125),
+        (Model(members=3, crashes=2), 93_392),
+        (Model(members=2, crashes=1, suspicions=1), 33_415),
+        (Model(members=2, crashes=0, suspicions=2), 100_988),
+        (Model(members=1, crashes=2, joiners=2, steps=1), 246_051),
     ],
     ids=str,
 )
@@ -95,6 +96,14 @@ def test_a_round_that_forgets_whose_gradients_are_complete_is_found() -> None:
         search(Model(members=3, crashes=1, transition=forgets))
 
 
+def test_two_members_that_take_each_other_for_dead_are_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(p, "same_line", lambda epoch, other, source_of: True)
+    with pytest.raises(Violated, match="with another result"):
+        search(Model(members=2, crashes=0, suspicions=2))
+
+
 def test_a_round_waits_for_members_that_live() -> None:
     before = p.Decision(1, (1, 2), (1, 2), 0)
     mine = p.Registration(1, 1, 0, False)
@@ -109,7 +118,22 @@ def test_a_round_without_the_state_waits_until_those_that_had_it_are_dead() -> N
     silent = p.Seen(before, (new,), frozenset({1, 3}), frozenset({1}))
     assert not p.may_close(silent)
     assert not p.is_over(silent)
-    assert p.may_close(replace(silent, dead=frozenset({1, 3})))
+    dead = replace(silent, dead=frozenset({1, 3}))
+    assert p.may_close(dead)
+    assert p.is_over(replace(dead, finished=True))
+    assert not p.may_close(replace(dead, finished=True))
+
+
+def test_a_state_of_before_is_none_when_a_member_is_done() -> None:
+    before = p.Decision(2, (1,), (1,), 5, former=(2,), source=1)
+    registered = (p.Registration(2, 1, 3, True),)
+    silent = p.Seen(before, registered, frozenset({1}), frozenset())
+    assert p.may_close(silent)
+    assert not p.may_close(replace(silent, finished=True))
+    assert not p.is_over(replace(silent, finished=True))  # the first may come back
+    assert p.is_over(replace(silent, dead=frozenset({1}), finished=True))
+    can_end = replace(silent, registered=(p.Registration(2, 2, 5, True),), finished=True)
+    assert p.may_close(can_end)
 
 
 def test_who_came_with_a_checkpoint_gives_it_to_the_others() -> None:

@@ -111,6 +111,7 @@ class Engine:
     def _pass_barrier(self) -> bool:
         """Wait until all members have come here; whether one of them saw somebody new."""
         if self.size == 1:
+            self._check()
             return self.monitor.wanted
         wanted = torch.tensor([int(self.monitor.wanted)], dtype=torch.int32)
         try:
@@ -192,10 +193,34 @@ class Engine:
                 self.group.leave(failed=self._failed)
                 self._failed = False
             case p.Finish():
-                with contextlib.suppress(DistributedError):  # all is committed without the store
-                    self.membership.finish()
+                self._finish()
             case _:
                 pass  # `advance` or the training loop goes on with it
+
+    def _finish(self) -> None:
+        """All steps are committed here.
+
+        Raises:
+            RunOverError: The run has another result, of members that took this one for dead.
+        """
+        decision = self.member.decision
+        assert decision is not None
+        try:
+            first = self.membership.finish(decision.epoch)
+            same = p.same_line(decision.epoch, first, self._source_of)
+        except DistributedError:
+            return  # all is committed without the store
+        if not same:
+            self._handle(p.Over())
+            raise RunOverError(
+                "the run's members were done before, and had left this process out, which went on "
+                "alone: its state is not the run's; load the checkpoint that they have saved"
+            )
+
+    def _source_of(self, epoch: int) -> int:
+        decision = self.membership.decision(epoch)
+        assert decision is not None
+        return decision.source
 
     # -- phases ----------------------------------------------------------------------------
 
@@ -206,10 +231,10 @@ class Engine:
             if (failure := self.membership.failure()) is not None:
                 raise PeerFailedError(failure)
             seen = self._seen(number, time.monotonic() - since)
-            if self.membership.any_finished() and p.is_over(seen):
+            if p.is_over(seen):
                 raise RunOverError(
-                    "the run's members are done, and this process was not taken in before: it "
-                    "does not have the state; load the checkpoint that they have saved"
+                    "the run's members are done, and this process was not taken in before, or was "
+                    "left out: it does not have the state; load the checkpoint that they have saved"
                 )
             self._handle(seen)
             time.sleep(POLL_SECONDS)
@@ -225,7 +250,9 @@ class Engine:
         if previous is not None and waited > self._options.timeout:
             gone |= {m for m in previous.members if m not in here}  # it runs, and does not come
         enough = len(here) >= self._options.expect or waited > self._options.timeout
-        return p.Seen(previous, registered, gone - {self.member.number}, absent.dead, enough)
+        # asked after who has left, which a member that is done does later
+        finished, others = self.membership.any_finished(), gone - {self.member.number}
+        return p.Seen(previous, registered, others, absent.dead, enough, finished)
 
     def _form(self) -> None:
         decision = self.member.decision

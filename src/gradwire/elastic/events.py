@@ -56,6 +56,7 @@ class Decision(NamedTuple):
         holders: Those that have the state; the others receive it.
         version: The number of steps of the state with which it begins.
         former: Members of earlier epochs that are not in this one, and may come back.
+        source: The epoch that the state is from; 0: a member's own start.
     """
 
     epoch: int
@@ -63,6 +64,7 @@ class Decision(NamedTuple):
     holders: tuple[int, ...]
     version: int
     former: tuple[int, ...] = ()
+    source: int = 0
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,7 @@ class Seen:
         gone: Numbers of members that are dead, silent for too long, or done.
         dead: Those of them that will not come back.
         enough: Whether the first round need not wait for more members.
+        finished: Whether a member has committed all steps.
     """
 
     previous: Decision | None
@@ -89,6 +92,7 @@ class Seen:
     gone: frozenset[int]
     dead: frozenset[int]
     enough: bool = True
+    finished: bool = False
 
 
 @dataclass(frozen=True)

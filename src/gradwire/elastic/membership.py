@@ -203,10 +203,15 @@ class Membership:
             int(found.get(f"round/{round_}/count", 0)) > 0,
         )
 
-    def finish(self) -> None:
-        """Let others know that this member has committed all steps."""
-        self._ask(self.store.set, "finished", "")
+    def finish(self, epoch: int) -> int:
+        """Let others know that this member has committed all steps.
+
+        Returns:
+            The epoch of the first member that had.
+        """
+        first = int(self._ask(self.store.compare_set, "finished", "", str(epoch)))
         self.leave()
+        return first
 
     def leave(self) -> None:
         """Let others know that this member takes part no more."""

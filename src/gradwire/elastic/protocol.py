@@ -14,7 +14,7 @@ is beyond that.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -71,6 +71,7 @@ __all__ = [
     "decide",
     "is_over",
     "may_close",
+    "same_line",
     "transition",
 ]
 
@@ -85,7 +86,7 @@ class Phase(IntEnum):
     REDUCING = 4  # gradients are computed and added up
     BARRIER = 5  # they are complete here
     DONE = 6  # all steps are committed
-    OVER = 7  # the others were done before this member was taken in
+    OVER = 7  # others were done before this member was taken in, or with another state
 
 
 class Member(NamedTuple):
@@ -120,7 +121,8 @@ def may_close(seen: Seen) -> bool:
     """Whether a round need not wait for anybody.
 
     It waits for the members of the epoch before that still live. And where nobody has the state, it
-    waits for all that ever may have had it, until they are dead: a new start would discard it.
+    waits for all that ever may have had it, until they are dead: a new start would discard it. Once
+    a member is done, an earlier epoch's state is none: steps that it counts would be undone.
     """
     here = [r for r in seen.registered if r.member not in seen.gone]
     if seen.previous is None:
@@ -128,16 +130,23 @@ def may_close(seen: Seen) -> bool:
     numbers = {r.member for r in here}
     if not here or any(m not in numbers | seen.gone for m in seen.previous.members):
         return False
-    if any(r.held for r in here):
+    if any(_has_state(r, seen) for r in here):
         return True
-    return _holders_are_dead(seen)
+    return not seen.finished and _holders_are_dead(seen)
 
 
 def is_over(seen: Seen) -> bool:
-    """Whether nobody is left who may have the state: with one member done, the run is."""
-    if any(r.held for r in seen.registered if r.member not in seen.gone):
+    """Whether a member is done, and nobody is left who may have the state."""
+    if any(_has_state(r, seen) for r in seen.registered if r.member not in seen.gone):
         return False
-    return _holders_are_dead(seen)
+    return seen.finished and _holders_are_dead(seen)
+
+
+def _has_state(registration: Registration, seen: Seen) -> bool:
+    """Whether a member can go on from its state."""
+    if seen.finished and seen.previous is not None:
+        return registration.held == seen.previous.epoch
+    return registration.held > 0
 
 
 def _holders_are_dead(seen: Seen) -> bool:
@@ -162,7 +171,23 @@ def decide(epoch: int, seen: Seen) -> Decision:
     before = seen.previous
     past: Collection[int] = () if before is None else (*before.members, *before.former)
     former = tuple(sorted({m for m in past if m not in members and m not in seen.dead}))
-    return Decision(epoch, members, first, version, former)
+    return Decision(epoch, members, first, version, former, latest)
+
+
+def same_line(epoch: int, other: int, source_of: Callable[[int], int]) -> bool:
+    """Whether one of two epochs has its state from the other: what they commit is the same.
+
+    Where each of two members takes the other for dead in turn, both may come to the last step.
+
+    Args:
+        epoch: One of them.
+        other: The other.
+        source_of: As decisions have it, of an epoch.
+    """
+    first, last = sorted((epoch, other))
+    while last > first:
+        last = source_of(last)
+    return last == first
 
 
 def transition(member: Member, event: Event) -> tuple[Member, tuple[Effect, ...]]:

@@ -143,7 +143,8 @@ class Run:
 
         Raises:
             ArgumentError: Nothing is kept, or the run has begun before.
-            RunOverError: The others were done before this process was taken in.
+            RunOverError: The others were done before this process was taken in, or while it showed
+                no sign of life.
             PeerFailedError: A member wants all to end.
         """
         if self.epoch:
