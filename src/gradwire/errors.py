@@ -17,7 +17,7 @@ Catch `GradwireError` for all of them, or the built-in class beside it::
         ├── BrokenGroupError               the group cannot be used again after an error
         └── RunOverError                   the others were done without this process
 
-Wrong arguments raise before anything is sent. `BoundEarlyWarning(UserWarning)` is a warning. All
+Wrong arguments raise before anything is sent. Those by the name of `...Warning` are warnings. All
 are in one file, so that they can be caught without importing the package that raises them.
 """
 
@@ -36,6 +36,7 @@ __all__ = [
     "GradwireError",
     "HookError",
     "MismatchError",
+    "NotKeptWarning",
     "NotSupportedError",
     "PeerFailedError",
     "PeerLostError",
@@ -118,6 +119,10 @@ class BrokenGroupError(DistributedError):
 
 class RunOverError(DistributedError):
     """An elastic run was over before this process was taken in, or without it."""
+
+
+class NotKeptWarning(UserWarning):
+    """What an elastic run steps has a state that a new member would not receive."""
 
 
 class BoundEarlyWarning(UserWarning):

@@ -15,7 +15,13 @@ from gradwire import elastic
 from gradwire.ddp import DistributedDataParallel
 from gradwire.elastic import transfer
 from gradwire.elastic.state import State
-from gradwire.errors import MismatchError, NotSupportedError, PeerLostError, ReductionError
+from gradwire.errors import (
+    MismatchError,
+    NotKeptWarning,
+    NotSupportedError,
+    PeerLostError,
+    ReductionError,
+)
 
 X = torch.randn(16, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
@@ -214,3 +220,34 @@ def test_seeds_of_any_size() -> None:
     orders = [elastic.Samples(9, batch=9, shards=1, seed=s).ids(0, elastic.Shard(0, 1)) for s in (
         -1, 0, 1 << 40, 1 << 70)]  # fmt: skip
     assert all(sorted(order) == list(range(9)) for order in orders)
+
+
+class Training:
+    """Has a schedule, and its state with others."""
+
+    def __init__(self, schedule: Any) -> None:
+        self.schedule = schedule
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"schedule": self.schedule.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.schedule.load_state_dict(state["schedule"])
+
+
+def test_a_state_that_is_stepped_and_not_kept() -> None:
+    """A member that joins later would step by another learning rate, without a word."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    run = join(model=model, optimizer=optimizer, training=Training(schedule))
+    other = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    for step in run.steps(3, samples=len(X), batch=8):
+        with step:
+            backwards(step, model)
+            if step.number == 1:
+                with pytest.warns(NotKeptWarning, match=r"run.keep\(constantlr=...\)") as warned:
+                    step.commit(optimizer, schedule, other)
+                assert [w.filename for w in warned] == [__file__]
+            else:
+                step.commit(optimizer, schedule, *[other] * step.number)

@@ -128,6 +128,7 @@ class MemberSteps:
 
     def commit(self, steppers: tuple[Stepper, ...]) -> None:
         """Commit the step on all members."""
+        self.state.warn_of_unkept(steppers)
         self._steppers = steppers
         self._engine.commit()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from gradwire.ddp import DistributedDataParallel
-from gradwire.errors import ArgumentTypeError, MismatchError, ReductionError
+from gradwire.errors import ArgumentTypeError, MismatchError, NotKeptWarning, ReductionError
 
 __all__ = ["State", "check_reduced"]
 
@@ -32,6 +33,7 @@ class State:
         self.models: list[DistributedDataParallel] = []
         self.parameters: list[Parameter] = []
         self._with_buffers: list[nn.Module] = []
+        self._warned_of: set[type] = set()
         self._first_values: tuple[int, list[Tensor]] = (-1, [])
 
     def keep(self, name: str, value: Any) -> None:
@@ -98,6 +100,27 @@ class State:
     def first_buffers(self) -> list[Tensor]:
         """The values that they had when the step began."""
         return self._first_values[1]
+
+    def warn_of_unkept(self, steppers: Iterable[object]) -> None:
+        """Warn, once for each type, of what is stepped and has a state that is not kept."""
+        for stepper in steppers:
+            kind = type(stepper)
+            if self._has(stepper) or kind in self._warned_of or not hasattr(kind, "state_dict"):
+                continue
+            self._warned_of.add(kind)
+            warnings.warn(
+                f"step.commit got a {kind.__name__} that run.keep did not: a member that joins "
+                f"later would begin with a new one. Call run.keep({kind.__name__.lower()}=...), or "
+                "keep what has it as an attribute, before run.steps",
+                NotKeptWarning,
+                stacklevel=4,  # the loop
+            )
+
+    def _has(self, stepper: object) -> bool:
+        """Whether it is kept, or something is that has it."""
+        kept = self.kept.values()
+        within = (part for value in kept for part in getattr(value, "__dict__", {}).values())
+        return any(stepper is value for value in (*kept, *within))
 
     def set_group(self, group: ProcessGroup) -> None:
         """Have the models average in an epoch's group."""

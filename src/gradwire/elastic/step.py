@@ -142,6 +142,8 @@ class Step:
         learning rate schedules, counters. If a member is lost meanwhile, it may happen after the
         block has ended.
 
+        One that `Run.keep` was not given is a NotKeptWarning, if it has a `state_dict`.
+
         Raises:
             ArgumentTypeError: One has no `step`.
             ReductionError: A shard had no backward, or one of them has a parameter with a gradient
