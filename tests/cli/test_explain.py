@@ -278,8 +278,21 @@ def test_a_rank_that_was_interrupted_in_its_own_code_waited_for_nobody(tmp_path,
         return
     others = (whole, [theirs], more)
     first = three_ranks(tmp_path, others, (whole[:2], [interrupt], more), others)
-    assert (first["kind"], first["ranks"]) == ("finished early", [1])
+    assert (first["kind"], first["ranks"]) == ("error", [1])
+    assert "it was interrupted at train.py:5 in load" in first["summary"]
+    assert "SIGINT" in first["remedy"]
     assert "rank 1 got KeyboardInterrupt at train.py:5 in load: " in first["details"]
+
+
+def test_ranks_that_found_that_they_differ(tmp_path):
+    """What they compared is in the errors alone, where calls look alike."""
+    line = {"name": "step", "filename": "/home/me/train.py", "line": 5}
+    text = "ranks disagree on all_gather's number of elements: rank 0 has 3 for rank 1"
+    error = EVENT | {"type": "MismatchError", "message": text, "lines": [line]}
+    ranks = [([shm_entry(1)], [error], {"reason": "exit"})] * 3
+    first = three_ranks(tmp_path, *ranks)
+    assert (first["kind"], first["ranks"], first["summary"]) == ("mismatch", [], text)
+    assert first["places"] == ["/home/me/train.py:5"]
 
 
 @pytest.mark.parametrize("began", [5_000_000_000, 0])

@@ -59,7 +59,7 @@ def _failures(dumps: Dumps) -> list[Finding]:
     absent = absent or (find_not_in_group_call(dumps) if not known else None)
     if absent is not None and not named.intersection(absent.ranks):
         known.append(absent)
-    if not any(finding.ranks for finding in known):
+    if not any(finding.ranks or finding.kind == Kind.MISMATCH for finding in known):
         unclear = find_unclear(dumps, gaps)
         return [*known, unclear] if unclear else known
     return known

@@ -17,6 +17,7 @@ from gradwire.recorder.verdict.standing import (
     was_interrupted,
 )
 from gradwire.recorder.verdict.wording import (
+    at_line,
     counts_of,
     innermost,
     last_call,
@@ -204,8 +205,11 @@ def _missing(dumps: Dumps, gap: Gap, away: Sequence[int]) -> Finding:
     call = next(iter(gap.calls.values()))
     first = dumps.ranks[away[0]]
     ended = first.reason == "exit"
+    interrupted = bool(first.events) and was_interrupted(first.events[-1])
     where = innermost(first.stack)
     at = "had ended" if ended else f"was {where}" if where else "was elsewhere"
+    if interrupted:
+        at = f"was interrupted{at_line(first.events[-1].lines)}"
     details = [f"rank {r}: {last_call(dumps, r, gap.group)}" for r in away]
     details += [f"rank {r} got {last_of(dumps.ranks[r])}" for r in away if dumps.ranks[r].events]
     details += counts_of(dumps, gap)
@@ -217,10 +221,12 @@ def _missing(dumps: Dumps, gap: Gap, away: Sequence[int]) -> Finding:
         else "see what that line waits for or computes: a loop that does not end, a lock, a data "
         "loader, a file system; `py-spy dump --pid` shows it live"
     )
+    if interrupted:
+        remedy = "see who sent it SIGINT: Ctrl-C in a terminal, a launcher, a debugger"
     if handler is not None:
         details.append(f"line {call.line} is in a `try` whose `except` in line {handler} goes on")
     return Finding(
-        Kind.FINISHED if ended else Kind.MISSING,
+        Kind.ERROR if interrupted else Kind.FINISHED if ended else Kind.MISSING,
         tuple(away),
         f"{list_ranks(away)} did not call the {name_call(call)} of group {gap.group}, in which "
         f"{_who_waits(gap)}; {'it' if len(away) == 1 else f'rank {away[0]}'} {at}",

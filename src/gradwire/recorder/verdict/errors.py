@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from gradwire.recorder.processes import OVER
 from gradwire.recorder.verdict.compare import Gap
@@ -132,6 +132,21 @@ def find_unclear(dumps: Dumps, gaps: Sequence[Gap]) -> Finding | None:
     stuck = any(at is not None and at.op in OF_WHOLE_GROUPS for at in stands)
     if not failed and not codes and not gaps and not stuck:
         return None
+    what = f"{list_ranks(failed)} failed" if failed else "the ranks do not go on"
+    differences = _differences(dumps)
+    return Finding(
+        Kind.MISMATCH if differences else Kind.UNCLEAR,
+        (),
+        differences or f"{what}, and what was recorded does not show whose doing that is",
+        _last_of_each(dumps, failed, codes),
+        "give all ranks the same"
+        if differences
+        else "see the first of these errors, and the logs and hosts of ranks that left no dump",
+        places=tuple(p for r in failed[:1] for p in places_of(dumps.ranks[r].events[-1].lines)[:1]),
+    )
+
+
+def _last_of_each(dumps: Dumps, failed: Sequence[int], codes: Mapping[int, int]) -> tuple[str, ...]:
     details = [f"rank {rank}: {last_of(dumps.ranks[rank])}" for rank in failed]
     for rank in sorted({*dumps.world} - {*failed}):
         at = standing_of(dumps, rank)
@@ -141,15 +156,15 @@ def find_unclear(dumps: Dumps, gaps: Sequence[Gap]) -> Finding | None:
             details.append(f"rank {rank} ended with exit code {codes[rank]}")
         elif rank not in dumps.ranks:
             details.append(f"rank {rank} left no dump")
-    what = f"{list_ranks(failed)} failed" if failed else "the ranks do not go on"
-    return Finding(
-        Kind.UNCLEAR,
-        (),
-        f"{what}, and what was recorded does not show whose doing that is",
-        (*details[:8], *([f"… and {len(details) - 8} more"] if details[8:] else [])),
-        "see the first of these errors, and the logs and hosts of ranks that left no dump",
-        places=tuple(p for r in failed[:1] for p in places_of(dumps.ranks[r].events[-1].lines)[:1]),
-    )
+    return (*details[:8], *([f"… and {len(details) - 8} more"] if details[8:] else []))
+
+
+def _differences(dumps: Dumps) -> str:
+    """What the ranks found when they compared their calls, if that is what they all failed with."""
+    last = [dump.events[-1] for dump in dumps.ranks.values() if dump.events]
+    if not last or any(event.type != "MismatchError" for event in last):
+        return ""
+    return shortened(" ".join(last[0].message.split()), 500)
 
 
 def _remedy(event: Event) -> str:
