@@ -44,9 +44,10 @@ def test_crashes_joins_and_false_suspicions(model: Model, worlds: int) -> None:
 @pytest.mark.parametrize(
     ("model", "worlds"),
     [
-        (Model(members=2, crashes=2, joiners=1), 257_219),
-        (Model(members=3, crashes=1, suspicions=1), 2_622_681),
-        (Model(members=3, crashes=2, joiners=1, steps=1), 3_788_317),
+        (Model(members=2, crashes=2, joiners=1), 265_409),
+        (Model(members=2, crashes=1, suspicions=2), 350_252),
+        (Model(members=3, crashes=1, suspicions=1), 2_591_091),
+        (Model(members=3, crashes=2, joiners=1, steps=1), 3_884_421),
     ],
     ids=str,
 )
