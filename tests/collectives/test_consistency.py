@@ -14,6 +14,7 @@ from gradwire.errors import ArgumentError, MismatchError
 from gradwire.testing import run_ranks
 
 pytestmark = pytest.mark.usefixtures("each_backend")
+SOON_S = 5.0  # far below the timeout: a machine may be busy
 
 
 def deviating(usual, other):
@@ -24,7 +25,7 @@ def deviating(usual, other):
             begun = time.monotonic()
             with pytest.raises(MismatchError) as caught:
                 (other if dist.get_rank() == 2 else usual)()
-            assert time.monotonic() - begun < 1
+            assert time.monotonic() - begun < SOON_S
             assert C.all_reduce(torch.ones(1)).item() == 4
         return str(caught.value)
 

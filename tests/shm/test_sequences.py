@@ -182,8 +182,11 @@ def test_many_operations_leave_nothing_behind():
         assert threads == 0
 
 
+SOON_S = 5.0  # far below the group's timeout: a machine may be busy
+
+
 def busy_until_killed(delay):
-    """Whether an error came within a second of the death of rank 1."""
+    """How long the call took in which the death of rank 1 was found."""
     if dist.get_rank() == 1:
         threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
     x, y = torch.ones(100), torch.ones(400_000)
@@ -218,8 +221,8 @@ def test_deaths_at_random_points():
             args=(chance.uniform(0, 0.1),),
         )
         assert results[1] is None
-        assert results[0] < 1.0
-        assert results[2] < 1.0
+        assert results[0] < SOON_S
+        assert results[2] < SOON_S
     assert not [p for p in os.listdir("/dev/shm") if "gradwire" in p]
 
 
