@@ -284,6 +284,28 @@ def test_a_rank_that_was_interrupted_in_its_own_code_waited_for_nobody(tmp_path,
     assert "rank 1 got KeyboardInterrupt at train.py:5 in load: " in first["details"]
 
 
+@pytest.mark.parametrize("called", [False, True])
+@pytest.mark.parametrize("after", [5_000, 500])
+def test_a_rank_that_came_when_the_others_had_given_up(tmp_path, called, after):
+    """By messages, or by a collective that it called in the end, too."""
+    line = {"name": "stage", "filename": "/home/me/train.py", "line": 5}
+    event = EVENT | {"type": "CollectiveTimeoutError", "lines": [line], "call": "recv"}
+    event["time"] = 1_000_000_000
+    first = [event], {"reason": "exit", "taken_ns": 1_200_000_000}
+    lost = event | {"type": "PeerLostError", "call": "send", "lines": [line | {"line": 8}]}
+    lost["time"] = 1_000_000_000 + after * 1_000_000
+    last = [lost], {"reason": "exit", "taken_ns": lost["time"] + 1}
+    calls = [shm_entry(1), shm_entry(2, done=False)] if called else []
+    found = three_ranks(tmp_path, (calls, *first), (calls, *last), (calls, *first))
+    if after == 500:  # it may have waited, too
+        assert (found["kind"], found["ranks"]) == ("unclear", [])
+        return
+    assert (found["kind"], found["ranks"]) == ("missing", [1])
+    said = "it called send at train.py:8 in stage 5.0 s after they had failed"
+    assert found["summary"].endswith(said)
+    assert any("its last was the" in detail for detail in found["details"]) == called
+
+
 def test_ranks_that_found_that_they_differ(tmp_path):
     """What they compared is in the errors alone, where calls look alike."""
     line = {"name": "step", "filename": "/home/me/train.py", "line": 5}

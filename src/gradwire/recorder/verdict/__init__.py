@@ -20,6 +20,7 @@ from gradwire.recorder.verdict.deaths import find_crash, find_ended, find_killed
 from gradwire.recorder.verdict.dumps import Dumps
 from gradwire.recorder.verdict.errors import find_disagreement, find_error, find_unclear
 from gradwire.recorder.verdict.finding import Finding, Kind, Verdict
+from gradwire.recorder.verdict.late import find_late
 from gradwire.recorder.verdict.reading import read_dumps
 from gradwire.recorder.verdict.slow import find_slow
 
@@ -56,7 +57,8 @@ def _failures(dumps: Dumps) -> list[Finding]:
     known = [finding for finding in found if finding is not None]
     named = {rank for finding in known for rank in finding.ranks}
     absent = find_elsewhere(dumps, gaps) or find_missing(dumps, gaps)
-    absent = absent or (find_not_in_group_call(dumps) if not known else None)
+    if not known:
+        absent = absent or find_not_in_group_call(dumps) or find_late(dumps)
     if absent is not None and not named.intersection(absent.ranks):
         known.append(absent)
     if not any(finding.ranks or finding.kind == Kind.MISMATCH for finding in known):

@@ -13,6 +13,7 @@ from gradwire.recorder.verdict.standing import OF_WHOLE_GROUPS, is_primary, stan
 from gradwire.recorder.verdict.wording import (
     at_line,
     consequences,
+    innermost,
     last_of,
     places_of,
     shortened,
@@ -150,8 +151,11 @@ def _last_of_each(dumps: Dumps, failed: Sequence[int], codes: Mapping[int, int])
     details = [f"rank {rank}: {last_of(dumps.ranks[rank])}" for rank in failed]
     for rank in sorted({*dumps.world} - {*failed}):
         at = standing_of(dumps, rank)
+        where = innermost(dumps.ranks[rank].stack) if rank in dumps.ranks else ""
         if at is not None:
             details.append(f"rank {rank} waited {at.words}")
+        elif where:
+            details.append(f"rank {rank} was {where}")
         elif rank in codes:
             details.append(f"rank {rank} ended with exit code {codes[rank]}")
         elif rank not in dumps.ranks:
