@@ -86,6 +86,20 @@ def test_without_autoload_it_says_so(monkeypatch):
         launch._check_autoload()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nosuch.py"], "PROGRAM is 'nosuch.py', and there is no such file in"),
+        (["--nproc-per-node", "0", __file__], "--nproc-per-node is 0: give at least 1 process"),
+        (["--nproc-per-node", "x", __file__], "--nproc-per-node is 'x': Unsupported"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_before_anything_is_started(arguments, message):
+    result = CliRunner().invoke(app, ["run", *arguments])
+    assert result.exit_code == 2
+    assert message in result.output
+
+
 def test_only_what_an_earlier_run_left_is_removed(tmp_path):
     """A directory of checkpoints may be that of the dumps, too."""
     theirs = {"rank_0.pt", "rank_1_optimizer", "crash-course.txt", "process-list.json", "requests"}

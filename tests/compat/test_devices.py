@@ -173,3 +173,26 @@ def test_data_parallel_module() -> None:
     assert module.device_ids == [torch.device("cpu")] * 3
     net.weight.data.add_(1)  # no cache is in the way
     torch.testing.assert_close(module(x), net(x))
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("device_ids", [None, [0], range(2), ["cuda:0", torch.device("cuda", 1)]])
+def test_data_parallel_without_accelerators_calls_the_module(
+    device_ids: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Programs for GPUs are tried without one: PyTorch takes any arguments, and cuts nothing."""
+    monkeypatch.setattr("gradwire.compat.devices.default_devices", lambda: (torch.device("cpu"),))
+    net = torch.nn.Bilinear(3, 2, 1)
+    module = torch.nn.DataParallel(net, device_ids=device_ids)
+    x, scalars = (torch.randn(4, 3), torch.randn(4, 2)), torch.nn.DataParallel(torch.nn.ReLU())
+    torch.testing.assert_close(module(*x), net(*x))
+    assert module.device_ids == []
+    assert scalars(torch.tensor(2.0)).shape == ()
+
+
+@pytest.mark.usefixtures("installed")
+def test_data_parallel_on_one_device_takes_the_module_there() -> None:
+    module = torch.nn.DataParallel(torch.nn.Linear(2, 1), device_ids=["meta"])
+    assert module.module.weight.device.type == "meta"
+    with pytest.raises(ValueError, match="devices\\[0\\] is 'cpux'"):
+        torch.nn.DataParallel(torch.nn.Linear(2, 1), device_ids=["cpux"])

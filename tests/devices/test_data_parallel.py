@@ -180,6 +180,70 @@ def test_the_mean_leaves_constant_buffers_alone() -> None:
     assert torch.equal(parallel.module.mask, before)
 
 
+class Average(nn.Module):
+    """A mean of all inputs so far, in a buffer that is read where gradients flow.
+
+    Args:
+        assigns: Whether the buffers become other tensors, or are written.
+    """
+
+    def __init__(self, *, assigns: bool) -> None:
+        super().__init__()
+        self.assigns = assigns
+        self.weight = nn.Parameter(torch.ones((), dtype=torch.float64))
+        self.register_buffer("average", torch.ones((), dtype=torch.float64))
+        self.register_buffer("count", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            average, count = (self.average + x.mean()) / 2, self.count + 1
+        if self.assigns:
+            self.average, self.count = average, count
+        else:
+            self.average.copy_(average)
+            self.count.copy_(count)
+        return x * self.weight * self.average
+
+
+@pytest.mark.parametrize("assigns", [False, True])
+@pytest.mark.parametrize(("policy", "expected"), [("first", 2.0), ("mean", 3.0)])
+def test_buffers_that_are_read_assigned_or_written(
+    policy: Any, expected: float, assigns: bool
+) -> None:
+    module = Average(assigns=assigns)
+    x = torch.tensor([[3.0], [7.0]], dtype=torch.float64)
+    DataParallel(module, ["cpu"] * 2, buffers=policy)(x).sum().backward()
+    assert module.weight.grad.item() == 3 * 2 + 7 * 4  # by what each replica had in its forward
+    assert module.average.item() == expected
+    assert module.count.item() == 1
+    assert [*module.state_dict()] == ["weight", "average", "count"]
+
+
+def test_buffers_of_other_shapes_or_none() -> None:
+    class Grows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Module()
+            self.inner.register_buffer("seen", torch.zeros(1))
+            self.inner.register_buffer("last", None)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.inner.seen, self.inner.last = torch.cat([self.inner.seen, x]), x
+            return x
+
+    x = torch.tensor([1.0, 2.0])
+    parallel = DataParallel(Grows(), ["cpu"] * 2)
+    parallel(x)
+    assert parallel.module.inner.seen.tolist() == [0.0, 1.0]
+    assert parallel.module.inner.last.tolist() == [1.0]
+    with pytest.raises(
+        ArgumentError, match=r"replica 0 made the buffer inner.seen, of shape \(1,\)"
+    ):
+        DataParallel(Grows(), ["cpu"] * 2, buffers="mean")(x)
+    with pytest.raises(ArgumentError, match=r"replica 1 wrote the buffer inner.seen"):
+        DataParallel(Grows(), ["cpu"] * 2, buffers="error")(x)
+
+
 def test_buffers_that_require_grad() -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:

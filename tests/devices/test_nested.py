@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict, namedtuple
+from collections import Counter, OrderedDict, defaultdict, namedtuple
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -37,6 +37,17 @@ class Frozen:
 
 class MyList(list[Any]):
     pass
+
+
+class Fields(OrderedDict[str, Any]):
+    """Entries that are attributes, too, and refuses `update`, as outputs of Transformers do."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        super().__setattr__(key, value)
+
+    def update(self, *_: Any, **__: Any) -> None:
+        raise TypeError("no update")
 
 
 class Pair:
@@ -77,6 +88,8 @@ def test_named_tuples(kind: Any) -> None:
         (MyList([x()]), lambda v: v[0]),
         ({"a": x(), "b": []}, lambda v: v["a"]),
         (OrderedDict(b=x(), a=()), lambda v: v["b"]),
+        (Fields({"a": x()}), lambda v: v.a),
+        (Counter(a=x()), lambda v: v["a"]),
         (defaultdict(list, a={"b": [x()]}), lambda v: v["a"]["b"][0]),
         (Plain(x()), lambda v: v.a),
         (Plain(1, Frozen(x())), lambda v: v.b.a),
@@ -89,6 +102,8 @@ def test_every_container_survives_the_round_trip(value: Any, read: Any) -> None:
     assert len(parts) == 2
     for i, part in enumerate(parts):
         assert type(part) is type(value)
+        if isinstance(value, dict):
+            assert list(part) == list(value)
         assert torch.equal(read(part), x()[2 * i : 2 * i + 2])
     whole = gather_nested(parts, "cpu")
     assert type(whole) is type(value)
@@ -113,6 +128,7 @@ def test_what_is_no_tensor_goes_everywhere_and_comes_back_as_a_list() -> None:
         None,
         [2.5, 2.5],
     )
+    assert gather_nested([None, 3], "cpu") == [None, 3]
     assert scatter_nested("word", ["cpu"] * 3) == ["word"] * 3
 
 
@@ -154,6 +170,8 @@ def test_scatter_refuses_what_it_cannot_cut() -> None:
         ([[1, 2], [1]], r"outputs of replica 1 has \[0\], of replica 0 \[0, 1\]"),
         ([{"a": x()}, {"a": 1}], r"outputs\['a'\] is a int from replica 1, a Tensor from"),
         ([[x()], (x(),)], "outputs is a tuple from replica 1, a list from replica 0"),
+        ([None, (x(),)], "outputs is a tuple from replica 1, a NoneType from replica 0"),
+        ([3, {"a": x()}], "outputs is a dict from replica 1, a int from replica 0"),
         ([], "outputs is empty"),
     ],
 )

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradwire.devices import gather, scatter
+from gradwire.devices import broadcast, gather, reduce_add, scatter
 from gradwire.errors import ArgumentError
 
 
@@ -161,3 +161,36 @@ def test_gather_refuses_what_it_cannot_do() -> None:
         gather([x, x], out=torch.empty(2, 5))
     with pytest.raises(ArgumentError, match="dim is 1, the tensor has 0 dims"):
         gather([torch.ones(()), torch.ones(())], dim=1)
+
+
+def test_results_that_share_memory_are_refused() -> None:
+    x = torch.arange(4.0)
+    with pytest.raises(ArgumentError, match=r"out\[0\] shares memory with tensor: that would be"):
+        scatter(x, out=[x[2:], x[:2]])
+    both = torch.zeros(3)
+    with pytest.raises(ArgumentError, match=r"out\[1\] shares memory with out\[0\]: one would be"):
+        scatter(x, out=[both[:2], both[1:]])
+    with pytest.raises(ArgumentError, match=r"out shares memory with tensors\[1\]: that would be"):
+        gather([x[2:], x[:2]], out=x)
+    with pytest.raises(ArgumentError, match=r"out\[0\] shares memory with tensor: that would be"):
+        broadcast(x[:2], out=[x[1:3], torch.empty(2)])
+    with pytest.raises(
+        ArgumentError, match=r"out\[0\] has shape \(2, 2\) and strides \(0, 1\), so"
+    ):
+        broadcast(x.view(2, 2), out=[torch.zeros(1, 2).expand(2, 2)])
+    assert torch.equal(x, torch.arange(4.0))
+
+
+def test_results_beside_each_other_in_one_matrix() -> None:
+    """Columns of one matrix lie between each other's, but share no element; nor is a chunk moved
+    that is its own result."""
+    x, matrix = torch.arange(12.0).reshape(3, 4), torch.zeros(3, 4)
+    scatter(x, dim=1, out=[matrix[:, :1], matrix[:, 1:]])
+    assert torch.equal(matrix, x)
+    wide = torch.cat([x, torch.zeros(3, 2)], 1)
+    gather([wide[:, :2], x[:, 2:], wide[:, :2]], dim=1, out=wide)
+    assert torch.equal(wide, torch.cat([x, x[:, :2]], 1))
+    assert scatter(x, out=[x[:2], x[2:]])[1].tolist() == [[8.0, 9.0, 10.0, 11.0]]
+    assert torch.equal(
+        reduce_add([x[:, :2].clone(), matrix[:, 2:]], out=matrix[:, :2])[0], x[0, 2:] + x[0, :2]
+    )

@@ -98,6 +98,9 @@ def test_the_command(trace, tmp_path):
     assert "http" not in page.read_text().replace("http-equiv", "").replace("http://www.w3.org", "")
     result = CliRunner().invoke(app, ["timeline", str(trace), "--json"])
     assert [rank["rank"] for rank in json.loads(result.stdout)["ranks"]] == [0, 1]
+    result = CliRunner().invoke(app, ["timeline", str(trace), "--png", "run.gif"])
+    assert result.exit_code == 2
+    assert "--png is 'run.gif': give a file that ends with .png" in " ".join(result.output.split())
     other = tmp_path / "other.json"
     other.write_text("{}")
     result = CliRunner().invoke(app, ["timeline", str(other)])

@@ -7,13 +7,15 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 
 from gradwire import devices as ours
 from gradwire.compat.error_messages import as_runtime_error
 from gradwire.compat.replacements import Replacement
-from gradwire.devices.placement import Device
+from gradwire.devices.copying import HOST
+from gradwire.devices.placement import Device, default_devices
 
 __all__ = ["TABLE"]
 
@@ -129,7 +131,8 @@ class DataParallel(ours.DataParallel[Module]):
     """gradwire.devices.DataParallel with PyTorch's arguments and attributes.
 
     Replicas are copied at every forward: code written for PyTorch may write parameters through
-    `.data`, which no cache can see.
+    `.data`, which no cache can see. As PyTorch's, it calls the module as it is on a machine without
+    accelerators, unless `device_ids` names "cpu", and moves it to the device if that is only one.
     """
 
     def __init__(
@@ -139,8 +142,29 @@ class DataParallel(ours.DataParallel[Module]):
         output_device: Device | None = None,
         dim: int = 0,
     ) -> None:
-        super().__init__(module, device_ids, output_device, dim, cache_replicas=False)
-        self.device_ids = [d if d.index is None else d.index for d in self.devices]
+        alone = default_devices() == (HOST,) and _are_accelerators(device_ids)
+        given = (None, None) if alone else (device_ids, output_device)
+        super().__init__(module, *given, dim, cache_replicas=False)
+        self.device_ids = [] if alone else [d if d.index is None else d.index for d in self.devices]
+        if len(self.device_ids) == 1:
+            self.module.to(self.devices[0])
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The module's outputs for the whole batch."""
+        if not self.device_ids:
+            return self.module(*inputs, **kwargs)
+        return super().forward(*inputs, **kwargs)
+
+
+def _are_accelerators(device_ids: Sequence[Device] | None) -> bool:
+    """Whether all entries are indices, or devices of an accelerator's type; None means those."""
+    try:
+        return all(
+            isinstance(d, int) or torch.device(d).type not in ("cpu", "meta")
+            for d in (() if device_ids is None else device_ids)
+        )
+    except (RuntimeError, TypeError):  # no devices: the constructor's error
+        return False
 
 
 _COMM = ("torch.nn.parallel.comm", "torch.cuda.comm")

@@ -10,6 +10,7 @@ from torch import Tensor
 from gradwire.devices import checks
 from gradwire.devices.copying import copy_into
 from gradwire.devices.functional import BUFFER_SIZE, broadcast_lists, reduce_lists
+from gradwire.devices.overlaps import check_apart, check_writable, same_place, share_memory
 from gradwire.devices.placement import Device, as_destination, as_devices
 from gradwire.devices.summing import sum_into
 from gradwire.errors import ArgumentError, ArgumentTypeError
@@ -28,8 +29,8 @@ def broadcast(
     Args:
         tensor: On any device; any dtype; dense or sparse.
         devices: The places, k of them; one device several times is several places.
-        out: k tensors to write into instead, of the tensor's shape, dtype and layout. Exactly one
-            of `devices` and `out` is given; with `out` no gradient is recorded.
+        out: k tensors to write into instead, of the tensor's shape, dtype and layout, that share no
+            memory. Exactly one of `devices` and `out` is given; with `out` no gradient is recorded.
 
     Returns:
         k tensors of the tensor's shape. At its own place (the first entry of its device) it is
@@ -58,8 +59,11 @@ def broadcast(
     checks.check_out_without_grad(targets, [tensor])
     for i, target in enumerate(targets):
         checks.check_out(target, tensor, tensor.shape, f"out[{i}]")
+    places = range(len(targets))
+    sources = [tensor] * len(targets)
+    check_apart(targets, sources, [f"out[{i}]" for i in places], ["tensor" for _ in places])
     with torch.no_grad():
-        copy_into(targets, [tensor] * len(targets))
+        copy_into(targets, sources)
     return tuple(targets)
 
 
@@ -144,8 +148,9 @@ def reduce_add(
     checks.check_no_destination(destination)
     checks.check_out(out, found[0], found[0].shape, "out")
     checks.check_out_without_grad([out], found)
+    check_writable(out, "out")
     for i, tensor in enumerate(found):
-        if _share_memory(out, tensor) and not (i == 0 and _same_place(out, tensor)):
+        if share_memory(out, tensor) and not (i == 0 and same_place(out, tensor)):
             raise ArgumentError(
                 f"out shares memory with inputs[{i}]: that input would be overwritten before it "
                 "is read. Give a tensor of its own, or inputs[0]"
@@ -220,20 +225,3 @@ def _buffer_bytes(buffer_size: int, detach_buffers: bool) -> int:
         raise ArgumentError(f"buffer_size is {buffer_size}: give bytes, above 0")
     # A buffer that closes after one byte holds one tensor.
     return 1 if detach_buffers else buffer_size
-
-
-def _same_place(a: Tensor, b: Tensor) -> bool:
-    return a.data_ptr() == b.data_ptr() and a.stride() == b.stride()
-
-
-def _share_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether the address ranges of two dense tensors meet."""
-    if a.device != b.device or a.layout != torch.strided or not a.numel():
-        return False
-    (a0, a1), (b0, b1) = _extent(a), _extent(b)
-    return a0 < b1 and b0 < a1
-
-
-def _extent(tensor: Tensor) -> tuple[int, int]:
-    reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-    return tensor.data_ptr(), tensor.data_ptr() + reach * tensor.element_size()

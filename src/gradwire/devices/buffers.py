@@ -5,10 +5,11 @@ The first replica's buffers are the module's own; those of the others are copies
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal, TypeAlias, get_args
 
 import torch
+from torch import Tensor
 from torch.nn import Module
 
 from gradwire.devices.copying import local
@@ -26,41 +27,91 @@ def check_policy(policy: str) -> None:
 
 
 class BufferTracker:
-    """Remembers a module's buffers before a forward, and applies the policy after it.
+    """Remembers what buffers the replicas were given, and applies the policy after the forward.
 
-    Version counters are no help here: batch norm writes its statistics past them.
+    Version counters are no help here: batch norm writes its statistics past them. A module may also
+    assign a buffer another tensor, rather than write into the one it has.
     """
 
-    def __init__(self, module: Module, policy: BufferPolicy) -> None:
+    def __init__(self, module: Module, policy: BufferPolicy, first: Module) -> None:
         self.policy = policy
-        self.before = {}
+        self.before: dict[str, Tensor] = {}
         if policy != "first":
-            self.before = {name: b.detach().clone() for name, b in module.named_buffers()}
+            self.before = {n: b.detach().clone() for n, b in _buffers(module) if b is not None}
+        if policy == "mean":
+            # The mean is written into the module's own, so the first replica's backward must not
+            # have kept those.
+            for name, given in _buffers(first):
+                if name in self.before and given is not None and not given.requires_grad:
+                    _assign(first, name, self.before[name].clone())
+        self.given = dict(_buffers(first))
 
     @torch.no_grad()
     def apply_policy(self, module: Module, replicas: Sequence[Module]) -> None:
         """Apply the policy.
 
         Raises:
-            ArgumentError: The policy is "error", and a replica but the first wrote a buffer.
+            ArgumentError: The policy is "error", and a replica but the first wrote a buffer; it is
+                "mean", and a replica's buffer has another shape.
         """
-        own = dict(module.named_buffers())
-        written = [dict(replica.named_buffers()) for replica in replicas]
-        for name, before in self.before.items():
-            after = [local(buffers[name].detach(), before.device) for buffers in written]
-            if self.policy == "error":
-                _refuse_written(name, before, after)
-            elif before.is_floating_point() or before.is_complex():
-                # equal values are skipped: the difference of infinities would be NaN
-                change = sum(torch.where(a == before, 0, a - before) for a in after)
-                # without a change of the version counter, as batch norm does: backward does not
-                # read the value
-                own[name].data.copy_(before + change / len(after))
+        own, written = dict(_buffers(module)), [dict(_buffers(replica)) for replica in replicas]
+        for name, tensor in own.items():
+            before = self.before.get(name)
+            if before is not None:
+                after = [_at(buffers.get(name), before.device) for buffers in written]
+                if self.policy == "error":
+                    _refuse_written(name, before, after)
+                elif before.is_floating_point() or before.is_complex():
+                    _write(tensor, _moved_by_mean(name, before, after))
+                    continue
+            new = written[0].get(name)
+            if new is not self.given.get(name):
+                _assign(module, name, new)
+            elif self.policy == "mean":
+                _write(tensor, new)
 
 
-def _refuse_written(name: str, before: torch.Tensor, after: Sequence[torch.Tensor]) -> None:
+def _buffers(module: Module) -> Iterator[tuple[str, Tensor | None]]:
+    """Every buffer's name and value; of those that are None too, and of shared ones every name."""
+    for prefix, owner in module.named_modules():
+        for key, value in owner._buffers.items():
+            yield f"{prefix}.{key}" if prefix else key, value
+
+
+def _assign(module: Module, name: str, value: Tensor | None) -> None:
+    prefix, _, key = name.rpartition(".")
+    module.get_submodule(prefix)._buffers[key] = value
+
+
+def _write(target: Tensor | None, value: Tensor | None) -> None:
+    """Copy a value, where it differs: the version counter of what nobody has written stays."""
+    if target is not None and value is not None and not torch.equal(target, value):
+        target.copy_(value)
+
+
+def _at(value: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if value is None else local(value.detach(), device)
+
+
+def _moved_by_mean(name: str, before: Tensor, after: Sequence[Tensor | None]) -> Tensor:
+    """The value before, moved by the mean of the changes."""
+    change = torch.zeros_like(before)
+    for i, value in enumerate(after):
+        if value is None or value.shape != before.shape:
+            found = None if value is None else tuple(value.shape)
+            raise ArgumentError(
+                f'buffers is "mean", and replica {i} made the buffer {name}, of shape '
+                f"{tuple(before.shape)}, one of {found}: those have no mean. Keep the shape, or "
+                'take "first" (the first replica\'s)'
+            )
+        # equal values are skipped: the difference of infinities would be NaN
+        change += torch.where(value == before, 0, value - before)
+    return before + change / len(after)
+
+
+def _refuse_written(name: str, before: Tensor, after: Sequence[Tensor | None]) -> None:
     for i, value in enumerate(after[1:], 1):
-        if not torch.equal(value, before):
+        if value is None or value.dtype != before.dtype or not torch.equal(value, before):
             raise ArgumentError(
                 f'buffers is "error", and replica {i} wrote the buffer {name}: that value would be '
                 'lost. Freeze it, or take "mean" (of all replicas) or "first" (the first '

@@ -114,7 +114,8 @@ def _flatten_dict(value: dict[Any, Any]) -> OneLevel:
     def unflatten(new: Sequence[Any]) -> dict[Any, Any]:
         # A copy keeps a subclass's own attributes, as a defaultdict its default.
         result = copy.copy(value)
-        result.update(zip(keys, new, strict=True))
+        for key, child in zip(keys, new, strict=True):
+            result[key] = child  # a subclass's update may count, as Counter's does, or be refused
         return result
 
     return OneLevel(keys, list(value.values()), unflatten)

@@ -36,7 +36,7 @@ class DataParallel(Module, Generic[M]):
         buffers: What becomes of buffers that replicas write. "first": the first replica's are
             kept, the others' lost. "mean": floating-point buffers move by the mean of all
             replicas' changes, the others are the first replica's. "error": a forward in which
-            another replica wrote a buffer raises.
+            another replica wrote a buffer raises. A buffer that is assigned counts as written.
         cache_replicas: Keep the replicas' parameters from one forward to the next, and copy only
             those that were written in between. Code that writes parameters in place through `.data`
             must call `clear_cache`.
@@ -80,7 +80,7 @@ class DataParallel(Module, Generic[M]):
 
         Raises:
             ArgumentError: Inputs with different batch sizes; outputs of different structure; a
-                parameter that is not on the first device.
+                parameter that is not on the first device; buffers that go against the policy.
             NotSupportedError: Several devices inside torch.func's transforms.
             Exception: What the module raised in the first replica that failed.
         """
@@ -92,8 +92,8 @@ class DataParallel(Module, Generic[M]):
             chunks, named = chunks[:1], named[:1]
         if len(self.devices) == 1 and self.output_device == self.devices[0]:
             return self.module(*chunks[0], **named[0])
-        tracker = BufferTracker(self.module, self.buffer_policy)
         replicas = self.replicate(self.module, self.devices[: len(chunks)])
+        tracker = BufferTracker(self.module, self.buffer_policy, replicas[0])
         outputs = self.parallel_apply(replicas, chunks, named)
         tracker.apply_policy(self.module, replicas)
         return self.gather(outputs, self.output_device)

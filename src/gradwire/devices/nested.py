@@ -135,7 +135,7 @@ def _gathered(values: list[Any], device: torch.device, dim: int, name: str) -> A
     _check_types(values, name)
     if isinstance(first, Tensor):
         return gather(values, dim, device)
-    if first is None:
+    if all(value is None for value in values):
         return None
     flattened = [flatten_one_level(value) for value in values]
     if flattened[0] is None:
@@ -163,7 +163,7 @@ def _check_types(values: list[Any], name: str) -> None:
         both_tensors = isinstance(first, Tensor) and isinstance(value, Tensor)
         if both_tensors or type(value) is type(first):
             continue
-        if isinstance(first, Tensor) or isinstance(value, Tensor) or flatten_one_level(first):
+        if any(isinstance(v, Tensor) or flatten_one_level(v) for v in (first, value)):
             raise ArgumentError(
                 f"{name} is a {type(value).__name__} from replica {i}, a {type(first).__name__} "
                 "from replica 0: give every replica's output the same structure"

@@ -12,6 +12,7 @@ from gradwire.devices import checks
 from gradwire.devices.chunks import concat_into, cut
 from gradwire.devices.copying import copy_into
 from gradwire.devices.functional import gather_chunks, scatter_chunks
+from gradwire.devices.overlaps import check_apart
 from gradwire.devices.placement import Device, as_destination, as_devices
 from gradwire.errors import ArgumentError
 
@@ -42,7 +43,8 @@ def scatter(
             memory may still be on its way when this returns: the source must not be overwritten
             before the device has been synchronised.
         out: Tensors to write into instead; their sizes in `dim` are the chunk sizes, and no
-            gradient is recorded. Exactly one of `devices` and `out` is given.
+            gradient is recorded. They share no memory with each other or, but for a chunk's own,
+            with the tensor. Exactly one of `devices` and `out` is given.
         strict: Refuse to give fewer chunks than devices.
 
     Returns:
@@ -93,7 +95,8 @@ def gather(
             along dim 0 into a vector, with a warning.
         dim: The dim along which they are joined; may be negative.
         destination: Where the result goes; the first tensor's device if None, the host for −1.
-        out: A tensor to write the result into instead, on any device; no gradient is recorded.
+        out: A tensor to write the result into instead, on any device; no gradient is recorded. It
+            shares no memory with the tensors, but where one is already in its place.
 
     Returns:
         The joined tensor, in the memory format that all tensors have, else contiguous. On the host
@@ -125,6 +128,9 @@ def gather(
     shape[dim] = sum(t.shape[dim] for t in found)
     checks.check_out(out, found[0], shape, "out")
     checks.check_out_without_grad([out], found)
+    places = range(len(found))
+    parts = cut(out.detach(), [t.shape[dim] for t in found], dim)
+    check_apart(parts, found, ["out" for _ in places], [f"tensors[{i}]" for i in places])
     with torch.no_grad():
         concat_into(out, found, dim)
     return out
@@ -146,8 +152,11 @@ def _scatter_into(
             f"{tensor.shape[dim]}: give tensors whose sizes sum to it"
         )
     _check_streams(streams, len(targets))
+    chunks = cut(tensor.detach(), sizes, dim)
+    places = range(len(targets))
+    check_apart(targets, chunks, [f"out[{i}]" for i in places], ["tensor" for _ in places])
     with torch.no_grad():
-        copy_into(targets, cut(tensor, sizes, dim), streams)
+        copy_into(targets, chunks, streams)
 
 
 def _check_streams(streams: Sequence[torch.Stream | None] | None, places: int) -> None:

@@ -18,7 +18,7 @@ from unittest.mock import patch
 
 import torch
 from torch.distributed.launcher import api
-from torch.distributed.run import run
+from torch.distributed.run import determine_local_world_size, run
 
 from gradwire.cli.run.agent import collecting_agent
 from gradwire.errors import ArgumentError
@@ -42,6 +42,7 @@ def run_program(options: argparse.Namespace) -> None:
         ChildFailedError: A rank failed.
         SignalException: This process was interrupted; the ranks have been ended.
     """
+    _check_program(options)
     variables = _variables(options)
     if variables:
         _check_autoload()
@@ -56,6 +57,22 @@ def run_program(options: argparse.Namespace) -> None:
         patch.object(api, "LocalElasticAgent", collecting_agent(directory)),
     ):
         run(options)
+
+
+def _check_program(options: argparse.Namespace) -> None:
+    """Refuse what torchrun's agent would end with a traceback for, or would start for nothing."""
+    program, processes = options.training_script, options.nproc_per_node
+    if not (options.module or options.no_python or os.path.exists(program)):
+        raise ArgumentError(
+            f"PROGRAM is {program!r}, and there is no such file in {os.getcwd()}: give its path, "
+            "or put -m before the name of a module"
+        )
+    try:
+        count = determine_local_world_size(processes)
+    except ValueError as error:
+        raise ArgumentError(f"--nproc-per-node is {processes!r}: {error}") from error
+    if count < 1:
+        raise ArgumentError(f"--nproc-per-node is {count}: give at least 1 process")
 
 
 def _variables(options: argparse.Namespace) -> dict[str, str]:

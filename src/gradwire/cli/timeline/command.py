@@ -43,6 +43,8 @@ def timeline(trace: Path, html: Path | None, png: Path | None, as_json: bool) ->
     """
     if png is not None and find_spec("matplotlib") is None:
         raise click.UsageError('--png needs matplotlib: pip install "gradwire[plot]"')
+    if png is not None and png.suffix != ".png":
+        raise click.UsageError(f"--png is {str(png)!r}: give a file that ends with .png")
     try:
         data = read_trace(trace)
         summary = summarize(data)
