@@ -20,12 +20,13 @@ def check_apart(
 ) -> None:
     """Refuse results over each other or over a source, when each source is copied into its result.
 
-    A result may be the memory of its own source.
+    A result may be the memory of its own source. Results of one name are parts of one tensor.
     """
     for i, write in enumerate(writes):
         check_writable(write, write_names[i])
         for j in range(i):
-            if share_memory(write, writes[j]):
+            # parts that are columns would be looked at element by element
+            if write_names[i] != write_names[j] and share_memory(write, writes[j]):
                 raise ArgumentError(
                     f"{write_names[i]} shares memory with {write_names[j]}: one would be written "
                     "over the other. Give tensors that lie apart"
