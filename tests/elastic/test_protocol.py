@@ -27,7 +27,7 @@ def test_two_members_of_which_one_may_die_anywhere() -> None:
         (Model(members=2, crashes=1, joiners=1), 59_125),
         (Model(members=3, crashes=2), 93_392),
         (Model(members=2, crashes=1, suspicions=1), 33_415),
-        (Model(members=2, crashes=0, suspicions=2), 100_988),
+        (Model(members=2, crashes=0, suspicions=2), 98_758),
         (Model(members=1, crashes=2, joiners=2, steps=1), 246_051),
     ],
     ids=str,
