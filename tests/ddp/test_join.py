@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms import Join
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from gradwire import hooks
@@ -176,9 +177,61 @@ def test_ranks_without_input_wait_for_a_backward(step):
 
         with pytest.raises(DistributedError, match="had no backward") as raised:
             train()
+        with net.join():  # the ranks go on
+            for number in range(1 + bool(rank)):
+                net(batch(rank, number)).sum().backward()
         return isinstance(raised.value, ReductionError) == bool(rank)
 
     assert all(run_ranks(main, 3))
+
+
+def test_ranks_without_input_take_part_in_one_module_after_the_other():
+    """The next one's message met the buckets of the first."""
+
+    def main():
+        rank = dist.get_rank()
+        first, second = DistributedDataParallel(mlp()), DistributedDataParallel(nn.Linear(2, 1))
+
+        def train():
+            with Join([first, second]):
+                for number in range(1 + bool(rank)):
+                    second(first(batch(rank, number))).sum().backward()
+
+        with pytest.raises(DistributedError, match="had no backward"):
+            train()
+        with Join([first, second]):
+            for number in range(1 + bool(rank)):
+                output = first(batch(rank, number))
+                output.sum().backward()
+                second(output.detach()).sum().backward()
+
+    run_ranks(main, 2)
+
+
+def test_ranks_without_input_wait_for_what_is_to_be_finalized():
+    """The vote of a hook met the message of the next forward."""
+
+    def main():
+        rank = dist.get_rank()
+        net = DistributedDataParallel(mlp())
+        net.register_comm_hook(None, hooks.all_reduce)
+        net.require_manual_backward_finalization = True
+        for _ in range(3):  # the first backwards end by themselves
+            net(batch(rank, 0)).sum().backward()
+            net.finalize_backward()
+
+        def train():
+            with net.join():
+                for number in range(bool(rank)):
+                    net(batch(rank, number)).sum().backward()
+                    with torch.no_grad():
+                        net(batch(rank, number))
+                    net.finalize_backward()
+
+        with pytest.raises(DistributedError, match="was not finalized"):
+            train()
+
+    run_ranks(main, 2)
 
 
 def test_ranks_without_input_do_not_wait_for_a_second_backward():

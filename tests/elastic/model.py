@@ -150,7 +150,8 @@ class Model:
             self._check_operation(decision, entries)
             yield self._passed(world, index, decision, entries)
         others = set(decision.members) - {proc.member.number}
-        dead = {q.member.number for q in world.procs if not q.alive}
+        over = p.Phase.OVER
+        dead = {q.member.number for q in world.procs if not q.alive or q.member.phase is over}
         away = {m for epoch, m in world.left if epoch == decision.epoch}
         # alone, nobody's leaving tells a member that others have gone on without it
         outdated = not others and len(world.sources) > decision.epoch + 1

@@ -27,7 +27,7 @@ def test_two_members_of_which_one_may_die_anywhere() -> None:
         (Model(members=2, crashes=1, joiners=1), 59_125),
         (Model(members=3, crashes=2), 93_392),
         (Model(members=2, crashes=1, suspicions=1), 33_415),
-        (Model(members=2, crashes=0, suspicions=2), 100_988),
+        (Model(members=2, crashes=0, suspicions=2), 98_758),
         (Model(members=1, crashes=2, joiners=2, steps=1), 246_051),
     ],
     ids=str,
@@ -123,6 +123,19 @@ def test_a_round_without_the_state_waits_until_those_that_had_it_are_dead() -> N
     assert p.may_close(dead)
     assert p.is_over(replace(dead, finished=True))
     assert not p.may_close(replace(dead, finished=True))
+
+
+def test_who_sleeps_after_it_has_registered_has_the_state_still() -> None:
+    """A new member began from scratch without it, or took the run for over."""
+    before = p.Decision(1, (1, 2), (1, 2), 0)
+    registered = (p.Registration(2, 1, 57, True), p.Registration(3, 0, 0, False))
+    asleep = p.Seen(before, registered, frozenset({1, 2}), frozenset({1}))
+    for finished in (False, True):
+        seen = replace(asleep, finished=finished)
+        assert not p.may_close(seen)
+        assert not p.is_over(seen)
+        assert p.may_close(replace(seen, gone=frozenset({1})))
+    assert p.may_close(replace(asleep, dead=frozenset({1, 2})))
 
 
 def test_a_state_of_before_is_none_when_a_member_is_done() -> None:

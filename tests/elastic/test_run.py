@@ -17,6 +17,7 @@ from torch import nn
 
 from gradwire import elastic
 from gradwire.ddp import DistributedDataParallel
+from gradwire.elastic import protocol
 from gradwire.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -134,6 +135,25 @@ def test_what_no_shard_uses_has_no_gradient(store: dist.Store) -> None:
             step.reduce()
             assert module[1].weight.grad is None
             step.commit()
+
+
+def test_members_that_others_were_done_without_hear_of_it(store: dist.Store) -> None:
+    """In their last commit: it was taken for a loss, and the loop ended as if all was well."""
+
+    def one() -> None:
+        run, module = join(store, members=2, shards=2), nn.Linear(1, 1)
+        run.keep(model=module)
+        for step in run.steps(2):
+            with step:
+                for _ in step.shards:
+                    step.backward(module(torch.ones(1, 1)).mean())
+                if step.number == 1:  # as others do that take both for dead
+                    membership = run._engine.membership
+                    membership.propose(protocol.Decision(2, (9,), (9,), 0))
+                    membership.store.compare_set("finished", "", "2")
+                step.commit()
+
+    assert [type(error) for error in together(one, one)] == [RunOverError, RunOverError]
 
 
 @pytest.mark.narrow({"reproducible": True})

@@ -13,6 +13,7 @@ from gradwire.errors import (
     HookError,
     PeerFailedError,
     PeerLostError,
+    RunOverError,
 )
 
 __all__ = ["let_go", "may_mean_a_loss", "means_a_loss"]
@@ -28,6 +29,8 @@ def means_a_loss(error: BaseException) -> bool:
 
 def may_mean_a_loss(error: BaseException) -> bool:
     """Whether a backend raises such where a member is lost, among other things."""
+    if isinstance(error, RunOverError):  # of the last commit: the members have left, all done
+        return False
     return isinstance(error, _UNCLEAR) or type(error) is RuntimeError
 
 

@@ -152,7 +152,8 @@ def _has_state(registration: Registration, seen: Seen) -> bool:
 def _holders_are_dead(seen: Seen) -> bool:
     if seen.previous is None:
         return True
-    stateless = {r.member for r in seen.registered}
+    # who has registered with the state, and sleeps since, has it still
+    stateless = {r.member for r in seen.registered if not _has_state(r, seen)}
     return (stateless | seen.dead).issuperset((*seen.previous.members, *seen.previous.former))
 
 

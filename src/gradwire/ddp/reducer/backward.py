@@ -307,6 +307,7 @@ class Backward:
     def start_over(self) -> None:
         """As after construction: ranks may have been at different assignments of buckets."""
         self.reset()
+        self.shadowed = False  # who waited has raised an error
         self.usage.forget()
         self.reassign_buckets(self.assigner.first_order())
 

@@ -13,10 +13,16 @@ __all__ = ["check_first", "check_over"]
 def check_over(backward: Backward) -> None:
     """Before the ranks meet outside of a backward: let none wait for this one.
 
+    Nor for one of another module of the group, as in `Join([generator, discriminator])`: who has
+    run out takes part in the forward and the backward of one, then in those of the next.
+
     Raises:
         ReductionError: A forward had no backward.
     """
-    if backward.shadowed and backward.state in (BackwardState.EXPECTED, BackwardState.SHORT):
+    shadowed = [b for b in (backward, *backward.others()) if b.shadowed]
+    if any(b.state is BackwardState.AWAITING for b in shadowed):
+        backward.raise_not_finalized()
+    if any(b.state in (BackwardState.EXPECTED, BackwardState.SHORT) for b in shadowed):
         backward.recover()
         backward.domain.fail(
             ReductionError(
