@@ -256,3 +256,20 @@ def test_ranks_without_input_do_not_wait_for_a_second_backward():
                     torch.testing.assert_close(p.grad, q.grad)
 
     run_ranks(main, 3)
+
+
+def test_after_join_a_backward_may_be_repeated():
+    def main():
+        net, x = DistributedDataParallel(nn.Linear(4, 1)), batch(dist.get_rank(), 0)
+        with net.join():
+            for _ in range(1 + dist.get_rank()):
+                loss = net(x).sum()
+                loss.backward(retain_graph=True)
+        net.zero_grad()
+        loss.backward()
+        return net.module.weight.grad.tolist()
+
+    first, second = run_ranks(main, 2)
+    assert first == second
+    for value in first[0]:
+        assert value == pytest.approx(2 * 1.5 / 20)  # two rows, the mean of 1 and 2 twentieths

@@ -183,5 +183,6 @@ class ShadowHook(JoinHook):
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Take the parameters of a rank that took part in every step."""
+        self._net.reducer.end_uneven()
         root = agree_on_rank(self._net._group, candidate=is_last_joiner)
         broadcast_coalesced(self._net._group, self._net._state_tensors(), group_src=root)

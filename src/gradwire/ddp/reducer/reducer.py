@@ -260,6 +260,10 @@ class Reducer:
         """
         check_over(self._backward)
 
+    def end_uneven(self) -> None:
+        """No rank takes part by `shadow` from now on."""
+        self._backward.shadowed = False
+
     def expect(self, outputs: Iterable[Tensor]) -> None:
         """The backward begins at these outputs of a forward, each time it is run.
 
