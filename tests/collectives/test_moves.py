@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire import collectives as C
-from gradwire.errors import ArgumentError, ArgumentTypeError
+from gradwire.errors import ArgumentError, ArgumentTypeError, MismatchError
 from gradwire.testing import gradcheck, run_ranks
 
 pytestmark = pytest.mark.usefixtures("each_backend")
@@ -149,6 +149,47 @@ def test_a_tree_is_as_its_leaves(coalesced, single):
         return torch.equal(leaf.grad, twin.grad)
 
     assert run_ranks(main, 2) == [True, True]
+
+
+COALESCED = (
+    C.all_reduce_coalesced,
+    lambda t, **o: C.reduce_coalesced(t, 0, **o),
+    lambda t, **o: C.broadcast_coalesced(t, 1, **o),
+    C.all_gather_coalesced,
+    C.reduce_scatter_coalesced,
+)
+
+
+def test_equal_dicts_that_were_filled_in_another_order():
+    def main():
+        def filled(*keys):
+            return {key: (values[key], {"in": values[key] * 2}) for key in keys}
+
+        values = {"a": torch.ones(2), 3: torch.ones(2) * 10, "b": torch.ones(2).double() * 100}
+        mine = filled("a", 3, "b") if dist.get_rank() else filled("b", 3, "a")
+        for coalesced in COALESCED:
+            result, want = coalesced(mine), coalesced(filled("a", "b", 3))
+            assert list(result) == list(mine)
+            for key in mine:
+                assert torch.equal(result[key][0], want[key][0])
+                assert torch.equal(result[key][1]["in"], want[key][1]["in"])
+        return C.all_reduce_coalesced(mine)["a"][1]["in"].tolist()
+
+    assert run_ranks(main, 2) == [[4.0, 4.0]] * 2
+
+
+def test_trees_that_differ_though_they_have_as_many_elements():
+    def main(check):
+        short, long = torch.ones(2), torch.ones(4)
+        for first, second in (([short, long], [long, short]), ({"a": short}, {"b": short})):
+            for coalesced in COALESCED:
+                with pytest.raises(MismatchError) as caught:
+                    coalesced(second if dist.get_rank() else first, check=check)
+                assert "ranks disagree on detail: rank 0: " in str(caught.value)
+        return C.all_reduce_coalesced([short])[0].tolist()
+
+    assert run_ranks(main, 2, args=(True,)) == [[2.0, 2.0]] * 2
+    assert run_ranks(main, 2, backend="shm", args=(None,)) == [[2.0, 2.0]] * 2
 
 
 def test_leaves_without_a_cotangent_have_zeros():

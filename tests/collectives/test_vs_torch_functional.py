@@ -172,6 +172,35 @@ def test_strides_never_show_in_values():
     run_ranks(main, 2)
 
 
+def test_zeros_without_memory():
+    """Autograd's own, which say that they are contiguous."""
+
+    def main():
+        x = torch.tensor([1.0, -2.0], requires_grad=True)
+        ops = (
+            lambda x: C.all_gather(x),
+            lambda x: C.gather(x, 0),
+            lambda x: C.scatter([x, x], 0, like=x),
+            lambda x: C.broadcast(x, 0),
+            lambda x: C.reduce(x, 0),
+            lambda x: C.reduce_scatter(x),
+            lambda x: C.all_to_all(x),
+            lambda x: C.all_reduce(x, "max"),
+            lambda x: C.all_reduce(x, async_op=True).wait(),
+        )
+        for op in ops:
+            y = op(x)
+            (gradient,) = torch.autograd.grad(y, x, torch._efficientzerotensor(tuple(y.shape)))
+            assert gradient.tolist() == [0.0, 0.0]
+        # On PyTorch 2.13 the second derivative of a magnitude is such zeros.
+        size = C.all_gather(x**2).abs().sum()
+        (gradient,) = torch.autograd.grad(size, x, create_graph=True)
+        gradient.sum().backward()
+        return x.grad.tolist()
+
+    assert run_ranks(main, 2) == [[4.0, 4.0]] * 2
+
+
 def test_an_expanded_cotangent():
     def main():
         x = torch.ones(2, 2, requires_grad=True)

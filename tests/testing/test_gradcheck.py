@@ -270,6 +270,8 @@ def test_unusable_arguments() -> None:
             lambda: gradcheck(lambda x: x, 3),
             lambda: gradcheck(lambda x: x, x, "world"),
             lambda: gradcheck(lambda x: x, x, seed=dist.get_rank()),
+            lambda: gradcheck(lambda x: Sum.apply(x).sum().item(), x),
+            lambda: adjoint_check(lambda x: None, x),
         ]
         return [outcome(call) for call in bad]
 
@@ -280,6 +282,8 @@ def test_unusable_arguments() -> None:
         (ArgumentTypeError, "inputs must be a tensor or a sequence"),
         (ArgumentTypeError, "group is 'world'"),
         (MismatchError, "seed differs by rank (rank 0: 0, rank 1: 1)"),
+        (ArgumentError, "returned no floating-point or complex tensor on any rank"),
+        (ArgumentError, "returned no floating-point or complex tensor on any rank"),
     ]
     for rank in run_ranks(check):
         for (kind, text), (error, part) in zip(rank, expected, strict=True):

@@ -58,7 +58,8 @@ def adjoint_check(
         GradientError: On every rank: the sides differ. The message names the rank, the input's
             entry and both values; or says that `op` is not linear.
         MismatchError, PeerFailedError, CollectiveTimeoutError: As `gradcheck`.
-        ArgumentError, ArgumentTypeError: Inputs cannot be used, or none requires grad.
+        ArgumentError, ArgumentTypeError: Inputs cannot be used, none requires grad, or `op`
+            returned no tensor on any rank.
 
     Example:
         The mean over ranks, whose backward forgets to divide:
@@ -103,7 +104,9 @@ def adjoint_check(
         forward, backward = coordinates.inner(outputs, ys), coordinates.inner(xs, gradients)
         units = [_at_unit(op, arguments, ys, c, store.rank) for c in everyone]
         coarsest = max((torch.finfo(t.dtype).eps for t in [*xs, *outputs]), default=0.0)
-    gathered = store.all_gather([coordinates.parts(gradients), units, forward, backward, coarsest])
+    mine = [coordinates.parts(gradients), units, forward, backward, coarsest, len(outputs)]
+    gathered = store.all_gather(mine)
+    coordinates.check_outputs(rank[5] for rank in gathered)
     have = [number for rank in gathered for number in rank[0]]
     tolerance = ROUNDINGS * max(rank[4] for rank in gathered) if rtol is None else rtol
     wrong = []

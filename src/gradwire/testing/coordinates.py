@@ -20,6 +20,7 @@ __all__ = [
     "Coordinate",
     "all_coordinates",
     "as_inputs",
+    "check_outputs",
     "differentiable",
     "entries",
     "inner",
@@ -135,6 +136,22 @@ def leaves(inputs: Sequence[Any], change: Callable[[int, Tensor], Tensor] | None
 def outputs_of(fn: Fn, inputs: Sequence[Any]) -> list[Tensor]:
     """The tensors that can carry gradients in what the function returns, in order."""
     return [leaf for leaf in tree_leaves(fn(*inputs)) if differentiable(leaf)]
+
+
+def check_outputs(counts: Iterable[int]) -> None:
+    """Raise if no rank's function gave anything to check: every derivative would be right.
+
+    Args:
+        counts: How many tensors each rank's `outputs_of` found.
+
+    Raises:
+        ArgumentError: None on any rank.
+    """
+    if not any(counts):
+        raise ArgumentError(
+            "fn returned no floating-point or complex tensor on any rank, so that there is nothing "
+            "to check: return a tensor, or tensors in lists, dicts and the like"
+        )
 
 
 def random_like(tensors: Iterable[Tensor], generator: torch.Generator) -> list[Tensor]:

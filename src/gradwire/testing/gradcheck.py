@@ -85,7 +85,8 @@ def gradcheck(
         MismatchError: Ranks were given different options.
         PeerFailedError: `fn`, or the check of this rank's inputs, raised on another rank.
         CollectiveTimeoutError: A rank of the group did not call.
-        ArgumentError, ArgumentTypeError: An input is not of double precision, none requires grad.
+        ArgumentError, ArgumentTypeError: An input is not of double precision, none requires grad,
+            or `fn` returned no tensor on any rank.
 
     Example:
         Σx, written with torch.distributed alone, forgets what other ranks' losses get from x:
@@ -151,7 +152,8 @@ def _check_backward(
         gradients = coordinates.vjp(outputs, xs, ys, create_graph=False)
         have = coordinates.parts(gradients[: len(xs)])
         shares = [_slope(fn, inputs, ys, c, store.rank, options.eps) for c in everyone]
-    gathered = store.all_gather([have, shares])
+    gathered = store.all_gather([have, shares, len(outputs)])
+    coordinates.check_outputs(rank[2] for rank in gathered)
     slopes = [math.fsum(rank[1][k] for rank in gathered) for k in range(len(everyone))]
     gradient = [number for rank in gathered for number in rank[0]]
     wrong = [

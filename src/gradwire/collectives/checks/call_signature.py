@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -17,8 +19,10 @@ __all__ = [
     "PeerSignature",
     "decode",
     "description",
+    "detailed",
     "encode",
     "first_difference",
+    "in_full",
     "signature_hash",
 ]
 
@@ -65,6 +69,28 @@ class PeerSignature:
     shape: tuple[int, ...] | None
     dtype: torch.dtype | None
     send: list[int]
+
+
+_details: ContextVar[Callable[[], str] | None] = ContextVar("gradwire_details", default=None)
+
+
+@contextmanager
+def detailed(text: Callable[[], str]) -> Iterator[None]:
+    """Add a text to what calls compare in the block; it is made only where they do."""
+    if torch.compiler.is_compiling():  # nothing is compared, and all ranks run the same graph
+        yield
+        return
+    token = _details.set(text)
+    try:
+        yield
+    finally:
+        _details.reset(token)
+
+
+def in_full(call: CallSignature) -> CallSignature:
+    """The signature with the text of `detailed`."""
+    text = _details.get()
+    return call if text is None else call._replace(detail=f"{call.detail} {text()}".strip())
 
 
 # A row: _HEAD single numbers, MAX_DIMS sizes, then rows for and from each rank.

@@ -31,6 +31,7 @@ from gradwire.collectives.checks.call_signature import (
     description,
     encode,
     first_difference,
+    in_full,
 )
 from gradwire.collectives.wire.backends import dense, in_bytes, placeholder
 from gradwire.collectives.wire.ints import gather_ints
@@ -263,7 +264,7 @@ def exchange(group: ProcessGroup, call: CallSignature) -> tuple[list[PeerSignatu
     Raises:
         MismatchError: On every rank, if they disagree.
     """
-    number, world = next_number(group), group.size()
+    call, number, world = in_full(call), next_number(group), group.size()
     rows = gather_ints(encode(call, number, world), group)
     field = first_difference(rows, call.ragged)
     if field is not None:

@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 
 from gradwire.collectives.autograd.handles import Handle
 from gradwire.collectives.checks import consistency
-from gradwire.collectives.checks.call_signature import CallSignature, signature_hash
+from gradwire.collectives.checks.call_signature import CallSignature, in_full, signature_hash
 from gradwire.collectives.checks.consistency import CheckContext, Checked
 from gradwire.collectives.wire.backends import backend_of
 from gradwire.errors import CheckedMismatchError
@@ -71,7 +71,7 @@ def run_checked(
         return run(y, context)
 
     try:
-        with callee.marked(_mark(call, number) | _WILL_EXCHANGE):
+        with callee.marked(_mark(in_full(call), number) | _WILL_EXCHANGE):
             result = run(x, _Marked(group, call.op, number))
     except CheckedMismatchError:
         return repeat()

@@ -18,7 +18,9 @@ from gradwire.collectives.args.ranks import resolve_group
 from gradwire.collectives.args.reductions import Op
 from gradwire.collectives.args.sizes import equal_sizes
 from gradwire.collectives.args.tensors import check_dense
+from gradwire.collectives.args.trees import leaf_order, leaves_text
 from gradwire.collectives.autograd.unstack import concat
+from gradwire.collectives.checks.call_signature import detailed
 from gradwire.collectives.ops.all_gather_reduce_scatter import all_gather, reduce_scatter
 from gradwire.collectives.ops.all_reduce import all_reduce
 from gradwire.collectives.ops.broadcast_reduce import broadcast, reduce
@@ -39,7 +41,8 @@ def all_reduce_coalesced(
     """`all_reduce` of every tensor in a list or other pytree.
 
     Args:
-        tree: Tensors of any shapes and dtypes in lists, dicts and the like, the same on all ranks.
+        tree: Tensors of any shapes and dtypes in lists, dicts and the like, the same on all ranks;
+            dicts may have been filled in another order, if their keys can be sorted.
         op: As in `all_reduce`.
         group: The default group, if None.
         check: Compare with the other ranks first; see `checks`.
@@ -203,6 +206,8 @@ def _coalesced(
 ) -> Any:
     """A collective of a tree's tensors, by dtype and device in the order in which these occur.
 
+    That order, and the one of the leaves, is the same for equal trees: see `leaf_order`.
+
     Args:
         tree: The tree.
         flatten: Gives a leaf's elements in one row, or a row for each rank.
@@ -213,11 +218,14 @@ def _coalesced(
     kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for i, leaf in enumerate(leaves):
         check_dense(leaf, f"leaf {i} of the tree")
-        kinds.setdefault((leaf.dtype, leaf.device), []).append(i)
+    order = leaf_order(tree)
+    for _, i in order:
+        kinds.setdefault((leaves[i].dtype, leaves[i].device), []).append(i)
     results: list[Tensor] = list(leaves)
     for indices in kinds.values():
         rows = [flatten(leaves[i]) for i in indices]
-        moved = move(concat(rows, rows[0].dim() - 1))
+        with detailed(lambda: leaves_text(order, leaves)):
+            moved = move(concat(rows, rows[0].dim() - 1))
         pieces = moved.split([row.shape[-1] for row in rows], -1)
         for i, piece in zip(indices, pieces, strict=True):
             # Cut from one buffer: a copy has memory, and a version counter, of its own.

@@ -144,7 +144,8 @@ def dense(x: Tensor) -> Tensor:
     x = without_tangent(x)
     if x.is_complex() or x.is_neg():
         x = x.resolve_conj().resolve_neg()
-    return x.contiguous()
+    # Autograd's zeros may have no memory, though they say that they are contiguous.
+    return contiguous_copy(x) if x._is_zerotensor() else x.contiguous()
 
 
 def contiguous_copy(x: Tensor) -> Tensor:
