@@ -15,7 +15,7 @@ from torch import nn
 from gradwire import hooks
 from gradwire.cost_model import Cluster, Cost, Curve, Link, Message, choose
 from gradwire.ddp import DistributedDataParallel
-from gradwire.errors import ArgumentError
+from gradwire.errors import ArgumentError, PeerFailedError
 from gradwire.hooks.auto import hook as auto_module
 from gradwire.hooks.auto.candidates import Computing, candidate, interpolated
 from gradwire.hooks.auto.sending import SIZES, sizes_of
@@ -76,9 +76,9 @@ def test_a_slow_link_gets_the_fewest_bytes_and_a_fast_one_no_hook(world):
         with MeasuredAs(SLOW):
             hook = hooks.auto(["bf16", "int8", "int4"])
             net = wrapped(hook)
-            train(net, range(3))
+            train(net, range(2))
             assert hook.state.choice is None
-            found = train(net, range(3, 7))
+            found = train(net, range(2, 7))
         assert set(hook.state.choice.names) == {"int4"}
         assert hook.state.choice.seconds < hook.state.choice.plain_seconds
         assert hook.state.hooks["int4"].traffic.collectives > 0
@@ -203,6 +203,27 @@ def test_ranks_that_measure_differently_choose_alike():
     first, second = run_ranks(main, 2)
     assert first == second
     assert "int4" not in first
+
+
+def test_a_rank_that_fails_before_it_could_choose_has_chosen():
+    """The others measured in that step's first bucket, and waited for it there."""
+
+    def main():
+        with MeasuredAs(SLOW):
+            hook = hooks.auto(["bf16"])
+            net = wrapped(hook)
+            train(net, range(3))
+            output = net(torch.ones(1, 32))
+            if dist.get_rank() == 1:
+                output.register_hook(lambda gradient: 1 / 0)
+            with pytest.raises((ZeroDivisionError, PeerFailedError)):
+                output.sum().backward()
+            found = train(net, range(4, 10))
+        assert set(hook.state.choice.names) == {"bf16"}
+        return found
+
+    first, second = run_ranks(main, 2)
+    assert first == second
 
 
 def test_a_resumed_run_goes_on_with_the_same_choice():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 
 import pytest
@@ -180,6 +181,26 @@ def test_names_tell_parameters_apart_where_none_are_given():
     assert len(set(names)) == 4
     with pytest.raises(ValueError, match="names has 1 entries for 2"):
         FakeBucket(torch.zeros(1), torch.zeros(1), names=["p"])
+
+
+def test_steps_that_have_not_run_are_not_dropped_by_the_thread_that_failed():
+    first, held, alive = torch.futures.Future(), lambda value: value, []
+    reference = weakref.ref(held)
+    end = chain(CPU, first, held)
+    del held
+
+    def fail():
+        first.set_exception(KeyError("out of luck"))
+        alive.append(reference() is not None)
+
+    thread = threading.Thread(target=fail)
+    thread.start()
+    thread.join()
+    assert alive == [True]
+    with pytest.raises(KeyError, match="out of luck"):
+        end.wait()
+    assert chain(CPU, 1).wait() == 1
+    assert reference() is None
 
 
 def test_chains_pass_values_and_errors_on():

@@ -14,7 +14,7 @@ from torch import nn
 
 from gradwire import hooks
 from gradwire.ddp import DistributedDataParallel, MixedPrecision
-from gradwire.errors import ArgumentError, DistributedError
+from gradwire.errors import ArgumentError, BrokenGroupError, DistributedError
 from gradwire.hooks import host_groups
 from gradwire.hooks.compression import wire as wire_module
 from gradwire.hooks.host_groups import _make
@@ -397,6 +397,26 @@ def test_a_step_that_failed_counts_on_no_rank():
 
     first, second = run_ranks(main, 2)
     assert first == second
+
+
+def test_what_the_rank_that_failed_cannot_join_is_not_waited_for():
+    """Rank 0 waits in an all_to_all: it did so for the group's timeout, or 300 s."""
+
+    def main():
+        net = wrapped(hooks.BlockQuantization(8))
+        train(net, range(1))
+        output = net(data(1), rare=True)
+        if dist.get_rank() == 1:
+            output.register_hook(lambda gradient: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                output.sum().backward()
+            with pytest.raises(BrokenGroupError, match="cannot join"):
+                net(data(2), rare=True)
+        else:
+            with pytest.raises(BrokenGroupError, match="cannot join"):
+                output.sum().backward()
+
+    run_ranks(main, 2)
 
 
 def test_another_hook_s_state_is_refused():

@@ -80,6 +80,35 @@ def test_gradients_are_what_it_reads(wrap, factor, mixed):
     assert run_ranks(main, 2) == [want, want]
 
 
+def test_a_wrapper_that_does_something_before_lets_the_hook_read_its_result():
+    class Summing(StatefulHook):
+        """As of two ranks with the same gradients: it divides when it reads."""
+
+        def run_hook(self, bucket):
+            return bucket.buffer() * 2
+
+        def parse_hook_result(self, result):
+            reduced = super().parse_hook_result(result)
+            return (reduced / 2).to(reduced.dtype)
+
+    def before(bucket):
+        bucket.buffer().add_(1)
+
+    def result(hook):
+        bucket = FakeBucket(torch.ones(3))
+        future = hooks.as_future(hook.run_hook(bucket), hook)
+        return parse_hook_result(future.wait(), bucket, hook).tolist()
+
+    wrapped = hooks.wrap(Summing(None), before=before)
+    assert result(wrapped) == [2.0] * 3
+    assert result(hooks.wrap(wrapped, before=before)) == [3.0] * 3
+    assert result(hooks.wrap(wrapped, after=lambda reduced, _: reduced + 1)) == [3.0] * 3
+    counting = FakeBucket(torch.ones(3, dtype=torch.int64))
+    assert (
+        hooks.compress(Summing(None), torch.bfloat16).run_hook(counting).wait().tolist() == [1] * 3
+    )
+
+
 @pytest.mark.narrow({"how": "raise"}, {"how": ["shape", "dtype"], "bad": (1,)})
 @pytest.mark.parametrize("how", ["raise", "shape", "dtype", "None"])
 @pytest.mark.parametrize("bad", [(0, 1), (1,)])

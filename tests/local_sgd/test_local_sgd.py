@@ -247,6 +247,50 @@ def test_ranks_of_a_group_exchange_with_each_other_only(hook):
     assert run_ranks(main, 4) == pytest.approx([0.5, 0.5, 2.5, 2.5], rel=1e-2)
 
 
+def test_buckets_of_fragments_have_numbers_of_their_own():
+    """By which PyTorch's PowerSGD keeps its errors: those of a fragment were added to another."""
+
+    def main():
+        weights = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
+        seen = []
+
+        def noting(state, bucket):
+            seen.append((bucket.names(), bucket.index(), bucket.is_last()))
+            return bucket.buffer()
+
+        named = [(str(i), w) for i, w in enumerate(weights)]
+        sgd = torch.optim.SGD(weights, lr=1.0)
+        optimizer = LocalSGD(sgd, named, every=2, fragments=2, hook=noting)
+        for _ in range(4):
+            optimizer.step()
+        assert seen == [(["0"], 0, True), (["1"], 1, True)] * 2
+
+    run_ranks(main, 1)
+
+
+def test_an_exchange_that_failed_leaves_nothing_to_a_later_one():
+    def main():
+        dtypes = (torch.float32, torch.float64, torch.float32, torch.float32)
+        weights = [nn.Parameter(torch.zeros(1, dtype=d)) for d in dtypes]
+
+        def failing(state, bucket):
+            if bucket.index() == 1:  # of the first fragment, which has two dtypes
+                raise KeyError("out of luck")
+            return bucket.buffer()
+
+        named = [(str(i), w) for i, w in enumerate(weights)]
+        sgd = torch.optim.SGD(weights, lr=1.0)
+        optimizer = LocalSGD(sgd, named, every=2, fragments=2, hook=failing)
+        for weight in weights:
+            weight.grad = -torch.ones_like(weight)
+        with pytest.raises(HookError):
+            optimizer.step()
+        optimizer.step()
+        assert [a.item() for a in optimizer.state_dict()["anchors"].values()] == [0, 0, 2, 2]
+
+    run_ranks(main, 1)
+
+
 def test_what_is_refused():
     def main():
         model = mlp()

@@ -12,7 +12,7 @@ from gradwire.errors import ArgumentError
 from gradwire.hooks.averaging import all_reduce
 from gradwire.hooks.bucket import GradBucket, with_buffer
 from gradwire.hooks.protocol import CommHook
-from gradwire.hooks.result import as_future, parse_hook_result
+from gradwire.hooks.result import as_future, parse_hook_result, read_future
 from gradwire.hooks.stateful import compose
 
 __all__ = ["bf16", "compress", "fp16"]
@@ -57,7 +57,7 @@ def compress(hook: CommHook, dtype: torch.dtype) -> CommHook:
         dense = buffer.layout == torch.strided
         real = torch.view_as_real(buffer).view(-1) if dense and buffer.is_complex() else buffer
         if not real.is_floating_point():
-            return as_future(hook(state, bucket), hook)
+            return read_future(hook(state, bucket), bucket, hook)
         small = with_buffer(bucket, real.to(dtype))
 
         def decompress(future: torch._C.Future[Any]) -> Tensor:

@@ -20,7 +20,7 @@ from gradwire.hooks.bucket import GradBucket
 from gradwire.hooks.protocol import hook_name
 from gradwire.hooks.stateful import StatefulHook, tensor_in
 
-__all__ = ["after", "as_future", "parse_hook_result"]
+__all__ = ["after", "as_future", "parse_hook_result", "read_future"]
 
 
 def as_future(returned: object, hook: Callable[..., object]) -> torch._C.Future[Any]:
@@ -105,6 +105,19 @@ def parse_hook_result(result: object, bucket: GradBucket, hook: Callable[..., ob
     if result.numel() != buffer.numel():
         raise HookError(f"{prefix} of {result.numel()} elements, the bucket of {buffer.numel()}")
     return flatten(result)
+
+
+def read_future(
+    returned: object, bucket: GradBucket, hook: Callable[..., object]
+) -> torch._C.Future[Any]:
+    """As `as_future`, of the reduced tensor where the hook reads its results itself.
+
+    For what runs a hook inside of another: only the outer one's results are read by the reducer.
+    """
+    future = as_future(returned, hook)
+    if not isinstance(hook, StatefulHook):
+        return future
+    return future.then(lambda done: parse_hook_result(done.value(), bucket, hook))
 
 
 def _as_complex(result: Tensor, buffer: Tensor) -> Tensor:

@@ -180,6 +180,9 @@ class _ComposedHook(DelegatingHook):
 def compose(run: Run, hook: CommHook) -> CommHook:
     """A hook that runs `run(hook, state, bucket)`: with a state of its own where `hook` has one.
 
+    What `run` returns is read as a function's result: where the inner hook reads its results
+    itself, `run` lets it, by `parse_hook_result(result, bucket, hook)`.
+
     Raises:
         ArgumentTypeError: Not a hook.
     """

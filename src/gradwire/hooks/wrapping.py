@@ -11,7 +11,7 @@ from torch import Tensor
 from gradwire.errors import ArgumentError
 from gradwire.hooks.bucket import GradBucket
 from gradwire.hooks.protocol import CommHook
-from gradwire.hooks.result import as_future, parse_hook_result
+from gradwire.hooks.result import as_future, parse_hook_result, read_future
 from gradwire.hooks.stateful import compose
 
 __all__ = ["wrap"]
@@ -53,9 +53,11 @@ def wrap(
     def run(hook: CommHook, state: Any, bucket: GradBucket) -> torch._C.Future[Any]:
         if before is not None:
             before(bucket)
-        future = as_future(hook(state, bucket), hook)
+        returned = hook(state, bucket)
         if after is None:
-            return future
-        return future.then(lambda f: after(parse_hook_result(f.value(), bucket, hook), bucket))
+            return read_future(returned, bucket, hook)
+        return as_future(returned, hook).then(
+            lambda f: after(parse_hook_result(f.value(), bucket, hook), bucket)
+        )
 
     return compose(run, hook)

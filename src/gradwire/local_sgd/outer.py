@@ -116,6 +116,7 @@ class LocalSGD:
         _verify(self.group, everything, every, fragments)
         broadcast_coalesced(self.group, [p.detach() for _, p in everything], group_src=0)
         self._anchors = [p.detach().clone() for p in self._parameters]
+        self._buckets = [self._planned(indices) for indices in self._fragments]
         self.outer = (outer or partial(torch.optim.SGD, lr=1.0))(self._anchors)
 
     @property
@@ -138,7 +139,7 @@ class LocalSGD:
         result = self.optimizer.step(closure)
         self.steps += 1
         for fragment in due(self.steps, self.every, len(self._fragments)):
-            self._exchange(self._fragments[fragment])
+            self._exchange(fragment)
         return result
 
     def synchronize(self) -> None:
@@ -146,12 +147,32 @@ class LocalSGD:
 
         After it all ranks have the same parameters, to be evaluated or saved once.
         """
-        for fragment in self._fragments:
+        for fragment in range(len(self._fragments)):
             self._exchange(fragment)
 
     @torch.no_grad()
-    def _exchange(self, indices: Sequence[int]) -> None:
+    def _exchange(self, fragment: int) -> None:
         """An outer step of these parameters."""
+        buckets, indices = self._buckets[fragment], self._fragments[fragment]
+        # not their numbers in this exchange: a hook may keep by them what belongs to a bucket
+        first = sum(map(len, self._buckets[:fragment]))
+        gradients: dict[int, Tensor] = {}
+        for number, chosen in enumerate(buckets, first):
+            bucket = self._bucket(chosen, number, is_last=number + 1 == first + len(buckets))
+            reduced = reduce_bucket(self._hook, bucket, self._domain)
+            bucket.set_buffer(reduced.to(self._anchors[chosen[0]].dtype))
+            gradients.update(zip(chosen, bucket.gradients(), strict=True))
+        self._hook.committed()
+        # not before all are there: what an exchange that failed left would be in a later step
+        for index, gradient in gradients.items():
+            self._anchors[index].grad = gradient
+        self.outer.step()
+        for index in indices:
+            self._parameters[index].copy_(self._anchors[index])
+            self._anchors[index].grad = None
+
+    def _planned(self, indices: Sequence[int]) -> list[list[int]]:
+        """The parameters of each bucket of a fragment."""
         anchors = [self._anchors[i] for i in indices]
         plan = plan_buckets(
             [a.nbytes for a in anchors],
@@ -159,18 +180,7 @@ class LocalSGD:
             [a.device for a in anchors],
             [BUCKET_BYTES],
         )
-        for number, members in enumerate(plan.buckets):
-            chosen = [indices[m] for m in members]
-            bucket = self._bucket(chosen, number, is_last=number + 1 == len(plan.buckets))
-            reduced = reduce_bucket(self._hook, bucket, self._domain)
-            bucket.set_buffer(reduced)
-            for index, gradient in zip(chosen, bucket.gradients(), strict=True):
-                self._anchors[index].grad = gradient
-        self._hook.committed()
-        self.outer.step()
-        for index in indices:
-            self._parameters[index].copy_(self._anchors[index])
-            self._anchors[index].grad = None
+        return [[indices[member] for member in members] for members in plan.buckets]
 
     def _bucket(self, indices: Sequence[int], number: int, *, is_last: bool) -> GradBucket:
         """How far this rank has come from the anchors, in the other direction."""

@@ -29,6 +29,7 @@ __all__ = [
     "LogMode",
     "all_reduce_entry",
     "broadcast_entry",
+    "check_joinable",
     "group_named",
     "join",
     "sequence_number",
@@ -37,6 +38,7 @@ __all__ = [
 Entry = list[Any]
 """JSON: [op, root, tensors' groups]; a tensors' group is a list of [dtype, device type, shape]."""
 
+JOINABLE = frozenset({"allreduce_", "broadcast_", "allgather_"})
 MAX_BYTES = 1 << 36
 """A received entry with a larger tensor is invalid: this rank would allocate it to join."""
 
@@ -166,6 +168,19 @@ class LogMode(TorchDispatchMode):
                 self._log.works.append(Work.unbox(value))
 
 
+def check_joinable(entry: Entry) -> None:
+    """Refuse what a rank that is behind cannot join: on all ranks, as those who wait in it do so.
+
+    Raises:
+        BrokenGroupError: It is none of `JOINABLE`.
+    """
+    if entry[0] not in JOINABLE:
+        raise BrokenGroupError(
+            "ranks wait in a collective that is no all_reduce, broadcast or all_gather: those "
+            "behind cannot join it after an error"
+        )
+
+
 def join(group: ProcessGroup, entry: Entry) -> Work:
     """Take part, with zeros, in a collective that others wait in.
 
@@ -175,15 +190,14 @@ def join(group: ProcessGroup, entry: Entry) -> Work:
     Raises:
         BrokenGroupError: It cannot be joined this way.
     """
+    check_joinable(entry)
     op, root, described = entry
     tensors = [[_zeros(*d) for d in g] for g in described]
     if op == "allreduce_":
         return group.allreduce(tensors[0])
     if op == "broadcast_":
         return group.broadcast(tensors[0], broadcast_options(root))
-    if op == "allgather_":
-        return group.allgather([tensors[0]], tensors[1])
-    raise BrokenGroupError(f"others wait in a {op} that this rank cannot join after its error")
+    return group.allgather([tensors[0]], tensors[1])
 
 
 def _describe(tensor: Tensor) -> list[Any]:

@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 
 from gradwire.ddp.faults.collective_log import (
     CollectiveLog,
+    check_joinable,
     group_named,
     join,
     sequence_number,
@@ -125,7 +126,11 @@ class ResynchronizationRound:
 
     def _join(self, statements: Sequence[Statement]) -> None:
         own = self._log.position(self._group)
-        for entry in missing(own, [(s.position, s.sent) for s in statements]):
+        sent = [(s.position, s.sent) for s in statements]
+        # those who wait in what the ranks behind cannot join would wait until their deadline
+        for entry in missing(min(self.positions), sent):
+            check_joinable(entry)
+        for entry in missing(own, sent):
             self._in_flight.append(work_in_flight(join(self._group, entry)))
         for name in sorted({name for s in statements for name in s.elsewhere}):
             group = group_named(name)

@@ -230,8 +230,7 @@ class Backward:
             self.usage.record(used)
         self.weights.clear()
         self.transition(Event.COMMIT)
-        if self.launcher.hook is not None:
-            self.launcher.hook.committed()
+        self.launcher.committed()
         self._clear()
 
     def keep_local(self) -> None:

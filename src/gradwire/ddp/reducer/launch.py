@@ -145,6 +145,17 @@ class Launcher:
         # not before: an exception of a signal's handler may end the wait
         self._domain.hook_future = None
 
+    def committed(self) -> None:
+        """Tell the hook that the backward has ended on all ranks: it may send what it likes."""
+        if self.hook is None:
+            return
+        try:
+            with LogMode(self._group, self._domain.log):
+                self.hook.committed()
+        except Exception:
+            self._domain.raise_hidden("a communication hook, after a backward,")
+            raise
+
     def result(self, launched: Launched) -> Tensor | None:
         """Waits for a bucket; what was made of it, or None if that lies in `flat`."""
         record = launched.record

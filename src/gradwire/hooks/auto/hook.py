@@ -92,12 +92,12 @@ class Auto(StatefulHook[AutoState]):
     def run_hook(self, bucket: GradBucket) -> HookReturn:
         """By the choice for the bucket; plain as long as there is none."""
         state = self.state
-        group = state.process_group or default_group("group")
+        group = self._group()
         names = tuple(bucket.names())
         if state.choices and names not in state.choices:
             self._start_over()
         if bucket.index() <= self._index:  # also where the step before was given up
-            self._begin_step(group)
+            self._begin_step()
         self._index = bucket.index()
         if not state.choices:
             launched = perf_counter() - self._step_began
@@ -112,31 +112,45 @@ class Auto(StatefulHook[AutoState]):
             return all_reduce(group, bucket)
         return self._run(chosen, group, bucket)
 
-    def _begin_step(self, group: ProcessGroup) -> None:
-        """At its first bucket: what the steps before have shown."""
-        self._settling = False
-        if self._trial is not None and self._trial.is_over:
-            self._conclude(group, self._trial)
-        elif not self.state.choices and self._looked >= MEASURED_STEPS:
-            self._decide(group)
+    def _begin_step(self) -> None:
+        """At its first bucket."""
         self._seen = []
         self._step_began = perf_counter()
 
     def committed(self) -> None:
-        """Counts the step, and takes its time: from the end of the one before."""
+        """Counts the step, takes its time, from the end of the one before, and may choose.
+
+        Here, not at the next step's first bucket: which a rank that fails before it does not come
+        to, while the others measure and wait for it.
+        """
         now = perf_counter()
         self._step_seconds, self._step_ended = now - self._step_ended, now
         self._index = sys.maxsize
         self.state.step += 1
+        if self._settling:  # what others had kept is with this step's gradients
+            self._settling = False
+            self.withdrawn = set(self.state.choices.values()) == {PLAIN}
         if self._trial is not None:
             self._trial.add(self._step_seconds)
+            if self._trial.is_over:
+                self._conclude(self._group(), self._trial)
         elif not self.state.choices:
-            self._looked += 1
-            same = [s.names for s in self._last] == [s.names for s in self._seen]
-            if same:  # whichever was disturbed less
-                for seen, before in zip(self._seen, self._last, strict=True):
-                    seen.launched = min(seen.launched, before.launched)
-            self._last = self._seen
+            self._look()
+
+    def _group(self) -> ProcessGroup:
+        return self.state.process_group or default_group("group")
+
+    def _look(self) -> None:
+        """A plain step has ended: what it has shown, and after the last one the choice."""
+        self._looked += 1
+        same = [s.names for s in self._last] == [s.names for s in self._seen]
+        if same:  # whichever was disturbed less
+            for seen, before in zip(self._seen, self._last, strict=True):
+                seen.launched = min(seen.launched, before.launched)
+        self._last = self._seen
+        if self._looked >= MEASURED_STEPS:
+            self._decide(self._group())
+            self._step_ended = perf_counter()  # measuring is no part of a step
 
     def _conclude(self, group: ProcessGroup, trial: Trial) -> None:
         """Take what was fastest."""
@@ -148,7 +162,7 @@ class Auto(StatefulHook[AutoState]):
     def _settle(self, chosen: Names) -> None:
         """Reduce so from this step on."""
         self.state.choices = {names: chosen[place] for names, place in self._places.items()}
-        self._settling, self.withdrawn = True, set(chosen) == {PLAIN}
+        self._settling = True
 
     def _release(self, bucket: GradBucket, chosen: str) -> None:
         """Add to the gradients what other hooks than theirs have kept of them."""

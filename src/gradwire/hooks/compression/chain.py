@@ -6,6 +6,7 @@ that waits for it would hold one of the backend's few threads. Here nothing wait
 
 from __future__ import annotations
 
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -14,6 +15,9 @@ import torch
 from torch.futures import Future
 
 __all__ = ["Step", "chain"]
+
+_NOT_RUN: list[Sequence[Callable[[Any], Any]]] = []
+"""Steps of chains that failed: a thread of the backend's must not drop them (see `_Chain`)."""
 
 Step: TypeAlias = Callable[[Any], Any]
 """Takes what the step before gave; returns a value, or a future of one."""
@@ -36,6 +40,8 @@ def chain(device: torch.device, first: Any, *steps: Step) -> Future[Any]:
         >>> chain(torch.device("cpu"), 1, lambda x: x + 1, lambda x: x * 10).wait()
         20
     """
+    if threading.current_thread() is threading.main_thread():
+        _NOT_RUN.clear()
     running = _Chain(device, steps)
     running.advance(first)
     return running.end
@@ -80,7 +86,9 @@ class _Chain:
             self.advance(value)
 
     def _fail(self, failure: Exception) -> None:
-        self._steps.clear()
+        if self._steps:
+            _NOT_RUN.append(self._steps)
+            self._steps = []
         self.end.set_exception(failure)
 
 
