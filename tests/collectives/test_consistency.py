@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 import pytest
@@ -123,6 +124,23 @@ def test_backwards_in_another_order():
 
     message = deviating(lambda: backwards([0, 1]), lambda: backwards([1, 0]))
     assert "ranks disagree on order of backward" in message
+
+
+def test_calls_that_some_ranks_alone_have_compared():
+    """As where one rank ran a compiled call: the op is the same, which was all that was named."""
+
+    def main():
+        if dist.get_rank() == 1:
+            consistency.next_number(dist.group.WORLD)
+        with C.checks(), pytest.raises(MismatchError) as caught:
+            C.all_reduce(torch.ones(1))
+        found = re.findall(
+            r"all_reduce, the group's call (\d+) that ranks compare", str(caught.value)
+        )
+        return [int(number) for number in found]
+
+    for first, second in run_ranks(main, 2):
+        assert second == first + 1
 
 
 def test_backward_against_forward():

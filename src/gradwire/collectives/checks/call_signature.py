@@ -182,8 +182,8 @@ def _splits_agree(rows: list[list[int]]) -> bool:
     return all(-1 in pair or pair[0] == pair[1] for pair in pairs)
 
 
-def description(field: str, call: CallSignature) -> str:
-    """A field of a signature, for error messages."""
+def description(field: str, call: CallSignature, number: int) -> str:
+    """A field of a signature, for error messages; `number` is the call's among those compared."""
     gradients = {1: "requires grad", 0: "requires none", -1: "gradients are off"}
     texts = {
         "shape": f"{call.shape}" + (" (the first size may differ)" if call.ragged else ""),
@@ -193,6 +193,7 @@ def description(field: str, call: CallSignature) -> str:
         "detail": call.detail or "none",
         "splits": f"sends {list(call.send)}, expects {list(call.receive)}",
         "requires-grad": gradients[call.wants_grad],
+        "call": f"{call.op}, the group's call {number} that ranks compare",
     }
     own = call.op if call.origin < 0 else f"{call.op}, the group's call {call.origin}"
     return texts.get(field, own)

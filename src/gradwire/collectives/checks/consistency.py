@@ -268,13 +268,13 @@ def exchange(group: ProcessGroup, call: CallSignature) -> tuple[list[PeerSignatu
     rows = gather_ints(encode(call, number, world), group)
     field = first_difference(rows, call.ragged)
     if field is not None:
-        _raise_mismatch(group, field, call)
+        _raise_mismatch(group, field, call, number)
     return [decode(row, world) for row in rows], number
 
 
-def _raise_mismatch(group: ProcessGroup, field: str, call: CallSignature) -> NoReturn:
+def _raise_mismatch(group: ProcessGroup, field: str, call: CallSignature, number: int) -> NoReturn:
     """Exchange the ranks' values of a field, and raise with all of them."""
-    values = _gather_text(description(field, call), group, _TEXT)
+    values = _gather_text(description(field, call, number), group, _TEXT)
     held = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
     error = MismatchError(
         f"{call.op}: ranks disagree on {field}: {held}. Nothing was sent; give every rank of the "
