@@ -98,6 +98,7 @@ def test_a_round_that_forgets_whose_gradients_are_complete_is_found() -> None:
         search(Model(members=3, crashes=1, transition=forgets))
 
 
+@pytest.mark.wide
 def test_two_members_that_take_each_other_for_dead_are_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
