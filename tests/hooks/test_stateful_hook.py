@@ -296,6 +296,7 @@ def test_what_is_refused():
     assert run_ranks(main, 2) == [[[1.5, 1.5]]] * 2
 
 
+@pytest.mark.narrow({"failing": (1,)})
 @pytest.mark.parametrize("failing", [(0, 1), (1,)])
 def test_an_error_after_a_backward_leaves_nothing_of_it(failing):
     """The next backward was refused: the parameters had their gradients already."""
@@ -330,4 +331,33 @@ def test_an_error_after_a_backward_leaves_nothing_of_it(failing):
             assert module[1].bias.grad.tolist() == [1.0]
 
     indices = []
+    run_ranks(main, 2)
+
+
+@pytest.mark.narrow({"error": KeyError})
+@pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
+def test_a_rank_that_fails_among_collectives_after_a_backward_sends_no_more(error):
+    """Its next step met what the others had gone on to: on Gloo that aborted their processes."""
+
+    class Sends(StatefulHook):
+        def run_hook(self, bucket):
+            return hooks.all_reduce(self.state, bucket)
+
+        def committed(self):
+            dist.all_reduce(torch.ones(1))
+            if dist.get_rank() == 1:
+                raise error("mine")
+
+    def main():
+        net = DistributedDataParallel(torch.nn.Linear(4, 1))
+        net.register_comm_hook(None, Sends(dist.group.WORLD))
+        if dist.get_rank() == 1:
+            with pytest.raises(error, match="mine"):
+                net(torch.ones(1, 4)).sum().backward()
+        else:
+            net(torch.ones(1, 4)).sum().backward()
+        assert net.module.bias.grad.tolist() == [1.0]
+        with pytest.raises(DistributedError, match=f"hook raised {error.__name__}"):
+            net(torch.ones(1, 4)).sum().backward()
+
     run_ranks(main, 2)
