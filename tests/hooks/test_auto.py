@@ -17,9 +17,10 @@ from gradwire.cost_model import Cluster, Cost, Curve, Link, Message, choose
 from gradwire.ddp import DistributedDataParallel
 from gradwire.errors import ArgumentError, PeerFailedError
 from gradwire.hooks.auto import hook as auto_module
-from gradwire.hooks.auto.candidates import Computing, candidate, interpolated
+from gradwire.hooks.auto.candidates import COMPRESSING, Computing, candidate, interpolated
 from gradwire.hooks.auto.sending import SIZES, sizes_of
 from gradwire.hooks.auto.trial import STEPS, TRY_GAIN, Trial, contenders
+from gradwire.hooks.host_groups import _make
 from gradwire.testing import FakeBucket, run_ranks
 from gradwire.testing.hosts import Hosts, why_no_hosts
 
@@ -244,6 +245,50 @@ def test_a_resumed_run_goes_on_with_the_same_choice():
         assert copied._hook.state.choices == net._hook.state.choices
 
     run_ranks(main, 2)
+
+
+def test_a_run_that_is_resumed_in_a_trial_loses_nothing_of_what_was_kept():
+    def main():
+        with MeasuredAs(SLOW):
+            auto_module.contenders = lambda choice, *others: [("int8",) * 4, ("int4",) * 4]
+            net = wrapped(hooks.auto(["int8", "int4"]))
+            train(net, range(5))  # of which the last two are on trial
+        again = hooks.auto(["int8", "int4"])
+        loaded = wrapped(again)
+        loaded.load_comm_hook_state_dict(net.comm_hook_state_dict())
+        assert set(again.state.choices.values()) == {"int4"}
+        for now in (again, copy.deepcopy(net)._hook):
+            assert now.state.hooks["int8"].state.errors.nbytes > 0
+            assert now.state.settling
+        train(loaded, [5])
+        assert again.state.hooks["int8"].state.errors.nbytes == 0
+        assert again.state.hooks["int4"].state.errors.nbytes > 0
+        assert not again.state.settling
+
+    run_ranks(main, 2)
+
+
+def test_between_hosts_those_choose_that_run_the_hook():
+    """Ranks that never saw a bucket measured too, with all ranks, who did not."""
+
+    def main():
+        groups = _make(dist.group.WORLD, [[0, 1], [2]], None, None)
+        hook = hooks.auto(["bf16"])
+        with MeasuredAs(SLOW):
+            found = train(wrapped(hooks.across_hosts(hook, groups)), range(5))
+        chosen = hook.state.choice and set(hook.state.choice.names)
+        assert chosen == (None if groups.between is None else {"bf16"})
+        return found
+
+    first, *others = run_ranks(main, 3)
+    assert all(other == first for other in others)
+
+
+@pytest.mark.narrow({"name": ["int8", "top_k"]})
+@pytest.mark.parametrize("name", ["all_reduce", "bf16", *COMPRESSING])
+def test_a_bucket_without_elements_is_not_computed(name):
+    bucket = [torch.zeros(0, 4)]
+    assert candidate(name).measure(bucket, 2) == Computing(0.0, 0.0)
 
 
 @pytest.mark.wide

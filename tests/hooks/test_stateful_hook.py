@@ -294,3 +294,70 @@ def test_what_is_refused():
         return step(net)  # nothing was registered
 
     assert run_ranks(main, 2) == [[[1.5, 1.5]]] * 2
+
+
+@pytest.mark.narrow({"failing": (1,)})
+@pytest.mark.parametrize("failing", [(0, 1), (1,)])
+def test_an_error_after_a_backward_leaves_nothing_of_it(failing):
+    """The next backward was refused: the parameters had their gradients already."""
+
+    class Raises(StatefulHook):
+        committed_steps = 0
+
+        def run_hook(self, bucket):
+            indices.append(bucket.index())
+            return hooks.all_reduce(self.state, bucket)
+
+        def committed(self):
+            self.committed_steps += 1
+            if self.committed_steps == 2 and dist.get_rank() in failing:
+                raise KeyError("mine")
+
+    def main():
+        module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+        net = DistributedDataParallel(module, bucket_cap_mb=1e-5)
+        net.register_comm_hook(None, Raises(dist.group.WORLD))
+        for step in range(4):
+            net.zero_grad()
+            indices.clear()
+            loss = net(torch.full((1, 4), float(dist.get_rank()))).sum()
+            if step == 1 and dist.get_rank() in failing:
+                with pytest.raises(KeyError, match="mine"):
+                    loss.backward()
+            else:
+                loss.backward()
+            assert module[0].bias.grad is not None
+            assert indices == list(range(len(indices)))
+            assert module[1].bias.grad.tolist() == [1.0]
+
+    indices = []
+    run_ranks(main, 2)
+
+
+@pytest.mark.narrow({"error": KeyError})
+@pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
+def test_a_rank_that_fails_among_collectives_after_a_backward_sends_no_more(error):
+    """Its next step met what the others had gone on to: on Gloo that aborted their processes."""
+
+    class Sends(StatefulHook):
+        def run_hook(self, bucket):
+            return hooks.all_reduce(self.state, bucket)
+
+        def committed(self):
+            dist.all_reduce(torch.ones(1))
+            if dist.get_rank() == 1:
+                raise error("mine")
+
+    def main():
+        net = DistributedDataParallel(torch.nn.Linear(4, 1))
+        net.register_comm_hook(None, Sends(dist.group.WORLD))
+        if dist.get_rank() == 1:
+            with pytest.raises(error, match="mine"):
+                net(torch.ones(1, 4)).sum().backward()
+        else:
+            net(torch.ones(1, 4)).sum().backward()
+        assert net.module.bias.grad.tolist() == [1.0]
+        with pytest.raises(DistributedError, match=f"hook raised {error.__name__}"):
+            net(torch.ones(1, 4)).sum().backward()
+
+    run_ranks(main, 2)

@@ -98,6 +98,10 @@ class Resynchronizer:
         """The number of the last collective that this rank sent."""
         return self.log.position(self.group)
 
+    def counts(self) -> tuple[int, int]:
+        """As `position`, and how many logged collectives it sent on other groups."""
+        return self.position(), sum(map(len, self.log.elsewhere.values()))
+
     def sent(self, entry: Entry, work: Work | None = None) -> None:
         """Log a collective that has just been sent; `work` if no participant keeps it."""
         self.log.add(self.group, entry)

@@ -230,8 +230,10 @@ class Backward:
             self.usage.record(used)
         self.weights.clear()
         self.transition(Event.COMMIT)
-        self.launcher.committed()
-        self._clear()
+        try:
+            self.launcher.committed()
+        finally:  # what it raises is not of the backward, which has ended: the next one begins anew
+            self._clear()
 
     def keep_local(self) -> None:
         """Keep what is yet to be sent: another reducer of the same backward will write to it."""

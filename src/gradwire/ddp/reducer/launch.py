@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import Any, NoReturn
@@ -149,11 +150,19 @@ class Launcher:
         """Tell the hook that the backward has ended on all ranks: it may send what it likes."""
         if self.hook is None:
             return
+        before = self._domain.counts()
         try:
             with LogMode(self._group, self._domain.log):
                 self.hook.committed()
-        except Exception:
-            self._domain.raise_hidden("a communication hook, after a backward,")
+        except BaseException as error:
+            if isinstance(error, Exception):
+                self._domain.raise_hidden("a communication hook, after a backward,")
+            if before != self._domain.counts():
+                # others may wait in what would have followed, where our next step would meet them
+                what = f"{type(error).__name__}: {error}"
+                text = f"after a backward, a communication hook raised {what}"
+                with suppress(BrokenGroupError):
+                    self._domain.give_up(BrokenGroupError(text), error)
             raise
 
     def result(self, launched: Launched) -> Tensor | None:

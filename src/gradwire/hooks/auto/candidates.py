@@ -99,6 +99,8 @@ class Candidate(ABC):
         """
         first = parameters[0]
         flat = torch.randn(sum(p.numel() for p in parameters), dtype=first.dtype)
+        if not len(flat):  # hooks are not used for it
+            return Computing(0.0, 0.0)
         bucket = GradBucket(0, flat.to(first.device), list(parameters), is_last=True)
         self.compute(bucket, world)  # in the first, memory is touched for the first time
         means = [self._mean(bucket, world) for _ in range(parts)]

@@ -67,7 +67,6 @@ class Auto(StatefulHook[AutoState]):
         self._last: list[_Seen] = []
         self._trial: Trial | None = None
         self._places: dict[tuple[str, ...], int] = {}  # of buckets, by names, in a trial
-        self._settling = False  # what hooks that were tried have kept goes with this step
         self._packing = 0.0
         self._index = sys.maxsize  # of the bucket before, in a step
         self._step_began = self._step_ended = self._step_seconds = 0.0
@@ -80,7 +79,6 @@ class Auto(StatefulHook[AutoState]):
             "_last": [],
             "_trial": None,
             "_places": {},
-            "_settling": False,
             "_index": sys.maxsize,
         }
 
@@ -105,7 +103,7 @@ class Auto(StatefulHook[AutoState]):
         chosen = state.choices.get(names, PLAIN)
         if self._trial is not None:
             chosen = self._trial.present[self._places[names]]
-        if self._settling:
+        elif state.settling:
             self._release(bucket, chosen)
         self.single_collective = self._candidates[chosen].single
         if chosen == PLAIN:
@@ -127,13 +125,13 @@ class Auto(StatefulHook[AutoState]):
         self._step_seconds, self._step_ended = now - self._step_ended, now
         self._index = sys.maxsize
         self.state.step += 1
-        if self._settling:  # what others had kept is with this step's gradients
-            self._settling = False
-            self.withdrawn = set(self.state.choices.values()) == {PLAIN}
         if self._trial is not None:
             self._trial.add(self._step_seconds)
             if self._trial.is_over:
                 self._conclude(self._group(), self._trial)
+        elif self.state.settling:  # what others had kept is with this step's gradients
+            self.state.settling = False
+            self.withdrawn = set(self.state.choices.values()) == {PLAIN}
         elif not self.state.choices:
             self._look()
 
@@ -142,6 +140,8 @@ class Auto(StatefulHook[AutoState]):
 
     def _look(self) -> None:
         """A plain step has ended: what it has shown, and after the last one the choice."""
+        if not self._seen:  # others run the hook, as one rank of each host: with whom they measure
+            return
         self._looked += 1
         same = [s.names for s in self._last] == [s.names for s in self._seen]
         if same:  # whichever was disturbed less
@@ -162,7 +162,7 @@ class Auto(StatefulHook[AutoState]):
     def _settle(self, chosen: Names) -> None:
         """Reduce so from this step on."""
         self.state.choices = {names: chosen[place] for names, place in self._places.items()}
-        self._settling = True
+        self.state.settling = True
 
     def _release(self, bucket: GradBucket, chosen: str) -> None:
         """Add to the gradients what other hooks than theirs have kept of them."""
@@ -198,7 +198,7 @@ class Auto(StatefulHook[AutoState]):
         self._settle(choice.names)
         # by agreed numbers alone: all ranks try, or none
         if len(able) > 1:
-            self._trial, self._settling = Trial(able), False
+            self._trial = Trial(able)
 
     def _choose(self, group: ProcessGroup) -> tuple[Choice, list[Names]]:
         """What is predicted to be fastest, and what else may be: the same on all ranks."""

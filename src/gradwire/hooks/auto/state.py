@@ -25,6 +25,8 @@ class AutoState:
         choices: The hook of each bucket, by the names of its parameters; empty until measured.
         choice: The prediction behind it, with the names in the order of buckets; None if it was
             not made in this process.
+        settling: Whether the next step is the first by these choices: what other hooks, which were
+            on trial, have kept goes with its gradients.
         hooks: Those that may be chosen, by name.
     """
 
@@ -35,6 +37,7 @@ class AutoState:
         self.step = 0
         self.choices: dict[tuple[str, ...], str] = {}
         self.choice: Choice | None = None
+        self.settling = False
 
     def state_dict(self) -> dict[str, Any]:
         """The choices, and what the hooks keep; while a choice is on trial, as if it were final."""
@@ -56,6 +59,7 @@ class AutoState:
             )
         self.step = saved["step"]
         self.choices = {tuple(names): chosen for names, chosen in saved["choices"]}
+        self.settling = bool(self.choices)  # it may have been saved during a trial
         for name, hook in own.items():
             hook.state.load_state_dict(saved["hooks"][name])
 
@@ -64,3 +68,4 @@ class AutoState:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update({name: group_from(value) for name, value in state.items()})
+        self.settling = bool(self.choices)  # a copy goes on without the trial
