@@ -40,7 +40,7 @@ def chain(device: torch.device, first: Any, *steps: Step) -> Future[Any]:
         >>> chain(torch.device("cpu"), 1, lambda x: x + 1, lambda x: x * 10).wait()
         20
     """
-    if threading.current_thread() is threading.main_thread():
+    if not isinstance(threading.current_thread(), threading._DummyThread):  # it is Python's own
         _NOT_RUN.clear()
     running = _Chain(device, steps)
     running.advance(first)
