@@ -265,6 +265,24 @@ def test_a_buffer_with_two_names_is_one_in_replicas(policy: Any, dtype: torch.dt
     assert parallel.module.reader.number.item() == 2
 
 
+@pytest.mark.parametrize("policy", ["first", "mean"])
+def test_a_buffer_with_two_names_that_is_assigned_by_one(policy: Any) -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            count = torch.zeros(())
+            self.register_buffer("count", count)
+            self.register_buffer("start", count)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.count = self.count + 1
+            return x + self.start
+
+    parallel = DataParallel(Counts(), ["cpu"] * 2, buffers=policy)
+    assert [parallel(torch.zeros(2)).tolist() for _ in range(2)] == [[0.0, 0.0]] * 2
+    assert (parallel.module.count.item(), parallel.module.start.item()) == (2, 0)
+
+
 def test_a_buffer_that_was_none_and_the_error_policy() -> None:
     class Last(nn.Module):
         def __init__(self) -> None:

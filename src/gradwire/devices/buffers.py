@@ -59,17 +59,15 @@ class BufferTracker:
         """
         own, written = dict(_buffers(module)), [dict(_buffers(replica)) for replica in replicas]
         for name, tensor in own.items():
-            before = self.before.get(name)
+            before, new = self.before.get(name), written[0].get(name)
+            assigned = new is not self.given.get(name)
             if self.policy == "error":
                 _refuse_written(name, before, [buffers.get(name) for buffers in written])
-            elif before is not None:
+            elif before is not None and (before.is_floating_point() or before.is_complex()):
                 after = [_at(buffers.get(name), before.device) for buffers in written]
-                if before.is_floating_point() or before.is_complex():
-                    _write(tensor, _moved_by_mean(name, before, after))
-                    continue
-            new = written[0].get(name)
-            if new is not self.given.get(name):
-                _assign(module, name, new)
+                new = _moved_by_mean(name, before, after)
+            if assigned:
+                _assign(module, name, new)  # another name of the old one keeps that
             elif self.policy == "mean":
                 _write(tensor, new)
 
