@@ -100,6 +100,13 @@ def test_what_cannot_be_run_is_refused_before_anything_is_started(arguments, mes
     assert message in result.output
 
 
+def test_what_python_runs_is_not_refused(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "with space").mkdir()
+    for program in (["-"], ["with space"], ["-m", "nosuch"], ["--no-python", "nosuch"]):
+        launch._check_program(parse_options(["--nproc-per-node", "cpu", *program]))
+
+
 def test_only_what_an_earlier_run_left_is_removed(tmp_path):
     """A directory of checkpoints may be that of the dumps, too."""
     theirs = {"rank_0.pt", "rank_1_optimizer", "crash-course.txt", "process-list.json", "requests"}

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from enum import Enum
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils import _pytree
 
 from gradwire import collectives as C
 from gradwire.errors import ArgumentError, ArgumentTypeError, MismatchError
@@ -190,6 +193,76 @@ def test_trees_that_differ_though_they_have_as_many_elements():
 
     assert run_ranks(main, 2, args=(True,)) == [[2.0, 2.0]] * 2
     assert run_ranks(main, 2, backend="shm", args=(None,)) == [[2.0, 2.0]] * 2
+
+
+class Colour(Enum):
+    RED = 1
+    BLUE = 2
+
+
+class Plus(list):
+    """A list with one thing more."""
+
+    def __init__(self, items, more):
+        super().__init__(items)
+        self.more = more
+
+
+_pytree.register_pytree_node(
+    Plus,
+    lambda x: ([*x, x.more], None),
+    lambda leaves, _: Plus([*leaves][:-1], [*leaves][-1]),
+    serialized_type_name="test_moves.Plus",
+)
+
+
+def test_keys_whose_text_or_order_is_a_process_own():
+    def main(check):
+        rank = dist.get_rank()
+        # sorted by their values, these would come in another order on each rank
+        weights = [torch.nn.Parameter(torch.tensor([1.0 - 2 * rank])) for _ in range(2)]
+        weights[1].data.zero_()
+        other = [object(), len, torch.nn.Linear(1, 1), torch.device("cpu", rank), (rank < 0, None)]
+        keys = [*weights, torch.nn.Parameter(torch.ones(2)), *other]
+        colours = list(Colour)
+        mixed = [frozenset("abc"), 1, "a", torch.float32, 2.5, (1, Colour.RED)]
+        for some, back in ((keys, False), (colours, True), (mixed, True)):
+            pairs = [(key, torch.full((2,), 10.0**i)) for i, key in enumerate(some)]
+            tree = dict(reversed(pairs) if back and rank else pairs)
+            result = C.all_reduce_coalesced(tree, check=check)
+            for key, x in tree.items():
+                assert torch.equal(result[key], 2 * x)
+        return True
+
+    assert run_ranks(main, 2, args=(True,)) == [True] * 2
+    assert run_ranks(main, 2, backend="shm", args=(None,)) == [True] * 2
+
+
+def test_a_list_that_pytrees_flatten_otherwise():
+    def main():
+        result = C.all_reduce_coalesced(Plus([torch.ones(1)], torch.ones(2)), check=True)
+        return result[0].tolist(), result.more.tolist()
+
+    assert run_ranks(main, 2) == [([2.0], [2.0, 2.0])] * 2
+
+
+def test_trees_whose_dtypes_are_at_other_leaves():
+    def main(check):
+        x, n = torch.ones(2), torch.ones(2, dtype=torch.int64)
+        tree = {"a": x, "b": n, "c": x} if dist.get_rank() else {"a": x, "b": x, "c": n}
+        with pytest.raises(MismatchError, match=r"'b'\] \(2,\); rank 1: .*'c'"):
+            C.all_reduce_coalesced(tree, check=check)
+        long = {f"leaf{i}": torch.ones(i + 1) for i in range(10, 99)}
+        long["leaf77"] = torch.ones(3 + dist.get_rank())
+        long["leaf78"] = torch.ones(4 - dist.get_rank())
+        with pytest.raises(MismatchError) as caught:
+            C.all_reduce_coalesced(long, check=check)
+        assert "['leaf77'] (3,)" in str(caught.value)
+        assert "['leaf77'] (4,)" in str(caught.value)
+        return len(str(caught.value)) < 800
+
+    assert run_ranks(main, 2, args=(True,)) == [True] * 2
+    assert run_ranks(main, 2, backend="shm", args=(None,)) == [True] * 2
 
 
 def test_leaves_without_a_cotangent_have_zeros():

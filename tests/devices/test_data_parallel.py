@@ -244,6 +244,60 @@ def test_buffers_of_other_shapes_or_none() -> None:
         DataParallel(Grows(), ["cpu"] * 2, buffers="error")(x)
 
 
+@pytest.mark.parametrize("policy", ["first", "mean"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+def test_a_buffer_with_two_names_is_one_in_replicas(policy: Any, dtype: torch.dtype) -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            count = torch.zeros((), dtype=dtype)
+            self.writer, self.reader = nn.Module(), nn.Module()
+            self.writer.register_buffer("count", count)
+            self.reader.register_buffer("number", count)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.writer.count += 1
+            return x + self.reader.number
+
+    parallel = DataParallel(Counts(), ["cpu"] * 2, buffers=policy)
+    assert [parallel(torch.zeros(2)).tolist() for _ in range(2)] == [[1.0, 1.0], [2.0, 2.0]]
+    assert parallel.module.reader.number is parallel.module.writer.count
+    assert parallel.module.reader.number.item() == 2
+
+
+@pytest.mark.parametrize("policy", ["first", "mean"])
+def test_a_buffer_with_two_names_that_is_assigned_by_one(policy: Any) -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            count = torch.zeros(())
+            self.register_buffer("count", count)
+            self.register_buffer("start", count)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.count = self.count + 1
+            return x + self.start
+
+    parallel = DataParallel(Counts(), ["cpu"] * 2, buffers=policy)
+    assert [parallel(torch.zeros(2)).tolist() for _ in range(2)] == [[0.0, 0.0]] * 2
+    assert (parallel.module.count.item(), parallel.module.start.item()) == (2, 0)
+
+
+def test_a_buffer_that_was_none_and_the_error_policy() -> None:
+    class Last(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("last", None)
+            self.register_buffer("none", None)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.last = x
+            return x
+
+    with pytest.raises(ArgumentError, match="replica 1 wrote the buffer last"):
+        DataParallel(Last(), ["cpu"] * 2, buffers="error")(torch.ones(2))
+
+
 def test_buffers_that_require_grad() -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:

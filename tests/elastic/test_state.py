@@ -223,24 +223,25 @@ def test_seeds_of_any_size() -> None:
 
 
 class Training:
-    """Has a schedule, and its state with others."""
+    """Has a schedule, or several, and their state with others."""
 
     def __init__(self, schedule: Any) -> None:
         self.schedule = schedule
 
     def state_dict(self) -> dict[str, Any]:
-        return {"schedule": self.schedule.state_dict()}
+        return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.schedule.load_state_dict(state["schedule"])
+        """Nobody joins here."""
 
 
-def test_a_state_that_is_stepped_and_not_kept() -> None:
+@pytest.mark.parametrize("held", [lambda x: x, lambda x: [x], lambda x: {"schedule": x}])
+def test_a_state_that_is_stepped_and_not_kept(held: Callable[[Any], Any]) -> None:
     """A member that joins later would step by another learning rate, without a word."""
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    run = join(model=model, optimizer=optimizer, training=Training(schedule))
+    run = join(model=model, optimizer=optimizer, training=Training(held(schedule)))
     other = torch.optim.lr_scheduler.ConstantLR(optimizer)
     for step in run.steps(3, samples=len(X), batch=8):
         with step:
@@ -251,3 +252,14 @@ def test_a_state_that_is_stepped_and_not_kept() -> None:
                 assert [w.filename for w in warned] == [__file__]
             else:
                 step.commit(optimizer, schedule, *[other] * step.number)
+
+
+def test_a_schedule_does_not_keep_its_optimizer() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    for step in join(model=model, schedule=schedule).steps(1, samples=len(X), batch=8):
+        with step:
+            backwards(step, model)
+            with pytest.warns(NotKeptWarning, match="commit got a SGD"):
+                step.commit(optimizer, schedule)

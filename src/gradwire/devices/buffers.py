@@ -38,12 +38,15 @@ class BufferTracker:
         self.before: dict[str, Tensor] = {}
         if policy != "first":
             self.before = {n: b.detach().clone() for n, b in _buffers(module) if b is not None}
+        copied: dict[int, Tensor] = {}
         if policy == "mean":
             # The mean is written into the module's own, so the first replica's backward must not
             # have kept those.
             for name, given in _buffers(first):
                 if name in self.before and given is not None and not given.requires_grad:
-                    _assign(first, name, self.before[name].clone())
+                    # one copy for all names of one buffer: what is written by one is read by all
+                    copy = copied.setdefault(id(given), self.before[name].clone())
+                    _assign(first, name, copy)
         self.given = dict(_buffers(first))
 
     @torch.no_grad()
@@ -56,17 +59,15 @@ class BufferTracker:
         """
         own, written = dict(_buffers(module)), [dict(_buffers(replica)) for replica in replicas]
         for name, tensor in own.items():
-            before = self.before.get(name)
-            if before is not None:
+            before, new = self.before.get(name), written[0].get(name)
+            assigned = new is not self.given.get(name)
+            if self.policy == "error":
+                _refuse_written(name, before, [buffers.get(name) for buffers in written])
+            elif before is not None and (before.is_floating_point() or before.is_complex()):
                 after = [_at(buffers.get(name), before.device) for buffers in written]
-                if self.policy == "error":
-                    _refuse_written(name, before, after)
-                elif before.is_floating_point() or before.is_complex():
-                    _write(tensor, _moved_by_mean(name, before, after))
-                    continue
-            new = written[0].get(name)
-            if new is not self.given.get(name):
-                _assign(module, name, new)
+                new = _moved_by_mean(name, before, after)
+            if assigned:
+                _assign(module, name, new)  # another name of the old one keeps that
             elif self.policy == "mean":
                 _write(tensor, new)
 
@@ -109,11 +110,17 @@ def _moved_by_mean(name: str, before: Tensor, after: Sequence[Tensor | None]) ->
     return before + change / len(after)
 
 
-def _refuse_written(name: str, before: Tensor, after: Sequence[Tensor | None]) -> None:
+def _refuse_written(name: str, before: Tensor | None, after: Sequence[Tensor | None]) -> None:
     for i, value in enumerate(after[1:], 1):
-        if value is None or value.dtype != before.dtype or not torch.equal(value, before):
+        if not _same(value, before):
             raise ArgumentError(
                 f'buffers is "error", and replica {i} wrote the buffer {name}: that value would be '
                 'lost. Freeze it, or take "mean" (of all replicas) or "first" (the first '
                 "replica's)"
             )
+
+
+def _same(value: Tensor | None, before: Tensor | None) -> bool:
+    if value is None or before is None:
+        return value is before
+    return value.dtype == before.dtype and torch.equal(local(value.detach(), before.device), before)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
+from torch.optim.lr_scheduler import LRScheduler
 
 from gradwire.ddp import DistributedDataParallel
 from gradwire.errors import ArgumentTypeError, MismatchError, NotKeptWarning, ReductionError
@@ -105,7 +106,7 @@ class State:
         """Warn, once for each type, of what is stepped and has a state that is not kept."""
         for stepper in steppers:
             kind = type(stepper)
-            if self._has(stepper) or kind in self._warned_of or not hasattr(kind, "state_dict"):
+            if kind in self._warned_of or not hasattr(kind, "state_dict") or self._has(stepper):
                 continue
             self._warned_of.add(kind)
             warnings.warn(
@@ -119,8 +120,9 @@ class State:
     def _has(self, stepper: object) -> bool:
         """Whether it is kept, or something is that has it."""
         kept = self.kept.values()
-        within = (part for value in kept for part in getattr(value, "__dict__", {}).values())
-        return any(stepper is value for value in (*kept, *within))
+        return any(stepper is value for value in kept) or any(
+            stepper is part for value in kept for part in _parts(value)
+        )
 
     def set_group(self, group: ProcessGroup) -> None:
         """Have the models average in an epoch's group."""
@@ -166,6 +168,16 @@ class State:
     def forget(self) -> None:
         """Another state was received: there is nothing to put back."""
         self._first_values = (-1, [])
+
+
+def _parts(value: object) -> Iterator[object]:
+    """What an object has as attributes, and in lists and dicts that are attributes."""
+    for name, part in getattr(value, "__dict__", {}).items():
+        if name == "optimizer" and isinstance(value, LRScheduler):
+            continue  # which it steps, but whose state it leaves out
+        yield part
+        if isinstance(part, list | tuple | dict):
+            yield from part.values() if isinstance(part, dict) else part
 
 
 def check_reduced(steppers: Iterable[object], reduced: Container[int]) -> None:

@@ -62,7 +62,8 @@ def run_program(options: argparse.Namespace) -> None:
 def _check_program(options: argparse.Namespace) -> None:
     """Refuse what torchrun's agent would end with a traceback for, or would start for nothing."""
     program, processes = options.training_script, options.nproc_per_node
-    if not (options.module or options.no_python or os.path.exists(program)):
+    a_file = not (options.module or options.no_python or program == "-")  # that is standard input
+    if a_file and not os.path.exists(program):
         raise ArgumentError(
             f"PROGRAM is {program!r}, and there is no such file in {os.getcwd()}: give its path, "
             "or put -m before the name of a module"

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
+from enum import Enum
+from numbers import Number
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree
 
@@ -18,7 +21,7 @@ def leaf_order(tree: Any) -> list[tuple[str, int]]:
     """The name of each leaf and its place in `tree_flatten`, in an order that equal trees share.
 
     Dicts with the same keys are equal, in whatever order they were filled, and ranks may have
-    filled them differently: the keys are sorted here, where they can be.
+    filled them differently: they are sorted here, by what tells keys apart on all ranks.
     """
     return _order(tree, "", 0)[0]
 
@@ -26,11 +29,14 @@ def leaf_order(tree: Any) -> list[tuple[str, int]]:
 def _order(node: Any, name: str, first: int) -> tuple[list[tuple[str, int]], int]:
     """The leaves of a node, whose places begin with `first`; and the place after them."""
     if type(node) in _DICTS:
-        parts = {}
+        parts = []
         for key, child in node.items():
-            parts[key], first = _order(child, f"{name}[{key!r}]", first)
-        return [leaf for key in _sorted(node) for leaf in parts[key]], first
-    if isinstance(node, list | tuple):
+            text = _text(key)
+            leaves, first = _order(child, f"{name}[{text}]", first)
+            parts.append((text, leaves))
+        parts.sort(key=lambda part: part[0])  # those of one text remain as they were inserted
+        return [leaf for _, leaves in parts for leaf in leaves], first
+    if type(node) in (list, tuple) or _pytree.is_namedtuple_instance(node):
         found = []
         for i, child in enumerate(node):
             leaves, first = _order(child, f"{name}[{i}]", first)
@@ -40,11 +46,19 @@ def _order(node: Any, name: str, first: int) -> tuple[list[tuple[str, int]], int
     return [(name, place) for place in range(first, after)], after
 
 
-def _sorted(keys: Any) -> list[Any]:
-    try:
-        return sorted(keys, key=lambda key: (type(key).__name__, key))
-    except TypeError:  # they have no order but that in which they were inserted
-        return list(keys)
+def _text(key: Any) -> str:
+    """A key's text, the same in all processes: no address, hash or value of a tensor."""
+    if isinstance(key, Enum):
+        return f"{type(key).__name__}.{key.name}"
+    if isinstance(key, str | bytes | Number | None):
+        return repr(key)
+    if isinstance(key, tuple):
+        return f"({', '.join([_text(part) for part in key])})"
+    if isinstance(key, frozenset):
+        return f"{{{', '.join(sorted([_text(part) for part in key]))}}}"
+    if isinstance(key, torch.dtype):
+        return str(key)
+    return f"<{type(key).__name__}>"
 
 
 def leaves_text(order: Sequence[tuple[str, int]], leaves: Sequence[Tensor]) -> str:

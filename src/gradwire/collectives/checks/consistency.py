@@ -33,6 +33,7 @@ from gradwire.collectives.checks.call_signature import (
     first_difference,
     in_full,
 )
+from gradwire.collectives.checks.texts import gather_different, gather_texts
 from gradwire.collectives.wire.backends import dense, in_bytes, placeholder
 from gradwire.collectives.wire.ints import gather_ints
 from gradwire.errors import ArgumentError, ArgumentTypeError, MismatchError
@@ -56,8 +57,6 @@ __all__ = [
 ]
 
 ENVIRONMENT = "GRADWIRE_CHECKS"
-_TEXT = 200
-"""Bytes of a rank's value in an error message."""
 
 
 class Refusal(NamedTuple):
@@ -274,7 +273,7 @@ def exchange(group: ProcessGroup, call: CallSignature) -> tuple[list[PeerSignatu
 
 def _raise_mismatch(group: ProcessGroup, field: str, call: CallSignature, number: int) -> NoReturn:
     """Exchange the ranks' values of a field, and raise with all of them."""
-    values = _gather_text(description(field, call, number), group, _TEXT)
+    values = gather_different(description(field, call, number), group)
     held = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
     error = MismatchError(
         f"{call.op}: ranks disagree on {field}: {held}. Nothing was sent; give every rank of the "
@@ -290,16 +289,10 @@ def _raise_refusal(group: ProcessGroup, root: int, op: str, refusal: Refusal | N
     if refusal is None:
         refusal = Refusal(ArgumentError, "")
     is_type_error = issubclass(refusal.kind, ArgumentTypeError)
-    text = _gather_text(f"{int(is_type_error)}{refusal.message}", group, 5 * _TEXT)[root]
+    text = gather_texts(f"{int(is_type_error)}{refusal.message}", group, 1000)[root]
     if group.rank() != root:
         kind = ArgumentTypeError if text.startswith("1") else ArgumentError
         refusal = Refusal(kind, f"{op}, on rank {root} of the group: {text[1:]}")
     error = refusal.kind(refusal.message)
     failed(error, group=group)
     raise error
-
-
-def _gather_text(text: str, group: ProcessGroup, size: int) -> list[str]:
-    """Each rank's text, of which so many bytes are sent."""
-    everyone = gather_ints(list(text.encode()[:size].ljust(size)), group)
-    return [bytes(row).decode(errors="replace").rstrip() for row in everyone]

@@ -7,6 +7,7 @@ again with torch's own differentiable operations: a leaf that got no cotangent h
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,7 +43,8 @@ def all_reduce_coalesced(
 
     Args:
         tree: Tensors of any shapes and dtypes in lists, dicts and the like, the same on all ranks;
-            dicts may have been filled in another order, if their keys can be sorted.
+            dicts may have been filled in another order, if their keys are strings, numbers,
+            members of enums, or tuples of those.
         op: As in `all_reduce`.
         group: The default group, if None.
         check: Compare with the other ranks first; see `checks`.
@@ -215,16 +217,16 @@ def _coalesced(
         shape: The shape of a leaf's result.
     """
     leaves, structure = _pytree.tree_flatten(tree)
-    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    kinds: dict[tuple[torch.dtype, torch.device], list[tuple[str, int]]] = {}
     for i, leaf in enumerate(leaves):
         check_dense(leaf, f"leaf {i} of the tree")
-    order = leaf_order(tree)
-    for _, i in order:
-        kinds.setdefault((leaves[i].dtype, leaves[i].device), []).append(i)
+    for name, i in leaf_order(tree):
+        kinds.setdefault((leaves[i].dtype, leaves[i].device), []).append((name, i))
     results: list[Tensor] = list(leaves)
-    for indices in kinds.values():
+    for kind in kinds.values():
+        indices = [i for _, i in kind]
         rows = [flatten(leaves[i]) for i in indices]
-        with detailed(lambda: leaves_text(order, leaves)):
+        with detailed(partial(leaves_text, kind, leaves)):
             moved = move(concat(rows, rows[0].dim() - 1))
         pieces = moved.split([row.shape[-1] for row in rows], -1)
         for i, piece in zip(indices, pieces, strict=True):
