@@ -231,19 +231,24 @@ def test_the_store_dies_and_nobody_else(members: Members, quiet: str) -> None:
     assert [end.get("digest", end) for end in ends] == [quiet] * 2
 
 
+def wakes_when_the_run_is_over(members: Members, sleeping: int, awake: int) -> None:
+    """One ends with the run's result, and the other, which sleeps until then, without any."""
+    (end,) = members.until_ended(1)
+    os.kill(sleeping, signal.SIGCONT)
+    ends = members.until_ended(2)
+    assert end["pid"] == awake
+    assert "digest" in end
+    (late,) = [end for end in ends if end["pid"] == sleeping]
+    assert "RunOverError" in late["error"], late
+
+
 def test_a_member_sleeps_until_the_others_are_done(members: Members) -> None:
     """It trained on from its own state, alone, and ended with another result."""
     with served() as (_, address):
         members.start(address, count=2, members=2)
         sleeping, awake = members.until_trained(2)
         os.kill(sleeping, signal.SIGSTOP)
-        (end,) = members.until_ended(1)
-        os.kill(sleeping, signal.SIGCONT)
-        ends = members.until_ended(2)
-    assert end["pid"] == awake
-    assert "digest" in end
-    (late,) = [end for end in ends if end["pid"] == sleeping]
-    assert "RunOverError" in late["error"], late
+        wakes_when_the_run_is_over(members, sleeping, awake)
 
 
 def test_two_members_sleep_by_turns(members: Members) -> None:
@@ -256,13 +261,7 @@ def test_two_members_sleep_by_turns(members: Members) -> None:
         members.until(lambda: members.trained()[second] > before + 2, "the second does not go on")
         os.kill(second, signal.SIGSTOP)
         os.kill(first, signal.SIGCONT)
-        (end,) = members.until_ended(1)
-        os.kill(second, signal.SIGCONT)
-        ends = members.until_ended(2)
-    assert end["pid"] == first
-    assert "digest" in end
-    (late,) = [end for end in ends if end["pid"] == second]
-    assert "RunOverError" in late["error"], late
+        wakes_when_the_run_is_over(members, sleeping=second, awake=first)
 
 
 def test_the_store_dies_and_then_a_member(members: Members) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.utils import _pytree
 
 __all__ = ["leaf_order", "leaves_text"]
@@ -28,6 +29,8 @@ def leaf_order(tree: Any) -> list[tuple[str, int]]:
 
 def _order(node: Any, name: str, first: int) -> tuple[list[tuple[str, int]], int]:
     """The leaves of a node, whose places begin with `first`; and the place after them."""
+    if type(node) in (Tensor, Parameter):  # first: pytree takes a microsecond to say so
+        return [(name, first)], first + 1
     if type(node) in _DICTS:
         parts = []
         for key, child in node.items():
