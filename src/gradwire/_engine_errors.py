@@ -1,7 +1,7 @@
-"""What the error means that a backend such as Gloo ends a collective with: a rank lost, or late.
+"""Translation of backend errors (Gloo, MPI) into gradwire's: a rank was lost, or was late.
 
-By its type and by the time that has passed, never by its message: those differ between backends and
-their versions.
+Errors are classified by their type and by the elapsed time, never by their message: messages differ
+between backends and versions.
 """
 
 from __future__ import annotations
@@ -16,25 +16,26 @@ from gradwire.errors import CollectiveTimeoutError, DistributedError, PeerLostEr
 __all__ = ["backend_failure", "backend_timeout", "is_over", "is_transport"]
 
 SLACK_SECONDS = 1.0
-"""A backend's clock starts when it takes a collective, which may be before its caller's does."""
+"""Tolerance: a backend's clock may start before its caller's, when it accepts a collective."""
 
 
 def is_transport(error: BaseException) -> bool:
-    """Whether an error that a collective under way ended with is of its transport, by its type.
+    """Return True if the type of a collective's error says that its transport failed.
 
-    Gloo's are plain RuntimeErrors, torch.distributed's DistErrors, those of shm ours. What is of
-    another type, NotImplementedError for a dtype or OutOfMemoryError, says nothing of other ranks.
+    Gloo raises a plain RuntimeError, torch.distributed a DistError, shm gradwire's own types.
+    Errors of other types, such as NotImplementedError for a dtype or OutOfMemoryError, do not
+    concern other ranks.
     """
     return isinstance(error, DistributedError | dist.DistError) or type(error) is RuntimeError
 
 
 def backend_failure(error: BaseException, what: str, *, timed_out: bool) -> DistributedError:
-    """What a backend reported of a collective that was under way, as an error of ours.
+    """Return gradwire's error for one that a backend raised during a collective.
 
     Args:
-        error: The backend's.
-        what: What was under way.
-        timed_out: Whether the backend's time for it was over.
+        error: The backend's error.
+        what: Description of the collective, for the message.
+        timed_out: True if the backend's timeout had elapsed.
     """
     if isinstance(error, DistributedError):  # of shm
         return type(error)(f"{what}: {error}")
@@ -45,17 +46,17 @@ def backend_failure(error: BaseException, what: str, *, timed_out: bool) -> Dist
 
 
 def is_over(since: float, timeout: float) -> bool:
-    """Whether a backend's time for a collective that was started at `since` is over.
+    """Return True if a backend's timeout for a collective started at `since` has elapsed.
 
     Args:
-        since: Of `time.monotonic`, at once after the start.
-        timeout: The group's, in seconds.
+        since: `time.monotonic()` right after the start.
+        timeout: The group's timeout in seconds.
     """
     return time.monotonic() - since >= timeout - min(SLACK_SECONDS, timeout / 10)
 
 
 def backend_timeout(group: ProcessGroup) -> float:
-    """Seconds that PyTorch's backends give a collective; torch's default where they do not say."""
+    """Return the group's timeout in seconds; PyTorch's default if its backends have none."""
     for device in group._device_types:
         timeout = getattr(group._get_backend(device).options, "_timeout", None)
         if timeout is not None:

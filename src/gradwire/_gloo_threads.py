@@ -1,8 +1,8 @@
-"""Gloo's threads at the end of the process.
+"""Wait for Gloo's threads at the end of the process.
 
-A thread of Gloo lets go of a collective's tensors after `wait()` has returned, and takes the GIL to
-do so. Once the interpreter is being finalized, Python ends a thread that asks for the GIL, and as
-this one is in a destructor, the process is aborted
+A thread of Gloo releases a collective's tensors after `wait()` has returned, and takes the GIL to
+do so. While the interpreter is being finalized, Python ends a thread that asks for the GIL. This
+one is in a destructor, so that the process aborts
 (https://github.com/pytorch/pytorch/issues/190489).
 """
 
@@ -22,11 +22,11 @@ _LIMIT_SECONDS = 2.0
 
 
 def await_gloo_threads() -> None:
-    """Wait until all threads of Gloo in this process wait for work, or for other ranks.
+    """Wait until all threads of Gloo in this process are idle or wait for other ranks.
 
-    Between two looks this thread sleeps, so that the GIL is free: one that asks for it, or has more
-    to do, is seen to run, or to have run. Ends after 2 s in any case: a collective that nobody
-    waited for may go on. Without effect where there is no /proc.
+    This thread sleeps between two looks, so that the GIL is free: a thread that needs it is seen
+    running or has run in between. Return after 2 s in any case, because a collective that nobody
+    waited for may not end. Without /proc, return at once.
     """
     until = time.monotonic() + _LIMIT_SECONDS
     before = _look()
@@ -39,7 +39,7 @@ def await_gloo_threads() -> None:
 
 
 def _look() -> dict[str, tuple[bool, str]]:
-    """Whether each thread of Gloo sleeps, and how often it began to, by its number."""
+    """Map each of Gloo's threads to its sleep state and its count of voluntary switches."""
     found = {}
     with contextlib.suppress(FileNotFoundError):  # no Linux
         for thread in os.listdir(_TASKS):
@@ -52,5 +52,5 @@ def _look() -> dict[str, tuple[bool, str]]:
     return found
 
 
-# Registered when gradwire is imported, and so called after what others have registered since.
+# registered at import, and thus called after all functions that others register later
 atexit.register(await_gloo_threads)

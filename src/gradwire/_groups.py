@@ -1,4 +1,4 @@
-"""Which process group, which rank in it, and which store an argument means."""
+"""Resolve arguments to a process group, a rank in it, and its store."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from gradwire.errors import ArgumentError, ArgumentTypeError, NotSupportedError
 __all__ = ["check_group", "default_group", "find_store", "keep_store", "rank_in_group", "store_of"]
 
 _STORES: WeakKeyDictionary[ProcessGroup, Store] = WeakKeyDictionary()
-"""Of groups that were made without torch.distributed's own functions."""
+"""Stores of groups that were made without torch.distributed's own functions."""
 
 
 def check_group(group: object, name: str = "group") -> ProcessGroup:
-    """The group, if this rank is a member of it.
+    """Return the group if this rank is a member of it.
 
     Raises:
         ArgumentTypeError: Not a process group.
@@ -36,7 +36,7 @@ def check_group(group: object, name: str = "group") -> ProcessGroup:
 
 
 def default_group(name: str) -> ProcessGroup:
-    """The default group, for an argument of this name that is None.
+    """Return the default group, for an argument of this name that is None.
 
     Raises:
         ArgumentError: There is none.
@@ -54,7 +54,7 @@ def default_group(name: str) -> ProcessGroup:
 def rank_in_group(
     group: ProcessGroup, rank: int | None, group_rank: int | None, name: str
 ) -> int | None:
-    """A rank of the group from its global rank or its rank in the group; None if neither is given.
+    """Return the rank in the group for a global rank or a group rank; None if neither is given.
 
     Raises:
         ArgumentError: Both are given, or the rank is not in the group.
@@ -80,7 +80,7 @@ def rank_in_group(
 
 
 def keep_store(group: ProcessGroup, store: Store | None) -> None:
-    """Give a group that torch.distributed does not know its store; None when it is destroyed."""
+    """Register the store of a group unknown to torch.distributed; None removes it."""
     if store is None:
         _STORES.pop(group, None)
     else:
@@ -88,7 +88,7 @@ def keep_store(group: ProcessGroup, store: Store | None) -> None:
 
 
 def find_store(group: ProcessGroup) -> Store | None:
-    """The group's store; None if it has none: if it was destroyed, for instance."""
+    """Return the group's store; None if it has none, for instance after its destruction."""
     if (kept := _STORES.get(group)) is not None:
         return kept
     try:
@@ -99,11 +99,11 @@ def find_store(group: ProcessGroup) -> Store | None:
 
 
 def store_of(group: ProcessGroup, use: str) -> Store:
-    """The group's store.
+    """Return the group's store.
 
     Args:
         group: The group.
-        use: What happens through the store, for the error.
+        use: Purpose of the store, for the error message.
 
     Raises:
         NotSupportedError: It has none.

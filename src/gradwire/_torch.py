@@ -1,7 +1,7 @@
-"""What differs between the versions of PyTorch that gradwire runs on, each named by its use.
+"""Differences between the supported versions of PyTorch, each named by its use.
 
-No other module asks for PyTorch's version or whether it has a name. Tested versions are 2.11 to
-2.15; what a version lacks is found by looking for it, never by comparing numbers.
+No other module checks PyTorch's version or the existence of its names. Versions 2.11 to 2.15 are
+tested. Features are detected by looking for them, never by comparing version numbers.
 """
 
 from __future__ import annotations
@@ -76,10 +76,10 @@ BROADCAST_BUFFERS_DEPRECATED: Final = _DDP_ARGUMENTS["broadcast_buffers"].defaul
 
 
 def narrowed_to_torchs_ddp(base: Callable[..., None]) -> Callable[..., Callable[..., None]]:
-    """A decorator: the constructor gets those of `base`'s arguments that this PyTorch's DDP has.
+    """Return a decorator that limits a constructor to the arguments that this PyTorch's DDP has.
 
-    By name, and only those that are given. Others are refused, and the signature has the defaults
-    of this PyTorch.
+    Arguments are passed by name, and only if they are given. Others are refused. The signature has
+    this PyTorch's defaults.
     """
     names = inspect.signature(base).parameters
     signature = inspect.Signature([_DDP_ARGUMENTS[n] for n in names if n in _DDP_ARGUMENTS])
@@ -104,14 +104,14 @@ def _can_be_made() -> bool:
 
 
 PYTHON_BACKENDS: Final = _can_be_made()
-"""Whether a class written in Python can carry the tensors of one of PyTorch's own groups."""
+"""True if a class written in Python can be a backend of one of PyTorch's own groups."""
 
 
 def is_done(work: Work) -> bool:
-    """Whether a collective has ended, well or not.
+    """Return True if a collective has ended, with or without an error.
 
-    PyTorch hands out the works of a Backend written in Python in a wrapper that forwards `wait` and
-    `get_future` alone: its `is_completed` is always false.
+    PyTorch wraps the works of a Python backend in an object that forwards only `wait` and
+    `get_future`: its `is_completed` is always False.
     """
     if work.is_completed():
         return True
@@ -128,7 +128,7 @@ _NAMES = threading.local()
 
 @contextmanager
 def group_named(name: str) -> Iterator[None]:
-    """Let torch.distributed give this name to the groups that this thread makes.
+    """Make torch.distributed give this name to the groups that this thread creates.
 
     A group that only its own ranks make has a name with the number of groups that each of them is
     in or, from 2.15 on, has made: ranks for which it differs wait for each other under different
@@ -183,14 +183,14 @@ def _skipped(method: Method, below: eval_frame._FrameAction) -> Method:
 
 
 def in_compiled_autograd() -> bool:
-    """Whether the running backward is one that torch's compiled autograd has traced."""
+    """Return True if the running backward was traced by compiled autograd."""
     module = sys.modules.get("torch._dynamo.compiled_autograd")  # imported by who uses it
     return module is not None and bool(module.in_compiled_autograd_region)
 
 
 @functools.cache
 def analysed_backend() -> str:
-    """A backend whose name this PyTorch's analyser of flight records knows: Gloo, since 2.13."""
+    """Return a backend name that this PyTorch's flight-record analyzer knows: Gloo, since 2.13."""
     from torch.distributed.flight_recorder.components.types import Op
 
     event = dict.fromkeys(_ANALYSED) | {"profiling_name": "gloo:all_reduce"}
@@ -214,10 +214,10 @@ _ANALYSED = (
 
 
 def torchs_flight_records(*, stacks: bool = True) -> list[bytes]:
-    """The pickles of torch's own recorders: Gloo's, and NCCL's where it is in use.
+    """Return the pickled flight records of PyTorch: Gloo's, and NCCL's if it is in use.
 
     Args:
-        stacks: Whether with those of the calls, whose lines take most of a second the first time.
+        stacks: Include the calls' stacks; resolving them takes most of a second the first time.
     """
     c10d = torch._C._distributed_c10d
     found = []
@@ -230,7 +230,7 @@ def torchs_flight_records(*, stacks: bool = True) -> list[bytes]:
 
 
 def wants_reconfigure(options: object) -> bool:
-    """Whether a group was asked for with `enable_reconfigure`, which came with PyTorch 2.15."""
+    """Return True if the options ask for `enable_reconfigure`, which PyTorch 2.15 introduced."""
     return bool(getattr(options, "enable_reconfigure", False))
 
 
@@ -254,10 +254,10 @@ def warn_if_untested(stacklevel: int = 2) -> None:
 
 
 def nested_forward_mode() -> AbstractContextManager[None]:
-    """For a function's `jvp`: what it computes has tangents of the forward mode around this one.
+    """Enable forward mode inside a function's `jvp`, for nested forward mode.
 
-    PyTorch calls a `jvp` with forward mode off: in `jacfwd` of `jacfwd`, all that it computes with
-    torch's own operations would be constant to the outer one. What it saved has this one's
-    tangents, too: those are to be taken off first.
+    PyTorch calls a `jvp` with forward mode disabled: in `jacfwd` of `jacfwd`, its own operations
+    would be constant for the outer transform. Saved tensors still carry the inner transform's
+    tangents: remove those first.
     """
     return forward_ad._set_fwd_grad_enabled(True)

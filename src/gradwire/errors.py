@@ -122,7 +122,7 @@ class RunOverError(DistributedError):
 
 
 class NotKeptWarning(UserWarning):
-    """What an elastic run steps has a state that a new member would not receive."""
+    """An elastic run steps an object whose state a new member would not receive."""
 
 
 class BoundEarlyWarning(UserWarning):

@@ -1,4 +1,4 @@
-"""What a flat buffer is: one dimension, in memory as it is read."""
+"""Flat buffers: one-dimensional, contiguous, without lazy conjugation or negation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["flatten", "is_as_read"]
 
 
 def is_as_read(tensor: Tensor) -> bool:
-    """Whether the elements lie one after another, neither conjugated nor negated when read.
+    """Return True if the tensor is contiguous and neither lazily conjugated nor negated.
 
     Example:
         >>> import torch
@@ -20,13 +20,13 @@ def is_as_read(tensor: Tensor) -> bool:
 
 
 def flatten(tensor: Tensor) -> Tensor:
-    """The elements in row-major order, 1-d, in memory as they are read.
+    """Return the elements in row-major order as a contiguous 1-d tensor.
 
     Args:
-        tensor: Of any shape and strides.
+        tensor: Tensor of any shape and strides.
 
     Returns:
-        The tensor itself or a view of it, where its memory is so; else a copy.
+        The tensor itself or a view of it if its memory has this form; otherwise a copy.
 
     Example:
         >>> import torch

@@ -152,7 +152,7 @@ def unpack(buffer: Tensor, tensors: Sequence[Tensor]) -> None:
     """Copy a packed buffer's values back into tensors: one multi-tensor copy.
 
     Args:
-        buffer: As `pack` makes it for tensors of these shapes and dtypes.
+        buffer: Buffer that `pack` makes for tensors of these shapes and dtypes.
         tensors: Written in place, whatever their strides.
 
     Raises:

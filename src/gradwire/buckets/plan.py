@@ -44,9 +44,9 @@ def plan_buckets(
 
     Args:
         sizes: Bytes of each tensor, ≥ 0.
-        dtypes: Of each tensor, hashable: anything that compares as its dtype.
-        devices: Of each tensor, hashable: anything that compares as its device.
-        caps: Limits in bytes, at least one, each > 0: of the first bucket of a pair, of the
+        dtypes: Dtype of each tensor, or any hashable that compares as it does.
+        devices: Device of each tensor, or any hashable that compares as it does.
+        caps: Size limits in bytes, at least one, each > 0: for the first bucket of a pair, for the
             second, and so on.
         alone: Per tensor *index*, whether it gets a bucket of its own, as sparse gradients do;
             empty means none.

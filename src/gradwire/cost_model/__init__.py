@@ -1,4 +1,4 @@
-"""What communication costs, predicted: from links, messages and the times of a backward."""
+"""Cost model: predictions of communication time from links, messages and backward times."""
 
 from gradwire.cost_model.bursts import Burst, find_burst
 from gradwire.cost_model.choose import Choice, choose

@@ -1,7 +1,7 @@
-"""A link that is faster after a rest: buffers of switches, limits by tokens, credits in clouds.
+"""Links that are faster after an idle time: switch buffers, token buckets, cloud burst credits.
 
-While it rests it saves up sending time, a second each second, up to a limit. What is sent then goes
-as fast as without the link's rate, until that is used up.
+While such a link is idle, it accumulates a credit of sending time, one second per second, up to a
+limit. Until the credit is used up, messages are not slowed down to the link's rate.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from gradwire.errors import ArgumentError
 __all__ = ["Burst", "find_burst"]
 
 CLEAR = 0.75
-"""The first message took less than this part of each of the last: due to a rest, not by chance."""
+"""Ratio of the first message's time to the last ones' below which a burst is assumed."""
 
 
 @dataclass(frozen=True)
 class Burst:
-    """What a link has saved up after a rest, and what it takes when it has not.
+    """Burst credit of a link after an idle time, and the link's cost without credit.
 
     Args:
-        credit: Seconds of its sending, ≥ 0.
-        busy: Seconds that a byte takes a link that has no credit, by collective: of the tensor that
-            a rank gives. Those that are not here take none of it.
+        credit: Credit after a long idle time, in seconds of sending, ≥ 0.
+        busy: Seconds per byte of a rank's input tensor without credit, by collective. Collectives
+            that are not listed use no credit.
     """
 
     credit: float
@@ -36,28 +36,28 @@ class Burst:
             raise ArgumentError(f"{self} has negative times: give at least 0")
 
     def missing(self, seconds: float, busy: float, credit: float) -> float:
-        """How much longer a message takes than after a rest.
+        """Return the seconds that a message takes in addition to its time after an idle time.
 
         Args:
-            seconds: What it takes after a rest.
-            busy: What it takes without credit.
-            credit: What there is.
+            seconds: Time of the message after an idle time.
+            busy: Time of the message without credit.
+            credit: Remaining credit in seconds.
         """
         return min(max(0.0, busy - seconds - credit), self.credit - credit)
 
 
 def find_burst(times: Sequence[float]) -> tuple[float, float]:
-    """From how long equal messages took, one after another, the first after a rest.
+    """Estimate a link's burst credit from the times of equal messages after an idle time.
 
     Args:
-        times: Seconds of each, at least two.
+        times: Seconds of each message, in order, at least two.
 
     Returns:
-        Seconds of such a message in the end, and by how much all were faster than so many of that:
-        the credit; 0 where the first was not clearly faster.
+        Seconds of a message without credit, and the credit in seconds; the credit is 0 if the first
+        message was not clearly faster.
 
     Raises:
-        ArgumentError: There are not two.
+        ArgumentError: Fewer than two times are given.
 
     Example:
         >>> find_burst([0.25, 1.0, 1.0, 1.0])
@@ -66,7 +66,7 @@ def find_burst(times: Sequence[float]) -> tuple[float, float]:
         0.0
     """
     if len(times) < 2:
-        raise ArgumentError(f"times are of {len(times)} messages: give at least two")
+        raise ArgumentError(f"times has {len(times)} entries: pass at least two")
     last = times[(len(times) + 1) // 2 :]
     each = median(last)
     if times[0] > CLEAR * min(last):

@@ -1,4 +1,4 @@
-"""Which hook each bucket takes, of those that are allowed; or none of them."""
+"""Choice of the communication hook for each bucket among the allowed ones."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["Choice", "choose"]
 
 @dataclass(frozen=True)
 class Choice:
-    """What is to be taken.
+    """Predicted best candidates.
 
     Attributes:
         names: The candidate of each bucket.
-        plain_seconds: When the step would end with the first candidate for all buckets.
-        seconds: When it ends with these.
+        plain_seconds: Predicted end of the step with the first candidate for all buckets.
+        seconds: Predicted end of the step with `names`.
     """
 
     names: tuple[str, ...]
@@ -35,18 +35,18 @@ def choose(
     min_gain: float = 0.0,
     idle: float = inf,
 ) -> Choice:
-    """The candidate for each bucket with which the step ends first.
+    """Return the candidate for each bucket with which the step ends earliest.
 
-    From the best that all buckets can have alike, buckets change one by one as long as that helps.
-    The same numbers give the same choice.
+    Start from the best candidate for all buckets, then change single buckets as long as the step
+    gets shorter. The choice is deterministic.
 
     Args:
-        ready: As `end_of_step` has it.
-        candidates: The costs of each bucket; the first candidate is the plain one, which stays
-            where nothing gains enough.
-        cluster: As `end_of_step` has it.
-        min_gain: Seconds that a choice has to gain, or it is not taken.
-        idle: As `end_of_step` has it.
+        ready: See `end_of_step`.
+        candidates: Costs of each bucket, by candidate; the first candidate is kept if no other
+            choice gains enough.
+        cluster: See `end_of_step`.
+        min_gain: Minimum gain in seconds over the first candidate.
+        idle: See `end_of_step`.
 
     Example:
         >>> from gradwire.cost_model import Link, Message

@@ -1,4 +1,4 @@
-"""A link as two numbers: what a message costs, and what a byte costs (the α-β model).
+"""Links as two numbers: cost per message and cost per byte (the α-β model).
 
 Source:
     R. W. Hockney, The communication challenge for MPP, 1994.
@@ -21,8 +21,8 @@ class Link:
     """A full-duplex link of one host, or of one rank.
 
     Args:
-        latency: Seconds that a message takes beside its bytes (α), ≥ 0.
-        bandwidth: Bytes a second each way (1 / β), > 0.
+        latency: Seconds per message in addition to its bytes (α), ≥ 0.
+        bandwidth: Bytes per second in each direction (1 / β), > 0.
 
     Example:
         >>> Link(latency=1e-4, bandwidth=125e6).seconds(125_000)
@@ -40,17 +40,17 @@ class Link:
             )
 
     def seconds(self, nbytes: float) -> float:
-        """How long one message takes."""
+        """Return the seconds that one message takes."""
         return self.latency + nbytes / self.bandwidth
 
 
 @dataclass(frozen=True)
 class Curve:
-    """How long something of any size takes, between sizes that were measured.
+    """Piecewise linear function from bytes to seconds through measured points.
 
     Args:
-        points: Bytes and seconds, at least two, from the smallest on.
-        beyond: Seconds of each byte beyond the last; None: as before it.
+        points: Pairs of bytes and seconds, at least two, in increasing order.
+        beyond: Seconds per byte beyond the last point; None for the slope of the last segment.
 
     Example:
         >>> points = (0, 1.0), (10, 2.0), (20, 6.0)
@@ -67,7 +67,7 @@ class Curve:
             raise ArgumentError(f"points are of {sizes} bytes: give two sizes or more, in order")
 
     def seconds(self, nbytes: float) -> float:
-        """On the line between the two points beside it; of the first, or beyond the last."""
+        """Interpolate; constant before the first point, extrapolated after the last."""
         first, _ = self.points[0]
         if nbytes <= first:
             return self.points[0][1]
@@ -82,20 +82,19 @@ class Curve:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Ranks, and the link that the slowest part of a collective goes over.
+    """Ranks and the link that limits their collectives.
 
     Args:
-        ranks: How many ranks take part, ≥ 1.
-        link: Of each host, where hosts have one rank each that takes part; where several ranks of a
-            host do, of the host: a ring crosses it once each way.
-        measured: How long collectives of tensors that a rank gives take, by name; those that are
-            not here take what follows from the link.
-        taken: How many seconds of computing such collectives take from backward when it runs beside
-            them, by name: copies, and turns on the cores. Those that are not here take none.
-        spare: The part of a second thread's computing that costs backward nothing: from 0, where
-            both need the same core, to 1.
-        burst: How much faster such collectives are after a rest; None: not at all. `measured` is
-            what they take then.
+        ranks: Number of ranks that take part, ≥ 1.
+        link: Link of each host. A ring crosses it once in each direction, even if several ranks of
+            the host take part.
+        measured: Measured seconds by a rank's input bytes, for each collective; collectives that
+            are not listed are predicted from the link.
+        taken: Seconds by which a collective slows down a backward that runs at the same time
+            (copies, shared cores), for each collective; 0 for those that are not listed.
+        spare: Fraction of a second thread's computing that costs backward nothing: 0 if both need
+            the same core, up to 1.
+        burst: Burst credit of the link; None for none. `measured` holds times with full credit.
     """
 
     ranks: int
@@ -113,18 +112,18 @@ class Cluster:
 
 
 def fit_link(ranks: int, samples: Sequence[tuple[int, float]]) -> Link:
-    """The link that explains how long all_reduces in a ring took.
+    """Fit a link to the measured times of ring all_reduces.
 
     Args:
-        ranks: How many ranks took part, ≥ 2.
-        samples: Bytes and seconds, of at least two sizes; the line goes through the smallest and
-            the largest.
+        ranks: Number of ranks that took part, ≥ 2.
+        samples: Pairs of bytes and seconds, of at least two sizes; the line goes through the
+            smallest and the largest.
 
     Returns:
-        A link; its latency is 0 where the line would have it below.
+        The link; its latency is at least 0.
 
     Raises:
-        ArgumentError: There are not two sizes.
+        ArgumentError: Fewer than two sizes or ranks are given.
 
     Example:
         >>> fit_link(2, [(0, 2e-4), (1_000_000, 2e-4 + 8e-3)]).bandwidth

@@ -1,4 +1,4 @@
-"""How long a collective takes: its steps one after another, and the bytes of each over the link."""
+"""Time of a collective: the sum of its steps over the link."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Collective: TypeAlias = Literal["all_reduce", "all_gather", "all_to_all"]
 
 @dataclass(frozen=True)
 class Message:
-    """One collective.
+    """A collective.
 
     Attributes:
-        collective: Which.
-        nbytes: The bytes of the tensor that a rank gives.
+        collective: Name of the collective.
+        nbytes: Bytes of a rank's input tensor.
     """
 
     collective: Collective
@@ -26,7 +26,7 @@ class Message:
 
 
 def collective_seconds(message: Message, cluster: Cluster) -> float:
-    """How long it takes, as measured; if it was not, in a ring, or pair by pair.
+    """Return the seconds of a collective, measured or predicted for a ring or pairwise exchange.
 
     Example:
         >>> from gradwire.cost_model import Link

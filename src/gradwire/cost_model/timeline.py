@@ -1,8 +1,8 @@
-"""When a step's last bucket has arrived: backward and communication beside each other.
+"""Prediction of a step's end, with backward and communication overlapping.
 
-The reducer launches buckets from backward's thread, in order. A hook of one collective is sent, and
-backward goes on. After a hook of several, the next launch waits for it (`Launcher`), and backward
-with it.
+The reducer launches buckets from backward's thread, in order. Backward continues after the launch
+of a hook with one collective. After a hook with several, the next launch waits for the hook to
+finish (`Launcher`), and backward waits with it.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from gradwire.cost_model.messages import Message, collective_seconds
 __all__ = ["Cost", "end_of_step", "undisturbed"]
 
 MOST_STEPS = 20
-"""Steps until a link's credit is the same at the beginning of each, at most."""
+"""Maximum number of simulated steps until a link's credit at their beginning is constant."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What one bucket costs by one hook.
+    """Cost of one bucket with one hook.
 
     Attributes:
-        before: Seconds of computing before its first collective, in backward's thread.
-        messages: Its collectives, one after another.
-        after: Seconds of computing from then on.
-        single: Whether backward goes on meanwhile, whatever comes next.
+        before: Seconds of computing before the first collective, in backward's thread.
+        messages: Collectives, in order.
+        after: Seconds of computing after the first collective.
+        single: True if backward continues in the meantime in any case.
     """
 
     before: float
@@ -39,7 +39,7 @@ class Cost:
     single: bool = False
 
     def in_flight(self, cluster: Cluster) -> list[_Stage]:
-        """What follows from its first collective to its end."""
+        """Return the stages from the first collective to the end."""
         messages = [
             _Stage(collective_seconds(m, cluster), _taken(m, cluster), _busy(m, cluster))
             for m in self.messages
@@ -49,12 +49,12 @@ class Cost:
 
 @dataclass
 class _Stage:
-    """What goes on beside backward.
+    """Part of a communication that runs beside backward.
 
     Attributes:
-        seconds: If nothing else ran, after a rest of the link.
-        taken: Seconds that it takes from backward, if that runs beside all of it.
-        busy: Seconds of the link that it takes without credit.
+        seconds: Duration if nothing else runs and the link has full credit.
+        taken: Seconds by which it slows down backward, if backward runs beside all of it.
+        busy: Seconds of the link without credit.
     """
 
     seconds: float
@@ -63,7 +63,7 @@ class _Stage:
 
     @property
     def speed(self) -> float:
-        """Of it and of backward, while both run."""
+        """Relative speed of the stage and of backward while both run."""
         return self.seconds / (self.seconds + self.taken)
 
 
@@ -80,15 +80,15 @@ def _busy(message: Message, cluster: Cluster) -> float:
 def end_of_step(
     ready: Sequence[float], costs: Sequence[Cost], cluster: Cluster, *, idle: float = inf
 ) -> float:
-    """When all buckets have arrived, in one of many such steps.
+    """Return the time at which all buckets have arrived, in a steady state of equal steps.
 
     Args:
-        ready: When backward, undisturbed, would have each bucket's gradients: not decreasing. The
+        ready: Times at which backward alone would have each bucket's gradients: not decreasing. The
             last bucket is launched when backward has ended, so that the last entry is its end.
-        costs: Of each bucket.
-        cluster: What they travel over, one at a time.
-        idle: Seconds between the end of a step and the beginning of the next one's backward, in
-            which a link saves up credit.
+        costs: Cost of each bucket.
+        cluster: Ranks and link; the link carries one message at a time.
+        idle: Seconds between the end of a step and the beginning of the next backward, during
+            which a link accumulates credit.
 
     Returns:
         Seconds on the clock of `ready`.
@@ -129,15 +129,15 @@ def _step(ready: Sequence[float], costs: Sequence[Cost], cluster: Cluster, clock
 def undisturbed(
     launched: Sequence[float], costs: Sequence[Cost], cluster: Cluster
 ) -> tuple[float, ...]:
-    """When backward would have each bucket's gradients, from when they were launched in a step.
+    """Infer when backward alone would have each bucket's gradients, from a step's launch times.
 
     Args:
-        launched: Seconds, not decreasing.
-        costs: Of each bucket in that step, each of one collective.
-        cluster: As `end_of_step` has it.
+        launched: Launch times in seconds, not decreasing.
+        costs: Cost of each bucket in that step, each of one collective.
+        cluster: See `end_of_step`.
 
     Returns:
-        What `end_of_step` takes; the first is 0.
+        The argument `ready` of `end_of_step`; its first entry is 0.
 
     Example:
         >>> from gradwire.cost_model import Curve, Link
@@ -156,14 +156,14 @@ def undisturbed(
 
 
 class _Clock:
-    """Backward, and what is on its way beside it.
+    """Simulated clock of backward and of the messages in flight.
 
     Args:
-        burst: Of the link.
-        credit: What it has of it; None: all.
+        burst: Burst credit of the link.
+        credit: Remaining credit; None for the full credit.
 
     Attributes:
-        now: Seconds.
+        now: Current time in seconds.
     """
 
     def __init__(self, burst: Burst | None = None, credit: float | None = None) -> None:
@@ -174,25 +174,25 @@ class _Clock:
         self._counted = 0.0  # up to when
 
     def credit(self, *, after: float = 0.0) -> float:
-        """What the link has, so many seconds from now: it saves up all the time."""
+        """Return the link's credit `after` seconds from now."""
         saved = self._credit + self.now - self._counted + after
         return min(self._burst.credit, max(0.0, saved))
 
     def start(self, stages: Iterable[_Stage]) -> None:
-        """Send something: it follows what is on its way."""
+        """Append stages to those in flight."""
         first = not self._pending
         self._pending += stages
         if first:
             self._begin()
 
     def compute(self, seconds: float) -> None:
-        """Backward goes on for so long, and longer for what is on its way."""
+        """Advance by `seconds` of backward's computing, which stages in flight slow down."""
         while seconds > 0 and self._pending:
             seconds -= self._pass(seconds)
         self.now += max(0.0, seconds)
 
     def computed(self, seconds: float) -> float:
-        """How much backward computes while so much time passes."""
+        """Advance by `seconds` of time; return the seconds that backward computes meanwhile."""
         found, end = 0.0, self.now + seconds
         while end > self.now and self._pending:
             first = self._pending[0]
@@ -202,12 +202,12 @@ class _Clock:
         return found + self._rest(end)
 
     def wait(self) -> None:
-        """Until nothing is on its way."""
+        """Advance until no stage is in flight."""
         while self._pending:
             self._end(self._pending[0].seconds)
 
     def _pass(self, seconds: float) -> float:
-        """Backward computes for so long, or until the first that is on its way ends: how long."""
+        """Compute until `seconds` are done or the first stage ends; return the seconds computed."""
         stage = self._pending[0]
         speed = stage.speed
         if seconds >= stage.seconds:
@@ -220,13 +220,13 @@ class _Clock:
         return seconds
 
     def _end(self, seconds: float) -> None:
-        """The first that is on its way ends after so long, and the next begins."""
+        """End the first stage after `seconds`, and begin the next."""
         self.now += seconds
         self._pending.popleft()
         self._begin()
 
     def _begin(self) -> None:
-        """The first that is on its way begins; what takes no time ends, too."""
+        """Begin the first stage, and end all stages that take no time."""
         while self._pending:
             stage, credit = self._pending[0], self.credit()
             if stage.busy > 0:
@@ -237,7 +237,7 @@ class _Clock:
             self._pending.popleft()
 
     def _rest(self, end: float) -> float:
-        """Nothing is on its way until then: how long."""
+        """Advance to `end` with no stage in flight; return the seconds that passed."""
         seconds = max(0.0, end - self.now)
         self.now = max(self.now, end)
         return seconds

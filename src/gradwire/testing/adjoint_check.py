@@ -37,19 +37,19 @@ def adjoint_check(
 
     Called on every rank of the group; the inner products are real parts, summed over ranks. They
     are compared for the given inputs and for each unit vector: `op` is called once for each entry
-    of each rank, so keep inputs small. Any floating or complex dtype. To try other layouts,
-    transpose or expand inside `op`. An op that raises on one rank ends the check as `gradcheck`
-    says.
+    of each rank, so keep inputs small. Inputs may have any floating or complex dtype. To test other
+    layouts, transpose or expand inside `op`. If `op` raises on one rank, the check ends as
+    described for `gradcheck`.
 
     Args:
         op: Takes the inputs; returns a tensor or a pytree with tensors. Linear in the tensors that
             require grad, taken together over all ranks.
         inputs: A tensor, or a sequence of arguments; x is those that require grad. Shapes may
             differ by rank.
-        group: Whose ranks take part; None for the default group.
+        group: Process group of the ranks that take part; None for the default group.
         rtol: The two sides may differ by rtol times the sum of their terms' magnitudes; None for
             8 roundings of the coarsest dtype among inputs and outputs.
-        seed: Of the cotangents y, which are normal.
+        seed: Seed of the cotangents y, which are normally distributed.
 
     Returns:
         True.
@@ -57,7 +57,7 @@ def adjoint_check(
     Raises:
         GradientError: On every rank: the sides differ. The message names the rank, the input's
             entry and both values; or says that `op` is not linear.
-        MismatchError, PeerFailedError, CollectiveTimeoutError: As `gradcheck`.
+        MismatchError, PeerFailedError, CollectiveTimeoutError: See `gradcheck`.
         ArgumentError, ArgumentTypeError: Inputs cannot be used, none requires grad, or `op`
             returned no tensor on any rank.
 
@@ -123,7 +123,7 @@ def adjoint_check(
 def _at_unit(
     op: Fn, inputs: Sequence[Any], ys: Sequence[Tensor], to: Coordinate, rank: int
 ) -> tuple[float, float]:
-    """This rank's share of ⟨op(e), y⟩ for the unit vector e, and of the sum of magnitudes."""
+    """Return this rank's share of ⟨op(e), y⟩ for a unit vector e, and of its terms' magnitudes."""
 
     def change(number: int, x: Tensor) -> Tensor:
         x.zero_()
@@ -142,7 +142,7 @@ def _summed(pairs: Iterable[Sequence[float]]) -> tuple[float, float]:
 def _check_linear(
     forward: tuple[float, float], backward: tuple[float, float], tolerance: float
 ) -> None:
-    """Compare both sides at the given x. The entries agree by now: else op is not linear."""
+    """Raise if the sides differ at the given x although they agree on all unit vectors."""
     if not abs(forward[0] - backward[0]) <= tolerance * max(forward[1], backward[1]):
         raise GradientError(
             f"op is not linear: ⟨op(x), y⟩ is {forward[0]:.9g} and ⟨x, backward(y)⟩ is "

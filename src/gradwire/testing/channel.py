@@ -23,7 +23,7 @@ _LENGTH = struct.Struct("!Q")
 
 @dataclass(frozen=True)
 class Task:
-    """To a worker: join a group as `rank` and call the pickled function.
+    """Request to a worker: join a group as `rank` and call the pickled function.
 
     The descriptor of the ranks' FileStore follows it.
     """
@@ -41,24 +41,24 @@ class Task:
 
 @dataclass(frozen=True)
 class Release:
-    """To a worker that returned: leave the group, which no rank needs any more."""
+    """Request to a worker that returned: leave the group, which no rank needs any longer."""
 
 
 @dataclass(frozen=True)
 class Idle:
-    """From a worker: ready for a task, and in no group."""
+    """Report of a worker: it is in no group and can take a task."""
 
 
 @dataclass(frozen=True)
 class Returned:
-    """From a worker: the function's result, pickled."""
+    """Report of a worker: the function's result, pickled."""
 
     result: bytes
 
 
 @dataclass(frozen=True)
 class Raised:
-    """From a worker: an exception, as text and, if it can be pickled, as itself."""
+    """Report of a worker: an exception as text and, if it can be pickled, as an object."""
 
     summary: str
     traceback: str

@@ -52,7 +52,7 @@ class Coordinate:
 
     @property
     def unit(self) -> Tensor:
-        """The unit step in its direction."""
+        """Unit step in the direction of this coordinate."""
         return torch.tensor(1j if self.part == IMAGINARY else 1.0)
 
 
@@ -71,7 +71,7 @@ def as_inputs(inputs: Any) -> list[Any]:
 
 
 def differentiable(value: object) -> bool:
-    """Whether a value is a tensor that can carry a gradient."""
+    """Return True if the value is a tensor that can carry a gradient."""
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
@@ -139,13 +139,13 @@ def outputs_of(fn: Fn, inputs: Sequence[Any]) -> list[Tensor]:
 
 
 def check_outputs(counts: Iterable[int]) -> None:
-    """Raise if no rank's function gave anything to check: every derivative would be right.
+    """Raise if no rank's function returned a tensor: every derivative would pass the check.
 
     Args:
-        counts: How many tensors each rank's `outputs_of` found.
+        counts: Number of tensors that `outputs_of` found on each rank.
 
     Raises:
-        ArgumentError: None on any rank.
+        ArgumentError: No rank has one.
     """
     if not any(counts):
         raise ArgumentError(

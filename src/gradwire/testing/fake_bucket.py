@@ -19,7 +19,7 @@ class FakeBucket(GradBucket):
     Args:
         *gradients: At least one tensor: the local gradients, any shapes, of one dtype and device.
         index: The bucket's number.
-        is_last: Whether no other bucket follows.
+        is_last: True if no other bucket follows.
         parameters: The parameters; made with the gradients' shapes if None.
         names: The parameters' names; made of the bucket's number and their places if None.
 

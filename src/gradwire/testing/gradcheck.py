@@ -68,13 +68,13 @@ def gradcheck(
             the same values, and the shapes must not depend on values.
         inputs: A tensor, or a sequence of arguments. Those float64 and complex128 tensors that
             require grad are what is differentiated by. Shapes may differ by rank.
-        group: Whose ranks' inputs make the point; None for the default group.
+        group: Process group whose ranks' inputs form the point; None for the default group.
         second: Check second derivatives too: those of the gradient, by inputs and cotangents.
         forward: Check forward mode (`torch.autograd.forward_ad`) too.
         eps: Half the distance of the two points of a finite difference.
         atol: A derivative d may differ from the finite difference f by atol + rtol·abs(f).
         rtol: See `atol`.
-        seed: Of cotangents and tangents.
+        seed: Seed of cotangents and tangents.
 
     Returns:
         True.

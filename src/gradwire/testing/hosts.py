@@ -45,8 +45,8 @@ class Hosts:
     """Hosts for `run_ranks(fn, hosts=...)`; a context manager, which ends them.
 
     Args:
-        ranks: How many ranks each host has.
-        rate: What each cable carries in each direction, as `tc` has it: "1gbit"; None for no limit.
+        ranks: Number of ranks on each host.
+        rate: Rate of each cable in each direction, in `tc` syntax ("1gbit"); None for no limit.
 
     Raises:
         NotSupportedError: This system does not let its user make namespaces; the message says why.
@@ -100,7 +100,7 @@ class Hosts:
         return places[rank]
 
     def command(self, host: int) -> list[str]:
-        """What to put before a command so that it runs on a host."""
+        """Return the command prefix that makes a command run on a host."""
         return [*_ENTER, f"--target={self._holders[host + 1].pid}"]
 
     @staticmethod
@@ -109,7 +109,7 @@ class Hosts:
         return f"10.83.{host // 250}.{host % 250 + 1}"
 
     def counters(self) -> list[Counters]:
-        """What has passed each host's cable so far."""
+        """Return the bytes that have passed each host's cable so far."""
         counted = []
         for host in range(len(self.ranks)):
             text = _run([*self.command(host), "ip", "-j", "-s", "link", "show", "dev", INTERFACE])

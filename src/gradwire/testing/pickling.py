@@ -57,7 +57,7 @@ def dumps(value: object) -> bytes:
 
 @lru_cache(maxsize=1024)
 def _importable(name: str, path: tuple[str, ...]) -> bool:
-    """Whether a new process with this `sys.path` could import a module that was read from a file.
+    """Return True if a new process with this `sys.path` could import a module read from a file.
 
     Modules that packages create at run time (`torch.ops`, parts of extension modules) have no file;
     importing their package creates them again.

@@ -25,7 +25,7 @@ __all__ = ["POOL", "Pool", "Worker", "close_pool", "dump_stacks", "worker_enviro
 
 _MODULE = ("-m", "gradwire.testing.worker")
 START_SECONDS = 120.0
-"""How long new workers may take to import torch."""
+"""Time limit for new workers to import torch."""
 
 
 def worker_environment() -> dict[str, str]:
@@ -38,7 +38,7 @@ class Worker:
     """One process; its stderr goes to a file without a name, from which errors quote.
 
     Args:
-        prefix: What the command that starts it begins with, for one on another host.
+        prefix: Beginning of the command that starts it, for a worker on another host.
     """
 
     def __init__(self, prefix: Sequence[str] = ()) -> None:
@@ -77,7 +77,7 @@ class Worker:
         self._close_descriptors()
 
     def exit_text(self) -> str:
-        """How the process ended: "exited with code 3", "was killed by SIGSEGV"."""
+        """Description of the process's end: "exited with code 3", "was killed by SIGSEGV"."""
         try:
             code = self.process.wait(timeout=2.0)
         except subprocess.TimeoutExpired:

@@ -48,7 +48,7 @@ def run_ranks(
             processes, in the first call, is not counted.
         args: Positional arguments of `fn`.
         may_die: Ranks that may end their process; the result of one that does is None.
-        hosts: How many ranks each host has: in the default group, if it is on shm, ranks of
+        hosts: Number of ranks on each host: in the default group, if it is on shm, ranks of
             different ones share no memory then, and send each other messages. Or `hosts.Hosts`,
             where they could not share any.
 

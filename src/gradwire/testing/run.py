@@ -24,18 +24,18 @@ from gradwire.testing.pool import Worker, dump_stacks
 __all__ = ["Run"]
 
 FAILURE_SECONDS = 5.0
-"""How long ranks may take to end after another one's failure."""
+"""Time limit for ranks to end after another rank failed."""
 
 LEAVE_SECONDS = 15.0
-"""How long ranks may take to leave their group: each collects garbage, which takes long on a busy
+"""Time limit for ranks to leave their group: each collects garbage, which takes long on a busy
 machine and after torch.compile."""
 
 POLL_SECONDS = 0.2
-"""How often the processes are polled: a dead one's socket stays open as long as a child of its own
+"""Polling interval of the processes: a dead one's socket stays open as long as a child of its own
 holds it."""
 
 LOG_TAIL = 16000
-"""How many of the last characters on a dead rank's stderr are quoted."""
+"""Number of characters that are quoted from the end of a dead rank's stderr."""
 
 
 class _State(enum.Enum):
