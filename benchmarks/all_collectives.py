@@ -57,7 +57,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """As tables have it."""
+        """Name of the case in tables."""
         return f"{self.op}, {self.ranks} ranks{', pinned' if self.pinned else ''}"
 
 
@@ -124,7 +124,7 @@ def _zeros(count: int, group: ProcessGroup, *, inside: bool) -> Tensor:
 
 
 def slower(cases: Sequence[CaseResult]) -> str:
-    """Which operations took longer on shm than on Gloo, beyond the interval, in a sentence."""
+    """Return a sentence that lists the operations that were slower on shm than on Gloo."""
     found = [
         f"{case.name}, {measure.name}: {ratio.value:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
         for case in cases

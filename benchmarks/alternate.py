@@ -29,11 +29,11 @@ def alternate(
     """Seconds of each contender in each round, the slowest rank's; equal on all ranks.
 
     Args:
-        steps: What each contender does for one sample.
+        steps: Function of each contender that is timed for one sample.
         rounds: Timed rounds, >= 1.
         warmup: Rounds before them that are not timed.
-        in_series: Whether each sample follows one of the same contender, which is not timed: where
-            what a step finds depends on what was sent before it.
+        in_series: If True, an untimed step of the same contender precedes each sample. Needed where
+            a step's time depends on the messages sent before it.
     """
     names = list(steps)
     taken: dict[str, list[float]] = {name: [] for name in names}

@@ -23,7 +23,7 @@ PIECE = 64 << 10
 """Numbers copied at a time; as many lie in the small part."""
 
 Move = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
-"""What is set, and what is copied there; or the two that are added."""
+"""Destination and source of a copy, or the operands of an addition."""
 
 
 def shared_by_two(count: int) -> tuple[Tensor, Tensor]:
@@ -44,12 +44,12 @@ def shared_by_two(count: int) -> tuple[Tensor, Tensor]:
 
 
 def bare_passes(op: str, count: int, *, inside: bool) -> Callable[[], None]:
-    """What two ranks have to copy and add for an operation on `count` numbers, as a function.
+    """Return a function with only the copies and additions that two ranks need for an operation.
 
     Args:
         op: A collective.
         count: Numbers of its larger tensor.
-        inside: Whether its tensors lie in shared memory.
+        inside: True if the tensors are in shared memory.
     """
     half, root = count // 2, dist.get_rank() == 0
     if inside:
@@ -79,7 +79,7 @@ def _piece(tensor: Tensor, lo: int) -> Tensor:
 
 
 def _inside(op: str, mine: Tensor, theirs: Tensor, root: bool) -> list[Move]:
-    """Of each rank two tensors of two halves; rank 0 works on the first, rank 1 on the second."""
+    """Work on two tensors per rank: rank 0 on their first halves, rank 1 on their second."""
     rank = 0 if root else 1
     half, other, c, d = mine[rank], theirs[rank], mine[2], mine[3]
     moves: dict[str, list[Move]] = {

@@ -18,11 +18,11 @@ class Case(Protocol):
 
     @property
     def name(self) -> str:
-        """What tables and `--only` call it."""
+        """Name of the case in tables and for `--only`."""
 
 
 def size_text(nbytes: int) -> str:
-    """As a case's name has it: "4 KiB"."""
+    """Return a size as it appears in a case's name: "4 KiB"."""
     for unit, size in (("MiB", 1 << 20), ("KiB", 1 << 10)):
         if nbytes >= size:
             return f"{nbytes // size} {unit}"
@@ -34,18 +34,18 @@ C = TypeVar("C", bound=Case)
 
 @dataclass(frozen=True)
 class Benchmark(Generic[C]):
-    """What is measured under a name.
+    """A benchmark and its cases.
 
     Args:
         name: The command, and the name of the results' file.
         about: One line for the command's help and the table's title.
         cases: In the table's order.
         measure: Launches the ranks and measures these cases.
-        rounds: How many, unless the user says otherwise.
-        one_process: Whether it runs in a single process that uses all cores.
-        over_hosts: Whether its ranks are on several hosts, which are made for it.
-        verdict: What the results amount to, in a sentence under the table.
-        in_full: What the command's `--all` runs instead, each case with its own number of ranks.
+        rounds: Default number of rounds.
+        one_process: True if it runs in a single process that uses all cores.
+        over_hosts: True if its ranks run on several simulated hosts.
+        verdict: Function that summarizes the results in a sentence under the table.
+        in_full: Benchmark that `--all` runs instead, each case with its own number of ranks.
     """
 
     name: str

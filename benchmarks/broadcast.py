@@ -28,7 +28,7 @@ __all__ = ["BENCHMARK", "Case", "contenders", "measure"]
 Broadcast = Callable[[Sequence[Tensor]], None]
 
 BUFFER_SIZE = 250 << 20
-"""What torch's DistributedDataParallel gives for parameters and buffers."""
+"""Bucket sizes that torch's DistributedDataParallel passes for parameters and buffers."""
 
 
 @dataclass(frozen=True)

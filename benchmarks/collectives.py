@@ -49,7 +49,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """As tables have it."""
+        """Name of the case in tables."""
         return f"{self.op}, {size_text(self.nbytes)}"
 
 
@@ -164,7 +164,7 @@ def _all_to_all(group: ProcessGroup, whole: Tensor, part: Tensor, other: Tensor)
 
 
 def _ping_pong(group: ProcessGroup, whole: Tensor, part: Tensor, other: Tensor) -> None:
-    """To the neighbour, which answers with as much; with an odd number of ranks the last rests."""
+    """Exchange a message with the neighbour; with an odd number of ranks, the last is idle."""
     peer = group.rank() ^ 1
     if peer >= group.size():
         return

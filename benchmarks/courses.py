@@ -1,4 +1,4 @@
-"""How the loss falls, step by step and second by second, for one method and seed."""
+"""Training loss by step and by second, for one method and seed."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ __all__ = ["Batches", "Course", "Task", "reached", "train"]
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained, and for how long.
+    """A training task and its length.
 
     Args:
-        layers, width: Of the network.
-        passages, length: Of each rank's batch.
+        layers, width: Size of the network.
+        passages, length: Size of each rank's batch.
         steps: After which losses are compared, and after which torch's is the one to reach.
         limit: Steps after which a method has not reached it.
         every: Steps between validations; a multiple of all methods' cycles, so that ranks are
@@ -79,9 +79,9 @@ def train(
     """Train until the loss is reached, or the limit.
 
     Args:
-        task: What is trained.
-        name: The method's.
-        seed: Of parameters and batches.
+        task: The training task.
+        name: Name of the method.
+        seed: Seed of parameters and batches.
         groups: The groups.
         loss: To reach.
         least: Steps to take even if it is reached.
@@ -113,12 +113,12 @@ def _validate(network: Language, own: Tensor) -> float:
 
 
 def reached(losses: Sequence[float], loss: float, at: Sequence[float]) -> float:
-    """Where a falling line through the losses meets a loss first; infinity if it does not.
+    """Return the position at which a falling loss curve first crosses a value; infinity if never.
 
     Args:
-        losses: In their order.
-        loss: To reach.
-        at: Each one's place, in steps or seconds.
+        losses: Losses in order.
+        loss: Loss to reach.
+        at: Position of each loss, in steps or seconds.
 
     Example:
         >>> reached([3.0, 2.0, 1.0], 1.5, [10, 20, 30])

@@ -84,7 +84,7 @@ def _copying(targets: Sequence[Sequence[Tensor]], sources: Sequence[Sequence[Ten
 
 
 def _bytes_of_a_sum(replicas: Sequence[Sequence[Tensor]]) -> Callable[[], object]:
-    """As many bytes copied as a sum of k replicas must move: k read, one written.
+    """Copy as many bytes as a sum of k replicas must move: k read, one written.
 
     That is (k+1)/2 copies, for an even k: each replica into the next, and half of one once more.
     """

@@ -40,12 +40,12 @@ class Op:
     """A collective in three forms, each from this rank's tensor, whose dim 0 the ranks divide.
 
     Args:
-        name: What tables call it.
-        ours: gradwire's.
+        name: Name in tables.
+        ours: gradwire's function.
         torch: The one of torch.distributed.nn.functional, brought to the same result.
-        raw: What is sent in forward, as torch.distributed sends it.
-        adjoint: What is sent in backward, from a tensor of the result's shape.
-        expected: What torch does besides.
+        raw: The forward collective with torch.distributed alone.
+        adjoint: The backward collective, applied to a tensor of the result's shape.
+        expected: Additional work of PyTorch's function.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """As tables have it."""
+        """Name of the case in tables."""
         return f"{self.op.name}, {size_text(self.nbytes)}"
 
     @property

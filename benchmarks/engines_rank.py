@@ -1,4 +1,4 @@
-"""What a rank does under mpiexec, in an environment that has torch and mpi4py.
+"""Program of a rank under mpiexec, in an environment that has torch and mpi4py.
 
 `mpiexec -n 4 python -m benchmarks.engines_rank ROUNDS BYTES…` prints, as JSON, for each size and
 engine the seconds of each round, the slowest rank's.

@@ -146,7 +146,7 @@ def _torchs(
 
 
 def _megabytes(name: str, trained: Training) -> float:
-    """What one step sends, by what is given to torch.distributed's functions."""
+    """Return the traffic of one step, counted at torch.distributed's functions."""
     traffic = Traffic()
     with _counted(traffic):
         trained.step()

@@ -16,7 +16,7 @@ __all__ = ["Host", "this_host"]
 
 @dataclass(frozen=True)
 class Host:
-    """Where figures were taken, and with which versions."""
+    """Host and versions of a measurement."""
 
     cpu: str
     cores: int

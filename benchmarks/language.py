@@ -62,8 +62,8 @@ class Language(nn.Module):
     """A transformer over characters, of 1.8 million parameters.
 
     Args:
-        layers: How many.
-        width: Of a layer; a multiple of 4.
+        layers: Number of layers.
+        width: Width of a layer; a multiple of 4.
         length: The longest passage.
     """
 

@@ -23,7 +23,7 @@ TIMEOUT = timedelta(minutes=2)
 
 
 def launch(work: Callable[..., T], *args: object, world_size: int, backend: str) -> T:
-    """What `work(*args)` returns on rank 0, run on `world_size` ranks of one thread each.
+    """Run `work(*args)` on `world_size` ranks of one thread each; return rank 0's result.
 
     Args:
         work: A module's function; it finds the default process group initialised.

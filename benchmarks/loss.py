@@ -45,12 +45,12 @@ class Case:
     """A link.
 
     Args:
-        name: As tables have it.
-        rate: In bits a second; None: no limit.
+        name: Name in tables.
+        rate: Rate in bits per second; None for no limit.
         slower: Rounds are those asked for divided by it.
-        task: What is trained.
-        methods: Those compared; the first is `PLAIN`.
-        whole: Those that are also run whole.
+        task: The training task.
+        methods: Methods to compare; the first is `PLAIN`.
+        whole: Methods that are also run to the end in one piece.
     """
 
     name: str
@@ -132,7 +132,7 @@ def measure_link(case: Case, courses: Courses, rounds: int, hosts: Hosts, run: R
 def case_result(
     case: Case, courses: Courses, rounds: int, timed: Timed, whole: Mapping[str, Sequence[float]]
 ) -> CaseResult:
-    """What follows from courses, times of steps, and times of whole runs."""
+    """Compute the case's result from loss curves, step times, and times of whole runs."""
     seconds, passed = timed
     measures = _measures(case, courses, seconds, whole)
     bytes_ = {name: [each / 1e3] for name, each in passed.items()}

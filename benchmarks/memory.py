@@ -26,7 +26,7 @@ STEPS = 5
 """Enough for both contenders to have rebuilt their buckets, and to reuse what they keep."""
 TINY = Case("warm-up", partial(mlp, layers=1, width=8), (1, 8), "")
 RESET_PEAK = "5"
-"""What proc(5) asks for in clear_refs, to set the peak to the present."""
+"""Value for clear_refs that resets the peak memory (proc(5))."""
 
 
 def peak(case: Case, name: str, options: Options) -> float:

@@ -67,7 +67,7 @@ class Groups:
         """Make the groups; the default group is on shm.
 
         Args:
-            hosts: How many ranks each has.
+            hosts: Number of ranks on each host.
         """
         ends = [sum(hosts[: i + 1]) for i in range(len(hosts))]
         ranks = [[*range(end - count, end)] for end, count in zip(ends, hosts, strict=True)]
@@ -84,7 +84,7 @@ class Method:
     """A way to train.
 
     Args:
-        name: As tables have it.
+        name: Name in tables.
         make: Makes the step of a module that is equal on all ranks.
         cycle: Steps after which communication repeats itself.
         begins: Steps until it is what it will be; they are like `PLAIN`'s.

@@ -1,4 +1,4 @@
-"""all_reduce on shm, ordinary and prepared, and under MPIs, one to an environment, by turns.
+"""all_reduce on shm, ordinary and prepared, and under MPIs, one per environment, alternating.
 
 The environment variable MPI_ENVIRONMENTS names virtual environments with mpi4py and an MPI:
 "Open MPI=PATH:Intel MPI=PATH".
@@ -68,7 +68,7 @@ CASES = [
 
 
 def measure(cases: Sequence[Case], options: Options) -> list[CaseResult]:
-    """Each case's times; each contender is launched several times, by turns."""
+    """Measure each case; contenders are launched several times, alternating."""
     sizes = [case.nbytes for case in cases]
     contenders: dict[str, Callable[[], dict[str, Samples]]] = {OURS: partial(_ours, sizes, options)}
     for entry in filter(None, os.environ.get("MPI_ENVIRONMENTS", "").split(":")):

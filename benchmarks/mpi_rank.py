@@ -1,4 +1,4 @@
-"""What a rank does under mpiexec, in an environment that has mpi4py and no torch.
+"""Program of a rank under mpiexec, in an environment that has mpi4py and no torch.
 
 `mpiexec -n 2 python mpi_rank.py ROUNDS BYTES…` prints, as JSON, for each size the seconds of each
 round, the slowest rank's.

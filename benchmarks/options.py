@@ -1,4 +1,4 @@
-"""What a user chooses for a run."""
+"""Options of a run."""
 
 from __future__ import annotations
 

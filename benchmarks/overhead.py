@@ -1,4 +1,4 @@
-"""What a differentiable collective costs before and after anything is sent: steps in Python.
+"""Overhead of a differentiable collective: its time in Python before and after the transfer.
 
 The ranks' backend is torch's fake one, which moves nothing and returns at once. On a real backend
 the waits for other ranks vary by more than what is looked for here.
@@ -39,7 +39,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """As tables have it."""
+        """Name of the case in tables."""
         return self.op.name
 
 

@@ -3,8 +3,8 @@
 Hosts are network namespaces, as for `links`. On each link the ranks first measure what
 `gradwire plan --here` measures: forward, backward and update without communication, what hooks
 compute with nothing sent, and collectives of sizes of their own. No step is among it. Each hook's
-steps are timed, by turns; what was predicted is the median of predictions before, amid and after
-them, as a machine is not equally fast all the time.
+steps are timed, alternating. The prediction is the median of predictions made before, between and
+after them, because a machine's speed varies.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SECONDS = 900.0
 
 @dataclass(frozen=True)
 class Network:
-    """What is trained: a module, and this rank's batch."""
+    """A module and this rank's batch."""
 
     name: str
     make: Callable[[], nn.Module]
@@ -137,7 +137,7 @@ def _loss(output: Tensor) -> Tensor:
 
 
 class _WithLoss(nn.Module):
-    """What `gradwire plan` gets: a module, whose output is the loss."""
+    """Module for `gradwire plan`, whose output is the loss."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

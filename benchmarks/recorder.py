@@ -1,4 +1,4 @@
-"""What the recorder costs: a training step, and small collectives, with it and without it.
+"""Cost of the recorder: a training step and small collectives, with and without it.
 
 And with a timeline, which keeps what it records. The ratio to that is the inverse of its cost.
 """

@@ -71,13 +71,13 @@ def grid(result: Result) -> Rows:
 
 
 def predictions(result: Result) -> Rows:
-    """What was expected of each case, beside the ratios that were measured."""
+    """Return the expectation for each case beside its measured ratios."""
     rows = [[case.name, case.prediction, _ratios(case)] for case in result.cases]
     return Rows(["case", "prediction", "measured ratio"], rows)
 
 
 def conditions(result: Result) -> str:
-    """When, where and how the figures were taken, in one sentence."""
+    """Return a sentence with date, host and options of the measurement."""
     host, options = result.host, result.options
     ranks = f"{options.world_size or 'several'} ranks on {options.backend}"
     if options.hosts:

@@ -1,4 +1,4 @@
-"""What a benchmark's run leaves behind, as data: a JSON file holds exactly this."""
+"""Results of a benchmark's run, as stored in its JSON file."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class Measure:
         """The measure of all contenders' samples, one for each round.
 
         Args:
-            name: What is measured.
-            unit: Of the samples.
-            samples: By contender; `OURS` is one of them.
-            peers: Those that ours is compared with; all others if None.
+            name: Name of the measure.
+            unit: Unit of the samples.
+            samples: Samples by contender; `OURS` is one of them.
+            peers: Contenders that `OURS` is compared with; all others if None.
         """
         peers = [name for name in samples if name != OURS] if peers is None else peers
         return cls(
@@ -95,7 +95,7 @@ class Result:
 
     @classmethod
     def read(cls, path: Path) -> Result:
-        """What `write` wrote."""
+        """Read a file that `write` wrote."""
         data = json.loads(path.read_text(encoding="utf-8"))
         return cls(
             benchmark=data["benchmark"],

@@ -22,7 +22,7 @@ BARE = "no communication"
 
 TORCH = "torch"
 GLOO = "torch on Gloo"
-"""What a peer without our backend would have: torch's wrapper on a Gloo group."""
+"""Baseline of a user without gradwire's backend: torch's wrapper on a Gloo group."""
 
 Wrapper = Callable[..., nn.Module]
 
@@ -85,5 +85,5 @@ class Training:
         self._optimizer.step()
 
     def gradients(self) -> list[Tensor]:
-        """Those of the last step, in the parameters' order."""
+        """Return the gradients of the last step, in the order of the parameters."""
         return [p.grad for p in self.module.parameters() if p.grad is not None]

@@ -33,7 +33,7 @@ def by_contender(columns: Mapping[str, Mapping[str, Spread]]) -> Rows:
     """A line for each contender; where it has no figure, a dash.
 
     Args:
-        columns: What each has, by contender.
+        columns: Figures of each column, by contender.
     """
     contenders = dict.fromkeys(name for figures in columns.values() for name in figures)
     rows = [[name, *(_cell(of.get(name)) for of in columns.values())] for name in contenders]

@@ -27,7 +27,7 @@ def contrastive_loss(
 
     Args:
         images: This rank's embeddings, (n, d), n equal on all ranks.
-        texts: Those of the texts that belong to them, (n, d).
+        texts: Embeddings of the matching texts, (n, d).
         scale: The inverse temperature.
         group: The ranks that hold the batch.
     """

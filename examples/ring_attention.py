@@ -24,8 +24,8 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup | None =
 
     Args:
         q: This rank's piece of the queries, (batch, heads, S / W, d).
-        k: Of the keys.
-        v: Of the values.
+        k: Keys.
+        v: Values.
         group: The ranks that hold the sequence.
 
     Returns:

@@ -23,7 +23,7 @@ def _own(whole: Tensor, dim: int, group: ProcessGroup | None) -> nn.Parameter:
 
 
 class ColumnParallelLinear(nn.Module):
-    """From an input that all ranks hold alike to this rank's share of the outputs.
+    """Linear layer from a replicated input to this rank's share of the outputs.
 
     `vary` sums the input's gradient, of which each rank has the part of its own outputs.
 
@@ -44,7 +44,7 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """From this rank's share of the inputs to the whole output, alike on all ranks.
+    """Linear layer from this rank's share of the inputs to the replicated output.
 
     All ranks go on alike with the sum, so that its gradient is whole on each of them already:
     `invariant=True` sends nothing in backward.

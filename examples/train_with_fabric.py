@@ -43,7 +43,7 @@ class GradwireStrategy(DDPStrategy):
 
 
 class _NoSync(_BackwardSyncControl):
-    """What `fabric.no_backward_sync` does."""
+    """Implementation of `fabric.no_backward_sync`."""
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
         assert isinstance(module, DistributedDataParallel)

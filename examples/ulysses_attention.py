@@ -27,10 +27,10 @@ def ulysses_attention(
 
     Args:
         q: This rank's piece of the queries, (batch, heads, S / W, d); W divides the heads.
-        k: Of the keys.
-        v: Of the values.
+        k: Keys.
+        v: Values.
         group: The ranks that hold the sequence, in its order.
-        is_causal: Whether a position attends to itself and earlier ones only.
+        is_causal: If True, a position attends only to itself and earlier ones.
 
     Returns:
         This rank's piece of the result, (batch, heads, S / W, d).

@@ -1,4 +1,4 @@
-"""What is trained to measure recovery: 6 linear layers of 512 × 512, 64 samples a step."""
+"""Model of the recovery benchmark: 6 linear layers of 512 × 512, 64 samples per step."""
 
 from __future__ import annotations
 

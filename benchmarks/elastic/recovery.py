@@ -1,4 +1,4 @@
-"""From SIGKILL of one of two processes to the next step that is committed, beside two peers.
+"""Time from SIGKILL of one of two processes to the next committed step, beside two peers.
 
 torchrun starts all workers again from a checkpoint of the last step; torchft's replicas depend on a
 Lighthouse, and drop the step that fails. torchft is measured where it is installed, with its own
@@ -77,7 +77,7 @@ def _command(kind: str, log: Path) -> list[str]:
 
 @contextlib.contextmanager
 def _lighthouse(kind: str) -> Iterator[dict[str, str]]:
-    """What a replica finds its Lighthouse by, while it is served."""
+    """Serve a Lighthouse and yield the environment by which a replica finds it."""
     if kind not in LIGHTHOUSES:
         yield {}
         return
@@ -135,8 +135,8 @@ def measure(
 
     Args:
         kinds: The contenders.
-        times: How often each is measured.
-        earlier: What this has returned before: its times are counted, too.
+        times: Number of measurements of each.
+        earlier: Result of an earlier call, whose times are included.
     """
     seconds: dict[str, list[float | None]] = {
         kind: [*(earlier or {}).get(kind, {}).get("all", [])] for kind in kinds

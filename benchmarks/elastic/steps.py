@@ -27,13 +27,13 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
     "mlp": (mlp, (1024,), 64),
     "transformer": (transformer, (64, 256), 8),
 }
-"""How each is built, the shape of a sample, and how many samples a step has over all members."""
+"""Constructor, shape of a sample, and number of samples per step over all members."""
 SAMPLES = 256
 BLOCK = 3  # steps of one contender before the next has its turn
 PLAIN = "DistributedDataParallel"
 TREES = {"reproducible=True, 2 shards": 2, "reproducible=True, 8 shards": 8}
 MORE = 4
-"""How many times as many rounds there are of what is nearly equal, in a launch of its own."""
+"""Factor of the number of rounds for contenders that are nearly equal, in a separate launch."""
 
 
 def plain(group: dist.ProcessGroup, net: nn.Module, x: Tensor, batch: int) -> Iterator[None]:

@@ -66,8 +66,6 @@ PENDING = (
     "src/gradwire/recorder",
     "src/gradwire/shm",
     "src/gradwire_autoload.py",
-    "benchmarks",
-    "examples",
     "docs",
     "README.md",
     "CONTRIBUTING.md",
