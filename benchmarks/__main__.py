@@ -64,7 +64,7 @@ def main() -> None:
 @main.command()
 @click.option("--check", is_flag=True, help="Write nothing; fail if a page is not up to date.")
 def tables(check: bool) -> None:
-    """Write the results' tables into README.md and docs/benchmarks.md."""
+    """Write the results' tables into README.md and the pages of docs/benchmarks."""
     for path in PAGES:
         text = path.read_text(encoding="utf-8")
         current = rewritten(text, RESULTS, BENCHMARKS)

@@ -1,12 +1,11 @@
 """Tables in the pages, written from the results that are kept in `benchmarks/results/`.
 
-A page says where: between `<!-- benchmarks:NAME -->` and `<!-- /benchmarks -->`, each on a line of
-its own, stands the table of `results/NAME.json`; for `NAME headline` only its first measure, for
-`NAME predictions` what was expected, for `NAME grid` a line for each operation, for `NAME
-contenders` one for each contender. What stood there before is replaced. What was run with
-`--backend shm`, `--world-size 4`, `--busy 1`, `--all` or, of some cases, `--only` is kept under
-`NAME_shm`, `NAME_4`, `NAME_busy`, `NAME_all` or `NAME_only`; what was measured on another host as
-well, under the same with `_other`.
+`<!-- benchmarks:NAME -->` and `<!-- /benchmarks -->`, each on its own line, enclose the table of
+`results/NAME.json`. `NAME headline` has only the first measure of each case, `NAME predictions` the
+expectations, `NAME grid` a row for each operation, and `NAME contenders` one for each contender.
+`summary` is the table of all benchmarks. Results of `--backend shm`, `--world-size 4`, `--busy 1`,
+`--all` or `--only` are kept under `NAME_shm`, `NAME_4`, `NAME_busy`, `NAME_all` or `NAME_only`, and
+those of a second host under the same name with `_other`.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import re
 from collections.abc import Collection
 from pathlib import Path
 
-from benchmarks.report import conditions, figures, grid, headline, markdown, predictions
+from benchmarks.report import Rows, conditions, figures, grid, headline, markdown, predictions
 from benchmarks.results import Result
 from benchmarks.transposed import tables as by_contender
 
@@ -24,7 +23,33 @@ __all__ = ["PAGES", "PLOT", "RESULTS", "rewritten"]
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PLOT = ROOT / "docs" / "step_time.svg"
-PAGES = [ROOT / "README.md", ROOT / "docs" / "benchmarks.md"]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "docs" / "benchmarks.md",
+    *(
+        page
+        for page in sorted((ROOT / "docs" / "benchmarks").glob("*.md"))
+        if page.stem != "elastic"  # its tables are written by hand
+    ),
+]
+
+SUMMARY = [
+    ("ddp", "training step on Gloo"),
+    ("ddp_shm", "training step on shm"),
+    ("broadcast", "coalesced broadcast on Gloo"),
+    ("broadcast_shm", "coalesced broadcast on shm"),
+    ("collectives", "collectives on shm, two ranks"),
+    ("collectives_4", "collectives on shm, four ranks on two cores"),
+    ("differentiable", "differentiable collectives, forward"),
+    ("overhead", "Python time of a differentiable collective"),
+    ("hooks", "training step with a compressing hook, fast link"),
+    ("devices", "sums and copies between CPU replicas"),
+    ("recorder", "training step with the recorder"),
+    ("links", "all_reduce between hosts"),
+    ("mpi", "all_reduce on shm"),
+    ("engines_4", "all_reduce between hosts, through MPI"),
+]
+"""Results in the summary, and their descriptions."""
 
 BLOCK = re.compile(
     r"^<!-- benchmarks:(?P<name>\w+)(?P<view> \w+)? -->\n.*?^<!-- /benchmarks -->$",
@@ -44,6 +69,9 @@ def rewritten(page: str, results: Path, benchmarks: Collection[str]) -> str:
 
     def block(match: re.Match[str]) -> str:
         name, view = match["name"], match["view"] or ""
+        if name == "summary":
+            table = markdown(_summary(results))
+            return f"<!-- benchmarks:summary -->\n\n{table}\n\n<!-- /benchmarks -->"
         if VARIANT.sub("", name) not in benchmarks or view not in VIEWS:
             raise ValueError(
                 f"the page has a block benchmarks:{name}{view}: the benchmarks are "
@@ -56,6 +84,21 @@ def rewritten(page: str, results: Path, benchmarks: Collection[str]) -> str:
         return f"<!-- benchmarks:{name}{view} -->\n\n{table}\n\n<!-- /benchmarks -->"
 
     return BLOCK.sub(block, page)
+
+
+def _summary(results: Path) -> Rows:
+    """Return a row for each benchmark: its page, and the first measure's ratio to each peer."""
+    rows = []
+    for name, description in SUMMARY:
+        summary = Result.read(results / f"{name}.json").summary
+        ratios = "; ".join(
+            f"{s.geometric_mean:.2f} of {s.peer} (up to {s.largest:.2f})"
+            for s in summary
+            if s.measure == summary[0].measure and s.geometric_mean is not None
+        )
+        page = VARIANT.sub("", name)
+        rows.append([f"[{page}](benchmarks/{page}.md)", description, ratios])
+    return Rows(["benchmark", "case", "ratio: mean (largest)"], rows)
 
 
 def _figures(result: Result) -> str:
