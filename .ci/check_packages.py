@@ -15,8 +15,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("src", "tests", "docs", "examples", "benchmarks", ".ci", ".github")
 FILES = (
-    *(".gitignore", ".pre-commit-config.yaml", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE"),
-    *("README.md", "constraints.txt", "constraints-newest.txt", "mkdocs.yml", "pyproject.toml"),
+    *(".gitignore", ".pre-commit-config.yaml", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md"),
+    *("LICENSE", "README.md", "SECURITY.md", "constraints.txt", "constraints-newest.txt"),
+    *("mkdocs.yml", "pyproject.toml"),
 )
 CACHES = ("__pycache__", ".mypy_cache", ".pytest_cache", ".ruff_cache", ".hypothesis", ".venv")
 
