@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import UserDict, deque
+from dataclasses import dataclass
 from enum import Enum
 
 import pytest
@@ -179,6 +181,84 @@ def test_equal_dicts_that_were_filled_in_another_order():
         return C.all_reduce_coalesced(mine)["a"][1]["in"].tolist()
 
     assert run_ranks(main, 2) == [[4.0, 4.0]] * 2
+
+
+class Keyed(dict):
+    """Registered with pytrees with its keys as the context."""
+
+
+class Named(dict):
+    """Registered with the paths of its values."""
+
+
+class Opaque:
+    """Registered with a context that only says which child is which."""
+
+    def __init__(self, held):
+        self.held = held
+
+
+@dataclass
+class Holder:
+    held: object
+
+
+_pytree.register_pytree_node(
+    Keyed,
+    lambda x: (list(x.values()), list(x)),
+    lambda leaves, keys: Keyed(zip(keys, leaves, strict=True)),
+)
+_pytree.register_pytree_node(
+    Named,
+    lambda x: (list(x.values()), tuple(x)),
+    lambda leaves, keys: Named(zip(keys, leaves, strict=True)),
+    flatten_with_keys_fn=lambda x: ([(_pytree.MappingKey(k), v) for k, v in x.items()], tuple(x)),
+)
+_pytree.register_pytree_node(
+    Opaque,
+    lambda x: (list(x.held.values()), {"order": list(x.held)}),
+    lambda leaves, context: Opaque(dict(zip(context["order"], leaves, strict=True))),
+)
+AROUND = {
+    "deque": (lambda d: deque([d]), lambda t: t[0]),
+    "dataclass": (Holder, lambda t: t.held),
+    "UserDict": (UserDict, dict),
+    "dict subclass": (type("Sub", (dict,), {}), dict),
+    "registered": (Keyed, dict),
+    "registered with paths": (Named, dict),
+    "nested": (lambda d: [Keyed(x=deque([Holder(UserDict(d))]))], lambda t: t[0]["x"][0].held),
+}
+
+
+def test_dicts_inside_any_container_that_were_filled_in_another_order():
+    def main(check):
+        values = {"a": torch.ones(2), "b": torch.ones(2) * 10, 1: torch.ones(2) * 100}
+        keys = ["a", "b", 1] if dist.get_rank() else ["b", 1, "a"]
+        for name, (wrap, unwrap) in AROUND.items():
+            for coalesced in COALESCED:
+                result = coalesced(wrap({key: values[key] for key in keys}), check=check)
+                want = coalesced(values)
+                assert type(result) is type(wrap(values)), name
+                assert list(unwrap(result)) == keys, name
+                for key in keys:
+                    assert torch.equal(unwrap(result)[key], want[key]), name
+        return True
+
+    assert run_ranks(main, 2, args=(False,)) == [True] * 2
+    assert run_ranks(main, 2, backend="shm", args=(True,)) == [True] * 2
+
+
+def test_a_container_that_does_not_tell_its_keys_is_compared():
+    def main():
+        values = {"a": torch.ones(2), "b": torch.ones(2) * 10}
+        result = C.all_reduce_coalesced(Opaque(values), check=False)
+        for coalesced in COALESCED:
+            keys = ["a", "b"] if dist.get_rank() else ["b", "a"]
+            with pytest.raises(MismatchError, match=r"rank 0: .*'b', 'a'.*; rank 1: .*'a', 'b'"):
+                coalesced([Opaque({key: values[key] for key in keys})], check=False)
+        return result.held["b"].tolist()
+
+    assert run_ranks(main, 2) == [[20.0, 20.0]] * 2
 
 
 def test_trees_that_differ_though_they_have_as_many_elements():

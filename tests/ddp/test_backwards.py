@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import types
+from collections import UserDict, defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,10 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils.checkpoint import checkpoint
 
 from gradwire import hooks
-from gradwire.ddp import DistributedDataParallel, naive
+from gradwire.ddp import DistributedDataParallel, MixedPrecision, naive
 from gradwire.errors import GradwireError
 from gradwire.testing import run_ranks
 
@@ -398,6 +400,64 @@ def test_outputs_of_any_structure_and_inputs_by_name():
         return net.module.layer.weight.grad.unique().tolist()
 
     assert run_ranks(main, 2) == [[1.0]] * 2
+
+
+class Logits(dict):
+    """Has a constructor of its own, and its entry as an attribute, too."""
+
+    def __init__(self, logits):
+        super().__init__(logits=logits)
+        self.logits = logits
+
+
+OUTPUTS = {
+    "defaultdict": (lambda y: defaultdict(list, y=y), lambda out: out["y"]),
+    "constructor": (Logits, lambda out: out.logits),
+    "UserDict": (lambda y: UserDict(y=y), lambda out: out["y"]),
+    "deque": (lambda y: deque([[y]]), lambda out: out[0][0]),
+    "packed": (lambda y: pack_sequence([y.flatten()]), lambda out: out.data),
+}
+
+
+def test_containers_of_any_class_as_inputs_and_outputs():
+    """Also where an input comes out as it went in, and where inputs are cast."""
+
+    class Around(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, value, run):
+            wrap, read = OUTPUTS[value[0]]
+            return wrap(self.inner(read(value[1]).view(-1, 4))) if run else value[1]
+
+    def main():
+        options = {
+            "find_unused_parameters": True,
+            "mixed_precision": MixedPrecision(param_dtype=torch.float64),
+        }
+        for name, (wrap, read) in OUTPUTS.items():
+            net, twin = DistributedDataParallel(Around(mlp()), **options), mlp().double()
+            for step in range(2):
+                x, run = own_batch(step).requires_grad_(), step > 0 or dist.get_rank() > 0
+                given = wrap(x)
+                out = net((name, given), run)
+                assert type(out) is type(given), name
+                assert read(out).dtype == torch.float64, name
+                read(out).square().sum().backward()
+                if run:
+                    twin(x.detach().double().view(-1, 4)).square().sum().backward()
+                else:
+                    for p in twin.parameters():
+                        p.grad = torch.zeros_like(p)
+                average(twin)
+                for p, q in zip(net.parameters(), twin.parameters(), strict=True):
+                    torch.testing.assert_close(p.grad, q.grad.float(), msg=name)
+                for model in (net, twin):
+                    model.zero_grad()
+        return True
+
+    assert run_ranks(main, 2) == [True] * 2
 
 
 def test_a_copy_trains_by_itself():

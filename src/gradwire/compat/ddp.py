@@ -20,6 +20,7 @@ from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from gradwire import ddp as ours
 from gradwire import hooks
+from gradwire._containers import map_tensors
 from gradwire._torch import (
     BROADCAST_BUFFERS_DEPRECATED,
     TORCHS_DDP,
@@ -41,7 +42,6 @@ from gradwire.compat.replacements import Replacement
 from gradwire.ddp.buckets.hook_state import Layout
 from gradwire.ddp.hook_handles import WeakHook
 from gradwire.ddp.join import ShadowHook
-from gradwire.ddp.outputs import map_tensors
 from gradwire.errors import (
     ArgumentError,
     ArgumentTypeError,

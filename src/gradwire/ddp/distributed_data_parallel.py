@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.join import Joinable
 from torch.nn import Parameter
 
+from gradwire._containers import map_tensors, tensors_in
 from gradwire._torch import TORCHS_DDP, compile_callees_only, run_as_written
 from gradwire.ddp.arguments import (
     check_module,
@@ -25,7 +26,7 @@ from gradwire.ddp.buckets.assignment import BucketLayout, check_layout
 from gradwire.ddp.buffers import BufferHook, Buffers
 from gradwire.ddp.faults.fault_domain import FaultDomain
 from gradwire.ddp.join import StepInfo, UnevenInputs, agree_on_rank
-from gradwire.ddp.outputs import beginnings, map_tensors, tensors_in, with_own_nodes
+from gradwire.ddp.outputs import beginnings, with_own_nodes
 from gradwire.ddp.precision import resolve_precision
 from gradwire.ddp.reduced_module import ReducerOptions
 

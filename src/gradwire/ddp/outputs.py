@@ -1,10 +1,8 @@
-"""The tensors in what goes into a module, and in what comes out of it."""
+"""Tensors at which a backward through a module's output begins."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from types import ModuleType
 from typing import Any
@@ -12,38 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["beginnings", "map_tensors", "mark_output", "tensors_in", "with_own_nodes"]
+from gradwire._containers import leaves, map_tensors, tensors_in
+
+__all__ = ["beginnings", "mark_output", "with_own_nodes"]
 
 OUTPUT = "gradwire.ddp.output"
 _DEPTH, _MOST = 3, 4096
 """How many objects inside each other are looked into that are not of the kinds known here, and how
 many values there: they may have a tokenizer, with all its words."""
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Tensors in tuples, lists, dicts and dataclasses, nested as they may be.
-
-    Example:
-        >>> list(tensors_in({"a": (torch.tensor(1), [2, torch.tensor(3)])}))
-        [tensor(1), tensor(3)]
-    """
-    return (leaf for leaf in _leaves(value) if isinstance(leaf, Tensor))
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    """What tuples, lists, dicts and dataclasses hold, nested as they may be."""
-    inside: Iterable[Any]
-    if isinstance(value, Mapping):
-        inside = value.values()
-    elif isinstance(value, list | tuple):
-        inside = value
-    elif is_dataclass(value) and not isinstance(value, type):
-        inside = (getattr(value, field.name) for field in fields(value))
-    else:
-        yield value
-        return
-    for v in inside:
-        yield from _leaves(v)
 
 
 def _in_attributes(value: Any, seen: set[int]) -> Iterator[Tensor]:
@@ -88,32 +62,6 @@ def _items(container: dict[Any, Any] | list[Any] | tuple[Any, ...]) -> Iterable[
     return list.__iter__(container) if isinstance(container, list) else tuple.__iter__(container)
 
 
-def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """The value with a function applied to the tensors in its tuples, lists, dicts and dataclasses.
-
-    These are new; what is of other types is as it was.
-
-    Example:
-        >>> map_tensors(lambda t: t + 1, (torch.tensor(1), {"a": [torch.tensor(2)]}))
-        (tensor(2), {'a': [tensor(3)]})
-    """
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, dict):
-        return type(value)((k, map_tensors(function, v)) for k, v in value.items())
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(function, v) for v in value))
-    if isinstance(value, list | tuple):
-        return type(value)(map_tensors(function, v) for v in value)
-    if is_dataclass(value) and not isinstance(value, type):
-        mapped = copy.copy(value)
-        for field in fields(value):  # also of frozen ones, and fields that __init__ does not take
-            new = map_tensors(function, getattr(value, field.name))
-            object.__setattr__(mapped, field.name, new)
-        return mapped
-    return value
-
-
 def beginnings(output: Any, since: int) -> Iterator[Tensor]:
     """The tensors at one of which a backward through a forward's output begins.
 
@@ -125,7 +73,7 @@ def beginnings(output: Any, since: int) -> Iterator[Tensor]:
         since: autograd's sequence number when the forward began.
     """
     seen: set[int] = set()
-    for leaf in _leaves(output):
+    for leaf in leaves(output):
         if isinstance(leaf, Tensor):
             yield leaf
             base = leaf._base if leaf.requires_grad else None

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradwire._containers import map_tensors
 from gradwire.ddp.hook_handles import WeakHook, remove_hooks_with
-from gradwire.ddp.outputs import map_tensors
 from gradwire.errors import ArgumentError, ArgumentTypeError
 from gradwire.hooks import CommHook, all_reduce, compress
 

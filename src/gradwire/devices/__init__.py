@@ -1,12 +1,12 @@
 """One process, many devices: the six ops between them, and the DataParallel that stands on them."""
 
+from gradwire._containers import register_container
 from gradwire.devices.broadcast_reduce import (
     broadcast,
     broadcast_coalesced,
     reduce_add,
     reduce_add_coalesced,
 )
-from gradwire.devices.containers import register_container
 from gradwire.devices.data_parallel import DataParallel, data_parallel
 from gradwire.devices.nested import gather_nested, scatter_kwargs, scatter_nested
 from gradwire.devices.parallel_apply import parallel_apply

@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
+from gradwire._containers import OneLevel, flatten_one_level
 from gradwire.devices import checks
-from gradwire.devices.containers import flatten_one_level
 from gradwire.devices.functional import scatter_chunks
 from gradwire.devices.placement import Device, as_device, as_devices
 from gradwire.devices.scatter_gather import gather
-from gradwire.errors import ArgumentError
+from gradwire.errors import ArgumentError, NotSupportedError
 
 __all__ = ["gather_nested", "scatter_kwargs", "scatter_nested"]
 
@@ -22,9 +23,9 @@ def scatter_nested(inputs: Any, devices: Iterable[Device], dim: int = 0) -> list
     """Cut every tensor of a nested container into chunks: one container for each device.
 
     Args:
-        inputs: Tensors in tuples, lists, dicts, named tuples, dataclasses, or types that are
-            registered with `register_container` or torch's pytrees. All tensors have one size in
-            `dim`. What is not a tensor goes to every device as it is.
+        inputs: Tensors in tuples, lists, dicts and other mappings, named tuples, dataclasses, or
+            types registered with `register_container` or torch's pytrees. All tensors have one
+            size in `dim`. Anything else goes to every device unchanged.
         devices: The places, k of them.
         dim: The dim that is cut, as `torch.chunk` cuts it.
 
@@ -84,11 +85,24 @@ def gather_nested(outputs: Sequence[Any], destination: Device, dim: int = 0) -> 
     return _gathered(list(outputs), device, dim, "outputs")
 
 
+def _flatten(value: Any) -> OneLevel | None:
+    """Flatten by one level.
+
+    Raises:
+        NotSupportedError: A PackedSequence.
+    """
+    if isinstance(value, PackedSequence):
+        raise NotSupportedError(
+            "a PackedSequence cannot be cut along the batch: pad it, and pack inside the module"
+        )
+    return flatten_one_level(value)
+
+
 def _tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a container, each with where it is."""
     if isinstance(value, Tensor):
         yield name, value
-    elif flattened := flatten_one_level(value):
+    elif flattened := _flatten(value):
         for key, child in zip(flattened.keys, flattened.children, strict=True):
             yield from _tensors(child, f"{name}[{key!r}]")
 
@@ -121,7 +135,7 @@ def _scattered(
 ) -> list[Any]:
     if isinstance(value, Tensor):
         return list(scatter_chunks(value, places, sizes, dim % value.dim()))
-    flattened = flatten_one_level(value)
+    flattened = _flatten(value)
     if flattened is None:
         return [value for _ in places]
     columns = [_scattered(child, places, sizes, dim) for child in flattened.children]
@@ -137,7 +151,7 @@ def _gathered(values: list[Any], device: torch.device, dim: int, name: str) -> A
         return gather(values, dim, device)
     if all(value is None for value in values):
         return None
-    flattened = [flatten_one_level(value) for value in values]
+    flattened = [_flatten(value) for value in values]
     if flattened[0] is None:
         return values
     model = flattened[0]
@@ -163,7 +177,7 @@ def _check_types(values: list[Any], name: str) -> None:
         both_tensors = isinstance(first, Tensor) and isinstance(value, Tensor)
         if both_tensors or type(value) is type(first):
             continue
-        if any(isinstance(v, Tensor) or flatten_one_level(v) for v in (first, value)):
+        if any(isinstance(v, Tensor) or _flatten(v) for v in (first, value)):
             raise ArgumentError(
                 f"{name} is a {type(value).__name__} from replica {i}, a {type(first).__name__} "
                 "from replica 0: give every replica's output the same structure"

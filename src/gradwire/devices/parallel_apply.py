@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from gradwire._containers import tensors_in
 from gradwire._torch import run_as_written
-from gradwire.devices.containers import flatten_one_level
 from gradwire.devices.placement import Device, as_device
 from gradwire.errors import ArgumentError, NotSupportedError
 
@@ -138,12 +137,8 @@ def _add_note(error: BaseException, note: str) -> None:
 
 
 def _first_device(value: Any) -> torch.device | None:
-    """The device of the first tensor in a container."""
-    if isinstance(value, Tensor):
-        return value.device
-    flattened = flatten_one_level(value)
-    found = (_first_device(child) for child in (flattened.children if flattened else ()))
-    return next((device for device in found if device is not None), None)
+    """Return the device of the first tensor in a container."""
+    return next((tensor.device for tensor in tensors_in(value)), None)
 
 
 def _current_stream(device: torch.device | None) -> torch.Stream | None:

@@ -12,8 +12,8 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
+from gradwire._containers import tensors_in
 from gradwire.errors import ArgumentError, ArgumentTypeError
 
 __all__ = [
@@ -134,8 +134,8 @@ def leaves(inputs: Sequence[Any], change: Callable[[int, Tensor], Tensor] | None
 
 
 def outputs_of(fn: Fn, inputs: Sequence[Any]) -> list[Tensor]:
-    """The tensors that can carry gradients in what the function returns, in order."""
-    return [leaf for leaf in tree_leaves(fn(*inputs)) if differentiable(leaf)]
+    """Return the tensors that can carry gradients in what the function returns, in order."""
+    return [leaf for leaf in tensors_in(fn(*inputs)) if differentiable(leaf)]
 
 
 def check_outputs(counts: Iterable[int]) -> None:

@@ -6,7 +6,7 @@ import copy
 import importlib
 import inspect
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gradwire._containers import tensors_in
 from gradwire.buckets import plan_buckets
 from gradwire.errors import ArgumentError
 
@@ -214,19 +215,8 @@ def _real(t: Tensor) -> Tensor:
 
 
 def _tensors(output: Any) -> list[Tensor]:
-    """What backward can begin at."""
-    found = [t for t in _leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
+    """Return the tensors at which backward can begin."""
+    found = [t for t in tensors_in(output) if t.requires_grad]
     if not found:
         raise ArgumentError("the model's output has no tensor that requires a gradient")
     return found
-
-
-def _leaves(output: Any) -> Iterator[Any]:
-    """What an output consists of, however deep in containers."""
-    if isinstance(output, Mapping):
-        output = list(output.values())
-    if isinstance(output, list | tuple):
-        for each in output:
-            yield from _leaves(each)
-    else:
-        yield output

@@ -13,13 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.utils import _pytree
 
 from gradwire.collectives.args.ranks import resolve_group
 from gradwire.collectives.args.reductions import Op
 from gradwire.collectives.args.sizes import equal_sizes
 from gradwire.collectives.args.tensors import check_dense
-from gradwire.collectives.args.trees import leaf_order, leaves_text
+from gradwire.collectives.args.trees import flatten_tree, leaves_text
 from gradwire.collectives.autograd.unstack import concat
 from gradwire.collectives.checks.call_signature import detailed
 from gradwire.collectives.ops.all_gather_reduce_scatter import all_gather, reduce_scatter
@@ -42,9 +41,12 @@ def all_reduce_coalesced(
     """`all_reduce` of every tensor in a list or other pytree.
 
     Args:
-        tree: Tensors of any shapes and dtypes in lists, dicts and the like, the same on all ranks;
-            dicts may have been filled in another order, if their keys are strings, numbers,
-            members of enums, or tuples of those.
+        tree: Tensors of any shapes and dtypes in nested containers, the same on all ranks: lists,
+            tuples, dicts and other mappings, deques, dataclasses, and types registered with torch's
+            pytrees or `gradwire.devices.register_container`. Mappings may have been filled in
+            another order, if their keys are strings, numbers, members of enums, or tuples, frozen
+            sets or dataclasses of those. A pytree node whose children have no known keys is
+            compared with the other ranks' by its context, if it has one.
         op: As in `all_reduce`.
         group: The default group, if None.
         check: Compare with the other ranks first; see `checks`.
@@ -65,7 +67,9 @@ def all_reduce_coalesced(
         >>> run_ranks(main, world_size=2)[0]
         {'a': tensor([2., 2.]), 'b': tensor(6)}
     """
-    return _elementwise(tree, lambda flat: all_reduce(flat, op, group=group, check=check))
+    return _elementwise(
+        tree, check, lambda flat, check: all_reduce(flat, op, group=group, check=check)
+    )
 
 
 def reduce_coalesced(
@@ -93,8 +97,11 @@ def reduce_coalesced(
         ArgumentTypeError: A leaf is no tensor.
         ArgumentError, MismatchError: As in `reduce`.
     """
-    options: dict[str, Any] = {"group_dst": group_dst, "group": group, "check": check}
-    return _elementwise(tree, lambda flat: reduce(flat, dst, op, **options))
+
+    def move(flat: Tensor, check: bool | None) -> Tensor:
+        return reduce(flat, dst, op, group_dst=group_dst, group=group, check=check)
+
+    return _elementwise(tree, check, move)
 
 
 def broadcast_coalesced(
@@ -124,8 +131,11 @@ def broadcast_coalesced(
         ArgumentTypeError: A leaf is no tensor.
         ArgumentError, MismatchError: As in `broadcast`.
     """
-    options: dict[str, Any] = {"group_src": group_src, "group": group, "check": check}
-    return _elementwise(tree, lambda flat: broadcast(flat, src, **options))
+
+    def move(flat: Tensor, check: bool | None) -> Tensor:
+        return broadcast(flat, src, group_src=group_src, group=group, check=check)
+
+    return _elementwise(tree, check, move)
 
 
 def all_gather_coalesced(
@@ -154,8 +164,9 @@ def all_gather_coalesced(
     world = resolve_group(group).size()
     return _coalesced(
         tree,
+        check,
         lambda leaf: leaf.reshape(-1),
-        lambda flat: all_gather(flat, stack=True, group=group, check=check),
+        lambda flat, check: all_gather(flat, stack=True, group=group, check=check),
         lambda leaf: (world * (leaf.shape[0] if leaf.dim() else 1), *leaf.shape[1:]),
     )
 
@@ -189,47 +200,52 @@ def reduce_scatter_coalesced(
 
     return _coalesced(
         tree,
+        check,
         by_rank,
-        lambda flat: reduce_scatter(flat, op, group=group, check=check)[0],
+        lambda flat, check: reduce_scatter(flat, op, group=group, check=check)[0],
         lambda leaf: (leaf.shape[0] // world, *leaf.shape[1:]),
     )
 
 
-def _elementwise(tree: Any, move: Callable[[Tensor], Tensor]) -> Any:
-    """A collective that keeps shapes."""
-    return _coalesced(tree, lambda leaf: leaf.reshape(-1), move, lambda leaf: leaf.shape)
+def _elementwise(
+    tree: Any, check: bool | None, move: Callable[[Tensor, bool | None], Tensor]
+) -> Any:
+    """Run a collective that keeps shapes."""
+    return _coalesced(tree, check, lambda leaf: leaf.reshape(-1), move, lambda leaf: leaf.shape)
 
 
 def _coalesced(
     tree: Any,
+    check: bool | None,
     flatten: Callable[[Tensor], Tensor],
-    move: Callable[[Tensor], Tensor],
+    move: Callable[[Tensor, bool | None], Tensor],
     shape: Callable[[Tensor], Sequence[int]],
 ) -> Any:
-    """A collective of a tree's tensors, by dtype and device in the order in which these occur.
+    """Run a collective on a tree's tensors, by dtype and device in the order in which these occur.
 
-    That order, and the one of the leaves, is the same for equal trees: see `leaf_order`.
+    That order, and the one of the leaves, is the same for equal trees: see `flatten_tree`.
 
     Args:
         tree: The tree.
+        check: Compare with the other ranks first.
         flatten: Gives a leaf's elements in one row, or a row for each rank.
         move: The collective, on the leaves concatenated along the last dim.
         shape: The shape of a leaf's result.
     """
-    leaves, structure = _pytree.tree_flatten(tree)
-    kinds: dict[tuple[torch.dtype, torch.device], list[tuple[str, int]]] = {}
+    names, leaves, unflatten, has_context = flatten_tree(tree)
+    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for i, leaf in enumerate(leaves):
         check_dense(leaf, f"leaf {i} of the tree")
-    for name, i in leaf_order(tree):
-        kinds.setdefault((leaves[i].dtype, leaves[i].device), []).append((name, i))
+        kinds.setdefault((leaf.dtype, leaf.device), []).append(i)
     results: list[Tensor] = list(leaves)
-    for kind in kinds.values():
-        indices = [i for _, i in kind]
-        rows = [flatten(leaves[i]) for i in indices]
-        with detailed(partial(leaves_text, kind, leaves)):
-            moved = move(concat(rows, rows[0].dim() - 1))
+    for indices in kinds.values():
+        own = [leaves[i] for i in indices]
+        rows = [flatten(leaf) for leaf in own]
+        with detailed(partial(leaves_text, [names[i] for i in indices], own)):
+            # Where the order of the leaves is in a node's context, only comparing shows it.
+            moved = move(concat(rows, rows[0].dim() - 1), has_context or check)
         pieces = moved.split([row.shape[-1] for row in rows], -1)
         for i, piece in zip(indices, pieces, strict=True):
             # Cut from one buffer: a copy has memory, and a version counter, of its own.
             results[i] = piece.reshape(tuple(shape(leaves[i]))).clone()
-    return _pytree.tree_unflatten(results, structure)
+    return unflatten(results)
