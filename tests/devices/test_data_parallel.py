@@ -219,6 +219,24 @@ def test_buffers_that_are_read_assigned_or_written(
     assert [*module.state_dict()] == ["weight", "average", "count"]
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_the_mean_of_large_buffers(dtype: torch.dtype) -> None:
+    """Neither a change nor the sum of the changes overflows in half precision."""
+
+    class Large(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.full((2,), -4e4, dtype=dtype))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen.copy_(x[0])
+            return x
+
+    parallel = DataParallel(Large(), ["cpu"] * 2, buffers="mean")
+    parallel(torch.full((2, 2), 4e4, dtype=dtype))
+    torch.testing.assert_close(parallel.module.seen, torch.full((2,), 4e4, dtype=dtype))
+
+
 def test_buffers_of_other_shapes_or_none() -> None:
     class Grows(nn.Module):
         def __init__(self) -> None:

@@ -252,6 +252,11 @@ def averaged():
             x = torch.full((count,), float(dist.get_rank()), dtype=dtype)
             dist.all_reduce(x, dist.ReduceOp.AVG)
             equal(x, torch.full((count,), sum(range(world)) / world, dtype=dtype))
+    for dtype in FLOATS:  # whose sum would overflow
+        x = torch.full((5,), torch.finfo(dtype).max * 0.75, dtype=dtype)
+        want = x.clone()
+        dist.all_reduce(x, dist.ReduceOp.AVG)
+        torch.testing.assert_close(x, want)
     for op, expected in (("PRODUCT", 2**world), ("BAND", 2), ("BOR", 2), ("BXOR", 2 * (world % 2))):
         x = torch.full((9,), 2)
         dist.all_reduce(x, getattr(dist.ReduceOp, op))

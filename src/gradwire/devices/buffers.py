@@ -95,8 +95,13 @@ def _at(value: Tensor | None, device: torch.device) -> Tensor | None:
 
 
 def _moved_by_mean(name: str, before: Tensor, after: Sequence[Tensor | None]) -> Tensor:
-    """The value before, moved by the mean of the changes."""
-    change = torch.zeros_like(before)
+    """Return the value before, moved by the mean of the changes.
+
+    Half precision is added up in float32, which has room for the changes and their sum.
+    """
+    half = before.is_floating_point() and before.dtype.itemsize < 4
+    start = before.float() if half else before
+    change = torch.zeros_like(start)
     for i, value in enumerate(after):
         if value is None or value.shape != before.shape:
             found = None if value is None else tuple(value.shape)
@@ -106,8 +111,8 @@ def _moved_by_mean(name: str, before: Tensor, after: Sequence[Tensor | None]) ->
                 'take "first" (the first replica\'s)'
             )
         # equal values are skipped: the difference of infinities would be NaN
-        change += torch.where(value == before, 0, value - before)
-    return before + change / len(after)
+        change += torch.where(value == before, 0, value.to(start.dtype) - start)
+    return (start + change / len(after)).to(before.dtype)
 
 
 def _refuse_written(name: str, before: Tensor | None, after: Sequence[Tensor | None]) -> None:

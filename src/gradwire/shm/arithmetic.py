@@ -88,12 +88,13 @@ def reduce_into(out: Tensor, pieces: Sequence[Tensor], op: int) -> None:
         if out.data_ptr() != pieces[0].data_ptr():
             out.copy_(pieces[0])
         return
-    if out.dtype in HALF and op in _ROUNDING and (len(pieces) > 2 or op == _AVG):
+    if op == _AVG:
+        _average_into(out, pieces)
+        return
+    if out.dtype in HALF and op in _ROUNDING and len(pieces) > 2:
         total = function(pieces[0].float(), pieces[1])
         for piece in pieces[2:]:
             function(total, piece, out=total)
-        if op == _AVG:
-            total.div_(len(pieces))
         out.copy_(total)
         return
     if len(pieces) > 2 and any(piece.data_ptr() == out.data_ptr() for piece in pieces[2:]):
@@ -104,8 +105,26 @@ def reduce_into(out: Tensor, pieces: Sequence[Tensor], op: int) -> None:
     function(pieces[0], pieces[1], out=out)
     for piece in pieces[2:]:
         function(out, piece, out=out)
-    if op == _AVG:
-        out.div_(len(pieces))
+
+
+def _average_into(out: Tensor, pieces: Sequence[Tensor]) -> None:
+    """Set `out` to the average of two pieces or more; it overflows only where the average does.
+
+    The pieces are scaled by a power of two, which changes no digit, before they are added.
+    """
+    power = 1 << (len(pieces) - 1).bit_length()
+    if out.dtype in HALF:
+        total = pieces[0].float().mul_(1 / power)
+    elif any(piece.data_ptr() == out.data_ptr() for piece in pieces[1:]):
+        total = pieces[0] * (1 / power)
+    else:
+        total = torch.mul(pieces[0], 1 / power, out=out)
+    for piece in pieces[1:]:
+        total.add_(piece, alpha=1 / power)
+    if power != len(pieces):
+        total.div_(len(pieces) / power)
+    if total is not out:
+        out.copy_(total)
 
 
 def reducer(op: int, count: int) -> Callable[[Tensor, Sequence[Tensor]], None]:

@@ -75,14 +75,7 @@ def _as_reduction(op: object) -> str | Premul:
     return name
 
 
-def _reduced(pieces: Tensor, op: str) -> Tensor:
-    """What is computed of all ranks' pieces, wherever that is done."""
-    if op == "avg":
-        return reduce_locally(pieces, "sum").div_(len(pieces))
-    return reduce_locally(pieces, op)
-
-
-def check_reducible(x: Tensor, op: str | Premul, reduction: Reduction = _reduced) -> None:
+def check_reducible(x: Tensor, op: str | Premul, reduction: Reduction = reduce_locally) -> None:
     """Raise if the op is not defined for the tensor's dtype, or PyTorch cannot compute it.
 
     Args:
@@ -101,6 +94,8 @@ def check_reducible(x: Tensor, op: str | Premul, reduction: Reduction = _reduced
         raise ArgumentError(f"op is {op}, tensor is {x.dtype}: complex numbers have no order")
     if op == "avg" and not real_or_complex:
         raise ArgumentError(f"op is avg, tensor is {x.dtype}: it takes floating-point numbers")
+    if op == "avg" and x.dtype == torch.complex32:
+        raise ArgumentError(f"op is avg, tensor is {x.dtype}: convert the tensor to complex64")
     if x.dtype == torch.bool and op not in ("band", "bor", "bxor", "max", "min"):
         raise ArgumentError(f"op is {op}, tensor is torch.bool: give band, bor, bxor, max or min")
     check_computable(x, "sum" if isinstance(op, Premul) else op, reduction)

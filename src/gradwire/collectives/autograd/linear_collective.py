@@ -48,8 +48,8 @@ class LinearCollective(ABC):
     Only the first dim is split or concatenated. So `vmap` needs no rule for each collective: its
     batch dim is moved to the end, and one collective moves the whole batch.
 
-    A subclass is a frozen dataclass, whose further fields are ints, None, or (nested) tuples of
-    these.
+    A subclass is a frozen dataclass, whose further fields are ints, bools, None, or (nested) tuples
+    of these.
     """
 
     name: ClassVar[str]
@@ -79,7 +79,7 @@ def _as_ints(value: Any) -> list[int]:
         return [_NONE]
     if isinstance(value, tuple):
         return [_TUPLE, len(value), *(n for item in value for n in _as_ints(item))]
-    return [_INT, value]
+    return [_INT, int(value)]
 
 
 def _from_ints(ints: Iterator[int]) -> Any:

@@ -195,7 +195,7 @@ def reduce_scatter(
             detail=f"dim={dim}, sizes={known}",
         ),
         lambda x, context: apply_reduction(
-            ReduceScatter(group, known), x, reduction, context, async_op
+            ReduceScatter(group, known, reduction == "avg"), x, reduction, context, async_op
         ),
     )
     return then(result, lambda y: y.reshape(()) if scalars else move_back(y, dim))

@@ -24,7 +24,7 @@ from gradwire.collectives.checks import consistency
 from gradwire.collectives.checks.call_signature import CallSignature
 from gradwire.collectives.checks.consistency import CheckContext
 from gradwire.collectives.ops.checked import run_checked
-from gradwire.collectives.ops.nonlinear import apply_reduction, divide_if_avg
+from gradwire.collectives.ops.nonlinear import apply_reduction
 from gradwire.collectives.ops.plans import AllReduce, Invariant, Vary
 from gradwire.errors import ArgumentError
 
@@ -92,12 +92,12 @@ def all_reduce(
     if invariant and reduction not in ("sum", "avg"):
         raise ArgumentError(f"invariant=True with op={op!r}: it goes with sum and avg")
 
+    average = reduction == "avg"
+
     def start(x: Tensor, context: CheckContext) -> Any:
         if invariant:
-            return divide_if_avg(
-                apply_or_start(Invariant(group), x, context, async_op), reduction, group
-            )
-        return apply_reduction(AllReduce(group), x, reduction, context, async_op)
+            return apply_or_start(Invariant(group, average), x, context, async_op)
+        return apply_reduction(AllReduce(group, average), x, reduction, context, async_op)
 
     return run_checked(
         group,

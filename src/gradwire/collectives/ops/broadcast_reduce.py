@@ -94,7 +94,9 @@ def reduce(
         x,
         check,
         lambda: CallSignature("reduce", *consistency.tensor_fields(x), reduce=reduction, root=root),
-        lambda x, context: apply_reduction(Reduce(group, root), x, reduction, context, async_op),
+        lambda x, context: apply_reduction(
+            Reduce(group, root, reduction == "avg"), x, reduction, context, async_op
+        ),
     )
 
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.distributed import ProcessGroup
 
 from gradwire._torch import nested_forward_mode
 from gradwire.collectives.args.reductions import BITWISE
@@ -22,7 +21,6 @@ from gradwire.collectives.autograd.handles import (
     Handle,
     apply_or_start,
     handle_of_token,
-    then,
 )
 from gradwire.collectives.autograd.linear_collective import (
     apply_linear,
@@ -37,15 +35,19 @@ from gradwire.collectives.ops.sharded import exclusive_product
 from gradwire.collectives.wire import Pending
 from gradwire.collectives.wire.backends import without_tangent
 
-__all__ = ["apply_reduction", "divide_if_avg"]
+__all__ = ["apply_reduction"]
 
 
 def apply_reduction(
     plan: ReductionCollective, x: Tensor, op: str, context: CheckContext, async_op: bool
 ) -> Any:
-    """The collective with any reduction: its result, or its handle."""
+    """Run or start the collective with any reduction; the plan itself has an average.
+
+    Returns:
+        Its result, or its handle.
+    """
     if op in ("sum", "avg", "premul"):
-        return divide_if_avg(apply_or_start(plan, x, context, async_op), op, plan.group)
+        return apply_or_start(plan, x, context, async_op)
     differentiable = op not in BITWISE and (x.is_floating_point() or x.is_complex())
     if async_op:
         return _start_async(plan, x, op, context, differentiable)
@@ -54,12 +56,6 @@ def apply_reduction(
     if differentiable and (torch._C._are_functorch_transforms_active() or graph_is_needed(x)):
         return _Reduction.apply(x, plan, op, context)[0]  # type: ignore[no-untyped-call]
     return plan.start_reduction(x, op, blocking=True).wait()
-
-
-def divide_if_avg(total: Any, op: str, group: ProcessGroup) -> Any:
-    """A sum, or its handle; divided by the number of ranks for "avg"."""
-    world = group.size()
-    return then(total, lambda y: y.div_(world)) if op == "avg" else total
 
 
 def _start_async(

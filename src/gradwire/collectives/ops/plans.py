@@ -4,7 +4,9 @@
     vary ↔ psum_invariant          gather ↔ scatter                all_to_all ↔ all_to_all
     ppermute ↔ ppermute            send_recv ↔ send_recv           barrier ↔ barrier
 
-A plan's fields say what its collective needs beside the tensor; ranks are ranks in the group.
+A plan's fields say what its collective needs beside the tensor; ranks are ranks in the group. With
+`average`, the results of a plan and of its adjoint are divided by the number of ranks: a plan that
+adds averages without overflow on the way, a plan that only moves divides what has arrived.
 """
 
 from __future__ import annotations
@@ -43,11 +45,13 @@ __all__ = [
 
 
 class ReductionCollective(LinearCollective):
-    """A collective that sums, and can do the same with another reduction."""
+    """A collective that sums or averages, and can do the same with another reduction."""
+
+    average: bool
 
     def start(self, x: Tensor, blocking: bool = False) -> Pending:
-        """`start_reduction` for a sum."""
-        return self.start_reduction(x, "sum", blocking)
+        """Start the sum or the average."""
+        return self.start_reduction(x, _op(self.average), blocking)
 
     @abstractmethod
     def start_reduction(self, x: Tensor, op: str, blocking: bool = False) -> Pending:
@@ -59,9 +63,11 @@ class ReductionCollective(LinearCollective):
 
 
 @register_plan
+@dataclass(frozen=True)
 class AllReduce(ReductionCollective):
-    """The sum, on every rank."""
+    """The sum or average, on every rank."""
 
+    average: bool = False
     name = "all_reduce"
 
     def start_reduction(self, x: Tensor, op: str, blocking: bool = False) -> Pending:
@@ -75,29 +81,33 @@ class AllReduce(ReductionCollective):
 
 
 @register_plan
+@dataclass(frozen=True)
 class Invariant(LinearCollective):
-    """The sum of values that vary to one that does not: nothing is sent back."""
+    """The sum or average of values that vary to one that does not: nothing is sent back."""
 
+    average: bool = False
     name = "psum_invariant"
 
     def start(self, x: Tensor, blocking: bool = False) -> Pending:
-        return wire.all_reduce(x, "sum", self.group, blocking)
+        return wire.all_reduce(x, _op(self.average), self.group, blocking)
 
     def adjoint(self) -> Vary:
-        return Vary(self.group)
+        return Vary(self.group, self.average)
 
 
 @register_plan
+@dataclass(frozen=True)
 class Vary(LinearCollective):
     """A value that is the same on all ranks, to be used differently on each."""
 
+    average: bool = False
     name = "vary"
 
     def start(self, x: Tensor, blocking: bool = False) -> Pending:
-        return wire.done(contiguous_copy(x))
+        return _divided(self, wire.done(contiguous_copy(x)))
 
     def adjoint(self) -> Invariant:
-        return Invariant(self.group)
+        return Invariant(self.group, self.average)
 
 
 @register_plan
@@ -106,28 +116,30 @@ class Broadcast(LinearCollective):
     """The root's tensor; the other ranks' inputs are not read."""
 
     root: int
+    average: bool = False
     name = "broadcast"
 
     def start(self, x: Tensor, blocking: bool = False) -> Pending:
-        return wire.broadcast(x, self.root, self.group, blocking)
+        return _divided(self, wire.broadcast(x, self.root, self.group, blocking))
 
     def adjoint(self) -> Reduce:
-        return Reduce(self.group, self.root)
+        return Reduce(self.group, self.root, self.average)
 
 
 @register_plan
 @dataclass(frozen=True)
 class Reduce(ReductionCollective):
-    """The sum on the root, zeros on the other ranks."""
+    """The sum or average on the root, zeros on the other ranks."""
 
     root: int
+    average: bool = False
     name = "reduce"
 
     def start_reduction(self, x: Tensor, op: str, blocking: bool = False) -> Pending:
         return wire.reduce(x, self.root, op, self.group, blocking)
 
     def adjoint(self) -> Broadcast:
-        return Broadcast(self.group, self.root)
+        return Broadcast(self.group, self.root, self.average)
 
 
 @register_plan
@@ -136,13 +148,14 @@ class AllGather(LinearCollective):
     """All ranks' rows, on every rank."""
 
     sizes: tuple[int, ...] | None = None
+    average: bool = False
     name = "all_gather"
 
     def start(self, x: Tensor, blocking: bool = False) -> Pending:
-        return wire.all_gather(x, self.sizes, self.group, blocking)
+        return _divided(self, wire.all_gather(x, self.sizes, self.group, blocking))
 
     def adjoint(self) -> ReduceScatter:
-        return ReduceScatter(self.group, self.sizes)
+        return ReduceScatter(self.group, self.sizes, self.average)
 
     def rows(self, rows: int) -> int:
         return rows * self.group.size() if self.sizes is None else sum(self.sizes)
@@ -151,16 +164,17 @@ class AllGather(LinearCollective):
 @register_plan
 @dataclass(frozen=True)
 class ReduceScatter(ReductionCollective):
-    """The sum, of which each rank gets its rows."""
+    """The sum or average, of which each rank gets its rows."""
 
     sizes: tuple[int, ...] | None = None
+    average: bool = False
     name = "reduce_scatter"
 
     def start_reduction(self, x: Tensor, op: str, blocking: bool = False) -> Pending:
         return wire.reduce_scatter(x, self.sizes, op, self.group, blocking)
 
     def adjoint(self) -> AllGather:
-        return AllGather(self.group, self.sizes)
+        return AllGather(self.group, self.sizes, self.average)
 
     def rows(self, rows: int) -> int:
         return rows // self.group.size() if self.sizes is None else self.sizes[self.group.rank()]
@@ -300,6 +314,18 @@ class Barrier(LinearCollective):
 
     def adjoint(self) -> Barrier:
         return self
+
+
+def _op(average: bool) -> str:
+    return "avg" if average else "sum"
+
+
+def _divided(plan: Broadcast | AllGather | Vary, moved: Pending) -> Pending:
+    """Divide the result of a plan that moves, for an average."""
+    if not plan.average:
+        return moved
+
+    return Pending((), lambda: moved.wait().div_(plan.group.size()))
 
 
 def _zeros_like(x: Tensor) -> Tensor:

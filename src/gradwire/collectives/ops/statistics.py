@@ -17,17 +17,12 @@ from gradwire.collectives.args.reductions import check_reducible
 from gradwire.collectives.args.sizes import valid_dim
 from gradwire.collectives.args.tensors import check_dense
 from gradwire.collectives.ops.all_reduce import all_reduce
+from gradwire.collectives.wire import wider
 from gradwire.errors import ArgumentError
 
 __all__ = ["logsumexp", "mean", "norm", "softmax", "var"]
 
 Dims = int | Sequence[int]
-
-_WIDER = {
-    torch.float16: torch.float32,
-    torch.bfloat16: torch.float32,
-    torch.complex32: torch.complex64,
-}
 
 
 def mean(
@@ -218,7 +213,7 @@ def _wide(x: Tensor) -> Tensor:
     if not (x.is_floating_point() or x.is_complex()):
         raise ArgumentError(f"x is {x.dtype}: statistics take floating-point or complex numbers")
     check_reducible(x, "sum")
-    return x.to(_WIDER[x.dtype]) if x.dtype in _WIDER else x
+    return x.to(wider(x.dtype))
 
 
 def _sum_and_count(

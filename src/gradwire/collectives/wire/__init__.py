@@ -23,6 +23,7 @@ from gradwire.collectives.wire.reductions import (
     reduce_locally,
     reduce_scatter,
     split_sizes,
+    wider,
 )
 
 __all__ = [
@@ -42,4 +43,5 @@ __all__ = [
     "scatter",
     "send",
     "split_sizes",
+    "wider",
 ]

@@ -58,6 +58,7 @@ class Backend:
         reduces_bitwise: It has band, bor and bxor.
         max_keeps_nan: max and min of floating-point numbers give NaN where a rank has NaN.
         own_reduce_scatter: Its reduce_scatter is faster than an all_to_all and a local sum.
+        averages_half: Its average of half precision does not overflow.
         stages_gathers: Large gathers pass through memory that it allocates for each.
     """
 
@@ -67,13 +68,26 @@ class Backend:
     reduces_bitwise: bool = True
     max_keeps_nan: bool = False
     own_reduce_scatter: bool = False
+    averages_half: bool = False
     stages_gathers: bool = False
 
 
 _KNOWN = {
     "gloo": Backend("gloo", stages_gathers=True),
-    "nccl": Backend("nccl", gathers_uneven=True, reduces_bitwise=False, own_reduce_scatter=True),
-    "shm": Backend("shm", gathers_uneven=True, max_keeps_nan=True, own_reduce_scatter=True),
+    "nccl": Backend(
+        "nccl",
+        gathers_uneven=True,
+        reduces_bitwise=False,
+        own_reduce_scatter=True,
+        averages_half=True,
+    ),
+    "shm": Backend(
+        "shm",
+        gathers_uneven=True,
+        max_keeps_nan=True,
+        own_reduce_scatter=True,
+        averages_half=True,
+    ),
 }
 # Found once for each group and device type. No value may hold its group: that would never be freed.
 _backends: WeakKeyDictionary[ProcessGroup, dict[str, Backend]] = WeakKeyDictionary()

@@ -26,10 +26,11 @@ from gradwire.collectives.wire.computable import check_computable
 from gradwire.collectives.wire.movement import all_gather, all_to_all
 from gradwire.collectives.wire.pending import Pending, done
 
-__all__ = ["all_reduce", "reduce", "reduce_locally", "reduce_scatter", "split_sizes"]
+__all__ = ["all_reduce", "reduce", "reduce_locally", "reduce_scatter", "split_sizes", "wider"]
 
 _OPS: dict[str, Any] = {
     "sum": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.AVG,
     "product": dist.ReduceOp.PRODUCT,
     "max": dist.ReduceOp.MAX,
     "min": dist.ReduceOp.MIN,
@@ -46,7 +47,7 @@ def all_reduce(x: Tensor, op: str, group: ProcessGroup, blocking: bool = False) 
         return done(contiguous_copy(x))
     if not _reduces(x, op, backend):
         return _all_reduce_by_parts(x, op, group, blocking)
-    buffer, result = _reduction_buffer(x, op, backend)
+    buffer, op, result = _reduction_buffer(x, op, backend, group.size())
     work = group.allreduce([buffer], options(dist.AllreduceOptions, blocking, None, _OPS[op]))
     return Pending((work,), result, group)
 
@@ -60,7 +61,7 @@ def reduce(x: Tensor, root: int, op: str, group: ProcessGroup, blocking: bool = 
     if not _reduces(x, op, backend):
         reduced = _all_reduce_by_parts(x, op, group, blocking)
         return Pending((), lambda: reduced.wait() if at_root else reduced.wait().zero_())
-    buffer, result = _reduction_buffer(x, op, backend)
+    buffer, op, result = _reduction_buffer(x, op, backend, group.size())
     work = group.reduce([buffer], options(dist.ReduceOptions, blocking, root, _OPS[op]))
     # Backends leave partial results in the other ranks' buffers.
     return Pending((work,), result if at_root else lambda: result().zero_(), group)
@@ -76,14 +77,17 @@ def reduce_scatter(
     if x.numel() == 0:
         return done(empty_rows(x, rows))
     if sizes is None and _reduce_scatters(x, op, backend):
-        source = dense(x)
-        out = empty_rows(x, rows)
+        scaled = op == "avg" and not _averages(x, backend)
+        source = _scaled(x, world) if scaled else dense(x)
+        out = empty_rows(source, rows)
         buffer = (out, source)
         if x.is_complex():
             buffer = (torch.view_as_real(out), torch.view_as_real(source))
-        chosen = options(dist.ReduceScatterOptions, blocking, None, _OPS[op])
+        chosen = options(dist.ReduceScatterOptions, blocking, None, _OPS["sum" if scaled else op])
         return Pending(
-            (getattr(group, REDUCE_SCATTER_SINGLE)(*buffer, chosen),), lambda: out, group
+            (getattr(group, REDUCE_SCATTER_SINGLE)(*buffer, chosen),),
+            lambda: _unscaled(out, x.dtype, world) if scaled else out,
+            group,
         )
     # Here too, for backward: a gather's cotangents may have a dtype that is only moved in forward.
     check_computable(x, op, reduce_locally)
@@ -94,7 +98,10 @@ def reduce_scatter(
 
 
 def reduce_locally(pieces: Tensor, op: str) -> Tensor:
-    """The reduction over the first dim, in one fixed order."""
+    """Reduce over the first dim, in one fixed order."""
+    if op == "avg":
+        total = reduce_locally(_scaled(pieces, len(pieces)), "sum")
+        return _unscaled(total, pieces.dtype, len(pieces))
     if op == "sum":
         if pieces.dtype == torch.complex32:  # PyTorch's sum does not take it on the CPU
             return torch.view_as_complex(torch.view_as_real(pieces).sum(0))
@@ -121,7 +128,7 @@ def split_sizes(rows: int, parts: int) -> tuple[int, ...]:
 def _reduces(x: Tensor, op: str, backend: Backend) -> bool:
     """Whether the backend can reduce this."""
     if x.is_complex():
-        return op == "sum"
+        return op in ("sum", "avg")
     if op in ("band", "bor", "bxor") and not backend.reduces_bitwise:
         return False
     return x.dtype in CARRIED or (x.dtype == torch.bool and op in ("band", "bor", "max", "min"))
@@ -133,17 +140,56 @@ def _reduce_scatters(x: Tensor, op: str, backend: Backend) -> bool:
     return backend.own_reduce_scatter and keeps_nan and _reduces(x, op, backend)
 
 
-def _reduction_buffer(x: Tensor, op: str, backend: Backend) -> tuple[Tensor, Callable[[], Tensor]]:
-    """What the backend reduces in place, and a function that makes it the result."""
+def _reduction_buffer(
+    x: Tensor, op: str, backend: Backend, world: int
+) -> tuple[Tensor, str, Callable[[], Tensor]]:
+    """Return what the backend reduces in place, by which op, and what makes it the result."""
     if op in ("max", "min") and x.is_floating_point() and not backend.max_keeps_nan:
         buffer = float_order.encode(without_tangent(x), op)
-        return buffer, lambda: float_order.decode(buffer, x.dtype)
-    out = contiguous_copy(x)
+        return buffer, op, lambda: float_order.decode(buffer, x.dtype)
+    scaled = op == "avg" and not _averages(x, backend)
+    out = _scaled(x, world) if scaled else contiguous_copy(x)
+    buffer = out
     if x.is_complex():
-        return torch.view_as_real(out), lambda: out
-    if x.dtype == torch.bool:
-        return out.view(torch.uint8), lambda: out
-    return out, lambda: out
+        buffer = torch.view_as_real(out)
+    elif x.dtype == torch.bool:
+        buffer = out.view(torch.uint8)
+    if scaled:
+        return buffer, "sum", lambda: _unscaled(out, x.dtype, world)
+    return buffer, op, lambda: out
+
+
+# An average is a sum of scaled numbers, which overflows only where the average does. The scale is a
+# power of two: it changes no digit, so that dividing by the rest at the end rounds once. Two bytes
+# have too few bits for sums, and lose small numbers when these are scaled: they become wider.
+
+
+def _averages(x: Tensor, backend: Backend) -> bool:
+    """Return True if the backend's own average of such a tensor cannot overflow."""
+    return backend.averages_half and wider(x.dtype) is not x.dtype
+
+
+def _scaled(x: Tensor, world: int) -> Tensor:
+    """Return a contiguous copy to be summed, in a dtype that is wide enough."""
+    return contiguous_copy(x).to(wider(x.dtype)).mul_(1 / _power_of_two(world))
+
+
+def _unscaled(total: Tensor, dtype: torch.dtype, world: int) -> Tensor:
+    """Return the average, from the sum of scaled tensors, which is overwritten."""
+    rest = world / _power_of_two(world)
+    return (total if rest == 1 else total.div_(rest)).to(dtype)
+
+
+def _power_of_two(world: int) -> int:
+    """Return the least power of two that is not below a number."""
+    return 1 << (world - 1).bit_length()
+
+
+def wider(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which numbers of a dtype are added up."""
+    if dtype.is_floating_point and dtype.itemsize < 4:
+        return torch.float32
+    return torch.complex64 if dtype == torch.complex32 else dtype
 
 
 def _all_reduce_by_parts(x: Tensor, op: str, group: ProcessGroup, blocking: bool) -> Pending:
