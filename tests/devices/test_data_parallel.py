@@ -19,7 +19,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.func import functional_call, grad, jvp, vmap
 
 from gradwire.devices import DataParallel, data_parallel
-from gradwire.errors import ArgumentError, NotSupportedError
+from gradwire.errors import ArgumentError, ArgumentTypeError, NotSupportedError
 
 CPUS = ["cpu"] * 4
 
@@ -565,6 +565,50 @@ def test_scalars_become_a_vector() -> None:
     with pytest.warns(UserWarning, match="gather was given scalars"):
         out = DataParallel(Loss(), ["cpu"] * 2)(torch.arange(4.0))
     assert out.tolist() == [1.0, 5.0]
+
+
+def deal(inputs: Any, kwargs: Any, devices: Any) -> Any:
+    """Parts of one size and three, so that the second device has more."""
+    first, second = inputs[0][:1], inputs[0][1:]
+    return [(first,), [second]], [dict(kwargs), dict(kwargs)]
+
+
+def test_a_scatter_function_of_ones_own() -> None:
+    model, x = nn.Linear(3, 2), torch.randn(4, 3, requires_grad=True)
+    parallel = DataParallel(model, ["cpu"] * 3, scatter=deal)
+    out = parallel(x)
+    torch.testing.assert_close(out, model(x))
+    out.square().sum().backward()
+    grads = [x.grad, model.weight.grad, model.bias.grad]
+    x.grad = None
+    model.zero_grad()
+    model(x).square().sum().backward()
+    for got, want in zip(grads, (x.grad, model.weight.grad, model.bias.grad), strict=True):
+        torch.testing.assert_close(got, want)
+    torch.testing.assert_close(data_parallel(model, x, ["cpu"] * 2, scatter=deal), model(x))
+    rows = DataParallel(nn.Identity(), ["cpu"], scatter=lambda i, k, d: ([([len(d)],)], [k]))
+    assert rows(1) == [1]
+
+
+@pytest.mark.parametrize(
+    ("result", "kind", "message"),
+    [
+        (None, ArgumentTypeError, "scatter returned None: return two lists"),
+        ([[(1,)]], ArgumentTypeError, "return two lists"),
+        (([], []), ArgumentError, "for 0 replicas and named ones for 0"),
+        (([(1,)], []), ArgumentError, "for 1 replicas and named ones for 0"),
+        (([(1,)] * 3, [{}] * 3), ArgumentError, "at most 2"),
+        (([1], [{}]), ArgumentTypeError, "scatter returned a int and a dict for replica 0"),
+    ],
+)
+def test_what_a_scatter_function_returns_is_checked(
+    result: Any, kind: type[Exception], message: str
+) -> None:
+    parallel = DataParallel(nn.Identity(), ["cpu"] * 2, scatter=lambda *_: result)
+    with pytest.raises(kind, match=message):
+        parallel(torch.ones(2))
+    with pytest.raises(ArgumentTypeError, match="scatter is 3: give a function"):
+        DataParallel(nn.Identity(), ["cpu"] * 2, scatter=3)  # type: ignore[arg-type]
 
 
 def test_subclasses_replace_the_parts() -> None:

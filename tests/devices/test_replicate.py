@@ -1,202 +1,75 @@
-"""Replicas of a module, and the cache of their parameters."""
+"""Replicas of a module."""
 
 from __future__ import annotations
 
-import gc
 import io
-import weakref
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
-from torch.optim.optimizer import _global_optimizer_post_hooks
 
-from gradwire.devices import DataParallel, ReplicaCache, replicate
-from gradwire.devices.replicate import _after_step, _caches
+from gradwire.devices import DataParallel, replicate
 from gradwire.errors import NotSupportedError
 
 CPUS = ["cpu"] * 4
 
 
-def copied(cache_replicas: bool = True) -> tuple[Any, Callable[[], list[int]]]:
-    """A DataParallel, and what storages its second replica's weights have after a forward."""
-    seen: dict[int, int] = {}
-    kept: list[Tensor] = []  # so that no other copy can get the memory of an earlier one
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            if x[0, 0] == 1:
-                kept.extend([self.a.weight, self.b.weight])
-                seen.update({i: m.weight.data_ptr() for i, m in enumerate((self.a, self.b))})
-            return self.b(self.a(x))
-
-    parallel = DataParallel(Net(), ["cpu"] * 2, cache_replicas=cache_replicas)
-    x = torch.zeros(2, 3)
-    x[1] = 1
-
-    def run() -> list[int]:
-        out = parallel(x)
-        torch.testing.assert_close(out, parallel.module(x))
-        if out.requires_grad:
-            out.sum().backward()
-        return [seen[0], seen[1]]
-
-    return parallel, run
+def fused_step(model: nn.Linear) -> None:
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    torch.optim.Adam(model.parameters(), fused=True).step()
 
 
-def test_a_second_forward_copies_nothing_and_a_step_makes_it_copy() -> None:
-    parallel, run = copied()
-    first = run()
-    assert run() == first
-    with torch.no_grad():
-        assert run() == first
-    with torch.inference_mode():
-        assert run() == first
-    torch.optim.SGD(parallel.parameters(), 0.1).step()
-    second = run()
-    assert set(second).isdisjoint(first)
-    assert run() == second
+def by_gloo(model: nn.Linear) -> None:
+    """Gloo does not raise version counters."""
+    group = dist.new_group(backend="gloo")
+    for p in model.parameters():
+        dist.all_reduce(p.data, group=group)
+        p.data.add_(1)
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "options"),
-    [
-        (torch.optim.Adam, {"fused": True}),
-        (torch.optim.SGD, {"fused": True, "lr": 0.1}),
-        (torch.optim.Adagrad, {"fused": True}),
-        (torch.optim.Adam, {"foreach": True}),
-        (torch.optim.RMSprop, {}),
-    ],
-)
-def test_every_optimizers_step_is_seen(optimizer: Any, options: dict[str, Any]) -> None:
-    """Fused ones write their parameters without a trace in the version counters."""
-    parallel, run = copied()
-    step = optimizer(parallel.parameters(), **options).step
-    for _ in range(3):
-        run()
-        step()
-    run()
+def by_numpy(model: nn.Linear) -> None:
+    model.weight.detach().numpy()[:] += 1.0
 
 
-def test_a_step_of_another_models_optimizer_changes_nothing() -> None:
-    _, run = copied()
-    first = run()
-    other = nn.Linear(1, 1)
-    other(torch.ones(1)).backward()
-    torch.optim.SGD(other.parameters(), 0.1, fused=True).step()
-    assert run() == first
+def by_data(model: nn.Linear) -> None:
+    model.weight.data.mul_(2)
 
 
-def test_caches_are_not_kept_alive_and_share_one_hook() -> None:
-    first, second = ReplicaCache(), ReplicaCache()
-    hooks = list(_global_optimizer_post_hooks.values())
-    assert hooks.count(_after_step) == 1
-    gone = weakref.ref(first)
-    del first
-    assert gone() is None
-    assert second in _caches
+def by_storage(model: nn.Linear) -> None:
+    storage = model.weight.untyped_storage()
+    storage.copy_((model.weight.detach() + 1).untyped_storage())
 
 
-def test_only_what_was_written_is_copied() -> None:
-    parallel, run = copied()
-    first = run()
-    with torch.no_grad():
-        parallel.module.b.weight.add_(1)
-    second = run()
-    assert second[0] == first[0]
-    assert second[1] != first[1]
+def by_new_data(model: nn.Linear) -> None:
+    model.bias.data = torch.ones(3)
 
 
-def test_a_new_parameter_or_new_data_is_copied() -> None:
-    parallel, run = copied()
-    run()
-    parallel.module.a.weight = nn.Parameter(torch.randn(3, 3))
-    run()
-    parallel.module.b.weight.data = torch.randn(3, 3)
-    run()
+def by_new_parameter(model: nn.Linear) -> None:
+    model.weight = nn.Parameter(torch.randn(3, 3))
 
 
-def set_shape(x: Tensor) -> None:
-    x.data = x.data[:1]
+WRITES = [fused_step, by_gloo, by_numpy, by_data, by_storage, by_new_data, by_new_parameter]
 
 
-def set_strides(x: Tensor) -> None:
-    x.data = x.data.t()
-
-
-def set_dtype(x: Tensor) -> None:
-    x.data = x.data.view(torch.int64)
-
-
-def set_conjugate(x: Tensor) -> None:
-    x.data = x.data.conj()
-
-
-def set_storage(x: Tensor) -> None:
-    x.set_(torch.ones(2, 2, dtype=x.dtype))
-
-
-def swap(x: Tensor) -> None:
-    torch.utils.swap_tensors(x, torch.ones(2, 2, dtype=x.dtype))
-
-
-def resize(x: Tensor) -> None:
-    """As sharded parameters lose their memory, and get it back."""
-    storage, size = x.untyped_storage(), x.untyped_storage().nbytes()
-    storage.resize_(0)
-    storage.resize_(size)
-    x.fill_(3)
-
-
-@pytest.mark.parametrize(
-    "change", [set_shape, set_strides, set_dtype, set_conjugate, set_storage, swap, resize]
-)
-def test_what_a_parameter_consists_of_is_compared(change: Callable[[Tensor], None]) -> None:
-    x = torch.arange(4.0).reshape(2, 2) * (1 + (1j if change is set_conjugate else 0))
-    cache, devices = ReplicaCache(), (torch.device("cpu"),) * 2
-    cache.copies([x], devices)
-    change(x)
-    (_,), (replica,) = cache.copies([x], devices)
-    assert replica.dtype == x.dtype
-    assert torch.equal(replica, x)
-    assert cache.copies([x], devices)[1][0].data_ptr() == replica.data_ptr()
-
-
-def test_new_data_at_an_address_that_was_freed_is_seen() -> None:
-    memory, cache, devices = bytearray(64), ReplicaCache(), (torch.device("cpu"),) * 2
-    x = torch.frombuffer(memory, dtype=torch.float32)
-    address, version = x.data_ptr(), x._version
-    cache.copies([x], devices)
-    x.data = torch.empty(0)
-    torch.frombuffer(memory, dtype=torch.float32).fill_(1)
-    x.data = torch.frombuffer(memory, dtype=torch.float32)
-    assert (x.data_ptr(), x._version) == (address, version)
-    assert torch.equal(cache.copies([x], devices)[1][0], torch.ones(16))
-
-
-def test_parameters_that_share_a_storage_are_told_apart() -> None:
-    flat, cache, devices = torch.arange(6.0), ReplicaCache(), (torch.device("cpu"),) * 2
-    tensors = [nn.Parameter(t) for t in flat.split([3, 3, 0])]
-    cache.copies(tensors, devices)
-    tensors[1].data = flat[:3]
-    replicas = cache.copies(tensors, devices)[1]
-    assert [r.tolist() for r in replicas] == [[0, 1, 2], [0, 1, 2], []]
-
-
-def test_memory_that_a_parameter_leaves_is_freed_at_once() -> None:
-    x, cache = torch.ones(4), ReplicaCache()
-    cache.copies([x], (torch.device("cpu"),) * 2)
-    storage = StorageWeakRef(x.untyped_storage())
-    x.data = torch.zeros(4)
-    assert storage.expired()
+@pytest.mark.parametrize("write", WRITES)
+def test_replicas_have_what_was_written_in_any_way(write: Callable[[nn.Linear], None]) -> None:
+    """Also where no version counter shows it."""
+    if write is by_gloo:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model, x = nn.Linear(3, 3), torch.randn(4, 3)
+        parallel = DataParallel(model, ["cpu"] * 2)
+        for _ in range(2):
+            torch.testing.assert_close(parallel(x), model(x))
+            write(model)
+            torch.testing.assert_close(parallel(x), model(x))
+    finally:
+        if write is by_gloo:
+            dist.destroy_process_group()
 
 
 def test_vectors_and_dtypes_that_come_and_go() -> None:
@@ -212,23 +85,6 @@ def test_vectors_and_dtypes_that_come_and_go() -> None:
             linear.half()
             linear.float()
             torch.testing.assert_close(parallel(x), linear(x), rtol=1e-4, atol=1e-4)
-
-
-def test_writes_through_data_need_clear_cache() -> None:
-    parallel, run = copied()
-    run()
-    parallel.module.a.weight.data.add_(1)
-    with pytest.raises(AssertionError):
-        run()
-    parallel.clear_cache()
-    run()
-
-
-def test_without_a_cache_every_forward_copies() -> None:
-    parallel, run = copied(cache_replicas=False)
-    run()
-    parallel.module.a.weight.data.add_(1)
-    run()
 
 
 def test_a_replica_that_writes_its_parameters_gets_new_ones() -> None:
@@ -248,7 +104,7 @@ def test_a_replica_that_writes_its_parameters_gets_new_ones() -> None:
         assert torch.equal(parallel(x), first)
 
 
-def test_a_smaller_last_batch_uses_the_same_copies() -> None:
+def test_a_smaller_last_batch_uses_fewer_replicas() -> None:
     parallel = DataParallel(nn.Linear(3, 3), CPUS)
     for rows in (8, 2, 8, 3, 8):
         x = torch.randn(rows, 3)
@@ -256,7 +112,7 @@ def test_a_smaller_last_batch_uses_the_same_copies() -> None:
         torch.optim.SGD(parallel.parameters(), 0.1).step()
 
 
-def test_several_forwards_of_one_set_of_copies() -> None:
+def test_several_forwards_before_a_backward() -> None:
     """Their graphs are apart: each can be run backward by itself, or both at once."""
     linear = nn.Linear(3, 1, bias=False)
     parallel = DataParallel(linear, ["cpu"] * 2)
@@ -324,13 +180,12 @@ def test_compiled_modules() -> None:
     assert torch.equal(first(x), expected)
 
 
-def test_a_cache_in_compiled_code() -> None:
-    x, cache, devices = torch.ones(4), ReplicaCache(), (torch.device("cpu"),) * 2
-    compiled = torch.compile(lambda: cache.copies([x], devices)[1][0] * 1, backend="eager")
+def test_replicas_in_compiled_code() -> None:
+    model, x = nn.Linear(4, 1, bias=False), torch.ones(2, 4)
+    compiled = torch.compile(lambda: replicate(model, ["cpu"] * 2, True)[1](x), backend="eager")
     for value in (1, 1, 2, 3):
-        x.data = torch.full((4,), float(value))
-        assert torch.equal(compiled(), x)
-    gc.collect()  # pytest reports what goes wrong while objects are deleted
+        model.weight.data = torch.full((1, 4), float(value))
+        assert torch.equal(compiled(), model(x))
 
 
 def test_replicas_of_parameter_lists_and_dicts() -> None:

@@ -130,9 +130,8 @@ def data_parallel(
 class DataParallel(ours.DataParallel[Module]):
     """gradwire.devices.DataParallel with PyTorch's arguments and attributes.
 
-    Replicas are copied at every forward: code written for PyTorch may write parameters through
-    `.data`, which no cache can see. As PyTorch's, it calls the module as it is on a machine without
-    accelerators, unless `device_ids` names "cpu", and moves it to the device if that is only one.
+    As PyTorch's, it calls the module as it is on a machine without accelerators, unless
+    `device_ids` names "cpu", and moves it to the device if that is only one.
     """
 
     def __init__(
@@ -144,7 +143,7 @@ class DataParallel(ours.DataParallel[Module]):
     ) -> None:
         alone = default_devices() == (HOST,) and _are_accelerators(device_ids)
         given = (None, None) if alone else (device_ids, output_device)
-        super().__init__(module, *given, dim, cache_replicas=False)
+        super().__init__(module, *given, dim)
         self.device_ids = [] if alone else [d if d.index is None else d.index for d in self.devices]
         if len(self.device_ids) == 1:
             self.module.to(self.devices[0])

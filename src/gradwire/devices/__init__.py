@@ -10,12 +10,11 @@ from gradwire.devices.broadcast_reduce import (
 from gradwire.devices.data_parallel import DataParallel, data_parallel
 from gradwire.devices.nested import gather_nested, scatter_kwargs, scatter_nested
 from gradwire.devices.parallel_apply import parallel_apply
-from gradwire.devices.replicate import ReplicaCache, replicate
+from gradwire.devices.replicate import replicate
 from gradwire.devices.scatter_gather import gather, scatter
 
 __all__ = [
     "DataParallel",
-    "ReplicaCache",
     "broadcast",
     "broadcast_coalesced",
     "data_parallel",

@@ -26,7 +26,6 @@ BUFFER_SIZE = 10 << 20
 """Bytes after which a buffer of coalesced tensors is closed, by default."""
 
 T = TypeVar("T")
-Copier: TypeAlias = Callable[[Sequence[Tensor]], list[list[Tensor]]]
 Streams: TypeAlias = "Sequence[torch.Stream | None] | None"
 
 
@@ -70,13 +69,14 @@ class _Broadcast(Function):
 
     @staticmethod
     def forward(
-        copier: Copier,
+        buffer_size: int,
         devices: tuple[torch.device, ...],
         tracked: tuple[bool, ...],
         zeros: bool,
         *tensors: Tensor,
     ) -> Any:
-        return tuple(t for replica in copier(tensors) for t in replica)
+        copies = copies_coalesced(tensors, devices, buffer_size)
+        return tuple(t for replica in copies for t in replica)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -99,7 +99,7 @@ class _Broadcast(Function):
 
     @staticmethod
     def jvp(
-        ctx: Any, _copier: None, _devices: None, _tracked: None, _zeros: None, *tangents: Any
+        ctx: Any, _size: None, _devices: None, _tracked: None, _zeros: None, *tangents: Any
     ) -> Any:
         given = {i: tangent for i, tangent in enumerate(tangents) if tangent is not None}
         own = own_place(ctx.home, ctx.devices)
@@ -239,7 +239,6 @@ def broadcast_lists(
     tensors: Sequence[Tensor],
     devices: Sequence[torch.device],
     buffer_size: int = BUFFER_SIZE,
-    copier: Copier | None = None,
     *,
     zeros: bool = False,
 ) -> list[list[Tensor]]:
@@ -249,20 +248,16 @@ def broadcast_lists(
         tensors: On one device.
         devices: The places.
         buffer_size: Bytes after which a buffer is closed.
-        copier: What makes the replicas' tensors instead, for a caller that has them already.
         zeros: Where others have gradients, give zeros to tensors that no place has used.
     """
     places = tuple(devices)
 
-    def fresh(ts: Sequence[Tensor]) -> list[list[Tensor]]:
-        return copies_coalesced(ts, places, buffer_size)
-
     tracked = _tracked(tensors)
     if not any(tracked):
-        return (copier or fresh)(tensors)
+        return copies_coalesced(tensors, places, buffer_size)
     tensors = _all_with_tangents(tensors, tracked)
     flat = _Broadcast.apply(  # type: ignore[no-untyped-call]
-        copier or fresh, places, tuple(tracked), zeros, *tensors
+        buffer_size, places, tuple(tracked), zeros, *tensors
     )
     replicas = _split(flat, len(tensors))
     own = own_place(tensors[0].device, places)
