@@ -7,6 +7,7 @@ import inspect
 import sys
 import warnings
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import cloudpickle
@@ -165,6 +166,59 @@ def test_wrong_input_of_the_assignment_is_an_error() -> None:
         assign(tensors(1), [])
     with pytest.raises(ArgumentError, match="indices has 1"):  # PyTorch's reads beyond them
         assign(tensors(1, 1), [4], [], [0])
+
+
+BUCKETS: dict[str, tuple[Any, type[Exception]]] = {
+    "no tensors": (([], [100]), RuntimeError),
+    "no limits": (([torch.ones(1)], []), RuntimeError),
+    "too few": (([torch.ones(1)] * 2, [100], [True]), RuntimeError),
+    "too many": (([torch.ones(1)], [100], [True, False]), RuntimeError),
+    "negative limit": (([torch.ones(1)], [-1]), TypeError),
+    "fraction": (([torch.ones(1)], [1.5]), TypeError),
+    "one limit": (([torch.ones(1)], 100), TypeError),
+    "no tensor": (([3], [100]), TypeError),
+    "no list": ((None, [100]), TypeError),
+    "index": (([torch.ones(1)], [100], [], [0.5]), TypeError),
+}
+
+
+@pytest.mark.parametrize("name", BUCKETS)
+def test_bucket_assignment_refuses_what_pytorch_refuses(name: str) -> None:
+    args, kind = BUCKETS[name]
+    theirs = dist._compute_bucket_assignment_by_size
+    if name != "no limits":  # PyTorch's crashes
+        with pytest.raises(kind):
+            theirs(*args)
+    with compat.installed(), pytest.raises(kind):
+        dist._compute_bucket_assignment_by_size(*args)
+
+
+def test_a_limit_of_0_is_one_tensor_a_bucket() -> None:
+    args = ([torch.ones(3), torch.ones(0), torch.ones(1)], [0])
+    want = dist._compute_bucket_assignment_by_size(*args)
+    with compat.installed():
+        assert dist._compute_bucket_assignment_by_size(*args) == want
+
+
+def test_broadcast_coalesced_refuses_what_pytorch_refuses() -> None:
+    def main() -> None:
+        group, x = dist.group.WORLD, torch.ones(3)
+        refused: list[tuple[Any, type[Exception]]] = [
+            ((group, [], 10), RuntimeError),
+            ((group, [x], 10, 1), RuntimeError),
+            ((group, [x.reshape(1, 3).to_sparse()], 10), RuntimeError),
+            ((group, [x], -1), TypeError),
+            ((group, [x], 1.5), TypeError),
+            ((group, x, 10), TypeError),
+        ]
+        for installed in (False, True):
+            with compat.installed() if installed else nullcontext():
+                for args, kind in refused:
+                    with pytest.raises(kind):
+                        dist._broadcast_coalesced(*args)
+                dist._broadcast_coalesced(group, [x], 0)
+
+    run_ranks(main, 1, backend="gloo")
 
 
 def test_broadcast_coalesced_takes_a_rank_of_the_group() -> None:

@@ -13,22 +13,30 @@ from torch.distributed import ProcessGroup
 from gradwire import ddp as ours
 from gradwire import hooks
 from gradwire.buckets import plan_buckets
+from gradwire.compat.error_messages import as_runtime_error
 from gradwire.compat.replacements import Replacement
-from gradwire.errors import NotSupportedError
+from gradwire.errors import ArgumentError, ArgumentTypeError, NotSupportedError
 from gradwire.hooks import StatefulHook
 
 __all__ = ["BUCKET_TABLE"]
 
 Hook = Callable[[Any, Any], Any]
+EMPTY = "(PyTorch's message: !tensors.empty() INTERNAL ASSERT FAILED)"
 
 
+@as_runtime_error
 def _broadcast_coalesced(
     process_group: ProcessGroup, tensors: Sequence[Tensor], buffer_size: int, src: int = 0
 ) -> None:
     """See gradwire.ddp.broadcast_coalesced; `src` is a rank of the group."""
-    ours.broadcast_coalesced(process_group, tensors, buffer_size, group_src=src)
+    _check_list("tensors", tensors, _is_tensor, "tensors")
+    _check_list("buffer_size", [buffer_size], _is_size, "an integer from 0 on")
+    if not tensors:
+        raise ArgumentError(f"tensors is empty: give at least one {EMPTY}")
+    ours.broadcast_coalesced(process_group, tensors, max(buffer_size, 1), group_src=src)
 
 
+@as_runtime_error
 def _compute_bucket_assignment_by_size(
     tensors: Sequence[Tensor],
     bucket_size: Sequence[int],
@@ -37,18 +45,48 @@ def _compute_bucket_assignment_by_size(
     logger: object = None,
 ) -> tuple[list[list[int]], list[int]]:
     """See gradwire.buckets.plan_buckets: the buckets, and the limit that was in force for each."""
+    _check_list("tensors", tensors, _is_tensor, "tensors")
+    _check_list("bucket_size", bucket_size, _is_size, "integers from 0 on")
+    _check_list("tensor_indices", tensor_indices, _is_size, "integers from 0 on")
+    if not tensors:
+        raise ArgumentError(f"tensors is empty: give at least one {EMPTY}")
+    if expect_sparse_gradient and len(expect_sparse_gradient) != len(tensors):
+        raise ArgumentError(
+            f"expect_sparse_gradient has {len(expect_sparse_gradient)} entries for {len(tensors)} "
+            "tensors: give one for each, or none"
+        )
     for i, tensor in enumerate(tensors):
         if tensor.layout != torch.strided:
             raise _SparseError(f"tensor {i} is {tensor.layout}. No support for sparse tensors.")
+    # A limit of 0 closes a bucket after every tensor: so does one byte, if each has a byte.
     plan = plan_buckets(
-        [t.nbytes for t in tensors],
+        [max(t.nbytes, 1) if 0 in bucket_size else t.nbytes for t in tensors],
         [t.dtype for t in tensors],
         [t.device for t in tensors],
-        list(bucket_size),
+        [max(limit, 1) for limit in bucket_size],
         alone=expect_sparse_gradient,
         indices=tensor_indices,
     )
-    return [list(bucket) for bucket in plan.buckets], list(plan.limits)
+    limits = [0 if limit == 1 and 0 in bucket_size else limit for limit in plan.limits]
+    return [list(bucket) for bucket in plan.buckets], limits
+
+
+def _check_list(name: str, given: Any, fits: Callable[[object], bool], what: str) -> None:
+    """Raise where PyTorch's own refuses the type of an argument.
+
+    Raises:
+        ArgumentTypeError: Not a list, or an entry does not fit.
+    """
+    if not isinstance(given, list | tuple) or not all(map(fits, given)):
+        raise ArgumentTypeError(f"{name} is {given!r}: give a list of {what}")
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, Tensor)
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and value >= 0
 
 
 class _SparseError(NotSupportedError, RuntimeError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -16,6 +17,7 @@ from gradwire.compat.error_messages import as_runtime_error
 from gradwire.compat.replacements import Replacement
 from gradwire.devices.copying import HOST
 from gradwire.devices.placement import Device, default_devices
+from gradwire.devices.scatter_gather import SCALARS_WARNING
 
 __all__ = ["TABLE"]
 
@@ -35,6 +37,23 @@ def _narrowed(function: Callable[..., T], *without: str) -> Callable[..., T]:
     signature = inspect.signature(function)
     kept = [p for p in signature.parameters.values() if p.name not in without]
     call.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]
+    return call
+
+
+def _in_torchs_words(function: Callable[..., T]) -> Callable[..., T]:
+    """Return the function, whose warning about scalars has PyTorch's text."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> T:
+        token = SCALARS_WARNING.set(
+            "Was asked to gather along dimension 0, but all input tensors were scalars; will "
+            "instead unsqueeze and return a vector."
+        )
+        try:
+            return function(*args, **kwargs)
+        finally:
+            SCALARS_WARNING.reset(token)
+
     return call
 
 
@@ -72,6 +91,7 @@ class Gather:
     """`apply` of torch's autograd function."""
 
     @staticmethod
+    @_in_torchs_words
     def apply(target_device: Device, dim: int, *inputs: Tensor) -> Tensor:
         """The joined tensor."""
         return ours.gather(inputs, dim, target_device)
@@ -95,6 +115,7 @@ def scatter_kwargs(
     return ours.scatter_kwargs(inputs, kwargs, target_gpus, dim)
 
 
+@_in_torchs_words
 def gather(outputs: Any, target_device: Device, dim: int = 0) -> Any:
     """See gradwire.devices.gather_nested."""
     return ours.gather_nested(outputs, target_device, dim)
@@ -115,6 +136,7 @@ def parallel_apply(
     return ours.parallel_apply(modules, inputs, kwargs_tup, devices)
 
 
+@_in_torchs_words
 def data_parallel(
     module: Module,
     inputs: Any,
@@ -152,7 +174,7 @@ class DataParallel(ours.DataParallel[Module]):
         """The module's outputs for the whole batch."""
         if not self.device_ids:
             return self.module(*inputs, **kwargs)
-        return super().forward(*inputs, **kwargs)
+        return _in_torchs_words(super().forward)(*inputs, **kwargs)
 
 
 def _are_accelerators(device_ids: Sequence[Device] | None) -> bool:
@@ -176,25 +198,117 @@ _DDP = "torch.nn.parallel.distributed"
 _PACKAGE = "torch.nn.parallel"
 
 
+# Phrases of PyTorch's errors, from the arguments that it refuses.
+
+_ONE_OF = "Exactly one of 'devices' and 'out' must be specified"
+
+
 def _sizes(inputs: Sequence[Tensor], *_: Any, **__: Any) -> str | None:
     return "invalid size" if len({tuple(t.shape) for t in inputs}) > 1 else None
 
 
+def _broadcast_phrase(
+    tensor: Tensor, devices: Any = None, *, out: Sequence[Tensor] | None = None
+) -> str | None:
+    if (devices is None) == (out is None):
+        return _ONE_OF
+    for i, target in enumerate(out or ()):
+        if target.shape != tensor.shape:
+            return (
+                "Expected all output tensors to have same shape as the source tensor "
+                f"{list(tensor.shape)}, but output tensor at index {i}"
+            )
+    return None
+
+
+def _scatter_phrase(
+    tensor: Tensor,
+    devices: Any = None,
+    chunk_sizes: Any = None,
+    dim: int = 0,
+    streams: Any = None,
+    *,
+    out: Sequence[Tensor] | None = None,
+) -> str | None:
+    if out is None:
+        empty = devices is not None and not list(devices)
+        return "Expected at least one device to scatter to" if empty else None
+    for name, given in (("devices", devices), ("chunk_sizes", chunk_sizes)):
+        if given is not None:
+            return f"{name!r} must not be specified when 'out' is specified"
+    if not out:
+        return "Expected at least one output tensor to scatter to"
+    dim %= tensor.dim()
+    for i, target in enumerate(out):
+        if [*target.shape[:dim], *target.shape[dim + 1 :]] != [
+            *tensor.shape[:dim],
+            *tensor.shape[dim + 1 :],
+        ]:
+            return f"Output tensor at index {i} has incorrect shape"
+    if sum(target.shape[dim] for target in out) != tensor.shape[dim]:
+        return f"Total size for output tensors along scatter dim {dim} does not match"
+    return None
+
+
+def _gather_phrase(
+    tensors: Sequence[Tensor], dim: int = 0, destination: Any = None, *, out: Any = None
+) -> str | None:
+    if out is not None and destination is not None:
+        return "'destination' must not be specified when 'out' is specified"
+    if not tensors:
+        return "Expected at least one tensor to gather from"
+    first = tensors[0]
+    for i, tensor in enumerate(tensors):
+        if tensor.dim() != first.dim():
+            return "Expected all input tensors to have the same number of dimensions"
+        differing = [d for d in range(first.dim()) if tensor.shape[d] != first.shape[d]]
+        if set(differing) - {dim % max(1, first.dim())}:
+            return f"Input tensor at index {i} has invalid shape"
+    return None
+
+
+# Functions with PyTorch's warnings, and what it takes that ours refuse.
+
+
+def _comm_gather(
+    tensors: Sequence[Tensor],
+    dim: int = 0,
+    destination: Device | None = None,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """See gradwire.devices.gather."""
+    if destination == -1 and out is None:
+        warnings.warn(
+            "Using -1 to represent CPU tensor is deprecated: pass a device object or string",
+            FutureWarning,
+            stacklevel=3,
+        )
+    return ours.gather(tensors, dim, destination, out=out)
+
+
+def _reduce_add_coalesced(
+    inputs: Sequence[Sequence[Tensor]],
+    destination: Device | None = None,
+    buffer_size: int = 10485760,
+) -> tuple[Tensor, ...]:
+    """See gradwire.devices.reduce_add_coalesced; without any inputs there are no sums."""
+    return ours.reduce_add_coalesced(inputs, destination, buffer_size) if inputs else ()
+
+
 TABLE = (
-    Replacement(as_runtime_error(ours.broadcast), "broadcast", _COMM),
+    Replacement(as_runtime_error(ours.broadcast, _broadcast_phrase), "broadcast", _COMM),
     Replacement(
         as_runtime_error(_narrowed(ours.broadcast_coalesced, "detach_buffers")),
         "broadcast_coalesced",
         _COMM,
     ),
     Replacement(as_runtime_error(_narrowed(ours.reduce_add, "out"), _sizes), "reduce_add", _COMM),
+    Replacement(as_runtime_error(_reduce_add_coalesced), "reduce_add_coalesced", _COMM),
     Replacement(
-        as_runtime_error(_narrowed(ours.reduce_add_coalesced, "detach_buffers")),
-        "reduce_add_coalesced",
-        _COMM,
+        as_runtime_error(_narrowed(ours.scatter, "strict"), _scatter_phrase), "scatter", _COMM
     ),
-    Replacement(as_runtime_error(_narrowed(ours.scatter, "strict")), "scatter", _COMM),
-    Replacement(as_runtime_error(ours.gather), "gather", _COMM),
+    Replacement(as_runtime_error(_in_torchs_words(_comm_gather), _gather_phrase), "gather", _COMM),
     Replacement(Broadcast, "Broadcast", (_FUNCTIONS,)),
     Replacement(ReduceAddCoalesced, "ReduceAddCoalesced", (_FUNCTIONS,)),
     Replacement(Scatter, "Scatter", (_FUNCTIONS, _NESTED)),

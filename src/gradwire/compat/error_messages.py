@@ -6,6 +6,7 @@ So our messages, which name parameters and remedies, are followed by the phrases
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -57,7 +58,10 @@ def as_runtime_error(
         try:
             return function(*args, **kwargs)
         except ArgumentError as error:
-            phrase = None if phrase_of is None else phrase_of(*args, **kwargs)
+            phrase = None
+            if phrase_of is not None:
+                with contextlib.suppress(Exception):  # arguments of any kind came here
+                    phrase = phrase_of(*args, **kwargs)
             raise RefusedError(_with(str(error), phrase)) from error
 
     return call

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor
@@ -16,7 +17,14 @@ from gradwire.devices.overlaps import check_apart
 from gradwire.devices.placement import Device, as_destination, as_devices
 from gradwire.errors import ArgumentError
 
-__all__ = ["gather", "scatter"]
+__all__ = ["SCALARS_WARNING", "gather", "scatter"]
+
+SCALARS_WARNING = ContextVar(
+    "gradwire_scalars_warning",
+    default="gather was given scalars: it returns a vector of them. Unsqueeze them to be rid of "
+    "this warning",
+)
+"""Text of a warning; within `compat` PyTorch's, by which programs filter."""
 
 
 def scatter(
@@ -114,11 +122,7 @@ def gather(
     """
     found = checks.as_tensor_list(tensors, "tensors")
     if dim in (0, -1) and all(t.dim() == 0 for t in found):
-        warnings.warn(
-            "gather was given scalars: it returns a vector of them. Unsqueeze them to be rid of "
-            "this warning",
-            stacklevel=2,
-        )
+        warnings.warn(SCALARS_WARNING.get(), stacklevel=2)
         found = [t.reshape(1) for t in found]
     dim = checks.check_concat(found, dim)
     if out is None:
