@@ -1,18 +1,33 @@
-"""Resolve arguments to a process group, a rank in it, and its store."""
+"""Resolve arguments to a process group, a rank in it and its store, and destroy groups."""
 
 from __future__ import annotations
 
-from weakref import WeakKeyDictionary
+import _thread
+import atexit
+import ctypes
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary, finalize
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, Store
 
 from gradwire.errors import ArgumentError, ArgumentTypeError, NotSupportedError
 
-__all__ = ["check_group", "default_group", "find_store", "keep_store", "rank_in_group", "store_of"]
+__all__ = [
+    "check_group",
+    "default_group",
+    "destroy_in_thread",
+    "find_store",
+    "keep_store",
+    "rank_in_group",
+    "store_of",
+]
 
 _STORES: WeakKeyDictionary[ProcessGroup, Store] = WeakKeyDictionary()
 """Stores of groups that were made without torch.distributed's own functions."""
+_BACKENDS: set[finalize[..., Any]] = set()
+"""Finalizers of `destroy_in_thread` whose backends are not destroyed yet."""
 
 
 def check_group(group: object, name: str = "group") -> ProcessGroup:
@@ -115,3 +130,51 @@ def store_of(group: ProcessGroup, use: str) -> Store:
             "made with one (init_process_group or new_group; not MPI)"
         )
     return store
+
+
+def destroy_in_thread(owner: object, backend: object) -> Callable[[], object]:
+    """Keep a backend until its owner is gone, and then destroy it on a thread of its own.
+
+    The destructor of Gloo's backend joins threads, which may be in a collective until it times out.
+    It would otherwise run wherever the last reference is dropped: in the training loop, usually.
+    No thread destroys it when the interpreter exits.
+
+    Args:
+        owner: The process group, or another object through which alone the backend is used.
+        backend: The backend. The caller drops its own references before the owner's.
+
+    Returns:
+        A function that destroys the backend now.
+    """
+    finalizer = finalize(owner, _start, box := [backend])
+    finalizer.atexit = False
+    box.append(finalizer)
+    _BACKENDS.add(finalizer)
+    return finalizer
+
+
+def _start(box: list[Any]) -> None:
+    """Empty a list on a thread: this one never holds the last reference, not even briefly."""
+    try:
+        # threading.Thread takes locks that this thread may hold, if garbage is being collected
+        _thread.start_new_thread(_destroy, (box,))
+    except RuntimeError:
+        _leak(box)
+
+
+def _destroy(box: list[Any]) -> None:
+    finalizer = box.pop()
+    box.clear()
+    _BACKENDS.discard(finalizer)
+
+
+def _leak(box: list[Any]) -> None:
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(box[0]))
+
+
+@atexit.register
+def _leak_all() -> None:
+    """Keep what is left: the interpreter would destroy it on the main thread while it exits."""
+    for finalizer in list(_BACKENDS):
+        if (found := finalizer.peek()) is not None:
+            _leak(found[2][0])

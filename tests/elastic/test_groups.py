@@ -1,10 +1,13 @@
-"""What an epoch's group leaves behind when it fails."""
+"""What an epoch's group leaves behind when it fails, and where it is destroyed."""
 
 from __future__ import annotations
 
 import gc
+import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -13,8 +16,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import Work
 
-from gradwire import elastic
-from gradwire.elastic.groups import _in_thread
+from gradwire import _groups, elastic
+from gradwire._groups import destroy_in_thread
+from gradwire.elastic.groups import EpochGroup, _in_thread, form_gloo
 from gradwire.elastic.waiting import make_wait
 from gradwire.errors import PeerLostError
 
@@ -93,3 +97,63 @@ def test_an_error_keeps_nothing_alive(
     else:
         pytest.fail("no error")
     assert found[0]() is None
+
+
+class Backend:
+    """Stands for Gloo's backend, whose destructor joins threads that are stuck."""
+
+    def __init__(self, destroyed_in: list[int], stuck: threading.Event) -> None:
+        self._destroyed_in, self._stuck = destroyed_in, stuck
+
+    def __del__(self) -> None:
+        self._stuck.wait(60)
+        self._destroyed_in.append(threading.get_ident())
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_a_backend_is_destroyed_in_a_thread_of_its_own(early: bool) -> None:
+    destroyed_in: list[int] = []
+    stuck = threading.Event()
+    owner = Held()
+    destroy = destroy_in_thread(owner, Backend(destroyed_in, stuck))
+    if early:
+        destroy()
+    destroy()
+    del owner
+    assert not destroyed_in  # it is stuck
+    stuck.set()
+    wait_until(lambda: bool(destroyed_in))
+    assert destroyed_in != [threading.get_ident()]
+    wait_until(lambda: destroy not in _groups._BACKENDS)
+
+
+def form_pair(timeout: timedelta) -> list[EpochGroup]:
+    store = dist.HashStore()
+    with ThreadPoolExecutor(2) as pool:
+        forming = [
+            pool.submit(form_gloo, rank, 2, 1, store, timeout, lambda: None) for rank in range(2)
+        ]
+        return [future.result() for future in forming]
+
+
+def test_the_last_reference_to_a_group_in_a_collective_does_not_block() -> None:
+    """The sum of gradients, a model and a traceback may hold it longer than the epoch does."""
+    first, second = form_pair(timedelta(seconds=120))
+    assert first.group is not None
+    model = nn.Module()
+    model.process_group = first.group
+    work = first.group.allreduce([torch.ones(1)])  # the other does not take part
+    first.leave(failed=False)
+    began = time.monotonic()
+    del model
+    assert time.monotonic() - began < 60
+    second.leave(failed=True)  # ends the collective
+    with pytest.raises(RuntimeError):
+        work.wait()
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

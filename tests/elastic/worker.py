@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gradwire import elastic
+from gradwire import _groups, elastic
 from gradwire.ddp import DistributedDataParallel
 from gradwire.elastic.engine import Engine
 from gradwire.elastic.forming import Forming
@@ -88,7 +88,7 @@ def main(job: Job, report: Any) -> None:
     if not job.reproducible:
         counts = [round(count, 3) for count in counts]
     until = time.monotonic() + 30.0  # Gloo's formation, if it was given up, ends by its timeout
-    while (threads := _threads()) and time.monotonic() < until:
+    while ((threads := _threads()) or _groups._BACKENDS) and time.monotonic() < until:
         time.sleep(0.1)
     model.zero_grad()  # gradients lie in the memory of the group that reduced them
     now = _descriptors()

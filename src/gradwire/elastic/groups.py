@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, Store
 
-from gradwire._groups import keep_store
+from gradwire._groups import destroy_in_thread, keep_store
 from gradwire.ddp.faults.fault_domain import FaultDomain
 from gradwire.elastic.sockets import listening_port, own_connection, ports_of, shut_down, sockets
 from gradwire.errors import CollectiveTimeoutError, DistributedError, PeerLostError
@@ -79,14 +79,6 @@ class EpochGroup:
             keep_store(group, None)
             if isinstance(group, ShmProcessGroup):
                 group.shutdown()
-            # Gloo's destructor waits for its threads, which end once their connections have
-            threading.Thread(
-                target=_drop, args=([group],), name="gradwire-elastic-leave", daemon=True
-            ).start()
-
-
-def _drop(group: list[ProcessGroup]) -> None:
-    group.clear()
 
 
 def form_solo(timeout: timedelta, backend: str) -> EpochGroup:
@@ -159,11 +151,7 @@ def form_gloo(
 
     def form() -> _Gloo:
         group = _gloo(own, rank, size, timeout, name)
-        try:
-            return _Gloo(group, _gloo_sockets(before, own, rank, size))
-        except BaseException:
-            del group  # it ends in this thread, and the error does not keep it
-            raise
+        return _Gloo(group, _gloo_sockets(before, own, rank, size))
 
     formed = _in_thread(form, poll, lambda: None)
     connections = formed.sockets
@@ -190,6 +178,8 @@ def _gloo(store: Store, rank: int, size: int, timeout: timedelta, name: str) -> 
     kind = dist.ProcessGroup.BackendType.GLOO
     group._set_default_backend(kind)
     group._register_backend(torch.device("cpu"), kind, backend)
+    if size > 1:
+        destroy_in_thread(group, backend)
     named: Any = group  # its stub has a type of its own for names
     named._set_group_name(name)
     group._set_group_desc("")

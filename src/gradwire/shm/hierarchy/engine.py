@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed import Store
 
 from gradwire._engine_errors import backend_failure
+from gradwire._groups import destroy_in_thread
 from gradwire.errors import CollectiveTimeoutError, DistributedError, PeerFailedError, PeerLostError
 from gradwire.shm.sync import Deadline
 
@@ -102,6 +103,10 @@ class Transport:
     def __init__(self, engine: Engine, rank: int, size: int, store: Store) -> None:
         self._engine, self._rank, self._size, self._store = engine, rank, size, store
         self._cut = False
+        if isinstance(engine, dist.ProcessGroupGloo):
+            self._destroy: Callable[[], object] = destroy_in_thread(self, engine)
+        else:
+            self._destroy = lambda: None
 
     def send(self, flat: Tensor, rank: int, tag: int) -> Transfer:
         """Start to send a 1-d contiguous tensor; leave it as it is until the transfer's end."""
@@ -181,10 +186,13 @@ class Transport:
 
     def close(self) -> None:
         """Give the engine up: Gloo's connections end with its last handle."""
-        engine, self._cut, self._engine = self._engine, True, _Closed()
+        shutdown = getattr(self._engine, "shutdown", None)
         # of torch's ProcessGroup, Gloo's does nothing, and other groups' end all connections
-        shutdown = getattr(engine, "shutdown", None)
-        if shutdown is not None and not isinstance(engine, _Closed | dist.ProcessGroupGloo):
+        if isinstance(self._engine, _Closed | dist.ProcessGroupGloo):
+            shutdown = None
+        self._cut, self._engine = True, _Closed()
+        self._destroy()
+        if shutdown is not None:
             shutdown()
 
 
