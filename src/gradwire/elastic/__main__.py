@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Sequence
 
-from gradwire.elastic.supervise import serve_store, supervise
+from gradwire.elastic.joining import parse_address
+from gradwire.elastic.supervise import SHUTDOWN_SECONDS, serve_store, supervise
+from gradwire.errors import ArgumentError
 
 __all__ = ["main"]
 
@@ -22,34 +25,64 @@ def main(arguments: Sequence[str], prog: str = "python -m gradwire.elastic") -> 
     Returns:
         The exit code.
     """
+    parser = _parser(prog)
+    options = parser.parse_args(arguments)
+    try:
+        if options.serve:
+            return _serve(options.serve)
+        if options.script is None:
+            parser.error("give a script, or --serve HOST:PORT")
+        if not (options.module or options.script == "-" or os.path.exists(options.script)):
+            parser.error(f"the script is {options.script!r}, and there is no such file")
+        return supervise(
+            [sys.executable, "-u", *["-m"] * options.module, options.script, *options.arguments],
+            nproc=options.nproc_per_node,
+            max_restarts=options.max_restarts,
+            store=options.store,
+            members=options.members,
+            grace=options.grace,
+            shutdown_timeout=options.shutdown_timeout,
+            log=_log,
+        )
+    except ArgumentError as error:
+        parser.error(str(error))
+
+
+def _parser(prog: str) -> argparse.ArgumentParser:
     about = "Run processes on this host that train on when any of them dies."
     parser = argparse.ArgumentParser(prog=prog, description=about)
     parser.add_argument("--nproc-per-node", type=int, default=1, help="processes on this host")
     parser.add_argument("--max-restarts", type=int, default=3, help="of members that died, in all")
     parser.add_argument("--store", help="host:port of a store that is served elsewhere")
     parser.add_argument("--members", type=int, help="that the first epoch waits for, on all hosts")
+    parser.add_argument(
+        "--grace",
+        type=float,
+        metavar="SECONDS",
+        help="end processes that still run so long after another is done (default: wait for them)",
+    )
+    parser.add_argument(
+        "--shutdown-timeout",
+        type=float,
+        metavar="SECONDS",
+        default=os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN_SECONDS),
+        help="between a signal that ends the processes, such as SIGTERM, and SIGKILL (default: "
+        f"{SHUTDOWN_SECONDS:g}, or TORCH_ELASTIC_SHUTDOWN_TIMEOUT)",
+    )
     parser.add_argument("--serve", metavar="HOST:PORT", help="serve a store, and start nothing")
     parser.add_argument("-m", dest="module", action="store_true", help="the script is a module")
     parser.add_argument("script", nargs="?", help="a Python file, and its arguments")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
-    options = parser.parse_args(arguments)
-    if options.serve:
-        return _serve(options.serve)
-    if options.script is None:
-        parser.error("give a script, or --serve HOST:PORT")
-    module = ["-m"] if options.module else []
-    return supervise(
-        [sys.executable, "-u", *module, options.script, *options.arguments],
-        nproc=options.nproc_per_node,
-        max_restarts=options.max_restarts,
-        store=options.store,
-        members=options.members,
-    )
+    return parser
+
+
+def _log(line: str) -> None:
+    print(f"gradwire: {line}", file=sys.stderr, flush=True)
 
 
 def _serve(address: str) -> int:
-    host, _, port = address.rpartition(":")
-    store = serve_store(host or "0.0.0.0", int(port))
+    host, port = parse_address(f"0.0.0.0{address}" if address[0] == ":" else address, "--serve")
+    store = serve_store(host, port)
     print(f"store at {host}:{store.port}", flush=True)
     while True:
         time.sleep(3600)

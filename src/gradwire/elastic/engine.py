@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from gradwire.elastic.groups import EpochGroup
 from gradwire.elastic.losses import means_a_loss
 from gradwire.elastic.membership import Membership
 from gradwire.elastic.monitor import Monitor
+from gradwire.elastic.reports import report
 from gradwire.elastic.waiting import Wait, make_wait
 from gradwire.errors import DistributedError, PeerFailedError, PeerLostError, RunOverError
 
@@ -209,10 +211,11 @@ class Engine:
             first = self.membership.finish(decision.epoch)
             same = p.same_line(decision.epoch, first, self._source_of)
         except DistributedError:
-            return  # all is committed without the store
+            same = True  # all is committed without the store
+        report(finished=same)
         if not same:
             self._handle(p.Over())
-            raise RunOverError(
+            raise run_over(
                 "the run's members were done before, and had left this process out, which went on "
                 "alone: its state is not the run's; load the checkpoint that they have saved"
             )
@@ -232,10 +235,7 @@ class Engine:
                 raise PeerFailedError(failure)
             seen = self._seen(number, time.monotonic() - since)
             if p.is_over(seen):
-                raise RunOverError(
-                    "the run's members are done, and this process was not taken in before, or was "
-                    "left out: it does not have the state; load the checkpoint that they have saved"
-                )
+                raise run_over(*self.membership.why_over())
             self._handle(seen)
             time.sleep(POLL_SECONDS)
         self._handle(p.Decided(decision))
@@ -287,6 +287,13 @@ class Engine:
     def _check(self) -> None:
         if self.monitor.reason:
             raise PeerLostError(self.monitor.reason)
+
+
+def run_over(message: str, code: int = 0) -> RunOverError:
+    """Return the error, after its message was printed: uncaught, it has no traceback."""
+    print(f"gradwire: {message}", file=sys.stderr, flush=True)
+    report(over=message)
+    return RunOverError(message, code)
 
 
 def barrier(engine: Engine) -> None:

@@ -20,7 +20,10 @@ from gradwire.elastic.protocol import Decision, Registration
 from gradwire.elastic.sockets import own_connection
 from gradwire.errors import DistributedError, NotSupportedError
 
-__all__ = ["Membership", "Process", "Signs"]
+__all__ = ["LAUNCH_VARIABLES", "Membership", "Process", "Signs"]
+
+LAUNCH_VARIABLES = ("GRADWIRE_ELASTIC_LAUNCH", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
+"""Where launchers name themselves: the same for a process that is started again."""
 
 
 @dataclass(frozen=True)
@@ -87,15 +90,16 @@ class Membership:
     """
 
     def __init__(self, store: Store, seconds: float, name: str, listener: str) -> None:
-        own = own_connection(store, seconds)
-        self.store = PrefixStore(f"gradwire/elastic/{name}", own)
         self._broken = ""
+        own = self._ask(own_connection, store, seconds)
+        self.store = PrefixStore(f"gradwire/elastic/{name}", own)
         self._processes: dict[int, Process] = {}
         self._decisions: dict[int, Decision] = {}
         mine = Process.this(listener)
         self._check_versions()
         if listener:
             self._check_user(mine.host)
+        self._is_stranger, self._name = self._came_as_stranger(), name
         self.number = int(self._ask(self.store.add, "members", 1))
         self._ask(self.store.set, f"left/{self.number}", "")
         self._ask(self.store.set, f"beat/{self.number}", "0")
@@ -120,6 +124,16 @@ class Membership:
                 f"this process has {mine}, and the run was begun with {first}: start all with the "
                 "same, or begin another run from a checkpoint"
             )
+
+    def _came_as_stranger(self) -> bool:
+        """Return True if the run is done, and this launcher has started no member of it before."""
+        launch = next(filter(None, map(os.environ.get, LAUNCH_VARIABLES)), None)
+        key = f"launch/{launch}"
+        if not self.any_finished():
+            if launch:
+                self._ask(self.store.set, key, "")
+            return False
+        return launch is None or not self._ask(self.store.check, [key])
 
     def process(self, number: int) -> Process | None:
         """Where a member runs; None if it died before it wrote that."""
@@ -221,6 +235,20 @@ class Membership:
         """Whether any member has committed all steps."""
         return bool(self._ask(self.store.check, ["finished"]))
 
+    def why_over(self) -> tuple[str, int]:
+        """Return what a process is told that the run is over for, and its exit code."""
+        if not self._is_stranger:
+            return (
+                "the run's members are done, and this process was not taken in before, or was left "
+                "out: it does not have the state; load the checkpoint that they have saved",
+                0,
+            )
+        return (
+            f"the store has a run {self._name!r} that was done before this process came: nothing "
+            "was trained here; for another training, serve a new store or pass join(name=...)",
+            1,
+        )
+
     def fail(self, reason: str) -> None:
         """Have all members raise an error, instead of trying the step again."""
         self._ask(self.store.compare_set, "failed", "", reason)
@@ -244,5 +272,6 @@ class Membership:
             self._broken = str(error)
             raise DistributedError(
                 f"the store of the elastic run does not answer: {error}; members can finish "
-                "without it as long as none is lost, and none can join"
+                "without it as long as none is lost, and none can join: start all again with a "
+                "new store, from the last checkpoint"
             ) from error

@@ -1,9 +1,10 @@
-"""A thin supervisor: it serves the store, starts members, and starts again those that died."""
+"""Start the members of an elastic run on this host, and start again those that die."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
 import signal
 import socket
@@ -11,34 +12,51 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from types import FrameType
+from typing import Any
 
 import torch.distributed as dist
 
-from gradwire.elastic.joining import MEMBERS_VARIABLE, STORE_VARIABLE
+from gradwire.elastic.joining import MEMBERS_VARIABLE, STORE_VARIABLE, parse_address
+from gradwire.elastic.membership import LAUNCH_VARIABLES
+from gradwire.elastic.reports import Reports
 from gradwire.errors import ArgumentError
 
-__all__ = ["serve_store", "supervise"]
+__all__ = ["SHUTDOWN_SECONDS", "serve_store", "supervise"]
 
 POLL_SECONDS = 0.02
-END_SECONDS = 5.0
+SHUTDOWN_SECONDS = 30.0
+WAIT_SECONDS = 60.0  # until it is said that processes still run after the run is done
+ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+FORWARDED = (*ENDING, signal.SIGUSR1, signal.SIGUSR2)
 _PR_SET_PDEATHSIG = 1
 
 
 def serve_store(host: str = "127.0.0.1", port: int = 0) -> dist.TCPStore:
-    """A store that lives in this process, which is no member.
+    """Serve a store in this process, which is no member.
 
     Args:
         host: The address that it listens on: members of other hosts need one that they can reach.
         port: Its port; 0 for one that is free.
+
+    Raises:
+        ArgumentError: This host cannot listen there.
 
     Example:
         >>> store = serve_store()
         >>> store.port > 0
         True
     """
-    listener = socket.create_server((host, port))
+    try:
+        listener = socket.create_server((host, port))
+    except (OSError, OverflowError) as error:
+        raise ArgumentError(
+            f"no store can be served at {host}:{port}: {error}; give an address of this host and a "
+            "port that is free"
+        ) from error
     return dist.TCPStore(
         host,
         listener.getsockname()[1],
@@ -55,31 +73,47 @@ def supervise(
     max_restarts: int = 3,
     store: str | None = None,
     members: int | None = None,
-    grace: float = 60.0,
+    grace: float | None = None,
+    shutdown_timeout: float = SHUTDOWN_SECONDS,
     on_exit: Callable[[int, int], None] = lambda pid, code: None,
     on_start: Callable[[int], None] = lambda pid: None,
+    log: Callable[[str], None] = lambda line: None,
 ) -> int:
-    """Run a command in several processes as members of an elastic run, until it is done.
+    """Run a command in several processes as members of an elastic run, until all have ended.
 
-    A process that ends with an error, or is killed, is started again. When one has ended well, the
-    run is done: nobody is started again, and the others have `grace` seconds to end. Whatever
-    happens, none of them is left; no other process is touched.
+    A process that ends with an error, or is killed, is started again, unless its run was done.
+    Processes that end well are not; the others are waited for. If more than `nproc` processes in a
+    row end with the same error at the same step, all are ended.
+
+    SIGTERM, SIGINT, SIGHUP and SIGQUIT are forwarded to the processes, which have
+    `shutdown_timeout` seconds to end before they are killed; SIGUSR1 and SIGUSR2 are forwarded. No
+    process is left when this function returns or raises. Signals are handled in the main thread
+    alone.
 
     Args:
         command: The command and its arguments.
-        nproc: How many processes.
-        max_restarts: How often one is started again, in all.
+        nproc: Number of processes.
+        max_restarts: Number of times that a process is started again, in all.
         store: host:port of a store that another process serves; None: this process does.
-        members: How many the first epoch waits for; None: `nproc`.
-        grace: Seconds.
+        members: Number of members that the first epoch waits for; None: `nproc`.
+        grace: Seconds after which processes are ended that still run when another of this host is
+            done; None: they are waited for.
+        shutdown_timeout: Seconds between a signal that ends the processes and SIGKILL.
         on_exit: Called with the process id and exit code of each that has ended.
         on_start: Called with the process id of each that is started.
+        log: Called with a line of text: which process died and how, which was started, and how the
+            run ended.
 
     Returns:
-        0 if one ended well; otherwise the exit code of the last one.
+        0 if the run is done, or the process that ended last ended well. Otherwise an exit code of a
+        process, 128 + n if signal n killed it; 1 if processes had to be ended. A process that fails
+        after its run is done makes it nonzero.
 
     Raises:
-        ArgumentError: The command is empty, or a number is too small.
+        ArgumentError: The command is empty, or an argument cannot be used.
+        SystemExit: A signal has ended the processes before the run was done; the code is 128 + its
+            number.
+        KeyboardInterrupt: SIGINT has.
 
     Example:
         >>> import sys
@@ -90,88 +124,254 @@ def supervise(
     """
     if not command:
         raise ArgumentError("command is empty: pass the program and its arguments")
-    for name, value, least in (("nproc", nproc, 1), ("max_restarts", max_restarts, 0)):
-        if value < least:
+    for name, value, least in (
+        ("nproc", nproc, 1),
+        ("max_restarts", max_restarts, 0),
+        ("members", nproc if members is None else members, 1),
+        ("grace", grace or 0.0, 0),
+        ("shutdown_timeout", shutdown_timeout, 0),
+    ):
+        if not value >= least:
             raise ArgumentError(f"{name} is {value}: pass {least} or more")
-    served = serve_store() if store is None else None
-    address = store if served is None else f"127.0.0.1:{served.port}"
+    if store is not None:
+        parse_address(store, "store")
+    if store is None:
+        served = serve_store()  # it lives as long as this function runs
+        store = f"127.0.0.1:{served.port}"
     environment = {
         **os.environ,
-        STORE_VARIABLE: str(address),
-        MEMBERS_VARIABLE: str(members or nproc),
+        STORE_VARIABLE: store,
+        MEMBERS_VARIABLE: str(nproc if members is None else members),
+        LAUNCH_VARIABLES[0]: uuid.uuid4().hex,
     }
-
-    def start() -> subprocess.Popen[bytes]:
-        # the child dies with this thread's process, by SIGKILL too
-        process = subprocess.Popen(command, env=environment, preexec_fn=_die_with_parent)
-        on_start(process.pid)
-        return process
-
-    running: list[subprocess.Popen[bytes]] = []
-    with _terminations_raised():
+    supervisor = _Supervisor(
+        command, environment, nproc, max_restarts, grace, shutdown_timeout, on_exit, on_start, log
+    )
+    with _signals_taken(supervisor.signals):
         try:
-            running += [start() for _ in range(nproc)]
-            return _watch(running, start, max_restarts, grace, on_exit)
+            code = supervisor.run()
         finally:
-            _end(running)
+            supervisor.end()
+    if code is None:
+        if supervisor.stopped_by == signal.SIGINT:
+            raise KeyboardInterrupt
+        raise SystemExit(128 + supervisor.stopped_by)
+    return code
 
 
-def _watch(
-    running: list[subprocess.Popen[bytes]],
-    start: Callable[[], subprocess.Popen[bytes]],
-    restarts: int,
-    grace: float,
-    on_exit: Callable[[int, int], None],
-) -> int:
-    """Start again who ended with an error, until one has ended well or none may be started."""
-    done_at: float | None = None
-    code = 0
-    while running:
-        for process in [p for p in running if p.poll() is not None]:
-            running.remove(process)
-            assert process.returncode is not None
-            on_exit(process.pid, process.returncode)
-            if process.returncode == 0:
-                done_at = done_at or time.monotonic()
-            elif done_at is None:
-                code = process.returncode
-                if restarts:
-                    restarts -= 1
-                    running.append(start())
-        if done_at is not None and time.monotonic() - done_at > grace:
-            break
-        time.sleep(POLL_SECONDS)
-    return 0 if done_at is not None else code if code > 0 else 128 - code
+@dataclass(frozen=True)
+class _Member:
+    """A process, and its pipe."""
+
+    process: subprocess.Popen[bytes]
+    reports: Reports
+
+    def __str__(self) -> str:
+        return f"process {self.process.pid}"
 
 
-def _end(running: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End what is left: asked at first, and then killed."""
-    for process in running:
-        process.terminate()
-    deadline = time.monotonic() + END_SECONDS
-    for process in running:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(max(0.0, deadline - time.monotonic()))
-    for process in running:
-        process.kill()
-        process.wait()
+class _Supervisor:
+    """The processes of one host; arguments as `supervise` has them.
+
+    Attributes:
+        signals: Numbers of signals that this process has got and not handled.
+        stopped_by: The signal that ends all; 0 if none does.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: dict[str, str],
+        nproc: int,
+        restarts: int,
+        grace: float | None,
+        shutdown_timeout: float,
+        on_exit: Callable[[int, int], None],
+        on_start: Callable[[int], None],
+        log: Callable[[str], None],
+    ) -> None:
+        self._command, self._environment, self._nproc = command, environment, nproc
+        self._restarts, self._grace, self._shutdown_timeout = restarts, grace, shutdown_timeout
+        self._on_exit, self._on_start, self._log = on_exit, on_start, log
+        self._running: list[_Member] = []
+        self._done_at: float | None = None
+        self._patience = WAIT_SECONDS if grace is None else grace
+        self._last_code = 0  # of the process that ended last
+        self._failed_code = 0  # of one whose work nobody takes over
+        self._same_errors: list[tuple[str, int]] = []
+        self._kill_at: float | None = None
+        self.signals: list[int] = []
+        self.stopped_by = 0
+
+    def run(self) -> int | None:
+        """Return the exit code when all processes have ended; None if a signal ended them."""
+        self._running += [self._start() for _ in range(self._nproc)]
+        while self._running:
+            for member in [m for m in self._running if m.process.poll() is not None]:
+                self._running.remove(member)
+                self._ended(member)
+            while self.signals:
+                self._take_signal(self.signals.pop(0))
+            self._check_time()
+            time.sleep(POLL_SECONDS)
+        done = self._done_at is not None
+        if self.stopped_by and (self._failed_code or not done):
+            self._log(f"all processes have ended after {_name(self.stopped_by)}")
+            return None
+        code = self._failed_code or (0 if done else self._last_code)
+        self._log(f"all processes have ended; exit code {code}")
+        return code
+
+    def end(self) -> None:
+        """End what is left: by SIGTERM first, and by SIGKILL when its time is over."""
+        self._send(signal.SIGTERM)
+        deadline = time.monotonic() + self._shutdown_timeout
+        for member in self._running:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                member.process.wait(max(0.0, deadline - time.monotonic()))
+        self._send(signal.SIGKILL)
+        for member in self._running:
+            member.process.wait()
+            member.reports.read()
+        self._running.clear()
+
+    def _start(self) -> _Member:
+        reports = Reports()
+        try:
+            process = subprocess.Popen(
+                self._command,
+                env={**self._environment, **reports.environment},
+                pass_fds=[reports.sender],
+                # a terminal's signals come here alone, and are forwarded once
+                start_new_session=True,
+                # the process dies with this thread's process, by SIGKILL too
+                preexec_fn=_die_with_parent,
+            )
+        except BaseException:
+            reports.started()
+            reports.read()
+            raise
+        reports.started()
+        self._on_start(process.pid)
+        return _Member(process, reports)
+
+    def _ended(self, member: _Member) -> None:
+        """Note how a process has ended; start another one in its place where that helps."""
+        said, code = member.reports.read(), member.process.returncode
+        self._on_exit(member.process.pid, code)
+        self._last_code = code if code >= 0 else 128 - code
+        done = bool(said.get("finished", code == 0 and not said))
+        if done or (code == 0 and "over" in said):
+            self._done_at = self._done_at or time.monotonic()
+        if code == 0:
+            return
+        how = _how(member, said)
+        if self._kill_at is not None:
+            self._failed_code = self._failed_code or self._last_code
+            self._log(how)
+        elif done or "over" in said:
+            self._failed_code = self._last_code
+            self._log(f"{how}; not started again, as the run is done")
+        elif self._repeats(said):
+            self._failed_code = self._last_code
+            self._log(
+                f"every start ended with {said['error']}: {said['message']} at step "
+                f"{said['step']}; nothing is started again"
+            )
+            self._stop()
+        elif self._restarts:
+            self._restarts -= 1
+            self._running.append(self._start())
+            self._log(
+                f"{how}; started {self._running[-1]} in its place ({self._restarts} restarts left)"
+            )
+        else:
+            self._log(f"{how}; not started again: no restarts are left")
+
+    def _repeats(self, said: dict[str, Any]) -> bool:
+        """Return True if more processes than there are have ended alike, one after the other."""
+        if said.get("step") is None:
+            self._same_errors.clear()
+            return False
+        error = (said["error"], said["step"])
+        if self._same_errors[-1:] != [error]:
+            self._same_errors.clear()
+        self._same_errors.append(error)
+        return len(self._same_errors) > self._nproc
+
+    def _take_signal(self, number: int) -> None:
+        again = number == self.stopped_by == signal.SIGINT
+        self._log(f"got {_name(number)}; sent it to {', '.join(map(str, self._running))}")
+        self._send(signal.SIGKILL if again else number)
+        if number in ENDING and not self.stopped_by:
+            self.stopped_by = number
+            self._kill_at = time.monotonic() + self._shutdown_timeout
+
+    def _stop(self) -> None:
+        self._send(signal.SIGTERM)
+        self._kill_at = self._kill_at or time.monotonic() + self._shutdown_timeout
+
+    def _check_time(self) -> None:
+        """End the processes whose time is over."""
+        now, running = time.monotonic(), ", ".join(map(str, self._running))
+        if not running:
+            return
+        if self._kill_at is not None:
+            if now > self._kill_at:
+                self._log(f"killed {running}, after {self._shutdown_timeout:g} s")
+                self._send(signal.SIGKILL)
+                self._failed_code = self._failed_code or 1
+                self._kill_at += self._shutdown_timeout
+        elif self._done_at is not None and now - self._done_at > self._patience:
+            if self._grace is None:
+                self._log(f"waiting for {running}, after another is done; --grace ends them")
+                self._patience = math.inf
+            else:
+                self._log(f"ended {running}: still running {self._grace:g} s after another is done")
+                self._failed_code = self._failed_code or 1
+                self._stop()
+
+    def _send(self, number: int) -> None:
+        for member in self._running:
+            member.process.send_signal(number)
+
+
+def _how(member: _Member, said: dict[str, Any]) -> str:
+    code = member.process.returncode
+    if code < 0:
+        return f"{member} was killed by {_name(-code)}"
+    if "error" not in said:
+        return f"{member} ended with exit code {code}"
+    step = "" if said["step"] is None else f" at step {said['step']}"
+    return f"{member} ended with {said['error']}: {said['message']}{step} (exit code {code})"
+
+
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
 
 
 @contextlib.contextmanager
-def _terminations_raised() -> Iterator[None]:
-    """Let SIGTERM end the block as an exception, so that members are ended first."""
+def _signals_taken(received: list[int]) -> Iterator[None]:
+    """Append signals to a list instead of what they do, but for those that are ignored."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
-    def stop(number: int, frame: FrameType | None) -> None:
-        sys.exit(128 + number)
+    def take(number: int, frame: FrameType | None) -> None:
+        received.append(number)
 
-    before = signal.signal(signal.SIGTERM, stop)
+    before = {number: signal.getsignal(number) for number in FORWARDED}
+    taken = [number for number, handler in before.items() if handler != signal.SIG_IGN]
     try:
+        for number in taken:
+            signal.signal(number, take)
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number in taken:
+            signal.signal(number, before[number] or signal.SIG_DFL)
 
 
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None

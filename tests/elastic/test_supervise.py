@@ -1,0 +1,308 @@
+"""The supervisor: whom it starts again, for whom it waits, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from gradwire import elastic
+from gradwire.elastic.__main__ import main
+from gradwire.elastic.joining import MEMBERS_VARIABLE, STORE_VARIABLE
+from gradwire.elastic.membership import LAUNCH_VARIABLES, Membership
+from gradwire.errors import ArgumentError, DistributedError, RunOverError
+
+# members without torch, which say what a member's `join` and its run say
+START = """
+import json, os, pathlib, signal, sys, time
+folder = pathlib.Path(sys.argv[1])
+def tell(**fields):
+    number = int(os.environ["GRADWIRE_ELASTIC_REPORTS"].partition(":")[0])
+    os.write(number, json.dumps(fields).encode() + b"\\n")
+def place():
+    for number in range(100):
+        try:
+            (folder / f"start-{number}").touch(exist_ok=False)
+            return number
+        except FileExistsError:
+            pass
+def until(name):
+    while not (folder / name).exists():
+        time.sleep(0.01)
+tell(finished=False)
+number = place()
+"""
+
+
+class Supervised:
+    """Runs a program in supervised processes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.lines = folder, list[str]()
+
+    def __call__(self, program: str, **options: Any) -> int:
+        command = [sys.executable, "-c", START + program, str(self.folder)]
+        return elastic.supervise(command, log=self.lines.append, **options)
+
+    @property
+    def starts(self) -> int:
+        return len(list(self.folder.glob("start-*")))
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.lines)
+
+
+@pytest.fixture
+def supervised(tmp_path: Path) -> Supervised:
+    return Supervised(tmp_path)
+
+
+def test_processes_that_run_after_the_others_are_done_are_waited_for(
+    supervised: Supervised, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(elastic.supervise.__globals__, "WAIT_SECONDS", 0.0)
+    program = """
+tell(finished=True)
+if number == 0:
+    time.sleep(0.3)
+    (folder / "saved").touch()
+"""
+    assert supervised(program, nproc=2) == 0
+    assert (supervised.folder / "saved").exists()
+    assert supervised.text.count("waiting for process") == 1
+
+
+def test_a_process_that_outlives_the_grace_is_a_failure(supervised: Supervised) -> None:
+    program = "tell(finished=True)\nif number == 0: until('nothing')"
+    assert supervised(program, nproc=2, grace=0.0) == 1
+    assert "still running 0 s after another is done" in supervised.text
+
+
+def test_a_process_that_ends_early_does_not_end_the_others(supervised: Supervised) -> None:
+    program = """
+if number == 0:
+    sys.exit(0)
+until("start-1")
+if number == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+tell(finished=True)
+"""
+    assert supervised(program, nproc=2, grace=0.0) == 0
+    assert supervised.starts == 3
+    assert "was killed by SIGKILL; started process" in supervised.text
+
+
+def test_a_process_that_fails_after_its_run_is_done_is_a_failure(supervised: Supervised) -> None:
+    assert supervised("tell(finished=True); sys.exit(5 * number)", nproc=2) == 5
+    assert supervised.starts == 2
+    assert "ended with exit code 5; not started again, as the run is done" in supervised.text
+
+
+def test_a_process_that_comes_when_the_run_is_done_is_not_started_again(
+    supervised: Supervised,
+) -> None:
+    program = "tell(over='done before'); sys.exit(1)"
+    assert supervised(program, nproc=2, max_restarts=20) == 1
+    assert supervised.starts == 2
+
+
+def test_an_error_that_repeats_at_one_step_ends_all_at_once(supervised: Supervised) -> None:
+    program = """
+until("start-1")
+tell(error="ValueError", message="bad data", step=3)
+sys.exit(1)
+"""
+    assert supervised(program, nproc=2, max_restarts=50) == 1
+    assert supervised.starts <= 4
+    assert "every start ended with ValueError: bad data at step 3" in supervised.text
+
+
+def test_errors_at_other_steps_are_tried_again(supervised: Supervised) -> None:
+    program = """
+if number < 5:
+    tell(error="ValueError", message="bad luck", step=number // 2)
+    sys.exit(1)
+"""
+    assert supervised(program, nproc=2, max_restarts=50) == 0
+    assert supervised.starts == 7
+
+
+HANDLES = """
+def handle(signum, frame):
+    (folder / f"got-{number}-{signum}").touch()
+    if signum != signal.SIGUSR1:
+        time.sleep(SECONDS)
+        sys.exit(0)
+for signum in (signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(signum, handle)
+(folder / f"ready-{number}").touch()
+until("nothing")
+"""
+
+
+def send(supervised: Supervised, *numbers: int) -> threading.Thread:
+    """Send signals to this process when two members are ready, each when the one before came."""
+
+    def wait(pattern: str) -> None:
+        deadline = time.monotonic() + 60
+        while len(list(supervised.folder.glob(pattern))) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    def run() -> None:
+        wait("ready-*")
+        for number in numbers:
+            os.kill(os.getpid(), number)
+            wait(f"got-*-{number}")
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+def test_signals_are_forwarded_and_handlers_have_their_time(supervised: Supervised) -> None:
+    sending = send(supervised, signal.SIGUSR1, signal.SIGTERM)
+    program = HANDLES.replace("SECONDS", "0.2")
+    with pytest.raises(SystemExit) as raised:
+        supervised(program, nproc=2, max_restarts=5)
+    sending.join()
+    assert raised.value.code == 128 + signal.SIGTERM
+    assert supervised.starts == 2
+    got = sorted(path.name for path in supervised.folder.glob("got-*"))
+    assert got == ["got-0-10", "got-0-15", "got-1-10", "got-1-15"]
+    assert "killed" not in supervised.text
+
+
+def test_a_handler_that_takes_too_long_is_killed(supervised: Supervised) -> None:
+    sending = send(supervised, signal.SIGTERM)
+    with pytest.raises(SystemExit):
+        supervised(HANDLES.replace("SECONDS", "60"), nproc=2, shutdown_timeout=0.2)
+    sending.join()
+    assert supervised.text.count("was killed by SIGKILL") == 2
+
+
+def test_an_interrupt_is_raised_after_the_processes_have_ended(supervised: Supervised) -> None:
+    sending = send(supervised, signal.SIGINT)
+    program = HANDLES.replace("signal.SIGTERM, ", "signal.SIGINT, ").replace("SECONDS", "0")
+    with pytest.raises(KeyboardInterrupt):
+        supervised(program, nproc=2)
+    sending.join()
+    assert len(list(supervised.folder.glob("got-*-2"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--serve", "10.0.0.1"], "--serve is '10.0.0.1': give host:port"),
+        (["--serve", "127.0.0.1:x"], "--serve is '127.0.0.1:x': give host:port"),
+        (["--serve", "127.0.0.1:70000"], "--serve is '127.0.0.1:70000': give host:port"),
+        (["--serve", "192.0.2.1:0"], "no store can be served at 192.0.2.1:0"),
+        (["--store", "10.0.0.1", __file__], "store is '10.0.0.1': give host:port"),
+        (["--nproc-per-node", "0", __file__], "nproc is 0: pass 1 or more"),
+        (["--members", "0", __file__], "members is 0: pass 1 or more"),
+        (["--grace", "-1", __file__], "grace is -1.0: pass 0 or more"),
+        (["nosuch.py"], "the script is 'nosuch.py', and there is no such file"),
+    ],
+)
+def test_arguments_that_cannot_be_used_are_usage_errors(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as raised:
+        main(arguments)
+    assert raised.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+# -- what a member finds ------------------------------------------------------------------------
+
+
+def join_after_the_end(
+    store: dist.Store, monkeypatch: pytest.MonkeyPatch, launches: tuple[str | None, str | None]
+) -> tuple[str, int]:
+    for launch, join in zip(launches, (Membership, Membership), strict=True):
+        for name in LAUNCH_VARIABLES:
+            monkeypatch.delenv(name, raising=False)
+        if launch:
+            monkeypatch.setenv(LAUNCH_VARIABLES[1], launch)
+        member = join(store, 5.0, "run", "")
+        if member.any_finished():
+            return member.why_over()
+        member.finish(1)
+    raise AssertionError("not done")
+
+
+@pytest.mark.parametrize("launches", [("a", "b"), (None, "a"), ("a", None), (None, None)])
+def test_a_second_training_on_a_store_is_told_so(
+    launches: tuple[str | None, str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    message, code = join_after_the_end(dist.HashStore(), monkeypatch, launches)
+    assert "the store has a run 'run' that was done before this process came" in message
+    assert "serve a new store or pass join(name=...)" in message
+    assert code == 1
+
+
+def test_a_process_that_is_started_again_after_the_end_has_not_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    message, code = join_after_the_end(dist.HashStore(), monkeypatch, ("a", "a"))
+    assert "the run's members are done" in message
+    assert code == 0
+
+
+def test_uncaught_it_ends_a_process_with_its_code() -> None:
+    for error, code in ((RunOverError("done"), 0), (RunOverError("not ours", 1), 1)):
+        assert isinstance(error, DistributedError)
+        assert isinstance(error, SystemExit)
+        assert error.code == code
+        assert str(error) == ("not ours" if code else "done")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [(STORE_VARIABLE, "10.0.0.1"), (STORE_VARIABLE, "10.0.0.1:x"), (MEMBERS_VARIABLE, "two")],
+)
+def test_variables_that_cannot_be_used_are_named(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(STORE_VARIABLE, "127.0.0.1:1")
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ArgumentError, match=f"{name} is '{value}'"):
+        elastic.join()
+
+
+def dead_store() -> dist.Store:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", store.port, is_master=False)
+    client.set_timeout(timedelta(seconds=1))
+    del store
+    return client
+
+
+def by_variable(monkeypatch: pytest.MonkeyPatch) -> dist.Store | None:
+    monkeypatch.setenv(STORE_VARIABLE, "127.0.0.1:1")
+    return None
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (by_variable, "no store answers at 127.0.0.1:1, which GRADWIRE_ELASTIC_STORE names"),
+        (lambda _: dead_store(), "the store of the elastic run does not answer"),
+    ],
+)
+def test_joining_a_dead_store_is_a_typed_error(
+    make: Callable[[pytest.MonkeyPatch], dist.Store | None],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(DistributedError, match=message):
+        elastic.join(make(monkeypatch), timeout=timedelta(seconds=1))
