@@ -381,10 +381,17 @@ def test_another_version_of_torch_is_refused(
     assert "torch 9.9.0 and" in str(raised.value)
 
 
-def test_who_comes_when_all_is_done(store: dist.Store) -> None:
+@pytest.mark.parametrize(
+    ("launch", "message"), [("a", "does not have the state"), ("", "serve a new store")]
+)
+def test_a_process_that_comes_when_the_run_is_done(
+    store: dist.Store, launch: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", launch)
     train(join(store), net())
-    with pytest.raises(RunOverError, match="does not have the state"):
+    with pytest.raises(RunOverError, match=message) as raised:
         train(join(store), net())
+    assert raised.value.code == (0 if launch else 1)
 
 
 def test_mistakes_are_named(store: dist.Store) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import threading
 import time
@@ -132,9 +133,11 @@ def dying(dead, count, within):
             reduce_for_ever(x)
         os.kill(os.getpid(), signal.SIGKILL)
     started = time.monotonic()
-    with pytest.raises(PeerLostError):
+    with pytest.raises(PeerLostError) as raised:
         reduce_for_ever(x)
     taken = time.monotonic() - started
+    named = re.findall(r"rank (\d+) (?:died|is gone|left)", str(raised.value))
+    assert set(named) <= {str(dead)}, raised.value  # not by its place on its host
     with pytest.raises(BrokenGroupError):
         dist.all_reduce(x)
     dist.destroy_process_group()

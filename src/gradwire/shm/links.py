@@ -95,6 +95,7 @@ class Links:
         lost: For each peer that takes no further part, because it died, left or failed, the error
             that waits for it raise.
         aborted: The error with which all waits of this rank fail, once it aborted.
+        ranks: The number by which errors name each rank; others where this is a part of a group.
     """
 
     def __init__(
@@ -107,6 +108,7 @@ class Links:
         self.changed = threading.Condition(self.lock)
         self.lost: dict[int, DistributedError] = {}
         self.aborted: DistributedError | None = None
+        self.ranks: Sequence[int] = range(len(peers) + 1)
         self._peers = peers
         self._receive = receive
         self._on_lost = on_lost
@@ -140,7 +142,7 @@ class Links:
                     self._wait_until_writable(peer, error.errno, deadline)
                     continue
                 lost = self.lost.get(peer)
-                gone = PeerLostError(f"rank {peer} is gone ({error.strerror})")
+                gone = PeerLostError(f"rank {self.ranks[peer]} is gone ({error.strerror})")
                 raise (gone if lost is None else copy.copy(lost)) from error
 
     def _wait_until_writable(self, peer: int, errno_: int, deadline: Deadline) -> None:
@@ -153,7 +155,7 @@ class Links:
         self.check([])
         if deadline.over():
             raise CollectiveTimeoutError(
-                f"rank {peer} did not read its messages within {deadline.seconds:g} s"
+                f"rank {self.ranks[peer]} did not read its messages within {deadline.seconds:g} s"
             )
         if errno_ == errno.ETOOMANYREFS:
             # the limit is on all of this user's processes: there is nothing to poll
@@ -182,14 +184,14 @@ class Links:
         with self.lock:
             if peer not in self.lost:
                 _report_failure(self._peers[peer], reason)
-                self._mark_lost(peer, _as_distributed_error(peer, reason))
+                self._mark_lost(peer, _as_distributed_error(self.ranks[peer], reason))
                 with contextlib.suppress(OSError):  # wakes the reading thread
                     self._peers[peer].shutdown(socket.SHUT_RDWR)
 
     def lose(self, peer: int, error: BaseException) -> DistributedError:
         """Take a peer for lost, as what it sent cannot be handled; in any thread."""
         with self.lock:
-            self._mark_lost(peer, _as_distributed_error(peer, error))
+            self._mark_lost(peer, _as_distributed_error(self.ranks[peer], error))
             self.changed.notify_all()
             return copy.copy(self.lost[peer])
 
@@ -256,23 +258,25 @@ class Links:
         except ConnectionResetError:
             return True  # the peer closed with messages unread; what it sent can still be received
         except OSError as error:
-            self._mark_lost(peer, PeerLostError(f"the connection to rank {peer} failed ({error})"))
+            self._mark_lost(
+                peer, PeerLostError(f"the connection to rank {self.ranks[peer]} failed ({error})")
+            )
             return False
         if not data:  # end-of-file without LEFT
-            self._mark_lost(peer, PeerLostError(f"rank {peer} died"))
+            self._mark_lost(peer, PeerLostError(f"rank {self.ranks[peer]} died"))
             return False
         fd = array.array("i", extra[0][2][:_FD_BYTES])[0] if extra else -1
         try:
             if flags & socket.MSG_CTRUNC:
                 raise DistributedError(
-                    f"memory that rank {peer} shares cannot be mapped: this process may open no "
-                    "more files (see ulimit -n)"
+                    f"memory that rank {self.ranks[peer]} shares cannot be mapped: this process "
+                    "may open no more files (see ulimit -n)"
                 )
             if fd >= 0:
                 check_sealed(fd)
             self._handle(peer, data, fd)
         except Exception as error:  # the thread serves the other peers as well: it has to go on
-            self._mark_lost(peer, _as_distributed_error(peer, error))
+            self._mark_lost(peer, _as_distributed_error(self.ranks[peer], error))
             return False
         finally:
             if fd >= 0:
@@ -283,13 +287,13 @@ class Links:
         (kind, tag, number), rest = _HEAD.unpack_from(data), data[_HEAD.size :]
         if kind == Kind.LEFT:
             self._mark_lost(
-                peer, PeerLostError(f"rank {peer} left the group before this operation")
+                peer, PeerLostError(f"rank {self.ranks[peer]} left the group before this operation")
             )
         elif kind == Kind.FAILED:
             error = PeerLostError if number else PeerFailedError
-            self._mark_lost(
-                peer, error(f"an operation failed on rank {peer}: {rest.decode(errors='replace')}")
-            )
+            text = rest.decode(errors="replace")
+            failed = f"an operation failed on rank {self.ranks[peer]}: {text}"
+            self._mark_lost(peer, error(failed))
         else:
             later = self._receive(peer, Message(Kind(kind), tag, number, rest, fd))
             if later is not None:
@@ -315,9 +319,9 @@ def _report_failure(connection: socket.socket, reason: BaseException) -> None:
             connection.shutdown(socket.SHUT_WR)
 
 
-def _as_distributed_error(peer: int, error: BaseException) -> DistributedError:
+def _as_distributed_error(rank: int, error: BaseException) -> DistributedError:
     if isinstance(error, DistributedError):
         return error
     return DistributedError(
-        f"a message of rank {peer} could not be handled ({type(error).__name__}: {error})"
+        f"a message of rank {rank} could not be handled ({type(error).__name__}: {error})"
     )

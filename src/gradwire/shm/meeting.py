@@ -340,9 +340,11 @@ class Meeting:
         if absent:
             self.links.check([peer for peer in lost if peer in absent])
         if absent and self._deadline.over():
+            ranks = self.links.ranks
             raise CollectiveTimeoutError(
-                f"{self._kind}: rank {self.rank} waited {self._deadline.seconds:g} s for ranks "
-                f"{absent}: see what they do, or give the group a longer timeout"
+                f"{self._kind}: rank {ranks[self.rank]} waited {self._deadline.seconds:g} s for "
+                f"ranks {[ranks[peer] for peer in absent]}: see what they do, or give the group a "
+                "longer timeout"
             )
 
 

@@ -206,7 +206,8 @@ class Regions:
                 links.check([peer])
                 if deadline.over():
                     raise CollectiveTimeoutError(
-                        f"rank {peer} did not share its memory within {deadline.seconds:g} s"
+                        f"rank {links.ranks[peer]} did not share its memory within "
+                        f"{deadline.seconds:g} s"
                     )
                 links.changed.wait(0.05)
             return self._mapped[peer, number]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire.errors import DistributedError
+from gradwire.errors import DistributedError, MismatchError
 from gradwire.shm.algorithms import InSharedMemory
 from gradwire.shm.group_state import GroupState
 from gradwire.shm.header import Call
@@ -45,10 +45,12 @@ class Team:
         self._ranks = ranks
         self.state: GroupState | None = None
         if self.size > 1:
-            self.state = GroupState(
-                place, self.size, peers, lambda *_: None, lambda _: None, deadline
-            )
+            with self._counted(DistributedError):
+                self.state = GroupState(
+                    place, self.size, peers, lambda *_: None, lambda _: None, deadline
+                )
             self._algorithms = InSharedMemory(self.state)
+            self.state.links.ranks = ranks
             self.state.links.start()
 
     # --- as the group's base asks for them ---
@@ -92,11 +94,14 @@ class Team:
     # --- phases ---
 
     @contextmanager
-    def _named(self) -> Iterator[None]:
-        """Errors say which ranks of the group they mean: those of the team count its places."""
+    def _counted(self, kind: type[DistributedError] = MismatchError) -> Iterator[None]:
+        """Have errors say which ranks they mean that count the team's places.
+
+        All others name the group's ranks: they may come from other hosts.
+        """
         try:
             yield
-        except DistributedError as error:
+        except kind as error:
             ranks = ", ".join(map(str, self._ranks))
             counted = f"{error} (counted from 0 among ranks {ranks} of this host)"
             raise type(error)(counted) from error
@@ -106,13 +111,13 @@ class Team:
         if self.state is None:
             return
         if self.owners == 1:
-            with self._named():
+            with self._counted():
                 call = Call("reduce", piece.dtype, piece.numel(), op, root=0)
                 self._algorithms.reduce(call, piece)
         elif self.owners == self.size:
             shares = piece.view(self.size, -1).unbind(0)
             call = Call("reduce_scatter_single", piece.dtype, shares[0].numel(), op)
-            with self._named():
+            with self._counted():
                 self._algorithms.reduce_scatter(call, shares, shares[self.place], base=piece)
         else:
             self.reduce_blocks(self._shares(piece), op, base=piece)
@@ -142,7 +147,7 @@ class Team:
         sends = tuple(block.numel() for block in blocks)
         receives = (own.numel(),) * self.size
         call = Call("reduce_scatter", own.dtype, 0, op, -1, sends, receives)
-        with self._named():
+        with self._counted():
             self._algorithms.reduce_scatter(call, blocks, out, base=base)
 
     def all_gather(self, piece: Tensor) -> None:
@@ -155,7 +160,7 @@ class Team:
             shares = piece.view(self.size, -1).unbind(0)
             call = Call("all_gather_single", piece.dtype, shares[0].numel())
             own = shares[self.place]
-            with self._named():
+            with self._counted():
                 self._algorithms.exchange(call, [own], shares, base=own, shared=True)
         else:
             self.gather_blocks(self._shares(piece))
@@ -164,20 +169,20 @@ class Team:
         """Copy each place's own block, the one of its index, to all places; sizes may differ."""
         if self.state is not None:
             own = blocks[self.place]
-            with self._named():
+            with self._counted():
                 self._algorithms.exchange_blocks("all_gather", [own], blocks, base=own, shared=True)
 
     def broadcast(self, flat: Tensor, place: int) -> None:
         """Copy a place's tensor to all others."""
         if self.state is not None:
             call = Call("broadcast", flat.dtype, flat.numel(), root=place)
-            with self._named():
+            with self._counted():
                 self._algorithms.broadcast(call, flat)
 
     def all_to_all(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
         """Exchange a block with each place; sizes may differ."""
         if self.state is not None:
-            with self._named():
+            with self._counted():
                 self._algorithms.exchange_blocks("all_to_all", outgoing, incoming)
         elif incoming[0].data_ptr() != outgoing[0].data_ptr():
             incoming[0].copy_(outgoing[0])
