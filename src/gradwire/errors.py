@@ -15,7 +15,7 @@ Catch `GradwireError` for all of them, or the built-in class beside it::
         ├── HookError                      a communication hook failed on this rank
         ├── ReductionError                 a parameter got no gradient in a backward, or two
         ├── BrokenGroupError               the group cannot be used again after an error
-        └── RunOverError(SystemExit)       the others were done without this process
+        └── RunOverError                   the others were done without this process
 
 Wrong arguments raise before anything is sent. Those by the name of `...Warning` are warnings. All
 are in one file, so that they can be caught without importing the package that raises them.
@@ -117,11 +117,11 @@ class BrokenGroupError(DistributedError):
     """The group's ranks are out of step after an error and cannot be resynchronized."""
 
 
-class RunOverError(DistributedError, SystemExit):
+class RunOverError(DistributedError):
     """An elastic run was done before this process was taken in, or without it.
 
-    That is no failure: a process that does not catch it ends with the exit code `code`, without a
-    traceback, so that launchers do not start it again.
+    That is no failure: a program that does not catch it ends with the exit code `code` and the
+    message, without a traceback, so that launchers do not start it again.
 
     Attributes:
         code: 0, or 1 if this process was never a part of the run.

@@ -258,12 +258,19 @@ def test_a_process_that_is_started_again_after_the_end_has_not_failed(
     assert code == 0
 
 
-def test_uncaught_it_ends_a_process_with_its_code() -> None:
-    for error, code in ((RunOverError("done"), 0), (RunOverError("not ours", 1), 1)):
-        assert isinstance(error, DistributedError)
-        assert isinstance(error, SystemExit)
-        assert error.code == code
-        assert str(error) == ("not ours" if code else "done")
+@pytest.mark.parametrize("code", [0, 1])
+def test_an_uncaught_run_over_error_ends_a_program_with_its_code(
+    code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sys.excepthook
+    monkeypatch.setattr(sys, "excepthook", before)  # as the interpreter restores nothing
+    for _ in range(2):  # a program may join several runs, one after the other
+        elastic.join(dist.HashStore()).close()
+    assert sys.excepthook.gradwire_before is before  # type: ignore[attr-defined]
+    with pytest.raises(SystemExit) as raised:
+        sys.excepthook(RunOverError, RunOverError("it is done", code), None)
+    assert raised.value.code == code
+    assert capsys.readouterr().err == "gradwire: it is done\n"
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -215,7 +214,7 @@ class Engine:
         report(finished=same)
         if not same:
             self._handle(p.Over())
-            raise run_over(
+            raise RunOverError(
                 "the run's members were done before, and had left this process out, which went on "
                 "alone: its state is not the run's; load the checkpoint that they have saved"
             )
@@ -235,7 +234,7 @@ class Engine:
                 raise PeerFailedError(failure)
             seen = self._seen(number, time.monotonic() - since)
             if p.is_over(seen):
-                raise run_over(*self.membership.why_over())
+                raise RunOverError(*self.membership.why_over())
             self._handle(seen)
             time.sleep(POLL_SECONDS)
         self._handle(p.Decided(decision))
@@ -287,13 +286,6 @@ class Engine:
     def _check(self) -> None:
         if self.monitor.reason:
             raise PeerLostError(self.monitor.reason)
-
-
-def run_over(message: str, code: int = 0) -> RunOverError:
-    """Return the error, after its message was printed: uncaught, it has no traceback."""
-    print(f"gradwire: {message}", file=sys.stderr, flush=True)
-    report(over=message)
-    return RunOverError(message, code)
 
 
 def barrier(engine: Engine) -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed import Store
 
 from gradwire.elastic.engine import Engine, Options
-from gradwire.elastic.reports import report, report_errors
+from gradwire.elastic.reports import end_with_reports, report
 from gradwire.elastic.run import Run
 from gradwire.elastic.shards import check_shards
 from gradwire.errors import ArgumentError, ArgumentTypeError, DistributedError
@@ -103,7 +103,7 @@ def join(
     )
     report(finished=False)  # of a run that this process has had before
     known = weakref.ref(run)
-    report_errors(lambda: None if (found := known()) is None else found.version)
+    end_with_reports(lambda: None if (found := known()) is None else found.version)
     return run
 
 

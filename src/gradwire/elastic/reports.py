@@ -1,4 +1,4 @@
-"""What a member tells its supervisor: that its run is done, or the error that it ends with.
+"""How a member ends: what it tells its supervisor, and its exit code if the run was done before.
 
 Through a pipe that the supervisor makes for each process. Exit codes say too little: a process may
 fail after its run is done, and all may fail with the same error at the same step.
@@ -14,7 +14,9 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-__all__ = ["Reports", "report", "report_errors"]
+from gradwire.errors import RunOverError
+
+__all__ = ["Reports", "end_with_reports", "report"]
 
 VARIABLE = "GRADWIRE_ELASTIC_REPORTS"
 TEXT = 1000  # characters of an error's message: a pipe takes 4096 bytes at once
@@ -59,21 +61,24 @@ def report(**fields: Any) -> None:
             os.write(int(number), json.dumps(fields).encode() + b"\n")
 
 
-def report_errors(step: Callable[[], int | None]) -> None:
-    """Tell the supervisor of the error that ends this process.
+def end_with_reports(step: Callable[[], int | None]) -> None:
+    """Have uncaught errors reported to the supervisor, and a RunOverError end with its exit code.
 
     Args:
         step: Returns the step that is under way; None if there is none.
     """
-    if VARIABLE not in os.environ:
-        return
-    before = sys.excepthook
+    before = getattr(sys.excepthook, "gradwire_before", sys.excepthook)
 
     def hook(
         kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
+        if isinstance(error, RunOverError):
+            report(over=str(error))
+            print(f"gradwire: {error}", file=sys.stderr, flush=True)
+            sys.exit(error.code)  # the interpreter takes it from here
         if isinstance(error, Exception):
             report(error=kind.__name__, message=str(error)[:TEXT], step=step())
         before(kind, error, traceback)
 
+    hook.gradwire_before = before  # type: ignore[attr-defined]
     sys.excepthook = hook

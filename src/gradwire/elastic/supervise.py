@@ -111,7 +111,7 @@ def supervise(
 
     Raises:
         ArgumentError: The command is empty, or an argument cannot be used.
-        SystemExit: A signal has ended the processes before the run was done; the code is 128 + its
+        SystemExit: A signal has ended the processes, even if they ended well; the code is 128 + its
             number.
         KeyboardInterrupt: SIGINT has.
 
@@ -214,11 +214,10 @@ class _Supervisor:
                 self._take_signal(self.signals.pop(0))
             self._check_time()
             time.sleep(POLL_SECONDS)
-        done = self._done_at is not None
-        if self.stopped_by and (self._failed_code or not done):
+        if self.stopped_by:
             self._log(f"all processes have ended after {_name(self.stopped_by)}")
             return None
-        code = self._failed_code or (0 if done else self._last_code)
+        code = self._failed_code or (self._last_code if self._done_at is None else 0)
         self._log(f"all processes have ended; exit code {code}")
         return code
 
