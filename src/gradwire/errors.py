@@ -37,6 +37,7 @@ __all__ = [
     "HookError",
     "MismatchError",
     "NotKeptWarning",
+    "NotSavedWarning",
     "NotSupportedError",
     "PeerFailedError",
     "PeerLostError",
@@ -134,6 +135,10 @@ class RunOverError(DistributedError):
 
 class NotKeptWarning(UserWarning):
     """An elastic run steps an object whose state a new member would not receive."""
+
+
+class NotSavedWarning(UserWarning):
+    """A communication hook's state has a part that is missing from the saved state."""
 
 
 class BoundEarlyWarning(UserWarning):

@@ -1,4 +1,4 @@
-"""Fewer exchanges: ranks take steps of their own, and average what has come of them."""
+"""Fewer exchanges: ranks take steps of their own, and average their parameters now and then."""
 
 from gradwire.local_sgd.fragments import assign_fragments, due
 from gradwire.local_sgd.outer import LocalSGD, diloco

@@ -7,47 +7,59 @@ anchor, and every rank to it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from gradwire._groups import check_group, default_group
-from gradwire.buckets import plan_buckets
 from gradwire.ddp import broadcast_coalesced
+from gradwire.ddp.buckets.hook_state import Part, has_state, load_state, rekey, save_state
 from gradwire.ddp.faults.fault_domain import FaultDomain
 from gradwire.ddp.verify import describe, verify_same
 from gradwire.errors import ArgumentError, ArgumentTypeError
-from gradwire.hooks import CommHook, GradBucket, all_reduce, bind_hook, get_hook
+from gradwire.hooks import CommHook, all_reduce, bind_hook, get_hook
+from gradwire.hooks.group_name import group_from, name_if_group
 from gradwire.hooks.stateful import run_in_group
+from gradwire.local_sgd.amp import scaled_step
 from gradwire.local_sgd.exchange import reduce_bucket
 from gradwire.local_sgd.fragments import assign_fragments, due
+from gradwire.local_sgd.parameters import Named, TrackedParameters
 
 __all__ = ["LocalSGD", "diloco"]
 
-BUCKET_BYTES = 25 << 20
 REMEDY = "Make LocalSGD with the same parameters and arguments on every rank"
+IN_STEP = (
+    "Take the same number of steps on every rank (skip() counts one that a rank leaves out), thaw "
+    "parameters on all of them, and load states that were saved together"
+)
 Outer = Callable[[list[Tensor]], Optimizer]
 
 
-class LocalSGD:
+class LocalSGD(Optimizer):
     """Wraps an optimizer: after every few steps, ranks average what they have done since the last.
 
-    The module is not wrapped in `DistributedDataParallel`: its gradients are this rank's. After an
-    exchange all ranks have the same bits of the parameters that were exchanged. All take the same
-    number of steps. Buffers stay each rank's own.
+    It is a `torch.optim.Optimizer` itself, for schedulers, `GradScaler` and others that ask for
+    one: its `param_groups`, `state` and `defaults` are those of the wrapped optimizer. The module
+    is not wrapped in `DistributedDataParallel`: its gradients are this rank's. After an exchange
+    all ranks have the same bits of the parameters that were exchanged. All take the same number of
+    steps; a step that `GradScaler` skips on a rank counts. Buffers stay each rank's own.
+
+    A frozen parameter is exchanged as soon as it is thawed, between the same steps on all ranks.
+    If the optimizer or the module has parameters that are not exchanged, added or replaced later,
+    the next exchange raises an error on all ranks, as ranks would differ.
 
     Args:
         optimizer: Takes the steps of this rank; any of torch's.
-        named_parameters: Names and parameters, of `module.named_parameters()`; those that need no
-            gradient are only made rank 0's. All start with rank 0's values.
+        named_parameters: The module, its `named_parameters()`, or pairs of a name and a parameter:
+            all that the optimizer has. All start with rank 0's values.
         every: How many steps lie between two exchanges of a parameter.
-        outer: Makes the optimizer of the outer steps from the anchors; None: SGD with a learning
-            rate of 1, which is the plain mean of the ranks' parameters.
+        outer: Makes the optimizer of the outer steps from the anchors, one for each parameter;
+            None: SGD with a learning rate of 1, which is the plain mean of the ranks' parameters.
         hook: Averages the outer gradients, in buckets: a communication hook, or its name; None: an
             all_reduce. One that compresses keeps its errors by the parameters' names.
         hook_state: For a function, its state; the group if None.
@@ -56,7 +68,8 @@ class LocalSGD:
             smaller messages.
 
     Raises:
-        ArgumentError: A number is out of its range, or there are no parameters.
+        ArgumentError: A number is out of its range, there are no parameters, two have the same
+            name, or the optimizer has others.
         MismatchError: The ranks' parameters or arguments differ.
         NotSupportedError: The group has no store.
 
@@ -81,10 +94,13 @@ class LocalSGD:
         A. Douillard et al., arXiv 2311.08105; in fragments, arXiv 2501.18512.
     """
 
+    _step_supports_amp_scaling = True
+    """GradScaler calls `step` always, with attributes, so that a skipped step is counted, too."""
+
     def __init__(
         self,
         optimizer: Optimizer,
-        named_parameters: Iterable[tuple[str, Tensor]],
+        named_parameters: nn.Module | Named,
         *,
         every: int,
         outer: Outer | None = None,
@@ -96,148 +112,280 @@ class LocalSGD:
         if not isinstance(optimizer, Optimizer):
             raise ArgumentTypeError(f"optimizer is {optimizer!r}: pass a torch.optim.Optimizer")
         self.group = default_group("group") if group is None else check_group(group)
-        everything = list(named_parameters)
-        named = [(name, p) for name, p in everything if p.requires_grad]
-        if not named:
-            raise ArgumentError("named_parameters is empty: there is nothing to exchange")
         if not 1 <= fragments <= every:
             raise ArgumentError(
                 f"every is {every} and fragments {fragments}: 1 to every are needed"
             )
         self.optimizer, self.every, self.steps = optimizer, every, 0
-        self._names, self._parameters = [n for n, _ in named], [p for _, p in named]
-        self._fragments = assign_fragments([p.nbytes for p in self._parameters], fragments)
+        super().__setstate__({})  # the hooks alone: parameters are the wrapped optimizer's
+        self._parameters = TrackedParameters(named_parameters)
+        self._count = fragments
+        assign_fragments([0] * len(self._parameters.active), fragments)  # raises for too many
         chosen = get_hook(hook) if isinstance(hook, str) else (hook or all_reduce)
         state = self.group if hook_state is None else hook_state
         self._hook = bind_hook(None if hasattr(chosen, "run_hook") else state, chosen)
         run_in_group(self._hook, self.group)
-        self._domain = FaultDomain.of(self.group)
-        self._domain.connect()
-        _verify(self.group, everything, every, fragments)
-        broadcast_coalesced(self.group, [p.detach() for _, p in everything], group_src=0)
-        self._anchors = [p.detach().clone() for p in self._parameters]
-        self._buckets = [self._planned(indices) for indices in self._fragments]
-        self.outer = (outer or partial(torch.optim.SGD, lr=1.0))(self._anchors)
+        FaultDomain.of(self.group).connect()
+        self._verify_arguments()
+        everything = [p.detach() for _, p in self._parameters.everything]
+        broadcast_coalesced(self.group, everything, group_src=0)
+        self._parameters.set_anchors()
+        self._assign()
+        self.outer = (outer or partial(torch.optim.SGD, lr=1.0))(self._parameters.anchors)
+
+    # -- what an optimizer has ---------------------------------------------------------------
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """Those of the wrapped optimizer."""
         return self.optimizer.param_groups
 
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = groups
+
+    @property
+    def state(self) -> Any:
+        """That of the wrapped optimizer."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.optimizer.state = state
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """Those of the wrapped optimizer."""
+        return self.optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        self.optimizer.defaults = defaults
+
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As the wrapped optimizer's."""
+        """Reset gradients, as the wrapped optimizer does."""
         self.optimizer.zero_grad(set_to_none)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """A step of this rank; then the exchange of what is due.
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters to the wrapped optimizer: of `named_parameters` only.
 
         Raises:
+            ArgumentError: It has others.
+        """
+        self.optimizer.add_param_group(param_group)
+        try:
+            self._raise_problem()
+        except ArgumentError:
+            self.param_groups.pop()
+            raise
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take a step of this rank; then exchange what is due.
+
+        Raises:
+            ArgumentError: The optimizer or the module has parameters that are not exchanged.
+            MismatchError: The ranks have taken different numbers of steps, or thawed different
+                parameters.
             PeerLostError, CollectiveTimeoutError: Another rank is gone, or stayed away.
             HookError: The hook failed.
             BrokenGroupError: The group failed before.
         """
-        result = self.optimizer.step(closure)
-        self.steps += 1
-        for fragment in due(self.steps, self.every, len(self._fragments)):
-            self._exchange(fragment)
+        self._take_in_thawed()
+        result = scaled_step(self, self.optimizer, closure)
+        self._count_step()
         return result
+
+    def skip(self) -> None:
+        """Count a step that this rank leaves out, and exchange what is due.
+
+        For a batch whose loss is not finite, say, while the other ranks take theirs. A step that
+        `GradScaler` skips is counted by `step`.
+
+        Raises:
+            DistributedError: As `step`.
+        """
+        self._take_in_thawed()
+        self._count_step()
 
     def synchronize(self) -> None:
         """Exchange everything now, whatever is due: every rank calls.
 
         After it all ranks have the same parameters, to be evaluated or saved once.
+
+        Raises:
+            DistributedError: As `step`.
         """
+        self._take_in_thawed()
         for fragment in range(len(self._fragments)):
-            self._exchange(fragment)
+            self._exchange(fragment, "synchronize()")
+
+    # -- the exchange ------------------------------------------------------------------------
+
+    def _count_step(self) -> None:
+        self.steps += 1
+        for fragment in due(self.steps, self.every, len(self._fragments)):
+            self._exchange(fragment, f"step {self.steps}")
 
     @torch.no_grad()
-    def _exchange(self, fragment: int) -> None:
-        """An outer step of these parameters."""
+    def _exchange(self, fragment: int, occasion: str) -> None:
+        """Take an outer step of these parameters."""
+        self._agree(f"fragment {fragment} at {occasion}")
+        anchors, parameters = self._parameters.anchors, self._parameters.tensors
         buckets, indices = self._buckets[fragment], self._fragments[fragment]
+        domain = FaultDomain.of(self.group)
         # not their numbers in this exchange: a hook may keep by them what belongs to a bucket
         first = sum(map(len, self._buckets[:fragment]))
         gradients: dict[int, Tensor] = {}
         for number, chosen in enumerate(buckets, first):
-            bucket = self._bucket(chosen, number, is_last=number + 1 == first + len(buckets))
-            reduced = reduce_bucket(self._hook, bucket, self._domain)
-            bucket.set_buffer(reduced.to(self._anchors[chosen[0]].dtype))
+            is_last = number + 1 == first + len(buckets)
+            bucket = self._parameters.outer_gradients(chosen, number, is_last=is_last)
+            reduced = reduce_bucket(self._hook, bucket, domain)
+            bucket.set_buffer(reduced.to(anchors[chosen[0]].dtype))
             gradients.update(zip(chosen, bucket.gradients(), strict=True))
         self._hook.committed()
         # not before all are there: what an exchange that failed left would be in a later step
         for index, gradient in gradients.items():
-            self._anchors[index].grad = gradient
+            anchors[index].grad = gradient
         self.outer.step()
         for index in indices:
-            self._parameters[index].copy_(self._anchors[index])
-            self._anchors[index].grad = None
+            parameters[index].copy_(anchors[index])
+            anchors[index].grad = None
 
-    def _planned(self, indices: Sequence[int]) -> list[list[int]]:
-        """The parameters of each bucket of a fragment."""
-        anchors = [self._anchors[i] for i in indices]
-        plan = plan_buckets(
-            [a.nbytes for a in anchors],
-            [a.dtype for a in anchors],
-            [a.device for a in anchors],
-            [BUCKET_BYTES],
+    def _agree(self, occasion: str) -> None:
+        """Compare what is exchanged with the other ranks; raise on all where anything is wrong."""
+        own = [("exchange", occasion), *self._parameters.describe()]
+        verify_same(
+            self.group,
+            own + self._parameters.problems(self.optimizer),
+            "exchanges of LocalSGD",
+            IN_STEP,
         )
-        return [[indices[member] for member in members] for members in plan.buckets]
+        self._raise_problem()
+        self._parameters.unshared.clear()
 
-    def _bucket(self, indices: Sequence[int], number: int, *, is_last: bool) -> GradBucket:
-        """How far this rank has come from the anchors, in the other direction."""
-        parameters = [self._parameters[i] for i in indices]
-        first, numel = parameters[0], sum(p.numel() for p in parameters)
-        flat = torch.empty(numel, dtype=first.dtype, device=first.device)
-        names = [self._names[i] for i in indices]
-        # the anchors' strides are the same on all ranks, those of the parameters may have changed
-        like = [self._anchors[i] for i in indices]
-        bucket = GradBucket(number, flat, parameters, is_last=is_last, names=names, like=like)
-        for index, view in zip(indices, bucket.gradients(), strict=True):
-            torch.sub(self._anchors[index], self._parameters[index], out=view)
-        return bucket
+    def _verify_arguments(self) -> None:
+        own = [("every", str(self.every)), ("fragments", str(self._count))]
+        own += describe(self._parameters.everything, "parameter")
+        own += self._parameters.problems(self.optimizer)
+        verify_same(self.group, own, "arguments of LocalSGD", REMEDY)
+        self._raise_problem()
+
+    def _raise_problem(self) -> None:
+        for name, problem in self._parameters.problems(self.optimizer):
+            raise ArgumentError(
+                f"parameter {name!r} is not exchanged ({problem}): pass all parameters of the "
+                "optimizer to a new LocalSGD, after a call of synchronize(), or step those that "
+                "are this rank's alone with an optimizer of their own"
+            )
+
+    def _take_in_thawed(self) -> None:
+        if self._parameters.frozen and self._parameters.activate_thawed():
+            before = self._layout
+            self._assign()
+            rekey(self._hook.state, before, self._layout)
+
+    def _assign(self) -> None:
+        """Assign active parameters to fragments and buckets."""
+        anchors, active = self._parameters.anchors, self._parameters.active
+        runs = assign_fragments([anchors[i].nbytes for i in active], self._count)
+        self._fragments = [[active[i] for i in run] for run in runs]
+        self._buckets = [self._parameters.buckets(indices) for indices in self._fragments]
+
+    @property
+    def _layout(self) -> list[list[Part]]:
+        """Names and sizes of the parameters in each bucket, by the buckets' numbers."""
+        return [self._parameters.parts(bucket) for buckets in self._buckets for bucket in buckets]
+
+    # -- saving ------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What has to be saved beside the parameters, on each rank its own.
+        """Return what has to be saved beside the parameters, on each rank its own.
 
-        Between two exchanges ranks differ, in their parameters too.
+        It is the wrapped optimizer's state, with entries of the exchange beside. Between two
+        exchanges ranks differ, in their parameters too.
+
+        Warns:
+            NotSavedWarning: The hook keeps something that cannot be saved.
         """
-        hook = self._hook.state
-        return {
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        tracked = self._parameters
+        saved = self.optimizer.state_dict() | {
             "steps": self.steps,
-            "optimizer": self.optimizer.state_dict(),
             "outer": self.outer.state_dict(),
-            "anchors": {n: a.clone() for n, a in zip(self._names, self._anchors, strict=True)},
-            "hook": hook.state_dict() if hasattr(hook, "state_dict") else {},
+            "anchors": {tracked.names[i]: tracked.anchors[i].clone() for i in tracked.active},
+            "hook": save_state(self._hook.state, self._layout),
         }
+        for after in self._optimizer_state_dict_post_hooks.values():
+            changed = after(self, saved)
+            saved = saved if changed is None else changed
+        return saved
 
     @torch.no_grad()
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Go on with what `state_dict` gave.
+        """Continue with what `state_dict` returned, on every rank with its own.
 
         Raises:
             ArgumentError: It is of other parameters.
         """
-        if saved["anchors"].keys() != set(self._names):
-            differing = sorted(saved["anchors"].keys() ^ set(self._names))
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, dict(saved))
+            saved = saved if changed is None else changed
+        tracked = self._parameters
+        kept: Mapping[str, Tensor] = saved["anchors"]
+        ours = {tracked.names[i] for i in tracked.active}
+        if not ours <= kept.keys() <= set(tracked.names):
+            differing = sorted(kept.keys() ^ ours)
             raise ArgumentError(f"the saved state is of other parameters: {differing} differ")
+        tracked.activate([i for i in tracked.frozen if tracked.names[i] in kept])
+        self._assign()
         self.steps = saved["steps"]
-        self.optimizer.load_state_dict(saved["optimizer"])
+        inner = {name: saved[name] for name in saved.keys() - _OWN}
+        self.optimizer.load_state_dict(inner.get("optimizer", inner))  # version 0.1: one entry
         self.outer.load_state_dict(saved["outer"])
-        for name, anchor in zip(self._names, self._anchors, strict=True):
-            anchor.copy_(saved["anchors"][name])
-        if saved["hook"]:
-            self._hook.state.load_state_dict(saved["hook"])
+        for i in tracked.active:
+            tracked.anchors[i].copy_(kept[tracked.names[i]])
+        tracked.unshared = list(tracked.active)
+        self._load_hook_state(saved["hook"])
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def _load_hook_state(self, saved: Mapping[str, Any]) -> None:
+        if not saved:
+            return
+        if not has_state(self._hook.state):
+            raise ArgumentError(
+                "the saved state has that of a hook, and this LocalSGD has no hook that keeps one: "
+                "make it with the same hook"
+            )
+        layout = [[part.name for part in bucket] for bucket in self._layout]
+        if saved.get("buckets") and saved["layout"] != layout:
+            raise ArgumentError(
+                f"the hook's state was saved by buckets of {saved['layout']}, these are of {layout}"
+                ": make LocalSGD with the same parameters and fragments"
+            )
+        load_state(self._hook.state, saved, self._layout)
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = {name: self.__dict__[name] for name in _PICKLED}
+        return kept | {"group": name_if_group(self.group)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.group = group_from(self.group)
+        FaultDomain.of(self.group).connect()
 
 
-def _verify(
-    group: ProcessGroup, named: Sequence[tuple[str, Tensor]], every: int, fragments: int
-) -> None:
-    own = [("every", str(every)), ("fragments", str(fragments)), *describe(named, "parameter")]
-    verify_same(group, own, "arguments of LocalSGD", REMEDY)
+_OWN = {"steps", "outer", "anchors", "hook"}
+_PICKLED = (
+    "every", "optimizer", "outer", "steps", "_buckets", "_count", "_fragments", "_hook",
+    "_parameters",
+)  # fmt: skip
 
 
 def diloco(
     optimizer: Optimizer,
-    named_parameters: Iterable[tuple[str, Tensor]],
+    named_parameters: nn.Module | Named,
     *,
     every: int = 500,
     lr: float = 0.7,

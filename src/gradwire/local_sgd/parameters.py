@@ -1,0 +1,214 @@
+"""The parameters that LocalSGD exchanges, their anchors, and what ranks must agree on."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import GeneratorType
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gradwire.buckets import plan_buckets
+from gradwire.ddp.buckets.hook_state import Part
+from gradwire.errors import ArgumentError, ArgumentTypeError
+from gradwire.hooks import GradBucket
+
+__all__ = ["Description", "Named", "TrackedParameters"]
+
+BUCKET_BYTES = 25 << 20
+Named = Iterable[tuple[str, Tensor]]
+Description = list[tuple[str, str]]
+
+
+class TrackedParameters:
+    """Named parameters, each with an anchor: its value after the last exchange, on all ranks.
+
+    A parameter is active, and exchanged, from the first step on in which it may be changed. The
+    anchor of a frozen parameter shares its memory.
+
+    Args:
+        source: A module, or names and parameters. A module, or the generator that
+            `module.named_parameters()` returned, is asked again at every exchange.
+
+    Attributes:
+        everything: All names and parameters, those that can never need a gradient included.
+        names: Names of the parameters that may need a gradient.
+        tensors: These parameters.
+        anchors: Their anchors, empty until `set_anchors`.
+        frozen: Indices of the parameters that are not active.
+        unshared: Indices of the anchors that ranks have not compared yet.
+
+    Raises:
+        ArgumentTypeError: An entry is not a name and a tensor.
+        ArgumentError: Two parameters have the same name, or none needs a gradient.
+    """
+
+    def __init__(self, source: nn.Module | Named) -> None:
+        self._ask = _current_parameters(source)
+        self.everything = list(self._ask() if self._ask is not None else _pairs(source))
+        _check_named(self.everything)
+        named = [(n, p) for n, p in self.everything if p.is_floating_point() or p.is_complex()]
+        self.names, self.tensors = [n for n, _ in named], [p for _, p in named]
+        self.anchors: list[Tensor] = []
+        self.frozen = [i for i, p in enumerate(self.tensors) if not _may_change(p)]
+        self.unshared: list[int] = []
+        if not self.active:
+            raise ArgumentError("named_parameters is empty: there is nothing to exchange")
+
+    @property
+    def active(self) -> list[int]:
+        """Indices of the parameters that are exchanged."""
+        frozen = set(self.frozen)
+        return [i for i in range(len(self.tensors)) if i not in frozen]
+
+    def set_anchors(self) -> None:
+        """Take the present values, which all ranks have, as the anchors."""
+        frozen = set(self.frozen)
+        own = [p.detach() for p in self.tensors]
+        self.anchors = [a if i in frozen else a.clone() for i, a in enumerate(own)]
+
+    def activate_thawed(self) -> bool:
+        """Activate parameters that a step may change from now on; return True if there are any.
+
+        Called before that step, while the parameter still has its value of all ranks.
+        """
+        thawed = [i for i in self.frozen if _may_change(self.tensors[i])]
+        self.activate(thawed)
+        return bool(thawed)
+
+    def activate(self, indices: Iterable[int]) -> None:
+        """Exchange these parameters, too; their present values become their anchors."""
+        for index in indices:
+            self.anchors[index].data = self.tensors[index].detach().clone()
+            self.frozen.remove(index)
+            self.unshared.append(index)
+
+    def buckets(self, indices: Sequence[int]) -> list[list[int]]:
+        """Group parameters that travel in one message."""
+        anchors = [self.anchors[i] for i in indices]
+        plan = plan_buckets(
+            [a.nbytes for a in anchors],
+            [a.dtype for a in anchors],
+            [a.device for a in anchors],
+            [BUCKET_BYTES],
+        )
+        return [[indices[member] for member in members] for members in plan.buckets]
+
+    def parts(self, bucket: Sequence[int]) -> list[Part]:
+        """Return names and sizes of the parameters in a bucket."""
+        return [Part(self.names[i], self.anchors[i].numel()) for i in bucket]
+
+    def outer_gradients(self, indices: Sequence[int], number: int, *, is_last: bool) -> GradBucket:
+        """Return anchors minus parameters, as a bucket of gradients."""
+        parameters, anchors = ([of[i] for i in indices] for of in (self.tensors, self.anchors))
+        first, numel = parameters[0], sum(p.numel() for p in parameters)
+        flat = torch.empty(numel, dtype=first.dtype, device=first.device)
+        names = [self.names[i] for i in indices]
+        # the anchors' strides are the same on all ranks, those of the parameters may have changed
+        bucket = GradBucket(number, flat, parameters, is_last=is_last, names=names, like=anchors)
+        for anchor, parameter, view in zip(anchors, parameters, bucket.gradients(), strict=True):
+            torch.sub(anchor, parameter, out=view)
+        return bucket
+
+    def describe(self) -> Description:
+        """Names of the active parameters, and what has to be the same on all ranks."""
+        found = []
+        for i in self.active:
+            p = self.tensors[i]
+            # strides may differ, as gradients are sent in the order of the anchors' elements
+            found.append((self.names[i], f"{p.dtype}, shape {tuple(p.shape)}"))
+        for i in self.unshared:
+            found.append(
+                (self.names[i], f"value before this rank's steps, {_digest(self.anchors[i])}")
+            )
+        return found
+
+    def problems(self, optimizer: Optimizer) -> Description:
+        """Parameters that are trained or will be, and are not exchanged: names and reasons."""
+        found = []
+        own = dict(self.everything)
+        for name, p in [] if self._ask is None else self._ask():
+            if own.get(name) is not p:
+                found.append((name, "replaced" if name in own else "added"))
+        known = {id(p) for p in own.values()}
+        for number, group in enumerate(optimizer.param_groups):
+            for i, p in enumerate(group["params"]):
+                if id(p) not in known:
+                    names = group.get("param_names")
+                    name = names[i] if names else f"parameter {i} of param_groups[{number}]"
+                    found.append((name, f"shape {tuple(p.shape)}, in the optimizer only"))
+        return found
+
+
+def _may_change(parameter: Tensor) -> bool:
+    return parameter.requires_grad or parameter.grad is not None
+
+
+def _current_parameters(source: object) -> Callable[[], Iterator[tuple[str, Tensor]]] | None:
+    """Return a function that lists a module's parameters as they are then; None for other sources.
+
+    `module.named_parameters()` is a generator, whose arguments tell which module it is of.
+    """
+    if isinstance(source, nn.Module):
+        return source.named_parameters
+    if (
+        not isinstance(source, GeneratorType)
+        or source.gi_code is not nn.Module.named_parameters.__code__
+    ):
+        return None
+    given = inspect.getgeneratorlocals(source)
+    if not isinstance(given.get("self"), nn.Module):  # it has ended
+        return None
+    return _NamedParameters(
+        given["self"], given["prefix"], given["recurse"], given["remove_duplicate"]
+    )
+
+
+class _NamedParameters:
+    """A call of `module.named_parameters` that can be repeated, and pickled."""
+
+    def __init__(self, module: nn.Module, *arguments: object) -> None:
+        self.module, self.arguments = module, arguments
+
+    def __call__(self) -> Iterator[tuple[str, Tensor]]:
+        return self.module.named_parameters(*self.arguments)  # type: ignore[arg-type]
+
+
+def _pairs(source: object) -> Named:
+    if not isinstance(source, Iterable) or isinstance(source, str | Tensor):
+        raise ArgumentTypeError(
+            f"named_parameters is a {type(source).__name__}: pass the module, or its "
+            "named_parameters()"
+        )
+    return source
+
+
+def _check_named(named: list[tuple[str, Tensor]]) -> None:
+    names = set()
+    for entry in named:
+        if (
+            not isinstance(entry, tuple | list)
+            or len(entry) != 2
+            or not isinstance(entry[1], Tensor)
+        ):
+            raise ArgumentTypeError(
+                f"named_parameters has {type(entry).__name__} as an entry: pass pairs of a name "
+                "and a parameter, as module.named_parameters() gives them"
+            )
+        if entry[0] in names:
+            raise ArgumentError(
+                f"named_parameters has two parameters {entry[0]!r}: give each module's a prefix, "
+                "as module.named_parameters(prefix=...) does"
+            )
+        names.add(entry[0])
+
+
+def _digest(tensor: Tensor) -> str:
+    data = tensor.detach().cpu().contiguous()
+    return hashlib.blake2b(
+        ctypes.string_at(data.data_ptr(), data.nbytes), digest_size=8
+    ).hexdigest()
