@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import pickle
+import resource
+import signal
 import threading
 import time
 from pathlib import Path
@@ -48,6 +50,29 @@ def test_starting_and_stopping_leaves_no_file_open(tmp_path):
         return open_files() - before
 
     assert run_ranks(main, world_size=1, backend="shm") == [0]
+
+
+def test_it_starts_with_more_than_1024_files_open(tmp_path):
+    def main():
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if hard != resource.RLIM_INFINITY and hard < 1200:
+            pytest.skip("this process may not open so many files")
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 1200), hard))
+        held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1030)]
+        try:
+            recorder.start(tmp_path)
+            os.kill(os.getpid(), signal.SIGUSR2)
+            end = time.monotonic() + 30
+            while not list(tmp_path.glob("*rank*")):
+                assert time.monotonic() < end, "no dump was written"
+                time.sleep(0.01)
+        finally:
+            recorder.stop()
+            for file in held:
+                os.close(file)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+    run_ranks(main, world_size=1, backend="shm")
 
 
 def test_dumps_go_where_they_were_to_go_when_the_program_changes_its_directory(tmp_path):

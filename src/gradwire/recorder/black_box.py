@@ -235,10 +235,12 @@ class BlackBox:
     def _watch(self) -> None:
         """In a thread of its own: write a dump whenever one is asked for."""
         assert self._pipe is not None
-        sources = [self._pipe[0]] + ([self._signals[0]] if self._signals else [])
+        sources = select.poll()  # select.select refuses descriptors from 1,024 on
+        for source in (self._pipe[0], *([self._signals[0]] if self._signals else [])):
+            sources.register(source, select.POLLIN)
         while True:
             pause = _POLL_SECONDS if self._announced is not None else _FIRST_SECONDS
-            readable, _, _ = select.select(sources, [], [], pause)
+            readable = [source for source, _ in sources.poll(pause * 1e3)]
             if self._pipe[0] in readable:
                 for end in (*self._pipe, *(self._signals or ())):
                     os.close(end)
