@@ -6,6 +6,7 @@ import gc
 import multiprocessing
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -435,6 +436,20 @@ def test_mistakes_in_a_step(
     step = next(run.steps(1))
     with pytest.raises(errors, match=message), step:
         mistake(step, model(torch.ones(1, 1)).sum())
+
+
+@pytest.mark.parametrize("factor", [1.0, float("inf")])
+def test_sparse_gradients_are_guarded(store: dist.Store, factor: float) -> None:
+    run = join(store, nan_guard=True, reproducible=False)
+    model = nn.Embedding(4, 2, sparse=True)
+    net = DistributedDataParallel(model, process_group=run.group)
+    run.keep(model=net, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(ReductionError, match="not finite") if factor > 1 else nullcontext():
+        for step in run.steps(1):
+            with step:
+                for _ in step.shards:
+                    step.backward(net(torch.tensor([1, 1])).sum() * factor)
+                step.commit()
 
 
 def test_sparse_gradients_need_ddp(store: dist.Store) -> None:

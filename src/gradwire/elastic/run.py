@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -113,7 +114,8 @@ class Run:
                 parameter.register_hook(partial(self._check_finite, name))
 
     def _check_finite(self, name: str, gradient: Tensor) -> None:
-        if not bool(gradient.isfinite().all()):
+        values = gradient if gradient.layout == torch.strided else gradient.coalesce().values()
+        if not bool(values.isfinite().all()):
             raise ReductionError(
                 f"rank {self.rank} (member {self.number}), step {self.version}: the gradient of "
                 f"{name!r} is not finite; nothing of this step was sent",
