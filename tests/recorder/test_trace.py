@@ -108,6 +108,35 @@ def test_the_command(trace, tmp_path):
     assert "is no trace of gradwire.timeline" in " ".join(result.output.split())
 
 
+def test_names_with_markup_are_shown_as_they_are(tmp_path):
+    bucket = {"step": 0, "bucket": 0, "parameters": ["[/bold]weight"], "bytes": 4}
+    event = {"ph": "X", "pid": 0, "tid": 1, "ts": 0, "dur": 1, "args": bucket}
+    data = {
+        "traceEvents": [event | {"name": "bucket 0: in flight"}],
+        "otherData": {"made by": "gradwire", "ranks": [0], "clock error, us": {"0": 0.0}},
+    }
+    file = tmp_path / "run.json"
+    file.write_text(json.dumps(data))
+    result = CliRunner().invoke(app, ["timeline", str(file)])
+    assert result.exit_code == 0, result.exception
+    assert "[/bold]weight" in result.stdout
+
+
+def test_a_trace_that_was_cut_off_says_so(tmp_path, monkeypatch):
+    def main():
+        with monkeypatch.context() as patch:
+            patch.setattr("gradwire.recorder.trace.recording._MOST", 2)
+            train(tmp_path / "run.json")
+
+    run_ranks(main, world_size=1, backend="shm")
+    trace = read_trace(tmp_path / "run.json")
+    left_out = summarize(trace).left_out
+    assert left_out > 0
+    assert f'"left_out":{left_out}' in page_of(trace, "run")
+    result = CliRunner().invoke(app, ["timeline", str(tmp_path / "run.json")])
+    assert f"Cut off: {left_out} records at the end are missing" in result.stdout
+
+
 def test_parts_of_an_earlier_run_are_not_taken_for_this_ones(tmp_path):
     """That run was killed before rank 0 had put them together; now rank 0 is at the end first."""
     path = tmp_path / "run.json"

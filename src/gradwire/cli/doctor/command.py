@@ -11,6 +11,7 @@ from dataclasses import asdict
 import click
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from gradwire.cli.doctor.checks import BAD, GOOD, WARN, Check, run_checks
@@ -72,8 +73,8 @@ def _show(console: Console, trials: Sequence[Trial], checks: Sequence[Check]) ->
     console.print()
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, show_header=False)
     for check in checks:
-        remedy = f"\n{check.remedy}" if check.remedy else ""
-        table.add_row(f"[{_STYLES[check.state]}]{check.state}[/]", check.name, check.found + remedy)
+        said = escape(f"{check.found}\n{check.remedy}".rstrip())
+        table.add_row(f"[{_STYLES[check.state]}]{check.state}[/]", check.name, said)
     console.print(table)
     found = problems(trials, checks)
     text = f"[red]Problems[/]: {', '.join(found)}" if found else "[green]No problems.[/]"

@@ -130,7 +130,7 @@ def plan(
     console.print(table(rows, found))
     if plot is not None:
         draw(rows, plot)
-        console.print(f"{plot} written")
+        console.print(f"{plot} written", markup=False)
 
 
 def _profile(

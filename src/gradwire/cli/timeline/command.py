@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from gradwire.errors import ArgumentError
@@ -71,6 +72,11 @@ def _show(console: Console, summary: Summary) -> None:
     if summary.buckets:
         console.print()
         console.print(_buckets(summary))
+    if summary.left_out:
+        console.print(
+            f"\n[yellow]Cut off[/]: {summary.left_out:,} records at the end are missing, as ranks "
+            "keep their first 200,000."
+        )
     error = summary.clock_error_us
     console.print(f"\nms; medians of steps. Ranks' clocks agree to {error:.3g} µs.", style="dim")
 
@@ -91,7 +97,7 @@ def _buckets(summary: Summary) -> Table:
     for bucket in summary.buckets[:_SHOWN]:
         more = f", … ({len(bucket.parameters)})" if bucket.parameters[3:] else ""
         times = (bucket.mb, bucket.packing, bucket.in_flight, bucket.waiting)
-        names = ", ".join(bucket.parameters[:3]) + more
+        names = escape(", ".join(bucket.parameters[:3]) + more)
         table.add_row(str(bucket.index), *(f"{time:.2f}" for time in times), names)
     return table
 

@@ -56,6 +56,7 @@ def trace_of(parts: Sequence[Mapping[str, Any]]) -> Json:
             "made by": "gradwire",
             "ranks": [part["rank"] for part in parts],
             "clock error, us": {str(part["rank"]): part["error_us"] for part in parts},
+            "records left out": sum(part.get("left_out", 0) for part in parts),
         },
     }
 

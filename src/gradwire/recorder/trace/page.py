@@ -29,6 +29,7 @@ def page_of(trace: Mapping[str, Any], title: str) -> str:
         "ranks": trace["otherData"]["ranks"],
         "lanes": LANES,
         "error": max(trace["otherData"]["clock error, us"].values(), default=0.0),
+        "left_out": trace["otherData"].get("records left out", 0),
         "events": events,
     }
     template = (files("gradwire.recorder.trace") / "page.html").read_text(encoding="utf-8")

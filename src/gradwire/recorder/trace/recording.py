@@ -32,7 +32,7 @@ __all__ = ["VARIABLE", "Recording", "start_from_environment", "timeline"]
 
 VARIABLE = "GRADWIRE_TIMELINE"
 _WAIT_SECONDS = 30.0  # of rank 0, for the others' parts
-_MOST = 200_000
+_MOST = 200_000  # records of a rank; later ones are counted
 
 
 class Recording:
@@ -46,6 +46,7 @@ class Recording:
         self.path = path
         self.offset = Offset(0, 0)
         self._records: list[Any] = []
+        self._left_out = 0
         self._written = -1
         self._pid = os.getpid()
         ring.listener = self._take
@@ -55,6 +56,8 @@ class Recording:
             self.forget_earlier()
         if len(self._records) < _MOST:
             self._records.append(record)
+        else:
+            self._left_out += 1
 
     def forget_earlier(self) -> None:
         """Remove this rank's part of an earlier run that nobody has put together."""
@@ -72,6 +75,7 @@ class Recording:
         groups = known_groups()
         size = len(groups["0"].ranks) if "0" in groups else rank + 1
         part = part_of(rank, self._records[:count], groups, self.offset)
+        part["left_out"] = self._left_out
         _write_whole(self._part(rank), part)
         if rank == 0:
             self._merge(size)
@@ -101,7 +105,8 @@ def timeline(path: str | os.PathLike[str]) -> Iterator[None]:
 
     Rank 0 writes one file for all, on a file system that all ranks see: a trace that Perfetto
     (ui.perfetto.dev) and chrome://tracing open, and of which `gradwire timeline` makes a summary
-    and a page. Between hosts, clocks are compared when the block is entered.
+    and a page. Between hosts, clocks are compared when the block is entered. The first 200,000
+    records of each rank are kept; the trace and its summary say how many are missing.
 
     Args:
         path: The file; "run.json".

@@ -70,11 +70,13 @@ class Summary:
         ranks: Each rank's times.
         buckets: Each bucket's, the one that was waited for longest first.
         clock_error_us: By how much ranks' times may differ, at most.
+        left_out: Number of records that are missing at the end, as a rank had more than it keeps.
     """
 
     ranks: tuple[RankTimes, ...]
     buckets: tuple[BucketTimes, ...]
     clock_error_us: float
+    left_out: int = 0
 
     @property
     def waited_for(self) -> RankTimes | None:
@@ -111,7 +113,8 @@ def summarize(trace: Mapping[str, Any]) -> Summary:
     events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     errors = trace["otherData"]["clock error, us"].values()
     ranks = tuple(_rank(rank, events) for rank in trace["otherData"]["ranks"])
-    return Summary(ranks, _buckets(events), max(errors, default=0.0))
+    left_out = trace["otherData"].get("records left out", 0)
+    return Summary(ranks, _buckets(events), max(errors, default=0.0), left_out)
 
 
 def _rank(rank: int, events: Sequence[Event]) -> RankTimes:
