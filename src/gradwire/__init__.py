@@ -1,21 +1,27 @@
 """Gradwire: the communication layer of data-parallel PyTorch training.
 
-Here are the names that most training scripts use; the packages have the rest: `gradwire.hooks`,
-`gradwire.collectives`, `gradwire.ddp`, `gradwire.devices`, `gradwire.errors` and
-`gradwire.recorder` come with it,
-`gradwire.compat` and `gradwire.testing` are imported by name.
+Here are the names that most training scripts use; the packages have the rest, such as
+`gradwire.hooks`, `gradwire.collectives`, `gradwire.ddp`, `gradwire.devices`, `gradwire.errors`,
+`gradwire.recorder` and `gradwire.shm`. They are imported with this one, or, in a program that has
+not imported torch yet, when they are used for the first time.
 """
 
-import torch  # noqa: F401  # first, as it may import parts of gradwire for GRADWIRE_COMPAT=1
+import importlib
+import os
+import sys
+from typing import TYPE_CHECKING, Any
 
-from gradwire import _gloo_threads, shm
+from gradwire import _gloo_threads
 from gradwire._version import __version__
-from gradwire.collectives import all_gather, all_reduce
-from gradwire.ddp import DistributedDataParallel
-from gradwire.devices import DataParallel
-from gradwire.errors import GradwireError
-from gradwire.hooks import GradBucket
-from gradwire.recorder import timeline
+
+if TYPE_CHECKING:
+    from gradwire import shm
+    from gradwire.collectives import all_gather, all_reduce
+    from gradwire.ddp import DistributedDataParallel
+    from gradwire.devices import DataParallel
+    from gradwire.errors import GradwireError
+    from gradwire.hooks import GradBucket
+    from gradwire.recorder import timeline
 
 del _gloo_threads  # imported for what it does at exit
 
@@ -30,3 +36,50 @@ __all__ = [
     "shm",
     "timeline",
 ]
+
+_PACKAGES = ("collectives", "ddp", "devices", "errors", "hooks", "recorder", "shm")
+_HOMES = {
+    "DataParallel": "devices",
+    "DistributedDataParallel": "ddp",
+    "GradBucket": "hooks",
+    "GradwireError": "errors",
+    "all_gather": "collectives",
+    "all_reduce": "collectives",
+    "timeline": "recorder",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES and name not in _PACKAGES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = _HOMES.get(name, name)
+    if home != "errors":
+        import torch  # noqa: F401  # first, as it may import parts of gradwire, by GRADWIRE_COMPAT=1
+    module = importlib.import_module(f"{__name__}.{home}")
+    value = getattr(module, name) if name in _HOMES else module
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES, *_PACKAGES})
+
+
+def _may_wait() -> bool:
+    """Return True if torch is not loaded, and will register the backend "shm" when it is."""
+    if "torch" in sys.modules or os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
+        return False
+    if any(name.startswith("GRADWIRE_") for name in os.environ):  # `import torch` imports gradwire
+        return False
+    from importlib.metadata import PackageNotFoundError, distribution
+
+    try:
+        return distribution(__name__).entry_points is not None
+    except PackageNotFoundError:
+        return False
+
+
+if not _may_wait():
+    for _name in (*_PACKAGES, *_HOMES):
+        __getattr__(_name)
+    del _name

@@ -89,13 +89,36 @@ def test_version():
     assert CliRunner().invoke(app, ["--version"]).stdout == f"gradwire {__version__}\n"
 
 
-def test_without_the_extra_it_says_how_to_get_it(monkeypatch):
+@pytest.mark.parametrize(
+    ("arguments", "missing", "extra"),
+    [(["demo"], "rich, sklearn", "demo"), (["run"], "rich", "cli"), ([], "rich", "cli")],
+)
+def test_without_the_extra_it_says_how_to_get_it(monkeypatch, arguments, missing, extra):
     here = {"click": object(), "numpy": object()}
     monkeypatch.setattr(gradwire.cli, "find_spec", here.get)
+    monkeypatch.setattr(sys, "argv", ["gradwire", *arguments])
     with pytest.raises(SystemExit) as exit_:
         gradwire.cli.main()
-    assert "needs rich, sklearn, not installed here" in str(exit_.value)
-    assert 'pip install "gradwire[demo]"' in str(exit_.value)
+    assert f"needs {missing}, not installed here" in str(exit_.value)
+    assert f'pip install "gradwire[{extra}]"' in str(exit_.value)
+
+
+HELP = """
+import sys
+from contextlib import suppress
+from gradwire.cli import main
+for line in ("--help", "demo --help", "doctor -h", "explain --help", "plan --help", "run --help",
+             "timeline --help", "--version", "run", "demo --nproc 0", "plan", "nosuch"):
+    sys.argv = ["gradwire", *line.split()]
+    with suppress(SystemExit):
+        main()
+    loaded = {"torch", "rich", "sklearn", "matplotlib"} & sys.modules.keys()
+    assert not loaded, (line, loaded)
+"""
+
+
+def test_help_and_usage_errors_do_without_pytorch(run):
+    assert run(HELP).returncode == 0
 
 
 def test_a_terminal_whose_encoding_lacks_a_sign_gets_another(monkeypatch):
@@ -118,12 +141,3 @@ def test_each_command_completes_in_a_shell_and_has_examples():
     assert offered >= {"demo", "doctor", "explain", "run", "timeline"}
     for name in ("doctor", "explain", "run", "timeline"):
         assert "examples:" in CliRunner().invoke(app, [name, "--help"]).stdout.lower()
-
-
-@pytest.mark.parametrize("command", ["doctor", "explain", "run", "timeline"])
-def test_other_commands_than_the_demo_need_no_data(monkeypatch, command):
-    monkeypatch.setattr(gradwire.cli, "find_spec", {"click": object(), "rich": None}.get)
-    monkeypatch.setattr("sys.argv", ["gradwire", command])
-    with pytest.raises(SystemExit) as exit_:
-        gradwire.cli.main()
-    assert "needs rich, not installed here" in str(exit_.value)

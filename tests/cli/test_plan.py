@@ -117,6 +117,8 @@ def test_times_may_be_given_instead_of_inputs():
         ("planned_models:none_such", "cannot be loaded"),
         ("none_such_module:build", "cannot be loaded"),
         ("planned_models:number", "returned int"),
+        ("math:sqrt", "cannot be called without arguments"),
+        ("math:pi", "is a float: name a function"),
         ("planned_models:frozen", "without parameters to train"),
         ("planned_models:of_nothing", "without parameters to train"),
         ("planned_models:lazy", "have no sizes yet: run a forward first"),

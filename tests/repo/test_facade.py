@@ -41,6 +41,48 @@ def test_the_packages_are_there_without_another_import() -> None:
     subprocess.check_call([sys.executable, "-c", code], timeout=60)
 
 
+LAZY = """
+import sys
+import gradwire
+assert "torch" not in sys.modules
+assert set(gradwire.__all__) | {"hooks", "errors"} <= set(dir(gradwire))
+try:
+    gradwire.nosuch
+except AttributeError as error:
+    assert "module 'gradwire' has no attribute 'nosuch'" in str(error)
+assert issubclass(gradwire.GradwireError, Exception) and "torch" not in sys.modules
+from gradwire import *
+import pickle, torch
+assert pickle.loads(pickle.dumps(DistributedDataParallel)) is gradwire.ddp.DistributedDataParallel
+assert "shm" in torch.distributed.Backend.backend_list
+"""
+EAGER = """
+import sys
+{first}
+import gradwire
+assert "gradwire.ddp.reducer" in sys.modules
+assert "shm" in sys.modules["torch"].distributed.Backend.backend_list
+"""
+
+
+def test_names_are_imported_when_they_are_used(run) -> None:
+    assert run(LAZY).returncode == 0
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(
+    ("first", "variables"),
+    [
+        ("import torch", {}),
+        ("", {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}),
+        ("", {"GRADWIRE_COMPAT": "1"}),
+        ("import gradwire.hooks", {"GRADWIRE_COMPAT": "1", "PYTHONWARNINGS": "error"}),
+    ],
+)
+def test_they_are_imported_at_once_where_something_depends_on_it(run, first, variables) -> None:
+    assert run(EAGER.format(first=first), **variables).returncode == 0
+
+
 @pytest.mark.parametrize("name", MODULES)
 def test_every_name_in_all_exists(name: str) -> None:
     module = importlib.import_module(name)
@@ -68,6 +110,6 @@ def test_what_was_not_tested_warns(
 
 def test_importing_gradwire_needs_nothing_but_torch() -> None:
     extras = ["click", "rich", "sklearn", "cloudpickle", "hypothesis", "pytest"]
-    code = f"import sys, gradwire; print([name for name in {extras} if name in sys.modules])"
+    code = f"import sys, torch, gradwire; print([name for name in {extras} if name in sys.modules])"
     output = subprocess.check_output([sys.executable, "-c", code], text=True, timeout=60)
     assert output.strip() == "[]"

@@ -1,7 +1,8 @@
 """The `gradwire` command.
 
-What it shows on the terminal needs packages that the library itself does without (the extra
-`demo`), so this file imports none of them until it knows that they are there.
+What it shows on the terminal needs packages that the library itself does without (the extra `cli`,
+and `demo` for the demo's data), so this file imports none of them until it knows that they are
+there.
 """
 
 from __future__ import annotations
@@ -14,17 +15,16 @@ __all__ = ["main"]
 
 _COMMAND = ("click", "rich")
 _DEMO = (*_COMMAND, "sklearn", "numpy")
-_WITHOUT_DATA = ("doctor", "explain", "plan", "run", "timeline")
 
 
 def main() -> None:
     """Run the command line in `sys.argv`; ends the interpreter with the command's exit code."""
-    needed = _COMMAND if sys.argv[1:2] and sys.argv[1] in _WITHOUT_DATA else _DEMO
+    extra, needed = ("demo", _DEMO) if sys.argv[1:2] == ["demo"] else ("cli", _COMMAND)
     missing = [name for name in needed if find_spec(name) is None]
     if missing:
         sys.exit(
             f"gradwire: the command needs {', '.join(missing)}, not installed here.\n"
-            'Install what is missing with:  pip install "gradwire[demo]"'
+            f'Install what is missing with:  pip install "gradwire[{extra}]"'
         )
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":

@@ -11,20 +11,24 @@ import signal
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
-from rich.console import Console
 
-from gradwire.cli.demo.options import DEVICES, PROCESSES, REPLICAS, DemoOptions, check_backend
-from gradwire.cli.demo.rank import Result, run_devices, run_rank
-from gradwire.cli.demo.report import failures, show_result
-from gradwire.cli.demo.view import View
-from gradwire.cli.demo.wrap import HOOKS
-from gradwire.cli.launch import RankFailure, Send, launch
-from gradwire.cli.rank_env import RankEnv, exit_rank
+from gradwire.cli.demo.options import (
+    DEVICES,
+    HOOK_NAMES,
+    PROCESSES,
+    REPLICAS,
+    DemoOptions,
+    check_backend,
+)
 from gradwire.errors import ArgumentError
+
+if TYPE_CHECKING:  # imported when the command runs: its help does without PyTorch
+    from gradwire.cli.launch import Send
+    from gradwire.cli.rank_env import RankEnv
 
 __all__ = ["demo"]
 
@@ -46,7 +50,7 @@ _INTERRUPTED = 130  # what a shell reports after Ctrl-C
 @click.option("--backend", default="shm", help="Of torch.distributed.")
 @click.option("--epochs", type=_POSITIVE, default=12, help="Times each image is seen.")
 @click.option(
-    "--hook", type=click.Choice(list(HOOKS)), default="none", help="The communication hook."
+    "--hook", type=click.Choice(HOOK_NAMES), default="none", help="The communication hook."
 )
 @click.option(
     "--seed", type=click.IntRange(0, 2**32 - 1), default=0, help="Of initial parameters and order."
@@ -68,6 +72,8 @@ def demo(
     --kill, processes of an elastic run are killed, and the parameters compared bit for bit with
     those of a run in which none is.
     """
+    from gradwire.cli.rank_env import RankEnv, exit_rank
+
     env = None
     try:
         env = RankEnv.from_environment(os.environ)
@@ -142,6 +148,9 @@ def _refuse_processes(context: click.Context, env: RankEnv | None) -> None:
 
 def _run(options: DemoOptions, env: RankEnv | None) -> int:
     """Run and show the demo, errors included; returns the exit code."""
+    from gradwire.cli.demo.rank import run_devices, run_rank
+    from gradwire.cli.launch import RankFailure, launch
+
     try:
         if options.mode == DEVICES:
             return _show(options, partial(run_devices, options))
@@ -175,6 +184,9 @@ def _process_count(nproc: int | None, env: RankEnv | None) -> int:
 
 def _run_here(options: DemoOptions, env: RankEnv, send: Send) -> None:
     """Run as the rank that this process is."""
+    from gradwire.cli.demo.rank import run_rank
+    from gradwire.cli.launch import RankFailure
+
     try:
         run_rank(options, env, send)
     except Exception as error:
@@ -183,6 +195,12 @@ def _run_here(options: DemoOptions, env: RankEnv, send: Send) -> None:
 
 def _show(options: DemoOptions, run: Callable[[Send], None]) -> int:
     """Show the messages and the result of `run`; returns the exit code: 1 if it is wrong."""
+    from rich.console import Console
+
+    from gradwire.cli.demo.rank import Result
+    from gradwire.cli.demo.report import failures, show_result
+    from gradwire.cli.demo.view import View
+
     console = Console(highlight=False)
     results: list[Result] = []
     view = View(console, options)

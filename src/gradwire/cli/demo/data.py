@@ -8,10 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["TEST_IMAGES", "TRAIN_IMAGES", "Digits", "batches", "load_digits"]
+from gradwire.cli.demo.options import TEST_IMAGES, TRAIN_IMAGES
 
-TEST_IMAGES = 360
-TRAIN_IMAGES = 1437
+__all__ = ["TEST_IMAGES", "TRAIN_IMAGES", "Digits", "batches", "load_digits"]
 
 
 @dataclass(frozen=True)

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-import torch.distributed as dist
-
-from gradwire.cli.demo.data import TRAIN_IMAGES
 from gradwire.errors import ArgumentError
 
-__all__ = ["DEVICES", "PROCESSES", "REPLICAS", "DemoOptions", "check_backend"]
+__all__ = ["DEVICES", "HOOK_NAMES", "PROCESSES", "REPLICAS", "DemoOptions", "check_backend"]
 
 _NO_TRANSPORT = {"undefined", "fake"}  # torch lists them, but they send nothing
 
 
 PROCESSES, DEVICES = "processes", "devices"
 REPLICAS = 4
+HOOK_NAMES = ("none", "all_reduce", "fp16", "bf16", "powersgd")
+TEST_IMAGES, TRAIN_IMAGES = 360, 1437
 
 
 @dataclass(frozen=True)
@@ -57,6 +55,8 @@ class DemoOptions:
 
 
 def _usable_backends() -> str:
+    import torch.distributed as dist
+
     names = [name for name in dist.Backend.backend_list if name not in _NO_TRANSPORT]
     return ", ".join(name for name in names if dist.is_backend_available(name))
 
@@ -67,6 +67,9 @@ def check_backend(backend: str, local_size: int) -> None:
     Raises:
         ArgumentError: Torch does not know it, comes without it, or finds too few GPUs for it.
     """
+    import torch
+    import torch.distributed as dist
+
     if backend in _NO_TRANSPORT or backend not in dist.Backend.backend_list:
         raise ArgumentError(
             f"--backend is {backend!r}, which torch.distributed does not know; "

@@ -7,20 +7,22 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 import click
-from rich import box
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
-from gradwire.cli.doctor.checks import BAD, GOOD, WARN, Check, run_checks
-from gradwire.cli.doctor.trial import BACKENDS, Trial, try_backend
+if TYPE_CHECKING:  # imported when the command runs: its help does without PyTorch
+    from rich.console import Console
+    from rich.table import Table
+
+    from gradwire.cli.doctor.checks import Check
+    from gradwire.cli.doctor.trial import Trial
 
 __all__ = ["doctor"]
 
+BACKENDS = ("shm", "gloo", "nccl")
 _PROBLEM = 1
-_STYLES = {GOOD: "green", WARN: "yellow", BAD: "red"}
+_STYLES = {"ok": "green", "warning": "yellow", "problem": "red"}
 
 EXAMPLES = """\b
 Examples:
@@ -46,6 +48,8 @@ def doctor(nproc: int, names: Sequence[str], gradients: bool, as_json: bool) -> 
     Ends with 0 if each backend that this machine can have works, with right gradients, and no check
     found a problem; else with 1.
     """
+    from rich.console import Console
+
     checks = run_checks(nproc)
     earlier = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:  # by its end, as by `timeout`'s signal, processes and folders of trials are gone
@@ -60,13 +64,33 @@ def doctor(nproc: int, names: Sequence[str], gradients: bool, as_json: bool) -> 
     sys.exit(_PROBLEM if problems(trials, checks) else 0)
 
 
+def run_checks(nproc: int) -> list[Check]:
+    """Run all checks, for that many processes on this machine."""
+    from gradwire.cli.doctor import checks
+
+    return checks.run_checks(nproc)
+
+
+def try_backend(name: str, nproc: int, *, gradients: bool) -> Trial:
+    """Try a backend between processes."""
+    from gradwire.cli.doctor import trial
+
+    return trial.try_backend(name, nproc, gradients=gradients)
+
+
 def problems(trials: Sequence[Trial], checks: Sequence[Check]) -> list[str]:
     """What is wrong, by name."""
+    from gradwire.cli.doctor.checks import BAD
+
     failed = [t.backend for t in trials if t.tried and (not t.works or t.wrong or t.warnings)]
     return failed + [check.name for check in checks if check.state == BAD]
 
 
 def _show(console: Console, trials: Sequence[Trial], checks: Sequence[Check]) -> None:
+    from rich import box
+    from rich.markup import escape
+    from rich.table import Table
+
     console.print(_backends(trials))
     for trial in trials:
         _explain(console, trial)
@@ -82,6 +106,9 @@ def _show(console: Console, trials: Sequence[Trial], checks: Sequence[Check]) ->
 
 
 def _backends(trials: Sequence[Trial]) -> Table:
+    from rich import box
+    from rich.table import Table
+
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     table.add_column("backend")
     table.add_column("works")

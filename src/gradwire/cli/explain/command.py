@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
-from rich.console import Console
-from rich.padding import Padding
 
 from gradwire.errors import ArgumentError
-from gradwire.recorder.verdict import Finding, Verdict
-from gradwire.recorder.verdict import explain as explain_dumps
+
+if TYPE_CHECKING:  # imported when the command runs: its help does without PyTorch
+    from rich.console import Console
+
+    from gradwire.recorder.verdict import Finding, Verdict
 
 __all__ = ["explain"]
 
@@ -38,6 +40,10 @@ def explain(directory: Path, prefix: str | None, as_json: bool) -> None:
     Reads the dumps of gradwire's recorder and those of PyTorch's flight recorder (Gloo, NCCL).
     Ends with 0 if nothing failed, and with 1 if something did.
     """
+    from rich.console import Console
+
+    from gradwire.recorder.verdict import explain as explain_dumps
+
     try:
         verdict = explain_dumps(directory, prefix)
     except ArgumentError as error:
@@ -60,6 +66,8 @@ def show_verdict(console: Console, verdict: Verdict) -> None:
 
 
 def _show(console: Console, finding: Finding, style: str) -> None:
+    from rich.padding import Padding
+
     console.print(finding.kind.upper(), style=style, markup=False)
     console.print(finding.summary, markup=False)
     for line in finding.details:

@@ -7,26 +7,23 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import click
-import torch
-import torch.distributed as dist
-from rich.console import Console
-from torch import nn
-from torch.optim import Optimizer
 
-from gradwire.cli.plan.here import predict_here, profile_here
-from gradwire.cli.plan.predict import Row, measure, predict
-from gradwire.cli.plan.profile import Profile, given, load_factory, profile
-from gradwire.cli.plan.report import draw, table
-from gradwire.cost_model import Cluster, Link
 from gradwire.errors import ArgumentError
-from gradwire.hooks.auto.candidates import PLAIN, Candidate, candidate
+
+if TYPE_CHECKING:  # imported when the command runs: its help does without PyTorch
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from gradwire.cli.plan.predict import Row
+    from gradwire.cli.plan.profile import Profile
+    from gradwire.hooks.auto.candidates import Candidate
+
+    Made: TypeAlias = tuple[nn.Module, tuple[Any, ...] | None, Optimizer | None]
 
 __all__ = ["plan"]
-
-Made: TypeAlias = tuple[nn.Module, tuple[Any, ...] | None, Optimizer | None]
 
 HOOKS = ["bf16", "int8", "int4", "low_rank", "top_k", "sign"]
 RANKS = (2, 8, 64, 512, 4096)
@@ -103,6 +100,13 @@ def plan(
         raise click.UsageError(f"--plot is {str(plot)!r}, whose folder does not exist")
     if here and "RANK" not in os.environ:
         raise click.UsageError("--here needs ranks: start it on each with gradwire run or torchrun")
+    import torch
+    from rich.console import Console
+
+    from gradwire.cli.plan.profile import load_factory
+    from gradwire.cli.plan.report import draw, table
+    from gradwire.hooks.auto.candidates import PLAIN, candidate
+
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     candidates = [candidate(PLAIN), *map(candidate, dict.fromkeys(hooks))]
@@ -112,14 +116,8 @@ def plan(
             found, rows = _here(backend, factory, made, candidates)
         else:
             found = _profile(factory, made, forward_ms, backward_ms)
-            speeds = measure(found, candidates)
-            rows = [
-                predict(
-                    found, candidates, speeds, Cluster(n, Link(latency_us / 1e6, r * 1e6 / 8)), r
-                )
-                for r in sorted(set(mbit))
-                for n in sorted(set(ranks))
-            ]
+            links = [(rate, latency_us / 1e6) for rate in sorted(set(mbit))]
+            rows = _predicted(found, candidates, links, sorted(set(ranks)))
     except ArgumentError as error:
         raise click.UsageError(str(error)) from error
     finally:
@@ -133,10 +131,30 @@ def plan(
         console.print(f"{plot} written", markup=False)
 
 
+def _predicted(
+    found: Profile,
+    candidates: Sequence[Candidate],
+    links: Sequence[tuple[float, float]],
+    ranks: Sequence[int],
+) -> list[Row]:
+    """Return a row for each link, of a rate in Mbit/s and a latency in s, and number of ranks."""
+    from gradwire.cli.plan.predict import measure, predict
+    from gradwire.cost_model import Cluster, Link
+
+    speeds = measure(found, candidates)
+    return [
+        predict(found, candidates, speeds, Cluster(n, Link(latency, rate * 1e6 / 8)), rate)
+        for rate, latency in links
+        for n in ranks
+    ]
+
+
 def _profile(
     factory: str, made: Made, forward_ms: float | None, backward_ms: float | None
 ) -> Profile:
     """Measured, or as given."""
+    from gradwire.cli.plan.profile import given, profile
+
     model, inputs, optimizer = made
     if backward_ms is not None:
         return given(model, (forward_ms or 0.0) / 1e3, backward_ms / 1e3)
@@ -147,6 +165,10 @@ def _here(
     backend: str, factory: str, made: Made, candidates: Sequence[Candidate]
 ) -> tuple[Profile, list[Row]]:
     """The profile, and on rank 0 the row of the link that was measured."""
+    import torch.distributed as dist
+
+    from gradwire.cli.plan.here import predict_here, profile_here
+
     model, inputs, optimizer = made
     inputs = _inputs(factory, inputs)
     dist.init_process_group(backend)

@@ -71,6 +71,14 @@ def load_factory(name: str) -> tuple[nn.Module, tuple[Any, ...] | None, Optimize
         factory = getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError) as error:
         raise ArgumentError(f"{name!r} cannot be loaded: {error}") from error
+    if not callable(factory):
+        raise ArgumentError(f"{name!r} is a {type(factory).__name__}: name a function")
+    try:
+        inspect.signature(factory).bind()
+    except ValueError:  # a built-in without a signature
+        pass
+    except TypeError as error:
+        raise ArgumentError(f"{name!r} cannot be called without arguments: {error}") from error
     made = factory()
     parts = made if isinstance(made, tuple) and len(made) in (2, 3) else (made,)
     model, inputs, optimizer = (*parts, None, None)[:3]

@@ -5,12 +5,8 @@ from __future__ import annotations
 import sys
 
 import click
-from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from gradwire.cli.run.launch import run_program
-from gradwire.cli.run.options import parse_options
-from gradwire.elastic.__main__ import main as elastic_main
+from gradwire.cli.run.options import SHORT_HELP, parse_options
 from gradwire.errors import ArgumentError
 
 __all__ = ["run"]
@@ -21,6 +17,8 @@ _INTERRUPTED = 130
 
 
 def _run_elastic(arguments: tuple[str, ...]) -> int:
+    from gradwire.elastic.__main__ import main as elastic_main
+
     try:
         return elastic_main(arguments, prog=f"gradwire run {ELASTIC}")
     except KeyboardInterrupt:
@@ -39,7 +37,17 @@ def run(arguments: tuple[str, ...]) -> None:
     """
     if arguments and arguments[0] == ELASTIC:
         sys.exit(_run_elastic(arguments[1:]))
+    if not arguments:
+        raise click.UsageError("PROGRAM is missing: name a Python file, or -m and a module")
+    if arguments[0] in ("-h", "--help"):
+        click.echo(SHORT_HELP)
+        return
     options = parse_options(arguments)
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    from gradwire.cli.run.launch import run_program
+
     try:
         run_program(options)
     except ArgumentError as error:

@@ -5,13 +5,25 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from torch.distributed.run import get_args_parser
-
-__all__ = ["parse_options"]
+__all__ = ["SHORT_HELP", "parse_options"]
 
 _DESCRIPTION = """\
 Run a training program in several processes, as torchrun does, and put gradwire behind its names,
-without an edit. The options are torchrun's, and gradwire's own below."""
+without an edit. The options are torchrun's, and gradwire's own below. With --elastic before all
+other options, ranks are the members of an elastic run: see `gradwire run --elastic --help`."""
+_USAGE = "gradwire run [OPTIONS] PROGRAM [ARGUMENTS...]"
+_TORCHRUN = "Those that are used most; `torchrun --help` shows all that can be given here."
+_OFTEN_USED = {
+    "--nproc-per-node": "number of processes on this host; or cpu, gpu, auto",
+    "--nnodes": "number of hosts, or MIN:MAX",
+    "--node-rank": "this host's number, without a rendezvous that assigns it",
+    "--rdzv-backend": "how hosts find each other: c10d, static",
+    "--rdzv-endpoint": "HOST:PORT, the same on all hosts",
+    "--rdzv-id": "name of the job, the same on all hosts",
+    "--standalone": "one host, on a free port",
+    "--max-restarts": "restarts of all ranks after one has failed",
+    "-m": "PROGRAM is a module",
+}
 _EXAMPLES = """\
 examples:
   gradwire run --nproc-per-node 2 --backend shm --compat train.py --epochs 3
@@ -29,13 +41,19 @@ GRADWIRE_BACKEND=shm, GRADWIRE_RECORDER=DIRECTORY, GRADWIRE_TIMELINE=FILE."""
 
 def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the command line; ends the interpreter where it is wrong, as argparse does."""
+    from torch.distributed.run import get_args_parser
+
     parser = get_args_parser()
-    parser.prog = "gradwire run"
-    parser.usage = "gradwire run [OPTIONS] PROGRAM [ARGUMENTS...]"
-    parser.description = _DESCRIPTION
+    parser.prog, parser.usage, parser.description = "gradwire run", _USAGE, _DESCRIPTION
     parser.epilog = _EXAMPLES
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.allow_abbrev = False  # --rec would be another option when torchrun gets one
+    _add_own(parser)
+    return parser.parse_args(list(arguments))
+
+
+def _add_own(parser: argparse.ArgumentParser) -> None:
+    """Add gradwire's options."""
     ours = parser.add_argument_group("gradwire")
     ours.add_argument(
         "--backend", choices=["shm"], help="put shm in Gloo's place, for the ranks of one host"
@@ -49,4 +67,22 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     ours.add_argument(
         "--timeline", metavar="FILE", help="write a trace of all ranks to this file, as JSON"
     )
-    return parser.parse_args(list(arguments))
+
+
+def _short_help() -> str:
+    """Return a help text that needs no PyTorch, whose parser has all of torchrun's options."""
+    parser = argparse.ArgumentParser(
+        usage=_USAGE,
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        add_help=False,
+    )
+    _add_own(parser)
+    theirs = parser.add_argument_group("torchrun", _TORCHRUN)
+    for option, text in _OFTEN_USED.items():
+        theirs.add_argument(option, metavar="", help=text)
+    return parser.format_help()
+
+
+SHORT_HELP = _short_help()

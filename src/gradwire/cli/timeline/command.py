@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
-from rich import box
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from gradwire.errors import ArgumentError
-from gradwire.recorder.trace.chart import draw
-from gradwire.recorder.trace.page import page_of
-from gradwire.recorder.trace.summary import Summary, read_trace, summarize
+
+if TYPE_CHECKING:  # imported when the command runs: its help does without PyTorch
+    from rich.console import Console
+    from rich.table import Table
+
+    from gradwire.recorder.trace.summary import Summary
 
 __all__ = ["timeline"]
 
@@ -46,6 +46,12 @@ def timeline(trace: Path, html: Path | None, png: Path | None, as_json: bool) ->
         raise click.UsageError('--png needs matplotlib: pip install "gradwire[plot]"')
     if png is not None and png.suffix != ".png":
         raise click.UsageError(f"--png is {str(png)!r}: give a file that ends with .png")
+    from rich.console import Console
+
+    from gradwire.recorder.trace.chart import draw
+    from gradwire.recorder.trace.page import page_of
+    from gradwire.recorder.trace.summary import read_trace, summarize
+
     try:
         data = read_trace(trace)
         summary = summarize(data)
@@ -93,6 +99,8 @@ def _ranks(summary: Summary) -> Table:
 
 
 def _buckets(summary: Summary) -> Table:
+    from rich.markup import escape
+
     table = _table("bucket", "MB", "packing", "in flight", "waited for it", "parameters")
     for bucket in summary.buckets[:_SHOWN]:
         more = f", … ({len(bucket.parameters)})" if bucket.parameters[3:] else ""
@@ -103,6 +111,9 @@ def _buckets(summary: Summary) -> Table:
 
 
 def _table(first: str, *others: str) -> Table:
+    from rich import box
+    from rich.table import Table
+
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     table.add_column(first)
     for name in others:
