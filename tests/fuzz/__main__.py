@@ -10,7 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from fuzz import collectives_plan, collectives_run, collectives_shrink
+from fuzz import collectives_plan, collectives_run, collectives_shrink, local_sgd
 from fuzz.plan import make_plan
 from fuzz.run import run_many, run_one
 from fuzz.shrink import shown, shrink
@@ -31,7 +31,10 @@ def main() -> int:
     parser.add_argument("--no-torch", action="store_true", help="leave PyTorch's class out: faster")
     parser.add_argument("--collectives", type=int, help="programs of collectives, not models")
     parser.add_argument("--collectives-seed", type=int, help="as --seed, of these")
+    parser.add_argument("--local-sgd", type=int, help="runs of LocalSGD, not models")
     arguments = parser.parse_args()
+    if arguments.local_sgd is not None:
+        return max(many_local_sgd(arguments, backend) for backend in arguments.backends)
     if arguments.collectives_seed is not None:
         seed, whole = arguments.collectives_seed, arguments.whole
         return max(one_program(seed, b, whole=whole) for b in arguments.backends)
@@ -112,6 +115,19 @@ def many_programs(arguments: argparse.Namespace, backend: str) -> int:
         print(summary, flush=True)
         if failed >= arguments.stop_after:
             break
+    return int(failed > 0)
+
+
+def many_local_sgd(arguments: argparse.Namespace, backend: str) -> int:
+    """Many runs of LocalSGD; 1 if one fails."""
+    failed, last = 0, arguments.first + arguments.local_sgd
+    for first in range(arguments.first, last, STEP):
+        seeds = range(first, min(first + STEP, last))
+        problems = local_sgd.run_many(map(local_sgd.make_plan, seeds), backend)
+        for seed, found in problems.items():
+            print(f"FAILED local_sgd seed {seed} on {backend}: {found[0][-300:]}")
+        failed += len(problems)
+        print(f"{backend}: to seed {seeds[-1]}: {failed} failed", flush=True)
     return int(failed > 0)
 
 
