@@ -94,7 +94,7 @@ def make_plan(seed: int) -> Plan:
     for kind, of in (("skip", ranks), ("synchronize", 1), ("deepcopy", 1), ("pickle", 1)):
         events |= {(kind, s, w) for s in range(steps) for w in range(of) if r.random() < 0.12}
     hook = r.choice(EXACT * 2 + COMPRESSING)
-    if () in shapes and hook == "power_sgd":  # which takes no scalars
+    if {(), (0,)} & set(shapes) and hook == "power_sgd":  # which takes neither
         hook = "low_rank"
     events |= {("resume", s, 0) for s in range(steps) if r.random() < 0.2}
     return Plan(
