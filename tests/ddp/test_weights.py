@@ -398,3 +398,22 @@ def test_under_compat_the_wrapper_has_no_weight():
             return net.module.weight.grad.tolist()
 
     assert run_ranks(main, 2) == [[[1.75, 1.75]]] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("hook", [None, hooks.all_reduce])
+def test_weights_do_not_follow_the_default_dtype(hook, dtype):
+    def main():
+        net = DistributedDataParallel(nn.Linear(1, 1, bias=False, dtype=torch.float32))
+        net.register_comm_hook(None, hook)
+        rank = dist.get_rank()
+        x = torch.tensor([[1.0 + rank]], dtype=torch.float32)
+        torch.set_default_dtype(dtype)
+        try:
+            net.weight(40_001 if rank else 40_000)
+            net(x).mean().backward()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        return net.module.weight.grad.item()
+
+    assert run_ranks(main, 2) == pytest.approx([(40_000 + 80_002) / 80_001] * 2, rel=1e-6)

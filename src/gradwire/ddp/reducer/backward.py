@@ -20,6 +20,7 @@ from gradwire.ddp.faults.fault_domain import FaultDomain
 from gradwire.ddp.faults.waiting import InFlight
 from gradwire.ddp.reducer.launch import Launcher
 from gradwire.ddp.reducer.log import StepTimer
+from gradwire.ddp.reducer.tally import Tally
 from gradwire.ddp.reducer.usage import Usage
 from gradwire.ddp.reducer.weights import Weights
 from gradwire.errors import ReductionError
@@ -220,6 +221,10 @@ class Backward:
         """The backward's last message is about to be sent."""
         self.end = self.domain.position() + 1
         self.transition(Event.SEND_LAST)
+
+    def tally(self) -> Tally:
+        """Return the numbers that this rank adds to those of the others in this backward."""
+        return self.weights.tally()
 
     def commit(self, used: Sequence[int]) -> None:
         """Gradients hold what was reduced."""

@@ -6,7 +6,7 @@ What comes back is the same on all ranks, or comes back on none: the last messag
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from time import perf_counter_ns
 
 import torch
@@ -17,7 +17,8 @@ from gradwire.ddp.reducer.backward import Backward
 from gradwire.ddp.reducer.in_backward import step_and_clear
 from gradwire.ddp.reducer.launch import Launched
 from gradwire.ddp.reducer.launch_order import all_launched, launch_filled, launch_in_order
-from gradwire.ddp.reducer.weights import NO_WEIGHTS_BUCKET, WEIGHT_SUMS
+from gradwire.ddp.reducer.tally import Tally
+from gradwire.ddp.reducer.weights import NO_WEIGHTS_BUCKET
 from gradwire.errors import ArgumentError, NotSupportedError, ReductionError
 from gradwire.recorder import StepRecord, ring
 
@@ -160,7 +161,7 @@ def finalize_backward(backward: Backward) -> None:
     buckets, usage, parameters = backward.buckets, backward.usage, backward.parameters
     unused = buckets.unused()
     untouched = {i for i in unused if not parameters[i].requires_grad}
-    results, factor = _receive(backward, buckets.ready(), backward.weights.numbers())
+    results, factor = _receive(backward, buckets.ready(), backward.tally())
     if usage.allows_unused:
         untouched |= usage.unused
     for other in backward.others():
@@ -189,7 +190,7 @@ def shadow(backward: Backward) -> None:
             for number, bucket in enumerate(backward.buckets, 1):
                 bucket.zero()
                 launch_filled(backward, bucket, is_last=number == len(backward.buckets))
-            _receive(backward, (), WEIGHT_SUMS * [0.0])
+            _receive(backward, (), Tally())
     except BaseException:
         backward.interrupt()
         raise
@@ -197,7 +198,7 @@ def shadow(backward: Backward) -> None:
 
 
 def _receive(
-    backward: Backward, used: Iterable[int], numbers: Sequence[float]
+    backward: Backward, used: Iterable[int], own: Tally
 ) -> tuple[list[Tensor | None], float | None]:
     """Send what is left to be sent and wait for everything.
 
@@ -207,7 +208,7 @@ def _receive(
     Args:
         backward: Whose buckets are waited for.
         used: Parameters that got a gradient on this rank.
-        numbers: What this rank adds to the sums of weights.
+        own: Numbers that this rank adds to the vote.
 
     Returns:
         For each bucket, what was made of it, or None if that lies in the bucket; and the factor
@@ -232,7 +233,7 @@ def _receive(
         backward.timer.waits.append(perf_counter_ns() - since)
     if launcher.hook is not None:
         backward.sending_last()
-        return results, backward.weights.factor(launcher.vote(numbers), backward.ranks)
+        return results, backward.weights.factor(launcher.vote(own), backward.ranks)
     return results, _factor_from_bucket(backward)
 
 
@@ -247,8 +248,7 @@ def _factor_from_bucket(backward: Backward) -> float | None:
     # and those of them that differ from the others say so
     if not given and weights_bucket.flat.device.type != "cpu":
         return None
-    sums = weights_bucket.flat[-WEIGHT_SUMS:].tolist()
-    return backward.weights.factor(sums, backward.ranks)
+    return backward.weights.factor(Tally.read(weights_bucket.flat), backward.ranks)
 
 
 def _weighted(launched: Launched, reduced: Tensor | None, factor: float | None) -> Tensor | None:

@@ -27,6 +27,7 @@ from gradwire.ddp.faults.waiting import (
     work_in_flight,
 )
 from gradwire.ddp.group import broadcast_options, cpu_capable, message_device
+from gradwire.ddp.reducer.tally import Tally
 from gradwire.errors import BrokenGroupError, DistributedError, NotSupportedError, ReductionError
 from gradwire.hooks import GradBucket, StatefulHook, as_future, parse_hook_result
 from gradwire.hooks.sparse import SparseSum
@@ -218,19 +219,19 @@ class Launcher:
         self._domain.sent(all_reduce_entry(flags), work)
         return flags, work
 
-    def vote(self, numbers: Sequence[float]) -> list[float]:
-        """Sum over ranks a 1 from each on which nothing failed, and numbers: the numbers' sums.
+    def vote(self, own: Tally) -> Tally:
+        """Return the sums of the ranks' numbers once nothing has failed on any of them.
 
-        Raises if a rank fails before it has voted.
+        Raises:
+            DistributedError: A rank failed before it voted.
         """
         if cpu_capable(self._group):
             self._domain.raise_hidden("a communication hook's collective")
-        votes, work = self.start_sum(torch.tensor([1.0, *numbers]))
+        votes, work = self.start_sum(own.message(1.0))
         self.wait_small(work)
-        voted, *sums = votes.tolist()
-        if voted != self._group.size():
+        if (voted := votes[0].item()) != self._group.size():
             raise BrokenGroupError(f"{voted:g} of {self._group.size()} ranks have voted")
-        return sums
+        return Tally.read(votes)
 
     def wait_small(self, work: Work) -> None:
         """Wait for a message whose values this rank needs."""

@@ -91,7 +91,7 @@ def _launch_ready(backward: Backward, *, final: bool) -> None:
             with _range(bucket, "pack"):
                 backward.launcher.copy_in(bucket)
             if bucket.extra_numel:
-                backward.weights.write(bucket.flat)
+                backward.tally().write(bucket.flat)
             backward.timer.comm_start = backward.timer.comm_start or perf_counter_ns()
             before = 0 if record is None else backward.domain.position()
             if record is not None:

@@ -32,8 +32,9 @@ from gradwire.ddp.reducer.in_backward import detach_optimizer_hooks
 from gradwire.ddp.reducer.log import LoggingData
 from gradwire.ddp.reducer.rpc import rpc_context_error
 from gradwire.ddp.reducer.shadowed import check_over
+from gradwire.ddp.reducer.tally import Tally
 from gradwire.ddp.reducer.usage import Usage
-from gradwire.ddp.reducer.weights import NO_WEIGHTS_BUCKET, WEIGHT_SUMS
+from gradwire.ddp.reducer.weights import NO_WEIGHTS_BUCKET
 from gradwire.errors import ArgumentError, NotSupportedError, ReductionError
 from gradwire.hooks import CommHook, StatefulHook, bind_hook, hook_name
 from gradwire.hooks.stateful import run_in_group
@@ -121,7 +122,7 @@ class Reducer:
             delayed={i for i, name in enumerate(names) if name in delayed},
             layout=check_layout(bucket_layout, parameters),
             # with skip_unused, the bucket that has them may be skipped
-            extra_numel=0 if skip_unused else WEIGHT_SUMS,
+            extra_numel=0 if skip_unused else len(Tally._fields),
         )
         # the nodes that accumulate gradients: their hooks run after all hooks of the parameters
         nodes = [torch.autograd.graph.get_gradient_edge(p).node for _, p in parameters]

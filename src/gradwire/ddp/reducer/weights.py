@@ -20,6 +20,7 @@ from torch.nn import Parameter
 
 from gradwire.ddp.buckets.ownership import Ownership
 from gradwire.ddp.hook_handles import WeakHook, remove_hooks_with
+from gradwire.ddp.reducer.tally import Tally
 from gradwire.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -28,11 +29,8 @@ from gradwire.errors import (
     ReductionError,
 )
 
-__all__ = ["NO_WEIGHTS_BUCKET", "WEIGHT_SUMS", "Weights", "check_weight"]
+__all__ = ["NO_WEIGHTS_BUCKET", "Weights", "check_weight"]
 
-WEIGHT_SUMS = 3
-"""What ranks add up: their weights, how many gave one, and how many did not."""
-UNWEIGHTED = (0.0, 0.0, 1.0)
 NO_WEIGHTS_BUCKET = (
     "weight(n): the weights travel with a bucket of float32 or float64, and there is none, or with "
     "the vote that follows a communication hook: register_comm_hook(None, 'all_reduce')"
@@ -68,7 +66,6 @@ class Weights:
         # whether gradients were cleared is asked of the first one's memory and version: reading
         # the values of all would cost a pass
         self._sampled, self._sampled_version = 0, (0, 0)
-        self._unweighted: Tensor | None = None
 
     def give(self, weight: float) -> None:
         """The weight of the next backward."""
@@ -90,28 +87,19 @@ class Weights:
         self.total, self._counted = 0.0, False
         self._accumulated.clear()
 
-    def numbers(self) -> Sequence[float]:
-        """What this rank adds to the ranks' sums."""
+    def tally(self) -> Tally:
+        """Return what this rank adds to the ranks' sums."""
         if self.given is None:
-            return UNWEIGHTED
+            return Tally(unweighted=1.0)
         self._count()
-        return self.total, 1.0, 0.0
+        return Tally(weight=self.total, weighted=1.0)
 
-    def write(self, flat: Tensor) -> None:
-        """Put this rank's numbers at the end of a bucket."""
-        if self.given is not None:
-            flat[-WEIGHT_SUMS:] = torch.tensor(self.numbers(), dtype=flat.dtype)
-            return
-        if self._unweighted is None:  # kept, as it is written in each step
-            self._unweighted = torch.tensor(UNWEIGHTED, dtype=flat.dtype, device=flat.device)
-        flat[-WEIGHT_SUMS:] = self._unweighted
-
-    def factor(self, sums: Sequence[float], ranks: int) -> float | None:
+    def factor(self, sums: Tally, ranks: int) -> float | None:
         """What sums of gradients that were divided by `ranks` are multiplied by; None: nothing.
 
         Where all weights are 0, so are the gradients.
         """
-        total, weighted, unweighted = sums
+        total, weighted, unweighted = sums.weight, sums.weighted, sums.unweighted
         if weighted and unweighted:
             self.fail(
                 MismatchError(
