@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from gradwire.hooks import BlockQuantization, LowRank, ParameterMemory, Sign, TopK
 from gradwire.hooks.compression.chain import chain
-from gradwire.hooks.compression.orthogonal import orthonormal, renewed
+from gradwire.hooks.compression.orthogonal import orthonormal, random_basis, renewed
 from gradwire.hooks.compression.top_k import largest
 from gradwire.hooks.host_groups import teams
 from gradwire.testing import FakeBucket
@@ -284,3 +284,14 @@ def test_the_rank_that_chooses_most_is_foreseen(numel, ratio):
     most = [max(len(largest(torch.randn(numel), count)) for _ in range(world)) for _ in range(40)]
     assert pairs.nbytes == pytest.approx(8 * sum(most) / len(most), rel=0.03)
     assert (pairs.nbytes == 8 * count) == (numel == 10_000)  # all are looked at
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_random_bases_do_not_follow_the_default_dtype(dtype):
+    like = torch.zeros(5, 2, dtype=torch.float32)
+    wanted = random_basis(like, seed=3)
+    torch.set_default_dtype(dtype)
+    try:
+        assert torch.equal(random_basis(like, seed=3), wanted)
+    finally:
+        torch.set_default_dtype(torch.float32)

@@ -106,7 +106,7 @@ def views(buffer: Tensor, like: Sequence[Tensor], *, keep_strides: bool = False)
         first = offset * buffer.element_size() // base.element_size()
         strides = memory_strides(t) if keep_strides else None
         if strides is None:
-            strides = torch.empty(t.shape, device="meta").stride()
+            strides = torch.empty(t.shape, dtype=t.dtype, device="meta").stride()
         if step != 1:
             strides = tuple(stride * step for stride in strides)
         result.append(base.as_strided(t.shape, strides, base.storage_offset() + first * step))

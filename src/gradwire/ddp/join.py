@@ -53,7 +53,8 @@ def exchange_step_info(
 
 def agree_on_rank(group: ProcessGroup, *, candidate: bool) -> int:
     """The highest rank in the group that is a candidate; at least one is."""
-    rank = torch.tensor([group.rank() if candidate else -1], device=message_device(group))
+    own = group.rank() if candidate else -1
+    rank = torch.tensor([own], dtype=torch.int64, device=message_device(group))
     _all_reduce(rank, group, dist.ReduceOp.MAX)
     return int(rank)
 
@@ -157,7 +158,9 @@ class _Join(Join):
             if isinstance(net, UnevenInputs):
                 net.reducer.check_over()
         assert isinstance(self._process_group, ProcessGroup)
-        count = torch.zeros(1, device=self._device)  # as `notify_join_context` sends a 1
+        # `notify_join_context` sends a 1 in the default dtype; only a sum of 0 has a meaning
+        dtype = torch.get_default_dtype()
+        count = torch.zeros(1, dtype=dtype, device=self._device)
         _all_reduce(count, self._process_group)
         return int(count)
 

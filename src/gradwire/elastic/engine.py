@@ -290,7 +290,7 @@ class Engine:
 
 def barrier(engine: Engine) -> None:
     """Wait until all members of the epoch have come here."""
-    engine.wait(engine.process_group.allreduce([torch.zeros(1)], _MAX))
+    engine.wait(engine.process_group.allreduce([torch.zeros(1, dtype=torch.int32)], _MAX))
 
 
 _MAX = AllreduceOptions()

@@ -48,7 +48,7 @@ class _Column:
         self._spare: list[Tensor] = []
         # kept from step to step, as fresh pages cost as much as the copies into them
         self.received: Tensor | None = None
-        self.result = torch.empty(0)
+        self.result = torch.empty(0, dtype=torch.float32)
 
     def take(self) -> Tensor:
         """Flat memory; its values are undefined."""

@@ -73,7 +73,7 @@ def exchange(group: ProcessGroup, data: bytearray | None, wait: Wait) -> bytearr
     Raises:
         DistributedError: A member is lost, or the length makes no sense.
     """
-    length = torch.tensor([0 if data is None else len(data)])
+    length = torch.tensor([0 if data is None else len(data)], dtype=torch.int64)
     wait(_broadcast(group, length))
     size = int(length)
     if not 0 < size <= MAX_BYTES:

@@ -30,7 +30,7 @@ def all_reduce(algorithms: Algorithms, size: int, tensor: Tensor, op: int) -> No
     own = tensor.detach().coalesce()
     dims = own.sparse_dim()
     checksum = zlib.crc32(array("q", [NUMBERS[own.dtype], dims, *own.shape]))
-    count = torch.tensor([own._nnz()])
+    count = torch.tensor([own._nnz()], dtype=torch.int64)
     counts = torch.empty(size, dtype=torch.int64)
     call = Call("all_reduce_sparse", count.dtype, 1, op, checksum=checksum)
     algorithms.exchange(call, [count], counts.split(1), shared=True)

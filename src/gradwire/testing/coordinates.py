@@ -53,7 +53,9 @@ class Coordinate:
     @property
     def unit(self) -> Tensor:
         """Unit step in the direction of this coordinate."""
-        return torch.tensor(1j if self.part == IMAGINARY else 1.0)
+        if self.part == IMAGINARY:
+            return torch.tensor(1j, dtype=torch.complex128)
+        return torch.tensor(1.0, dtype=torch.float64)
 
 
 REAL, IMAGINARY = "real part", "imaginary part"

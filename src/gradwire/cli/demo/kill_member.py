@@ -66,7 +66,7 @@ def train(options: KillOptions, store: Store | None = None) -> str:
     )
     run.keep(model=model, optimizer=optimizer)
     for step in run.steps(options.steps, samples=TRAIN_IMAGES, batch=options.batch_size):
-        began, loss = time.monotonic(), torch.zeros(())
+        began, loss = time.monotonic(), torch.zeros((), dtype=torch.float32)
         with step:
             for shard in step.shards:
                 ids = step.sample_ids(shard)

@@ -60,7 +60,7 @@ def run_rank(options: DemoOptions, env: RankEnv, send: Send) -> None:
     group = join_group(env, options.backend, _TIMEOUT)
     device = env.device(options.backend)
     if env.rank == 0:
-        send(Backend(backend_of(group, torch.empty(0, device=device)).name))
+        send(Backend(backend_of(group, torch.empty(0, dtype=torch.float32, device=device)).name))
     _run(options, env, group, device, send)
     dist.destroy_process_group()
 

@@ -58,7 +58,7 @@ def time_steps(
         taken = {which: _seconds(steps[which], group, device) for which in order}
         rounds.append([taken[which] for which in range(len(steps))])
         on_round(number)
-    slowest = torch.tensor(rounds[_WARM_UP_ROUNDS:], device=device)
+    slowest = torch.tensor(rounds[_WARM_UP_ROUNDS:], dtype=torch.float64, device=device)
     if group is not None:
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
     return dict(zip(models, slowest.median(dim=0).values.tolist(), strict=True))

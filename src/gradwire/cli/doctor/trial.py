@@ -149,7 +149,8 @@ def _use(trial: Trial, rank: int, nproc: int, store: str, *, gradients: bool) ->
     if trial.backend == "nccl":
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
-    small, large = torch.ones(_SMALL, device=device), torch.zeros(_LARGE, device=device)
+    small = torch.ones(_SMALL, dtype=torch.float32, device=device)
+    large = torch.zeros(_LARGE, dtype=torch.float32, device=device)
     dist.all_reduce(small)
     if small[0].item() != nproc:
         raise RuntimeError(f"the sum of {nproc} ones was {small[0].item()}")

@@ -209,7 +209,9 @@ def agree_with_root(
         MismatchError: On every rank, if they disagree.
         NotSupportedError: A rank has no tensor, within torch.func's transforms.
     """
-    own, context, peers = agree(group, torch.empty(()) if x is None else x, call)
+    own, context, peers = agree(
+        group, torch.empty((), dtype=torch.float32) if x is None else x, call
+    )
     if peers[root].dtype is None:
         _raise_refusal(group, root, call.op, refusal)
     if any(peer.dtype is None for peer in peers):

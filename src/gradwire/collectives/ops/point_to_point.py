@@ -260,7 +260,9 @@ def send_recv(
 
 def _token(token: Tensor | None) -> Tensor:
     """The token, or a first one; that requires a gradient, so that the graph is recorded."""
-    return torch.zeros((), requires_grad=True) if token is None else token
+    if token is not None:
+        return token
+    return torch.zeros((), dtype=torch.float32, requires_grad=True)
 
 
 def _other(group: ProcessGroup, rank: int, name: str) -> int:

@@ -66,7 +66,7 @@ _attributes = attrgetter("__dict__")
 
 def _counts() -> tuple[int, int]:
     """References to a tensor that one list has, in Python and in C++, as `are_unused` sees them."""
-    tensors = [torch.empty(0).data]
+    tensors = [torch.empty(0, dtype=torch.float32).data]
     return sum(map(sys.getrefcount, tensors)), sum(map(_holders, tensors))
 
 

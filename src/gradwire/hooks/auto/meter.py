@@ -52,7 +52,7 @@ class Meter:
 
     def multiplying(self, times: int) -> Callable[[], None]:
         """Some computing: products of matrices that stay in a core's cache."""
-        a = torch.ones(WIDTH, WIDTH, device=self.device)
+        a = torch.ones(WIDTH, WIDTH, dtype=torch.float32, device=self.device)
 
         def multiply() -> None:
             for _ in range(times):
@@ -98,7 +98,7 @@ class Meter:
             start = perf_counter()
             call()
             if self.device.type != "cpu":
-                torch.ones(1, device=self.device).item()
+                torch.ones(1, dtype=torch.int32, device=self.device).item()
             taken.append(perf_counter() - start)
         return agree_on_largest(self.group, taken)
 

@@ -39,7 +39,7 @@ def sizes_of(name: Collective, world: int, largest: float = inf) -> list[int]:
 def starter(group: ProcessGroup, name: Collective, nbytes: int) -> Callable[[], Work | None]:
     """Starts a collective of tensors of which a rank gives so many bytes."""
     # ones: their memory has been touched
-    own = torch.ones(nbytes // 4, device=device_of(group))
+    own = torch.ones(nbytes // 4, dtype=torch.float32, device=device_of(group))
     others: dict[str, Any] = {"group": group, "async_op": True}
     if name == "all_reduce":
         return lambda: dist.all_reduce(own, **others)

@@ -114,5 +114,5 @@ def _pack(codes: Tensor) -> Tensor:
 
 def _pairs(device: torch.device, dtype: torch.dtype) -> Tensor:
     """The two integers in each byte."""
-    byte = torch.arange(256, device=device)
+    byte = torch.arange(256, dtype=torch.int64, device=device)
     return torch.stack(((byte & 15) - 8, (byte >> 4) - 8), 1).to(dtype)

@@ -36,7 +36,7 @@ def orthonormal(matrices: Tensor) -> Tensor:
 def random_basis(like: Tensor, seed: int) -> Tensor:
     """Normal random numbers, the same on every rank for the same seed."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(like.shape, generator=generator).to(like)
+    return torch.randn(like.shape, dtype=torch.float32, generator=generator).to(like)
 
 
 def renewed(matrix: Tensor, seed: int) -> Tensor:

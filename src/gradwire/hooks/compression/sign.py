@@ -72,5 +72,5 @@ def _pack(negative: Tensor) -> Tensor:
 
 def _signs(device: torch.device, dtype: torch.dtype) -> Tensor:
     """The eight signs in each byte."""
-    byte, place = torch.arange(256, device=device)[:, None], torch.arange(8, device=device)
-    return (1 - (byte >> place & 1) * 2).to(dtype)
+    byte, place = (torch.arange(n, dtype=torch.int64, device=device) for n in (256, 8))
+    return (1 - (byte[:, None] >> place & 1) * 2).to(dtype)

@@ -120,7 +120,7 @@ class TopK(Compressor):
             return reduction.keep(error, others=others)
 
         lengths: list[int] = []
-        counts = torch.tensor([len(indices)], device=error.device)
+        counts = torch.tensor([len(indices)], dtype=torch.int64, device=error.device)
         return chain(error.device, wire.all_gather(counts), exchange, finish)
 
     def messages(self, parameters: Sequence[Tensor], world: int) -> list[Message]:

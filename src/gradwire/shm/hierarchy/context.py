@@ -217,7 +217,7 @@ class Context:
         self.team.broadcast(rows.view(-1), 0)
         order = [rank for members in teams.ranks for rank in members]
         if order != sorted(order):
-            rows = rows[torch.tensor(order).argsort()]
+            rows = rows[torch.tensor(order, dtype=torch.int64).argsort()]
         return rows
 
 

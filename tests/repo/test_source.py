@@ -1,0 +1,31 @@
+"""Rules that the source follows and no linter checks."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import gradwire
+
+SOURCE = Path(gradwire.__file__).parent
+MAKERS = frozenset(
+    ("arange", "empty", "empty_strided", "eye", "full", "linspace", "ones", "rand", "randn")
+    + ("tensor", "zeros")
+)
+EXEMPT = frozenset({"ddp/buckets/ownership.py"})
+"""Counts references to tensors, whatever they hold."""
+
+
+def test_tensors_do_not_follow_the_default_dtype() -> None:
+    """A count or a message in the default dtype is rounded where that is float16 or bfloat16."""
+    without = []
+    for path in sorted(SOURCE.rglob("*.py")):
+        name = path.relative_to(SOURCE).as_posix()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+                continue
+            of_torch = isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
+            given = {keyword.arg for keyword in node.keywords}
+            if of_torch and node.func.attr in MAKERS and given.isdisjoint({"dtype", None}):
+                without.append(f"{name}:{node.lineno}: {ast.unparse(node)}")
+    assert [line for line in without if line.split(":")[0] not in EXEMPT] == []
