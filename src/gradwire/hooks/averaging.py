@@ -55,3 +55,4 @@ def _all_reduce_sparse(group: ProcessGroup, gradient: Tensor) -> torch.futures.F
 
 
 all_reduce.single_collective = all_reduce.takes_group = True  # type: ignore[attr-defined]
+all_reduce.linear = True  # type: ignore[attr-defined]

@@ -69,7 +69,9 @@ def compress(hook: CommHook, dtype: torch.dtype) -> CommHook:
 
         return as_future(hook(state, small), hook).then(decompress)
 
-    return compose(run, hook)
+    # what float16 cannot hold would be lost before the weights were applied
+    wide = torch.finfo(dtype).max >= torch.finfo(torch.bfloat16).max
+    return compose(run, hook, linear=wide)
 
 
 _fp16 = compress(all_reduce, torch.float16)
@@ -104,3 +106,4 @@ def bf16(group: ProcessGroup | None, bucket: GradBucket) -> torch._C.Future[Tens
 
 fp16.single_collective = bf16.single_collective = True  # type: ignore[attr-defined]
 fp16.takes_group = bf16.takes_group = True  # type: ignore[attr-defined]
+bf16.linear = True  # type: ignore[attr-defined]

@@ -25,7 +25,7 @@ def noop(state: Any, bucket: GradBucket) -> torch._C.Future[Tensor]:
     return as_future(bucket.buffer(), noop)
 
 
-noop.single_collective = True  # type: ignore[attr-defined]
+noop.single_collective = noop.linear = True  # type: ignore[attr-defined]
 
 
 PLAIN: dict[str, CommHook] = {h.__name__: h for h in (all_reduce, bf16, fp16, noop)}

@@ -42,6 +42,10 @@ class StatefulHook(ABC, Generic[S]):
         state: The same.
         single_collective: Whether each bucket has one collective, which is started at once: the
             next bucket then need not wait for it.
+        linear: Whether the hook keeps nothing and its result grows in proportion to the bucket, so
+            that weights may be applied to the result. Otherwise the ranks add up their weights
+            before the first bucket of each backward, in one small message, and the hook gets
+            gradients that are weighted already. What it keeps then has the same unit in each step.
         withdrawn: Whether the mean is to be computed without a hook from the next step on; from
             the same step on on all ranks.
 
@@ -69,6 +73,7 @@ class StatefulHook(ABC, Generic[S]):
     """
 
     single_collective: bool = False
+    linear: bool = False
     withdrawn: bool = False
 
     def __init__(self, state: S) -> None:
@@ -123,6 +128,7 @@ class _FunctionHook(StatefulHook[Any]):
         super().__init__(state)
         self.func = func  # by this name `hook_name` finds the function's
         self.single_collective = getattr(func, "single_collective", False)
+        self.linear = getattr(func, "linear", False) or _is_linear_of_torchs(func)
 
     def run_in(self, group: ProcessGroup) -> None:
         """Use a group where there is no state, and the function takes a group as its state."""
@@ -136,6 +142,12 @@ class _FunctionHook(StatefulHook[Any]):
         return returned
 
 
+def _is_linear_of_torchs(func: Callable[..., Any]) -> bool:
+    module = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
+    names = ("allreduce_hook", "bf16_compress_hook")
+    return getattr(func, "__module__", "") == module and getattr(func, "__name__", "") in names
+
+
 Run = Callable[[CommHook, Any, GradBucket], Any]
 
 
@@ -144,7 +156,7 @@ class DelegatingHook(StatefulHook[Any]):
 
     def __init__(self, hook: StatefulHook[Any]) -> None:
         self.hook = hook
-        self.single_collective = hook.single_collective
+        self.single_collective, self.linear = hook.single_collective, hook.linear
 
     def committed(self) -> None:
         """Tells the inner hook."""
@@ -167,9 +179,9 @@ class DelegatingHook(StatefulHook[Any]):
 class _ComposedHook(DelegatingHook):
     """A function that wraps a `StatefulHook`."""
 
-    def __init__(self, run: Run, hook: StatefulHook[Any]) -> None:
+    def __init__(self, run: Run, hook: StatefulHook[Any], *, linear: bool) -> None:
         super().__init__(hook)
-        self.run = run
+        self.run, self.linear = run, linear
 
     def run_hook(self, bucket: GradBucket) -> HookReturn:
         """Calls the function with the hook."""
@@ -177,24 +189,31 @@ class _ComposedHook(DelegatingHook):
         return returned
 
 
-def compose(run: Run, hook: CommHook) -> CommHook:
-    """A hook that runs `run(hook, state, bucket)`: with a state of its own where `hook` has one.
+def compose(run: Run, hook: CommHook, *, linear: bool = False) -> CommHook:
+    """Return a hook that runs `run(hook, state, bucket)`, with the inner hook's state.
 
     What `run` returns is read as a function's result: where the inner hook reads its results
     itself, `run` lets it, by `parse_hook_result(result, bucket, hook)`.
+
+    Args:
+        run: Function that runs the inner hook.
+        hook: Inner hook.
+        linear: Whether the result is linear, as `StatefulHook` has it, if the inner hook is.
 
     Raises:
         ArgumentTypeError: Not a hook.
     """
     check_hook(hook)
+    linear = linear and bind_hook(None, hook).linear
     if isinstance(hook, StatefulHook):
-        return _ComposedHook(run, hook)
+        return _ComposedHook(run, hook, linear=linear)
 
     def composed(state: Any, bucket: GradBucket) -> Any:
         return run(hook, state, bucket)
 
     composed.single_collective = getattr(hook, "single_collective", False)  # type: ignore[attr-defined]
     composed.takes_group = getattr(hook, "takes_group", False)  # type: ignore[attr-defined]
+    composed.linear = linear  # type: ignore[attr-defined]
     return composed
 
 

@@ -163,6 +163,10 @@ class Bucket(ABC):
     def copy_in(self) -> None:
         """Make `flat` hold all gradients, scaled; zeros for unused ones that are None."""
 
+    def multiply(self, factor: float) -> None:
+        """Multiply what travels."""
+        self.flat.mul_(factor)
+
     @abstractmethod
     def zero(self) -> None:
         """Make `flat` hold zeros, and leave all gradients alone."""

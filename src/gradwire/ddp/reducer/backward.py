@@ -321,6 +321,7 @@ class Backward:
         """Nothing has arrived, nothing is in flight."""
         self.had_undefined = self.takes_part = False
         self.launcher.launched.clear()
+        self.launcher.scale = None
         self.assigner.ownership.clear()
         self.give_turn_up()
         if self.arrivals is not None:

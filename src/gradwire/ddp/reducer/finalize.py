@@ -16,7 +16,12 @@ from gradwire.ddp.faults.backward_state import BackwardState, Event
 from gradwire.ddp.reducer.backward import Backward
 from gradwire.ddp.reducer.in_backward import step_and_clear
 from gradwire.ddp.reducer.launch import Launched
-from gradwire.ddp.reducer.launch_order import all_launched, launch_filled, launch_in_order
+from gradwire.ddp.reducer.launch_order import (
+    agree_on_scale,
+    all_launched,
+    launch_filled,
+    launch_in_order,
+)
 from gradwire.ddp.reducer.tally import Tally
 from gradwire.ddp.reducer.weights import NO_WEIGHTS_BUCKET
 from gradwire.errors import ArgumentError, NotSupportedError, ReductionError
@@ -187,6 +192,7 @@ def shadow(backward: Backward) -> None:
     try:
         with torch.no_grad(), backward.domain.lock:
             backward.domain.connect()
+            agree_on_scale(backward, Tally())
             for number, bucket in enumerate(backward.buckets, 1):
                 bucket.zero()
                 launch_filled(backward, bucket, is_last=number == len(backward.buckets))
@@ -211,21 +217,22 @@ def _receive(
         own: Numbers that this rank adds to the vote.
 
     Returns:
-        For each bucket, what was made of it, or None if that lies in the bucket; and the factor
-        that `Weights.factor` gives.
+        For each bucket, what was made of it, or None if that lies in the bucket; and what all that
+        is still to be multiplied by, or None.
     """
-    launcher, usage, sums = backward.launcher, backward.usage, None
+    launcher, usage, asked = backward.launcher, backward.usage, None
     if usage.allows_unused:
         if launcher.hook is None:
             backward.sending_last()
-        sums = launcher.start_sum(usage.flags(used))
+        asked = launcher.start_sum(usage.flags(used))
     if launcher.hook is None and backward.state is not BackwardState.COMMITTING:
         # the last bucket was sparse, or skipped: its messages have been sent
         backward.end = backward.domain.position()
         backward.transition(Event.SEND_LAST)
-    if sums is not None:
-        launcher.wait_small(sums[1])
-        usage.receive(sums[0])
+    if asked is not None:
+        flags, work = asked
+        launcher.wait_small(work)
+        usage.receive(flags)
     results = []
     for launched in backward.launcher.launched:
         since = perf_counter_ns()
@@ -233,7 +240,10 @@ def _receive(
         backward.timer.waits.append(perf_counter_ns() - since)
     if launcher.hook is not None:
         backward.sending_last()
-        return results, backward.weights.factor(launcher.vote(own), backward.ranks)
+        sums = launcher.vote(own)
+        if not launcher.hook.linear:  # it has had gradients that were weighted already
+            return results, None
+        return results, backward.weights.factor(sums, backward.ranks)
     return results, _factor_from_bucket(backward)
 
 

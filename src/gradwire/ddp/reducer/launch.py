@@ -64,8 +64,11 @@ class Launcher:
     Attributes:
         launched: The backward's buckets that are in flight, in the order of their launch.
         hook: The communication hook with its state; None: the mean.
-        correction: What a hook's results are multiplied by: where ranks have run out of input,
-            the hook has divided by more ranks than took part.
+        correction: Factor of a hook's buckets: where ranks have run out of input, the hook divides
+            by more ranks than take part.
+        scale: Factor of a hook's buckets in this backward, with the weights if they are applied
+            before the hook; None before the first bucket. Applied before, so that what a hook keeps
+            has the same unit in each step.
     """
 
     def __init__(self, group: ProcessGroup, domain: FaultDomain, owner: Participant) -> None:
@@ -76,6 +79,7 @@ class Launcher:
         self.launched: list[Launched] = []
         self.hook: StatefulHook[Any] | None = None
         self.correction = 1.0
+        self.scale: float | None = None
 
     @property
     def state(self) -> Any:
@@ -125,6 +129,8 @@ class Launcher:
 
     def _launch_hook(self, bucket: Bucket, *, is_last: bool) -> None:
         assert self.hook is not None
+        if self.scale is not None and self.scale != 1.0:
+            bucket.multiply(self.scale)
         grad_bucket = bucket.as_grad_bucket(len(self.launched), is_last=is_last)
         try:
             with LogMode(self._group, self._domain.log):
@@ -187,10 +193,9 @@ class Launcher:
         if late := wait_future(launched.future, self._poll, self._domain.seconds):
             self._domain.give_up(self._domain.translate(late, launched.bucket.what), late)
         try:
-            reduced = parse_hook_result(launched.future.wait(), launched.grad_bucket, self.hook)
+            return parse_hook_result(launched.future.wait(), launched.grad_bucket, self.hook)
         except Exception as error:
             self._domain.hook_failed(error, launched.bucket.what)
-        return reduced if self.correction == 1.0 else reduced * self.correction
 
     def broadcast_order(self, order: Sequence[int]) -> list[int]:
         """Rank 0's order. After an exception during the wait, the next call waits for the same."""
@@ -218,6 +223,12 @@ class Launcher:
             self._refused(error, "a small all_reduce or broadcast")
         self._domain.sent(all_reduce_entry(flags), work)
         return flags, work
+
+    def add_up(self, own: Tally) -> Tally:
+        """Return the sums of the ranks' numbers."""
+        sums, work = self.start_sum(own.message())
+        self.wait_small(work)
+        return Tally.read(sums)
 
     def vote(self, own: Tally) -> Tally:
         """Return the sums of the ranks' numbers once nothing has failed on any of them.

@@ -22,9 +22,16 @@ from gradwire.ddp.buckets.sparse import SparseBucket
 from gradwire.ddp.reducer.backward import Backward
 from gradwire.ddp.reducer.launch import Launched
 from gradwire.ddp.reducer.shadowed import check_first
+from gradwire.ddp.reducer.tally import Tally
 from gradwire.recorder import ring
 
-__all__ = ["all_launched", "has_only_last_left", "launch_filled", "launch_in_order"]
+__all__ = [
+    "agree_on_scale",
+    "all_launched",
+    "has_only_last_left",
+    "launch_filled",
+    "launch_in_order",
+]
 
 
 def launch_in_order(backward: Backward, *, final: bool) -> None:
@@ -62,11 +69,27 @@ def all_launched(backward: Backward) -> bool:
 
 def launch_filled(backward: Backward, bucket: Bucket, *, is_last: bool) -> None:
     """Launch a bucket whose buffer is filled; the backward is COMMITTING if this is its vote."""
+    if backward.launcher.scale is None:
+        agree_on_scale(backward)
     votes = backward.launcher.hook is None and not backward.usage.allows_unused
     # a sparse bucket is several messages: `finalize` counts when they are sent
     if is_last and votes and not isinstance(bucket, SparseBucket):
         backward.sending_last()
     backward.launcher.launch(bucket, is_last=is_last)
+
+
+def agree_on_scale(backward: Backward, own: Tally | None = None) -> None:
+    """Before the first bucket: set what a hook's buckets are multiplied by.
+
+    Args:
+        backward: Whose buckets they are.
+        own: Numbers that this rank adds to those of the others; None: those of its backward.
+    """
+    launcher, factor = backward.launcher, None
+    if launcher.hook is not None and not launcher.hook.linear:
+        sums = launcher.add_up(backward.tally() if own is None else own)
+        factor = backward.weights.factor(sums, backward.ranks)
+    launcher.scale = launcher.correction * (1.0 if factor is None else factor)
 
 
 def _launch_ready(backward: Backward, *, final: bool) -> None:

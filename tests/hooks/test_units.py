@@ -1,0 +1,155 @@
+"""What a hook keeps from step to step has the same unit in each, whatever steps weigh."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
+
+from gradwire import hooks
+from gradwire.ddp import DistributedDataParallel, MixedPrecision
+from gradwire.hooks.host_groups import _make
+from gradwire.testing import run_ranks
+
+pytestmark = pytest.mark.usefixtures("each_backend")
+
+
+class Delayed(hooks.StatefulHook):
+    """A user's hook: sends in each step what the step before has left."""
+
+    def __init__(self):
+        super().__init__(None)
+        self.kept = {}
+
+    def run_hook(self, bucket):
+        own = bucket.buffer() / dist.get_world_size()
+        self.kept[bucket.index()], last = own, self.kept.get(bucket.index(), torch.zeros_like(own))
+        return dist.all_reduce(last.clone(), async_op=True)
+
+
+def clip(bucket):
+    bucket.buffer().clamp_(-1, 1)
+
+
+def across_hosts():
+    groups = _make(dist.group.WORLD, [[0], [1]], None, None)
+    return None, hooks.across_hosts(hooks.TopK(0.25), groups)
+
+
+def power_sgd():
+    state = power.PowerSGDState(
+        None, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=1
+    )
+    return state, power.powerSGD_hook
+
+
+HOOKS = {
+    "top_k": lambda: (None, hooks.TopK(0.25)),
+    "momentum": lambda: (None, hooks.TopK(0.25, momentum=0.5, start=1)),
+    "int4": lambda: (None, hooks.BlockQuantization(4, block=8)),
+    "sign": lambda: (None, hooks.Sign(block=8, start=2)),
+    "low_rank": lambda: (None, hooks.LowRank(1, min_saving=1)),
+    "across_hosts": lambda: (
+        None,
+        hooks.across_hosts(hooks.TopK(0.25), _make(dist.group.WORLD, [[0], [1]], None, None)),
+    ),
+    "power": power_sgd,
+    "user": lambda: (None, Delayed()),
+    "clip": lambda: (None, hooks.wrap(hooks.all_reduce, before=clip)),
+    "fp16": lambda: (None, "fp16"),
+    "fp16_top_k": lambda: (None, hooks.compress(hooks.TopK(0.25), torch.float16)),
+}
+LINEAR = {
+    "bf16": lambda: (None, "bf16"),
+    "torch_allreduce": lambda: (None, default_hooks.allreduce_hook),
+    "noop": lambda: (None, "noop"),
+}
+WEIGHTS = [(1000, 10), (10, 70_000), (None, None), (0.5, 3), (0, 7), (1000, 1000), (1, 2)]
+"""Of the ranks, in each step."""
+
+
+def train(hook, *, weighted, **options):
+    """The reduced gradients of steps with weights, or with gradients that are weighted by hand."""
+    torch.manual_seed(0)
+    net = DistributedDataParallel(nn.Linear(8, 8, bias=False), **options)
+    net.register_comm_hook(*hook())
+    rank, found = dist.get_rank(), []
+    target = torch.randn(8, 8, generator=torch.Generator().manual_seed(rank))
+    for weights in WEIGHTS:
+        net.zero_grad()
+        loss = (net(torch.eye(8)) * target).sum()
+        if weights[0] is not None and weighted:
+            net.weight(weights[rank])
+        elif weights[0] is not None:
+            loss = loss * weights[rank] * 2 / sum(weights)
+        loss.backward()
+        found.append(net.module.weight.grad.clone())
+    return found
+
+
+@pytest.mark.parametrize("names", [HOOKS, LINEAR], ids=["kept", "linear"])
+def test_weights_do_not_scale_what_a_hook_has_kept(names):
+    def main():
+        wrong = []
+        for name, hook in names.items():
+            pairs = zip(train(hook, weighted=True), train(hook, weighted=False), strict=True)
+            eps = 1e-2 if name == "bf16" else 1e-4
+            if not all(torch.allclose(a, b, rtol=10 * eps, atol=eps) for a, b in pairs):
+                wrong.append(name)
+        assert wrong == []
+
+    run_ranks(main, 2)
+
+
+def test_weights_with_a_smaller_dtype_for_reduction():
+    """1000 × 100 is more than float16 holds."""
+
+    def main():
+        mixed = MixedPrecision(reduce_dtype=torch.float16)
+        pairs = zip(
+            train(HOOKS["top_k"], weighted=True, mixed_precision=mixed),
+            train(HOOKS["top_k"], weighted=False, mixed_precision=mixed),
+            strict=True,
+        )
+        return all(torch.allclose(a, b, rtol=1e-2, atol=1e-3) for a, b in pairs)
+
+    assert run_ranks(main, 2) == [True, True]
+
+
+def test_ranks_that_leave_do_not_scale_what_a_hook_has_kept():
+    """Rank 0 has one batch, of which half is kept back: it arrives as it is in the second step."""
+
+    def main():
+        net = DistributedDataParallel(nn.Linear(2, 1, bias=False))
+        net.register_comm_hook(None, hooks.TopK(0.5))
+        found = []
+        with net.join(divide_by_initial_world_size=False):
+            for _ in range(1 + dist.get_rank()):
+                net.zero_grad()
+                net(torch.tensor([[5.0, 4.0]])).sum().backward()
+                found.append(net.module.weight.grad.tolist()[0])
+        return found
+
+    # rank 1: 4 is kept and 4 × 2 / 1 comes, while rank 0 sends the 4 that it has kept
+    assert run_ranks(main, 2) == [[[5.0, 0.0]], [[5.0, 0.0], [0.0, 8.0]]]
+
+
+def test_what_auto_releases_is_not_scaled_by_the_weights_of_the_step():
+    def main():
+        hook = hooks.auto(["top_k", "int8"])
+        net = DistributedDataParallel(nn.Linear(4, 1, bias=False))
+        net.register_comm_hook(None, hook)
+        x, total = torch.tensor([[5.0, 1.0, 4.0, 2.0]]), torch.zeros(1, 4)
+        for name, weight in (("top_k", 1000), ("int8", 10)):
+            hook.state.choices = {tuple(net.reducer.buckets[0]): name}
+            hook.state.settling = name == "int8"
+            net.zero_grad()
+            net.weight(weight)
+            net(x).sum().backward()
+            total += net.module.weight.grad
+        return torch.allclose(total, 2 * x, atol=0.1)
+
+    assert run_ranks(main, 2) == [True, True]
