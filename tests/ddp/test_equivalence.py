@@ -122,6 +122,19 @@ def test_other_numbers_of_ranks(world_size):
     assert all(r == results[0] for r in results)
 
 
+def test_no_sync_that_is_not_enabled_has_no_effect():
+    def main():
+        net = DistributedDataParallel(nn.Linear(1, 1, bias=False))
+        x, found = torch.tensor([[1.0 + dist.get_rank()]]), []
+        for outer, inner in [(True, False), (False, True), (False, False)]:
+            with net.no_sync(enabled=outer), net.no_sync(enabled=inner):
+                net(x).sum().backward()
+            found.append(net.module.weight.grad.item())
+        return found
+
+    assert run_ranks(main, 2) == [[1.0, 2.0, 4.5], [2.0, 4.0, 4.5]]
+
+
 @pytest.mark.parametrize("view", [False, True])
 def test_no_sync_accumulates_and_the_next_backward_reduces_the_sum(view):
     def main():

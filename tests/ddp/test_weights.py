@@ -417,3 +417,52 @@ def test_weights_do_not_follow_the_default_dtype(hook, dtype):
         return net.module.weight.grad.item()
 
     assert run_ranks(main, 2) == pytest.approx([(40_000 + 80_002) / 80_001] * 2, rel=1e-6)
+
+
+class Now(nn.Module):
+    """Uses its parameter now and then."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 1, bias=False)
+
+    def forward(self, x, *, use):
+        return self.linear(x) if use else x.sum(1)
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("grad", [True, False])
+def test_samples_of_a_forward_that_uses_no_parameter_count(grad, after):
+    def main():
+        net = DistributedDataParallel(Now(), find_unused_parameters=True)
+        found = []
+        for _ in range(2):
+            net.zero_grad()
+            for use in (False, True):
+                with net.no_sync(enabled=not use):
+                    if not after:
+                        net.weight(3)
+                    out = net(rows(3).requires_grad_(grad), use=use)
+                    if after and (grad or use):
+                        net.weight(3)
+                    if out.requires_grad:
+                        out.mean().backward()
+            found += net.module.linear.weight.grad.tolist()
+        return found
+
+    half = [[0.5, 0.5]] * 2 if grad or not after else [[1.0, 1.0]] * 2
+    assert run_ranks(main, 2) == [half, half]
+
+
+def test_two_forwards_that_share_a_weight():
+    def main():
+        net = DistributedDataParallel(Now(), find_unused_parameters=True)
+        with net.no_sync():
+            net.weight(2)
+            out = net(rows(2), use=False) + net(rows(2), use=True)[:, 0]
+            out.mean().backward()
+        net.weight(2)
+        net(rows(2, 3.0), use=True).mean().backward()
+        return net.module.linear.weight.grad.tolist()
+
+    assert run_ranks(main, 2) == [[[2.0, 2.0]]] * 2

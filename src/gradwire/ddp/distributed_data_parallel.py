@@ -231,9 +231,9 @@ class DistributedDataParallel(UnevenInputs):
         """What ranks do together after a forward; the output that is returned."""
         if self._buffers_synced.after_forward and syncing and self._syncs_buffers():
             self._buffers_synced.sync(self._group)
+        if self.find_unused_parameters and torch.is_grad_enabled():
+            output = with_own_nodes(output, self._forward_began)
         if syncing:
-            if self.find_unused_parameters:
-                output = with_own_nodes(output, self._forward_began)
             self.reducer.expect(beginnings(output, self._forward_began))
         elif torch.is_grad_enabled():
             self.reducer.expect_local(beginnings(output, self._forward_began))
@@ -243,10 +243,14 @@ class DistributedDataParallel(UnevenInputs):
         return tensor.to(self.device, non_blocking=True)
 
     @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self, *, enabled: bool = True) -> Iterator[None]:
         """Accumulate gradients locally: backwards of forwards in this context send nothing.
 
         The first backward of a forward outside it reduces what has accumulated.
+
+        Args:
+            enabled: Whether the context has an effect, so that one loop serves both kinds of
+                backwards: `with net.no_sync(enabled=i + 1 < len(micro_batches)):`.
 
         Example:
             >>> from gradwire.testing import run_ranks
@@ -261,7 +265,8 @@ class DistributedDataParallel(UnevenInputs):
             >>> run_ranks(main, world_size=2)
             [(1.0, 3.0), (2.0, 3.0)]
         """
-        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
+        before = self.require_backward_grad_sync
+        self.require_backward_grad_sync = before and not enabled
         try:
             yield
         finally:
@@ -274,11 +279,12 @@ class DistributedDataParallel(UnevenInputs):
         g is the gradient of one rank's mean loss and n its weight: the gradient of the mean over
         all samples, however they are divided. Call it before each backward, also under
         `no_sync()`, on every rank or on none; `zero_grad()` after each reduction. Weights travel
-        with the gradients, in no message of their own. A rank of weight 0 takes no part, even if
+        with the gradients, in no message of their own. A communication hook gets gradients that
+        are weighted already, unless it is `linear` (see `gradwire.hooks.StatefulHook`). A rank of weight 0 takes no part, even if
         its gradients are NaN; where all are 0, the gradients are.
 
-        Until they are reduced, gradients are n g: so hooks see them, which are to return the mean
-        or the sum over ranks; in float16 keep n near 1, dividing by a number all ranks know.
+        Until they are reduced, gradients are n g: for parameters in float16 keep n near 1, dividing
+        by a number all ranks know.
 
         Args:
             weight: Finite and 0 or more. It counts once, for all gradients until the next forward.
@@ -288,7 +294,8 @@ class DistributedDataParallel(UnevenInputs):
             ArgumentError: Negative, infinite or NaN.
             NotSupportedError: There is no bucket of float32 or float64, or with
                 `skip_all_reduce_unused_params`: register a communication hook.
-            ReductionError: The backward before is to be finalized first.
+            ReductionError: The backward before is to be finalized first, or some of it was sent
+                with another weight.
 
         In backward, on every rank: MismatchError if only some ranks gave a weight; ReductionError
         if there is none, and weighted gradients of earlier ones; NotSupportedError with

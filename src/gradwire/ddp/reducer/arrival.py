@@ -51,13 +51,17 @@ def on_output(reference: weakref.ref[Backward], _: Tensor) -> None:
 
 
 def on_local_output(reference: weakref.ref[Backward], step: int, _: Tensor) -> None:
-    """The backward of a forward under `no_sync` begins, while that of another one is expected.
+    """Begin the backward of a forward under `no_sync`: its weight counts.
 
-    `step` is the last one that was prepared before that forward: programs may prepare its backward
+    While the backward of another forward is expected, gradients of this one are not that one's.
+    `step` is the last one that was prepared before the forward: programs may prepare its backward
     by hand.
     """
     backward = reference()
-    if backward is None or backward.state is not EXPECTED or backward.step != step:
+    if backward is None:
+        return
+    backward.weights.on_backward()
+    if backward.state is not EXPECTED or backward.step != step:
         return
     torch.autograd.Variable._execution_engine.queue_callback(_LocalBackward(backward))
 

@@ -237,6 +237,10 @@ class Reducer:
             raise NotSupportedError(NO_WEIGHTS_BUCKET)
         if backward.awaits_finalization:
             raise ReductionError("weight(n) before finalize_backward(): finalize first")
+        if backward.state is BackwardState.SHORT and backward.launcher.launched:
+            raise ReductionError(
+                "weight(n) between two backwards of one forward: give it before the first of them"
+            )
         backward.weights.give(weight)
 
     def begin_forward(self) -> None:
@@ -279,11 +283,17 @@ class Reducer:
     def expect_local(self, outputs: Iterable[Tensor]) -> None:
         """A forward has run under `no_sync`: its backward is not the one that is expected."""
         backward = self._backward
-        if backward.state is not BackwardState.EXPECTED:
+        weighted = backward.weights.in_use or backward.usage.find_unused
+        if backward.state is not BackwardState.EXPECTED and not weighted:
             return  # as a rule: gradients stay local
+        constant = True
         for tensor in outputs:
+            if tensor.requires_grad:
+                constant = False
             if tensor.requires_grad and tensor.grad_fn is not None:
                 tensor.register_hook(partial(on_local_output, weakref.ref(backward), backward.step))
+        if constant:
+            backward.weights.on_constant()
 
     @property
     def in_backward(self) -> bool:

@@ -61,7 +61,7 @@ class Weights:
         self._handles: list[Any] = []
         self.given: float | None = None
         self.total = 0.0
-        self._used = self._counted = False
+        self._used = self._counted = False  # by a backward; in the total
         self._accumulated: set[int] = set()
         # whether gradients were cleared is asked of the first one's memory and version: reading
         # the values of all would cost a pass
@@ -77,6 +77,11 @@ class Weights:
                 self._handles.append(node.register_hook(WeakHook(self._on_accumulated, i)))
             remove_hooks_with(self, self._handles)
 
+    @property
+    def in_use(self) -> bool:
+        """Whether a weight was ever given on this rank."""
+        return bool(self._handles)
+
     def on_forward(self) -> None:
         """A weight that a backward has used is not the next forward's."""
         if self._used:
@@ -86,6 +91,15 @@ class Weights:
         """Gradients have been reduced, or were given up."""
         self.total, self._counted = 0.0, False
         self._accumulated.clear()
+
+    def on_backward(self) -> None:
+        """A backward has begun at an output, of a forward that may have used no parameter."""
+        self._count()
+        self._used = self.given is not None
+
+    def on_constant(self) -> None:
+        """A forward can have no backward: its samples count, with gradients of zero."""
+        self._count()
 
     def tally(self) -> Tally:
         """Return what this rank adds to the ranks' sums."""
@@ -125,7 +139,7 @@ class Weights:
                     )
                 )
             return None
-        self._count()
+        self.on_backward()
         gradient = incoming[0]
         if gradient is None:
             return None
@@ -159,7 +173,7 @@ class Weights:
                 return
             self._forget_if_cleared()
             self.total += self.given
-            self._used = self._counted = True
+            self._counted = True
 
     def _forget_if_cleared(self) -> bool:
         """Forget what has accumulated where it was cleared since; whether nothing is left.
