@@ -466,3 +466,21 @@ def test_two_forwards_that_share_a_weight():
         return net.module.linear.weight.grad.tolist()
 
     assert run_ranks(main, 2) == [[[2.0, 2.0]]] * 2
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_forwards_that_are_computed_again_share_a_weight(reentrant):
+    """A checkpoint runs the module within the backward that has used its weight."""
+
+    def main():
+        net = DistributedDataParallel(nn.Linear(2, 2, bias=False))
+        x = rows(1).requires_grad_()
+        with net.no_sync():
+            net.weight(1 + dist.get_rank())
+            sum(checkpoint(net, x, use_reentrant=reentrant) for _ in range(2)).sum().backward()
+        net.weight(1)
+        net(x).sum().backward()
+        return net.module.weight.grad.tolist()
+
+    # (1 * 2 + 2 * 2 + 1 + 1) / (1 + 2 + 1 + 1)
+    assert run_ranks(main, 2) == [[[pytest.approx(1.6)] * 2] * 2] * 2

@@ -280,8 +280,8 @@ class DistributedDataParallel(UnevenInputs):
         all samples, however they are divided. Call it before each backward, also under
         `no_sync()`, on every rank or on none; `zero_grad()` after each reduction. Weights travel
         with the gradients, in no message of their own. A communication hook gets gradients that
-        are weighted already, unless it is `linear` (see `gradwire.hooks.StatefulHook`). A rank of weight 0 takes no part, even if
-        its gradients are NaN; where all are 0, the gradients are.
+        are weighted already, unless it is `linear` (see `gradwire.hooks.StatefulHook`). A rank of
+        weight 0 takes no part, even if its gradients are NaN; where all are 0, the gradients are.
 
         Until they are reduced, gradients are n g: for parameters in float16 keep n near 1, dividing
         by a number all ranks know.

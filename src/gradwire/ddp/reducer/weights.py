@@ -83,8 +83,11 @@ class Weights:
         return bool(self._handles)
 
     def on_forward(self) -> None:
-        """A weight that a backward has used is not the next forward's."""
-        if self._used:
+        """Forget a weight that a backward has used: it is not the next forward's.
+
+        A forward within a backward is a checkpoint's, and part of what was weighted.
+        """
+        if self._used and torch._C._current_graph_task_id() == -1:
             self.given = None
 
     def clear(self) -> None:
