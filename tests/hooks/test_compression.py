@@ -317,6 +317,38 @@ def test_momentum_is_corrected():
         assert all_of_it[3] == pytest.approx(0.5 * (1 + 1.9 + 2.71))
 
 
+def test_momentum_on_one_rank_and_before_the_start():
+    def main(start, steps):
+        hook = hooks.TopK(0.25, momentum=0.9, start=start)
+        results = [result_of(hook, FakeBucket(torch.ones(4), names=["p"])) for _ in range(steps)]
+        return torch.stack(results).sum(0)
+
+    alone, several = run_ranks(main, 1, args=(0, 12))[0], run_ranks(main, 2, args=(0, 12))[0]
+    torch.testing.assert_close(alone, several)
+    assert alone.min() > 17  # 12 without momentum
+    # SGD's momentum where nothing is kept back: 1 + 1.9 + 2.71, then that velocity goes on
+    for world_size in (1, 2):
+        first = run_ranks(main, world_size, args=(12, 3))[0]
+        assert first.tolist() == pytest.approx([1 + 1.9 + 2.71] * 4)
+        later = run_ranks(main, world_size, args=(3, 4))[0] - first
+        assert later.max().item() == pytest.approx(3.439)
+
+
+def test_momentum_across_hosts_where_there_is_one():
+    def main():
+        groups = _make(dist.group.WORLD, [[0, 1]], None, None)
+        hook = hooks.across_hosts(hooks.TopK(1.0, momentum=0.9, start=9), groups)
+        results = [result_of(hook, FakeBucket(torch.ones(2), names=["p"])) for _ in range(3)]
+        return torch.stack(results)[:, 0].tolist()
+
+    assert run_ranks(main, 2) == [pytest.approx([1, 1.9, 2.71])] * 2
+
+
+def test_momentum_is_not_for_auto():
+    with pytest.raises(ArgumentError, match="leave momentum to the optimizer"):
+        hooks.auto([hooks.TopK(momentum=0.5)])
+
+
 def test_ranks_with_other_numbers_of_threads_have_the_same_bits():
     def main():
         torch.set_num_threads(1 + dist.get_rank())

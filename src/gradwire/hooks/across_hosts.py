@@ -30,7 +30,7 @@ def across_hosts(hook: CommHook, groups: HostGroups, state: Any = None) -> Acros
     """Let a hook communicate between hosts, once for each host.
 
     Its buckets are means over a host's ranks; hosts with more ranks weigh more. Where there is one
-    host, the hook is not used at all.
+    host, the hook is not used, unless it has an effect without others, as momentum.
 
     Args:
         hook: A `StatefulHook` whose state has a `process_group`, as those that compress have, or a
@@ -96,10 +96,11 @@ class AcrossHosts(DelegatingHook):
         if buffer.layout != torch.strided:
             return all_reduce(groups.whole, bucket)
         real = as_real(bucket).buffer()
+        unused = groups.hosts == 1 and not getattr(self.hook, "changes_mean", False)
 
         def exchange(_: object) -> Any:
             """What one rank of each host does with the sums."""
-            if groups.hosts == 1:
+            if unused:
                 return buffer.div_(ranks)
             if between is None:
                 return buffer
@@ -108,7 +109,7 @@ class AcrossHosts(DelegatingHook):
             return as_future(self.hook.run_hook(bucket), self.hook)
 
         def spread(result: Any) -> Any:
-            if groups.hosts == 1:
+            if unused:
                 return buffer
             if between is not None:
                 reduced = parse_hook_result(result, bucket, self.hook)

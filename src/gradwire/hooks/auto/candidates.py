@@ -224,6 +224,11 @@ def candidate(allowed: str | Compressor) -> Candidate:
         ArgumentError: It is neither.
     """
     if isinstance(allowed, Compressor):
+        if allowed.changes_mean:
+            raise ArgumentError(
+                f"allowed has {allowed!r} with momentum, which steps without it would lack: leave "
+                "momentum to the optimizer"
+            )
         return _Compressing(type(allowed).__name__, allowed)
     if allowed == PLAIN:
         return _Plain(PLAIN, bind_hook(None, all_reduce))

@@ -129,6 +129,9 @@ class Compressor(StatefulHook[CompressorState]):
     grows_with_world = False
     """Whether what it computes on each rank grows with the number of ranks."""
 
+    changes_mean = False
+    """Whether it has an effect where nothing is compressed, on one rank and before `start`."""
+
     def __init__(self, group: ProcessGroup | None = None, *, start: int = 0) -> None:
         if group is not None:
             check_group(group)
@@ -147,18 +150,22 @@ class Compressor(StatefulHook[CompressorState]):
         state, step = self.state, self.state.step
         group = state.process_group or default_group("group")
         buffer = bucket.buffer()
-        if group.size() == 1:
+        if group.size() == 1 and not self.changes_mean:
             return buffer
-        dense = buffer.layout == torch.strided
-        if step < self.start or not (dense and len(buffer) and _is_float(buffer)):
-            if dense:
-                nbytes = buffer.nbytes
-                state.traffic.add(nbytes, 2 * nbytes * (group.size() - 1) / group.size())
-            return all_reduce(group, bucket)
+        if step < self.start or not is_compressible(buffer):
+            return self.average(group, bucket)
         real = as_real(bucket)
         reduction = Reduction(real, state, Wire(group, state.traffic))
         reduced = self.reduce(reduction, step)
         return chain(buffer.device, reduced, lambda _: buffer)
+
+    def average(self, group: ProcessGroup, bucket: GradBucket) -> HookReturn:
+        """Start the mean of a bucket without compression."""
+        buffer = bucket.buffer()
+        if buffer.layout == torch.strided:
+            sent = 2 * buffer.nbytes * (group.size() - 1) / group.size()
+            self.state.traffic.add(buffer.nbytes, sent)
+        return all_reduce(group, bucket)
 
     def committed(self) -> None:
         """Counts the step."""
@@ -185,8 +192,10 @@ class Compressor(StatefulHook[CompressorState]):
         return numel, 8 if double else 4
 
 
-def _is_float(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
+def is_compressible(buffer: Tensor) -> bool:
+    """Return True if a bucket has real or complex numbers in dense memory."""
+    dense = buffer.layout == torch.strided and len(buffer) > 0
+    return dense and (buffer.is_floating_point() or buffer.is_complex())
 
 
 def as_real(bucket: GradBucket) -> GradBucket:

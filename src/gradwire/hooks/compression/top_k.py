@@ -13,10 +13,18 @@ from torch.distributed import ProcessGroup
 
 from gradwire.cost_model import Message
 from gradwire.errors import ArgumentError, HookError
+from gradwire.hooks.bucket import GradBucket
 from gradwire.hooks.compression.chain import chain
-from gradwire.hooks.compression.compressor import Compressor, Reduction
+from gradwire.hooks.compression.compressor import (
+    Compressor,
+    Reduction,
+    as_real,
+    is_compressible,
+    is_finite,
+)
 from gradwire.hooks.compression.memory import ParameterMemory
 from gradwire.hooks.compression.wire import values_in
+from gradwire.hooks.protocol import HookReturn
 
 __all__ = ["TopK"]
 
@@ -40,6 +48,7 @@ class TopK(Compressor):
         ratio: The part of a bucket's elements that a rank sends; 0 < ratio <= 1.
         momentum: Of SGD, if more than 0: it is then applied here, before elements are chosen, so
             that those which wait have the momentum that they would have had (momentum correction).
+            It is applied on one rank and before `start`, too; not to sparse and integer gradients.
             Leave the optimizer's own at 0.
         group: The group; None: that of the module it is registered for.
         start: How many steps are averaged without compression, before the first with it.
@@ -84,6 +93,25 @@ class TopK(Compressor):
         self.ratio, self.momentum = ratio, momentum
         if momentum:
             self.state.memories["momentum"] = ParameterMemory()
+            self.changes_mean = True
+
+    def average(self, group: ProcessGroup, bucket: GradBucket) -> HookReturn:
+        """Start the mean without compression, with momentum."""
+        buffer = bucket.buffer()
+        if not (self.momentum and is_compressible(buffer)):
+            return super().average(group, bucket)
+        real = as_real(bucket)
+        dtype = torch.float64 if real.buffer().dtype == torch.float64 else torch.float32
+        kept = self.state.memories["momentum"].flat(real, dtype)
+        velocity = kept * self.momentum + real.buffer()
+        real.buffer().copy_(velocity)
+
+        def keep(_: Tensor) -> Tensor:
+            if is_finite(real.buffer()):
+                self.state.memories["momentum"].put(real, velocity)
+            return buffer
+
+        return chain(buffer.device, super().average(group, bucket), keep)
 
     def reduce(self, reduction: Reduction, step: int) -> torch._C.Future[Any]:
         """Choose, exchange counts, then indices and values."""
