@@ -473,3 +473,41 @@ def test_a_copy_trains_by_itself():
             torch.testing.assert_close(p.grad, q.grad)
 
     run_ranks(main, 2)
+
+
+@pytest.mark.parametrize(
+    "registered", ["before wrapping", "after wrapping", "after a step", "late"]
+)
+def test_an_optimizer_in_backward_takes_no_step_by_local_gradients(registered):
+    def main():
+        from torch.distributed.optim import _apply_optimizer_in_backward
+
+        def register():
+            _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 1.0})
+
+        module = nn.Linear(1, 1, bias=False)
+        nn.init.zeros_(module.weight)
+        x = torch.tensor([[1.0 + dist.get_rank()]])
+        if registered == "before wrapping":
+            register()
+        net = DistributedDataParallel(module)
+        if registered == "after wrapping":
+            register()
+        if registered == "after a step":
+            net(x).sum().backward()
+            net.zero_grad()
+            register()
+        found = []
+        for local in (True, False, True, True, False):
+            with net.no_sync(enabled=local):
+                out = net(x).sum()
+            if registered == "late" and not local and not found:
+                register()  # between a forward and its backward
+            out.backward()
+            if not local:
+                found.append(module.weight.item())
+            assert (module.weight.grad is None) != local
+        return found
+
+    # the mean gradient is 1.5, of two backwards, then of three
+    assert run_ranks(main, 2) == [[-3.0, -7.5]] * 2

@@ -19,6 +19,7 @@ from gradwire.ddp.buckets.bucket import Bucket
 from gradwire.ddp.faults.backward_state import BackwardState, Event
 from gradwire.ddp.reducer.backward import Backward
 from gradwire.ddp.reducer.finalize import on_end
+from gradwire.ddp.reducer.in_backward import has_new_hooks
 from gradwire.ddp.reducer.launch_order import has_only_last_left, launch_in_order
 from gradwire.ddp.reducer.rpc import rpc_context_error
 from gradwire.errors import NotSupportedError, ReductionError
@@ -157,6 +158,8 @@ def _begin(backward: Backward, index: int | None = None, incoming: Tensor | None
         if backward.running:
             return
         _check_may_begin(backward)
+        if has_new_hooks():  # registered since the forward
+            backward.detach_optimizers()
         if backward.state is BackwardState.REDUCED:
             backward.step += 1
             backward.transition(Event.BEGIN_AGAIN)

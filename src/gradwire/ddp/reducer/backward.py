@@ -18,6 +18,7 @@ from gradwire.ddp.buckets.bucket_set import BucketSet
 from gradwire.ddp.faults.backward_state import TRANSITIONS, BackwardState, Event, after
 from gradwire.ddp.faults.fault_domain import FaultDomain
 from gradwire.ddp.faults.waiting import InFlight
+from gradwire.ddp.reducer.in_backward import detach_optimizer_hooks
 from gradwire.ddp.reducer.launch import Launcher
 from gradwire.ddp.reducer.log import StepTimer
 from gradwire.ddp.reducer.tally import Tally
@@ -82,11 +83,15 @@ class Backward:
         self.shadowed = False
         self.unused_here: tuple[str, ...] = ()
         self.reword: Callable[[ReductionError], ReductionError | None] | None = None
-        self.optimized: Sequence[Parameter] = ()
         self.local, self.came_local = 0, list[int]()
         self.weights = Weights(assigner.parameters, usage.nodes, assigner.ownership)
+        self.detach_optimizers()
         self.set_group(assigner.group)
         self._make_buckets(assigner.first_order())
+
+    def detach_optimizers(self) -> None:
+        """Take over the steps of optimizers that would step in backward, by local gradients."""
+        self.optimized = detach_optimizer_hooks(self.parameters)
 
     def set_group(self, group: ProcessGroup) -> None:
         """Communicate over a group from now on, without a hook."""

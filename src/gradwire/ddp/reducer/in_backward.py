@@ -1,7 +1,7 @@
 """Optimizers that step during backward, each parameter's as soon as its gradient is reduced.
 
-`torch.distributed.optim._apply_optimizer_in_backward` has them step when the local gradient is
-ready, which is too early here: its hooks are taken away, and the reducer steps instead.
+`torch.distributed.optim._apply_optimizer_in_backward` registers hooks that step when the local
+gradient is ready, which is too early here: they are removed, and the reducer steps instead.
 """
 
 from __future__ import annotations
@@ -14,19 +14,28 @@ from torch.nn import Parameter
 
 from gradwire.ddp.hook_handles import remove_hooks
 
-__all__ = ["detach_optimizer_hooks", "step_and_clear"]
+__all__ = ["detach_optimizer_hooks", "has_new_hooks", "step_and_clear"]
 
 MODULE = "torch.distributed.optim.apply_optimizer_in_backward"
 
 
+def has_new_hooks() -> bool:
+    """Return True if hooks of optimizers in backward may have been registered and not removed."""
+    module = sys.modules.get(MODULE)
+    return module is not None and len(module.param_to_optim_hook_handle_map) > 0
+
+
 def detach_optimizer_hooks(parameters: Iterable[Parameter]) -> list[Parameter]:
-    """Remove the hooks by which optimizers in backward step; the parameters that have such."""
+    """Remove the hooks by which optimizers step in backward; return the parameters that have such.
+
+    Handles are forgotten, too: what `has_new_hooks` sees later has been registered since.
+    """
     if MODULE not in sys.modules:
         return []
     found = [p for p in parameters if hasattr(p, "_in_backward_optimizers")]
     handles = sys.modules[MODULE].param_to_optim_hook_handle_map
     for parameter in found:
-        remove_hooks(handles.get(parameter, ()))
+        remove_hooks(handles.pop(parameter, ()))
     return found
 
 

@@ -28,7 +28,7 @@ from gradwire.ddp.outputs import mark_output
 from gradwire.ddp.reducer.arrival import on_gradient, on_local_output, on_nested_output, on_output
 from gradwire.ddp.reducer.backward import Backward
 from gradwire.ddp.reducer.finalize import finalize_manually, shadow
-from gradwire.ddp.reducer.in_backward import detach_optimizer_hooks
+from gradwire.ddp.reducer.in_backward import has_new_hooks
 from gradwire.ddp.reducer.log import LoggingData
 from gradwire.ddp.reducer.rpc import rpc_context_error
 from gradwire.ddp.reducer.shadowed import check_over
@@ -222,8 +222,8 @@ class Reducer:
             raise error
         backward = self._backward
         backward.recover()
-        if not backward.step:  # they may be registered after the module was wrapped
-            backward.optimized = detach_optimizer_hooks(p for _, p in self._named)
+        if not backward.step:  # without hooks, they may be given after the module was wrapped
+            backward.detach_optimizers()
         if (hook := backward.launcher.hook) is not None and hook.withdrawn:
             self.register_comm_hook(None, None)
         backward.rebuild_once()
@@ -245,6 +245,8 @@ class Reducer:
 
     def begin_forward(self) -> None:
         """A forward begins, of a backward that is reduced or not: it has a weight of its own."""
+        if has_new_hooks():
+            self._backward.detach_optimizers()
         self._backward.weights.on_forward()
 
     def recover(self) -> None:
