@@ -1,29 +1,203 @@
-"""Which buffers are synchronized: those that the module has now, wherever they came from."""
+"""Buffers: which ones are synchronized, when, and what graphs have saved of them."""
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from gradwire.ddp import DistributedDataParallel
 from gradwire.ddp.buffers import Buffers
+from gradwire.errors import ArgumentError
+from gradwire.testing import run_ranks
+
+pytestmark = pytest.mark.usefixtures("each_backend")
 
 
-def test_buffers_are_those_that_the_module_has_now() -> None:
+class Scaled(nn.Module):
+    """A linear layer whose result is multiplied by a buffer, which forward changes."""
+
+    def __init__(self, *, view=False, shared=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.view = nn.Linear(2, 2), view
+        base = torch.ones(4)
+        self.register_buffer("scale", base[:2] if shared else torch.ones(2))
+        if shared:
+            self.register_buffer("other", base[2:])
+
+    def forward(self, x):
+        out = self.layer(x)
+        return out * (self.scale.view(1, 2) if self.view else self.scale)
+
+
+def average(buffers, group):
+    for buffer in buffers.values():
+        if buffer.is_floating_point():
+            dist.all_reduce(buffer.div_(group.size()), group=group)
+
+
+# -- which ones ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("each_backend", ["shm"], indirect=True)
+def test_buffers_are_those_that_the_module_has_now(each_backend):
     net = nn.Sequential(nn.BatchNorm1d(2), nn.Sequential(nn.BatchNorm1d(3)))
-    names = [name for name, _ in net.named_buffers()]
-    buffers = Buffers(net, names)
-    net[0].running_mean = torch.full((2,), 5.0)
-    net[1] = nn.Sequential(nn.BatchNorm1d(3))
-    named = buffers.named()
-    assert list(named) == names
-    for name, buffer in net.named_buffers():
-        assert named[name] is buffer
+    buffers = Buffers(net, {"1.0.running_var"})
+    assert copy.deepcopy(buffers).named().keys() == buffers.named().keys()
+    again = pickle.loads(pickle.dumps(buffers))
+    for found in (buffers, again):
+        module = found._module
+        module[0].running_mean = torch.full((2,), 5.0)
+        module[1] = nn.Sequential(nn.BatchNorm1d(3))
+        del module[0].running_var
+        module[0].num_batches_tracked = None
+        module[1][0].register_buffer("later", torch.zeros(1))
+        named = found.named()
+        expected = {n: b for n, b in module.named_buffers() if n != "1.0.running_var"}
+        assert named.keys() == expected.keys()
+        assert all(named[name] is buffer for name, buffer in expected.items())
+        module[0].num_batches_tracked = torch.tensor(3)
+        assert "0.num_batches_tracked" in found.named()
 
 
-def test_a_buffer_that_is_gone_is_named() -> None:
-    net = nn.Sequential(nn.BatchNorm1d(2))
-    buffers = Buffers(net, ["0.running_mean"])
-    net[0] = nn.Identity()
-    with pytest.raises(AttributeError, match="running_mean"):
-        buffers.named()
+def test_buffers_that_come_and_go_between_steps():
+    def main():
+        rank = dist.get_rank()
+        net = DistributedDataParallel(Scaled())
+        net(torch.ones(1, 2)).sum().backward()
+        net.module.register_buffer("late", torch.full((2,), float(rank)))
+        net.module.register_buffer("absent", None)
+        net(torch.ones(1, 2)).sum().backward()
+        late = net.module.late.tolist()
+        net.module.late = None
+        del net.module.absent
+        net(torch.ones(1, 2)).sum().backward()
+        net.module.late = torch.full((1,), 5.0 + rank)
+        net(torch.ones(1, 2)).sum().backward()
+        return late, net.module.late.item()
+
+    assert run_ranks(main, 2) == [([0.0, 0.0], 5.0)] * 2
+
+
+def test_expanded_sparse_and_inference_buffers():
+    """They take rank 0's values when the module is wrapped, and in each forward."""
+    values = {
+        "expanded": lambda r: torch.full((1, 3), 1.0 + r).expand(4, 3),
+        "sparse": lambda r: torch.eye(3)[: 3 - r].to_sparse().sparse_resize_((3, 3), 2, 0),
+        "compressed": lambda r: (torch.eye(3) + r * torch.ones(3, 3)).to_sparse_csr(),
+        "columns": lambda r: (torch.eye(4) * (1 + r)).to_sparse_bsc((2, 2)),
+        "large": lambda r: torch.full((1, 700_000), 1.0 + r).expand(2, 700_000),
+    }
+
+    def make(name, rank):
+        if name == "inference":
+            with torch.inference_mode():
+                return torch.full((3,), 1.0 + rank)
+        return values[name](rank)
+
+    def main(inference):
+        rank = dist.get_rank()
+        module = nn.Linear(1, 1)
+        names = [*values, "inference"]
+        for name in names:
+            module.register_buffer(name, make(name, rank))
+        net = DistributedDataParallel(module)
+        for again in (False, True):
+            if again:
+                for name in names:
+                    setattr(module, name, make(name, rank))
+                with torch.inference_mode(inference), torch.set_grad_enabled(not inference):
+                    net(torch.ones(1, 1))
+            for name in names:
+                buffer, want = getattr(module, name), make(name, 0)
+                assert buffer.shape == want.shape
+                assert buffer.layout == want.layout
+                assert torch.equal(buffer.to_dense(), want.to_dense()), name
+                assert buffer.is_inference() == want.is_inference(), name
+                if buffer.layout == torch.sparse_coo:
+                    assert buffer.is_coalesced() == want.is_coalesced()
+
+    for inference in (False, True):
+        run_ranks(main, 2, args=(inference,))
+
+
+def test_a_buffer_that_cannot_be_sent_is_named():
+    def main():
+        module = nn.Linear(2, 2)
+        module.register_buffer("packed", torch.ones(4, 4).to_mkldnn())
+        with pytest.raises(ArgumentError, match=r"packed has layout torch\._mkldnn"):
+            DistributedDataParallel(module)
+
+    run_ranks(main, 2)
+
+
+# -- two forwards of one backward ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize("view", [False, True])
+def test_a_graph_keeps_the_buffer_that_it_has_saved(view, hooked):
+    """Rank 0 changes its buffer between two forwards of one backward."""
+
+    def main():
+        net = DistributedDataParallel(Scaled(view=view))
+        if hooked:
+            net.register_buffer_hook(average)
+        buffer, x = net.module.scale, torch.ones(1, 2)
+        for _ in range(2):
+            net.zero_grad()
+            outputs = [net(x)]
+            if dist.get_rank() == 0:
+                net.module.scale = net.module.scale + 1
+            outputs += [net(x), net(x)]
+            sum(outputs).sum().backward()
+            if dist.get_rank():
+                assert net.module.scale is buffer  # whoever has it has the new values
+        return net.module.scale.tolist(), net.module.layer.bias.grad.tolist()
+
+    scale, total = (2.0, 1.5 + 2 * 2.0) if hooked else (3.0, 2.0 + 2 * 3.0)
+    assert run_ranks(main, 2) == [([scale, scale], [total, total])] * 2
+
+
+def test_a_saved_buffer_in_shared_memory_is_an_error():
+    """It can neither be replaced, as another buffer is in the same memory, nor be overwritten."""
+
+    def main():
+        net, x = DistributedDataParallel(Scaled(shared=True)), torch.ones(1, 2)
+        first = net(x)
+        if dist.get_rank() == 0:
+            net.module.scale = torch.full((2,), 4.0)
+        loss = (first + net(x)).sum()
+        with pytest.raises(RuntimeError, match=r"modified by an inplace operation|interrupted"):
+            loss.backward()
+        net(x).sum().backward()
+
+    run_ranks(main, 2)
+
+
+def test_two_forwards_through_a_batch_norm():
+    """Its running statistics are saved by the graph, and backward does not use them."""
+
+    def main():
+        rank = dist.get_rank()
+        torch.manual_seed(0)
+        net = DistributedDataParallel(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
+        twin = copy.deepcopy(net.module)
+        torch.manual_seed(rank)
+        statistics = net.module[1].running_mean
+        for _ in range(2):
+            net.zero_grad(), twin.zero_grad()
+            xs = torch.randn(2, 5, 3) + rank
+            sum((net(x) * x).sum() for x in xs).backward()
+            sum((twin(x) * x).sum() for x in xs).backward()
+            for p, q in zip(net.module.parameters(), twin.parameters(), strict=True):
+                dist.all_reduce(q.grad.div_(2))
+                torch.testing.assert_close(p.grad, q.grad, atol=1e-4, rtol=1e-4)
+        assert net.module[1].running_mean is statistics
+
+    run_ranks(main, 2)

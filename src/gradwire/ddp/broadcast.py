@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -20,16 +21,23 @@ from torch.distributed import ProcessGroup, Work
 from gradwire._groups import check_group, rank_in_group
 from gradwire.buckets import plan_buckets
 from gradwire.ddp.faults.other_messages import wait_for_message
-from gradwire.ddp.group import broadcast_options
+from gradwire.ddp.group import broadcast_options, message_device
 from gradwire.errors import ArgumentError, ArgumentTypeError
 from gradwire.shm.process_group import Operations
 from gradwire.shm.register import member_of
 
-__all__ = ["broadcast_coalesced"]
+__all__ = ["broadcast_coalesced", "broadcast_values", "check_not_expanded", "dense_parts"]
 
 IN_FLIGHT = 2
 IN_PLACE_BYTES = 1 << 20
 """From here on a message of its own costs less than copying into and out of a staging buffer."""
+SPARSE_LAYOUTS = (
+    torch.sparse_coo,
+    torch.sparse_csr,
+    torch.sparse_csc,
+    torch.sparse_bsr,
+    torch.sparse_bsc,
+)
 MESSAGE_BYTES = 32 << 20
 """Longer messages are cut, so that copying one piece overlaps with sending another."""
 
@@ -83,6 +91,112 @@ def broadcast_coalesced(
     check_group(group)
     root = rank_in_group(group, src, group_src, "src") or 0
     _check(tensors, buffer_size)
+    _broadcast(group, root, tensors, buffer_size)
+
+
+def broadcast_values(
+    group: ProcessGroup, named: Iterable[tuple[str, Tensor]], *, group_src: int = 0
+) -> None:
+    """Overwrite a module's tensors on all ranks of a group with the root's values.
+
+    As `broadcast_coalesced`, and for expanded tensors, of which each element in memory is sent
+    once, for sparse ones, which take the root's number of entries, and for those that were made in
+    inference mode.
+
+    Args:
+        group: The process group; every rank of it calls with tensors of the same shapes, dtypes
+            and layouts, in the same order.
+        named: Tensors by name; written in place.
+        group_src: The root's rank in the group.
+
+    Raises:
+        ArgumentError: A tensor's layout cannot be used; nothing was sent.
+        PeerLostError, CollectiveTimeoutError: Another rank is gone, or stayed away.
+    """
+    parts: list[Tensor | None] = []  # None: of the next sparse tensor
+    sparse: list[Tensor] = []
+    inference = False
+    for name, t in named:
+        inference |= t.is_inference()
+        if t.layout is torch.strided:
+            parts.append(t if t.is_contiguous() else _distinct(t))
+        elif t.layout in SPARSE_LAYOUTS:
+            sparse.append(t)
+            parts.append(None)
+        else:
+            raise ArgumentError(
+                f"{name} has layout {t.layout}, which cannot be broadcast: keep it out of the "
+                "module, or name it in the module's _ddp_params_and_buffers_to_ignore"
+            )
+    with torch.inference_mode() if inference else nullcontext():
+        if sparse:
+            _resize_as_root(group, group_src, sparse)
+        remaining = iter(sparse)
+        dense = [d for p in parts for d in (dense_parts(next(remaining)) if p is None else [p])]
+        _broadcast(group, group_src, dense)
+
+
+def _resize_as_root(group: ProcessGroup, root: int, sparse: Sequence[Tensor]) -> None:
+    """Give sparse tensors as many entries as they have on the root."""
+    with torch.no_grad():
+        own = [(t._nnz(), t.layout == torch.sparse_coo and t.is_coalesced()) for t in sparse]
+        counts = torch.tensor(own, dtype=torch.int64, device=message_device(group))
+        _broadcast(group, root, [counts])
+        for t, (before, _), (entries, coalesced) in zip(sparse, own, counts.tolist(), strict=True):
+            if t.layout == torch.sparse_coo:
+                if entries != before:
+                    indices, values = t._indices(), t._values()
+                    indices = indices.new_zeros(t.sparse_dim(), entries)
+                    values = values.new_zeros(entries, *values.shape[1:])
+                    t.copy_(torch.sparse_coo_tensor(indices, values, t.shape))
+                t._coalesced_(bool(coalesced))
+            elif entries != before:
+                _resize_compressed(t, entries)
+
+
+def _resize_compressed(tensor: Tensor, entries: int) -> None:
+    outer, inner, values = dense_parts(tensor)
+    batch = outer.dim() - 1
+    new = torch.sparse_compressed_tensor(
+        outer.new_zeros(outer.shape),
+        inner.new_zeros(*inner.shape[:batch], entries),
+        values.new_zeros(*values.shape[:batch], entries, *values.shape[batch + 1 :]),
+        tensor.shape,
+        layout=tensor.layout,
+        check_invariants=False,
+    )
+    tensor.resize_as_sparse_(new)
+
+
+def dense_parts(tensor: Tensor) -> list[Tensor]:
+    """Return dense tensors without repeated elements that hold a tensor's elements.
+
+    Example:
+        >>> [part.shape for part in dense_parts(torch.ones(3, 1).expand(3, 5))]
+        [torch.Size([3, 1])]
+        >>> [part.tolist() for part in dense_parts(torch.tensor([0.0, 7.0]).to_sparse())]
+        [[[1]], [7.0]]
+    """
+    if tensor.layout is torch.strided:
+        return [_distinct(tensor)]
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+
+
+def _distinct(tensor: Tensor) -> Tensor:
+    """Return a view of a tensor in which each element in memory is there once."""
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if size > 1 and stride == 0:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+def _broadcast(
+    group: ProcessGroup, root: int, tensors: Sequence[Tensor], buffer_size: int = 250 << 20
+) -> None:
     member = member_of(group)
     if member is not None and all(t.is_cpu for t in tensors):
         _send_as_stream(member, root, tensors)
@@ -159,7 +273,7 @@ class _Wire:
         for piece in flat.view(torch.uint8).split(MESSAGE_BYTES):
             message = self._send(piece)
         if not self._is_root:
-            if in_place:
+            if in_place and not tensor.is_inference():
                 torch.autograd.graph.increment_version(tensor)
             else:
                 message.arrived, message.targets = [flat.view(tensor.shape)], [tensor]

@@ -1,15 +1,18 @@
-"""How a module's buffers are synchronized: rank 0's everywhere, or merged by a function."""
+"""Synchronization of a module's buffers: rank 0's values everywhere, or merged by a function."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.nn.modules import module as torch_module
 
-from gradwire.ddp.broadcast import broadcast_coalesced
+from gradwire.ddp.broadcast import broadcast_values, dense_parts
+from gradwire.ddp.buckets.ownership import uses
+from gradwire.ddp.hook_handles import WeakHook, remove_hooks_with
 from gradwire.errors import ArgumentTypeError
 
 __all__ = ["BufferHook", "Buffers"]
@@ -19,41 +22,73 @@ BufferHook = Callable[[dict[str, Tensor], ProcessGroup], Any]
 
 
 class Buffers:
-    """A module's buffers.
+    """The buffers of a module, as they are at each moment.
 
     Args:
         module: The module.
-        names: The buffers that are synchronized.
+        ignored: Names of buffers that are not synchronized.
 
     Attributes:
-        hook: Merges the buffers; None: rank 0's are taken.
-        after_forward: Whether the hook runs after each training forward, and not before.
+        hook: Merges the buffers; None: all ranks take rank 0's values.
+        after_forward: If True, the hook runs after each training forward instead of before it.
     """
 
-    def __init__(self, module: nn.Module, names: Sequence[str]) -> None:
-        self._module = module
-        self._names = list(names)
-        self._paths = [name.split(".") for name in names]
+    def __init__(self, module: nn.Module, ignored: Collection[str] = ()) -> None:
+        self._module, self._ignored = module, ignored
         self.hook: BufferHook | None = None
         self.after_forward = False
+        self._find()
+        self._watch()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__.copy()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._watch()
 
     def __bool__(self) -> bool:
-        return bool(self._names)
+        if self._changed:
+            self._find()
+        return bool(self._paths)
+
+    def _watch(self) -> None:
+        # named_buffers() at each forward would take three times as long as looking names up
+        hook = WeakHook(self._on_registration)
+        handles = [
+            torch_module.register_module_buffer_registration_hook(hook),
+            torch_module.register_module_module_registration_hook(hook),
+        ]
+        remove_hooks_with(self, handles)
+
+    def _on_registration(self, owner: nn.Module, name: str, value: Any) -> None:
+        # a value that takes an existing buffer's place is found by its name
+        if value is not None and owner._buffers.get(name) is None:
+            self._changed = True
+
+    def _find(self) -> None:
+        """Look up the names of the buffers, and which of them share their memory."""
+        self._changed = False
+        named = {n: b for n, b in self._module.named_buffers() if n not in self._ignored}
+        self._paths = {name: name.split(".") for name in named}
+        self._aliased = {name for name, buffer in named.items() if _is_aliased(buffer)}
 
     def named(self) -> dict[str, Tensor]:
-        """The buffers as they are now: a module may put others in their place."""
+        """Return the buffers by name; those that were deleted or set to None are left out."""
+        if self._changed:
+            self._find()
         found = {}
-        for name, path in zip(self._names, self._paths, strict=True):
-            # get_buffer would look each step up in all kinds of attributes: ten times as long
+        for name, path in self._paths.items():
             owner: nn.Module | None = self._module
             for part in path[:-1]:
                 owner = None if owner is None else owner._modules.get(part)
             buffer = None if owner is None else owner._buffers.get(path[-1])
-            found[name] = self._module.get_buffer(name) if buffer is None else buffer
+            if buffer is not None:
+                found[name] = buffer
         return found
 
     def set_hook(self, hook: BufferHook, *, after_forward: bool) -> None:
-        """Let a function merge the buffers.
+        """Merge the buffers with a function from now on.
 
         Raises:
             ArgumentTypeError: It cannot be called.
@@ -63,16 +98,65 @@ class Buffers:
         self.hook, self.after_forward = hook, after_forward
 
     def sync(self, group: ProcessGroup, *, root: int = 0) -> None:
-        """Make the buffers equal on all ranks."""
+        """Make the buffers equal on all ranks.
+
+        A graph whose backward has not run yet keeps the values that it has saved.
+        """
         named = self.named()
-        buffers = tuple(named.values())
-        # a graph whose backward is yet to come may have saved them, and would raise for another
-        # version; the module's own forward writes to them, too
-        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(buffers):
+        with torch.inference_mode(False), torch.no_grad():
+            held: dict[str, Tensor] = {}
+            if self.hook is not None or group.rank() != root:  # a root is not written to
+                held = {n: b for n, b in named.items() if self._is_held(n, b)}
+            written = {**named, **{n: b.clone() for n, b in held.items()}} if held else named
             if self.hook is None:
-                broadcast_coalesced(group, buffers, group_src=root)
-                return
-            returned = self.hook(named, group)
-            for future in returned if isinstance(returned, list | tuple) else (returned,):
-                if isinstance(future, torch._C.Future):
-                    future.wait()
+                broadcast_values(group, written.items(), group_src=root)
+            else:
+                returned = self.hook(written, group)
+                for future in returned if isinstance(returned, list | tuple) else (returned,):
+                    if isinstance(future, torch._C.Future):
+                        future.wait()
+            for name, buffer in held.items():
+                _take_values(buffer, written[name])
+
+    def _is_held(self, name: str, buffer: Tensor) -> bool:
+        """Return True if a buffer cannot be written in place now.
+
+        A graph may have saved it, or a view of it; or it was made in inference mode.
+        """
+        return (_holders(buffer) > 1 and name not in self._aliased) or buffer.is_inference()
+
+
+def _take_values(buffer: Tensor, values: Tensor) -> None:
+    """Give a buffer new values, and leave the old ones to whatever else holds them."""
+    if _have_same_bits(buffer, values):
+        return
+    if buffer.is_inference():
+        with torch.inference_mode():
+            buffer.copy_(values)
+    else:
+        # the Python object, which modules and users know, gets the new memory; saved by a graph
+        # is the tensor in C++, which keeps the old memory
+        torch._C._swap_tensor_impl(buffer, values)
+
+
+def _have_same_bits(a: Tensor, b: Tensor) -> bool:
+    pairs = [(p, q) for p, q in zip(dense_parts(a), dense_parts(b), strict=True)]
+    if any(p.shape != q.shape for p, q in pairs):
+        return False
+    return all(torch.equal(_bytes(p), _bytes(q)) for p, q in pairs)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+
+
+def _is_aliased(buffer: Tensor) -> bool:
+    """Return True if other tensors share the buffer's memory: it is only written in place."""
+    shares = buffer.layout == torch.strided and uses(buffer) > 1
+    return shares or buffer._is_view() or _holders(buffer) > 1
+
+
+def _holders(tensor: Tensor) -> int:
+    """How many references there are to a tensor in C++, that of its Python object included."""
+    count: int = tensor._use_count()  # type: ignore[attr-defined]  # torch's stub lacks it
+    return count

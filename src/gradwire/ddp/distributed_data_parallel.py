@@ -156,9 +156,7 @@ class DistributedDataParallel(UnevenInputs):
         self.static_graph = static_graph
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.require_backward_grad_sync = self.require_forward_param_sync = True
-        self._buffers_synced = Buffers(
-            module, [n for n, _ in module.named_buffers() if n not in ignored]
-        )
+        self._buffers_synced = Buffers(module, ignored)
         self.broadcast_buffers, at_start = resolve_buffers(broadcast_buffers, forward_sync_buffers)
         if init_sync:
             self._take_values_of_rank_0(named, self._buffers_synced.named() if at_start else {})

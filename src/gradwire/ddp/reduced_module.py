@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 from gradwire._groups import check_group
 from gradwire.ddp.arguments import check_module, sparse_names
-from gradwire.ddp.broadcast import broadcast_coalesced
+from gradwire.ddp.broadcast import broadcast_values
 from gradwire.ddp.buckets.assignment import BUCKET_BYTES, BucketLayout, names_by_bucket
 from gradwire.ddp.buckets.hook_state import Layout, has_state, load_state, rekey, save_state
 from gradwire.ddp.faults.fault_domain import FaultDomain
@@ -279,7 +279,7 @@ class ReducedModule(nn.Module):
         FaultDomain.of(self._group).before_others()
         both = describe(named, "parameter") + describe(buffers.items(), "buffer")
         verify_same(self._group, self._reducer_options.agreed() + both)
-        broadcast_coalesced(self._group, [t for _, t in [*named, *buffers.items()]])
+        broadcast_values(self._group, [*named, *buffers.items()])
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
