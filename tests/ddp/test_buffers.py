@@ -12,7 +12,7 @@ from torch import nn
 
 from gradwire.ddp import DistributedDataParallel
 from gradwire.ddp.buffers import Buffers
-from gradwire.errors import ArgumentError
+from gradwire.errors import ArgumentError, MismatchError
 from gradwire.testing import run_ranks
 
 pytestmark = pytest.mark.usefixtures("each_backend")
@@ -199,5 +199,60 @@ def test_two_forwards_through_a_batch_norm():
                 dist.all_reduce(q.grad.div_(2))
                 torch.testing.assert_close(p.grad, q.grad, atol=1e-4, rtol=1e-4)
         assert net.module[1].running_mean is statistics
+
+    run_ranks(main, 2)
+
+
+# -- evaluation ----------------------------------------------------------------------------
+
+
+def step(net, rank):
+    net(torch.randn(4, 3) + rank).square().sum().backward()
+
+
+def evaluate(net):
+    net.eval()
+    with torch.no_grad():
+        out = net(torch.ones(2, 3))
+        assert torch.equal(net(torch.ones(2, 3)), out)
+    net.train()
+
+
+@pytest.mark.parametrize("alone", [0, 1])
+@pytest.mark.parametrize("in_eval", [True, False])
+def test_one_rank_evaluates_alone(alone, in_eval):
+    """What it sends then, the others receive in their next training forward."""
+
+    def main():
+        rank = dist.get_rank()
+        torch.manual_seed(rank)
+        module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+        net = DistributedDataParallel(module, sync_buffers_in_eval=in_eval)
+        twin = copy.deepcopy(net.module)
+        for number in range(4):
+            if rank == alone and number != 2:
+                evaluate(net)
+            if not in_eval:
+                dist.barrier()
+            step(net, rank)
+        if rank == 0:
+            torch.manual_seed(0)
+            nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+            for _ in range(4):
+                twin(torch.randn(4, 3))
+            torch.testing.assert_close(net.module[1].running_mean, twin[1].running_mean)
+        net.eval()
+        with torch.no_grad():
+            return net(torch.ones(2, 3)).tolist()
+
+    first, *others = run_ranks(main, 3)
+    assert all(other == first for other in others) == in_eval
+
+
+def test_ranks_that_synchronize_buffers_otherwise():
+    def main():
+        options = {"sync_buffers_in_eval": dist.get_rank() == 0}
+        with pytest.raises(MismatchError, match="sync_buffers_in_eval"):
+            DistributedDataParallel(nn.BatchNorm1d(3), **options)
 
     run_ranks(main, 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from gradwire import hooks
 from gradwire.ddp import DistributedDataParallel
-from gradwire.errors import DistributedError, PeerFailedError, ReductionError
+from gradwire.errors import DistributedError, MismatchError, PeerFailedError, ReductionError
 from gradwire.testing import run_ranks
 
 pytestmark = pytest.mark.usefixtures("each_backend")
@@ -275,3 +276,60 @@ def test_after_join_a_backward_may_be_repeated():
     assert first == second
     for value in first[0]:
         assert value == pytest.approx(2 * 1.5 / 20)  # two rows, the mean of 1 and 2 twentieths
+
+
+@pytest.mark.parametrize("after_forward", [True, False])
+def test_ranks_without_input_call_the_buffer_hook(after_forward):
+    """On shm the others got a MismatchError; on Gloo the process was aborted."""
+
+    def average(buffers, group):
+        for buffer in buffers.values():
+            dist.all_reduce(buffer.div_(group.size()), group=group)
+
+    class Counted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 2)
+            self.register_buffer("count", torch.zeros(1, dtype=torch.float64))
+
+        def forward(self, x):
+            self.count += len(x)
+            return self.layer(x)
+
+    def main():
+        rank = dist.get_rank()
+        net = DistributedDataParallel(Counted())
+        net.register_buffer_hook(average, after_forward=after_forward)
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        with net.join():
+            for number in range(2 + 2 * rank):
+                with net.no_sync():
+                    net(batch(rank, number)).sum().backward()
+                net(batch(rank, number)).sum().backward()
+                optimizer.step()
+        return net.module.count.item(), net.module.layer.weight.tolist()
+
+    results = run_ranks(main, 3)
+    assert results[0] == results[1] == results[2]
+
+
+@pytest.mark.parametrize("under", [torch.no_grad, None])
+def test_ranks_with_input_that_do_not_do_the_same(under):
+    """On Gloo, the process was aborted: messages of other sizes met."""
+
+    def main():
+        rank = dist.get_rank()
+        net = DistributedDataParallel(nn.Sequential(mlp(), nn.BatchNorm1d(2)))
+
+        def train():
+            with net.join():
+                for number in range(2 + rank):
+                    with (under or net.no_sync)() if rank == 1 and number == 1 else nullcontext():
+                        output = net(batch(rank, number))
+                    if output.requires_grad:
+                        output.sum().backward()
+
+        with pytest.raises(MismatchError, match="of the 3 ranks that still have input expect"):
+            train()
+
+    run_ranks(main, 3)

@@ -113,8 +113,9 @@ class DistributedDataParallel(ours.DistributedDataParallel):
         return list(self.named_module_buffers.values())
 
     def will_sync_module_buffers(self) -> bool:
-        """Whether the next training forward broadcasts buffers."""
-        return self._syncs_buffers()
+        """Return True if the next training forward synchronizes buffers."""
+        wanted = self.require_forward_param_sync and self.broadcast_buffers
+        return wanted and bool(self._buffers_synced)
 
     def _distributed_broadcast_coalesced(
         self, tensors: Sequence[Tensor], buffer_size: int, authoritative_rank: int = 0

@@ -82,6 +82,10 @@ class DistributedDataParallel(UnevenInputs):
         rebuild_buckets: Assign the buckets again after the first backward, in the order in which
             gradients became ready on rank 0. None is as PyTorch does: with `static_graph`, or
             without `find_unused_parameters`.
+        sync_buffers_in_eval: Synchronize buffers in the first forward after a training forward,
+            as PyTorch does, even if that runs without gradients: all ranks then evaluate with rank
+            0's statistics. If False, a forward without gradients sends nothing and uses this rank's
+            buffers, so that some ranks may evaluate while the others go on to whatever is next.
 
     Attributes:
         module: The wrapped module.
@@ -132,6 +136,7 @@ class DistributedDataParallel(UnevenInputs):
         *,
         bucket_layout: BucketLayout | None = None,
         rebuild_buckets: bool | None = None,
+        sync_buffers_in_eval: bool = True,
     ) -> None:
         group = resolve_group(process_group, device_mesh)
         ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
@@ -157,6 +162,7 @@ class DistributedDataParallel(UnevenInputs):
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.require_backward_grad_sync = self.require_forward_param_sync = True
         self._buffers_synced = Buffers(module, ignored)
+        self.sync_buffers_in_eval = sync_buffers_in_eval
         self.broadcast_buffers, at_start = resolve_buffers(broadcast_buffers, forward_sync_buffers)
         if init_sync:
             self._take_values_of_rank_0(named, self._buffers_synced.named() if at_start else {})
@@ -202,32 +208,34 @@ class DistributedDataParallel(UnevenInputs):
         if torch.is_grad_enabled():
             self.reducer.begin_forward()
         buffers, joining = self._buffers_synced, self._join_config.enable
-        sends_buffers = self._syncs_buffers() and not buffers.after_forward
+        sends_buffers = self._syncs_buffers(torch.is_grad_enabled())
         if not syncing and (joining or sends_buffers):
             FaultDomain.of(self._group).before_others()
+        if syncing:
+            self.reducer.recover()  # an error elsewhere is raised before the ranks communicate
+            self._parameter_check.check()
         if joining:
-            if syncing:
-                self.reducer.recover()  # an error elsewhere is raised before the ranks communicate
             self.reducer.check_over()
             step = self._exchange_step_info(syncing)
-        if syncing:
-            self._parameter_check.check()
-            if step is None:
-                self.reducer.prepare()
-            else:
-                ranks = None if self._divide_by_initial_world_size else step.ranks
-                shadowed = step.ranks < self._group.size()
-                self.reducer.prepare(ranks=ranks, uneven=True, shadowed=shadowed)
+        # before `prepare`, which may send as well: a rank may come here by a forward without
+        # gradients, and sends the buffers then, but nothing else
         if sends_buffers:
             root = 0 if step is None else agree_on_rank(self._group, candidate=True)
             buffers.sync(self._group, root=root)
-        self.require_forward_param_sync = syncing
+        if syncing and step is None:
+            self.reducer.prepare()
+        elif syncing and step is not None:
+            ranks = None if self._divide_by_initial_world_size else step.ranks
+            shadowed = step.ranks < self._group.size()
+            self.reducer.prepare(ranks=ranks, uneven=True, shadowed=shadowed)
+        if syncing or self.sync_buffers_in_eval or torch.is_grad_enabled():
+            self.require_forward_param_sync = syncing
         self._forward_began = torch.autograd._get_sequence_nr()
 
     @run_as_written
     def _after(self, output: Any, syncing: bool) -> Any:
         """What ranks do together after a forward; the output that is returned."""
-        if self._buffers_synced.after_forward and syncing and self._syncs_buffers():
+        if syncing and self._merges_buffers():
             self._buffers_synced.sync(self._group)
         if self.find_unused_parameters and torch.is_grad_enabled():
             output = with_own_nodes(output, self._forward_began)

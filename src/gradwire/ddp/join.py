@@ -16,39 +16,65 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
-from gradwire.ddp.broadcast import broadcast_coalesced
+from gradwire.ddp.broadcast import broadcast_values
 from gradwire.ddp.buffers import Buffers
 from gradwire.ddp.faults.other_messages import wait_for_message
 from gradwire.ddp.group import message_device
 from gradwire.ddp.reduced_module import ReducedModule
+from gradwire.errors import MismatchError
+
+ACTIONS = (
+    "expect a backward that is reduced",
+    "synchronize buffers",
+    "call a buffer hook after the forward",
+)
 
 __all__ = ["ShadowHook", "StepInfo", "UnevenInputs", "agree_on_rank", "exchange_step_info"]
 
 
 @dataclass(frozen=True)
 class StepInfo:
-    """What the ranks that still have input do in their next forward and backward.
+    """The next forward and backward of the ranks that still have input.
 
     Attributes:
-        ranks: How many they are.
-        reduce: Whether they reduce gradients.
-        sync_buffers: Whether they synchronize buffers.
+        ranks: Number of these ranks.
+        reduce: If True, they reduce gradients.
+        sync_buffers: If True, they synchronize buffers before the forward.
+        merge_buffers: If True, they synchronize buffers after the forward.
     """
 
     ranks: int
     reduce: bool
     sync_buffers: bool
+    merge_buffers: bool
 
 
 def exchange_step_info(
-    group: ProcessGroup, *, active: bool, reduce: bool = False, sync_buffers: bool = False
+    group: ProcessGroup,
+    *,
+    active: bool,
+    reduce: bool = False,
+    sync_buffers: bool = False,
+    merge_buffers: bool = False,
 ) -> StepInfo:
-    """Sum over ranks what each does next; a rank that has run out of input is not active."""
+    """Tell all ranks what those that still have input do next.
+
+    Raises:
+        MismatchError: They do not do the same: raised on every rank.
+    """
     device = message_device(group)
-    sums = torch.tensor([active, reduce, sync_buffers], dtype=torch.int64, device=device)
+    own = [active, reduce, sync_buffers, merge_buffers]
+    sums = torch.tensor(own, dtype=torch.int64, device=device)
     _all_reduce(sums, group)
-    ranks, reducing, syncing = sums.tolist()
-    return StepInfo(ranks, reducing > 0, syncing > 0)
+    ranks, *counts = sums.tolist()
+    for count, what in zip(counts, ACTIONS, strict=True):
+        if count not in (0, ranks):
+            raise MismatchError(
+                f"in join(), {count} of the {ranks} ranks that still have input {what} in their "
+                "next forward, and the others do not: call forward in the same order, and under "
+                "the same no_grad() and no_sync(), on all of these ranks"
+            )
+    return StepInfo(ranks, *(count > 0 for count in counts))
 
 
 def agree_on_rank(group: ProcessGroup, *, candidate: bool) -> int:
@@ -71,6 +97,7 @@ class UnevenInputs(ReducedModule, Joinable):
 
     broadcast_buffers: bool
     require_forward_param_sync: bool
+    sync_buffers_in_eval: bool
     _buffers_synced: Buffers
     _divide_by_initial_world_size = True
 
@@ -130,23 +157,44 @@ class UnevenInputs(ReducedModule, Joinable):
         """The group that `Join` meets in."""
         return self._group
 
-    def _syncs_buffers(self) -> bool:
-        """Whether the next forward synchronizes buffers."""
+    def _agreed_arguments(self) -> list[tuple[str, str]]:
+        given = {
+            "broadcast_buffers": self.broadcast_buffers,
+            "sync_buffers_in_eval": self.sync_buffers_in_eval,
+        }
+        own = [(name, f"an argument, {value!r}") for name, value in given.items()]
+        return [*super()._agreed_arguments(), *own]
+
+    def _syncs_buffers(self, training: bool = True) -> bool:
+        """Return True if the next forward synchronizes buffers before it runs.
+
+        Args:
+            training: If True, it runs with gradients enabled.
+        """
         wanted = self.broadcast_buffers and self.require_forward_param_sync
+        wanted = wanted and (training or self.sync_buffers_in_eval)
+        return wanted and not self._buffers_synced.after_forward and bool(self._buffers_synced)
+
+    def _merges_buffers(self) -> bool:
+        """Return True if a training forward synchronizes buffers after it has run."""
+        wanted = self.broadcast_buffers and self._buffers_synced.after_forward
         return wanted and bool(self._buffers_synced)
 
     def _exchange_step_info(self, syncing: bool) -> StepInfo:
         Join.notify_join_context(self)
-        sync_buffers = self._syncs_buffers() and not self._buffers_synced.after_forward
         return exchange_step_info(
-            self._group, active=True, reduce=syncing, sync_buffers=sync_buffers
+            self._group,
+            active=True,
+            reduce=syncing,
+            sync_buffers=self._syncs_buffers(torch.is_grad_enabled()),
+            merge_buffers=syncing and self._merges_buffers(),
         )
 
-    def _state_tensors(self) -> list[Tensor]:
-        """What is the same on all ranks: parameters, and buffers that are synchronized."""
+    def _named_state(self) -> list[tuple[str, Tensor]]:
+        """Return the parameters, and the buffers that are synchronized, by name."""
         named = self.module.named_parameters()
-        parameters = [p.detach() for n, p in named if n not in self.parameters_to_ignore]
-        buffers = self._buffers_synced.named().values() if self.broadcast_buffers else ()
+        parameters = [(n, p.detach()) for n, p in named if n not in self.parameters_to_ignore]
+        buffers = self._buffers_synced.named().items() if self.broadcast_buffers else ()
         return [*parameters, *buffers]
 
 
@@ -173,14 +221,18 @@ class ShadowHook(JoinHook):
 
     def main_hook(self) -> None:
         """Take part in one step of the ranks that have input left."""
-        # in the order of DistributedDataParallel._before: these messages meet those of the others
+        # in the order of DistributedDataParallel.forward: these messages meet those of the others
         net = self._net
         step = exchange_step_info(net._group, active=False)
         if step.reduce:
-            net.reducer.prepare()
+            net.reducer.recover()
         if step.sync_buffers:
             root = agree_on_rank(net._group, candidate=False)
             net._buffers_synced.sync(net._group, root=root)
+        if step.reduce:
+            net.reducer.prepare()
+        if step.merge_buffers:
+            net._buffers_synced.sync(net._group)
         if step.reduce:
             net.reducer.shadow()
 
@@ -188,4 +240,4 @@ class ShadowHook(JoinHook):
         """Take the parameters of a rank that took part in every step."""
         self._net.reducer.end_uneven()
         root = agree_on_rank(self._net._group, candidate=is_last_joiner)
-        broadcast_coalesced(self._net._group, self._net._state_tensors(), group_src=root)
+        broadcast_values(self._net._group, self._net._named_state(), group_src=root)

@@ -272,13 +272,17 @@ class ReducedModule(nn.Module):
         self._take_values_of_rank_0(named, {})
         self._make_reducer(self.reducer.layout)
 
+    def _agreed_arguments(self) -> list[tuple[str, str]]:
+        """Return the arguments that must be equal on all ranks, as `verify_same` takes them."""
+        return self._reducer_options.agreed()
+
     def _take_values_of_rank_0(
         self, named: Sequence[tuple[str, Tensor]], buffers: Mapping[str, Tensor]
     ) -> None:
         """Verify that the ranks' models are the same, and take rank 0's values."""
         FaultDomain.of(self._group).before_others()
         both = describe(named, "parameter") + describe(buffers.items(), "buffer")
-        verify_same(self._group, self._reducer_options.agreed() + both)
+        verify_same(self._group, self._agreed_arguments() + both)
         broadcast_values(self._group, [*named, *buffers.items()])
 
     def __getstate__(self) -> dict[str, Any]:
