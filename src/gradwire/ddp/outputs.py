@@ -108,10 +108,13 @@ def with_own_nodes(output: Any, since: int) -> Any:
     return map_tensors(lambda t: t.view_as(t) if is_other(t) else t, output)
 
 
-def mark_output(tensor: Tensor) -> None:
-    """The node that made it is where a module's backward begins."""
+def mark_output(tensor: Tensor, forward: object) -> None:
+    """Mark the node that made a tensor as where the backward of a forward begins.
+
+    The node holds the forward's object as long as it lives itself.
+    """
     assert tensor.grad_fn is not None
-    _metadata(tensor.grad_fn)[OUTPUT] = True
+    _metadata(tensor.grad_fn)[OUTPUT] = forward
 
 
 def _metadata(node: Any) -> dict[str, Any]:

@@ -29,6 +29,7 @@ __all__ = ["UNDECIDED_TEXT", "Resynchronizer"]
 TOKEN_BYTES = 16
 LIVENESS_SECONDS = 1.0
 """Interval of looking up whether ranks that this rank waits for still run."""
+EXCHANGE_SECONDS, EXCHANGE_POLL_SECONDS = 5.0, 2e-3
 UNDECIDED_TEXT = (
     "backward was interrupted by an exception after its last message: ranks that reduced gradients "
     "in that step have taken a step that this rank has not; give all ranks the same parameters"
@@ -141,6 +142,21 @@ class Resynchronizer:
                 failure = backend_failure(error, "the first message", timed_out=timed_out)
                 self.give_up(failure, error)
             self._channel = ErrorChannel(group, bytes(token.tolist()).hex())
+
+    def exchange(self, topic: str, value: Any) -> list[Any] | None:
+        """Return every rank's value, through the store; None if not all come in a few seconds.
+
+        For messages of errors that all ranks raise: collectives may be under way.
+        """
+        self.connect()
+        assert self._channel is not None
+        self._channel.publish(topic, value)
+        deadline = time.monotonic() + min(EXCHANGE_SECONDS, self.seconds)
+        while (values := self._channel.published(topic)) is None:
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(EXCHANGE_POLL_SECONDS)
+        return values
 
     def begin_round(self, error: str) -> bool:
         """Begin a round with this rank's error; False if one has begun already, without it.

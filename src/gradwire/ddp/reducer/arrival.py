@@ -33,11 +33,15 @@ RUNNING, RUNNING_AGAIN = BackwardState.RUNNING, BackwardState.RUNNING_AGAIN
 EXPECTED, SHORT = BackwardState.EXPECTED, BackwardState.SHORT
 
 
-def on_output(reference: weakref.ref[Backward], _: Tensor) -> None:
-    """A backward begins at an output: the first after its forward, or another one."""
+def on_output(reference: weakref.ref[Backward], _: Tensor, forward: int = 0) -> None:
+    """A backward begins at an output: the first after its forward, or another one.
+
+    `forward` is the number of that forward, if it has one.
+    """
     backward = reference()
     if backward is None:
         return
+    backward.forwards.reach(forward)
     state = backward.state
     if backward.running and not backward.has_turn:
         backward.take_turn()

@@ -11,20 +11,20 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn, cast
 
 from torch.distributed import ProcessGroup
-from torch.nn import Parameter
 
 from gradwire.ddp.buckets.assignment import BucketAssigner
 from gradwire.ddp.buckets.bucket_set import BucketSet
 from gradwire.ddp.faults.backward_state import TRANSITIONS, BackwardState, Event, after
 from gradwire.ddp.faults.fault_domain import FaultDomain
 from gradwire.ddp.faults.waiting import InFlight
+from gradwire.ddp.reducer.forwards import Forwards
 from gradwire.ddp.reducer.in_backward import detach_optimizer_hooks
 from gradwire.ddp.reducer.launch import Launcher
 from gradwire.ddp.reducer.log import StepTimer
 from gradwire.ddp.reducer.tally import Tally
 from gradwire.ddp.reducer.usage import Usage
 from gradwire.ddp.reducer.weights import Weights
-from gradwire.errors import ReductionError
+from gradwire.errors import MismatchError, ReductionError
 
 __all__ = ["Backward"]
 
@@ -67,6 +67,7 @@ class Backward:
         local: How many backwards run of forwards under `no_sync`, while another one is expected.
         came_local: Parameters that got a gradient in these.
         optimized: Parameters whose optimizers step during backward.
+        forwards: Forwards whose backward is reduced, and those of them that had none.
     """
 
     def __init__(self, assigner: BucketAssigner, usage: Usage) -> None:
@@ -83,6 +84,7 @@ class Backward:
         self.shadowed = False
         self.unused_here: tuple[str, ...] = ()
         self.reword: Callable[[ReductionError], ReductionError | None] | None = None
+        self.forwards = Forwards()
         self.local, self.came_local = 0, list[int]()
         self.weights = Weights(assigner.parameters, usage.nodes, assigner.ownership)
         self.detach_optimizers()
@@ -229,7 +231,26 @@ class Backward:
 
     def tally(self) -> Tally:
         """Return the numbers that this rank adds to those of the others in this backward."""
-        return self.weights.tally()
+        return self.weights.tally(self.forwards.count())
+
+    def check_in_step(self, sums: Tally) -> None:
+        """Raise on every rank if the ranks' gradients are those of different steps.
+
+        Raises:
+            MismatchError: Names each rank and how many of its forwards had no backward.
+        """
+        if sums.in_step:
+            return
+        counts = self.domain.exchange("skipped forwards", self.forwards.count())
+        held = "; ".join(f"rank {r}: {n}" for r, n in enumerate(counts or ()))
+        self.domain.fail(
+            MismatchError(
+                "gradients of different steps meet: ranks have called forward, and then not "
+                f"backward, different numbers of times: {held or 'not known'}. Call backward after "
+                "each forward on every rank, or leave a batch out on all ranks (skip_if_any); call "
+                "a forward that has no backward under torch.no_grad() or no_sync()"
+            )
+        )
 
     def commit(self, used: Sequence[int]) -> None:
         """Gradients hold what was reduced."""
@@ -239,6 +260,7 @@ class Backward:
         if self.usage.recording:
             self.usage.record(used)
         self.weights.clear()
+        self.forwards.commit()
         self.transition(Event.COMMIT)
         try:
             self.launcher.committed()
@@ -320,6 +342,7 @@ class Backward:
         self.reset()
         self.shadowed = False  # who waited has raised an error
         self.usage.forget()
+        self.forwards.clear()
         self.reassign_buckets(self.assigner.first_order())
 
     def _clear(self) -> None:

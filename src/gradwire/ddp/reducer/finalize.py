@@ -241,6 +241,7 @@ def _receive(
     if launcher.hook is not None:
         backward.sending_last()
         sums = launcher.vote(own)
+        backward.check_in_step(sums)
         if not launcher.hook.linear:  # it has had gradients that were weighted already
             return results, None
         return results, backward.weights.factor(sums, backward.ranks)
@@ -258,7 +259,9 @@ def _factor_from_bucket(backward: Backward) -> float | None:
     # and those of them that differ from the others say so
     if not given and weights_bucket.flat.device.type != "cpu":
         return None
-    return backward.weights.factor(Tally.read(weights_bucket.flat), backward.ranks)
+    sums = Tally.read(weights_bucket.flat)
+    backward.check_in_step(sums)
+    return backward.weights.factor(sums, backward.ranks)
 
 
 def _weighted(launched: Launched, reduced: Tensor | None, factor: float | None) -> Tensor | None:

@@ -277,10 +277,15 @@ class Reducer:
         Without this it begins at the first gradient of a parameter; and where that comes from a
         reentrant checkpoint, it is not known what is unused.
         """
-        for tensor in outputs:
-            if tensor.requires_grad and tensor.grad_fn is not None:
-                tensor.register_hook(partial(on_output, weakref.ref(self._backward)))
-                mark_output(tensor)
+        backward = self._backward
+        begun = [t for t in outputs if t.requires_grad and t.grad_fn is not None]
+        if not begun:
+            return
+        forward = backward.forwards.begin()
+        call = partial(on_output, weakref.ref(backward), forward=forward.number)
+        for tensor in begun:
+            tensor.register_hook(call)
+            mark_output(tensor, forward)
 
     def expect_local(self, outputs: Iterable[Tensor]) -> None:
         """A forward has run under `no_sync`: its backward is not the one that is expected."""

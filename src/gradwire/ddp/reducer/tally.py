@@ -23,11 +23,21 @@ class Tally(NamedTuple):
         weight: Weight of the gradients that have accumulated.
         weighted: 1 on a rank that gave a weight.
         unweighted: 1 on a rank that takes part and gave none.
+        skipped: Training forwards that no backward has reached, by `Forwards`.
+        skipped_squared: The square of that number.
     """
 
     weight: float = 0.0
     weighted: float = 0.0
     unweighted: float = 0.0
+    skipped: float = 0.0
+    skipped_squared: float = 0.0
+
+    @property
+    def in_step(self) -> bool:
+        """True if all ranks that take part have skipped the same number of forwards."""
+        ranks = self.weighted + self.unweighted
+        return ranks * self.skipped_squared == self.skipped**2
 
     def message(self, *before: float) -> Tensor:
         """Return the numbers as a message of their own, after some others."""

@@ -104,12 +104,12 @@ class Weights:
         """A forward can have no backward: its samples count, with gradients of zero."""
         self._count()
 
-    def tally(self) -> Tally:
-        """Return what this rank adds to the ranks' sums."""
+    def tally(self, skipped: int = 0) -> Tally:
+        """Return what this rank adds to the ranks' sums, with the number of skipped forwards."""
         if self.given is None:
-            return Tally(unweighted=1.0)
+            return Tally(0.0, 0.0, 1.0, skipped, skipped**2)
         self._count()
-        return Tally(weight=self.total, weighted=1.0)
+        return Tally(self.total, 1.0, 0.0, skipped, skipped**2)
 
     def factor(self, sums: Tally, ranks: int) -> float | None:
         """What sums of gradients that were divided by `ranks` are multiplied by; None: nothing.
