@@ -11,7 +11,7 @@ from torch import nn
 
 from gradwire import hooks
 from gradwire.ddp import DistributedDataParallel
-from gradwire.errors import MismatchError
+from gradwire.errors import ArgumentError, ArgumentTypeError, MismatchError
 from gradwire.testing import run_ranks
 
 pytestmark = pytest.mark.usefixtures("each_backend")
@@ -119,3 +119,136 @@ def test_all_ranks_leave_a_backward_out():
                 loss.backward()
 
     run_ranks(main, 2)
+
+
+# -- replicas that drift -------------------------------------------------------------------
+
+
+def steps(net, number, optimizer=None):
+    for step in range(number):
+        net.zero_grad()
+        net(batch(step)).square().mean().backward()
+        if optimizer is not None:
+            optimizer.step()
+
+
+def write(net, name):
+    with torch.no_grad():
+        dict(net.module.named_parameters())[name].view(-1)[-1] += 1e-3
+
+
+@pytest.mark.parametrize("name", ["0.weight", "2.bias"])
+def test_a_parameter_that_one_rank_has_written(name):
+    def main():
+        net = DistributedDataParallel(mlp(), check_replicas=3)
+        steps(net, 4)
+        if dist.get_rank() == 2:
+            write(net, name)
+        steps(net, 2)
+        drift = rf"first rank 0: {name}: digest (\w+); rank 1: {name}: digest \1; rank 2: {name}: "
+        with pytest.raises(MismatchError, match=f"replicas after step 6 differ, {drift}"):
+            steps(net, 1)
+        net.refit()
+        steps(net, 4)
+
+    run_ranks(main, 3)
+
+
+class Embedded(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.out = nn.Embedding(50, 4, max_norm=0.5), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.out(self.embedding((100 * x[:, :1]).long() % 50))
+
+
+def skips_a_step(net):
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    if dist.get_rank() == 0:
+        optimizer.step = lambda: None
+    steps(net, 120, optimizer)
+
+
+def normalizes(net):
+    steps(net, 120)
+
+
+@pytest.mark.parametrize(
+    ("make", "train", "first"),
+    [(mlp, skips_a_step, "0.weight"), (Embedded, normalizes, "embedding.weight")],
+)
+def test_replicas_are_compared_every_hundred_steps(make, train, first):
+    def main():
+        net = DistributedDataParallel(make())
+        with pytest.raises(MismatchError, match=f"replicas after step 100 differ, first .*{first}"):
+            train(net)
+        train(DistributedDataParallel(make(), check_replicas=0))
+
+    run_ranks(main, 2)
+
+
+def test_replicas_that_are_equal(tmp_path):
+    """All dtypes and layouts, NaN, an ignored parameter, and uneven inputs."""
+
+    class Kinds(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer = nn.Linear(4, 2)
+            values = [torch.full((3,), math.nan), torch.randn(700, 3).t(), torch.tensor(1.0)]
+            values += [torch.ones(5).to(torch.bfloat16), torch.ones(2, dtype=torch.complex64)]
+            values += [torch.arange(3), torch.ones(1).bool(), torch.zeros(0), torch.ones(9)[1:]]
+            values += [torch.eye(3).to_sparse()]
+            frozen = (nn.Parameter(v, requires_grad=False) for v in values)
+            self.frozen = nn.ParameterList(frozen)
+            self.own = nn.Parameter(torch.full((2,), float(dist.get_rank())))
+            self._ddp_params_and_buffers_to_ignore = ["own"]
+
+        def forward(self, x):
+            return self.layer(x) + self.own.detach()
+
+    def main():
+        net = DistributedDataParallel(Kinds(), check_replicas=1)
+        optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
+        steps(net, 3, optimizer)
+        with net.join():
+            steps(net, 1 + dist.get_rank(), optimizer)
+        steps(net, 2)
+        with torch.no_grad():
+            net.module.frozen[0][1] = 0.0 if dist.get_rank() else math.nan
+        with pytest.raises(MismatchError, match=r"frozen\.0: digest"):
+            steps(net, 1)
+
+    run_ranks(main, 2)
+
+
+def local_only(state, bucket):
+    future = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+@pytest.mark.parametrize("hook", [local_only, "noop", hooks.all_reduce])
+def test_hooks_that_let_replicas_differ(hook):
+    """Without a number they are not compared: a hook may average over some of the ranks."""
+
+    def main():
+        net = DistributedDataParallel(mlp())
+        pairs = [dist.new_group([0]), dist.new_group([1])]
+        state = pairs[dist.get_rank()] if hook is hooks.all_reduce else None
+        net.register_comm_hook(state, hook)
+        steps(net, 120, torch.optim.SGD(net.parameters(), 0.1))
+
+    run_ranks(main, 2)
+
+
+@pytest.mark.parametrize("each_backend", ["shm"], indirect=True)
+def test_intervals_that_cannot_be(each_backend):
+    def main():
+        for wrong, kind in ((-1, ArgumentError), (1.5, ArgumentTypeError), (True, TypeError)):
+            with pytest.raises(kind, match="check_replicas is"):
+                DistributedDataParallel(mlp(), check_replicas=wrong)
+
+    run_ranks(main, 1)

@@ -19,6 +19,7 @@ from gradwire.ddp.broadcast import check_not_expanded
 from gradwire.errors import ArgumentError, ArgumentTypeError, NotSupportedError
 
 __all__ = [
+    "check_interval",
     "check_module",
     "resolve_buffers",
     "resolve_caps",
@@ -63,6 +64,22 @@ def check_module(module: object, ignored: set[str]) -> list[tuple[str, Parameter
                 "are reduced in their parameter's dtype. Leave grad_dtype as it is"
             )
     return named
+
+
+def check_interval(every: object) -> int | None:
+    """Return `check_replicas`, if it is a number of steps or None.
+
+    Raises:
+        ArgumentTypeError: Not an int.
+        ArgumentError: Negative.
+    """
+    if every is None:
+        return None
+    if isinstance(every, bool) or not isinstance(every, int):
+        raise ArgumentTypeError(f"check_replicas is {every!r}: pass a number of steps, or None")
+    if every < 0:
+        raise ArgumentError(f"check_replicas is {every}: pass a number of steps, 0 for never")
+    return every
 
 
 def resolve_caps(cap_mb: float | None, cap_mb_list: Sequence[float] | None) -> list[int] | None:

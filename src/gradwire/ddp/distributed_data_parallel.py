@@ -15,6 +15,7 @@ from torch.nn import Parameter
 from gradwire._containers import map_tensors, tensors_in
 from gradwire._torch import TORCHS_DDP, compile_callees_only, run_as_written
 from gradwire.ddp.arguments import (
+    check_interval,
     check_module,
     resolve_buffers,
     resolve_caps,
@@ -29,8 +30,12 @@ from gradwire.ddp.join import StepInfo, UnevenInputs, agree_on_rank
 from gradwire.ddp.outputs import beginnings, with_own_nodes
 from gradwire.ddp.precision import resolve_precision
 from gradwire.ddp.reduced_module import ReducerOptions
+from gradwire.ddp.verify import verify_replicas
+from gradwire.hooks import Auto, Compressor, all_reduce, bf16, fp16
 
 __all__ = ["DistributedDataParallel"]
+
+REPLICAS_CHECKED_EVERY = 100
 
 
 class DistributedDataParallel(UnevenInputs):
@@ -86,6 +91,11 @@ class DistributedDataParallel(UnevenInputs):
             as PyTorch does, even if that runs without gradients: all ranks then evaluate with rank
             0's statistics. If False, a forward without gradients sends nothing and uses this rank's
             buffers, so that some ranks may evaluate while the others go on to whatever is next.
+        check_replicas: Verify each time after this many reduced backwards, in the forward that
+            follows, that parameters are equal on all ranks, bit by bit; 0: never. None is 100
+            without a communication hook or with one of `gradwire.hooks`, and never with another
+            one, which may let replicas differ. Buffers are not compared: ranks take rank 0's, or
+            are to have their own.
 
     Attributes:
         module: The wrapped module.
@@ -137,6 +147,7 @@ class DistributedDataParallel(UnevenInputs):
         bucket_layout: BucketLayout | None = None,
         rebuild_buckets: bool | None = None,
         sync_buffers_in_eval: bool = True,
+        check_replicas: int | None = None,
     ) -> None:
         group = resolve_group(process_group, device_mesh)
         ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
@@ -163,6 +174,7 @@ class DistributedDataParallel(UnevenInputs):
         self.require_backward_grad_sync = self.require_forward_param_sync = True
         self._buffers_synced = Buffers(module, ignored)
         self.sync_buffers_in_eval = sync_buffers_in_eval
+        self.check_replicas = check_interval(check_replicas)
         self.broadcast_buffers, at_start = resolve_buffers(broadcast_buffers, forward_sync_buffers)
         if init_sync:
             self._take_values_of_rank_0(named, self._buffers_synced.named() if at_start else {})
@@ -222,11 +234,13 @@ class DistributedDataParallel(UnevenInputs):
         if sends_buffers:
             root = 0 if step is None else agree_on_rank(self._group, candidate=True)
             buffers.sync(self._group, root=root)
+        shadowed = step is not None and step.ranks < self._group.size()
+        if syncing and not shadowed:  # ranks that have run out of input keep old parameters
+            self._verify_replicas()
         if syncing and step is None:
             self.reducer.prepare()
         elif syncing and step is not None:
             ranks = None if self._divide_by_initial_world_size else step.ranks
-            shadowed = step.ranks < self._group.size()
             self.reducer.prepare(ranks=ranks, uneven=True, shadowed=shadowed)
         if syncing or self.sync_buffers_in_eval or torch.is_grad_enabled():
             self.require_forward_param_sync = syncing
@@ -244,6 +258,25 @@ class DistributedDataParallel(UnevenInputs):
         elif torch.is_grad_enabled():
             self.reducer.expect_local(beginnings(output, self._forward_began))
         return output
+
+    def _verify_replicas(self) -> None:
+        """Verify that parameters are equal on all ranks, if it is time to."""
+        every = self.check_replicas
+        if every is None:
+            every = REPLICAS_CHECKED_EVERY if self._averages_over_all_ranks() else 0
+        if self.reducer.is_time_to_verify(every):
+            steps = self.reducer.logging_data().steps
+            skipped = self.reducer.skipped_forwards
+            verify_replicas(self._group, self._replicated, skipped, f"after step {steps}")
+
+    def _averages_over_all_ranks(self) -> bool:
+        """Return True if all ranks are known to receive the same gradients."""
+        if self._hook is None:
+            return True
+        state = self.reducer.hook_state
+        group = getattr(state, "process_group", state)
+        ours = self._hook in (all_reduce, bf16, fp16) or isinstance(self._hook, Auto | Compressor)
+        return ours and (group is self._group or not isinstance(group, ProcessGroup))
 
     def _to_device(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device, non_blocking=True)

@@ -98,6 +98,7 @@ class UnevenInputs(ReducedModule, Joinable):
     broadcast_buffers: bool
     require_forward_param_sync: bool
     sync_buffers_in_eval: bool
+    check_replicas: int | None
     _buffers_synced: Buffers
     _divide_by_initial_world_size = True
 
@@ -161,6 +162,7 @@ class UnevenInputs(ReducedModule, Joinable):
         given = {
             "broadcast_buffers": self.broadcast_buffers,
             "sync_buffers_in_eval": self.sync_buffers_in_eval,
+            "check_replicas": self.check_replicas,
         }
         own = [(name, f"an argument, {value!r}") for name, value in given.items()]
         return [*super()._agreed_arguments(), *own]

@@ -30,7 +30,7 @@ from gradwire.hooks.group_name import group_from, name_if_group
 
 __all__ = ["ReducedModule", "ReducerOptions"]
 
-NOT_PICKLED = ("reducer", "_parameter_check", "_precision")
+NOT_PICKLED = ("reducer", "_parameter_check", "_precision", "_replicated")
 """Made again for the copy's parameters."""
 SMALLEST_PIECE_BYTES = 1 << 20
 LAYOUT_REMEDY = "Let bucket_layout return the same lists of names, in the same order, on every rank"
@@ -110,6 +110,7 @@ class ReducedModule(nn.Module):
             buckets = enumerate(names_by_bucket(layout, reduced))
             own = [(f"bucket {i}", ", ".join(names)) for i, names in buckets]
             verify_same(self._group, own, "bucket layouts", LAYOUT_REMEDY)
+        self._replicated = named
         self._parameter_check = ParameterCheck(self.module, named, self.parameters_to_ignore)
         self.reducer = Reducer(
             reduced,

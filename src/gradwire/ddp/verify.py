@@ -1,28 +1,39 @@
-"""Whether all ranks hold the same model: one digest, one exchange; names only where they differ."""
+"""Verify that all ranks hold the same model, and later that replicas are still equal.
+
+Digests are exchanged; descriptions only where they differ.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.nn import Parameter
 
+from gradwire.ddp.broadcast import dense_parts
 from gradwire.ddp.faults.other_messages import wait_for_message
 from gradwire.ddp.group import backend_errors, message_device
 from gradwire.errors import MismatchError
 from gradwire.recorder import failed
 
-__all__ = ["describe", "verify_same"]
+__all__ = ["describe", "digests", "verify_replicas", "verify_same"]
 
 MODEL_REMEDY = (
     "Build the same module, in the same order and dtype, on every rank, and wrap it with the same "
     "arguments"
 )
+REPLICAS_REMEDY = (
+    "Change parameters by the optimizer alone, with the same gradients and on every rank, or "
+    "broadcast them; check_replicas=0 lets them differ"
+)
+COLUMNS = 64
+"""Of a tensor's bytes, as int64: their sums are its digest, for a pass over its memory."""
 Description = list[tuple[str, str]]
 """For each parameter and buffer, in order: its name, and all else that must agree."""
 
@@ -77,6 +88,67 @@ def verify_same(
     error = MismatchError(f"the ranks' {what} differ, {_first_difference(everyone)}. {remedy}")
     failed(error)
     raise error
+
+
+def verify_replicas(
+    group: ProcessGroup, named: Iterable[tuple[str, Parameter]], skipped: int, when: str
+) -> None:
+    """Raise on every rank if the ranks' parameters are not equal, bit by bit.
+
+    Args:
+        group: The ranks.
+        named: The parameters by name; those of other types than torch's own are left out.
+        skipped: How many forwards without a backward this rank has had.
+        when: The step, for the message.
+
+    Raises:
+        MismatchError: Names the first parameter that differs and each rank's digest of it.
+        PeerLostError, CollectiveTimeoutError: Another rank is gone, or stayed away.
+    """
+    chosen = [(n, p) for n, p in named if type(p) is Parameter and not p.is_meta]
+    values = digests([p for _, p in chosen])
+    own = [(n, f"digest {d}") for (n, _), d in zip(chosen, values, strict=True)]
+    own.append(("(forwards without a backward)", str(skipped)))
+    verify_same(group, own, f"replicas {when}", REPLICAS_REMEDY)
+
+
+def digests(tensors: Sequence[Tensor]) -> list[str]:
+    """Return a digest of each tensor's bits.
+
+    Example:
+        >>> a, b = torch.zeros(3), torch.tensor([0.0, -0.0, 0.0])
+        >>> first, second, third = digests([a, b, a.clone()])
+        >>> first == third, first == second
+        (True, False)
+    """
+    with torch.no_grad():
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for t in tensors:
+            by_device.setdefault(t.device, []).append(_column_sums(t))
+        # one copy from each device
+        rows = {device: iter(torch.stack(sums).cpu()) for device, sums in by_device.items()}
+        return [
+            hashlib.sha256(next(rows[t.device]).numpy().tobytes()).hexdigest()[:8] for t in tensors
+        ]
+
+
+def _column_sums(tensor: Tensor) -> Tensor:
+    """Return sums of a tensor's bytes, in rows of `COLUMNS` int64."""
+    total = torch.zeros(COLUMNS, dtype=torch.int64, device=tensor.device)
+    row = COLUMNS * total.itemsize
+    for part in dense_parts(tensor.detach()):
+        flat = part.resolve_conj().resolve_neg().contiguous().view(-1)
+        if flat.data_ptr() % total.itemsize:  # cannot be viewed as int64
+            flat = flat.clone()
+        as_bytes = flat.view(torch.uint8)
+        whole = as_bytes.numel() // row * row
+        if whole:
+            total += as_bytes[:whole].view(torch.int64).view(-1, COLUMNS).sum(0)
+        if whole < as_bytes.numel():
+            last = torch.zeros(row, dtype=torch.uint8, device=tensor.device)
+            last[: as_bytes.numel() - whole] = as_bytes[whole:]
+            total += last.view(torch.int64)
+    return total
 
 
 def _first_difference(everyone: list[Description]) -> str:

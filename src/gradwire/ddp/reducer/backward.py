@@ -68,6 +68,7 @@ class Backward:
         came_local: Parameters that got a gradient in these.
         optimized: Parameters whose optimizers step during backward.
         forwards: Forwards whose backward is reduced, and those of them that had none.
+        unverified: How many were reduced since replicas were compared: the same on all ranks.
     """
 
     def __init__(self, assigner: BucketAssigner, usage: Usage) -> None:
@@ -85,6 +86,7 @@ class Backward:
         self.unused_here: tuple[str, ...] = ()
         self.reword: Callable[[ReductionError], ReductionError | None] | None = None
         self.forwards = Forwards()
+        self.unverified = 0
         self.local, self.came_local = 0, list[int]()
         self.weights = Weights(assigner.parameters, usage.nodes, assigner.ownership)
         self.detach_optimizers()
@@ -261,6 +263,7 @@ class Backward:
             self.usage.record(used)
         self.weights.clear()
         self.forwards.commit()
+        self.unverified += 1
         self.transition(Event.COMMIT)
         try:
             self.launcher.committed()
@@ -343,6 +346,7 @@ class Backward:
         self.shadowed = False  # who waited has raised an error
         self.usage.forget()
         self.forwards.clear()
+        self.unverified = 0
         self.reassign_buckets(self.assigner.first_order())
 
     def _clear(self) -> None:

@@ -243,6 +243,19 @@ class Reducer:
             )
         backward.weights.give(weight)
 
+    def is_time_to_verify(self, every: int) -> bool:
+        """Return True once after this many reduced backwards: on all ranks after the same one."""
+        backward = self._backward
+        if not 0 < every <= backward.unverified:
+            return False
+        backward.unverified = 0
+        return True
+
+    @property
+    def skipped_forwards(self) -> int:
+        """How many forwards were skipped, by `Forwards`."""
+        return self._backward.forwards.skipped
+
     def begin_forward(self) -> None:
         """A forward begins, of a backward that is reduced or not: it has a weight of its own."""
         if has_new_hooks():
