@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
 
 import torch
@@ -22,7 +22,7 @@ from gradwire.ddp.group import backend_errors, message_device
 from gradwire.errors import MismatchError
 from gradwire.recorder import failed
 
-__all__ = ["describe", "digests", "verify_replicas", "verify_same"]
+__all__ = ["describe", "digest", "verify_replicas", "verify_same"]
 
 MODEL_REMEDY = (
     "Build the same module, in the same order and dtype, on every rank, and wrap it with the same "
@@ -32,6 +32,7 @@ REPLICAS_REMEDY = (
     "Change parameters by the optimizer alone, with the same gradients and on every rank, or "
     "broadcast them; check_replicas=0 lets them differ"
 )
+SMALL_BYTES = 64 << 10
 COLUMNS = 64
 """Of a tensor's bytes, as int64: their sums are its digest, for a pass over its memory."""
 Description = list[tuple[str, str]]
@@ -74,17 +75,28 @@ def verify_same(
         PeerLostError, CollectiveTimeoutError: Another rank is gone, or stayed away.
     """
     digest = hashlib.sha256(json.dumps(own).encode()).digest()
+    _verify(group, digest, lambda: own, what, remedy)
+
+
+def _verify(
+    group: ProcessGroup,
+    digest: bytes,
+    describe_own: Callable[[], Description],
+    what: str,
+    remedy: str,
+) -> None:
+    """Raise on every rank if digests differ, with the first difference of the descriptions."""
     device = message_device(group)
     mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(device)
-    digests = [torch.empty_like(mine) for _ in range(group.size())]
-    work = dist.all_gather(digests, mine, group=group, async_op=True)
+    everyones = [torch.empty_like(mine) for _ in range(group.size())]
+    work = dist.all_gather(everyones, mine, group=group, async_op=True)
     on_cpu = device.type == "cpu"
     wait_for_message(group, work, f"comparing {what}", on_cpu=on_cpu, from_all=True)
-    if all(torch.equal(d, digests[0]) for d in digests):
+    if all(torch.equal(d, everyones[0]) for d in everyones):
         return
     everyone: list[Description] = [[] for _ in range(group.size())]
     with backend_errors(group, f"comparing {what}"):
-        dist.all_gather_object(everyone, own, group=group)
+        dist.all_gather_object(everyone, describe_own(), group=group)
     error = MismatchError(f"the ranks' {what} differ, {_first_difference(everyone)}. {remedy}")
     failed(error)
     raise error
@@ -106,48 +118,52 @@ def verify_replicas(
         PeerLostError, CollectiveTimeoutError: Another rank is gone, or stayed away.
     """
     chosen = [(n, p) for n, p in named if type(p) is Parameter and not p.is_meta]
-    values = digests([p for _, p in chosen])
-    own = [(n, f"digest {d}") for (n, _), d in zip(chosen, values, strict=True)]
-    own.append(("(forwards without a backward)", str(skipped)))
-    verify_same(group, own, f"replicas {when}", REPLICAS_REMEDY)
+
+    def describe_own() -> Description:
+        held = [(name, f"digest {digest([p]).hex()[:8]}") for name, p in chosen]
+        return [*held, ("(forwards without a backward)", str(skipped))]
+
+    own = digest([p for _, p in chosen]) + skipped.to_bytes(8, "big")
+    _verify(group, own, describe_own, f"replicas {when}", REPLICAS_REMEDY)
 
 
-def digests(tensors: Sequence[Tensor]) -> list[str]:
-    """Return a digest of each tensor's bits.
+def digest(tensors: Sequence[Tensor]) -> bytes:
+    """Return a digest of tensors' bits.
 
     Example:
         >>> a, b = torch.zeros(3), torch.tensor([0.0, -0.0, 0.0])
-        >>> first, second, third = digests([a, b, a.clone()])
-        >>> first == third, first == second
+        >>> digest([a]) == digest([a.clone()]), digest([a]) == digest([b])
         (True, False)
     """
+    sums: dict[torch.device, list[Tensor]] = {}
+    small: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     with torch.no_grad():
-        by_device: dict[torch.device, list[Tensor]] = {}
-        for t in tensors:
-            by_device.setdefault(t.device, []).append(_column_sums(t))
-        # one copy from each device
-        rows = {device: iter(torch.stack(sums).cpu()) for device, sums in by_device.items()}
-        return [
-            hashlib.sha256(next(rows[t.device]).numpy().tobytes()).hexdigest()[:8] for t in tensors
-        ]
+        for part in (part for t in tensors for part in dense_parts(t.detach())):
+            flat = part.resolve_conj().resolve_neg().reshape(-1)
+            if flat.nbytes < SMALL_BYTES:  # one pass for many
+                small.setdefault((flat.device, flat.dtype), []).append(flat)
+            else:
+                sums.setdefault(flat.device, []).append(_column_sums(flat))
+        for (device, _), flats in small.items():
+            sums.setdefault(device, []).append(_column_sums(torch.cat(flats)))
+        rows = [torch.stack(found).cpu() for found in sums.values()]  # one copy from each device
+    return hashlib.sha256(b"".join(row.numpy().tobytes() for row in rows)).digest()
 
 
-def _column_sums(tensor: Tensor) -> Tensor:
+def _column_sums(flat: Tensor) -> Tensor:
     """Return sums of a tensor's bytes, in rows of `COLUMNS` int64."""
-    total = torch.zeros(COLUMNS, dtype=torch.int64, device=tensor.device)
+    total = torch.zeros(COLUMNS, dtype=torch.int64, device=flat.device)
     row = COLUMNS * total.itemsize
-    for part in dense_parts(tensor.detach()):
-        flat = part.resolve_conj().resolve_neg().contiguous().view(-1)
-        if flat.data_ptr() % total.itemsize:  # cannot be viewed as int64
-            flat = flat.clone()
-        as_bytes = flat.view(torch.uint8)
-        whole = as_bytes.numel() // row * row
-        if whole:
-            total += as_bytes[:whole].view(torch.int64).view(-1, COLUMNS).sum(0)
-        if whole < as_bytes.numel():
-            last = torch.zeros(row, dtype=torch.uint8, device=tensor.device)
-            last[: as_bytes.numel() - whole] = as_bytes[whole:]
-            total += last.view(torch.int64)
+    if flat.data_ptr() % total.itemsize:  # cannot be viewed as int64
+        flat = flat.clone()
+    as_bytes = flat.view(torch.uint8)
+    whole = as_bytes.numel() // row * row
+    if whole:
+        total += as_bytes[:whole].view(torch.int64).view(-1, COLUMNS).sum(0)
+    if whole < as_bytes.numel():
+        last = torch.zeros(row, dtype=torch.uint8, device=flat.device)
+        last[: as_bytes.numel() - whole] = as_bytes[whole:]
+        total += last.view(torch.int64)
     return total
 
 
