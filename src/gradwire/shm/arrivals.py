@@ -26,7 +26,9 @@ from gradwire.shm.work import ShmWork
 
 __all__ = ["Arrivals"]
 
-_EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+def _nothing() -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def _never() -> bool:
@@ -74,7 +76,7 @@ class Arrivals:
         if message.fd >= 0:
             content = segment.map_tensor(message.fd)
         else:
-            content = torch.frombuffer(data, dtype=torch.uint8) if data else _EMPTY
+            content = torch.frombuffer(data, dtype=torch.uint8) if data else _nothing()
         if content.nbytes < head.nbytes:
             raise DistributedError(f"rank {self._source} sent {content.nbytes} bytes for {head}")
         self._rests[head.message] = _Rest(head, content)

@@ -15,6 +15,8 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
+from gradwire._scope import outside_contexts
+
 __all__ = ["OwnTensors"]
 
 
@@ -65,9 +67,16 @@ _attributes = attrgetter("__dict__")
 
 
 def _counts() -> tuple[int, int]:
-    """References to a tensor that one list has, in Python and in C++, as `are_unused` sees them."""
-    tensors = [torch.empty(0, dtype=torch.float32).data]
-    return sum(map(sys.getrefcount, tensors)), sum(map(_holders, tensors))
+    """References to a tensor that one list has, in Python and in C++, as `are_unused` sees them.
+
+    Zeros, so that no tensor is handed out again, if another reference is not noticed.
+    """
+    with outside_contexts():
+        tensors = [torch.empty(0, dtype=torch.float32, device="cpu").data]
+    counts = sum(map(sys.getrefcount, tensors)), sum(map(_holders, tensors))
+    kept = [*tensors]
+    noticed = sum(map(sys.getrefcount, tensors)) == counts[0] + len(kept)
+    return counts if noticed else (0, 0)
 
 
 _REFERENCES, _HOLDERS = _counts()

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from gradwire._scope import outside_contexts
+
 __all__ = ["Ownership", "Registration", "is_conj_or_neg", "uses"]
 
 REDUCERS = "gradwire.ddp.reducers"
@@ -212,20 +214,36 @@ ITSELF_AND_ITS_OBJECT = 2
 """References to a tensor in C++: from where it belongs, and from its Python object."""
 
 
-def _references() -> tuple[int, int, int]:
-    """What `sys.getrefcount` says of a tensor that C++ holds, and nobody else.
+def _measure(more: int) -> tuple[int, int, int]:
+    """Return what `sys.getrefcount` says of tensors that C++ holds, with so many more references.
 
     Asked for as where it counts: by an expression. A name may count as a reference or not, as may
     an argument that was passed on: from Python 3.14 on, the interpreter borrows what a caller has.
     """
-    parameter, other = (torch.zeros(1, requires_grad=True) for _ in range(2))
-    parameter.grad, other.grad = torch.zeros(1), torch.zeros(1).view(1)
+    parameter, other = (torch.zeros(1, device="cpu", requires_grad=True) for _ in range(2))
+    parameter.grad = torch.zeros(1, device="cpu")
+    other.grad = torch.zeros(1, device="cpu").view(1)
     incoming: Any = (other.grad,)
-    return (
+    kept = [incoming[0]] * more, [incoming[0]._base] * more, [parameter.grad] * more
+    counts = (
         sys.getrefcount(incoming[0]),
         sys.getrefcount(incoming[0]._base),
         sys.getrefcount(parameter.grad),
     )
+    del kept
+    return counts
+
+
+def _references() -> tuple[int, int, int]:
+    """Return the counts of tensors that nobody else has; zeros, so that all is copied, if unsure.
+
+    In inference mode, in which the package may be imported, a view has no base: `_base` is None,
+    which has thousands of references.
+    """
+    with outside_contexts():
+        alone, kept = _measure(0), _measure(1)
+    noticed = all(k == a + 1 for a, k in zip(alone, kept, strict=True))
+    return alone if noticed else (0, 0, 0)
 
 
 INCOMING_REFERENCES, BASE_REFERENCES, GRADIENT_REFERENCES = _references()

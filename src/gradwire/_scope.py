@@ -1,0 +1,77 @@
+"""Keep the package's own work out of the caller's contexts.
+
+A forward may be called inside a transform of `torch.func`, in inference mode, under autocast or
+with a default device, and backward calls its hooks in whatever context it was started. Buffers that
+are allocated there, messages and counts of references are for the whole training, not for that
+context.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch._C import _functorch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+__all__ = ["in_transform", "outside_contexts", "runs_outside_contexts"]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def in_transform() -> bool:
+    """Return True inside a transform of `torch.func`, such as `grad` or `vmap`."""
+    return _functorch.peek_interpreter_stack() is not None
+
+
+def _in_context() -> bool:
+    """Return True if there is something to leave: 0.2 µs, where `outside_contexts` takes 20."""
+    return (
+        _functorch.peek_interpreter_stack() is not None
+        or torch.is_inference_mode_enabled()
+        or torch._C._is_any_autocast_enabled()
+        or torch._C._len_torch_function_stack() > 0
+    )
+
+
+@contextmanager
+def outside_contexts() -> Iterator[None]:
+    """Leave transforms, inference mode, autocast, the default device and `__torch_function__`.
+
+    Whether gradients are enabled stays as it is, as do the modes of `__torch_dispatch__`, which
+    tensor subclasses need.
+    """
+    with ExitStack() as stack:
+        if in_transform():
+            stack.enter_context(temporarily_clear_interpreter_stack())
+        if torch.is_inference_mode_enabled():
+            enabled = torch.is_grad_enabled()
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.set_grad_enabled(enabled))  # the line above enables them
+        if torch._C._is_any_autocast_enabled():
+            for device in {"cpu", *_accelerators()}:
+                stack.enter_context(torch.autocast(device, enabled=False))
+        if torch._C._len_torch_function_stack():
+            stack.enter_context(torch._C.DisableTorchFunction())
+        yield
+
+
+def _accelerators() -> list[str]:
+    accelerator = torch.accelerator.current_accelerator()
+    return [] if accelerator is None else [accelerator.type]
+
+
+def runs_outside_contexts(function: Function) -> Function:
+    """Let a function run outside of the caller's contexts; see `outside_contexts`."""
+
+    @functools.wraps(function)
+    def called_outside(*args: Any, **kwargs: Any) -> Any:
+        if not _in_context():
+            return function(*args, **kwargs)
+        with outside_contexts():
+            return function(*args, **kwargs)
+
+    return called_outside  # type: ignore[return-value]
