@@ -17,6 +17,8 @@ import torch
 from torch._C import _functorch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
+from gradwire._torch import run_as_written
+
 __all__ = ["in_transform", "outside_contexts", "runs_outside_contexts"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -65,7 +67,7 @@ def _accelerators() -> list[str]:
 
 
 def runs_outside_contexts(function: Function) -> Function:
-    """Let a function run outside of the caller's contexts; see `outside_contexts`."""
+    """Let a function run outside of the caller's contexts, and torch.compile not trace it."""
 
     @functools.wraps(function)
     def called_outside(*args: Any, **kwargs: Any) -> Any:
@@ -74,4 +76,4 @@ def runs_outside_contexts(function: Function) -> Function:
         with outside_contexts():
             return function(*args, **kwargs)
 
-    return called_outside  # type: ignore[return-value]
+    return run_as_written(called_outside)  # type: ignore[return-value]

@@ -13,6 +13,7 @@ from torch.distributed.algorithms.join import Joinable
 from torch.nn import Parameter
 
 from gradwire._containers import map_tensors, tensors_in
+from gradwire._scope import in_transform, runs_outside_contexts
 from gradwire._torch import TORCHS_DDP, compile_callees_only, run_as_written
 from gradwire.ddp.arguments import (
     check_interval,
@@ -120,6 +121,7 @@ class DistributedDataParallel(UnevenInputs):
         [[[1.5, 15.0]], [[1.5, 15.0]]]
     """
 
+    @runs_outside_contexts
     def __init__(
         self,
         module: nn.Module,
@@ -191,29 +193,37 @@ class DistributedDataParallel(UnevenInputs):
             PeerFailedError: Another rank reported an error.
             BrokenGroupError: The group cannot be used again after an earlier error.
         """
+        if in_transform() and not self._join_config.enable:
+            if self.require_backward_grad_sync:
+                self.reducer.expect_after_transform()
+            return self._call(inputs, kwargs)
         syncing = torch.is_grad_enabled() and self.require_backward_grad_sync
         recomputing = self.reducer.in_backward  # by a checkpoint around this module
         if not recomputing:
             self._before(syncing)
-        if self.device is not None:
-            inputs, kwargs = map_tensors(self._to_device, (inputs, kwargs))
-        outer = TORCHS_DDP._active_ddp_module
-        TORCHS_DDP._active_ddp_module = cast(Any, self)  # torch.compile cuts graphs at its buckets
-        try:
-            if self._precision is not None:
-                inputs, kwargs = self._precision.inputs((inputs, kwargs))
-                with self._precision.forward():
-                    output = _call(self.module, inputs, kwargs)
-            else:
-                output = _call(self.module, inputs, kwargs)
-        finally:
-            TORCHS_DDP._active_ddp_module = outer
+        output = self._call(inputs, kwargs)
         if recomputing:
             self.reducer.expect_nested(tensors_in(output))
             return output
         return self._after(output, syncing and self.require_backward_grad_sync)
 
-    @run_as_written
+    @compile_callees_only
+    def _call(self, inputs: Any, kwargs: Any) -> Any:
+        """Call the module on inputs as it takes them."""
+        if self.device is not None:
+            inputs, kwargs = map_tensors(self._to_device, (inputs, kwargs))
+        outer = TORCHS_DDP._active_ddp_module
+        TORCHS_DDP._active_ddp_module = cast(Any, self)  # torch.compile cuts graphs at its buckets
+        try:
+            if self._precision is None:
+                return _call(self.module, inputs, kwargs)
+            inputs, kwargs = self._precision.inputs((inputs, kwargs))
+            with self._precision.forward():
+                return _call(self.module, inputs, kwargs)
+        finally:
+            TORCHS_DDP._active_ddp_module = outer
+
+    @runs_outside_contexts
     def _before(self, syncing: bool) -> None:
         """What ranks do together before a forward."""
         step: StepInfo | None = None
@@ -250,7 +260,7 @@ class DistributedDataParallel(UnevenInputs):
     def _after(self, output: Any, syncing: bool) -> Any:
         """What ranks do together after a forward; the output that is returned."""
         if syncing and self._merges_buffers():
-            self._buffers_synced.sync(self._group)
+            runs_outside_contexts(self._buffers_synced.sync)(self._group)
         if self.find_unused_parameters and torch.is_grad_enabled():
             output = with_own_nodes(output, self._forward_began)
         if syncing:

@@ -8,7 +8,7 @@ torch's registration hooks say when there is something to compare.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
+from weakref import WeakValueDictionary
 
 from torch import nn
 from torch.nn import Parameter
@@ -23,6 +23,9 @@ __all__ = ["ParameterCheck"]
 class ParameterCheck:
     """Compares a module's parameters with those at construction, when there is reason to.
 
+    `torch.func.functional_call` registers nothing: tensors that it puts in the place of parameters
+    for one call are of no interest.
+
     Args:
         module: The module.
         named: Its parameters that are checked, frozen ones included.
@@ -35,32 +38,37 @@ class ParameterCheck:
         self._module, self._ignored = module, ignored
         self._known = dict(named)
         self._frozen = [(n, p) for n, p in named if not p.requires_grad]
-        self._something_registered = False
-        on_registration = WeakHook(self._on_registration)
+        self._modules = {id(child) for child in module.modules()}
+        self._registered: WeakValueDictionary[int, Parameter] = WeakValueDictionary()
+        of_parameter, of_module = map(WeakHook, (self._on_parameter, self._on_module))
         handles = [
-            torch_module.register_module_parameter_registration_hook(on_registration),
-            torch_module.register_module_module_registration_hook(on_registration),
+            torch_module.register_module_parameter_registration_hook(of_parameter),
+            torch_module.register_module_module_registration_hook(of_module),
         ]
         remove_hooks_with(self, handles)
 
-    def _on_registration(self, *_: Any) -> None:
-        self._something_registered = True  # in whichever module of the process
+    def _on_parameter(self, module: nn.Module, name: str, parameter: Parameter | None) -> None:
+        if parameter is not None and id(module) in self._modules:
+            self._registered[id(parameter)] = parameter
+
+    def _on_module(self, module: nn.Module, name: str, child: nn.Module | None) -> None:
+        if child is not None and id(module) in self._modules:
+            self._modules.update(id(inner) for inner in child.modules())
+            self._registered.update((id(p), p) for p in child.parameters())
 
     def check(self) -> None:
-        """Raises if there are parameters that would not be reduced.
+        """Raise if there are parameters that would not be reduced.
 
         Raises:
             ArgumentError: Names them.
         """
         thawed = [n for n, p in self._frozen if p.requires_grad]
         new: list[str] = []
-        if self._something_registered:
-            new = [
-                n
-                for n, p in self._module.named_parameters()
-                if n not in self._ignored and self._known.get(n) is not p
-            ]
-            self._something_registered = bool(new)
+        if self._registered:
+            named = [(n, p) for n, p in self._module.named_parameters() if n not in self._ignored]
+            new = [n for n, p in named if self._known.get(n) is not p and id(p) in self._registered]
+            for p in self._known.values():  # those that were registered again
+                self._registered.pop(id(p), None)
         if new or thawed:
             what = "added or replaced" if new else "frozen when the module was wrapped, and are not"
             raise ArgumentError(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from gradwire._groups import check_group
+from gradwire._scope import runs_outside_contexts
 from gradwire.ddp.arguments import check_module, sparse_names
 from gradwire.ddp.broadcast import broadcast_values
 from gradwire.ddp.buckets.assignment import BUCKET_BYTES, BucketLayout, names_by_bucket
@@ -261,6 +262,7 @@ class ReducedModule(nn.Module):
         if not isinstance(self._hook, StatefulHook):
             self._hook_state = self.reducer.hook_state
 
+    @runs_outside_contexts
     def refit(self) -> None:
         """Take in parameters that were added, replaced, frozen or thawed: every rank calls.
 
@@ -297,6 +299,7 @@ class ReducedModule(nn.Module):
         state["_hook_group"] = name_if_group(getattr(self._hook_state, "process_group", None))
         return state
 
+    @runs_outside_contexts
     def __setstate__(self, state: dict[str, Any]) -> None:
         before, hook_group = state.pop("_layout"), group_from(state.pop("_hook_group", None))
         super().__setstate__(state)  # type: ignore[no-untyped-call]

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire._torch import in_compiled_autograd
+from gradwire._scope import runs_outside_contexts
+from gradwire._torch import in_compiled_autograd, run_as_written
 from gradwire.ddp.buckets.bucket import Bucket
 from gradwire.ddp.faults.backward_state import BackwardState, Event
 from gradwire.ddp.reducer.backward import Backward
@@ -33,6 +34,7 @@ RUNNING, RUNNING_AGAIN = BackwardState.RUNNING, BackwardState.RUNNING_AGAIN
 EXPECTED, SHORT = BackwardState.EXPECTED, BackwardState.SHORT
 
 
+@runs_outside_contexts
 def on_output(reference: weakref.ref[Backward], _: Tensor, forward: int = 0) -> None:
     """A backward begins at an output: the first after its forward, or another one.
 
@@ -55,6 +57,7 @@ def on_output(reference: weakref.ref[Backward], _: Tensor, forward: int = 0) -> 
     _begin(backward)
 
 
+@runs_outside_contexts
 def on_local_output(reference: weakref.ref[Backward], step: int, _: Tensor) -> None:
     """Begin the backward of a forward under `no_sync`: its weight counts.
 
@@ -71,6 +74,7 @@ def on_local_output(reference: weakref.ref[Backward], step: int, _: Tensor) -> N
     torch.autograd.Variable._execution_engine.queue_callback(_LocalBackward(backward))
 
 
+@runs_outside_contexts
 def on_nested_output(
     reference: weakref.ref[Backward],
     prepare: weakref.WeakMethod[Callable[..., None]],
@@ -85,6 +89,7 @@ def on_nested_output(
     on_output(reference, output)
 
 
+@run_as_written
 def on_gradient(
     reference: weakref.ref[Backward], index: int, _: object, incoming: tuple[Any, ...]
 ) -> None:
@@ -100,13 +105,10 @@ def on_gradient(
     state = backward.state
     running = state is RUNNING or state is RUNNING_AGAIN
     if not running and (state is not EXPECTED or backward.local) and state is not SHORT:
-        if incoming[0] is not None:
-            assigner = backward.assigner
-            if backward.local:
-                backward.came_local.append(index)
-            backward.usage.touched.add(index)
-            assigner.ownership.make_private(index, assigner.parameters[index], incoming)
-        return
+        if backward.prepare_late is None or backward.local or incoming[0] is None:
+            _on_local_gradient(backward, index, incoming)
+            return
+        _prepare_late(backward)
     if incoming[0] is None:
         _on_undefined(backward, index)
         return
@@ -125,6 +127,20 @@ def on_gradient(
         on_bucket_ready(backward, bucket)
 
 
+def _on_local_gradient(backward: Backward, index: int, incoming: tuple[Any, ...]) -> None:
+    """A gradient that stays local: see that nobody else's memory is added to in the next backward.
+
+    No name for incoming[0], as in `on_gradient`.
+    """
+    if incoming[0] is not None:
+        assigner = backward.assigner
+        if backward.local:
+            backward.came_local.append(index)
+        backward.usage.touched.add(index)
+        assigner.ownership.make_private(index, assigner.parameters[index], incoming)
+
+
+@runs_outside_contexts
 def _on_undefined(backward: Backward, index: int) -> None:
     """A parameter's node was run, and had no gradient: others may have one."""
     if not backward.running:
@@ -138,6 +154,7 @@ def _on_undefined(backward: Backward, index: int) -> None:
         on_bucket_ready(backward, bucket)
 
 
+@runs_outside_contexts
 def on_bucket_ready(backward: Backward, bucket: Bucket) -> None:
     """A bucket has all its gradients, or more."""
     # may run twice for a bucket, where two of autograd's threads (one a device) bring its last
@@ -156,6 +173,16 @@ def on_bucket_ready(backward: Backward, bucket: Bucket) -> None:
             launch_in_order(backward, final=False)
 
 
+@runs_outside_contexts
+def _prepare_late(backward: Backward) -> None:
+    """Prepare a backward of what a transform of `torch.func` returned, now that there is one."""
+    with backward.domain.lock, torch.no_grad():
+        prepare, backward.prepare_late = backward.prepare_late, None
+        if prepare is not None and (prepare_now := prepare()) is not None:
+            prepare_now()
+
+
+@runs_outside_contexts
 def _begin(backward: Backward, index: int | None = None, incoming: Tensor | None = None) -> None:
     """The first gradient of a backward, or that of an output, is there."""
     with backward.domain.lock:  # on several devices, autograd has a thread for each
@@ -231,6 +258,7 @@ class _EndOfBackward:
     def __init__(self, backward: Backward, run: int) -> None:
         self._backward, self._run, self._called = backward, run, False
 
+    @run_as_written
     def __call__(self) -> None:
         self._called = True
         on_end(self._backward, self._run)

@@ -7,6 +7,7 @@ of them is imported here.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import NoReturn, cast
 
@@ -69,6 +70,8 @@ class Backward:
         optimized: Parameters whose optimizers step during backward.
         forwards: Forwards whose backward is reduced, and those of them that had none.
         unverified: How many were reduced since replicas were compared: the same on all ranks.
+        prepare_late: Prepares a backward that reaches parameters without a forward that did so: one
+            ran in a transform of `torch.func`, whose results may have a backward or not.
     """
 
     def __init__(self, assigner: BucketAssigner, usage: Usage) -> None:
@@ -88,6 +91,7 @@ class Backward:
         self.forwards = Forwards()
         self.unverified = 0
         self.local, self.came_local = 0, list[int]()
+        self.prepare_late: weakref.WeakMethod[Callable[[], None]] | None = None
         self.weights = Weights(assigner.parameters, usage.nodes, assigner.ownership)
         self.detach_optimizers()
         self.set_group(assigner.group)
@@ -156,6 +160,7 @@ class Backward:
     def prepare_for_backward(self, ranks: int | None) -> None:
         """Expect the backward of a forward; `ranks` as `prepare_buckets` has it."""
         self.step += 1
+        self.prepare_late = None
         self.timer.start()
         self.transition(Event.PREPARE)
         self.prepare_buckets(ranks)

@@ -12,6 +12,7 @@ from time import perf_counter_ns
 import torch
 from torch import Tensor
 
+from gradwire._scope import runs_outside_contexts
 from gradwire.ddp.faults.backward_state import BackwardState, Event
 from gradwire.ddp.reducer.backward import Backward
 from gradwire.ddp.reducer.in_backward import step_and_clear
@@ -32,6 +33,7 @@ __all__ = ["finalize_backward", "finalize_manually", "on_end", "shadow"]
 logger = logging.getLogger(__name__)
 
 
+@runs_outside_contexts
 def on_end(backward: Backward, run: int) -> None:
     """Autograd has come to the end of the backward of this number."""
     if backward.state is BackwardState.FINALIZED and run == backward.runs:  # in one of its hooks

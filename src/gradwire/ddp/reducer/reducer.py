@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from gradwire._groups import check_group
+from gradwire._scope import runs_outside_contexts
 from gradwire.ddp.buckets.assignment import BucketAssigner, BucketLayout, check_layout
 from gradwire.ddp.buckets.hook_state import Part, replace_group
 from gradwire.ddp.buckets.ownership import Registration
@@ -89,6 +90,7 @@ class Reducer:
         [[1.5, 1.5], [1.5, 1.5]]
     """
 
+    @runs_outside_contexts
     def __init__(
         self,
         parameters: Sequence[tuple[str, Parameter]],
@@ -143,6 +145,7 @@ class Reducer:
         registration = Registration(nodes, self._backward.assigner.ownership)
         return remove_hooks_with(self, [*handles, registration])
 
+    @runs_outside_contexts
     def register_comm_hook(self, state: Any, hook: CommHook | StatefulHook[Any] | None) -> None:
         """Let `hook(state, bucket)` communicate from the next `prepare` on; None: the mean.
 
@@ -192,6 +195,7 @@ class Reducer:
         """The buckets' parameters, with their sizes."""
         return self._backward.buckets.layout
 
+    @runs_outside_contexts
     def set_layout(self, names: Sequence[Sequence[str]]) -> None:
         """Make the buckets so, from the next `prepare` on, and let them stay.
 
@@ -202,6 +206,7 @@ class Reducer:
         assigner.layout = check_layout(lambda _: names, self._named)
         self._backward.reassign_buckets(assigner.first_order())
 
+    @runs_outside_contexts
     def prepare(
         self, *, ranks: int | None = None, uneven: bool = False, shadowed: bool = False
     ) -> None:
@@ -304,6 +309,7 @@ class Reducer:
         """A forward has run under `no_sync`: its backward is not the one that is expected."""
         backward = self._backward
         weighted = backward.weights.in_use or backward.usage.find_unused
+        backward.prepare_late = None
         if backward.state is not BackwardState.EXPECTED and not weighted:
             return  # as a rule: gradients stay local
         constant = True
@@ -314,6 +320,13 @@ class Reducer:
                 tensor.register_hook(partial(on_local_output, weakref.ref(backward), backward.step))
         if constant:
             backward.weights.on_constant()
+
+    def expect_after_transform(self) -> None:
+        """A forward has run in a transform of `torch.func`: its results may have a backward.
+
+        Nothing is prepared before that is there: as a rule they have none.
+        """
+        self._backward.prepare_late = weakref.WeakMethod(self.prepare)
 
     @property
     def in_backward(self) -> bool:
@@ -371,6 +384,7 @@ class Reducer:
         backward = self._backward
         return backward.manual and (backward.arrivals is not None or backward.usage.recording)
 
+    @runs_outside_contexts
     def finalize(self) -> None:
         """End a backward, after it or in one of its hooks: with `manual_finalization`.
 
@@ -380,10 +394,12 @@ class Reducer:
         """
         finalize_manually(self._backward)
 
+    @runs_outside_contexts
     def shadow(self) -> None:
         """Take part in the other ranks' backward with zeros, after `prepare`."""
         shadow(self._backward)
 
+    @runs_outside_contexts
     def replace_group(self, group: ProcessGroup) -> None:
         """Reduce over another group from now on: every rank of it calls.
 

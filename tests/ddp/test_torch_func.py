@@ -1,0 +1,371 @@
+"""Transforms of `torch.func` through the wrapper give what they give without it.
+
+A transform is the rank's own: nothing is sent. A backward of what it returned is reduced.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd import forward_ad
+from torch.autograd import functional as by_autograd
+from torch.func import (
+    functional_call,
+    functionalize,
+    grad,
+    grad_and_value,
+    hessian,
+    jacfwd,
+    jacrev,
+    jvp,
+    vjp,
+    vmap,
+)
+from torch.utils import _pytree as pytree
+
+from gradwire.ddp import DistributedDataParallel
+from gradwire.errors import ArgumentError
+from gradwire.testing import run_ranks
+
+pytestmark = [
+    pytest.mark.usefixtures("each_backend"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated"),
+]
+
+
+class Net(nn.Module):
+    """Two layers, with buffers or without."""
+
+    def __init__(self, *, buffers):
+        super().__init__()
+        torch.manual_seed(0)
+        self.hidden, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.norm = nn.BatchNorm1d(4).eval() if buffers else nn.Identity()
+        self.drop = nn.Dropout(0.5).eval()
+        if buffers:
+            self.register_buffer("factor", torch.tensor(2.0))
+            self.norm.running_mean.fill_(0.25)
+
+    def forward(self, x):
+        x = x if x.dim() > 1 else x.unsqueeze(0)
+        x = self.drop(self.norm(torch.tanh(self.hidden(x))))
+        return self.last(x) * getattr(self, "factor", 1.0)
+
+
+def detached(net):
+    return {name: p.detach() for name, p in net.named_parameters()}
+
+
+def own(net):
+    return dict(net.named_parameters())
+
+
+def loss(net, parameters, x):
+    return functional_call(net, parameters, (x,)).square().mean()
+
+
+def of_input(net):
+    return lambda x: net(x).sin().sum()
+
+
+def tangents(tree):
+    return pytree.tree_map(lambda t: torch.linspace(-1, 1, t.numel()).view_as(t), tree)
+
+
+def grad_of_parameters(net, x):
+    return grad(loss, argnums=1)(net, detached(net), x)
+
+
+def grad_of_own_parameters(net, x):
+    return grad(loss, argnums=1)(net, own(net), x)
+
+
+def grad_and_value_of_parameters(net, x):
+    return grad_and_value(loss, argnums=1)(net, detached(net), x)
+
+
+def grad_with_aux(net, x):
+    return grad(lambda v: (net(v).sum(), net(v)), has_aux=True)(x)
+
+
+def grad_of_input(net, x):
+    return grad(of_input(net))(x)
+
+
+def grad_without_gradients(net, x):
+    with torch.no_grad():
+        return grad(of_input(net))(x)
+
+
+def grad_in_inference_mode(net, x):
+    with torch.inference_mode():
+        return grad(of_input(net))(x).clone()
+
+
+def grad_under_autocast(net, x):
+    with torch.autocast("cpu", torch.bfloat16):
+        return grad(of_input(net))(x)
+
+
+def grad_twice(net, x):
+    return grad(lambda v: grad(of_input(net))(v).square().sum())(x)
+
+
+def vjp_of_input(net, x):
+    out, back = vjp(net, x)
+    return out, back(tangents(out))
+
+
+def vjp_of_parameters(net, x):
+    out, back = vjp(lambda p: functional_call(net, p, (x,)), detached(net))
+    return out, back(tangents(out))
+
+
+def jvp_of_input(net, x):
+    return jvp(net, (x,), (tangents(x),))
+
+
+def jvp_of_parameters(net, x):
+    p = detached(net)
+    return jvp(lambda p: functional_call(net, p, (x,)), (p,), (tangents(p),))
+
+
+def vmapped(net, x):
+    return vmap(net)(x)
+
+
+def vmapped_in_chunks(net, x):
+    return vmap(net, chunk_size=2)(x)
+
+
+def gradients_of_samples(net, x):
+    return vmap(grad(loss, argnums=1), in_dims=(None, None, 0))(net, detached(net), x)
+
+
+def ensemble(net, x):
+    many = {n: torch.stack([p, 2 * p]) for n, p in detached(net).items()}
+    return vmap(lambda p: functional_call(net, p, (x,)))(many)
+
+
+def jacrev_of_input(net, x):
+    return jacrev(net)(x)
+
+
+def jacrev_of_parameters(net, x):
+    return jacrev(lambda p: functional_call(net, p, (x,)))(detached(net))
+
+
+def jacfwd_of_input(net, x):
+    return jacfwd(net)(x)
+
+
+def jacobians_of_samples(net, x):
+    return vmap(jacrev(net))(x)
+
+
+def hessian_of_input(net, x):
+    return hessian(of_input(net))(x[0])
+
+
+def hessian_of_parameters(net, x):
+    return hessian(loss, argnums=1)(net, detached(net), x)
+
+
+def hvp_forward_over_reverse(net, x):
+    return jvp(grad(of_input(net)), (x,), (tangents(x),))
+
+
+def hvp_reverse_over_reverse(net, x):
+    return grad(lambda v: (grad(of_input(net))(v) * tangents(x)).sum())(x)
+
+
+def hvp_of_parameters(net, x):
+    p = detached(net)
+    return jvp(lambda p: grad(loss, argnums=1)(net, p, x), (p,), (tangents(p),))
+
+
+def functionalized(net, x):
+    return functionalize(net)(x)
+
+
+def called_with_parameters(net, x):
+    return functional_call(net, {n: 2 * p for n, p in detached(net).items()}, (x,))
+
+
+def called_with_buffers(net, x):
+    buffers = {n: b + 1 for n, b in net.named_buffers()}
+    factor = {n: b for n, b in buffers.items() if n.endswith("factor")}
+    return grad(lambda b: functional_call(net, b, (x,)).sum())(factor), buffers
+
+
+def called_with_leaves(net, x):
+    leaves = {n: p.clone().requires_grad_() for n, p in detached(net).items()}
+    loss(net, leaves, x).backward()
+    return [leaf.grad for leaf in leaves.values()]
+
+
+def dual_numbers(net, x):
+    with forward_ad.dual_level():
+        out = net(forward_ad.make_dual(x, tangents(x)))
+        return forward_ad.unpack_dual(out)
+
+
+def autograds_jacobian(net, x):
+    return by_autograd.jacobian(net, x), by_autograd.jacobian(net, x, vectorize=True)
+
+
+def autograds_hessian(net, x):
+    return by_autograd.hessian(of_input(net), x), by_autograd.hvp(of_input(net), x, tangents(x))
+
+
+def batched_cotangents(net, x):
+    out = net(x.requires_grad_())
+    many = torch.eye(out.numel()).view(-1, *out.shape)
+    return torch.autograd.grad(out, [x], many, is_grads_batched=True)
+
+
+def batched_cotangents_of_parameters(net, x):
+    out = net(x)
+    many = torch.eye(out.numel()).view(-1, *out.shape)
+    return torch.autograd.grad(out, [*net.parameters()], many, is_grads_batched=True)
+
+
+def penalty(net, x):
+    grad(of_input(net))(x).square().sum().backward()
+
+
+def penalty_of_samples(net, x):
+    vmap(grad(of_input(net)))(x).square().sum().backward()
+
+
+def penalty_and_loss(net, x):
+    (net(x).square().sum() + grad(of_input(net))(x).square().sum()).backward()
+
+
+def laplacian(net, x):
+    vmap(lambda v: hessian(of_input(net))(v).trace())(x).square().sum().backward()
+
+
+def forward_penalty(net, x):
+    jvp(net, (x,), (tangents(x),))[1].square().sum().backward()
+
+
+def step_in_the_loop(net, x):
+    before = own(net)
+    gradients = grad(loss, argnums=1)(net, before, x)
+    after = {n: p - 0.1 * gradients[n] for n, p in before.items()}
+    loss(net, after, x).backward()
+
+
+def local_penalty(net, x):
+    if isinstance(net, DistributedDataParallel):
+        with net.no_sync():
+            penalty(net, x)
+    else:
+        penalty(net, x)
+    net(x).sum().backward()
+
+
+PROGRAMS = [
+    f
+    for f in list(globals().values())
+    if getattr(f, "__module__", "") == __name__
+    and getattr(f, "__code__", None) is not None
+    and f.__code__.co_varnames[: f.__code__.co_argcount] == ("net", "x")
+]
+
+
+def inputs(step=0):
+    return torch.linspace(-1, 1, 12).view(4, 3) * (dist.get_rank() + step + 1) / 2
+
+
+def step(net, twin, number):
+    """A plain step of both."""
+    for model in (net, twin):
+        model.zero_grad()
+        model(inputs(number)).square().sum().backward()
+    check_gradients(net, twin, f"of plain step {number}")
+
+
+def check_gradients(net, twin, what):
+    """Gradients of the wrapper are the mean over ranks of the twin's."""
+    for p, q in zip(net.parameters(), twin.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None), what
+        if q.grad is not None:
+            mean = q.grad.clone()
+            dist.all_reduce(mean)
+            torch.testing.assert_close(p.grad, mean / dist.get_world_size(), rtol=1e-5, atol=1e-6)
+
+
+def leaves(tree):
+    return [t for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor)]
+
+
+def check_program(program, *, buffers, steps, **options):
+    net = DistributedDataParallel(Net(buffers=buffers), **options)
+    twin = Net(buffers=buffers)
+    for number in range(steps):
+        step(net, twin, number)
+    for _ in range(2):
+        net.zero_grad()
+        twin.zero_grad()
+        got, expected = leaves(program(net, inputs())), leaves(program(twin, inputs()))
+        for one, other in zip(got, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+        check_gradients(net, twin, program.__name__)
+    for number in range(3):
+        step(net, twin, number)
+
+
+def failures(steps, buffers, options):
+    failed = {}
+    for program in PROGRAMS:
+        try:
+            check_program(program, buffers=buffers, steps=steps, **options)
+        except Exception as error:
+            failed[program.__name__] = f"{type(error).__name__}: {error}"[:200]
+    return failed
+
+
+@pytest.mark.narrow(
+    {"steps": 0, "buffers": False, "options": {}, "each_backend": "gloo"},
+    {"steps": 1, "buffers": True, "options": {}, "each_backend": "shm"},
+    {"steps": 2, "buffers": False, "options": {"find_unused_parameters": True}},
+)
+@pytest.mark.parametrize("steps", [0, 1, 2])
+@pytest.mark.parametrize("buffers", [False, True])
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}])
+def test_programs_give_what_they_give_without_the_wrapper(steps, buffers, options):
+    """After so many plain steps, and with plain steps after them."""
+    assert len(PROGRAMS) > 40
+    for failed in run_ranks(failures, 2, args=(steps, buffers, options)):
+        assert not failed
+
+
+def test_functional_call_when_other_modules_were_made():
+    def main():
+        net, twin = DistributedDataParallel(Net(buffers=False)), Net(buffers=False)
+        nn.Linear(2, 2)
+        torch.testing.assert_close(
+            called_with_parameters(net, inputs()), called_with_parameters(twin, inputs())
+        )
+        step(net, twin, 0)
+        net.module.last.bias = nn.Parameter(torch.ones(2))
+        called_with_parameters(net, inputs())  # does not hide what was replaced
+        with pytest.raises(ArgumentError, match=r"\['last.bias'\] were added or replaced"):
+            net(inputs())
+
+    run_ranks(main, 2)
+
+
+def test_a_transform_on_one_rank_alone():
+    def main():
+        net, twin = DistributedDataParallel(Net(buffers=True)), Net(buffers=True)
+        for number in range(3):
+            if dist.get_rank() == 1:
+                grad_of_parameters(net, inputs())
+            step(net, twin, number)
+
+    run_ranks(main, 2)
