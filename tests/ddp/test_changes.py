@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 from gradwire import hooks
 from gradwire.ddp import DistributedDataParallel, naive
+from gradwire.ddp.buckets.assignment import BucketAssigner
 from gradwire.errors import ArgumentError, MismatchError, PeerFailedError
 from gradwire.testing import run_ranks
 
@@ -89,6 +91,23 @@ def test_refit_holds_the_models_against_each_other():
         net.module[2].requires_grad_(dist.get_rank() == 0)
         with pytest.raises(MismatchError, match=r"2\.weight.*requires_grad"):
             net.refit()
+
+    run_ranks(main, 2)
+
+
+@pytest.mark.parametrize("options", [{}, {"static_graph": True}])
+def test_a_rebuild_of_buckets_that_is_interrupted(options):
+    def main():
+        net = DistributedDataParallel(mlp(), bucket_cap_mb=1e-4, **options)
+        check(net)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(BucketAssigner, "make", Mock(side_effect=KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                net(torch.ones(2, 4))
+        net.weight(1)
+        for _ in range(2):
+            check(net)
+        assert net.logging_data().rebuilt
 
     run_ranks(main, 2)
 

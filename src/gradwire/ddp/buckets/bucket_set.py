@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from gradwire.ddp.buckets.assignment import BucketAssigner
@@ -31,6 +32,7 @@ class BucketSet:
         self._buckets: list[Bucket] = []
         self.of: list[Bucket] = []
         self.weights_bucket: Bucket | None = None
+        self._interrupted: Callable[[], None] | None = None
 
     def __len__(self) -> int:
         return len(self._buckets)
@@ -51,13 +53,21 @@ class BucketSet:
         A hook's state goes along. What is not in the order is in no bucket: its arrival is
         unexpected.
         """
-        before = self.layout
+        self._make(order, self.layout, with_hook=with_hook, state=state)
+
+    def finish_making(self) -> None:
+        """Make the buckets that an exception, such as Ctrl-C, kept from being made."""
+        if self._interrupted is not None:
+            self._interrupted()
+
+    def _make(
+        self, order: Sequence[int], before: list[list[Part]], *, with_hook: bool, state: Any
+    ) -> None:
+        self._interrupted = partial(self._make, order, before, with_hook=with_hook, state=state)
         # nothing holds the old buckets from here on: their memory is free for the new ones
         self.of, self._buckets, self.weights_bucket = [], [], None
         self._buckets = self._assigner.make(order, with_hook=with_hook)
         self.weights_bucket = next((b for b in self._buckets if b.extra_numel), None)
-        if before and state is not None:
-            rekey(state, before, self.layout)
         # for a parameter in no bucket, one that expects no gradient and is never launched: what
         # arrives there is unexpected. A sparse bucket allocates nothing
         options = BucketOptions(self._assigner.group, self._assigner.ownership)
@@ -68,6 +78,9 @@ class BucketSet:
         for bucket in self._buckets:
             for i in bucket.members:
                 self.of[i] = bucket
+        self._interrupted = None
+        if before and state is not None:
+            rekey(state, before, self.layout)
 
     @property
     def layout(self) -> list[list[Part]]:

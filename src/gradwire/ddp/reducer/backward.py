@@ -167,6 +167,7 @@ class Backward:
 
     def prepare_buckets(self, ranks: int | None = None) -> None:
         """Expect gradients; `ranks` are to be divided by, if not as many as the last time."""
+        self.buckets.finish_making()
         self.ranks = ranks or self.ranks
         self.launcher.correction = ratio = self.group.size() / self.ranks
         if self.usage.recording:

@@ -238,6 +238,7 @@ class Reducer:
     def weight(self, weight: float) -> None:
         """See DistributedDataParallel.weight."""
         backward = self._backward
+        backward.buckets.finish_making()
         if not self.has_hook and backward.buckets.weights_bucket is None:
             raise NotSupportedError(NO_WEIGHTS_BUCKET)
         if backward.awaits_finalization:
