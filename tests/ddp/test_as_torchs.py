@@ -223,3 +223,31 @@ def test_a_container_of_torchs_own_is_compiled() -> None:
         assert len(graphs) == 1
 
     run_ranks(main, 1, timeout=100)
+
+
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}])
+def test_a_whole_step_is_compiled(options: dict[str, Any]) -> None:
+    """What autograd calls is not: it would be traced where backward was called."""
+
+    def train(compiled: bool) -> list[float]:
+        net = DistributedDataParallel(linear(), **options)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            with net.no_sync():
+                net.weight(2)
+                net(x).mean().backward()
+            net.weight(1 + dist.get_rank())
+            loss: torch.Tensor = net(x).square().sum()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        run = torch.compile(step, backend="eager") if compiled else step
+        return [run(own_batch()).item() for _ in range(3)]
+
+    def main() -> None:
+        assert train(compiled=True) == train(compiled=False)
+
+    run_ranks(main, 2, timeout=100)
