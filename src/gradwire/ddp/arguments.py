@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from torch.nn.parameter import UninitializedParameter
 
 from gradwire._groups import check_group, default_group
-from gradwire.ddp.broadcast import check_not_expanded
+from gradwire.ddp.broadcast import check_not_expanded, inner_tensors
 from gradwire.errors import ArgumentError, ArgumentTypeError, NotSupportedError
 
 __all__ = [
@@ -37,7 +37,8 @@ def check_module(module: object, ignored: set[str]) -> list[tuple[str, Parameter
         ArgumentTypeError: Not a module.
         ArgumentError: No parameter requires a gradient, or one has no shape or values yet or is
             expanded.
-        NotSupportedError: Gradients of a parameter are of another dtype.
+        NotSupportedError: Gradients of a parameter are of another dtype, or it is of a subclass of
+            Tensor that holds several tensors.
     """
     if not isinstance(module, nn.Module):
         raise ArgumentTypeError(f"module is a {type(module).__name__}: pass a torch.nn.Module")
@@ -58,6 +59,7 @@ def check_module(module: object, ignored: set[str]) -> list[tuple[str, Parameter
                 "to_empty and give it some first"
             )
         check_not_expanded(p, f"parameter {name}")
+        _check_subclass(p, name)
         if p.grad_dtype not in (p.dtype, None):
             raise NotSupportedError(
                 f"parameter {name} is of {p.dtype}, and its grad_dtype {p.grad_dtype}: gradients "
@@ -80,6 +82,20 @@ def check_interval(every: object) -> int | None:
     if every < 0:
         raise ArgumentError(f"check_replicas is {every}: pass a number of steps, 0 for never")
     return every
+
+
+def _check_subclass(parameter: Parameter, name: str) -> None:
+    """Raise unless a subclass's gradients can be copied to and from a plain tensor."""
+    if type(parameter) is Parameter or not parameter.requires_grad:
+        return
+    kind, held = type(parameter).__name__, len(inner_tensors(parameter))
+    if hasattr(parameter, "to_local"):
+        problem = f"a {kind}, whose ranks hold parts: wrap a module of its to_local()"
+    elif held > 1:
+        problem = f"a {kind} that holds {held} tensors, and gradients travel as one: use others"
+    else:
+        return
+    raise NotSupportedError(f"parameter {name} is {problem}, or set requires_grad=False on it")
 
 
 def resolve_caps(cap_mb: float | None, cap_mb_list: Sequence[float] | None) -> list[int] | None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from gradwire._groups import check_group, rank_in_group
 from gradwire.buckets import plan_buckets
@@ -197,6 +198,7 @@ def _distinct(tensor: Tensor) -> Tensor:
 def _broadcast(
     group: ProcessGroup, root: int, tensors: Sequence[Tensor], buffer_size: int = 250 << 20
 ) -> None:
+    tensors = [inner for tensor in tensors for inner in inner_tensors(tensor)]
     member = member_of(group)
     if member is not None and all(t.is_cpu for t in tensors):
         _send_as_stream(member, root, tensors)
@@ -209,6 +211,15 @@ def _broadcast(
             else:
                 wire.send_packed([tensors[i] for i in indices])
         wire.drain()
+
+
+def inner_tensors(tensor: Tensor) -> list[Tensor]:
+    """Return the tensors that hold a subclass's values, or the tensor itself."""
+    if type(tensor) is Tensor or not is_traceable_wrapper_subclass(tensor):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    held = [getattr(tensor, name) for name in names]
+    return [inner for value in held if isinstance(value, Tensor) for inner in inner_tensors(value)]
 
 
 def _send_as_stream(member: Operations, root: int, tensors: Sequence[Tensor]) -> None:

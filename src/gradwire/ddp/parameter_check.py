@@ -40,7 +40,7 @@ class ParameterCheck:
         self._frozen = [(n, p) for n, p in named if not p.requires_grad]
         self._modules = {id(child) for child in module.modules()}
         self._registered: WeakValueDictionary[int, Parameter] = WeakValueDictionary()
-        of_parameter, of_module = map(WeakHook, (self._on_parameter, self._on_module))
+        of_parameter, of_module = WeakHook(self._on_parameter), WeakHook(self._on_module)
         handles = [
             torch_module.register_module_parameter_registration_hook(of_parameter),
             torch_module.register_module_module_registration_hook(of_module),

@@ -90,6 +90,8 @@ class Ownership:
         made the gradient, then it, and the tensor that it is a view of, use the memory until this
         step of backward ends.
         """
+        if type(gradient) is not Tensor:
+            return False  # a subclass may hold its values elsewhere
         storage = gradient.untyped_storage()
         if index in self.shared or is_conj_or_neg(gradient) or not storage.resizable():
             return False  # what cannot be resized is not torch's: an array's, a file's
@@ -126,7 +128,7 @@ class Ownership:
             return False  # who has it may have taken its address
         gradient = parameter.grad
         assert gradient is not None
-        if _holders(gradient) > ITSELF_AND_ITS_OBJECT:
+        if type(gradient) is not Tensor or _holders(gradient) > ITSELF_AND_ITS_OBJECT:
             return False
         return index not in self.had_gradient or uses(gradient) == 1
 

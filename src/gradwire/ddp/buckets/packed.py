@@ -47,7 +47,13 @@ class PackedBucket(Bucket):
         sizes = {m.index: m.parameter.nbytes if m.count == 1 else 0 for m in members}
         if scale != 1.0:
             members = sorted(members, key=lambda m: sizes[m.index] < AT_ONCE_BYTES)
-        self._as_views, self._group, self._lazy = options.as_views, options.group, options.lazy
+        # the gradients of subclasses of Tensor, which may hold their values elsewhere, stay such
+        plain = all(type(m.parameter) is Parameter for m in members)
+        self._as_views, self._group, self._lazy = (
+            options.as_views and plain,
+            options.group,
+            options.lazy,
+        )
         self.extra_numel = extra_numel
         self._views: list[Tensor] = []  # of the buffer, where there is one
         large = [i for i, m in enumerate(members) if sizes[m.index] >= AT_ONCE_BYTES]

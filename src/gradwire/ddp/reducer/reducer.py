@@ -34,7 +34,7 @@ from gradwire.ddp.reducer.log import LoggingData
 from gradwire.ddp.reducer.rpc import rpc_context_error
 from gradwire.ddp.reducer.shadowed import check_over
 from gradwire.ddp.reducer.tally import Tally
-from gradwire.ddp.reducer.usage import Usage
+from gradwire.ddp.reducer.usage import Usage, accumulation_node
 from gradwire.ddp.reducer.weights import NO_WEIGHTS_BUCKET
 from gradwire.errors import ArgumentError, NotSupportedError, ReductionError
 from gradwire.hooks import CommHook, StatefulHook, bind_hook, hook_name
@@ -127,7 +127,7 @@ class Reducer:
             extra_numel=0 if skip_unused else len(Tally._fields),
         )
         # the nodes that accumulate gradients: their hooks run after all hooks of the parameters
-        nodes = [torch.autograd.graph.get_gradient_edge(p).node for _, p in parameters]
+        nodes = [accumulation_node(p) for _, p in parameters]
         own = assigner.parameters
         usage = Usage(own, nodes, find_unused=find_unused_parameters, static=static_graph)
         self._skip_unused = skip_unused

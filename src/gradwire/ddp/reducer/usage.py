@@ -14,7 +14,16 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-__all__ = ["Usage"]
+__all__ = ["Usage", "accumulation_node"]
+
+
+def accumulation_node(parameter: Tensor) -> Any:
+    """Return the node of autograd that accumulates a parameter's gradient.
+
+    PyTorch finds it by a view, which a subclass of Tensor may turn into something else.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        return torch.autograd.graph.get_gradient_edge(parameter).node
 
 
 class Usage:
@@ -104,12 +113,11 @@ class Usage:
         `Module.to`, for another dtype or device, and `swap_tensors` leave the parameter, and give
         it a new node: nothing tells of what arrives there.
         """
-        edge = torch.autograd.graph.get_gradient_edge
         left = ((i, self.nodes[i], self._parameters[i]) for i in indices)
         return [
             i
             for i, node, p in left
-            if p.requires_grad and p.grad is not None and edge(p).node is not node
+            if p.requires_grad and p.grad is not None and accumulation_node(p) is not node
         ]
 
     def record(self, arrived: Iterable[int]) -> None:
