@@ -9,6 +9,7 @@ import socket
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from datetime import timedelta
 from unittest import mock
@@ -22,11 +23,14 @@ from gradwire.errors import (
     ArgumentError,
     CollectiveTimeoutError,
     DistributedError,
+    MismatchError,
     PeerFailedError,
     PeerLostError,
 )
+from gradwire.shm.forming import Forming, of_ranks
 from gradwire.shm.register import make_backend, member_of
-from gradwire.shm.rendezvous import of_ranks
+from gradwire.shm.rendezvous import Listener, connect_by_name
+from gradwire.shm.sync import Deadline
 from gradwire.testing import run_ranks
 
 SOON_S = 5.0
@@ -156,10 +160,10 @@ def test_ranks_that_do_not_come_are_named(kind, tmp_path):
         store.set_timeout(soon)
     else:
         store = dist.TCPStore("localhost", 0, is_master=True, timeout=soon)
-    store.set("time 1/available/1", "yes")
+    Forming(store, 1, range(3)).store.set("available/1", "yes")
     before = left_behind()
     with pytest.raises(CollectiveTimeoutError, match=r"ranks \[2\] did not come"):
-        make_backend(store, 0, 3, soon)
+        make_backend(store, 0, range(3), soon)
     assert left_behind() == before
 
 
@@ -187,3 +191,58 @@ def test_messages_between_pinned_ranks_that_share_cores() -> None:
     cores = [first, second, second, second]
     results = run_ranks(messages_when_pinned, 4, backend="gloo", args=(cores,), timeout=60)
     assert results == [[True] * 3] + [[True, False, False]] * 3
+
+
+def sum_over_own_pair():
+    """Make a group of two ranks, which the other two do not call for."""
+    rank = dist.get_rank()
+    group = dist.new_group([0, 3] if rank in (0, 3) else [1, 2], backend="shm")
+    x = torch.tensor([10.0**rank])
+    dist.all_reduce(x, group=group)
+    return x.item()
+
+
+def test_groups_of_one_name_and_different_ranks_are_kept_apart():
+    assert run_ranks(sum_over_own_pair, 4, backend="gloo") == [1001.0, 110.0, 110.0, 1001.0]
+
+
+def different_groups():
+    ranks = [0, 1] if dist.get_rank() == 0 else [0, 1, 2]
+    with pytest.raises(MismatchError, match="different groups under one name"):
+        dist.new_group(ranks, backend="shm")
+    group = dist.new_group(backend="shm")
+    assert group.size() == 3
+
+
+def test_ranks_that_form_different_groups_all_get_an_error():
+    run_ranks(different_groups, 3, backend="gloo", timeout=60)
+
+
+def test_a_name_is_used_again_by_more_ranks():
+    store, soon = dist.HashStore(), timedelta(seconds=10)
+    for world in (2, 3):
+
+        def form(rank: int, world: int = world) -> None:
+            make_backend(store, rank, range(world), soon).shutdown()
+
+        threads = [threading.Thread(target=form, args=(rank,)) for rank in range(world)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+            assert not thread.is_alive()
+
+
+def test_members_in_another_order_are_refused_while_connecting():
+    with Listener() as first, Listener() as second:
+
+        def connect_as_rank_1() -> None:
+            # to the listener of the other, which takes itself for rank 0 of another list
+            peers = connect_by_name(second, [first.name, second.name, "third"], 1, 7, Deadline(1))
+            assert not peers
+
+        with ThreadPoolExecutor() as pool:
+            other = pool.submit(connect_as_rank_1)
+            with pytest.raises(MismatchError, match="rank 1 of the new group has other members"):
+                connect_by_name(first, [first.name, second.name], 0, 7, Deadline(10))
+            assert isinstance(other.exception(20), DistributedError)

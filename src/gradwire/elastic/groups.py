@@ -116,7 +116,7 @@ def form_shm(
     formed = _in_thread(
         lambda: connect_by_name(listener, names, rank, epoch, Deadline(FORM_SECONDS)),
         poll,
-        lambda: report_absent(listener, epoch, rank),
+        lambda: report_absent(listener, names, epoch, rank),
     )
     return _wrap_shm(formed, rank, len(names), store, timeout, f"elastic {epoch}")
 

@@ -102,7 +102,9 @@ def _make(
 ) -> HostGroups:
     backend = dist.get_backend(group)
     first, *_ = _from_all(group, next(_divisions).to_bytes(8, "little"))
-    name = f"{group.group_name}, by hosts, {int.from_bytes(first, 'little')}"
+    # the ranks, too: groups that only some ranks make may share a name
+    ranks = ",".join(map(str, dist.get_process_group_ranks(group)))
+    name = f"{group.group_name} of {ranks}, by hosts, {int.from_bytes(first, 'little')}"
     inner = _group_of_mine(group, teams, inside or backend, f"{name}, inside")
     # every rank gets one, so that all are in as many groups as before: torch counts them to name
     # those that only their own ranks make

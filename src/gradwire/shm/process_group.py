@@ -143,7 +143,7 @@ class ShmBackend(Operations, BackendBase):
 
     Args:
         rank, size, peers, timeout: As for `ShmProcessGroup`.
-        split_off: Makes a group from a store, a rank, a size and a timeout.
+        split_off: Makes a group from a store, a rank, its ranks as ranks of this group, and a timeout.
     """
 
     # torch 2.15 reads these from the class; its own properties of these names would call themselves
@@ -157,7 +157,7 @@ class ShmBackend(Operations, BackendBase):
         size: int,
         peers: dict[int, Any],
         timeout: timedelta,
-        split_off: Callable[[Any, int, int, timedelta], Any],
+        split_off: Callable[[Any, int, list[int], timedelta], Any],
     ) -> None:
         BackendBase.__init__(self, rank, size)
         Operations.__init__(self, timeout)
@@ -185,4 +185,4 @@ class ShmBackend(Operations, BackendBase):
                 f"rank {self._rank} is in none of split_ranks: give it a group, of its own for "
                 "instance, or use torch.distributed.new_group"
             )
-        return self._split_off(store, ranks.index(self._rank), len(ranks), options._timeout)
+        return self._split_off(store, ranks.index(self._rank), ranks, options._timeout)

@@ -21,6 +21,7 @@ from torch.distributed.distributed_c10d import BarrierOptions
 import gradwire_autoload
 from gradwire._torch import PYTHON_BACKENDS, BackendBase, wants_reconfigure
 from gradwire.errors import ArgumentError, ArgumentTypeError, DistributedError
+from gradwire.shm.forming import Forming
 from gradwire.shm.hierarchy.context import Context
 from gradwire.shm.hierarchy.engine import Transport
 from gradwire.shm.hierarchy.group import (
@@ -32,7 +33,7 @@ from gradwire.shm.hierarchy.options import Options
 from gradwire.shm.hierarchy.team import Team
 from gradwire.shm.process_group import Operations, ShmBackend, ShmProcessGroup
 from gradwire.shm.reconfigure import ReconfigurableGroup
-from gradwire.shm.rendezvous import connect_all, of_ranks, report_failure
+from gradwire.shm.rendezvous import connect_all, report_failure
 from gradwire.shm.sync import Deadline, has_semaphores
 from gradwire.shm.teams import Teams
 
@@ -192,43 +193,56 @@ def create_backend(options: Any, given: object) -> Any:
         )
     if wants_reconfigure(options):
         return ReconfigurableGroup(options.group_rank, options.group_size, options.timeout)
-    rank, size = options.group_rank, options.group_size
-    return make_backend(options.store, rank, size, options.timeout, given or Options())
+    # torch gives no ranks for the default group
+    members = options.global_ranks_in_group or range(options.group_size)
+    timeout, given = options.timeout, given or Options()
+    return make_backend(options.store, options.group_rank, members, timeout, given)
 
 
 def make_backend(
-    store: Store, rank: int, size: int, timeout: timedelta, options: Options | None = None
+    store: Store,
+    rank: int,
+    members: Sequence[int],
+    timeout: timedelta,
+    options: Options | None = None,
 ) -> Any:
-    """The backend for a group's CPU tensors: shm, or Gloo where no ranks can share memory."""
-    # a store may outlive a group: torchrun's still has the keys of a destroyed one of this name
-    store = PrefixStore(f"time {store.add(f'times/{rank}', 1)}", store)
-    store.set(f"available/{rank}", "yes" if is_available() else "no")
-    available = of_ranks(store, "available", size)
-    if all(answer == b"yes" for answer in available):
-        group = _form_group(store, rank, size, timeout, options or Options())
-        if group is not None:
-            return group
-        reason = "each rank is on a host of its own, or in a container that others cannot reach"
-    else:
-        reason = "a rank's system lacks what it needs (Linux with glibc 2.30)"
-    if rank == 0:
-        warnings.warn(f"this group runs on Gloo, not on shm: {reason}", stacklevel=2)
-    return dist.ProcessGroupGloo(store, rank, size, timeout)
+    """Return a backend for a group's CPU tensors: shm, or Gloo where no ranks can share memory.
+
+    Args:
+        store: The store, under the group's name.
+        rank: This rank in the group.
+        members: Global ranks in the order of their ranks in the group, by which the ranks agree on
+            which group it is.
+        timeout: For the group to form, and for each operation that has none of its own.
+        options: The caller's options.
+    """
+    size = len(members)
+    with Forming(store, rank, members) as forming:
+        if forming.all_available(is_available(), timeout):
+            group = _form_group(forming, rank, size, timeout, options or Options())
+            if group is not None:
+                return group
+            reason = "each rank is on a host of its own, or in a container that others cannot reach"
+        else:
+            reason = "a rank's system lacks what it needs (Linux with glibc 2.30)"
+        if rank == 0:
+            warnings.warn(f"this group runs on Gloo, not on shm: {reason}", stacklevel=2)
+        return dist.ProcessGroupGloo(forming.store, rank, size, timeout)
 
 
 def _form_group(
-    store: Store, rank: int, size: int, timeout: timedelta, options: Options
+    forming: Forming, rank: int, size: int, timeout: timedelta, options: Options
 ) -> Operations | None:
     """Connect to the other ranks; the group on all of them, None on all, or an error on all.
 
     Raises:
         DistributedError: A rank failed: no rank waits for it.
     """
-    group = None
+    group, store = None, forming.store
     try:
         if timeout.total_seconds() <= 0:
             raise ArgumentError(f"timeout is {timeout}: give one of more than 0")
-        peers, ranks = connect_all(store, rank, size, timeout, options.host)
+        peers, ranks = connect_all(store, rank, size, timeout, forming.identity, options.host)
         if len(ranks) == size > 1:
             return None
         teams = Teams.of(ranks, rank)

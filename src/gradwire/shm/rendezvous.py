@@ -15,10 +15,15 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from datetime import timedelta
 
-import torch.distributed as dist
 from torch.distributed import Store
 
-from gradwire.errors import CollectiveTimeoutError, PeerFailedError, PeerLostError
+from gradwire.errors import (
+    CollectiveTimeoutError,
+    MismatchError,
+    PeerFailedError,
+    PeerLostError,
+)
+from gradwire.shm.forming import identity_of, of_ranks
 from gradwire.shm.sync import Deadline
 from gradwire.shm.teams import find_teams
 
@@ -26,7 +31,6 @@ __all__ = [
     "Listener",
     "connect_all",
     "connect_by_name",
-    "of_ranks",
     "process_of",
     "report_absent",
     "report_failure",
@@ -34,7 +38,8 @@ __all__ = [
 
 _FAILED = b"failed: "
 
-_GREETING = struct.Struct("<qi")  # the group's uuid, and a rank; ~rank if it failed
+_GREETING = struct.Struct("<qqi")  # the group's uuid, its ranks' digest, a rank; ~rank: it failed
+_NO_GREETING = None, 0, 0
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid of the peer, as of SO_PEERCRED
 
 
@@ -45,7 +50,7 @@ def report_failure(store: Store, rank: int, reason: Exception) -> None:
 
 
 def connect_all(
-    store: Store, rank: int, size: int, timeout: timedelta, host: str = ""
+    store: Store, rank: int, size: int, timeout: timedelta, identity: int, host: str = ""
 ) -> tuple[dict[int, socket.socket], tuple[tuple[int, ...], ...]]:
     """A connection to every other rank of this one's team, and the teams, alike on all ranks.
 
@@ -54,6 +59,7 @@ def connect_all(
         rank: This rank.
         size: How many ranks.
         timeout: For all of it.
+        identity: Number of the group, the same on all ranks.
         host: Ranks with another are taken to be on another host.
 
     Raises:
@@ -64,7 +70,7 @@ def connect_all(
     """
     peers: dict[int, socket.socket] = {}
     try:
-        return peers, _connect(store, rank, size, timeout, host, peers)
+        return peers, _connect(store, rank, size, timeout, identity, host, peers)
     except BaseException as error:
         for connection in peers.values():
             connection.close()
@@ -82,6 +88,7 @@ def _connect(
     rank: int,
     size: int,
     timeout: timedelta,
+    identity: int,
     host: str,
     peers: dict[int, socket.socket],
 ) -> tuple[tuple[int, ...], ...]:
@@ -91,7 +98,7 @@ def _connect(
         store.set(f"address/{rank}", listener.name + label.decode())
         for lower, address in enumerate(of_ranks(store, "address", rank)):
             name, _, of_host = address.partition(b"/")
-            connection = _connect_to(name, 0, rank) if b"/" + of_host == label else None
+            connection = _connect_to(name, identity, 0, rank) if b"/" + of_host == label else None
             if connection is not None:
                 peers[lower] = connection
         store.set(f"reached/{rank}", ",".join(map(str, sorted(peers))) or "none")
@@ -100,7 +107,7 @@ def _connect(
         for lower in peers.keys() - set(own):
             peers.pop(lower).close()
         higher = [other for other in own if other > rank]
-        listener.accept(peers, higher, 0, Deadline(timeout.total_seconds()))
+        listener.accept(peers, higher, identity, 0, Deadline(timeout.total_seconds()))
         return teams
 
 
@@ -116,32 +123,6 @@ def _reached(store: Store, size: int) -> list[list[int]]:
             reason = answer.removeprefix(_FAILED).decode(errors="replace")
             raise PeerFailedError(f"rank {rank} could not form the group: {reason}")
     return [[] if answer == b"none" else [*map(int, answer.split(b","))] for answer in answers]
-
-
-def of_ranks(store: Store, step: str, count: int) -> list[bytes]:
-    """What the first `count` ranks set, in one request: one for each would be count² for all.
-
-    Raises:
-        CollectiveTimeoutError: Ranks set nothing within the store's timeout.
-        PeerLostError: The rank whose process has the store is gone.
-    """
-    if not count:
-        return []
-    keys = [f"{step}/{rank}" for rank in range(count)]
-    try:
-        return store.multi_get(keys)
-    except dist.DistNetworkError as error:
-        raise PeerLostError(
-            f"the group's store does not answer (the rank that hosts it is gone): {error}"
-        ) from error
-    except RuntimeError as error:  # a FileStore's is a plain one
-        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-        if not missing:
-            raise
-        timeout: timedelta = store.timeout  # type: ignore[attr-defined]  # torch's stub lacks it
-        raise CollectiveTimeoutError(
-            f"ranks {missing} did not come to form the group within {timeout.total_seconds():g} s"
-        ) from error
 
 
 class Listener:
@@ -172,7 +153,12 @@ class Listener:
         self._socket.close()
 
     def accept(
-        self, peers: dict[int, socket.socket], ranks: Collection[int], uuid: int, deadline: Deadline
+        self,
+        peers: dict[int, socket.socket],
+        ranks: Collection[int],
+        uuid: int,
+        members: int,
+        deadline: Deadline,
     ) -> None:
         """Fill `peers` with a connection from each of these ranks.
 
@@ -180,9 +166,11 @@ class Listener:
             peers: The connections so far, by rank.
             ranks: Whose connections to wait for.
             uuid: The group's uuid; connections that give another are closed.
+            members: Digest of the group's members, in the order of their ranks.
             deadline: When to give up.
 
         Raises:
+            MismatchError: One of the ranks has other members for this uuid.
             PeerFailedError: One of the ranks failed.
             TimeoutError: They did not connect in time.
         """
@@ -190,12 +178,19 @@ class Listener:
             self._socket.settimeout(_left(deadline))
             connection, _ = self._socket.accept()
             connection.settimeout(_left(deadline))
-            theirs, rank = _greeting(connection) if _same_user(connection) else (None, 0)
-            if theirs == uuid and rank in ranks and rank not in peers:
+            theirs, digest, rank = _greeting(connection) if _same_user(connection) else _NO_GREETING
+            if (theirs, digest) == (uuid, members) and rank in ranks and rank not in peers:
                 peers[rank] = connection
                 continue
             connection.close()
-            if theirs == uuid and rank < 0:
+            if theirs != uuid:
+                continue
+            if digest != members:
+                raise MismatchError(
+                    f"rank {rank if rank >= 0 else ~rank} of the new group has other members, or "
+                    "in another order: give the same list on all ranks"
+                )
+            if rank < 0:
                 raise PeerFailedError(f"rank {~rank} of the new group could not form it")
 
 
@@ -214,21 +209,24 @@ def connect_by_name(
     Raises:
         PeerLostError: No process of this user on this host listens under one of the names.
         PeerFailedError: Another rank failed.
+        MismatchError: Another rank has other members for this uuid.
         CollectiveTimeoutError: Another rank did not connect in time.
     """
+    members = identity_of(list(names))
     peers: dict[int, socket.socket] = {}
     try:
         for lower in range(rank):
-            connection = _connect_to(names[lower].encode(), uuid, rank)
+            connection = _connect_to(names[lower].encode(), uuid, members, rank)
             if connection is None:
                 raise PeerLostError(f"rank {lower} of the new group has ended, or is elsewhere")
             peers[lower] = connection
-        listener.accept(peers, range(rank + 1, len(names)), uuid, deadline)
-    except (PeerLostError, PeerFailedError, TimeoutError) as error:
+        listener.accept(peers, range(rank + 1, len(names)), uuid, members, deadline)
+    except (PeerLostError, PeerFailedError, MismatchError, TimeoutError) as error:
         for connection in peers.values():
             connection.close()
         for name in names:  # report the failure, so that no rank waits for this one
-            other = None if name == listener.name else _connect_to(name.encode(), uuid, ~rank)
+            itself = name == listener.name
+            other = None if itself else _connect_to(name.encode(), uuid, members, ~rank)
             if other is not None:
                 other.close()
         if isinstance(error, TimeoutError):
@@ -240,9 +238,9 @@ def connect_by_name(
     return peers
 
 
-def report_absent(listener: Listener, uuid: int, rank: int) -> None:
+def report_absent(listener: Listener, names: Sequence[str], uuid: int, rank: int) -> None:
     """End a `connect_by_name` of this process that waits for a rank which will not come."""
-    connection = _connect_to(listener.name.encode(), uuid, ~rank)
+    connection = _connect_to(listener.name.encode(), uuid, identity_of(list(names)), ~rank)
     if connection is not None:
         connection.close()
 
@@ -253,25 +251,25 @@ def _left(deadline: Deadline) -> float | None:
     return None if left is None else max(left, 1e-3)
 
 
-def _connect_to(name: bytes, uuid: int, rank: int) -> socket.socket | None:
+def _connect_to(name: bytes, uuid: int, members: int, rank: int) -> socket.socket | None:
     """A connection to a listener; None if it is not on this host, or of another user."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with suppress(OSError):  # no socket of that name: the rank is on another host, or has ended
         connection.connect(b"\0" + name)
         if _same_user(connection):
-            connection.send(_GREETING.pack(uuid, rank))
+            connection.send(_GREETING.pack(uuid, members, rank))
             return connection
     connection.close()
     return None
 
 
-def _greeting(connection: socket.socket) -> tuple[int | None, int]:
-    """The group's uuid and the rank that a new connection sends; None if it sends neither."""
+def _greeting(connection: socket.socket) -> tuple[int | None, int, int]:
+    """Return the uuid, the digest and the rank that a new connection sends; None if it does not."""
     try:
         data = connection.recv(_GREETING.size + 1)
     except ConnectionResetError:
-        return None, 0
-    return _GREETING.unpack(data) if len(data) == _GREETING.size else (None, 0)
+        return _NO_GREETING
+    return _GREETING.unpack(data) if len(data) == _GREETING.size else _NO_GREETING
 
 
 def process_of(connection: socket.socket) -> int:
