@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from torch import nn
 
 from ddp.common import assert_same, average_used
 from gradwire.ddp import DistributedDataParallel
+from gradwire.errors import PeerFailedError
 from gradwire.testing import run_ranks
 
 WIDTH, STEPS = 4, 8
@@ -179,3 +180,108 @@ def random_programs(seed):
 @pytest.mark.narrow({"seed": 0}, {"seed": 1, "backend": "shm"})
 def test_random_backwards_through_several_wrappers(seed, backend):
     run_ranks(random_programs, 2, backend=backend, args=(seed,))
+
+
+# -- in several groups ------------------------------------------------------------------------
+
+
+def sum_of_forwards(nets, edges, order):
+    """Backward of the wrappers in this order; every gradient is the mean over its edge's ranks."""
+    for step in range(3):
+        for net in nets.values():
+            net.zero_grad()
+        losses = [nets[i](one_input(step)).sum() for i in order]
+        sum(losses).backward()
+        for i, net in nets.items():
+            twin = copy.deepcopy(net.module)
+            twin.zero_grad()
+            for each in edges[i]:
+                value = (1.0 + each + step) / WIDTH
+                x = torch.full((2, WIDTH), value, dtype=torch.float64)
+                (twin(x).sum() / len(edges[i])).backward()
+            assert_same(net, twin)
+
+
+@pytest.mark.usefixtures("each_backend")
+@pytest.mark.parametrize("find_unused", [True, False])
+@pytest.mark.narrow({"find_unused": True}, {"find_unused": False, "each_backend": "shm"})
+def test_forwards_of_two_groups_in_another_order_on_each_rank(find_unused):
+    def main():
+        torch.manual_seed(0)
+        nets = {
+            i: DistributedDataParallel(
+                Layers(5), process_group=dist.new_group(), find_unused_parameters=find_unused
+            )
+            for i in range(2)
+        }
+        order = [0, 1] if dist.get_rank() == 0 else [1, 0]
+        sum_of_forwards(nets, [(0, 1), (0, 1)], order)
+
+    run_ranks(main, 2)
+
+
+@pytest.mark.usefixtures("each_backend")
+@pytest.mark.parametrize("find_unused", [True, False])
+@pytest.mark.narrow({"find_unused": True, "each_backend": "gloo"}, {"find_unused": False})
+def test_a_ring_of_groups_with_a_wrapper_each(find_unused):
+    def main():
+        rank, world = dist.get_rank(), dist.get_world_size()
+        edges = [(0, 1), (1, 2), (0, 2)]
+        groups = [dist.new_group(list(edge)) for edge in edges]
+        torch.manual_seed(0)
+        modules = [Layers(5) for _ in edges]
+        nets = {
+            i: DistributedDataParallel(
+                modules[i], process_group=groups[i], find_unused_parameters=find_unused
+            )
+            for i in range(world)
+            if rank in edges[i]
+        }
+        # each rank begins with another wrapper: all wait in a circle if each waits in its order
+        first = {0: 0, 1: 1, 2: 2}[rank]
+        sum_of_forwards(nets, edges, sorted(nets, key=lambda i: i != first))
+
+    run_ranks(main, 3)
+
+
+@pytest.mark.usefixtures("each_backend")
+def test_an_error_among_wrappers_of_two_groups_reaches_both():
+    def main():
+        rank = dist.get_rank()
+        torch.manual_seed(0)
+        nets = [
+            DistributedDataParallel(
+                Layers(5), process_group=dist.new_group(), find_unused_parameters=True
+            )
+            for _ in range(2)
+        ]
+        order = [0, 1] if rank == 0 else [1, 0]
+        for step in range(3):
+            loss = sum(nets[i](one_input(step)).sum() for i in order)
+            if step != 1:
+                loss.backward()
+                continue
+            if rank == 0:  # after the first of the two has come to its end
+                engine = torch.autograd.Variable._execution_engine
+                handle = (
+                    nets[1]
+                    .module.layers[0][0]
+                    .weight.register_hook(lambda grad: engine.queue_callback(raise_here))
+                )
+            with pytest.raises((ArithmeticError, PeerFailedError)):
+                loss.backward()
+                nets[0](one_input())
+            if rank == 0:
+                handle.remove()
+            for net in nets:
+                net.zero_grad()
+            with suppress(PeerFailedError):
+                nets[1](one_input())
+        return [p.grad.sum().item() for net in nets for p in net.parameters()]
+
+    first, second = run_ranks(main, 2)
+    assert first == second
+
+
+def raise_here():
+    raise ArithmeticError("here")

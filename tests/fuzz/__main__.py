@@ -11,6 +11,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from fuzz import collectives_plan, collectives_run, collectives_shrink, local_sgd
+from fuzz.groups import make_groups_plan, run_groups_plan
 from fuzz.plan import make_plan
 from fuzz.run import run_many, run_one
 from fuzz.shrink import shown, shrink
@@ -32,9 +33,12 @@ def main() -> int:
     parser.add_argument("--collectives", type=int, help="programs of collectives, not models")
     parser.add_argument("--collectives-seed", type=int, help="as --seed, of these")
     parser.add_argument("--local-sgd", type=int, help="runs of LocalSGD, not models")
+    parser.add_argument("--groups", type=int, help="programs with wrappers in several groups")
     arguments = parser.parse_args()
     if arguments.local_sgd is not None:
         return max(many_local_sgd(arguments, backend) for backend in arguments.backends)
+    if arguments.groups is not None:
+        return max(many_groups(arguments, backend) for backend in arguments.backends)
     if arguments.collectives_seed is not None:
         seed, whole = arguments.collectives_seed, arguments.whole
         return max(one_program(seed, b, whole=whole) for b in arguments.backends)
@@ -128,6 +132,22 @@ def many_local_sgd(arguments: argparse.Namespace, backend: str) -> int:
             print(f"FAILED local_sgd seed {seed} on {backend}: {found[0][-300:]}")
         failed += len(problems)
         print(f"{backend}: to seed {seeds[-1]}: {failed} failed", flush=True)
+    return int(failed > 0)
+
+
+def many_groups(arguments: argparse.Namespace, backend: str) -> int:
+    """Many seeds of wrappers in several groups; 1 if one fails."""
+    failed, began = 0, time.monotonic()
+    for seed in range(arguments.first, arguments.first + arguments.groups):
+        if problems := run_groups_plan(make_groups_plan(seed), backend):
+            failed += 1
+            print(f"FAILED {backend} --groups 1 --first {seed}: {problems[0][:600]}", flush=True)
+        if failed >= arguments.stop_after:
+            break
+    taken = time.monotonic() - began
+    print(
+        f"{backend}: {seed + 1 - arguments.first} ran, {failed} failed; {taken:.0f} s", flush=True
+    )
     return int(failed > 0)
 
 

@@ -143,7 +143,8 @@ class ShmBackend(Operations, BackendBase):
 
     Args:
         rank, size, peers, timeout: As for `ShmProcessGroup`.
-        split_off: Makes a group from a store, a rank, its ranks as ranks of this group, and a timeout.
+        split_off: Makes a group from a store, a rank, the ranks of this group that form it, and a
+            timeout.
     """
 
     # torch 2.15 reads these from the class; its own properties of these names would call themselves

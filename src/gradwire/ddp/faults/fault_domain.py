@@ -65,6 +65,12 @@ class FaultDomain(Resynchronizer):
         with _DOMAINS_LOCK:
             return _DOMAINS.get(group)
 
+    def elsewhere(self) -> list[Participant]:
+        """Return the reducers of this process's other groups."""
+        if len(_DOMAINS) == 1:
+            return []
+        return [p for d in list(_DOMAINS.values()) if d is not self for p in d.participants]
+
     @staticmethod
     def forget(group: ProcessGroup) -> None:
         """End a group's domain, with the group: what was interrupted on it is nobody's any more."""

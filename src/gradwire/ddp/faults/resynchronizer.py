@@ -53,6 +53,7 @@ class Resynchronizer:
             round; empty if there are none.
         deferred: An error that this rank learnt of and has yet to raise.
         broken: Why the group cannot be used again, if so.
+        name: Random name of the group that all its ranks have; empty before `connect`.
         hook_future: What the hook that was called last returned, if it may send more in callbacks:
             nothing else is sent on the group before it is done.
 
@@ -69,6 +70,7 @@ class Resynchronizer:
         self._round: ResynchronizationRound | None = None
         self._works: list[Work] = []
         self._next_look, self._seen_dead = 0.0, list[int]()
+        self.name = ""
         self.lock = threading.RLock()
         self.log = CollectiveLog()
         self.seconds = timeout_of(group)
@@ -128,11 +130,8 @@ class Resynchronizer:
         if self._channel is not None:
             return
         with self.lock:
-            group = self.group
-            if self._token is None:  # else an exception ended the wait for it
-                mine = torch.frombuffer(bytearray(os.urandom(TOKEN_BYTES)), dtype=torch.uint8)
-                token = mine.to(message_device(group))
-                self._token = token, group.broadcast([token], broadcast_options(0))
+            self.start_connecting()
+            assert self._token is not None
             token, work = self._token
             since = time.monotonic()
             try:
@@ -141,7 +140,17 @@ class Resynchronizer:
                 timed_out = is_over(since, self.seconds)
                 failure = backend_failure(error, "the first message", timed_out=timed_out)
                 self.give_up(failure, error)
-            self._channel = ErrorChannel(group, bytes(token.tolist()).hex())
+            self.name = bytes(token.tolist()).hex()
+            self._channel = ErrorChannel(self.group, self.name)
+
+    def start_connecting(self) -> None:
+        """Send the first message of `connect`, which waits for it."""
+        if self.name or self._token is not None:  # an exception may have ended the wait for it
+            return
+        group = self.group
+        mine = torch.frombuffer(bytearray(os.urandom(TOKEN_BYTES)), dtype=torch.uint8)
+        token = mine.to(message_device(group))
+        self._token = token, group.broadcast([token], broadcast_options(0))
 
     def exchange(self, topic: str, value: Any) -> list[Any] | None:
         """Return every rank's value, through the store; None if not all come in a few seconds.

@@ -256,17 +256,17 @@ class _EndOfBackward:
     """What autograd calls when a backward ends, and drops uncalled when an exception ends it."""
 
     def __init__(self, backward: Backward, run: int) -> None:
-        self._backward, self._run, self._called = backward, run, False
+        self._backward, self._run = backward, run
 
     @run_as_written
     def __call__(self) -> None:
-        self._called = True
         on_end(self._backward, self._run)
 
     def __del__(self) -> None:
-        # autograd calls nothing when an exception ends a backward, and only drops its callbacks
+        # autograd calls nothing when an exception ends a backward, and only drops its callbacks; a
+        # parked backward was called, and waited for one that was not
         backward = self._backward
-        if not self._called and backward.running and self._run == backward.runs:
+        if backward.running and self._run == backward.runs:
             backward.interrupt()
 
 

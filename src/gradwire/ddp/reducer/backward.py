@@ -50,6 +50,8 @@ class Backward:
         has_turn: Whether its turn among the reducers that share the running backward is known.
         predecessors: The group's reducers whose turn in the same backward is earlier: their buckets
             go first.
+        parked: True from its end in autograd until the reducers of other groups that share the
+            backward have come to theirs.
         arrivals: Indices of parameters as their gradients come in this backward; None once buckets
             are as they stay.
         ready_order: The arrivals of the first backward that was reduced, and of its repetitions,
@@ -79,7 +81,7 @@ class Backward:
         self.names, self.parameters = assigner.names, assigner.parameters
         self.buckets, self.timer = BucketSet(assigner), StepTimer()
         self.state, self.end, self.runs = BackwardState.LOCAL, 0, 0
-        self.task, self.has_turn = -1, True
+        self.task, self.has_turn, self.parked = -1, True, False
         self.predecessors: set[Backward] = set()
         self.arrivals: list[int] | None = []
         self.ready_order: Sequence[int] | None = None
@@ -150,6 +152,14 @@ class Backward:
     def others(self) -> Sequence[Backward]:
         """The backwards of the group's other reducers."""
         return cast("Sequence[Backward]", self.domain.participants.others(self))
+
+    def elsewhere(self) -> Sequence[Backward]:
+        """Return the backwards of reducers of this process's other groups."""
+        return cast("Sequence[Backward]", self.domain.elsewhere())
+
+    def sharing(self) -> list[Backward]:
+        """Return the backwards of other groups that autograd runs together with this one."""
+        return [b for b in self.elsewhere() if b.running and b.task == self.task]
 
     def in_flight(self) -> list[InFlight]:
         """What is in flight."""
@@ -357,7 +367,7 @@ class Backward:
 
     def _clear(self) -> None:
         """Nothing has arrived, nothing is in flight."""
-        self.had_undefined = self.takes_part = False
+        self.had_undefined = self.takes_part = self.parked = False
         self.launcher.launched.clear()
         self.launcher.scale = None
         self.assigner.ownership.clear()

@@ -46,11 +46,40 @@ def on_end(backward: Backward, run: int) -> None:
         _check_converted(backward)
         if backward.untouched:
             _end_untouched(backward)
+        elif backward.sharing():
+            backward.parked = True
         else:
             _end(backward)
+        _end_parked(backward)
     except BaseException:
         backward.interrupt()
         raise
+
+
+def _end_parked(backward: Backward) -> None:
+    """End the reducers of several groups that share a backward, if all have come to their end.
+
+    Each waits for its group's ranks. The groups' names are the same on all ranks, so that waits in
+    this order cannot form a cycle: the ranks of the first group that is not done wait for no other.
+    """
+    together = {id(b): b for b in (backward, *backward.sharing())}
+    for one in [*together.values()]:
+        together |= {id(b): b for b in one.others() if b.running and b.task == one.task}
+    parked = [b for b in together.values() if b.parked]
+    if not parked or any(b.running and not b.parked for b in together.values()):
+        return
+    for one in parked:
+        one.domain.start_connecting()
+    for one in parked:
+        one.domain.connect()
+    for one in sorted(parked, key=lambda b: b.domain.name):
+        if one.parked and one.running:
+            one.parked = False
+            try:
+                _end(one)
+            except BaseException:
+                one.interrupt()
+                raise
 
 
 def _check_converted(backward: Backward) -> None:
@@ -102,7 +131,7 @@ def _launch_others(backward: Backward) -> None:
         for other in others:
             if other.running and other.task == backward.task and not other.untouched:
                 _mark_missing(other)
-        launch_in_order(backward, final=False)
+        launch_in_order(backward, final=False, ended=True)
 
 
 def _mark_missing(backward: Backward) -> None:

@@ -198,13 +198,20 @@ class Launcher:
             self._domain.hook_failed(error, launched.bucket.what)
 
     def broadcast_order(self, order: Sequence[int]) -> list[int]:
-        """Rank 0's order. After an exception during the wait, the next call waits for the same."""
+        """Rank 0's order. After an exception during the wait, the next call waits for the same.
+
+        Rank 0, which has it, waits for nobody: ranks may come here for several groups in different
+        orders.
+        """
         if self._order is None:
             device = message_device(self._group)
             theirs = torch.tensor(order, dtype=torch.int64, device=device)
             self._order = theirs, self._group.broadcast([theirs], broadcast_options(0))
             self._domain.sent(broadcast_entry(theirs, root=0), self._order[1])
         theirs, work = self._order
+        if self._group.rank() == 0:
+            self._order = None
+            return list(order)
         self.wait_small(work)
         self._order = None
         return theirs.tolist()

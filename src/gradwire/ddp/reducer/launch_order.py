@@ -3,6 +3,10 @@
 A bucket that is launched before another on one rank and after it on the next would be summed with
 it. The last bucket is kept back until backward has ended: its message is the vote.
 
+Reducers of other groups may share the backward, too, and other ranks may reach them in another
+order. So nothing waits for other ranks before the backward has ended; then the groups are finished
+one after the other, by their names, in the same order on all ranks (`finalize.on_end`).
+
 The order is that of the `BucketSet`. `BucketAssigner.make` decides it, from an order of parameters
 that all ranks have: the reverse of their registration, and after the first backward that in which
 rank 0's gradients became ready (`Backward.rebuild_once`).
@@ -19,6 +23,7 @@ from torch.autograd.profiler import record_function
 
 from gradwire.ddp.buckets.bucket import Bucket
 from gradwire.ddp.buckets.sparse import SparseBucket
+from gradwire.ddp.faults.backward_state import BackwardState
 from gradwire.ddp.reducer.backward import Backward
 from gradwire.ddp.reducer.launch import Launched
 from gradwire.ddp.reducer.shadowed import check_first
@@ -34,7 +39,7 @@ __all__ = [
 ]
 
 
-def launch_in_order(backward: Backward, *, final: bool) -> None:
+def launch_in_order(backward: Backward, *, final: bool, ended: bool = False) -> None:
     """Launch every ready bucket whose predecessors have been launched; the last only if `final`.
 
     Reducers that share a backward go one after the other, their last buckets at the end likewise:
@@ -44,14 +49,16 @@ def launch_in_order(backward: Backward, *, final: bool) -> None:
         backward: Whose buckets they are.
         final: Whether backward has ended. Whatever fails before, fails before all ranks have sent
             the last bucket, and so none of them takes the result.
+        ended: Whether backward has ended, so that this may wait for other ranks.
     """
+    ended = ended or final
     if not backward.has_turn or any(not has_only_last_left(b) for b in backward.predecessors):
         return
-    _launch_ready(backward, final=final)
+    _launch_ready(backward, final=final, ended=ended)
     if not final and has_only_last_left(backward):
         for other in backward.others():
             if backward in other.predecessors:  # it may have waited for this one alone
-                launch_in_order(other, final=False)
+                launch_in_order(other, final=False, ended=ended)
 
 
 def has_only_last_left(backward: Backward) -> bool:
@@ -92,9 +99,11 @@ def agree_on_scale(backward: Backward, own: Tally | None = None) -> None:
     launcher.scale = launcher.correction * (1.0 if factor is None else factor)
 
 
-def _launch_ready(backward: Backward, *, final: bool) -> None:
+def _launch_ready(backward: Backward, *, final: bool, ended: bool) -> None:
     """Fill and launch the buckets that come next, as far as they are ready."""
     buckets, launched = backward.buckets, backward.launcher.launched
+    if not ended and not backward.domain.name and _may_share(backward):
+        return
     # on several devices, autograd has a thread for each: the next bucket is found and launched
     # by one of them at a time
     with backward.domain.lock:
@@ -104,6 +113,8 @@ def _launch_ready(backward: Backward, *, final: bool) -> None:
         while len(launched) < len(buckets):
             bucket = buckets[len(launched)]
             is_last = _is_last(backward, len(launched))
+            if not ended and _waits(backward, bucket) and _may_share(backward):
+                return
             if not bucket.all_ready or (is_last and not final):
                 return
             if backward.skip_unused and len(bucket.unused) == len(bucket.members):
@@ -126,6 +137,17 @@ def _launch_ready(backward: Backward, *, final: bool) -> None:
                 record.nbytes = 0 if isinstance(bucket, SparseBucket) else bucket.flat.nbytes
                 record.first, record.last = before + 1, backward.domain.position()
                 launched[-1].record = record
+
+
+def _waits(backward: Backward, bucket: Bucket) -> bool:
+    """Return True if the launch of a bucket may wait for other ranks."""
+    future = backward.domain.hook_future
+    return isinstance(bucket, SparseBucket) or (future is not None and not future.done())
+
+
+def _may_share(backward: Backward) -> bool:
+    """Return True if reducers of other groups may take part in the running backward."""
+    return any(b.running or b.state is BackwardState.EXPECTED for b in backward.elsewhere())
 
 
 def _range(bucket: Bucket, what: str) -> AbstractContextManager[Any]:

@@ -1,0 +1,188 @@
+"""Random programs with wrappers in several groups of one process, checked against plain modules.
+
+Each rank runs the forwards of its wrappers in an order of its own, and one backward for all of
+them. The reference averages the gradients of unwrapped copies over the wrapper's group.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from dataclasses import dataclass
+from itertools import combinations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from gradwire.ddp import DistributedDataParallel
+from gradwire.hooks import GradBucket
+from gradwire.testing import run_ranks
+
+__all__ = ["GroupsPlan", "Wrapper", "make_groups_plan", "run_groups_plan"]
+
+WIDTH = 4
+TIMEOUT = 60.0
+
+
+@dataclass(frozen=True)
+class Wrapper:
+    """One wrapper: the index of its group, and its options."""
+
+    group: int
+    find_unused: bool
+    hook: str
+    sparse: bool
+    small_buckets: bool
+
+
+@dataclass(frozen=True)
+class GroupsPlan:
+    """A program."""
+
+    seed: int
+    ranks: int
+    groups: tuple[tuple[int, ...], ...]
+    wrappers: tuple[Wrapper, ...]
+    steps: int
+
+
+def make_groups_plan(seed: int) -> GroupsPlan:
+    """Draw a program."""
+    rng = random.Random(seed)
+    ranks = rng.choice([2, 3, 3, 4])
+    everyone = tuple(range(ranks))
+    ring = [tuple(sorted((r, (r + 1) % ranks))) for r in everyone]
+    some = [c for n in range(2, ranks + 1) for c in combinations(everyone, n)]
+    groups = ring if rng.random() < 0.4 else rng.choices([everyone, *some], k=rng.randint(2, 4))
+    count = rng.randint(len(groups), len(groups) + 2)
+    places = [*range(len(groups)), *rng.choices(range(len(groups)), k=count - len(groups))]
+    rng.shuffle(places)
+    wrappers = tuple(
+        Wrapper(
+            group=place,
+            find_unused=rng.random() < 0.5,
+            hook=rng.choice(["", "", "one", "chain"]),
+            sparse=rng.random() < 0.15,
+            small_buckets=rng.random() < 0.5,
+        )
+        for place in places
+    )
+    return GroupsPlan(seed, ranks, tuple(groups), wrappers, steps=4)
+
+
+class Net(nn.Module):
+    """Two layers, the second of which may be left out."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.table = nn.Embedding(3, WIDTH, sparse=sparse).double()
+        self.first, self.second = (nn.Linear(WIDTH, WIDTH).double() for _ in range(2))
+
+    def forward(self, x: Tensor, index: int, whole: bool) -> Tensor:
+        y = torch.tanh(self.first(x)) + self.table(torch.tensor(index))
+        return self.second(y) if whole else y
+
+
+def one_sum(group: ProcessGroup, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """Average by one all_reduce."""
+    work = dist.all_reduce(bucket.buffer().div_(group.size()), group=group, async_op=True)
+    return work.get_future().then(lambda f: f.value()[0])
+
+
+def two_sums(group: ProcessGroup, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """Average by two all_reduces, of which a callback sends the second."""
+    buffer = bucket.buffer().div_(group.size() ** 2)
+    first = dist.all_reduce(buffer, group=group, async_op=True).get_future()
+
+    def again(_: object) -> Tensor:
+        dist.all_reduce(buffer, group=group)
+        return buffer
+
+    return first.then(again)
+
+
+HOOKS = {"one": one_sum, "chain": two_sums}
+
+
+def average(module: nn.Module, group: ProcessGroup) -> None:
+    """Replace gradients by their mean over the group; those that no rank has stay None."""
+    for p in module.parameters():
+        used = torch.tensor(0.0 if p.grad is None else 1.0)
+        dist.all_reduce(used, group=group)
+        if used:
+            own = torch.zeros_like(p) if p.grad is None else p.grad.to_dense()
+            dist.all_reduce(own, group=group)
+            p.grad = own / group.size()
+
+
+def run_plan(plan: GroupsPlan) -> list[str]:
+    """Run a program on this rank; returns the parameters whose gradients are wrong."""
+    rank, made = dist.get_rank(), [dist.new_group(list(ranks)) for ranks in plan.groups]
+    mine = [i for i, w in enumerate(plan.wrappers) if rank in plan.groups[w.group]]
+    torch.manual_seed(plan.seed)
+    modules = [Net(w.sparse) for w in plan.wrappers]
+    twins = {i: copy.deepcopy(modules[i]) for i in mine}
+    nets: dict[int, DistributedDataParallel] = {}
+    for i in mine:
+        w = plan.wrappers[i]
+        cap = 1e-6 if w.small_buckets else None
+        nets[i] = DistributedDataParallel(
+            modules[i],
+            process_group=made[w.group],
+            bucket_cap_mb=cap,
+            find_unused_parameters=w.find_unused,
+            # the forward after the first backward would wait for rank 0's order, as PyTorch's does
+            rebuild_buckets=False,
+        )
+        if w.hook and not w.sparse:
+            nets[i].register_comm_hook(made[w.group], HOOKS[w.hook])
+    wrong = []
+    for step in range(plan.steps):
+        rng = random.Random(f"{plan.seed} {step} {rank}")
+        # wrappers of one group in one order on all of its ranks, as their messages share it
+        own = rng.sample(mine, len(mine))
+        order = ordered_by_group(own, [w.group for w in plan.wrappers])
+        inputs = {i: one_input(plan.wrappers[i], rng) for i in order}
+        for by in (nets, twins):
+            for module in by.values():
+                module.zero_grad()
+            losses = [by[i](*inputs[i]).square().mean() for i in order]
+            if losses:
+                torch.stack(losses).sum().backward()
+        for i in mine:
+            average(twins[i], made[plan.wrappers[i].group])
+            wrong += [f"step {step}, wrapper {i}: {n}" for n in differing(nets[i], twins[i])]
+    return wrong
+
+
+def one_input(wrapper: Wrapper, rng: random.Random) -> tuple[Tensor, int, bool]:
+    """Draw the arguments of a forward."""
+    x = torch.full((2, WIDTH), rng.random(), dtype=torch.float64)
+    return x, rng.randrange(3), not wrapper.find_unused or rng.random() < 0.5
+
+
+def ordered_by_group(drawn: list[int], groups: list[int]) -> list[int]:
+    """Keep the groups' places in a drawn order, and sort the wrappers of each group."""
+    left = {g: sorted(i for i in drawn if groups[i] == g) for g in set(groups)}
+    return [left[groups[i]].pop(0) for i in drawn]
+
+
+def differing(net: DistributedDataParallel, twin: nn.Module) -> list[str]:
+    """Return the names of parameters whose gradients are not equal."""
+    return [
+        n
+        for (n, p), q in zip(net.module.named_parameters(), twin.parameters(), strict=True)
+        if (p.grad is None) != (q.grad is None)
+        or (q.grad is not None and not torch.allclose(p.grad.to_dense(), q.grad.to_dense()))
+    ]
+
+
+def run_groups_plan(plan: GroupsPlan, backend: str) -> list[str]:
+    """Run a program on all ranks; returns what is wrong."""
+    try:
+        results = run_ranks(run_plan, plan.ranks, backend=backend, timeout=TIMEOUT, args=(plan,))
+    except Exception as error:
+        return [f"{type(error).__name__}: {error}"]
+    return [f"rank {rank}: {text}" for rank, texts in enumerate(results) for text in texts]
