@@ -49,7 +49,7 @@ def launch_in_order(backward: Backward, *, final: bool, ended: bool = False) -> 
         backward: Whose buckets they are.
         final: Whether backward has ended. Whatever fails before, fails before all ranks have sent
             the last bucket, and so none of them takes the result.
-        ended: Whether backward has ended, so that this may wait for other ranks.
+        ended: True if backward has ended, so that this may wait for other ranks.
     """
     ended = ended or final
     if not backward.has_turn or any(not has_only_last_left(b) for b in backward.predecessors):
@@ -141,7 +141,9 @@ def _launch_ready(backward: Backward, *, final: bool, ended: bool) -> None:
 
 def _waits(backward: Backward, bucket: Bucket) -> bool:
     """Return True if the launch of a bucket may wait for other ranks."""
-    future = backward.domain.hook_future
+    future, launcher = backward.domain.hook_future, backward.launcher
+    if launcher.scale is None and launcher.hook is not None and not launcher.hook.linear:
+        return True  # `agree_on_scale`
     return isinstance(bucket, SparseBucket) or (future is not None and not future.done())
 
 
