@@ -87,7 +87,7 @@ def main(job: Job, report: Any) -> None:
     counts = (model.module.ledger.detach() * -BATCH).tolist()
     if not job.reproducible:
         counts = [round(count, 3) for count in counts]
-    until = time.monotonic() + 30.0  # Gloo's formation, if it was given up, ends by its timeout
+    until = time.monotonic() + 75.0  # what Gloo has under way ends by its timeout at last
     while ((threads := _threads()) or _groups._BACKENDS) and time.monotonic() < until:
         time.sleep(0.1)
     model.zero_grad()  # gradients lie in the memory of the group that reduced them
