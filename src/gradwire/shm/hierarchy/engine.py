@@ -186,10 +186,10 @@ class Transport:
 
     def close(self) -> None:
         """Give the engine up: Gloo's connections end with its last handle."""
-        shutdown = getattr(self._engine, "shutdown", None)
+        shutdown = None
         # of torch's ProcessGroup, Gloo's does nothing, and other groups' end all connections
-        if isinstance(self._engine, _Closed | dist.ProcessGroupGloo):
-            shutdown = None
+        if not isinstance(self._engine, _Closed | dist.ProcessGroupGloo):
+            shutdown = getattr(self._engine, "shutdown", None)
         self._cut, self._engine = True, _Closed()
         self._destroy()
         if shutdown is not None:
