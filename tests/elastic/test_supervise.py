@@ -262,11 +262,10 @@ def test_a_process_that_is_started_again_after_the_end_has_not_failed(
 def test_an_uncaught_run_over_error_ends_a_program_with_its_code(
     code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = sys.excepthook
-    monkeypatch.setattr(sys, "excepthook", before)  # as the interpreter restores nothing
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     for _ in range(2):  # a program may join several runs, one after the other
         elastic.join(dist.HashStore()).close()
-    assert sys.excepthook.gradwire_before is before  # type: ignore[attr-defined]
+    assert sys.excepthook.gradwire_before is sys.__excepthook__  # type: ignore[attr-defined]
     with pytest.raises(SystemExit) as raised:
         sys.excepthook(RunOverError, RunOverError("it is done", code), None)
     assert raised.value.code == code
