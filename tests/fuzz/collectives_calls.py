@@ -12,6 +12,7 @@ from torch import Tensor
 from fuzz import collectives_local as local
 from fuzz.collectives_plan import Step
 from fuzz.collectives_reference import factor_of
+from fuzz.containers import plain, wrapped
 from gradwire import collectives
 
 __all__ = ["Call", "call"]
@@ -167,8 +168,9 @@ def coalesced(c: Call) -> Any:
     given: dict[str, Any] = {"op": c.args["op"]} if "op" in c.args else {}
     if "root" in c.args:
         given |= c.root("src" if c.step.op == "broadcast_coalesced" else "dst")
-    tree = local.tree_of(c.x, c.step)
-    return getattr(collectives, c.step.op)(tree, **given, **c.common)
+    seed = c.args["containers"]
+    tree = wrapped(local.tree_of(c.x, c.step), seed, c.rank)
+    return plain(getattr(collectives, c.step.op)(tree, **given, **c.common))
 
 
 def send(c: Call) -> Any:

@@ -175,6 +175,7 @@ def coalesced(case: Case) -> Made:
     own = shape(case.rng, case.rng.choice([1, 2]))
     args = {"mixed": case.dtype not in INTEGERS and case.chance(0.4)}
     args["unused"] = not case.twice and case.chance(0.3)
+    args["containers"] = case.rng.randrange(1 << 16)
     return case.alike(own), args
 
 

@@ -88,6 +88,7 @@ class Plan:
         options: For both classes.
         hook: The communication hook.
         flat_grads: Gradients are views of a buffer of the user's.
+        containers: Seed of the containers around inputs and outputs of ours.
     """
 
     seed: int
@@ -102,6 +103,7 @@ class Plan:
     hook: str | None = None
     steps: tuple[Step, ...] = (Step(),)
     flat_grads: bool = False
+    containers: int | None = None
 
 
 def operations(ops: tuple[Op, ...]) -> Iterator[Op]:
@@ -316,4 +318,6 @@ KINDS: dict[str, tuple[float, tuple[str, ...]]] = {
 
 def make_plan(seed: int) -> Plan:
     """The case of a seed."""
-    return _Maker(seed).plan()
+    plan = _Maker(seed).plan()
+    rng = random.Random(f"containers {seed}")
+    return replace(plan, containers=seed) if rng.random() < 0.3 else plan

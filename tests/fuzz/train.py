@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
+from fuzz.containers import plain, wrapped
 from fuzz.plan import VIEW, Plan, Step
 from fuzz.source import build
 from gradwire.ddp import DistributedDataParallel
@@ -26,6 +27,24 @@ __all__ = ["Side", "differences", "reduce_naively"]
 THEIRS = nn.parallel.DistributedDataParallel
 EPS = {"fp16": 1e-3, "bf16": 8e-3, "torch_bf16": 8e-3}
 Seen = list[tuple[str, "Tensor | None"]]
+
+
+class Boxed(nn.Module):
+    """A model whose inputs and outputs are in containers; an input is an output, too."""
+
+    def __init__(self, module: nn.Module, seed: int) -> None:
+        super().__init__()
+        self.module, self.seed = module, seed
+
+    def forward(self, value: Any, at: tuple[int, int]) -> Any:
+        given = plain(value)
+        h = self.module(given["h"], given["x"], at)
+        return wrapped({"h": h, "given": [value, 3]}, self.seed + 1, number_of(at))
+
+
+def number_of(at: tuple[int, int]) -> int:
+    """Return a number of the rank and the step: dicts are filled in other orders."""
+    return at[0] * 100 + at[1]
 
 
 class Side:
@@ -45,7 +64,9 @@ class Side:
             "ours": self._wrap_ours,
         }[kind]
         parts, self.extra, self.parameters = build(plan, wrap)
-        self.parts = [wrap(part) for part in parts]
+        self.boxed = plan.containers if kind == "ours" else None
+        boxed = parts if self.boxed is None else [Boxed(part, self.boxed) for part in parts]
+        self.parts = [wrap(part) for part in boxed]
         self.bases = [m for part in parts for m in part.modules() if hasattr(m, "seen")]
         self.named = _Named(self.parameters)
         self.scale: dict[str, float] = {}
@@ -161,7 +182,10 @@ class Side:
         start = start.to(getattr(torch, self.plan.dtype))
         loss = torch.zeros((), dtype=torch.float64)
         for part in self.parts:
-            h = part(start, x, at)
+            if self.boxed is None:
+                h = part(start, x, at)
+            else:
+                h = plain(part(wrapped({"h": start, "x": x}, self.boxed, number_of(at)), at))["h"]
             h = h / (1 + h.abs())
             observed.append(("output", h.detach()))
             loss = loss + h.abs().square().sum().double()
