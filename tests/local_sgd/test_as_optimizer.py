@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import lr_scheduler, swa_utils
 
+from gradwire.errors import ArgumentError
 from gradwire.local_sgd import LocalSGD
 from gradwire.testing import run_ranks
 
@@ -137,6 +138,29 @@ def test_copies_continue(how):
                 assert both[0].weight is both[1].param_groups[0]["params"][0]
 
     run_ranks(main, 2)
+
+
+def test_states_of_others_are_refused():
+    def main():
+        _, optimizer = made()
+        with pytest.raises(ArgumentError, match=r"lacks \['anchors', 'hook', 'outer', 'steps'\]"):
+            optimizer.load_state_dict(state_dict=optimizer.optimizer.state_dict())
+
+    run_ranks(main, 1)
+
+
+def test_made_in_inference_mode():
+    def main():
+        net = nn.Linear(3, 2)
+        with torch.inference_mode():
+            sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+            optimizer = LocalSGD(sgd, net, every=1)
+        loss(net, 0, dist.get_rank()).backward()
+        optimizer.step()
+        return net.weight.tolist()
+
+    first, second = run_ranks(main, 2)
+    assert first == second
 
 
 def test_a_group_is_added_to_the_wrapped_optimizer():

@@ -25,10 +25,10 @@ from gradwire.errors import ArgumentError, ArgumentTypeError
 from gradwire.hooks import CommHook, all_reduce, bind_hook, get_hook
 from gradwire.hooks.group_name import group_from, name_if_group
 from gradwire.hooks.stateful import run_in_group
-from gradwire.local_sgd.amp import scaled_step
 from gradwire.local_sgd.exchange import reduce_bucket
 from gradwire.local_sgd.fragments import assign_fragments, due
 from gradwire.local_sgd.parameters import Named, TrackedParameters
+from gradwire.local_sgd.wrapped_optimizer import WrappedOptimizer
 
 __all__ = ["LocalSGD", "diloco"]
 
@@ -40,7 +40,7 @@ IN_STEP = (
 Outer = Callable[[list[Tensor]], Optimizer]
 
 
-class LocalSGD(Optimizer):
+class LocalSGD(WrappedOptimizer):
     """Wraps an optimizer: after every few steps, ranks average what they have done since the last.
 
     It is a `torch.optim.Optimizer` itself, for schedulers, `GradScaler` and others that ask for
@@ -94,9 +94,6 @@ class LocalSGD(Optimizer):
         A. Douillard et al., arXiv 2311.08105; in fragments, arXiv 2501.18512.
     """
 
-    _step_supports_amp_scaling = True
-    """GradScaler calls `step` always, with attributes, so that a skipped step is counted, too."""
-
     def __init__(
         self,
         optimizer: Optimizer,
@@ -116,8 +113,8 @@ class LocalSGD(Optimizer):
             raise ArgumentError(
                 f"every is {every} and fragments {fragments}: 1 to every are needed"
             )
-        self.optimizer, self.every, self.steps = optimizer, every, 0
-        super().__setstate__({})  # the hooks alone: parameters are the wrapped optimizer's
+        super().__init__(optimizer)
+        self.every, self.steps = every, 0
         self._parameters = TrackedParameters(named_parameters)
         self._count = fragments
         assign_fragments([0] * len(self._parameters.active), fragments)  # raises for too many
@@ -134,37 +131,6 @@ class LocalSGD(Optimizer):
         self.outer = (outer or partial(torch.optim.SGD, lr=1.0))(self._parameters.anchors)
 
     # -- what an optimizer has ---------------------------------------------------------------
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """Those of the wrapped optimizer."""
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self.optimizer.param_groups = groups
-
-    @property
-    def state(self) -> Any:
-        """That of the wrapped optimizer."""
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        self.optimizer.state = state
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """Those of the wrapped optimizer."""
-        return self.optimizer.defaults
-
-    @defaults.setter
-    def defaults(self, defaults: dict[str, Any]) -> None:
-        self.optimizer.defaults = defaults
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset gradients, as the wrapped optimizer does."""
-        self.optimizer.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters to the wrapped optimizer: of `named_parameters` only.
@@ -191,7 +157,7 @@ class LocalSGD(Optimizer):
             BrokenGroupError: The group failed before.
         """
         self._take_in_thawed()
-        result = scaled_step(self, self.optimizer, closure)
+        result = self._inner_step(closure)
         self._count_step()
         return result
 
@@ -322,15 +288,21 @@ class LocalSGD(Optimizer):
         return saved
 
     @torch.no_grad()
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue with what `state_dict` returned, on every rank with its own.
 
         Raises:
-            ArgumentError: It is of other parameters.
+            ArgumentError: It is of other parameters, or of another optimizer.
         """
+        saved = state_dict
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             changed = before(self, dict(saved))
             saved = saved if changed is None else changed
+        if missing := sorted(_OWN - saved.keys()):
+            raise ArgumentError(
+                f"the saved state lacks {missing}: save all of state_dict(), on each rank its own; "
+                "load the state of a plain optimizer into the attribute optimizer"
+            )
         tracked = self._parameters
         kept: Mapping[str, Tensor] = saved["anchors"]
         ours = {tracked.names[i] for i in tracked.active}

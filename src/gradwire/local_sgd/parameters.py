@@ -65,6 +65,8 @@ class TrackedParameters:
         frozen = set(self.frozen)
         return [i for i in range(len(self.tensors)) if i not in frozen]
 
+    @torch.inference_mode(False)  # anchors are written outside of it, too
+    @torch.no_grad()
     def set_anchors(self) -> None:
         """Take the present values, which all ranks have, as the anchors."""
         frozen = set(self.frozen)
@@ -80,6 +82,8 @@ class TrackedParameters:
         self.activate(thawed)
         return bool(thawed)
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def activate(self, indices: Iterable[int]) -> None:
         """Exchange these parameters, too; their present values become their anchors."""
         for index in indices:

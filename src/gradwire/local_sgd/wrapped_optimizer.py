@@ -1,0 +1,93 @@
+"""An optimizer that wraps another: PyTorch's interface, and steps under `torch.amp.GradScaler`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+__all__ = ["WrappedOptimizer"]
+
+
+class WrappedOptimizer(Optimizer):
+    """Base of an optimizer whose parameters and state are those of a wrapped one.
+
+    It has hooks of its own. A subclass defines `step`.
+
+    Args:
+        optimizer: The wrapped optimizer.
+
+    Attributes:
+        optimizer: The same.
+    """
+
+    _step_supports_amp_scaling = True
+    """GradScaler then calls `step` in every step, so that a skipped one is counted, too. It sets
+    `found_inf`, and `grad_scale`, which is None where gradients are unscaled already."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        super().__setstate__({})  # makes the hooks alone; Optimizer.__init__ would add parameters
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Those of the wrapped optimizer."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = groups
+
+    @property
+    def state(self) -> Any:
+        """That of the wrapped optimizer."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.optimizer.state = state
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """Those of the wrapped optimizer."""
+        return self.optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        self.optimizer.defaults = defaults
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset gradients, as the wrapped optimizer does."""
+        self.optimizer.zero_grad(set_to_none)
+
+    def _inner_step(self, closure: Callable[[], Any] | None) -> Any:
+        """Step the wrapped optimizer as `GradScaler.step` would, if the scaler called."""
+        found: Tensor | None = getattr(self, "found_inf", None)
+        scale: Tensor | None = getattr(self, "grad_scale", None)
+        inner = self.optimizer
+        if found is None:
+            return inner.step(closure)
+        if getattr(inner, "_step_supports_amp_scaling", False):
+            inner.found_inf, inner.grad_scale = found, scale  # type: ignore[attr-defined]
+            try:
+                return inner.step(closure)
+            finally:
+                del inner.found_inf, inner.grad_scale  # type: ignore[attr-defined]
+        if found.item():
+            return None
+        if scale is not None:
+            _unscale(inner, scale)
+        return inner.step(closure)
+
+
+@torch.no_grad()
+def _unscale(optimizer: Optimizer, scale: Tensor) -> None:
+    """Divide gradients by the scale, with the rounding of `GradScaler.unscale_`."""
+    inverse = scale.double().reciprocal().float().item()
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                parameter.grad.mul_(inverse)
