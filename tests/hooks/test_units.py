@@ -11,6 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
 
 from gradwire import hooks
 from gradwire.ddp import DistributedDataParallel, MixedPrecision
+from gradwire.errors import ArgumentTypeError, MismatchError
 from gradwire.hooks.host_groups import _make
 from gradwire.testing import run_ranks
 
@@ -153,3 +154,45 @@ def test_what_auto_releases_is_not_scaled_by_the_weights_of_the_step():
         return torch.allclose(total, 2 * x, atol=0.1)
 
     assert run_ranks(main, 2) == [True, True]
+
+
+@pytest.mark.narrow({"hook": "top_k"}, {"hook": None, "reduce_dtype": None})
+@pytest.mark.parametrize("hook", [None, "bf16", "top_k"])
+@pytest.mark.parametrize("reduce_dtype", [None, torch.bfloat16])
+def test_gradients_that_are_changed_before_and_after_the_reduction(hook, reduce_dtype):
+    def main():
+        seen = []
+
+        def before(bucket):
+            seen.append((bucket.names(), bucket.buffer().tolist(), bucket.buffer().dtype))
+            bucket.gradients()[0].mul_(2)
+
+        def after(bucket):
+            seen.append(bucket.buffer().tolist())
+            bucket.set_buffer(bucket.buffer() + 1)
+
+        net = DistributedDataParallel(
+            nn.Linear(1, 1, bias=False),
+            mixed_precision=MixedPrecision(reduce_dtype=reduce_dtype),
+            before_reduce=before,
+            after_reduce=after,
+        )
+        net.register_comm_hook(None, hook)
+        net.weight(1 + 2 * dist.get_rank())
+        net(torch.tensor([[4.0]])).sum().backward()
+        assert seen[0] == (["weight"], [2.0 + 4.0 * dist.get_rank()], torch.float32)
+        assert seen[1:] == [[8.0]]
+        return net.module.weight.grad.item()
+
+    assert run_ranks(main, 2) == [9.0, 9.0]
+
+
+def test_changes_of_gradients_are_given_on_every_rank():
+    def main():
+        clips = clip if dist.get_rank() else None
+        with pytest.raises(MismatchError, match="before_reduce"):
+            DistributedDataParallel(nn.Linear(1, 1), before_reduce=clips)
+        with pytest.raises(ArgumentTypeError, match="after_reduce is 3"):
+            DistributedDataParallel(nn.Linear(1, 1), after_reduce=3)
+
+    run_ranks(main, 2)

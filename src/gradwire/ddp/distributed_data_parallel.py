@@ -30,7 +30,7 @@ from gradwire.ddp.faults.fault_domain import FaultDomain
 from gradwire.ddp.join import StepInfo, UnevenInputs, agree_on_rank
 from gradwire.ddp.outputs import beginnings, with_own_nodes
 from gradwire.ddp.precision import resolve_precision
-from gradwire.ddp.reduced_module import ReducerOptions
+from gradwire.ddp.reduced_module import Change, ReducerOptions
 from gradwire.ddp.verify import verify_replicas
 from gradwire.hooks import Auto, Compressor, all_reduce, bf16, fp16
 
@@ -97,6 +97,11 @@ class DistributedDataParallel(UnevenInputs):
             without a communication hook or with one of `gradwire.hooks`, and never with another
             one, which may let replicas differ. Buffers are not compared: ranks take rank 0's, or
             are to have their own.
+        before_reduce: A function that changes the local gradients of a `gradwire.hooks.GradBucket`
+            in place, before they are cast, compressed and reduced: on every rank or on none. They
+            are weighted already, see `weight`.
+        after_reduce: A function that changes the reduced gradients of a bucket in place, the same
+            on every rank.
 
     Attributes:
         module: The wrapped module.
@@ -150,6 +155,8 @@ class DistributedDataParallel(UnevenInputs):
         rebuild_buckets: bool | None = None,
         sync_buffers_in_eval: bool = True,
         check_replicas: int | None = None,
+        before_reduce: Change | None = None,
+        after_reduce: Change | None = None,
     ) -> None:
         group = resolve_group(process_group, device_mesh)
         ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
@@ -166,7 +173,8 @@ class DistributedDataParallel(UnevenInputs):
             lazy=lazy_bucket_allocation,
         )
         check_layout(bucket_layout, [(n, p) for n, p in named if p.requires_grad])
-        super().__init__(module, group, ignored, resolve_precision(mixed_precision), options)
+        precision = resolve_precision(mixed_precision)
+        super().__init__(module, group, ignored, precision, options, before_reduce, after_reduce)
         Joinable.__init__(self)
         self.dim = dim
         self.device = resolve_device(named, device_ids, output_device)

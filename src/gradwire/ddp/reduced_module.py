@@ -6,8 +6,9 @@ The `state_dict` is the module's. A hook's state is saved apart from it, by para
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -26,10 +27,14 @@ from gradwire.ddp.reducer.log import LoggingData
 from gradwire.ddp.reducer.reducer import Reducer
 from gradwire.ddp.verify import describe, verify_same
 from gradwire.errors import ArgumentTypeError
-from gradwire.hooks import CommHook, StatefulHook, bind_hook, get_hook
+from gradwire.hooks import CommHook, GradBucket, StatefulHook, all_reduce, bind_hook, get_hook, wrap
+from gradwire.hooks.bucket import with_buffer
 from gradwire.hooks.group_name import group_from, name_if_group
 
-__all__ = ["ReducedModule", "ReducerOptions"]
+__all__ = ["Change", "ReducedModule", "ReducerOptions"]
+
+Change = Callable[[GradBucket], None]
+"""Changes a bucket's gradients in place."""
 
 NOT_PICKLED = ("reducer", "_parameter_check", "_precision", "_replicated")
 """Made again for the copy's parameters."""
@@ -75,6 +80,8 @@ class ReducedModule(nn.Module):
         ignored: Names of parameters and buffers that are left alone.
         mixed_precision: The dtypes of forward and reduction, if they are others.
         options: The reducer's.
+        before_reduce: Changes local gradients before they are reduced.
+        after_reduce: Changes reduced gradients.
     """
 
     reducer: Reducer
@@ -86,8 +93,12 @@ class ReducedModule(nn.Module):
         ignored: set[str],
         mixed_precision: MixedPrecision | None,
         options: ReducerOptions,
+        before_reduce: Change | None = None,
+        after_reduce: Change | None = None,
     ) -> None:
         super().__init__()
+        self._before_reduce = _check_change(before_reduce, "before_reduce")
+        self._after_reduce = _check_change(after_reduce, "after_reduce")
         self.module = module
         self._group = group
         self.parameters_to_ignore = ignored
@@ -125,6 +136,10 @@ class ReducedModule(nn.Module):
 
     def _apply_hook(self) -> None:
         hook = self._hook if self._precision is None else self._precision.hook(self._hook)
+        before, after = self._before_reduce, self._after_reduce
+        if before is not None or after is not None:
+            changed = None if after is None else partial(_change_result, after)
+            hook = wrap(hook or all_reduce, before=before, after=changed)
         if hook is not None or self.reducer.has_hook:
             self.reducer.register_comm_hook(self._hook_state, hook)
 
@@ -285,7 +300,9 @@ class ReducedModule(nn.Module):
         """Verify that the ranks' models are the same, and take rank 0's values."""
         FaultDomain.of(self._group).before_others()
         both = describe(named, "parameter") + describe(buffers.items(), "buffer")
-        verify_same(self._group, self._agreed_arguments() + both)
+        changes = {"before_reduce": self._before_reduce, "after_reduce": self._after_reduce}
+        given = [(n, f"an argument, {f and 'given'}") for n, f in changes.items()]
+        verify_same(self._group, self._agreed_arguments() + given + both)
         broadcast_values(self._group, [*named, *buffers.items()])
 
     def __getstate__(self) -> dict[str, Any]:
@@ -329,3 +346,20 @@ class ReducedModule(nn.Module):
     @property
     def _has_rebuilt_buckets(self) -> bool:
         return self.reducer.rebuilt
+
+
+def _check_change(change: Change | None, name: str) -> Change | None:
+    """Return the function, or None.
+
+    Raises:
+        ArgumentTypeError: It cannot be called.
+    """
+    if change is not None and not callable(change):
+        raise ArgumentTypeError(f"{name} is {change!r}: pass a function of a GradBucket")
+    return change
+
+
+def _change_result(change: Change, reduced: Tensor, bucket: GradBucket) -> Tensor:
+    result = with_buffer(bucket, reduced)
+    change(result)
+    return result.buffer()
