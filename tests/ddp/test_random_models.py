@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from dataclasses import dataclass
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from gradwire import hooks
 from gradwire.ddp import DistributedDataParallel
 from gradwire.testing import run_ranks
 
@@ -183,5 +185,138 @@ def test_random_models(world_size, backend):
         assert all(
             run_ranks(train, world_size, args=(plan, options, hook, accumulate), backend=backend)
         )
+
+    run()
+
+
+HOOKS = {
+    "none": lambda: None,
+    "all_reduce": lambda: "all_reduce",
+    "bf16": lambda: "bf16",
+    "fp16": lambda: "fp16",
+    "top_k": lambda: hooks.TopK(0.25),
+    "momentum": lambda: hooks.TopK(0.25, momentum=0.5, start=1),
+    "int4": lambda: hooks.BlockQuantization(4, block=8),
+    "sign": lambda: hooks.Sign(block=8),
+    "low_rank": lambda: hooks.LowRank(2, min_saving=1),
+    "fp16_sign": lambda: hooks.compress(hooks.Sign(block=8), torch.float16),
+}
+WEIGHTS = [
+    (1, 1, 1, 1),
+    (2, 1, 1, 0),
+    (4, 2, 1, 1),
+    (4, 0, 2, 2),
+    (512, 256, 128, 128),
+    (0, 8, 0, 0),
+]
+"""Of two backwards on each of two ranks. With powers of 2, also as sums, nothing is rounded."""
+
+
+@dataclass(frozen=True)
+class Weighted:
+    """A program with weights.
+
+    Attributes:
+        hook: Name of the communication hook.
+        weights: For each step, one of `WEIGHTS`, or None for a step without.
+        scales: For each step, what its weights are multiplied by.
+        turned: Whether the ranks' weights are exchanged.
+        dtype: Default dtype while it runs.
+        after: Whether weights are given after the forward.
+    """
+
+    hook: str
+    weights: tuple[tuple[int, ...] | None, ...]
+    scales: tuple[float, ...]
+    turned: bool
+    dtype: str
+    after: bool
+
+
+weighted_programs = st.builds(
+    Weighted,
+    hook=st.sampled_from([*HOOKS]),
+    weights=st.tuples(*[st.none() | st.sampled_from(WEIGHTS)] * STEPS),
+    scales=st.tuples(*[st.sampled_from([0.25, 1.0, 4096.0])] * STEPS),
+    turned=st.booleans(),
+    dtype=st.sampled_from(["float32", "float16", "bfloat16", "float64"]),
+    after=st.booleans(),
+)
+
+
+def train_weighted(plan, options, program):
+    """Steps with weights, held against the same steps of losses that are weighted by hand."""
+    rank, nets = dist.get_rank(), []
+    for _ in range(2):
+        net = DistributedDataParallel(Model(plan, options["static_graph"]), **options)
+        net.register_comm_hook(None, HOOKS[program.hook]())
+        nets.append(net)
+    net, twin = nets
+    generator = torch.Generator().manual_seed(1)
+    for step in range(STEPS):
+        batch = torch.randn(2, 2, BATCH, WIDTH, generator=generator)[rank]
+        every = program.weights[step]
+        own = None if every is None else (every[2:] + every[:2] if program.turned else every)
+        own = None if own is None else own[2 * rank : 2 * rank + 2]
+        for model in nets:
+            model.zero_grad()
+        torch.set_default_dtype(getattr(torch, program.dtype))
+        try:
+            for i, x in enumerate(batch):
+                n = None if own is None else own[i] * program.scales[step]
+                with net.no_sync(enabled=i == 0):
+                    if n is not None and not program.after:
+                        net.weight(n)
+                    out = net(x, step, rank)
+                    if n is not None and program.after:
+                        net.weight(n)
+                    out.square().mean().backward()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        for i, x in enumerate(batch):
+            share = 1.0 if own is None else 2 * own[i] / sum(every)
+            with twin.no_sync(enabled=i == 0):
+                (share * twin(x, step, rank).square().mean()).backward()
+        for (n, p), q in zip(net.module.named_parameters(), twin.module.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None), (step, n)
+            if p.grad is not None:
+                got, want = p.grad.to_dense(), q.grad.to_dense()
+                torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-7, msg=f"{step}, {n}")
+                with torch.no_grad():
+                    for w in (p, q):
+                        w -= 0.1 * want / max(1.0, want.abs().max().item())
+    return True
+
+
+@pytest.mark.wide
+@pytest.mark.timeout(600)
+@pytest.mark.narrow({"backend": "shm"})
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_random_models_with_weights(backend):
+    count = (int(os.environ.get("GRADWIRE_LONG", 0)) and 200) or 25
+
+    @settings(
+        max_examples=count,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(
+        plan=st.lists(blocks(1), min_size=1, max_size=4),
+        static=st.booleans(),
+        view=st.booleans(),
+        cap=st.sampled_from([None, 1e-4, 1e-2]),
+        program=weighted_programs,
+    )
+    def run(plan, static, view, cap, program):
+        options = {
+            "find_unused_parameters": not static,
+            "static_graph": static,
+            "gradient_as_bucket_view": view,
+            "bucket_cap_mb": cap,
+        }
+        assert all(run_ranks(train_weighted, 2, args=(plan, options, program), backend=backend))
 
     run()
