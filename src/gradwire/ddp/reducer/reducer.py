@@ -152,7 +152,8 @@ class Reducer:
         Every rank registers the same hook. Hooks are called one at a time in bucket order, the
         next when the last one's future has completed, so that several collectives chained in one
         hook run in the same order on every rank; a hook with a true attribute
-        `single_collective` is called for the next bucket without waiting.
+        `single_collective` is called for the next bucket without waiting. Ranks add up their
+        weights before the first bucket, unless the hook has a true attribute `linear`.
 
         Raises:
             ArgumentTypeError: Not a hook.

@@ -35,8 +35,10 @@ __all__ = ["PLAIN", "Candidate", "Computing", "candidate", "interpolated", "larg
 
 PLAIN = "all_reduce"
 """The name of what is taken where nothing else pays."""
-VOTE = Message("all_reduce", 8)
+VOTE = Message("all_reduce", 40)
 """By which ranks agree that no hook has failed, where there is one."""
+WEIGHTS = Message("all_reduce", 32)
+"""By which ranks add up their weights before the first bucket of a hook."""
 PARTS, PART_SECONDS = 3, 0.03
 """A part is as many runs as take so long, or one; the median of the parts' means counts.
 
@@ -121,7 +123,7 @@ class Candidate(ABC):
         packing: Sequence[float],
         world: int,
     ) -> list[Cost]:
-        """What each bucket costs, the last one with the vote that follows it.
+        """Return the costs of each bucket, with the small messages before the first and at the end.
 
         Args:
             buckets: The parameters of each.
@@ -134,6 +136,8 @@ class Candidate(ABC):
             zip(buckets, computing, packing, strict=True), 1
         ):
             messages = self.messages(parameters, world)
+            if i == 1:
+                messages.insert(0, WEIGHTS)
             if i == len(buckets):
                 messages.append(VOTE)
             found.append(
