@@ -183,7 +183,7 @@ def backward(net, weight, x):
     return net.module.weight.grad
 
 
-@pytest.mark.parametrize("hook", [None, hooks.all_reduce])
+@pytest.mark.parametrize("hook", [None, hooks.all_reduce, "fp16"])
 def test_ranks_of_weight_zero(hook):
     def main():
         net = linear()
@@ -198,7 +198,7 @@ def test_ranks_of_weight_zero(hook):
     run_ranks(main, 2)
 
 
-@pytest.mark.parametrize("hook", [None, hooks.all_reduce])
+@pytest.mark.parametrize("hook", [None, hooks.all_reduce, "fp16"])
 def test_steps_with_and_without_weights(hook):
     def main():
         net = linear()
@@ -212,8 +212,8 @@ def test_steps_with_and_without_weights(hook):
     run_ranks(main, 2)
 
 
-@pytest.mark.parametrize("hook", [None, hooks.all_reduce])
-def test_weights_need_no_message_of_their_own(hook):
+@pytest.mark.parametrize("hook", [None, hooks.all_reduce, "fp16"])
+def test_how_many_messages_weights_need(hook):
     def main():
         net = linear()
         net.register_comm_hook(None, hook)
@@ -223,12 +223,12 @@ def test_weights_need_no_message_of_their_own(hook):
             net.zero_grad()
             ends.append(net.reducer._backward.end)
         sent = [after - before for before, after in itertools.pairwise(ends)]
-        return sent[1] == sent[2] == sent[3] == (1 if hook is None else 2)
+        return sent[1] == sent[2] == sent[3] == {None: 1, "fp16": 3}.get(hook, 2)
 
     assert run_ranks(main, 2) == [True, True]
 
 
-@pytest.mark.parametrize("hook", [None, hooks.all_reduce])
+@pytest.mark.parametrize("hook", [None, hooks.all_reduce, "fp16"])
 def test_ranks_that_disagree_whether_there_are_weights(hook):
     def main():
         net = linear()
@@ -308,9 +308,11 @@ def test_two_backwards_of_one_forward_count_once():
     assert run_ranks(main, 2) == pytest.approx([12 / 5] * 2)
 
 
-def test_join():
+@pytest.mark.parametrize("hook", [None, "fp16"])
+def test_join(hook):
     def main():
         net = linear()
+        net.register_comm_hook(None, hook)
         rank, found = dist.get_rank(), []
         for by_initial in (False, True):
             with net.join(divide_by_initial_world_size=by_initial):
