@@ -4,7 +4,7 @@ What autograd passes to a parameter is multiplied by the weight before it is acc
 `.grad` holds Σ n g of this rank's backwards, whatever the loss used. The sum of n over ranks comes
 with the gradients: in elements after those of a bucket, or in the vote that ends a hook's backward.
 A hook that is not linear gets gradients that are weighted already: the sum comes in a message of
-its own before the first bucket, in each backward, as a rank cannot know whether others have weights.
+its own before the first bucket, in each backward, as no rank knows whether others have weights.
 `weighted_average` in `naive.py` is the same without buckets.
 """
 
