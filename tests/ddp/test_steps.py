@@ -11,7 +11,13 @@ from torch import nn
 
 from gradwire import hooks
 from gradwire.ddp import DistributedDataParallel
-from gradwire.errors import ArgumentError, ArgumentTypeError, MismatchError
+from gradwire.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    DistributedError,
+    MismatchError,
+    NotSupportedError,
+)
 from gradwire.testing import run_ranks
 
 pytestmark = pytest.mark.usefixtures("each_backend")
@@ -108,6 +114,34 @@ def test_a_rank_that_runs_other_forwards(extra, options):
 
     first, *others = run_ranks(main, 2)
     assert all(other == first for other in others)
+
+
+def test_all_ranks_skip_a_batch_that_one_of_them_skips():
+    def main():
+        rank = dist.get_rank()
+        net, taken = DistributedDataParallel(mlp()), []
+        for step in range(6):
+            flag = step == rank + 1
+            loss = net(batch(step)).sum()
+            if not net.skip_if_any(torch.tensor(flag) if step % 2 else flag):
+                loss.backward()
+                taken.append(step)
+        with pytest.raises(ArgumentTypeError, match="flag is 1"):
+            net.skip_if_any(1)
+
+        def uneven():
+            with net.join():
+                for step in range(1 + rank):
+                    loss = net(batch(step)).sum()
+                    if step:
+                        net.skip_if_any(False)
+                    loss.backward()
+
+        with pytest.raises((DistributedError, NotSupportedError), match="run out of input"):
+            uneven()
+        return taken
+
+    assert run_ranks(main, 3) == [[0, 4, 5]] * 3
 
 
 def test_all_ranks_leave_a_backward_out():

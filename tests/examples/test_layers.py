@@ -19,7 +19,6 @@ from examples.contrastive import contrastive_loss
 from examples.halo_convolution import HaloConv2d
 from examples.mixture_of_experts import MixtureOfExperts
 from examples.ring_attention import ring_attention
-from examples.sync_batch_norm import SyncBatchNorm
 from examples.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from examples.ulysses_attention import ulysses_attention
 from torch import Tensor, nn
@@ -145,30 +144,6 @@ def attention(layer: Callable[..., Tensor], **options: Any) -> None:
         [out, *(x.grad for x in own)],
         [mine(t, 2) for t in (twin.detach(), *(x.grad for x in whole))],
     )
-
-
-@pytest.mark.parametrize("samples", [(3, 1), (2, 2), (1, 2, 0, 3)])
-def test_sync_batch_norm(run: Run, samples: tuple[int, ...]) -> None:
-    def member() -> None:
-        whole = data(sum(samples), 3, 2, 4).requires_grad_()
-        cotangent = data(*whole.shape, seed=1).split(samples)
-        own = whole.detach().split(samples)[dist.get_rank()].clone().requires_grad_()
-        layer = SyncBatchNorm(3).double()
-        twin = nn.BatchNorm2d(3).double()
-        out, expected = layer(own), twin(whole)
-        out.backward(cotangent[dist.get_rank()])
-        expected.backward(torch.cat(cotangent))
-        assert whole.grad is not None
-        part = [t.split(samples)[dist.get_rank()] for t in (expected, whole.grad)]
-        same([out, own.grad], part)
-        same(
-            [summed(layer.weight.grad), summed(layer.bias.grad)], [twin.weight.grad, twin.bias.grad]
-        )
-        same(list(layer.buffers()), list(twin.buffers()))
-        layer.eval()
-        same([layer(own)], [twin.eval()(own)])
-
-    run(member, len(samples))
 
 
 @pytest.mark.parametrize("rows", [(3, 3), (2, 5), (2, 4, 3, 2)])

@@ -5,6 +5,7 @@ from gradwire.ddp.distributed_data_parallel import DistributedDataParallel
 from gradwire.ddp.precision import MixedPrecision
 from gradwire.ddp.reducer.log import BucketLog, LoggingData
 from gradwire.ddp.reducer.reducer import Reducer
+from gradwire.ddp.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
     "BucketLog",
@@ -12,5 +13,6 @@ __all__ = [
     "LoggingData",
     "MixedPrecision",
     "Reducer",
+    "SyncBatchNorm",
     "broadcast_coalesced",
 ]

@@ -18,10 +18,11 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from gradwire.ddp.broadcast import broadcast_values
 from gradwire.ddp.buffers import Buffers
+from gradwire.ddp.faults.fault_domain import FaultDomain
 from gradwire.ddp.faults.other_messages import wait_for_message
 from gradwire.ddp.group import message_device
 from gradwire.ddp.reduced_module import ReducedModule
-from gradwire.errors import MismatchError
+from gradwire.errors import ArgumentTypeError, MismatchError, NotSupportedError
 
 ACTIONS = (
     "expect a backward that is reduced",
@@ -86,10 +87,13 @@ def agree_on_rank(group: ProcessGroup, *, candidate: bool) -> int:
 
 
 def _all_reduce(
-    tensor: Tensor, group: ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    tensor: Tensor,
+    group: ProcessGroup,
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+    what: str = "a step in join()",
 ) -> None:
     work = dist.all_reduce(tensor, op=op, group=group, async_op=True)
-    wait_for_message(group, work, "a step in join()", on_cpu=tensor.is_cpu, from_all=True)
+    wait_for_message(group, work, what, on_cpu=tensor.is_cpu, from_all=True)
 
 
 class UnevenInputs(ReducedModule, Joinable):
@@ -142,6 +146,53 @@ class UnevenInputs(ReducedModule, Joinable):
             throw_on_early_termination,
             divide_by_initial_world_size=divide_by_initial_world_size,
         )
+
+    def skip_if_any(self, flag: bool | Tensor) -> bool:
+        """Return True on all ranks if any rank passes True: all leave the batch out together.
+
+        A rank that leaves out a backward alone is a step ahead of the others from then on. Every
+        rank calls this at the same place, after forward or before it: one small message.
+
+        Args:
+            flag: A bool, or a tensor of one element.
+
+        Raises:
+            ArgumentTypeError: Neither.
+            NotSupportedError: In `join()`, where a rank has run out of input: raised on all ranks.
+            PeerFailedError: Another rank reported an error.
+            PeerLostError, CollectiveTimeoutError: Another rank is gone, or stayed away.
+
+        Example:
+            >>> from torch import nn
+            >>> from gradwire.ddp import DistributedDataParallel
+            >>> from gradwire.testing import run_ranks
+            >>> def main():
+            ...     net, steps = DistributedDataParallel(nn.Linear(1, 1)), []
+            ...     for step in range(3):
+            ...         bad = dist.get_rank() == 1 and step == 1
+            ...         loss = net(torch.ones(1, 1)).sum() * (float("nan") if bad else 1.0)
+            ...         if net.skip_if_any(not loss.isfinite()):
+            ...             continue
+            ...         loss.backward()
+            ...         steps.append(step)
+            ...     return steps
+            >>> run_ranks(main, world_size=2)
+            [[0, 2], [0, 2]]
+        """
+        if not isinstance(flag, bool) and not (isinstance(flag, Tensor) and flag.numel() == 1):
+            raise ArgumentTypeError(f"flag is {flag!r}: pass a bool, or a tensor of one element")
+        domain = FaultDomain.of(self._group)
+        domain.before_others()
+        if self.reducer.shadowed:
+            domain.fail(
+                NotSupportedError(
+                    "skip_if_any() in join(), where a rank has run out of input: that rank waits "
+                    "for a backward. Call it outside of join()"
+                )
+            )
+        flags = torch.tensor([bool(flag)], dtype=torch.int64, device=message_device(self._group))
+        _all_reduce(flags, self._group, dist.ReduceOp.MAX, "skip_if_any()")
+        return bool(flags)
 
     def join_hook(self, **kwargs: Any) -> ShadowHook:
         """What `Join` runs on a rank that has run out."""

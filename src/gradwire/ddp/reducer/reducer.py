@@ -287,6 +287,11 @@ class Reducer:
         """
         check_over(self._backward)
 
+    @property
+    def shadowed(self) -> bool:
+        """True if a rank takes part by `shadow`, and waits for a backward."""
+        return self._backward.shadowed
+
     def end_uneven(self) -> None:
         """No rank takes part by `shadow` from now on."""
         self._backward.shadowed = False
