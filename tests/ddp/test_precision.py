@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from gradwire import hooks
@@ -122,5 +123,72 @@ def test_dataclasses_are_cast_as_other_inputs_are():
         assert out.name == "first"
         out.x.float().square().mean().backward()
         assert net.module.layer.weight.grad.dtype == torch.float32
+
+    run_ranks(main, 2)
+
+
+class InContainers(nn.Module):
+    """Uses its parameters by way of a list, a tuple and a dict."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.listed, self.named = [(self.inner.weight,)], {"bias": self.inner.bias}
+        self.unregistered = [nn.Parameter(torch.eye(4))]
+
+    def forward(self, x):
+        y = nn.functional.linear(x, self.listed[0][0], self.named["bias"])
+        return y @ self.unregistered[0]
+
+
+class Recurrent(nn.LSTM):
+    def forward(self, x):
+        return super().forward(x.unsqueeze(0))[0].squeeze(0)
+
+
+class Sparse(nn.Embedding):
+    def forward(self, x):
+        return super().forward(x.sum(1).long() % 5)
+
+
+SPECIAL = {
+    "spectral norm": lambda: parametrizations.spectral_norm(nn.Linear(4, 4)),
+    "old spectral norm": lambda: nn.utils.spectral_norm(nn.Linear(4, 4)),
+    "weight norm": lambda: parametrizations.weight_norm(nn.Linear(4, 4)),
+    "orthogonal": lambda: parametrizations.orthogonal(nn.Linear(4, 4)),
+    "containers": InContainers,
+    "lstm": lambda: Recurrent(4, 4, batch_first=True),
+    "batch norm": lambda: nn.BatchNorm1d(4),
+    "sparse": lambda: Sparse(5, 4, sparse=True),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*spectral_norm.*is deprecated")
+def test_modules_with_buffers_hooks_and_containers():
+    """They compute in the smaller dtype, or where they cannot, their results are cast."""
+
+    def train(name, precision):
+        torch.manual_seed(0)
+        net = DistributedDataParallel(
+            nn.Sequential(SPECIAL[name](), nn.Linear(4, 4)), mixed_precision=precision
+        )
+        before = {n: type(v) for n, v in vars(net.module[0]).items()}
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            x = torch.linspace(-1, 1, 16).view(4, 4) * (1 + dist.get_rank())
+            out = net(x)
+            out.float().square().mean().backward()
+            optimizer.step()
+        assert {n: type(v) for n, v in vars(net.module[0]).items()} == before
+        return out, [p.detach() for p in net.parameters()]
+
+    def main():
+        for name in SPECIAL:
+            out, parameters = train(name, MixedPrecision(param_dtype=torch.bfloat16))
+            expected, others = train(name, None)
+            assert out.dtype == torch.bfloat16, name
+            torch.testing.assert_close(out.float(), expected, rtol=0.1, atol=0.1)
+            torch.testing.assert_close(parameters, others, rtol=0.1, atol=0.1)
 
     run_ranks(main, 2)

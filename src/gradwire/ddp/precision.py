@@ -14,8 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.utils.parametrize import ParametrizationList
+from torch.nn.utils.spectral_norm import SpectralNorm
 
-from gradwire._containers import map_tensors
+from gradwire._containers import map_tensors, tensors_in
 from gradwire.ddp.hook_handles import WeakHook, remove_hooks_with
 from gradwire.errors import ArgumentError, ArgumentTypeError
 from gradwire.hooks import CommHook, all_reduce, compress
@@ -73,17 +76,49 @@ class Precision:
     def __init__(self, module: nn.Module, config: MixedPrecision, ignored: Collection[str]) -> None:
         self._module, self._config = module, config
         self._kept = {id(t) for n, t in module.named_parameters() if n in ignored}
+        self._cast_outputs: set[int] = set()  # ids of modules that compute in full precision
+        self._derived: dict[int, list[str]] = {}  # attributes that old spectral norms compute
+        # attributes of modules with parameters in them, such as the _flat_weights of RNNs
+        self._holders = {
+            id(child): [
+                n for n, v in vars(child).items() if n != "_parameters" and _holds_parameters(v)
+            ]
+            for child in module.modules()
+        }
         self._active = False
         if config.buffer_dtype is not None:
             self._cast_buffers(config.buffer_dtype, ignored)
         if config.param_dtype is not None:
+            self._keep_in_full_precision()
             handles = []
-            before, after = map(WeakHook, (self._before_recomputation, self._after_recomputation))
+            before, after = map(WeakHook, (self._before_child, self._after_child))
             for child in module.modules():
                 handles.append(child.register_forward_pre_hook(before))
                 handles.append(child.register_forward_hook(after, always_call=True))
             remove_hooks_with(self, handles)
         self._recomputing: list[tuple[nn.Module, ExitStack]] = []
+
+    def _keep_in_full_precision(self) -> None:
+        """Note modules that cannot compute with cast parameters: they get their own.
+
+        What they compute is cast instead: buffers of parametrizations are of the parameters' dtype,
+        and a cast has no sparse gradient. Batch norms take inputs of another dtype.
+        """
+        for child in self._module.modules():
+            inside = isinstance(child, ParametrizationList)
+            if inside or (isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse):
+                self._cast_outputs.add(id(child))
+                self._kept.update(id(p) for p in child.parameters())
+            if isinstance(child, _NormBase) and self._has_other_statistics(child):
+                self._kept.update(id(p) for p in child.parameters())
+            for hook in child._forward_pre_hooks.values():
+                if isinstance(hook, SpectralNorm):
+                    self._derived.setdefault(id(child), []).append(hook.name)
+                    self._kept.add(id(getattr(child, f"{hook.name}_orig")))
+
+    def _has_other_statistics(self, norm: _NormBase) -> bool:
+        mean = norm.running_mean
+        return mean is not None and mean.dtype != self._config.param_dtype
 
     def _cast_buffers(self, dtype: torch.dtype, ignored: Collection[str]) -> None:
         for name, child in self._module.named_modules():
@@ -99,10 +134,7 @@ class Precision:
 
     def inputs(self, value: Any) -> Any:
         """Inputs as the module takes them."""
-        dtype = self._config.param_dtype
-        if dtype is None:
-            return value
-        return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, value)
+        return value if self._config.param_dtype is None else map_tensors(self._cast, value)
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -117,31 +149,55 @@ class Precision:
     @contextmanager
     def _swapped(self, module: nn.Module) -> Iterator[None]:
         """Casts stand in for the parameters of a module and its children."""
-        dtype = self._config.param_dtype
-        undo: list[tuple[dict[str, Any], str, Tensor]] = []
+        undo: list[tuple[dict[str, Any], str, Any]] = []
         casts: dict[int, Tensor] = {}
-        for child in module.modules() if dtype is not None else ():
+
+        def cast(parameter: Tensor) -> Tensor:
+            if not isinstance(parameter, nn.Parameter) or id(parameter) in self._kept:
+                return parameter
+            if id(parameter) not in casts:
+                casts[id(parameter)] = self._cast(parameter)
+            return casts[id(parameter)]
+
+        for child in module.modules() if self._config.param_dtype is not None else ():
             for name, parameter in child._parameters.items():
-                if parameter is None or id(parameter) in self._kept:
-                    continue
-                if parameter.is_floating_point() and parameter.dtype != dtype:
+                if parameter is not None and id(parameter) not in self._kept:
                     if id(parameter) not in casts:
-                        casts[id(parameter)] = parameter.to(dtype)
+                        casts[id(parameter)] = self._cast(parameter)
                     undo.append((child._parameters, name, parameter))
                     child._parameters[name] = casts[id(parameter)]  # type: ignore[assignment]
+            for name in self._holders.get(id(child), ()):
+                if (held := vars(child).get(name)) is not None:
+                    undo.append((vars(child), name, held))
+                    vars(child)[name] = map_tensors(cast, held)
         try:
             yield
         finally:
             for own, name, tensor in undo:
                 own[name] = tensor
 
-    def _before_recomputation(self, module: nn.Module, *_: Any) -> None:
+    def _cast(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._config.param_dtype) if tensor.is_floating_point() else tensor
+
+    def _before_child(self, module: nn.Module, *_: Any) -> None:
         in_backward = torch._C._current_graph_task_id() != -1
         if in_backward and not self._active and not self._recomputing:
             stack = ExitStack()
             stack.enter_context(self._swapped(module))
             self._recomputing.append((module, stack))
+        if self._active or self._recomputing:
+            for name in self._derived.get(id(module), ()):
+                setattr(module, name, self._cast(getattr(module, name)))
 
-    def _after_recomputation(self, module: nn.Module, *_: Any) -> None:
+    def _after_child(self, module: nn.Module, _: Any, output: Any) -> Any:
+        """Return the output if it is cast; None leaves it as it is."""
+        casts = id(module) in self._cast_outputs and (self._active or bool(self._recomputing))
         if self._recomputing and self._recomputing[-1][0] is module:
             self._recomputing.pop()[1].close()
+        return map_tensors(self._cast, output) if casts else None
+
+
+def _holds_parameters(value: Any) -> bool:
+    """Return True for lists, tuples and dicts with parameters."""
+    held = isinstance(value, list | tuple | dict)
+    return held and any(isinstance(t, nn.Parameter) for t in tensors_in(value))
