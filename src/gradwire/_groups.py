@@ -7,7 +7,7 @@ import atexit
 import ctypes
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary, finalize
+from weakref import WeakKeyDictionary, WeakSet, finalize
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, Store
@@ -16,9 +16,11 @@ from gradwire.errors import ArgumentError, ArgumentTypeError, NotSupportedError
 
 __all__ = [
     "check_group",
+    "check_lasting",
     "default_group",
     "destroy_in_thread",
     "find_store",
+    "keep_for_an_epoch",
     "keep_store",
     "rank_in_group",
     "store_of",
@@ -28,6 +30,10 @@ _STORES: WeakKeyDictionary[ProcessGroup, Store] = WeakKeyDictionary()
 """Stores of groups that were made without torch.distributed's own functions."""
 _BACKENDS: set[finalize[..., Any]] = set()
 """Finalizers of `destroy_in_thread` whose backends are not destroyed yet."""
+
+
+_FOR_AN_EPOCH: WeakSet[ProcessGroup] = WeakSet()
+"""Groups of elastic runs, which replace them."""
 
 
 def check_group(group: object, name: str = "group") -> ProcessGroup:
@@ -48,6 +54,24 @@ def check_group(group: object, name: str = "group") -> ProcessGroup:
         f"{name} is {group!r}: pass a ProcessGroup, for instance torch.distributed.group.WORLD "
         "after init_process_group"
     )
+
+
+def keep_for_an_epoch(group: ProcessGroup) -> None:
+    """Note that an elastic run will replace a group."""
+    _FOR_AN_EPOCH.add(group)
+
+
+def check_lasting(group: ProcessGroup, name: str, user: str) -> None:
+    """Raise if an elastic run will replace a group.
+
+    Raises:
+        NotSupportedError: It will.
+    """
+    if group in _FOR_AN_EPOCH:
+        raise NotSupportedError(
+            f"{name} is the group of an elastic run, which has another one in each epoch: {user} "
+            "would go on with this one, alone. Use a group of init_process_group or new_group"
+        )
 
 
 def default_group(name: str) -> ProcessGroup:

@@ -6,6 +6,7 @@ Catch `GradwireError` for all of them, or the built-in class beside it::
     ├── ArgumentError(ValueError)          an argument's value cannot be used
     ├── ArgumentTypeError(TypeError)       an argument's type cannot be used
     ├── NotSupportedError(NotImplementedError)   a feature that gradwire does not have
+    ├── CheckpointError(OSError)           a checkpoint could not be written
     └── DistributedError(RuntimeError)     something went wrong between ranks
         ├── MismatchError                  ranks disagree on what they are doing
         │   └── CheckedMismatchError       ... in a call that all of them check
@@ -31,6 +32,7 @@ __all__ = [
     "BoundEarlyWarning",
     "BrokenGroupError",
     "CheckedMismatchError",
+    "CheckpointError",
     "CollectiveTimeoutError",
     "DistributedError",
     "GradwireError",
@@ -60,6 +62,10 @@ class ArgumentTypeError(GradwireError, TypeError):
 
 class NotSupportedError(GradwireError, NotImplementedError):
     """A feature that gradwire does not have; the message says what to use instead."""
+
+
+class CheckpointError(GradwireError, OSError):
+    """A checkpoint could not be written; what was written of it is removed."""
 
 
 class DistributedError(GradwireError, RuntimeError):

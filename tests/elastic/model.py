@@ -48,6 +48,7 @@ class Entry(NamedTuple):
     step: int
     history: History
     leave: bool
+    stop: bool = False
 
 
 class World(NamedTuple):
@@ -72,6 +73,8 @@ class Model:
     crashes: int = 0
     suspicions: int = 0
     steps: int = 2
+    stops: tuple[tuple[int, int], ...] = ()
+    """Members that ask to stop, and the step in which they begin to."""
     transition: Transition = p.transition
     decided_by: Callable[[World, p.Decision], p.Decision | None] = field(
         default=lambda world, decision: None
@@ -173,7 +176,8 @@ class Model:
             return self._handle(_put(world, index, proc), index, p.Formed())
         if kind == "reduce":
             proc = proc._replace(held=decision.epoch)
-            return self._handle(_put(world, index, proc), index, p.Reduced())
+            stop = any(e.stop for e in entries)
+            return self._handle(_put(world, index, proc), index, p.Reduced(stop))
         leave = any(e.leave for e in entries)
         return self._handle(_put(world, index, proc), index, p.Passed(leave))
 
@@ -219,7 +223,8 @@ class Model:
             case p.Transfer():
                 world, proc = _enter(world, proc, "transfer", 0)
             case p.Reduce(step):
-                world, proc = _enter(world, proc, "reduce", step)
+                stop = any(number == n and step >= since for n, since in self.stops)
+                world, proc = _enter(world, proc, "reduce", step, stop=stop)
             case p.Barrier():
                 world, proc = _enter(world, proc, "barrier", proc.member.version)
         return _put(world, index, proc)
@@ -227,7 +232,11 @@ class Model:
     def _finish(self, world: World, index: int, proc: Proc) -> World:
         number, decision = proc.member.number, proc.member.decision
         assert decision is not None
-        _require(len(proc.history) == self.steps, f"{number} is done without all steps")
+        _require(len(proc.history) == proc.member.steps, f"{number} is done without all steps")
+        least = min((since + 1 for _, since in self.stops), default=self.steps)
+        everybody = len(self.stops) >= self.members + self.joiners
+        most = least if everybody else self.steps
+        _require(least <= len(proc.history) <= most, f"{number} stopped too early or late")
         first = world.first or decision.epoch
         if not p.same_line(decision.epoch, first, world.sources.__getitem__):
             return self._handle(_put(world, index, proc), index, p.Over())
@@ -288,7 +297,9 @@ def _is_done(proc: Proc) -> bool:
     return proc.finished or proc.member.phase is p.Phase.OVER
 
 
-def _enter(world: World, proc: Proc, kind: str, step: int) -> tuple[World, Proc]:
+def _enter(
+    world: World, proc: Proc, kind: str, step: int, *, stop: bool = False
+) -> tuple[World, Proc]:
     decision = proc.member.decision
     assert decision is not None
     rounds = dict(world.registered)
@@ -296,7 +307,7 @@ def _enter(world: World, proc: Proc, kind: str, step: int) -> tuple[World, Proc]
         not any(q.member.number == r.member and not q.alive for q in world.procs)
         for r in rounds.get(decision.epoch + 1, frozenset())
     )
-    entry = Entry(proc.member.number, kind, step, proc.history, kind == "barrier" and wanted)
+    entry = Entry(proc.member.number, kind, step, proc.history, kind == "barrier" and wanted, stop)
     groups = dict(world.groups)
     operations = list(groups.get(decision.epoch, ()))
     if proc.entered == len(operations):

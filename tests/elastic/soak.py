@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 from elastic.soaked import EVERY, STOP, Digest, member
+from elastic.worker import KINDS
 
 MEMBERS = 3
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -59,10 +60,11 @@ class Soak:
         backend: Of the members.
         members: How many there are at a time.
         pause: Seconds that each step takes at least.
+        kind: Of the model and its optimizer.
     """
 
-    def __init__(self, backend: str, members: int, pause: float) -> None:
-        self._options = (members, backend, pause)
+    def __init__(self, backend: str, members: int, pause: float, kind: str) -> None:
+        self._options = (members, backend, pause, kind)
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.processes: dict[int, Any] = {}
         self.pipes: dict[int, Any] = {}
@@ -145,12 +147,13 @@ def soak(
     *,
     members: int,
     pause: float,
+    kind: str,
     kill_every: float,
     look_every: float,
 ) -> dict[str, Any]:
     """Run; what the processes held, and what the weights were."""
     shared = set(os.listdir("/dev/shm"))
-    run, chance = Soak(backend, members, pause), random.Random(0)
+    run, chance = Soak(backend, members, pause, kind), random.Random(0)
     found: list[Held] = []
     began = time.monotonic()
     try:
@@ -170,11 +173,12 @@ def soak(
         run.close()
     assert run.digests, "nobody came to the first comparison"
     steps = max(digest.steps for digest in run.digests)
-    expected = alone(steps)
+    expected = alone(steps, kind)
     wrong = [tuple(d) for d in run.digests if expected[d.steps] != d.digest]
     left = sorted(n for n in set(os.listdir("/dev/shm")) - shared if "gradwire" in n)
     return {
         "backend": backend,
+        "kind": kind,
         "minutes": minutes,
         "members": members,
         "kills": run.kills,
@@ -187,12 +191,12 @@ def soak(
     }
 
 
-def alone(steps: int) -> dict[int, str]:
+def alone(steps: int, kind: str) -> dict[int, str]:
     """The weights that one member alone has after every so many steps."""
     receiver, sender = CONTEXT.Pipe(duplex=False)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     store.set(STOP, str(steps))
-    arguments = (store.port, 0, 1, "shm", 0.0, sender)
+    arguments = (store.port, 0, 1, "shm", 0.0, kind, sender)
     process = CONTEXT.Process(target=member, args=arguments, daemon=True)
     process.start()
     sender.close()
@@ -252,6 +256,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--backend", choices=["shm", "gloo"], default="shm")
+    parser.add_argument("--kind", choices=KINDS, default="plain", help="model and optimizer")
     parser.add_argument("--pause", type=float, default=0.01, help="seconds of each step")
     parser.add_argument("--kill-every", type=float, default=4.0, help="seconds, on average")
     parser.add_argument("--out", type=Path)
@@ -266,6 +271,7 @@ def main() -> None:
         options.backend,
         members=MEMBERS,
         pause=options.pause,
+        kind=options.kind,
         kill_every=options.kill_every,
         look_every=5.0,
     )

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from elastic.worker import BATCH, SAMPLES, Net
+from elastic.worker import BATCH, OPTIMIZERS, SAMPLES, Net
 from gradwire import elastic
 from gradwire.ddp import DistributedDataParallel
 
@@ -30,7 +30,9 @@ class Digest(NamedTuple):
     digest: str
 
 
-def member(port: int, number: int, members: int, backend: str, pause: float, pipe: Any) -> None:
+def member(
+    port: int, number: int, members: int, backend: str, pause: float, kind: str, pipe: Any
+) -> None:
     """Train until the store has a step to stop at; send a digest after every so many steps."""
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
@@ -38,8 +40,9 @@ def member(port: int, number: int, members: int, backend: str, pause: float, pip
         store, members=members, backend=backend, silence=timedelta(seconds=10), seed=1
     )
     torch.manual_seed(0)
-    model = DistributedDataParallel(Net(), process_group=run.group)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.001)
+    model = DistributedDataParallel(Net(kind), process_group=run.group)
+    weights = [p for name, p in model.named_parameters() if "ledger" not in name]
+    optimizer = OPTIMIZERS[kind](weights)
     run.keep(model=model, optimizer=optimizer)
     x = torch.randn(SAMPLES, 8, generator=torch.Generator().manual_seed(1))
     y = torch.arange(SAMPLES) % 4
@@ -62,5 +65,6 @@ def member(port: int, number: int, members: int, backend: str, pause: float, pip
 
 
 def _digest(model: nn.Module) -> str:
-    data = b"".join(t.detach().numpy().tobytes() for t in model.state_dict().values())
+    values = [t.detach().contiguous() for t in model.state_dict().values() if t.dim()]
+    data = b"".join(t.view(torch.uint8).numpy().tobytes() for t in values)
     return hashlib.sha256(data).hexdigest()[:16]

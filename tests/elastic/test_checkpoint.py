@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 from collections import Counter
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from torch import nn
 
 from elastic.kills import CONTEXT
 from gradwire.elastic import checkpoint
-from gradwire.errors import ArgumentError
+from gradwire.errors import ArgumentError, CheckpointError
 
 MOMENTS = {  # where it is killed, and the checkpoint that is there then
     "before it writes": (dcp.FileSystemWriter, "write_data", False, 1),
@@ -74,6 +75,56 @@ def test_what_another_process_writes_is_left_alone(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     checkpoint.save(kept(1.0), 1, tmp_path)
     assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_checkpoint_that_cannot_be_written_is_a_typed_error(tmp_path: Path) -> None:
+    """PyTorch raises an error that is no Exception."""
+    large = {"model": nn.Linear(100, 100)}
+    first = checkpoint.save(large, 1, tmp_path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match=r"step-000000002 could not be written"):
+            checkpoint.save(large, 2, tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(tmp_path.iterdir()) == [first]
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="could not be written"):
+        checkpoint.save(large, 2, tmp_path / "file")
+    checkpoint.save(large, 2, tmp_path)
+
+
+def test_interrupting_a_save_interrupts_the_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(dcp.FileSystemWriter, "write_data", interrupt)
+    with pytest.raises(BaseException, match="KeyboardInterrupt") as raised:
+        checkpoint.save(kept(1.0), 1, tmp_path)
+    assert not isinstance(raised.value, Exception)
+    assert not list(tmp_path.iterdir())
+
+
+def test_checkpoints_of_another_training_are_not_taken_for_this_one_s(tmp_path: Path) -> None:
+    checkpoint.save(kept(1.0), 2, tmp_path, line="a")
+    checkpoint.save(kept(1.5), 2, tmp_path, line="a")  # a member that was lost has written it
+    for version in (1, 2):
+        with pytest.raises(ArgumentError, match=r"has step-000000002, which another training"):
+            checkpoint.save(kept(2.0), version, tmp_path, line="b")
+    assert [p.name for p in tmp_path.iterdir()] == ["step-000000002"]
+    path = checkpoint.save(kept(3.0), 3, tmp_path, line="b")
+    assert (checkpoint.line_of(path), checkpoint.latest(tmp_path)) == ("b", path)
+
+
+def test_the_last_checkpoints_are_kept(tmp_path: Path) -> None:
+    checkpoint.save(kept(0.0), 1, tmp_path, line="other")
+    for version in range(2, 7):
+        checkpoint.save(kept(1.0), version, tmp_path, line="mine", keep=2)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["step-000000001", "step-000000005", "step-000000006"]
 
 
 class Keeps:

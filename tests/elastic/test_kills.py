@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 
 import pytest
@@ -12,9 +13,14 @@ from elastic.worker import POINTS
 LONG = os.environ.get("GRADWIRE_LONG") == "1"
 
 
-@pytest.fixture(scope="module")
+@functools.cache
+def quiet_run(kind: str) -> tuple[str, list[float]]:
+    return quiet(Plan(0, 1, "shm", kind=kind))
+
+
+@pytest.fixture
 def expected() -> tuple[str, list[float]]:
-    return quiet(Plan(0, 1, "shm"))
+    return quiet_run("plain")
 
 
 @pytest.mark.wide
@@ -29,8 +35,16 @@ def test_the_first_member_is_killed_in_a_commit_and_another_joins(
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 @pytest.mark.parametrize("point", POINTS)
 def test_killed_at(point: str, backend: str, expected: tuple[str, list[float]]) -> None:
-    times = 1 if point in ("round", "form", "transfer") else 5
+    times = {"round": 1, "form": 1, "transfer": 1, "map": 3}.get(point, 5)
     assert check(Plan(2, 3, backend, self_kills={1: (point, times)}), *expected)["done"] >= 2
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("kind", ["fused", "bfloat16"])
+@pytest.mark.parametrize("point", ["reduce", "map"])
+def test_killed_with_other_optimizers_and_dtypes(point: str, kind: str) -> None:
+    plan = Plan(3, 2, "gloo" if point == "map" else "shm", kind=kind, self_kills={0: (point, 3)})
+    assert check(plan, *quiet_run(kind))["done"] >= 1
 
 
 @pytest.mark.wide
@@ -52,6 +66,7 @@ def test_without_the_tree(backend: str, expected: tuple[str, list[float]]) -> No
 @pytest.mark.skipif(not LONG, reason="GRADWIRE_LONG=1")
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("reproducible", [True, False])
-def test_200_random_runs(reproducible: bool, expected: tuple[str, list[float]]) -> None:
+def test_200_random_runs(reproducible: bool) -> None:
     for seed in range(200):
-        check(Plan.random(seed, reproducible=reproducible), *expected)
+        plan = Plan.random(seed, reproducible=reproducible)
+        check(plan, *quiet_run(plan.kind))

@@ -57,6 +57,45 @@ def test_larger_worlds(model: Model, worlds: int) -> None:
     assert search(model).worlds == worlds
 
 
+ALL_STOP = ((1, 0), (2, 0), (3, 0))
+"""All members ask to stop after the first step, of two."""
+
+
+@pytest.mark.narrow({"model": Model(members=2, crashes=1, stops=ALL_STOP)})
+@pytest.mark.parametrize(
+    "model",
+    [
+        Model(members=2, crashes=1, stops=ALL_STOP),
+        Model(members=2, crashes=1, stops=((1, 0),)),
+        Model(members=2, crashes=1, joiners=1, stops=ALL_STOP),
+        Model(members=2, crashes=1, joiners=1, stops=((2, 0),)),
+        Model(members=2, crashes=1, suspicions=1, stops=((1, 0),)),
+        Model(members=2, crashes=0, suspicions=2, stops=((2, 0),)),
+        Model(members=3, crashes=1, stops=((1, 0),)),
+        Model(members=1, crashes=1, joiners=1, steps=3, stops=((1, 1),)),
+    ],
+    ids=str,
+)
+@pytest.mark.timeout(300)
+def test_members_stop_at_the_same_step(model: Model) -> None:
+    result = search(model)
+    assert result.ends > 20
+
+
+def test_a_round_that_forgets_a_request_to_stop_is_found() -> None:
+    def forgets(member: p.Member, event: p.Event) -> tuple[p.Member, tuple[p.Effect, ...]]:
+        after, effects = p.transition(member, event)
+        return after, tuple(
+            replace(e, registration=e.registration._replace(steps=member.steps))
+            if isinstance(e, p.Register)
+            else e
+            for e in effects
+        )
+
+    with pytest.raises(Violated, match="with another result"):
+        search(Model(members=3, crashes=1, stops=((1, 0),), transition=forgets))
+
+
 def test_a_commit_without_the_barrier_is_found() -> None:
     def hasty(member: p.Member, event: p.Event) -> tuple[p.Member, tuple[p.Effect, ...]]:
         after, effects = p.transition(member, event)
@@ -156,6 +195,17 @@ def test_who_came_with_a_checkpoint_gives_it_to_the_others() -> None:
     registered = (p.Registration(1, 0, 0, False), p.Registration(2, 0, 7, False))
     decision = p.decide(1, p.Seen(None, registered, frozenset(), frozenset()))
     assert decision == p.Decision(1, (2, 1), (2,), 7)
+
+
+def test_who_stops_at_an_epoch_s_first_step_is_followed() -> None:
+    before = p.Decision(1, (1, 2), (1, 2), 0)
+    complete = p.Member(1, 9, p.Phase.BARRIER, 3, 1, True, 1, before, stop=True)
+    reduces = p.Member(2, 9, p.Phase.REDUCING, 3, 1, False, 1, before)
+    mine, other = complete.registration(), reduces.registration()
+    stopped = p.decide(2, p.Seen(before, (mine,), frozenset({2}), frozenset({2})))
+    assert (stopped.version, stopped.steps) == (4, 4)
+    repeated = p.decide(2, p.Seen(before, (mine, other), frozenset(), frozenset()))
+    assert (repeated.version, repeated.steps) == (3, 9)
 
 
 def test_one_committed_and_the_others_can() -> None:

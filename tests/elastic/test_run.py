@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,11 @@ from gradwire.errors import (
     MismatchError,
     NotSupportedError,
     PeerFailedError,
+    PeerLostError,
     ReductionError,
     RunOverError,
 )
+from gradwire.local_sgd import LocalSGD
 
 X = torch.randn(64, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
@@ -284,6 +287,36 @@ def test_a_gradient_that_is_not_finite_is_named_on_all_members(store: dist.Store
         assert "step 1: the gradient of '2.bias' is not finite" in str(error)
 
 
+@pytest.mark.parametrize("reproducible", [True, False])
+def test_a_parameter_that_forward_writes_to_is_named_on_all_members(
+    store: dist.Store, reproducible: bool
+) -> None:
+    """Each member's forward would write what its own samples ask for."""
+
+    def member() -> None:
+        run = join(store, members=2, reproducible=reproducible)
+        table, layer = nn.Embedding(8, 2, max_norm=1.0), nn.Linear(1, 1)
+        model: nn.Module = nn.ModuleDict({"table": table, "layer": layer})
+        model.forward = lambda x: layer(x).sum()
+        if not reproducible:
+            model = DistributedDataParallel(
+                model, process_group=run.group, find_unused_parameters=True
+            )
+        run.keep(model=model)
+        for step in run.steps(3):
+            with step:
+                for shard in step.shards:
+                    if step.number == 1 and shard.stop == 8:
+                        table(torch.tensor([0]))
+                    step.backward(model(torch.ones(1, 1)))
+                step.commit()
+
+    raised = sorted(together(member, member), key=lambda error: type(error).__name__)
+    assert [type(error) for error in raised] == [NotSupportedError, PeerFailedError], raised
+    for error in raised:
+        assert "table.weight' was written to within step 1" in str(error)
+
+
 @pytest.mark.wide
 def test_other_models_are_told_apart(store: dist.Store) -> None:
     def member(seed: int) -> None:
@@ -353,13 +386,173 @@ def test_a_model_that_is_kept_twice_is_trained_once(store: dist.Store) -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [("steps", 5), ("samples", 32), ("batch", 8), ("shuffle", False), ("seed", 1), ("shards", 4)],
+)
+def test_arguments_that_differ_are_named_on_all_members(
+    store: dist.Store, argument: str, value: int
+) -> None:
+    """They trained on with other samples, and other weights."""
+    usual = {"steps": 4, "samples": 64, "batch": 16, "shuffle": True, "seed": 0, "shards": 8}
+
+    def member(mine: dict[str, Any]) -> None:
+        given = {**usual, **mine}
+        run = join(store, members=2, **{n: given.pop(n) for n in ("seed", "shards")})
+        run.keep(model=nn.Linear(1, 1))
+        next(run.steps(**given))
+
+    raised = together(lambda: member({}), lambda: member({argument: value}))
+    assert [type(error) for error in raised] == [MismatchError] * 2
+    for error in raised:
+        values = {repr(value), repr(usual[argument])}
+        assert str(error).startswith(f"{argument} is ")
+        assert all(text in str(error) for text in values)
+    run = join(store, name="begun")
+    run.keep(model=nn.Linear(1, 1))
+    step = next(steps := run.steps(2))
+    newcomer = join(store, name="begun")
+    newcomer.keep(model=nn.Linear(1, 1))
+    with pytest.raises(MismatchError, match="steps is 3 on member 2 and 2 on the first"):
+        next(newcomer.steps(3))
+    assert not run._engine.membership.refusal()
+    del step, steps
+
+
+def losing(run: elastic.Run, *, at: int) -> Callable[[], bool]:
+    """A barrier that fails at the commit of a step, once, as if a member had died in it."""
+    passes, left = run._engine._pass_barrier, [at]
+
+    def fail() -> bool:
+        if left and run.version == left[0]:
+            left.pop()
+            raise PeerLostError("a member is gone")
+        return passes()
+
+    return fail
+
+
+def test_the_group_between_two_steps(store: dist.Store) -> None:
+    """It was an AssertionError without a word."""
+    run, model = join(store), net()
+    run.keep(model=model)
+    assert run.group.size() == 1
+    run._engine._pass_barrier = losing(run, at=1)  # type: ignore[method-assign]
+    for step in run.steps(3, samples=len(X), batch=16):
+        with step:
+            assert run.group.size() == 1
+            for shard in step.shards:
+                step.backward(model(X[step.sample_ids(shard)]).mean())
+            if step.number == 1 and run.epoch == 2:
+                run._engine.monitor.wanted = True
+            step.commit()
+        if not step.committed or run._engine.member.phase is protocol.Phase.REGISTERED:
+            with pytest.raises(NotSupportedError, match=r"run.group is used between two steps"):
+                run.group  # noqa: B018
+        else:
+            assert run.group.size() == 1
+    assert run.group.size() == 1
+    assert run.version == 3
+
+
+def test_local_sgd_refuses_the_group_of_an_epoch(store: dist.Store) -> None:
+    """It went on alone with it, and averaged nothing."""
+    run, model = join(store), net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(NotSupportedError, match="group is the group of an elastic run"):
+        LocalSGD(optimizer, model.named_parameters(), every=2, group=run.group)
+    run.close()
+
+
+class History:
+    """Losses by step, as an object that is kept."""
+
+    def __init__(self) -> None:
+        self.losses: dict[int, list[float]] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"losses": self.losses}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.losses = state["losses"]
+
+
+@pytest.mark.narrow(
+    {"reproducible": True, "backend": "shm"}, {"reproducible": False, "backend": "gloo"}
+)
+@pytest.mark.parametrize("reproducible", [True, False])
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_members_share_a_validation_and_stop_by_it(
+    store: dist.Store, reproducible: bool, backend: str
+) -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = net()
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return self.inner(x) * self.calls
+
+    def member(name: str, members: int, lost_at: int) -> tuple[Any, ...]:
+        run = join(store, members=members, name=name, reproducible=reproducible, backend=backend)
+        model: nn.Module = Counting()
+        if not reproducible:
+            model = DistributedDataParallel(model, process_group=run.group)
+        optimizer, history = torch.optim.SGD(model.parameters(), lr=0.05), History()
+        run.keep(model=model, optimizer=optimizer, history=history)
+        if lost_at >= 0:
+            run._engine._pass_barrier = losing(run, at=lost_at)  # type: ignore[method-assign]
+        for step in run.steps(50, samples=len(X), batch=16):
+            with step:
+                history.losses[step.number] = step.map(
+                    lambda part: float(model(X[part]).square().mean()), [range(5), range(64), [3]]
+                )
+                if step.number == 3:
+                    run.stop()
+                for shard in step.shards:
+                    step.backward(model(X[step.sample_ids(shard)]).square().mean())
+                step.commit(optimizer)
+        weights = [p.detach().clone() for p in model.parameters()]
+        return run.version, history.losses, weights
+
+    alone = member("alone", 1, -1)
+    assert (alone[0], sorted(alone[1])) == (4, [0, 1, 2, 3])
+    for lost_at in (-1, 3):
+        name = f"both {lost_at}"
+        found = together(*[partial(member, name, 2, lost_at if i else -1) for i in range(2)])
+        assert found[0][:2] == found[1][:2]
+        assert found[0][0] == 4
+        assert all(map(torch.equal, found[0][2], found[1][2]))
+        if reproducible:
+            assert found[0][:2] == alone[:2]
+            assert all(map(torch.equal, found[0][2], alone[2]))
+
+
+def test_one_member_stops_all(store: dist.Store) -> None:
+    def member() -> tuple[int, list[torch.Tensor]]:
+        run, model = join(store, members=2), net()
+        run.keep(model=model)
+        for step in run.steps(50, samples=len(X), batch=16):
+            if step.number == 2 and run.rank == 1:
+                run.stop()
+            with step:
+                for shard in step.shards:
+                    step.backward(model(X[step.sample_ids(shard)]).square().mean())
+                step.commit()
+        return run.version, [p.detach().clone() for p in model.parameters()]
+
+    assert [found[0] for found in together(member, member)] == [3, 3]
+
+
 @pytest.mark.wide
 def test_an_error_of_the_loop_leaves_the_run_to_the_others(store: dist.Store) -> None:
     def failing() -> None:
         run = join(store, members=2)
         model = net()
         run.keep(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
-        for step in run.steps(4):
+        for step in run.steps(4, samples=len(X), batch=16):
             with step:
                 raise KeyError("mine")
 
@@ -450,6 +643,27 @@ def test_sparse_gradients_are_guarded(store: dist.Store, factor: float) -> None:
                 for _ in step.shards:
                     step.backward(net(torch.tensor([1, 1])).sum() * factor)
                 step.commit()
+
+
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        (lambda step, model: step.map(Path, ["here"]), "a result of step.map has a .*Path"),
+        (lambda step, model: step.map(model.weight.fill_, [1.0]), "'model.weight' was written"),
+        (lambda step, model: [next(step.shards), step.map(float, [1])], "before the first of"),
+    ],
+)
+def test_mistakes_with_map(
+    store: dist.Store, mistake: Callable[[elastic.Step, nn.Module], object], message: str
+) -> None:
+    run, model = join(store), nn.Linear(1, 1)
+    run.keep(model=model)
+    step = next(steps := run.steps(1))
+    with pytest.raises(ReductionError, match="call it within `with step:`"):
+        step.map(float, [1])
+    with pytest.raises((NotSupportedError, ReductionError), match=message), step:
+        mistake(step, model)
+    del steps
 
 
 def test_sparse_gradients_need_ddp(store: dist.Store) -> None:

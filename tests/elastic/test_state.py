@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from gradwire import elastic
 from gradwire.ddp import DistributedDataParallel
-from gradwire.elastic import transfer
+from gradwire.elastic import checkpoint, transfer
 from gradwire.elastic.state import State
 from gradwire.errors import (
+    ArgumentError,
     MismatchError,
     NotKeptWarning,
     NotSupportedError,
@@ -141,6 +142,79 @@ def test_a_gradient_that_is_this_member_s_alone_is_not_stepped_by(reproducible: 
     assert scale.item() == 1.0
 
 
+FUSED = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+}
+
+
+def images() -> nn.Module:
+    """A model whose parameters are not row-major."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 2, 2), nn.Flatten())
+    model.to(memory_format=torch.channels_last)
+    model.append(nn.Linear(8, 2))
+    model[3].weight = nn.Parameter(model[3].weight.detach().t().contiguous().t())
+    return model
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_optimizers_read_gradients_with_their_parameters_strides(name: str) -> None:
+    x = torch.randn(16, 3, 5, 5, generator=torch.Generator().manual_seed(0))[..., :5, :5]
+    models = [images(), images()]
+    mine, expected = (FUSED[name](model.parameters()) for model in models)
+    samples = elastic.Samples(16, batch=8, shards=2)
+    for step in join(model=models[0], optimizer=mine).steps(3, samples=16, batch=8):
+        with step:
+            for shard in step.shards:
+                step.backward(models[0](x[step.sample_ids(shard)]).square().mean())
+            step.reduce()
+            assert [p.grad.stride() for p in models[0].parameters() if p.grad is not None] == [
+                p.stride() for p in models[0].parameters()
+            ]
+            step.commit(mine)
+        expected.zero_grad()
+        models[1](x[samples.ids(step.number, elastic.Shard(0, 2))]).square().mean().backward()
+        expected.step()
+    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "weights"),
+    [
+        (torch.bfloat16, (257.0, 0.0)),
+        (torch.bfloat16, (257.0, 3.0)),
+        (torch.float16, (70000.0, 70000.0)),
+        (torch.float32, (1e30, 1e30)),
+    ],
+)
+def test_weights_are_not_rounded_to_the_dtype_of_the_loss(
+    dtype: torch.dtype, weights: tuple[float, float]
+) -> None:
+    class Model(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(1, 1, bias=False, dtype=dtype)
+            self.register_buffer("large", torch.zeros(1, dtype=dtype))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.large.fill_(30000.0)
+            return super().forward(x)
+
+    model = Model()
+    for step in join(model=model).steps(1):
+        with step:
+            for shard in step.shards:
+                loss = model(torch.full((1, 1), 3.0, dtype=dtype)).sum()
+                step.backward(loss, weight=weights[shard.first])
+            step.reduce()
+            assert model.weight.grad is not None
+            assert model.weight.grad.dtype is dtype
+            assert model.weight.grad.item() == pytest.approx(3.0, rel=1e-6)
+            step.commit()
+    assert model.large.item() == torch.tensor(30000.0, dtype=dtype).item()
+
+
 class Buffers(nn.Linear):
     """With a mask of the smallest float, a number of forwards, and one that is not saved."""
 
@@ -196,8 +270,44 @@ def test_a_new_member_gets_what_a_state_dict_leaves_out() -> None:
     receives.put_beside(transfer.load(receives.kept, data))
     assert target.unsaved.item() == 5
     assert [p.requires_grad for p in target.parameters()] == [False, True]
-    with pytest.raises(MismatchError, match=r"of shapes \[\(\)\] here, 6 and \[\]"):
+    with pytest.raises(MismatchError, match=r"of \[\(\(\), torch.float32\)\] here, 6 and \[\]"):
         receives.put_beside(state_of(net()).beside())
+
+
+class Precise(torch.optim.Optimizer):
+    """Plain steps of parameters of any dtype, with a copy of them in single precision."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p] = {"master": p.detach().float() + 1e-4, "nested": [{"m": p.float()}]}
+
+
+def test_a_new_member_gets_an_optimizer_s_state_in_its_dtypes(tmp_path: Path) -> None:
+    """`Optimizer.load_state_dict` casts it to the parameters' dtypes."""
+
+    def built(value: float) -> State:
+        model = nn.Conv2d(2, 3, 2, dtype=torch.bfloat16)
+        nn.init.constant_(model.weight, value)
+        model.to(memory_format=torch.channels_last if value else torch.contiguous_format)
+        return state_of(model, optimizer=Precise(model.parameters()))
+
+    first, second, third = built(1.0), built(0.0), built(0.0)
+    transfer.load(second.kept, transfer.dump(first.kept))
+    checkpoint.load(third.kept, checkpoint.save(first.kept, 1, tmp_path))
+    for state in (second, third):
+        for one, other in zip(first.parameters, state.parameters, strict=True):
+            mine, found = first.kept["optimizer"].state[one], state.kept["optimizer"].state[other]
+            assert found["master"].dtype is found["nested"][0]["m"].dtype is torch.float32
+            assert torch.equal(found["master"], mine["master"])
+            assert found["master"].stride() == other.stride()  # members' strides may differ
+
+
+def test_a_model_of_another_dtype_is_named() -> None:
+    first, second = state_of(nn.Linear(2, 1)), state_of(nn.Linear(2, 1).bfloat16())
+    with pytest.raises(MismatchError, match=r"model\.(weight|bias) is torch.bfloat16 here and"):
+        transfer.load(second.kept, transfer.dump(first.kept))
 
 
 def test_a_state_with_more_than_plain_values_is_named() -> None:
@@ -263,3 +373,22 @@ def test_a_schedule_does_not_keep_its_optimizer() -> None:
             backwards(step, model)
             with pytest.warns(NotKeptWarning, match="commit got a SGD"):
                 step.commit(optimizer, schedule)
+
+
+def test_a_run_saves_nothing_among_the_checkpoints_of_another(tmp_path: Path) -> None:
+    """It returned the path of the other run's checkpoint, and had saved nothing."""
+
+    def train(*, loads: bool) -> Path:
+        model = net()
+        run = join(model=model)
+        assert not loads or run.load(tmp_path)
+        for step in run.steps(2, samples=len(X), batch=8):
+            with step:
+                backwards(step, model)
+                step.commit()
+        return run.save(tmp_path, keep=1)
+
+    path = train(loads=False)
+    with pytest.raises(ArgumentError, match="has step-000000002, which another training"):
+        train(loads=False)
+    assert train(loads=True) == path

@@ -28,7 +28,8 @@ from gradwire.elastic.member_steps import MemberSteps
 from gradwire.errors import RunOverError
 
 SAMPLES, BATCH = 96, 32
-POINTS = ("forward", "backward", "reduce", "commit", "round", "form", "transfer", "apply")
+POINTS = ("forward", "backward", "reduce", "commit", "round", "form", "transfer", "apply", "map")
+KINDS = ("plain", "fused", "bfloat16")
 LATE = 3  # the exit code of a member that came when the others were done
 
 
@@ -40,6 +41,7 @@ class Job:
         port: The store's.
         members: How many the first epoch waits for.
         backend, reproducible, steps: The run's.
+        kind: Of the model and its optimizer, one of KINDS.
         point: Where this member kills itself; "" for nowhere.
         times: At which of its times there.
         pause: Seconds that a shard takes.
@@ -49,6 +51,7 @@ class Job:
     members: int
     backend: str
     reproducible: bool = True
+    kind: str = "plain"
     steps: int = 12
     point: str = ""
     times: int = 1
@@ -58,15 +61,54 @@ class Job:
 class Net(nn.Module):
     """Dropout and running statistics, and a parameter that counts each sample by its gradient."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: str = "plain") -> None:
         super().__init__()
-        self.layers = nn.Sequential(
-            nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 4)
-        )
+        if kind == "plain":
+            self.layers = nn.Sequential(
+                nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 4)
+            )
+        else:  # parameters that are not row-major
+            self.layers = nn.Sequential(
+                nn.Unflatten(1, (2, 2, 2)), nn.Conv2d(2, 8, 2, padding=1), nn.BatchNorm2d(8),
+                nn.ReLU(), nn.Dropout(0.3), nn.Flatten(), nn.Linear(72, 4),
+            ).to(memory_format=torch.channels_last)  # fmt: skip
+        if kind == "bfloat16":
+            self.layers.bfloat16()
         self.ledger = nn.Parameter(torch.zeros(SAMPLES))
 
     def forward(self, x: Tensor, ids: list[int]) -> tuple[Tensor, Tensor]:
-        return self.layers(x), self.ledger[ids]
+        x = x.to(next(self.layers.parameters()).dtype)
+        return self.layers(x).float(), self.ledger[ids]
+
+
+class Master(torch.optim.SGD):
+    """SGD on copies in single precision."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for p in parameters:
+            master = self.state[p].setdefault("master", p.detach().float())
+            p.detach().copy_(master.sub_(p.grad.float(), alpha=0.01))
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "plain": lambda p: torch.optim.Adam(p, lr=0.01),
+    "fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "bfloat16": lambda p: Master(p, lr=0.01),
+}
+
+
+class Losses:
+    """Losses on parts of the data, by step: an object that is kept."""
+
+    def __init__(self) -> None:
+        self.by_step: dict[int, list[float]] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"by_step": self.by_step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.by_step = state["by_step"]
 
 
 def main(job: Job, report: Any) -> None:
@@ -76,14 +118,15 @@ def main(job: Job, report: Any) -> None:
     open_before = _descriptors()
     _arm(job)
     try:
-        model = _train(job, store)
+        model, losses = _train(job, store)
     except RunOverError:
         report.send(None)
         _exit(LATE)
     # without the tree, running statistics are each member's own between two forwards
     values = model.state_dict() if job.reproducible else dict(model.named_parameters())
     tensors = [t.detach() for name, t in sorted(values.items()) if "ledger" not in name]
-    data = b"".join(t.contiguous().numpy().tobytes() for t in tensors)
+    data = b"".join(t.contiguous().view(torch.uint8).numpy().tobytes() for t in tensors if t.dim())
+    data += repr(sorted(losses.by_step.items())).encode()
     counts = (model.module.ledger.detach() * -BATCH).tolist()
     if not job.reproducible:
         counts = [round(count, 3) for count in counts]
@@ -97,7 +140,7 @@ def main(job: Job, report: Any) -> None:
     _exit(0)
 
 
-def _train(job: Job, store: dist.Store) -> DistributedDataParallel:
+def _train(job: Job, store: dist.Store) -> tuple[DistributedDataParallel, Losses]:
     run = elastic.join(
         store,
         members=job.members,
@@ -108,16 +151,25 @@ def _train(job: Job, store: dist.Store) -> DistributedDataParallel:
     )
     torch.manual_seed(0 if run.number == 1 else os.getpid())  # the others' start is not used
     torch.manual_seed(0)
-    model = DistributedDataParallel(Net(), process_group=run.group, bucket_cap_mb=0.001)
+    model = DistributedDataParallel(Net(job.kind), process_group=run.group, bucket_cap_mb=0.001)
     weights = [p for n, p in model.named_parameters() if "ledger" not in n]
-    optimizer = torch.optim.Adam(weights, lr=0.01)
+    optimizer, losses = OPTIMIZERS[job.kind](weights), Losses()
     ledger = torch.optim.SGD([model.module.ledger], lr=1.0)
-    run.keep(model=model, optimizer=optimizer, ledger=ledger)
+    run.keep(model=model, optimizer=optimizer, ledger=ledger, losses=losses)
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(SAMPLES, 8, generator=generator)
     y = torch.randint(0, 4, (SAMPLES,), generator=generator)
-    for step in run.steps(job.steps, samples=SAMPLES, batch=BATCH):
+
+    def loss_of(part: range) -> float:
+        return float(nn.functional.cross_entropy(model(x[part], [0])[0], y[part]))
+
+    for step in run.steps(job.steps + 3, samples=SAMPLES, batch=BATCH):
         with step:
+            if step.number % 3 == 0:
+                parts = [range(i, i + 16) for i in range(0, SAMPLES, 16)]
+                losses.by_step[step.number] = step.map(loss_of, parts)
+            if step.number == job.steps - 1:
+                run.stop()
             for shard in step.shards:
                 ids = step.sample_ids(shard)
                 out, counted = model(x[ids], ids)
@@ -125,7 +177,7 @@ def _train(job: Job, store: dist.Store) -> DistributedDataParallel:
                 loss = nn.functional.cross_entropy(out, y[ids])
                 step.backward(loss + (counted - counted.detach()).mean())
             step.commit(optimizer, ledger)
-    return model
+    return model, losses
 
 
 def _descriptors() -> dict[str, str]:
@@ -159,6 +211,7 @@ def _arm(job: Job) -> None:
         "form": (Forming, "form"),
         "transfer": (Engine, "_transfer"),
         "apply": (MemberSteps, "_apply"),
+        "map": (MemberSteps, "map"),
     }[job.point]
     setattr(owner, name, _killing(getattr(owner, name), job.times))
 

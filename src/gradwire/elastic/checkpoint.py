@@ -14,39 +14,80 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 
 from gradwire.ddp.faults.liveness import is_alive, this_process
-from gradwire.errors import ArgumentError
+from gradwire.elastic.transfer import cast, put
+from gradwire.errors import ArgumentError, CheckpointError
 
-__all__ = ["latest", "load", "path_of", "save"]
+__all__ = ["latest", "line_of", "load", "path_of", "save"]
 
 PREFIX = "step-"
 PARTIAL = ".partial "
 """What the names of folders begin with whose checkpoint is not whole; they end with the writer."""
 VERSION = "gradwire_version"
+LINE = "gradwire_line"
+"""File in a checkpoint's folder with the name of its line of training."""
 NUMBER = "number "
 WHOLE = "gradwire: as it is"
 """Begins a pair with a dict that the format would change, or leave out: a value, so it is not."""
 
 
-def save(kept: Mapping[str, Any], version: int, folder: Path) -> Path:
+def save(
+    kept: Mapping[str, Any], version: int, folder: Path, *, line: str = "", keep: int | None = None
+) -> Path:
     """Write what is kept; the checkpoint is there as a whole or not at all.
+
+    Args:
+        kept: Objects by name.
+        version: How many steps they have.
+        folder: Where the checkpoints of this training lie.
+        line: Name of this line of training.
+        keep: How many of its checkpoints to keep; None for all.
 
     Returns:
         Its path: `step-N` in the folder.
+
+    Raises:
+        ArgumentError: The folder has a checkpoint of as many steps or more of another training, or
+            a key cannot be saved.
+        CheckpointError: It could not be written; what was written of it is removed.
     """
     final = path_of(folder, version)
-    if final.exists():
-        return final  # another member wrote it before it was lost: the same bits
-    folder.mkdir(parents=True, exist_ok=True)
-    _remove_abandoned(folder)
-    partial = folder / f"{PARTIAL}{final.name} {quote(this_process(), safe='')}"
+    _check_line(folder, final, line)
+    try:
+        if not final.exists():  # else another member wrote it before it was lost: the same bits
+            _write(kept, version, final, line)
+    except CheckpointException as error:  # not an Exception
+        raised = next((e for e, _ in error.failures.values()), error)
+        if not isinstance(raised, Exception):
+            raise
+        raise _not_written(final, raised) from raised
+    except OSError as error:
+        raise _not_written(final, error) from error
+    if keep is not None:
+        _remove_old(folder, final, line, keep)
+    return final
+
+
+def _not_written(path: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint {path} could not be written, and nothing is left of it: {error!r}. "
+        "Remove the cause, such as a full disk, or save to another folder"
+    )
+
+
+def _write(kept: Mapping[str, Any], version: int, final: Path, line: str) -> None:
+    final.parent.mkdir(parents=True, exist_ok=True)
+    _remove_abandoned(final.parent)
+    partial = _partial(final)
     try:
         state = {name: _named(value.state_dict()) for name, value in kept.items()}
         with warnings.catch_warnings():  # that it is one process which saves
             warnings.simplefilter("ignore", UserWarning)
             dcp.save({**state, VERSION: version}, checkpoint_id=partial, no_dist=True)
+        (partial / LINE).write_text(line)
         try:
             partial.rename(final)
         except OSError:
@@ -54,7 +95,46 @@ def save(kept: Mapping[str, Any], version: int, folder: Path) -> Path:
                 raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return final
+
+
+def _partial(final: Path) -> Path:
+    """Folder of this process for a checkpoint that is not whole."""
+    return final.parent / f"{PARTIAL}{final.name} {quote(this_process(), safe='')}"
+
+
+def line_of(path: Path) -> str:
+    """The line of training that a checkpoint is of; "" if that is not known."""
+    try:
+        return (path / LINE).read_text()
+    except OSError:
+        return ""
+
+
+def _check_line(folder: Path, final: Path, line: str) -> None:
+    """Raise if `latest` would find a checkpoint of another training, now or after this is saved."""
+    for path in folder.glob(f"{PREFIX}*"):
+        if path.name >= final.name and line_of(path) != line:
+            raise ArgumentError(
+                f"folder has {path.name}, which another training has saved: call run.load(folder) "
+                f"before run.steps to go on with it, or pass another folder than {folder}"
+            )
+
+
+def _remove_old(folder: Path, final: Path, line: str, keep: int) -> None:
+    """Remove all but the last of a line's checkpoints."""
+    found = sorted(p for p in folder.glob(f"{PREFIX}*") if p.name <= final.name)
+    for path in [p for p in found if line_of(p) == line][:-keep]:
+        partial = _partial(path)
+        try:
+            path.rename(partial)  # who is killed meanwhile leaves no checkpoint that is not whole
+            shutil.rmtree(partial)
+        except FileNotFoundError:
+            continue  # another member was faster
+        except OSError as error:
+            raise CheckpointError(
+                f"{final} is written, but {path}, which keep={keep} is to remove, could not be "
+                f"removed: {error!r}"
+            ) from error
 
 
 def _remove_abandoned(folder: Path) -> None:
@@ -87,15 +167,21 @@ def load(kept: Mapping[str, Any], path: Path) -> int:
     """
     try:
         state = _read(path)
-    except (OSError, dcp.api.CheckpointException) as error:
+    except (OSError, CheckpointException) as error:
         raise ArgumentError(f"{path} is no checkpoint of an elastic run: {error}") from error
     version = state.pop(VERSION, None)
     if not isinstance(version, int) or state.keys() != kept.keys():
         raise ArgumentError(
             f"{path} has {sorted(state)}, and run.keep has {sorted(kept)}: keep what was saved"
         )
+    states = {name: _numbered(state[name]) for name in kept}
+    models = [(n, m) for n, m in kept.items() if isinstance(m, nn.Module)]
+    converts = any(True for n, m in models for _ in cast(n, m.state_dict(), states[n]))
     for name, value in kept.items():
-        value.load_state_dict(_numbered(state[name]))
+        if converts:  # to the dtypes that the models have now
+            value.load_state_dict(states[name])
+        else:
+            put(value, states[name])
     return version
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +19,14 @@ from gradwire.elastic.membership import Membership
 from gradwire.elastic.monitor import Monitor
 from gradwire.elastic.reports import report
 from gradwire.elastic.waiting import Wait, make_wait
-from gradwire.errors import DistributedError, PeerFailedError, PeerLostError, RunOverError
+from gradwire.errors import (
+    DistributedError,
+    MismatchError,
+    NotSupportedError,
+    PeerFailedError,
+    PeerLostError,
+    RunOverError,
+)
 
 __all__ = ["Engine", "Options", "barrier"]
 
@@ -52,6 +60,7 @@ class Engine:
         wait: Waits for a collective of the group.
         on_commit: Called to step the optimizers.
         on_group: Called with each new group, before anything is sent on it.
+        on_done: Called when all steps are committed, with a group of this process alone.
         on_transfer: Called with the group to send or receive the state; whether this one sends.
     """
 
@@ -75,14 +84,37 @@ class Engine:
         self.wait: Wait = make_wait(self._check, options.timeout)
         self.on_commit: Callable[[], None] = lambda: None
         self.on_group: Callable[[], None] = lambda: None
+        self.on_done: Callable[[], None] = lambda: None
         self.on_transfer: Callable[[bool], None] = lambda sends: None
 
     # -- driving ---------------------------------------------------------------------------
 
-    def start(self, steps: int, version: int) -> None:
-        """Register, with a state that has `version` steps, to do `steps` in all."""
+    def start(self, steps: int, version: int, settings: Mapping[str, object]) -> None:
+        """Register, with a state that has `version` steps, to do `steps` in all.
+
+        Raises:
+            MismatchError: The first member has other settings.
+        """
+        self._check_settings(settings)
         self.member = p.Member(self.member.number, steps, version=version)
         self._handle(p.Start(self.membership.latest()))
+
+    def _check_settings(self, mine: Mapping[str, object]) -> None:
+        """Raise if the first member has other settings; before the first epoch, on all members."""
+        text = json.dumps(mine, default=str)  # numbers of NumPy's
+        mine, first = json.loads(text), json.loads(self.membership.agree_on(text))
+        differing = [name for name in mine if mine[name] != first.get(name)]
+        if not differing:
+            return
+        name = differing[0]
+        error = MismatchError(
+            f"{name} is {mine[name]!r} on member {self.member.number} and {first.get(name)!r} on "
+            "the first member: pass the same on all members",
+            [first.get(name), mine[name]],
+        )
+        if self.membership.latest() == 0:  # a newcomer does not end the run of others
+            self.membership.refuse(str(error))
+        raise error
 
     def advance(self) -> bool:
         """Go on until a step is to be computed; False if all are done.
@@ -90,6 +122,7 @@ class Engine:
         Raises:
             RunOverError: The others are done, and the state is gone with them.
             PeerFailedError: A member wants all to end.
+            MismatchError: A member of the first epoch came with other settings.
         """
         act = {
             p.Phase.REGISTERED: self._round,
@@ -100,34 +133,51 @@ class Engine:
             act[self.member.phase]()
         return self.member.phase is p.Phase.REDUCING
 
-    def commit(self) -> None:
-        """Enter the barrier with complete gradients, and commit.
+    def any(self, flag: bool) -> bool:
+        """True if a member passes True.
 
         Raises:
             DistributedError: A member was lost: call `lost`.
         """
-        self._handle(p.Reduced())
+        if self.size == 1:
+            return flag
+        flags = torch.tensor([int(flag)], dtype=torch.int32)
+        try:
+            work = self.process_group.allreduce([flags], _MAX_AT_ONCE)
+        except DistributedError:
+            self._check()
+            raise
+        self.wait(work)
+        return bool(flags)
+
+    def commit(self, *, stop: bool) -> None:
+        """Enter the barrier with complete gradients, and commit.
+
+        Args:
+            stop: Whether a member has asked to stop after this step; the same on all members.
+
+        Raises:
+            DistributedError: A member was lost: call `lost`.
+        """
+        self._handle(p.Reduced(stop))
         self._handle(p.Passed(self._pass_barrier()))
 
     def _pass_barrier(self) -> bool:
         """Wait until all members have come here; whether one of them saw somebody new."""
         if self.size == 1:
             self._check()
-            return self.monitor.wanted
-        wanted = torch.tensor([int(self.monitor.wanted)], dtype=torch.int32)
-        try:
-            work = self.process_group.allreduce([wanted], _MAX_AT_ONCE)
-        except DistributedError:
-            self._check()
-            raise
-        self.wait(work)
-        return bool(wanted)
+        return self.any(self.monitor.wanted)
 
     def lost(self) -> None:
         """A member was lost: leave the epoch."""
         if self.member.phase in (p.Phase.REDUCING, p.Phase.BARRIER):
             self._failed = True
             self._handle(p.Lost())
+
+    def end_all(self, error: BaseException) -> None:
+        """Have all members raise an error, instead of trying the step again."""
+        with contextlib.suppress(DistributedError):  # the store may be gone
+            self.membership.fail(str(error))
 
     def stop(self) -> None:
         """Take part no more; a group of this process alone stays."""
@@ -138,15 +188,19 @@ class Engine:
                 self.membership.leave()
             self.group.leave(failed=True)
 
-    def settle(self) -> None:
-        """Go back to a group of this process alone."""
-        self.group.leave(failed=False)
-        self.group = self._forming.solo()
-
     @property
     def process_group(self) -> torch.distributed.ProcessGroup:
-        """The group."""
-        assert self.group.group is not None
+        """The group.
+
+        Raises:
+            NotSupportedError: The epoch is over, and the next one has not begun.
+        """
+        if self.group.group is None:
+            raise NotSupportedError(
+                "run.group is used between two steps, when a member was lost, wants to join, or "
+                "has left the run: there is no group before the next step. Use it within `with "
+                "step:`, where what it does is repeated with the step, as step.map does"
+            )
         return self.group.group
 
     @property
@@ -218,6 +272,9 @@ class Engine:
                 "the run's members were done before, and had left this process out, which went on "
                 "alone: its state is not the run's; load the checkpoint that they have saved"
             )
+        self.group.leave(failed=False)
+        self.group = self._forming.solo()
+        self.on_done()
 
     def _source_of(self, epoch: int) -> int:
         decision = self.membership.decision(epoch)
@@ -232,6 +289,8 @@ class Engine:
         while (decision := self.membership.decision(number)) is None:
             if (failure := self.membership.failure()) is not None:
                 raise PeerFailedError(failure)
+            if number == 1 and (refusal := self.membership.refusal()) is not None:
+                raise MismatchError(refusal)
             seen = self._seen(number, time.monotonic() - since)
             if p.is_over(seen):
                 raise RunOverError(*self.membership.why_over())

@@ -39,12 +39,14 @@ class Registration(NamedTuple):
         held: The last epoch in which it had the state of training; 0: it has only its own start.
         version: How many steps its state has.
         complete: Whether it has the complete gradients of the next one.
+        steps: How many steps the run has, once the next one is committed if it is complete.
     """
 
     member: int
     held: int
     version: int
     complete: bool
+    steps: int = 0
 
 
 class Decision(NamedTuple):
@@ -57,6 +59,7 @@ class Decision(NamedTuple):
         version: The number of steps of the state with which it begins.
         former: Members of earlier epochs that are not in this one, and may come back.
         source: The epoch that the state is from; 0: a member's own start.
+        steps: How many steps the run has; 0: as many as each member was told.
     """
 
     epoch: int
@@ -65,6 +68,7 @@ class Decision(NamedTuple):
     version: int
     former: tuple[int, ...] = ()
     source: int = 0
+    steps: int = 0
 
 
 @dataclass(frozen=True)
@@ -114,7 +118,12 @@ class Transferred:
 
 @dataclass(frozen=True)
 class Reduced:
-    """The gradients of the step are complete on this member."""
+    """The gradients of the step are complete on this member.
+
+    With them every member has learned whether any of them asks to `stop` after this step.
+    """
+
+    stop: bool = False
 
 
 @dataclass(frozen=True)

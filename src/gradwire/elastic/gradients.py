@@ -5,13 +5,17 @@ as far as both are here (`tree`). The rest travels once: each member gets a slic
 have added up, finishes the tree for it, and all gather the slices. Where each member has one
 subtree, that is what an all-reduce sends, too.
 
+Flat tensors have at least single precision: sums and weights would overflow float16, and bfloat16
+would round them. Their elements are in row-major order, whatever strides the parameters have on
+each member.
+
 Buffers that forward changes, such as running statistics, travel along: every shard begins with the
 step's first values, floating ones become the mean over shards, others the largest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +23,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from gradwire._torch import ALL_GATHER_SINGLE, ALL_TO_ALL_SINGLE
+from gradwire.buckets import memory_strides
 from gradwire.elastic.shards import deal
 from gradwire.elastic.state import State
 from gradwire.elastic.tree import Node, add_up, nodes_within, push
@@ -29,19 +34,24 @@ __all__ = ["TreeSum"]
 
 
 class _Column:
-    """What is added together: tensors of one dtype, one after the other in flat memory.
+    """Tensors that are added in one dtype, one after the other in flat memory.
 
     Args:
+        dtype: Dtype of the flat memory.
         like: The tensors.
         add: Writes the combination of two flat tensors to the first.
         width: The number of members: flat memory is cut into as many slices.
     """
 
     def __init__(
-        self, like: Sequence[Tensor], add: Callable[[Tensor, Tensor], Tensor], width: int
+        self,
+        dtype: torch.dtype,
+        like: Sequence[Tensor],
+        add: Callable[[Tensor, Tensor], Tensor],
+        width: int,
     ) -> None:
         self.add, self.width = add, width
-        self.dtype, self.shapes = like[0].dtype, [t.shape for t in like]
+        self.dtype, self.shapes = dtype, [t.shape for t in like]
         self.sizes = [t.numel() for t in like]
         self.numel = sum(self.sizes)
         self.chunk = -(-self.numel // width)
@@ -101,15 +111,13 @@ class TreeSum:
         self._runs = deal(shards, group.size())
         self._columns: list[tuple[_Column, list[int]]] = []  # with indices into parameters
         self._buffer_columns: list[tuple[_Column, list[int]]] = []  # with indices into buffers
-        for dtype in dict.fromkeys(p.dtype for p in self._parameters):
-            indices = [i for i, p in enumerate(self._parameters) if p.dtype == dtype]
+        for dtype, indices in _by_sum_dtype([_gradient_dtype(p) for p in self._parameters]):
             like = [self._parameters[i].detach() for i in indices]
-            self._columns.append((_Column(like, _add, group.size()), indices))
+            self._columns.append((_Column(dtype, like, _add, group.size()), indices))
         found = state.buffers()
-        for dtype in dict.fromkeys(b.dtype for b in found):
-            indices = [i for i, b in enumerate(found) if b.dtype == dtype]
+        for dtype, indices in _by_sum_dtype([b.dtype for b in found]):
             add = _add if dtype.is_floating_point or dtype.is_complex else _largest
-            column = _Column([found[i] for i in indices], add, group.size())
+            column = _Column(dtype, [found[i] for i in indices], add, group.size())
             self._buffer_columns.append((column, indices))
         self._pending: list[list[tuple[Node, Tensor]]] = []
         self.clear()
@@ -131,7 +139,7 @@ class TreeSum:
         self._next = self._runs[self._group.rank()].start
 
     def add_shard(self, shard: int, weight: float) -> None:
-        """Take the gradients of a shard, which are those of its mean times its weight.
+        """Take the gradients of a shard's mean, and multiply them by the shard's weight.
 
         Raises:
             ReductionError: It is not the next of this member's shards.
@@ -144,6 +152,8 @@ class TreeSum:
         for number, (column, indices) in enumerate(self._columns):
             flat = column.take()
             self._copy_gradients(column.views(flat), indices)
+            if weight != 1:
+                flat.mul_(weight)
             push(self._pending[number], (shard, 1), flat, column.merge)
         buffers = self._look_at_buffers()
         for number, (column, indices) in enumerate(self._buffer_columns, len(self._columns)):
@@ -186,13 +196,17 @@ class TreeSum:
             torch._foreach_copy_(targets, sources)
 
     @torch.no_grad()
-    def reduce(self) -> list[tuple[Tensor, Tensor]]:
+    def reduce(self, stop: bool) -> tuple[list[tuple[Tensor, Tensor]], bool]:
         """Put the mean over all samples into the gradients of all members.
 
-        They lie in memory that the next step's overwrite.
+        They have the parameters' strides: optimizers with `fused=True` read both in the order of
+        memory. They may lie in memory that the next step's overwrite.
+
+        Args:
+            stop: Whether this member asks to stop after this step.
 
         Returns:
-            The buffers and their new values.
+            The buffers and their new values; and whether any member asks to stop.
 
         Raises:
             DistributedError: A member is lost.
@@ -203,13 +217,14 @@ class TreeSum:
         sums = [self._sum(number, c) for number, (c, _) in enumerate(self._columns)]
         later = enumerate(self._buffer_columns, len(self._columns))
         values = [self._sum(number, c) for number, (c, _) in later]
-        self._gather_notes()
+        stops = self._gather_notes(stop)
         total = float(self._weights.sum())
         used = self._used.tolist()
         for (column, indices), flat in zip(self._columns, sums, strict=True):
             flat.div_(total) if total else flat.zero_()
             for view, index in zip(column.views(flat), indices, strict=True):
-                self._parameters[index].grad = view if used[index] else None
+                parameter = self._parameters[index]
+                parameter.grad = _as_gradient(view, parameter) if used[index] else None
         changed: list[tuple[Tensor, Tensor]] = []
         buffers, first = self._state.buffers(), self._state.first_buffers
         by_shards = self._changed.tolist()
@@ -219,7 +234,7 @@ class TreeSum:
             for index, value in zip(indices, column.views(flat), strict=True):
                 # a sum of what is the largest float, as masks have it, is infinite
                 changed.append((buffers[index], value if by_shards[index] else first[index]))
-        return changed
+        return changed, stops
 
     def _sum(self, number: int, column: _Column) -> Tensor:
         """The sum over all shards, on all members, in new memory."""
@@ -244,11 +259,16 @@ class TreeSum:
         self._wait(getattr(self._group, ALL_GATHER_SINGLE)(_bytes(result), _bytes(total)))
         return result
 
-    def _gather_notes(self) -> None:
-        """Each shard's weight, what any shard uses and which buffers it changes, on all members."""
+    def _gather_notes(self, stop: bool) -> bool:
+        """Each shard's weight, what any shard uses and which buffers it changes, on all members.
+
+        Returns:
+            Whether any member asks to stop.
+        """
         if self._group.size() == 1:
-            return
-        mine = torch.cat([self._weights.view(torch.uint8), self._used, self._changed])
+            return stop
+        asks = torch.tensor([stop], dtype=torch.uint8)
+        mine = torch.cat([self._weights.view(torch.uint8), self._used, self._changed, asks])
         gathered = torch.empty(self._group.size() * mine.numel(), dtype=torch.uint8)
         self._wait(getattr(self._group, ALL_GATHER_SINGLE)(gathered, mine))
         rows = gathered.view(self._group.size(), -1)
@@ -257,7 +277,40 @@ class TreeSum:
             weights = row[:of_weights].clone().view(torch.float64)
             self._weights[run.start : run.stop] = weights[run.start : run.stop]
         noted = rows[:, of_weights:].amax(dim=0)
-        self._used, self._changed = noted.split([len(self._used), len(self._changed)])
+        lengths = [len(self._used), len(self._changed), 1]
+        self._used, self._changed, asked = noted.split(lengths)
+        return bool(asked)
+
+
+def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Dtype in which tensors of a dtype are added: at least single precision."""
+    if dtype.is_complex:
+        return torch.promote_types(dtype, torch.complex64)
+    if dtype.is_floating_point:
+        return dtype if dtype.itemsize >= 4 else torch.float32
+    return dtype
+
+
+def _by_sum_dtype(dtypes: Sequence[torch.dtype]) -> Iterator[tuple[torch.dtype, list[int]]]:
+    """Each dtype of a sum, with the indices of what is added in it."""
+    sums = [_sum_dtype(dtype) for dtype in dtypes]
+    for found in dict.fromkeys(sums):
+        yield found, [index for index, dtype in enumerate(sums) if dtype == found]
+
+
+def _gradient_dtype(parameter: Tensor) -> torch.dtype:
+    return parameter.grad_dtype or parameter.dtype
+
+
+def _as_gradient(mean: Tensor, parameter: Tensor) -> Tensor:
+    """The mean with its parameter's strides, where those leave no gaps, and its gradient's dtype.
+
+    The same memory if it has both.
+    """
+    strides, dtype = memory_strides(parameter) or mean.stride(), _gradient_dtype(parameter)
+    if strides == mean.stride() and dtype == mean.dtype:
+        return mean
+    return torch.empty_strided(mean.shape, strides, dtype=dtype).copy_(mean)
 
 
 def _add(left: Tensor, right: Tensor) -> Tensor:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from gradwire.elastic.seeding import seed_of
 from gradwire.elastic.shards import Shard, deal
 from gradwire.elastic.state import State, check_reduced
 from gradwire.elastic.step import Stepper
-from gradwire.errors import ArgumentError, DistributedError, NotSupportedError, ReductionError
+from gradwire.errors import ArgumentError, NotSupportedError, ReductionError
 
 __all__ = ["MemberSteps"]
 
@@ -53,12 +54,14 @@ class MemberSteps:
         self._steppers: tuple[Stepper, ...] = ()
         self._tree: TreeSum | None = None
         self._changed: list[tuple[Tensor, Tensor]] = []
+        self._asks_to_stop = self._stops = False
         self._taken: list[Tensor | None] = []
         self._averaged: set[int] = set()
         self.dealt = self._deal()
         self._equal = False
         engine.on_commit = self._apply
         engine.on_group = self._on_group
+        engine.on_done = self._on_done
         engine.on_transfer = self._on_transfer
 
     @property
@@ -70,8 +73,11 @@ class MemberSteps:
         """A seed that follows from the run's, a step and its first shard."""
         return seed_of(self._seed, step, first, use)
 
-    def end(self) -> None:
-        """The last step is committed."""
+    def stop(self) -> None:
+        """Ask to stop after the next step whose gradients are reduced."""
+        self._asks_to_stop = True
+
+    def _on_done(self) -> None:
         self.state.set_group(self._engine.process_group)
         self._tree = None
 
@@ -92,6 +98,21 @@ class MemberSteps:
         elif self._tree is not None:
             self._grow_tree()
 
+    def map(self, function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
+        """Call a function with each item, divided among the members."""
+        engine, version = self._engine, self.version
+        self._check_unwritten()
+        self.state.begin_step(version, sync=False)
+        results = []
+        for place in deal(len(items), engine.size)[engine.rank]:
+            self._set_seed(self.seed_of(version, place, "map"))
+            with torch.no_grad():
+                results.append(function(items[place]))
+            self.state.put_buffers_back(version)
+        self._check_unwritten()
+        self.state.begin_step(version, sync=not self._reproducible)
+        return transfer.gather(engine.process_group, results, engine.wait)
+
     def begin_shard(self, shard: Shard) -> None:
         """Seed random numbers, and put buffers back."""
         if self._reproducible and shard.first != self.dealt[0].first:
@@ -100,6 +121,17 @@ class MemberSteps:
 
     def backward(self, loss: Tensor, shard: Shard, weight: float | None) -> None:
         """Compute a shard's gradients and add them."""
+        self._run_backward(loss, shard, weight)
+        self._check_unwritten()
+
+    def _check_unwritten(self) -> None:
+        try:
+            self.state.check_unwritten(self.version)
+        except NotSupportedError as error:
+            self._engine.end_all(error)
+            raise
+
+    def _run_backward(self, loss: Tensor, shard: Shard, weight: float | None) -> None:
         if weight is None and self._tree is None and self._equal:
             loss.backward()  # the mean over members: a weight would cost a look at each gradient
             return
@@ -114,9 +146,10 @@ class MemberSteps:
             loss.backward()
             return
         if weight:  # of no samples the mean is NaN
-            torch.autograd.backward(loss, torch.full_like(loss, weight))
+            loss.backward()
         with torch.no_grad():
-            self._tree.add_shard(shard.first, weight)
+            # in units of the first shard's samples: equal shards need no multiplication
+            self._tree.add_shard(shard.first, weight / self._count(Shard(0, 1)))
 
     def _count(self, shard: Shard) -> int:
         return len(shard) if self.samples is None else self.samples.count(shard)
@@ -124,13 +157,15 @@ class MemberSteps:
     def reduce(self) -> None:
         """Make the gradients complete."""
         if self._tree is not None:
-            self._changed = self._tree.reduce()
+            self._changed, self._stops = self._tree.reduce(self._asks_to_stop)
+        else:
+            self._stops = self._engine.any(self._asks_to_stop)
 
     def commit(self, steppers: tuple[Stepper, ...]) -> None:
         """Commit the step on all members."""
         self.state.warn_of_unkept(steppers)
         self._steppers = steppers
-        self._engine.commit()
+        self._engine.commit(stop=self._stops)
 
     def check_steppers(self, steppers: tuple[Stepper, ...]) -> None:
         """Raise if one is to step by gradients that are this member's alone."""
@@ -153,8 +188,7 @@ class MemberSteps:
             let_go(error)
             return True
         if self._nan_guard and isinstance(error, ReductionError) and error.parameters:
-            with contextlib.suppress(DistributedError):
-                self._engine.membership.fail(str(error))
+            self._engine.end_all(error)
         self._engine.stop()
         return False
 

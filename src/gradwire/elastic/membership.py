@@ -146,6 +146,19 @@ class Membership:
         """Forget what was read of members that are gone."""
         self._processes = {n: found for n, found in self._processes.items() if n in but}
 
+    def agree_on(self, settings: str) -> str:
+        """The settings of the first member that asks."""
+        return str(self._ask(self.store.compare_set, "settings", "", settings).decode())
+
+    def refuse(self, reason: str) -> None:
+        """Have all members of the first round raise an error."""
+        self._ask(self.store.compare_set, "refused", "", reason)
+
+    def refusal(self) -> str | None:
+        """The error that all members of the first round raise, if there is one."""
+        text = self._get("refused")
+        return None if text is None else text.decode()
+
     # -- rounds ----------------------------------------------------------------------------
 
     def register(self, round_: int, registration: Registration) -> None:

@@ -9,7 +9,8 @@ it came. One member closes that *round* with a decision, which is written once.
 Why it is right: who passed a barrier knows that all members had complete gradients. So if anybody
 committed a step, every member of that epoch can, and `decide` has them do it: the step with which
 an epoch begins is the least that any of the last epoch's members registered could come to, and none
-is beyond that.
+is beyond that. A request to stop is known to all whose gradients are complete, so that it is
+committed with the step, by all or none.
 """
 
 from __future__ import annotations
@@ -94,13 +95,14 @@ class Member(NamedTuple):
 
     Args:
         number: Given by the store, never again to another process.
-        steps: How many steps there are.
+        steps: How many steps there are; fewer once a step is committed after which to stop.
         phase: Where it is.
         version: How many steps its state has.
         held: The last epoch in which it had the state of training.
         complete: Whether it has the complete gradients of step `version`.
         round: The round that it registered for last, or whose epoch it is in.
         decision: The epoch that it is in, or was.
+        stop: Whether it has complete gradients, and a member asked to stop after that step.
     """
 
     number: int
@@ -111,10 +113,12 @@ class Member(NamedTuple):
     complete: bool = False
     round: int = 0
     decision: Decision | None = None
+    stop: bool = False
 
     def registration(self) -> Registration:
         """What it registers with."""
-        return Registration(self.number, self.held, self.version, self.complete)
+        steps = self.version + 1 if self.stop else self.steps
+        return Registration(self.number, self.held, self.version, self.complete, steps)
 
 
 def may_close(seen: Seen) -> bool:
@@ -167,12 +171,14 @@ def decide(epoch: int, seen: Seen) -> Decision:
     else:  # all are at their own start, which a checkpoint may have put forward
         version = max(r.version for r in here)
         holders = [next(r for r in here if r.version == version)]
+    # who stops at this version knows it: who does not was told of more steps, or of none
+    steps = min(r.steps for r in holders if r.version + r.complete == version)
     first = tuple(r.member for r in holders)
     members = (*first, *(r.member for r in here if r.member not in first))
     before = seen.previous
     past: Collection[int] = () if before is None else (*before.members, *before.former)
     former = tuple(sorted({m for m in past if m not in members and m not in seen.dead}))
-    return Decision(epoch, members, first, version, former, latest)
+    return Decision(epoch, members, first, version, former, latest, steps)
 
 
 def same_line(epoch: int, other: int, source_of: Callable[[int], int]) -> bool:
@@ -209,11 +215,9 @@ def transition(member: Member, event: Event) -> tuple[Member, tuple[Effect, ...]
             return _next_step(member)
         case Transferred():
             assert member.decision is not None
-            version, epoch = member.decision.version, member.decision.epoch
-            received = member._replace(version=version, held=epoch, complete=False)
-            return _next_step(received)
-        case Reduced():
-            return member._replace(complete=True, phase=Phase.BARRIER), (Barrier(),)
+            return _next_step(_begin_with(member, member.decision))
+        case Reduced(stop):
+            return member._replace(complete=True, stop=stop, phase=Phase.BARRIER), (Barrier(),)
         case Passed(leave):
             return _commit(member, leave=leave)
         case Lost():
@@ -237,16 +241,28 @@ def _enter(member: Member, decision: Decision) -> tuple[Member, tuple[Effect, ..
         if member.version < decision.version:
             assert member.complete
             effects = (Commit(member.version),)
-        member = member._replace(version=decision.version, held=decision.epoch, complete=False)
+        member = _begin_with(member, decision)
     member = member._replace(decision=decision, phase=Phase.FORMING)
     if decision.version >= member.steps and decision.holders == decision.members:
         return member._replace(phase=Phase.DONE), (*effects, Finish())
     return member, (*effects, Form(decision))
 
 
+def _begin_with(member: Member, decision: Decision) -> Member:
+    """Have the state with which an epoch begins."""
+    return member._replace(
+        version=decision.version,
+        held=decision.epoch,
+        complete=False,
+        stop=False,
+        steps=decision.steps or member.steps,
+    )
+
+
 def _commit(member: Member, *, leave: bool) -> tuple[Member, tuple[Effect, ...]]:
     step = member.version
-    member = member._replace(version=step + 1, complete=False)
+    steps = step + 1 if member.stop else member.steps
+    member = member._replace(version=step + 1, complete=False, stop=False, steps=steps)
     if leave:
         member, effects = _register(member, member.round + 1)
         return member, (Commit(step), Leave(member.round - 1), *effects)

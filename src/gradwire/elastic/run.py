@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from gradwire._groups import keep_for_an_epoch
 from gradwire.elastic import checkpoint
 from gradwire.elastic.engine import Engine
 from gradwire.elastic.member_steps import MemberSteps
@@ -41,9 +42,15 @@ class Run:
     def group(self) -> ProcessGroup:
         """The group of this epoch; of this process alone before the first step and after the last.
 
-        Each epoch has a new one. Models that are kept get it by themselves.
+        Each epoch has a new one. Models that are kept get it by themselves. Use it within a step:
+        between two steps, no member waits for one that is lost.
+
+        Raises:
+            NotSupportedError: The epoch is over, and the next step has not begun.
         """
-        return self._engine.process_group
+        group = self._engine.process_group
+        keep_for_an_epoch(group)
+        return group
 
     @property
     def rank(self) -> int:
@@ -148,6 +155,8 @@ class Run:
             RunOverError: The others were done before this process was taken in, or while it showed
                 no sign of life.
             PeerFailedError: A member wants all to end.
+            MismatchError: A member has other arguments, here or of `join`: on all members before
+                the first epoch, then on a newcomer.
         """
         if self.epoch:
             raise ArgumentError("run.steps was called before: join another run for more steps")
@@ -164,14 +173,32 @@ class Run:
                 samples, batch=batch, shards=self._shards, seed=self._seed, shuffle=shuffle
             )
         self._steps.samples = dealer
-        self._engine.start(steps, self._steps.start)
+        settings = {
+            "reproducible": self._reproducible,
+            "shards": self._shards,
+            "seed": self._seed,
+            "steps": steps,
+            "samples": samples,
+            "batch": None if samples is None else batch,
+            "shuffle": None if samples is None else shuffle,
+            "keep": sorted(self.kept),
+        }
         try:
+            self._engine.start(steps, self._steps.start, settings)
             while self._engine.advance():
                 yield Step(self._steps, self.version, self.shards(), dealer)
-            self._engine.settle()
-            self._steps.end()
         finally:
             self._engine.stop()
+
+    def stop(self) -> None:
+        """Ask to end the run: all members stop at the same step.
+
+        That is the step whose gradients are reduced next: called within its block, before
+        `Step.reduce` and `Step.commit`, the step at hand. Where all members call it in the same
+        step, by what all of them know, it is that step whichever members are lost. One member that
+        calls it alone, as after a signal, may be lost before the others hear of it.
+        """
+        self._steps.stop()
 
     def seed_of(self, step: int, first: int, use: str = "") -> int:
         """A seed that follows from the run's, a step and its first shard."""
@@ -193,16 +220,30 @@ class Run:
 
     # -- checkpoints -----------------------------------------------------------------------
 
-    def save(self, folder: str | Path) -> Path:
+    def save(self, folder: str | Path, *, keep: int | None = None) -> Path:
         """Write a checkpoint of what is kept, between two steps: the epoch's first member does.
 
         In the format of torch.distributed.checkpoint, as `step-N` in the folder, and as a whole or
-        not at all. All may call; the others return at once.
+        not at all. All may call; the others return at once, and do not hear of an error. If the
+        loop does not handle it, the first member ends, and another one writes at the next call.
+
+        Args:
+            folder: Where the checkpoints of this training lie, and no others.
+            keep: How many to keep, the last ones; None for all.
+
+        Raises:
+            ArgumentError: The folder has a checkpoint of as many steps or more of another training,
+                which `load` was not called for.
+            CheckpointError: It could not be written, as on a full disk; nothing is left of it.
         """
+        if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+            raise ArgumentError(f"keep is {keep!r}: pass an int above 0, or None to keep all")
         folder = Path(folder)
         if self.rank == 0:
             self._state.put_buffers_back(self.version)  # a step that was lost has changed them
-            return checkpoint.save(self._state.kept, self.version, folder)
+            return checkpoint.save(
+                self._state.kept, self.version, folder, line=self._state.line, keep=keep
+            )
         return checkpoint.path_of(folder, self.version)
 
     def load(self, folder: str | Path) -> bool:
@@ -217,4 +258,5 @@ class Run:
         if path is None:
             return False
         self.start_at(checkpoint.load(self._state.kept, path))
+        self._state.line = checkpoint.line_of(path)
         return True

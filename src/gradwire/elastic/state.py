@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import warnings
 from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any
@@ -13,7 +14,13 @@ from torch.nn import Parameter
 from torch.optim.lr_scheduler import LRScheduler
 
 from gradwire.ddp import DistributedDataParallel
-from gradwire.errors import ArgumentTypeError, MismatchError, NotKeptWarning, ReductionError
+from gradwire.errors import (
+    ArgumentTypeError,
+    MismatchError,
+    NotKeptWarning,
+    NotSupportedError,
+    ReductionError,
+)
 
 __all__ = ["State", "check_reduced"]
 
@@ -26,6 +33,8 @@ class State:
         modules: Those of it that are trained.
         models: Those of them that are wrapped in DistributedDataParallel.
         parameters: Of all modules.
+        line: Name of this line of training, which its checkpoints carry: whoever receives or loads
+            a state continues its line.
     """
 
     def __init__(self) -> None:
@@ -33,6 +42,9 @@ class State:
         self.modules: list[nn.Module] = []
         self.models: list[DistributedDataParallel] = []
         self.parameters: list[Parameter] = []
+        self.line = secrets.token_hex(8)
+        self._names: list[str] = []
+        self._versions: list[int] = []
         self._with_buffers: list[nn.Module] = []
         self._warned_of: set[type] = set()
         self._first_values: tuple[int, list[Tensor]] = (-1, [])
@@ -51,7 +63,9 @@ class State:
         if isinstance(value, nn.Module):
             self.modules.append(value)
             known = {*map(id, self.parameters), *map(id, self._with_buffers)}
-            self.parameters += [p for p in value.parameters() if id(p) not in known]
+            new = [(n, p) for n, p in value.named_parameters() if id(p) not in known]
+            self.parameters += [p for _, p in new]
+            self._names += [f"{name}.{n}" for n, _ in new]
             owners = (m for m in value.modules() if any(True for _ in m.buffers(recurse=False)))
             self._with_buffers += [m for m in owners if id(m) not in known]
         if isinstance(value, DistributedDataParallel):
@@ -64,9 +78,9 @@ class State:
     def beside(self) -> list[Any]:
         """What a new member has to know beside what `state_dict` gives.
 
-        Whether each parameter is trained, and the buffers that are not persistent.
+        Whether each parameter is trained, the buffers that are not persistent, and the line.
         """
-        return [[p.requires_grad for p in self.parameters], self._not_persistent()]
+        return [[p.requires_grad for p in self.parameters], self._not_persistent(), self.line]
 
     @torch.no_grad()
     def put_beside(self, received: Sequence[Any]) -> None:
@@ -75,15 +89,16 @@ class State:
         Raises:
             MismatchError: Its models are others.
         """
-        trained, values = received
+        trained, values, line = received
         own = self._not_persistent()
-        shapes = [[tuple(b.shape) for b in buffers] for buffers in (own, values)]
-        if len(trained) != len(self.parameters) or shapes[0] != shapes[1]:
+        kinds = [[(tuple(b.shape), b.dtype) for b in buffers] for buffers in (own, values)]
+        if len(trained) != len(self.parameters) or kinds[0] != kinds[1]:
             raise MismatchError(
                 f"the models have {len(self.parameters)} parameters and buffers that are not "
-                f"persistent of shapes {shapes[0]} here, {len(trained)} and {shapes[1]} on the "
+                f"persistent of {kinds[0]} here, {len(trained)} and {kinds[1]} on the "
                 "member that has the state: build the same on all members"
             )
+        self.line = line
         for parameter, is_trained in zip(self.parameters, trained, strict=True):
             parameter.requires_grad_(is_trained)
         for buffer, value in zip(own, values, strict=True):
@@ -138,6 +153,7 @@ class State:
         """
         for parameter in self.parameters:
             parameter.grad = None
+        self._versions = self._written()
         for model in self.models:
             model.require_backward_grad_sync = sync
             model.require_forward_param_sync = sync
@@ -145,6 +161,29 @@ class State:
             self.put_buffers_back(version)
         else:
             self._first_values = (version, [b.detach().clone() for b in self.buffers()])
+
+    def _written(self) -> list[int]:
+        """How often each parameter has been written to."""
+        return [0 if p.is_inference() else p._version for p in self.parameters]
+
+    def check_unwritten(self, step: int) -> None:
+        """Raise if a parameter was written to since the step began.
+
+        Each member runs other shards: their parameters would come apart.
+
+        Raises:
+            NotSupportedError: One was.
+        """
+        if (now := self._written()) == self._versions:
+            return
+        pairs = zip(self._names, now, self._versions, strict=True)
+        name = next(name for name, new, old in pairs if new != old)
+        raise NotSupportedError(
+            f"parameter {name!r} was written to within step {step}, as the forward of "
+            "Embedding(max_norm=) does: members run other shards, and would get other values. "
+            "Write to parameters once a step, in the step() of an object that step.commit gets "
+            "after the optimizer"
+        )
 
     def take_gradients(self) -> list[Tensor | None]:
         """Those of all parameters, which have none from now on."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from gradwire.elastic.samples import Samples
 
 __all__ = ["Step", "StepRunner", "Stepper"]
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 class Stepper(Protocol):
@@ -31,6 +34,10 @@ class StepRunner(Protocol):
 
     def begin_step(self) -> None:
         """Clear gradients; put buffers back to their values at the step's beginning."""
+        ...
+
+    def map(self, function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
+        """Call a function with each item, divided among the members."""
         ...
 
     def begin_shard(self, shard: Shard) -> None:
@@ -81,11 +88,55 @@ class Step:
         self.number, self.committed = number, False
         self._runner, self._shards, self._samples = runner, shards, samples
         self._current: Shard | None = None
-        self._reduced = False
+        self._running = self._begun = self._reduced = False
+
+    def map(self, function: Callable[[T], R], items: Sequence[T]) -> list[R]:
+        """Call a function with each item, divided among the members; all get all results.
+
+        For validation and other work that all members share: call it on all of them, before the
+        step's first shard. If a member is lost, the step is repeated, and the call with it. The
+        results are the same whoever computes them: random numbers follow from the step and the
+        item's place, buffers begin each call with the step's first values, and are put back.
+        Gradients are disabled.
+
+        Args:
+            function: Returns tensors and plain values: numbers, strings, lists, tuples, dicts.
+            items: The same on all members.
+
+        Returns:
+            The results, in the order of the items.
+
+        Raises:
+            ReductionError: The step has not begun, or its first shard has.
+            NotSupportedError: A result has more than tensors and plain values, or the function has
+                written to a parameter.
+
+        Example:
+            >>> import torch, torch.distributed as dist
+            >>> from gradwire import elastic
+            >>> net = torch.nn.Linear(1, 1)
+            >>> run = elastic.join(dist.HashStore(), shards=2)
+            >>> run.keep(model=net)
+            >>> for step in run.steps(1):
+            ...     with step:
+            ...         squares = step.map(lambda part: net(part).shape, torch.ones(6, 1).split(2))
+            ...         for shard in step.shards:
+            ...             step.backward(net(torch.ones(1, 1)).sum())
+            ...         step.commit()
+            >>> squares
+            [torch.Size([2, 1]), torch.Size([2, 1]), torch.Size([2, 1])]
+        """
+        if not self._running or self._begun:
+            raise ReductionError(
+                f"step.map of step {self.number}: call it within `with step:`, before the first of "
+                "step.shards"
+            )
+        return self._runner.map(function, items)
 
     @property
     def shards(self) -> Iterator[Shard]:
         """This member's shards: forward and backward are run for each, in this order."""
+        self._begun = True
         for shard in self._shards:
             self._runner.begin_shard(shard)
             self._current = shard
@@ -159,6 +210,7 @@ class Step:
 
     def __enter__(self) -> Step:
         self._runner.begin_step()
+        self._running = True
         return self
 
     def __exit__(
@@ -167,6 +219,7 @@ class Step:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> bool:
+        self._running = False
         if error is None and not self.committed:
             error = ReductionError(
                 f"step {self.number} ended without step.commit(optimizer): call it last"

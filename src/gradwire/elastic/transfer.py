@@ -9,18 +9,20 @@ from __future__ import annotations
 import io
 import pickle
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
+from torch.optim import Optimizer
 
+from gradwire._torch import ALL_GATHER_SINGLE
 from gradwire.ddp.group import broadcast_options
 from gradwire.elastic.waiting import Wait
 from gradwire.errors import DistributedError, MismatchError, NotSupportedError
 
-__all__ = ["dump", "exchange", "load"]
+__all__ = ["cast", "dump", "exchange", "gather", "load", "put"]
 
 PIECE_BYTES = 64 << 20
 MAX_BYTES = 1 << 42
@@ -28,9 +30,24 @@ MAX_BYTES = 1 << 42
 
 def dump(kept: Mapping[str, Any], beside: Any = None) -> bytearray:
     """The state of what is kept, and what belongs to it beside that, as bytes."""
+    return _pack(({name: value.state_dict() for name, value in kept.items()}, beside))
+
+
+def _pack(values: Any) -> bytearray:
     file = io.BytesIO()
-    torch.save(({name: value.state_dict() for name, value in kept.items()}, beside), file)
+    torch.save(values, file)
     return bytearray(file.getbuffer())
+
+
+def _unpack(data: bytearray) -> Any:
+    try:
+        return torch.load(io.BytesIO(data), weights_only=True)
+    except pickle.UnpicklingError as error:
+        kind = re.search(r"GLOBAL (\S+)", str(error))
+        raise NotSupportedError(
+            f"has a {kind[1] if kind else 'value'}: members send each other tensors and plain "
+            "values alone, so convert it, as by float(lr)"
+        ) from error
 
 
 def load(kept: Mapping[str, Any], data: bytearray) -> Any:
@@ -44,14 +61,12 @@ def load(kept: Mapping[str, Any], data: bytearray) -> Any:
         NotSupportedError: It has more than tensors and plain values.
     """
     try:
-        states, beside = torch.load(io.BytesIO(data), weights_only=True)
-    except pickle.UnpicklingError as error:
-        kind = re.search(r"GLOBAL (\S+)", str(error))
+        states, beside = _unpack(data)
+    except NotSupportedError as error:
         raise NotSupportedError(
-            f"the state that is received here has a {kind[1] if kind else 'value'}: members send "
-            "each other tensors and plain values alone, so convert it, as by float(lr), or leave "
-            f"it out of the state_dict of what is kept ({', '.join(sorted(kept))})"
-        ) from error
+            f"the state that is received here {error}; or leave it out of the state_dict of what "
+            f"is kept ({', '.join(sorted(kept))})"
+        ) from error.__cause__
     if states.keys() != kept.keys():
         raise MismatchError(
             f"run.keep has {sorted(kept)} here and {sorted(states)} on the member that has the "
@@ -59,12 +74,63 @@ def load(kept: Mapping[str, Any], data: bytearray) -> Any:
         )
     for name, state in states.items():
         try:
-            kept[name].load_state_dict(state)
+            put(kept[name], state)
         except (RuntimeError, ValueError, KeyError) as error:
             raise MismatchError(
                 f"the state of {name!r} does not fit here: {error}; build the same on all members"
             ) from error
+        for tensor in cast(name, kept[name].state_dict(), state):
+            raise MismatchError(
+                f"{tensor} on the member that has the state: build the same on all members, and "
+                "keep optimizers under names of their own, whose state arrives in its own dtype"
+            )
     return beside
+
+
+def put(value: Any, state: Any) -> None:
+    """Load a state into an object; an optimizer gets the state's tensors in their own dtypes.
+
+    `Optimizer.load_state_dict` casts them to the dtypes of the parameters.
+    """
+    value.load_state_dict(state)
+    if not isinstance(value, Optimizer) or not {"state", "param_groups"} <= state.keys():
+        return
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    parameters = [p for group in value.param_groups for p in group["params"]]
+    if len(numbers) == len(parameters):
+        for number, parameter in zip(numbers, parameters, strict=True):
+            loaded, received = value.state.get(parameter), state["state"].get(number)
+            if isinstance(loaded, dict) and isinstance(received, dict):
+                loaded.update(_received(loaded, received, parameter))
+
+
+def _received(loaded: Any, received: Any, parameter: Tensor) -> Any:
+    """A loaded value with the dtypes of what was received, and the strides of its parameter."""
+    if isinstance(loaded, dict) and isinstance(received, Mapping):
+        pairs = ((k, v, received.get(k)) for k, v in loaded.items())
+        return {k: _received(v, other, parameter) for k, v, other in pairs}
+    if isinstance(loaded, list) and isinstance(received, list) and len(loaded) == len(received):
+        return [_received(v, o, parameter) for v, o in zip(loaded, received, strict=True)]
+    if not isinstance(loaded, Tensor) or not isinstance(received, Tensor):
+        return loaded
+    if loaded.dtype != received.dtype:
+        loaded = received.to(loaded.device)
+    if loaded.shape == parameter.shape and loaded.stride() != parameter.stride():
+        # fused optimizers read a parameter and its state in the order of memory
+        loaded = torch.empty_like(parameter, dtype=loaded.dtype, requires_grad=False).copy_(loaded)
+    return loaded
+
+
+def cast(name: str, loaded: Any, received: Any) -> Iterator[str]:
+    """Tensors of a state that have another dtype since they were loaded, and both dtypes."""
+    if isinstance(loaded, Mapping) and isinstance(received, Mapping):
+        for key in loaded.keys() & received.keys():
+            yield from cast(f"{name}.{key}", loaded[key], received[key])
+    elif isinstance(loaded, list | tuple) and isinstance(received, list | tuple):
+        for index, (one, other) in enumerate(zip(loaded, received, strict=False)):
+            yield from cast(f"{name}.{index}", one, other)
+    elif isinstance(loaded, Tensor) and loaded.dtype != getattr(received, "dtype", loaded.dtype):
+        yield f"{name} is {loaded.dtype} here and {received.dtype}"
 
 
 def exchange(group: ProcessGroup, data: bytearray | None, wait: Wait) -> bytearray:
@@ -82,6 +148,29 @@ def exchange(group: ProcessGroup, data: bytearray | None, wait: Wait) -> bytearr
     for piece in torch.frombuffer(memory, dtype=torch.uint8).split(PIECE_BYTES):
         wait(_broadcast(group, piece))
     return memory
+
+
+def gather(group: ProcessGroup, values: list[Any], wait: Wait) -> list[Any]:
+    """The values of all members, in the order of their ranks, on all of them.
+
+    Raises:
+        DistributedError: A member is lost.
+        NotSupportedError: There are more than tensors and plain values.
+    """
+    data = _pack(values)
+    collect = getattr(group, ALL_GATHER_SINGLE)
+    lengths = torch.empty(group.size(), dtype=torch.int64)
+    wait(collect(lengths, torch.tensor([len(data)])))
+    longest = int(lengths.max())
+    mine = torch.zeros(longest, dtype=torch.uint8)
+    mine[: len(data)] = torch.frombuffer(data, dtype=torch.uint8)
+    memory = bytearray(group.size() * longest)
+    wait(collect(torch.frombuffer(memory, dtype=torch.uint8), mine))
+    rows = [memory[rank * longest :][:size] for rank, size in enumerate(lengths.tolist())]
+    try:
+        return [value for row in rows for value in _unpack(row)]
+    except NotSupportedError as error:
+        raise NotSupportedError(f"a result of step.map {error}") from error.__cause__
 
 
 def _broadcast(group: ProcessGroup, tensor: Tensor) -> Work:

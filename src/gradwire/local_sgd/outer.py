@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from gradwire._groups import check_group, default_group
+from gradwire._groups import check_group, check_lasting, default_group
 from gradwire.ddp import broadcast_coalesced
 from gradwire.ddp.buckets.hook_state import Part, has_state, load_state, rekey, save_state
 from gradwire.ddp.faults.fault_domain import FaultDomain
@@ -71,7 +71,7 @@ class LocalSGD(WrappedOptimizer):
         ArgumentError: A number is out of its range, there are no parameters, two have the same
             name, or the optimizer has others.
         MismatchError: The ranks' parameters or arguments differ.
-        NotSupportedError: The group has no store.
+        NotSupportedError: The group has no store, or is that of an elastic run.
 
     Example:
         >>> from gradwire.testing import run_ranks
@@ -109,6 +109,7 @@ class LocalSGD(WrappedOptimizer):
         if not isinstance(optimizer, Optimizer):
             raise ArgumentTypeError(f"optimizer is {optimizer!r}: pass a torch.optim.Optimizer")
         self.group = default_group("group") if group is None else check_group(group)
+        check_lasting(self.group, "group", "LocalSGD")
         if not 1 <= fragments <= every:
             raise ArgumentError(
                 f"every is {every} and fragments {fragments}: 1 to every are needed"
