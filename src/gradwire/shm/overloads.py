@@ -24,9 +24,9 @@ from torch.distributed.distributed_c10d import (
     ScatterOptions,
 )
 
-from gradwire.errors import ArgumentTypeError
+from gradwire.errors import ArgumentError, ArgumentTypeError
 
-__all__ = ["with_overloads"]
+__all__ = ["with_awaited_tensors", "with_overloads"]
 
 _TENSOR, _LIST, _LISTS = "a tensor", "a list", "a list of lists"
 _DATA = (_TENSOR, _LIST, _LISTS)  # by depth
@@ -56,6 +56,30 @@ _OVERLOADS: dict[str, tuple[type[Any], str, str]] = {  # torch's names: with opt
     ),
     "barrier": (BarrierOptions, "", "timeout"),
 }
+_OPERATIONS = (
+    "broadcast",
+    "allreduce",
+    "allreduce_sparse",
+    "reduce",
+    "allgather",
+    "all_gather_single",
+    "all_gather_single_coalesced",
+    "gather",
+    "scatter",
+    "alltoall",
+    "all_to_all_single",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_single_coalesced",
+    "send",
+    "recv",
+    "recv_anysource",
+    "_allgather_base",
+    "allgather_into_tensor_coalesced",
+    "_reduce_scatter_base",
+    "reduce_scatter_tensor_coalesced",
+    "alltoall_base",
+)
 _FIELDS = {"root": "rootRank", "op": "reduceOp", "timeout": "timeout"}
 
 
@@ -67,6 +91,35 @@ def with_overloads(cls: type[Any]) -> type[Any]:
             signatures.append(_signature(f"{listed} op timeout", 1))
         setattr(cls, name, _dispatching(name, options, signatures, getattr(cls, name)))
     return cls
+
+
+def with_awaited_tensors(cls: type[Any]) -> type[Any]:
+    """Let the class's operations take results of functional collectives that are still awaited."""
+    for name in _OPERATIONS:
+        setattr(cls, name, _awaiting(getattr(cls, name)))
+    return cls
+
+
+def _awaiting(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except ArgumentError:  # raised before anything is sent: they have no memory of their own
+            awaited = [_awaited(arg) for arg in args]
+            if all(new is old for new, old in zip(awaited, args, strict=True)):
+                raise
+        return method(self, *awaited, **kwargs)
+
+    return call
+
+
+def _awaited(value: Any) -> Any:
+    """Return a tensor, or nested lists of such, with results that were waited for."""
+    if isinstance(value, list):
+        new = [_awaited(v) for v in value]
+        return value if all(n is v for n, v in zip(new, value, strict=True)) else new
+    return value.trigger_wait() if hasattr(value, "trigger_wait") else value
 
 
 def _signature(text: str, depth: int) -> Signature:

@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import BarrierOptions
 from gradwire._torch import BackendBase, outside_graphs
 from gradwire.errors import DistributedError, NotSupportedError
 from gradwire.shm.movement import Movement
-from gradwire.shm.overloads import with_overloads
+from gradwire.shm.overloads import with_awaited_tensors, with_overloads
 from gradwire.shm.point_to_point import PointToPoint
 from gradwire.shm.reductions import Reductions
 from gradwire.shm.sync import Deadline
@@ -32,6 +32,7 @@ __all__ = ["Operations", "ShmBackend", "ShmProcessGroup"]
 
 
 @outside_graphs
+@with_awaited_tensors
 class Operations(Reductions, Movement, PointToPoint):
     """All operations of a group over shared memory."""
 
