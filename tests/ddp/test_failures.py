@@ -224,6 +224,75 @@ def test_a_hook_that_fails_on_every_rank():
     run_ranks(main, 2)
 
 
+def by_reduce_op(name):
+    def hook(group, bucket):
+        op = getattr(dist.ReduceOp, name)
+        work = dist.all_reduce(bucket.buffer(), op, group=group, async_op=True)
+        return work.get_future().then(lambda f: f.value()[0])
+
+    return hook
+
+
+def by_reduce(group, bucket):
+    buffer = bucket.buffer()
+    work = dist.reduce(buffer, op=dist.ReduceOp.MAX, group=group, group_dst=1, async_op=True)
+    return work.get_future().then(lambda _: buffer)
+
+
+def by_all_gather(group, bucket):
+    buffer = bucket.buffer()
+    gathered = buffer.new_empty(group.size(), buffer.numel())
+    work = dist.all_gather_into_tensor(gathered, buffer, group=group, async_op=True)
+    return work.get_future().then(lambda _: buffer.copy_(gathered.mean(0)))
+
+
+def by_all_to_all(group, bucket):
+    buffer = bucket.buffer()
+    rows = buffer.expand(group.size(), -1).contiguous()
+    received = torch.empty_like(rows)
+    work = dist.all_to_all_single(received, rows, group=group, async_op=True)
+    return work.get_future().then(lambda _: buffer.copy_(received.mean(0)))
+
+
+def by_another_group(groups, bucket):
+    buffer = bucket.buffer()
+    work = dist.all_reduce(buffer, dist.ReduceOp.MAX, group=groups[1], async_op=True)
+    return work.get_future().then(lambda _: buffer)
+
+
+HOOKS = [by_reduce_op("AVG"), by_reduce_op("MAX"), by_reduce, by_all_gather, by_all_to_all]
+
+
+@pytest.mark.parametrize("hook", [*HOOKS, by_another_group])
+@pytest.mark.narrow({"each_backend": "shm"})
+def test_an_exception_while_others_wait_in_a_collective_of_a_hook(hook):
+    def main():
+        other = dist.new_group()
+        net = DistributedDataParallel(mlp(), bucket_cap_mb=1e-6)
+        net.register_comm_hook((dist.group.WORLD, other), on_first(hook))
+        before = step(net)[0].clone()
+        if dist.get_rank() == 0:
+            handle = net.module[0].weight.register_hook(raise_in_backward)
+        with pytest.raises((ArithmeticError, PeerFailedError)):
+            step(net)
+        if dist.get_rank() == 0:
+            handle.remove()
+        torch.testing.assert_close(step(net)[0], before)
+
+    run_ranks(main, 2)
+
+
+def on_first(hook):
+    """Give hooks of one group that one."""
+    if hook is by_another_group:
+        return hook
+    return lambda groups, bucket: hook(groups[0], bucket)
+
+
+def raise_in_backward(grad):
+    raise ArithmeticError("in backward")
+
+
 def test_a_chain_of_collectives_that_cannot_be_joined_says_so():
     """Rank 1 fails before a hook whose callback goes on to a second collective."""
 

@@ -262,15 +262,10 @@ def test_an_error_among_wrappers_of_two_groups_reaches_both():
                 loss.backward()
                 continue
             if rank == 0:  # after the first of the two has come to its end
-                engine = torch.autograd.Variable._execution_engine
-                handle = (
-                    nets[1]
-                    .module.layers[0][0]
-                    .weight.register_hook(lambda grad: engine.queue_callback(raise_here))
-                )
+                weight = nets[1].module.layers[0][0].weight
+                handle = weight.register_hook(raise_as_backward_ends)
             with pytest.raises((ArithmeticError, PeerFailedError)):
-                loss.backward()
-                nets[0](one_input())
+                backward_and_forward(loss, nets[0])
             if rank == 0:
                 handle.remove()
             for net in nets:
@@ -281,6 +276,15 @@ def test_an_error_among_wrappers_of_two_groups_reaches_both():
 
     first, second = run_ranks(main, 2)
     assert first == second
+
+
+def backward_and_forward(loss, net):
+    loss.backward()
+    net(one_input())
+
+
+def raise_as_backward_ends(grad):
+    torch.autograd.Variable._execution_engine.queue_callback(raise_here)
 
 
 def raise_here():

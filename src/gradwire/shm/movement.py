@@ -18,6 +18,7 @@ from torch.distributed.distributed_c10d import (
 
 from gradwire.shm.group_base import GroupBase
 from gradwire.shm.header import Call
+from gradwire.shm.submission import UNOBSERVED
 from gradwire.shm.tensors import (
     check_results,
     check_transfer,
@@ -53,7 +54,7 @@ class Movement(GroupBase):
             if root != self._rank:
                 write_all_back(filled, flats)
 
-        observed = ("broadcast_", root, [tensors])
+        observed = ("broadcast_", root, 0, [tensors])
         return self._submit(job, tensors, opts, observed, op="broadcast")
 
     def allgather(
@@ -79,7 +80,7 @@ class Movement(GroupBase):
                 write_all_back(outputs, into)
 
         everything = [output for outputs in output_lists for output in outputs]
-        observed = ("allgather_", 0, [everything, inputs])
+        observed = ("allgather_", 0, 0, [everything, inputs])
         return self._submit(job, everything, opts, observed, op="all_gather", sources=inputs)
 
     allgather_coalesced = allgather
@@ -109,7 +110,10 @@ class Movement(GroupBase):
                 self._algorithms.exchange(call, [flat], parts, base=flat, shared=True)
 
         opts = opts or AllgatherOptions()
-        return self._submit_into(outputs, fill, opts, "all_gather_single", inputs)
+        observed = UNOBSERVED
+        if len(outputs) == 1:
+            observed = ("_allgather_base_", 0, 0, [outputs, inputs])
+        return self._submit_into(outputs, fill, opts, "all_gather_single", inputs, observed)
 
     def gather(
         self,
@@ -180,7 +184,10 @@ class Movement(GroupBase):
             self._algorithms.exchange_blocks("all_to_all", blocks, into, base=flat)
 
         opts = opts or AllToAllOptions()
-        return self._submit_into([output], fill, opts, "all_to_all_single", [input])
+        observed = UNOBSERVED
+        if len({*sends, *receives}) == 1:  # alike on all ranks
+            observed = ("alltoall_base_", 0, 0, [[output], [input]])
+        return self._submit_into([output], fill, opts, "all_to_all_single", [input], observed)
 
     def barrier(self, opts: BarrierOptions | None = None) -> Work:
         """Done when every rank has called it."""

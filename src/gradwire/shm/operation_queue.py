@@ -44,6 +44,7 @@ class Prepared:
         queued: Runs what is left of it in the group's thread.
         failed: Called with an exception that leaves open how far it has come.
         state: The group's, of which a group that is formed again has another.
+        op: Number of the reduce op.
         entry: The recorder's of the present run.
         like: The recorder's of an earlier run, as it was begun.
         work: The handle of the present run, if a thread has or gets it.
@@ -57,6 +58,7 @@ class Prepared:
     queued: Callable[[Prepared], None]
     failed: Callable[[BaseException], None]
     state: object
+    op: int
     entry: Entry | None = None
     like: Entry | None = None
     work: ShmWork | None = None

@@ -20,7 +20,7 @@ class PreparedOperations(Submission):
     """The part of a group that runs operations which are prepared."""
 
     def prepare(
-        self, job: Job, tensors: Sequence[Tensor], halves: tuple[Job, Job] | None
+        self, job: Job, tensors: Sequence[Tensor], halves: tuple[Job, Job] | None, op: int
     ) -> Prepared:
         """Prepare an operation that `start` and `finish` run again and again.
 
@@ -29,11 +29,12 @@ class PreparedOperations(Submission):
             tensors: What it fills.
             halves: The same in two, of which `start` runs the first, which waits for nobody, and
                 `finish` the second; if there are none, a thread runs it.
+            op: Number of the reduce op.
         """
         if any(map(Tensor.is_inference, tensors)):
             job = partial(in_inference_mode, job)
             halves = halves and (halves[0], partial(in_inference_mode, halves[1]))
-        return Prepared(job, tensors, halves, self._run_prepared, self._break, self._state)
+        return Prepared(job, tensors, halves, self._run_prepared, self._break, self._state, op)
 
     def is_current(self, prepared: Prepared) -> bool:
         """Whether the group has not been formed again since an operation was prepared."""
@@ -62,7 +63,7 @@ class PreparedOperations(Submission):
         self._submitted += 1
         prepared.entry = self._record_again(prepared, prepared.tensors, "a prepared all_reduce")
         if self.observer is not None:
-            self.observer("allreduce_", 0, [prepared.tensors])
+            self.observer("allreduce_", 0, prepared.op, [prepared.tensors])
         prepared.work, halves = None, prepared.halves
         if halves is not None:
             prepared.left = halves[1]  # before `hold`: from then on, the thread may run it

@@ -26,6 +26,7 @@ from gradwire.shm.header import NUMBERS, Call
 from gradwire.shm.known_calls import KnownCall
 from gradwire.shm.operation_queue import Prepared
 from gradwire.shm.overlaps import share_memory
+from gradwire.shm.submission import UNOBSERVED
 from gradwire.shm.tensors import (
     check_results,
     check_sparse,
@@ -50,9 +51,10 @@ class Reductions(GroupBase):
         """Every rank's tensors become the reduction over all ranks; a sparse one the sum."""
         opts = opts or AllreduceOptions()
         if len(tensors) == 1 and is_ordinary(tensors[0]):
-            known = self._known_for(tensors[0], number_of(opts.reduceOp.op))
+            number = number_of(opts.reduceOp.op)
+            known = self._known_for(tensors[0], number)
             if known is not None:
-                return self._submit_known(known, tensors, opts)
+                return self._submit_known(known, tensors, opts, number)
         if tensors and getattr(tensors[0], "layout", None) is torch.sparse_coo:
             return self.allreduce_sparse(tensors, opts)
         return self._reduce("all_reduce", tensors, opts)
@@ -79,7 +81,7 @@ class Reductions(GroupBase):
         call = Call("all_reduce", flat.dtype, flat.numel(), op)
         job = partial(self._algorithms.reduce, call) if known is None else known
         halves = None if known is None else known.halves(flat)
-        return self.prepare(partial(job, flat), [tensor], halves)
+        return self.prepare(partial(job, flat), [tensor], halves, op)
 
     def allreduce_sparse(self, tensors: list[Tensor], opts: Any = None) -> Work:
         """Every rank's sparse COO tensor becomes the sum over all ranks, coalesced.
@@ -97,7 +99,7 @@ class Reductions(GroupBase):
         def job() -> None:
             sparse.all_reduce(self._algorithms, self._size, tensor, op)
 
-        observed = ("allreduce_", 0, [tensors])
+        observed = ("allreduce_", 0, op, [tensors])
         return self._submit(job, tensors, opts, observed, op="all_reduce")
 
     allreduce_coalesced = allreduce  # a list is one operation
@@ -124,7 +126,7 @@ class Reductions(GroupBase):
                 if root in (-1, self._rank):
                     write_back(tensor, flat)
 
-        observed = ("allreduce_" if root < 0 else "reduce_", max(root, 0), [tensors])
+        observed = ("allreduce_" if root < 0 else "reduce_", max(root, 0), op, [tensors])
         return self._submit(job, tensors, opts, observed, op=kind)
 
     def reduce_scatter(
@@ -171,7 +173,10 @@ class Reductions(GroupBase):
                 blocks = equal_parts(flat, self._size)
                 self._algorithms.reduce_scatter(call, blocks, out, base=flat)
 
-        return self._submit_into(outputs, fill, opts, "reduce_scatter_single", inputs)
+        observed = UNOBSERVED
+        if len(outputs) == 1:
+            observed = ("_reduce_scatter_base_", 0, op, [outputs, inputs])
+        return self._submit_into(outputs, fill, opts, "reduce_scatter_single", inputs, observed)
 
     def _check_reduce_scatter(self, output: Tensor, blocks: list[Tensor], opts: Any) -> int:
         op = number_of(opts.reduceOp.op)

@@ -29,11 +29,15 @@ from gradwire.shm.operation_queue import Job, Prepared, Queue
 from gradwire.shm.tensors import aliases, flat_of, write_all_back
 from gradwire.shm.work import ShmWork, ended
 
-__all__ = ["Observer", "Submission", "in_inference_mode"]
+__all__ = ["UNOBSERVED", "Observed", "Observer", "Submission", "in_inference_mode"]
 
-Observer = Callable[[str, int, Sequence[Sequence[Tensor]]], None]
-"""Called with each collective as it is submitted: its name among torch's operators, its root, and
-the tensors. Groups that are written in C++ are observed through torch's dispatcher instead."""
+Observed = tuple[str, int, int, Sequence[Sequence[Tensor]]]
+"""A collective: its name among torch's operators, its root, the number of its reduce op, and its
+tensors."""
+UNOBSERVED: Observed = ("a collective", 0, 0, ())
+Observer = Callable[[str, int, int, Sequence[Sequence[Tensor]]], None]
+"""Called with each collective as it is submitted, as `Observed` has it. Groups that are
+written in C++ are observed through torch's dispatcher instead."""
 
 
 class _Marks(threading.local):
@@ -87,7 +91,7 @@ class Submission:
         job: Job,
         tensors: Sequence[Tensor],
         opts: Any,
-        observed: tuple[str, int, Sequence[Sequence[Tensor]]] = ("a collective", 0, ()),
+        observed: Observed = UNOBSERVED,
         *,
         op: str = "collective",
         sources: Sequence[Tensor] | None = None,
@@ -110,12 +114,14 @@ class Submission:
             job = partial(in_inference_mode, job)
         return self._run_or_queue(job, tensors, opts, observed, entry)
 
-    def _submit_known(self, known: KnownCall, tensors: Sequence[Tensor], opts: Any) -> Work:
-        """`_submit` for what is prepared for a kind of tensors."""
+    def _submit_known(
+        self, known: KnownCall, tensors: Sequence[Tensor], opts: Any, number: int
+    ) -> Work:
+        """`_submit` for what is prepared for a kind of tensors and the reduce op of this number."""
         self.check_usable()
         self._submitted += 1
         entry = self._record_again(known, tensors, "a known all_reduce")
-        observed = ("allreduce_", 0, (tensors,))
+        observed = ("allreduce_", 0, number, (tensors,))
         job = partial(known, self._kept(tensors, opts)[0])
         return self._run_or_queue(job, tensors, opts, observed, entry)
 
@@ -134,7 +140,7 @@ class Submission:
         job: Job,
         tensors: Sequence[Tensor],
         opts: Any,
-        observed: tuple[str, int, Sequence[Sequence[Tensor]]],
+        observed: Observed,
         entry: Entry | None,
     ) -> Work:
         if self.observer is not None:
@@ -223,6 +229,7 @@ class Submission:
         opts: Any,
         op: str,
         sources: Sequence[Tensor],
+        observed: Observed = UNOBSERVED,
     ) -> Work:
         """Submit a job that fills the results; it is given them and the sources 1-d, contiguous."""
         filled, read = self._kept(results, opts), self._kept(sources, opts)
@@ -232,7 +239,7 @@ class Submission:
             fill(flats, [flat_of(source) for source in read])
             write_all_back(filled, flats)
 
-        return self._submit(job, results, opts, op=op, sources=sources)
+        return self._submit(job, results, opts, observed, op=op, sources=sources)
 
     @staticmethod
     def _kept(tensors: Sequence[Tensor], opts: Any) -> Sequence[Tensor]:

@@ -8,14 +8,24 @@ takes part in what it missed with zeros (see `protocol`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from time import monotonic
+from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup, Work
+from torch.distributed import ProcessGroup, ReduceOp, Work
+from torch.distributed.distributed_c10d import (
+    AllgatherOptions,
+    AllreduceCoalescedOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    ReduceOptions,
+    ReduceScatterOptions,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradwire.ddp.group import broadcast_options
@@ -30,27 +40,28 @@ __all__ = [
     "all_reduce_entry",
     "broadcast_entry",
     "check_joinable",
-    "group_named",
+    "group_of",
     "join",
+    "key_of",
     "sequence_number",
 ]
 
 Entry = list[Any]
-"""JSON: [op, root, tensors' groups]; a tensors' group is a list of [dtype, device type, shape]."""
+"""JSON: [op, root, number of the reduce op, tensors' groups]; a tensors' group is a list of [dtype,
+device type, shape, sparse dims], the last one None for a dense tensor."""
 
-JOINABLE = frozenset({"allreduce_", "broadcast_", "allgather_"})
 MAX_BYTES = 1 << 36
 """A received entry with a larger tensor is invalid: this rank would allocate it to join."""
 
 
 def all_reduce_entry(tensor: Tensor) -> Entry:
     """The entry for an all_reduce of one tensor."""
-    return ["allreduce_", 0, [[_describe(tensor)]]]
+    return ["allreduce_", 0, 0, [[_describe(tensor)]]]
 
 
 def broadcast_entry(tensor: Tensor, root: int) -> Entry:
     """The entry for a broadcast of one tensor."""
-    return ["broadcast_", root, [[_describe(tensor)]]]
+    return ["broadcast_", root, 0, [[_describe(tensor)]]]
 
 
 class CollectiveLog:
@@ -61,7 +72,7 @@ class CollectiveLog:
 
     Attributes:
         sent: On the group.
-        elsewhere: On other groups, by name, as communication hooks may.
+        elsewhere: On other groups, by `key_of`, as communication hooks may.
         works: Handles of what hooks sent: by them a backend's failure is known from the hook's own.
         since: When the first of `sent` was sent.
     """
@@ -82,7 +93,7 @@ class CollectiveLog:
 
     def add_elsewhere(self, group: ProcessGroup, entry: Entry) -> None:
         """Log one that has just been sent on another group."""
-        self.elsewhere.setdefault(group.group_name, []).append((sequence_number(group), entry))
+        self.elsewhere.setdefault(key_of(group), []).append((sequence_number(group), entry))
 
     def position(self, group: ProcessGroup) -> int:
         """The number of the last collective that was sent on the group."""
@@ -132,8 +143,8 @@ class LogMode(TorchDispatchMode):
             self._observed.pop().observer = None
 
     def _observer(self, group: ProcessGroup) -> Any:
-        def observe(op: str, root: int, lists: Sequence[Sequence[Tensor]]) -> None:
-            self._add(group, [op, root, [[_describe(t) for t in g] for g in lists]])
+        def observe(op: str, root: int, reduce: int, lists: Sequence[Sequence[Tensor]]) -> None:
+            self._add(group, [op, root, reduce, [[_describe(t) for t in g] for g in lists]])
 
         return observe
 
@@ -158,11 +169,15 @@ class LogMode(TorchDispatchMode):
         group = ProcessGroup.unbox(args[at])
         if member_of(group) is not None:
             return  # its observer has logged it
-        root = args[at + 1] if op == "broadcast_" else 0
-        groups = [a for a in args[:at] if isinstance(a, list)]
+        root = args[at + _ROOT_AFTER_GROUP[op]] if op in _ROOT_AFTER_GROUP else 0
+        if op == "alltoall_base_" and len({*args[at + 1], *args[at + 2]}) > 1:
+            op = "an all_to_all of uneven parts"  # other ranks' are of other sizes
+        if op == "_reduce_scatter_base_":
+            op = "a reduce_scatter of Gloo's"  # whose handle is not done before it is waited for
+        groups = [[a] if isinstance(a, Tensor) else a for a in args[:at]]
         flat = [g[0] if g and isinstance(g[0], list) else g for g in groups]
-        entry = [op, root, [[_describe(t) for t in g] for g in flat]]
-        self._add(group, entry)
+        # the reduce op cannot be read here; Gloo and NCCL do not compare it
+        self._add(group, [op, root, 0, [[_describe(t) for t in g] for g in flat]])
         for value in result if isinstance(result, tuple | list) else (result,):
             if isinstance(value, torch.ScriptObject):
                 self._log.works.append(Work.unbox(value))
@@ -172,12 +187,12 @@ def check_joinable(entry: Entry) -> None:
     """Refuse what a rank that is behind cannot join: on all ranks, as those who wait in it do so.
 
     Raises:
-        BrokenGroupError: It is none of `JOINABLE`.
+        BrokenGroupError: It is none of the collectives that `join` knows.
     """
-    if entry[0] not in JOINABLE:
+    if entry[0] not in _JOIN:
         raise BrokenGroupError(
-            "ranks wait in a collective that is no all_reduce, broadcast or all_gather: those "
-            "behind cannot join it after an error"
+            f"cannot recover: ranks are blocked in {entry[0]}; after an error only "
+            f"{', '.join(_JOIN)} (of equal parts) can be completed"
         )
 
 
@@ -191,28 +206,91 @@ def join(group: ProcessGroup, entry: Entry) -> Work:
         BrokenGroupError: It cannot be joined this way.
     """
     check_joinable(entry)
-    op, root, described = entry
-    tensors = [[_zeros(*d) for d in g] for g in described]
-    if op == "allreduce_":
-        return group.allreduce(tensors[0])
-    if op == "broadcast_":
-        return group.broadcast(tensors[0], broadcast_options(root))
-    return group.allgather([tensors[0]], tensors[1])
+    op, root, reduce, described = entry
+    return _JOIN[op](group, root, reduce, [[_zeros(*d) for d in g] for g in described])
+
+
+def _join_reduction(
+    method: str, kind: type[Any], group: ProcessGroup, root: int, reduce: int, data: Any
+) -> Work:
+    options = kind()
+    options.reduceOp = ReduceOp(ReduceOp.RedOpType(reduce))
+    if kind is ReduceOptions:
+        options.rootRank = root
+    work: Work = getattr(group, method)(*data, options)
+    return work
+
+
+def _join_broadcast(group: ProcessGroup, root: int, _: int, data: Any) -> Work:
+    return group.broadcast(data[0], broadcast_options(root))
+
+
+def _join_all_gather(group: ProcessGroup, _: int, __: int, data: Any) -> Work:
+    return group.allgather([data[0]], data[1])
+
+
+def _join_all_gather_base(group: ProcessGroup, _: int, __: int, data: Any) -> Work:
+    return group._allgather_base(data[0][0], data[1][0], AllgatherOptions())
+
+
+def _join_reduce_scatter(group: ProcessGroup, root: int, reduce: int, data: Any) -> Work:
+    tensors = [part[0] for part in data]
+    return _join_reduction(
+        "_reduce_scatter_base", ReduceScatterOptions, group, root, reduce, tensors
+    )
+
+
+def _join_all_to_all(group: ProcessGroup, _: int, __: int, data: Any) -> Work:
+    return group.alltoall_base(data[0][0], data[1][0], [], [], AllToAllOptions())
+
+
+_ROOT_AFTER_GROUP = {"broadcast_": 1, "reduce_": 2}
+"""Where the root is among the arguments of torch's operators, counted from the group."""
+
+_JOIN: Mapping[str, Callable[[ProcessGroup, int, int, Any], Work]] = MappingProxyType(
+    {
+        "allreduce_": partial(_join_reduction, "allreduce", AllreduceOptions),
+        "allreduce_coalesced_": partial(
+            _join_reduction, "allreduce_coalesced", AllreduceCoalescedOptions
+        ),
+        "reduce_": partial(_join_reduction, "reduce", ReduceOptions),
+        "broadcast_": _join_broadcast,
+        "allgather_": _join_all_gather,
+        "_allgather_base_": _join_all_gather_base,
+        "_reduce_scatter_base_": _join_reduce_scatter,
+        "alltoall_base_": _join_all_to_all,
+    }
+)
 
 
 def _describe(tensor: Tensor) -> list[Any]:
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return [dtype, tensor.device.type, list(tensor.shape)]
+    sparse = tensor.sparse_dim() if tensor.layout is torch.sparse_coo else None
+    return [dtype, tensor.device.type, list(tensor.shape), sparse]
 
 
-def _zeros(dtype: str, device: str, shape: list[int]) -> Tensor:
+def _zeros(dtype: str, device: str, shape: list[int], sparse: int | None) -> Tensor:
     size = 16
     for n in shape:
         size *= n
     kind = getattr(torch, dtype, None)
     if not isinstance(kind, torch.dtype) or not 0 <= size <= MAX_BYTES:
         raise BrokenGroupError(f"another rank's log has a {dtype} tensor of shape {shape}")
-    return torch.zeros(shape, dtype=kind, device=device)
+    if sparse is None:
+        return torch.zeros(shape, dtype=kind, device=device)
+    indices = torch.empty(sparse, 0, dtype=torch.int64, device=device)
+    values = torch.empty(0, *shape[sparse:], dtype=kind, device=device)
+    return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=True)
+
+
+def key_of(group: ProcessGroup) -> str:
+    """Return a name for a group that is the same on its ranks, and no other group's on any rank.
+
+    The group's own name may be that of another group of other ranks: PyTorch counts the groups that
+    a process makes.
+    """
+    ranks = dist.distributed_c10d._world.pg_group_ranks.get(group, {})
+    return f"{group.group_name} {sorted(ranks, key=ranks.__getitem__)}"
 
 
 def sequence_number(group: ProcessGroup) -> int:
@@ -224,9 +302,9 @@ def sequence_number(group: ProcessGroup) -> int:
     return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
 
 
-def group_named(name: str) -> ProcessGroup | None:
-    """The group of this name, if this rank is a member of it."""
+def group_of(key: str) -> ProcessGroup | None:
+    """The group that `key_of` has this key of, if this rank is a member of it."""
     for group in dist.distributed_c10d._world.pg_names:
-        if isinstance(group, ProcessGroup) and group.group_name == name:
+        if isinstance(group, ProcessGroup) and key_of(group) == key:
             return group
     return None

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from gradwire.ddp.faults.collective_log import (
     CollectiveLog,
     check_joinable,
-    group_named,
+    group_of,
     join,
     sequence_number,
 )
@@ -133,7 +133,7 @@ class ResynchronizationRound:
         for entry in missing(own, sent):
             self._in_flight.append(work_in_flight(join(self._group, entry)))
         for name in sorted({name for s in statements for name in s.elsewhere}):
-            group = group_named(name)
+            group = group_of(name)
             if group is not None:
                 at = sequence_number(group)
                 for entry in missing_elsewhere(name, at, statements):
