@@ -486,3 +486,18 @@ def test_forwards_that_are_computed_again_share_a_weight(reentrant):
 
     # (1 * 2 + 2 * 2 + 1 + 1) / (1 + 2 + 1 + 1)
     assert run_ranks(main, 2) == [[[pytest.approx(1.6)] * 2] * 2] * 2
+
+
+@pytest.mark.narrow({"each_backend": "gloo"})
+def test_a_model_of_large_parameters_only():
+    def main():
+        torch.manual_seed(0)
+        net = DistributedDataParallel(nn.Linear(1024, 1030, bias=False))
+        for _ in range(2):
+            net.zero_grad()
+            n = dist.get_rank() + 1.0
+            net.weight(n)
+            (net(torch.full((1, 1024), n)).sum()).backward()
+        return net.module.weight.grad[0, 0].item()
+
+    assert run_ranks(main, 2) == [pytest.approx((1 * 1 + 2 * 2) / 3)] * 2

@@ -100,12 +100,13 @@ class BucketAssigner:
         )
         extra_numel = 0 if with_hook else self.extra_numel
         scale = 1.0 if with_hook else 1.0 / self.group.size()
+        carrier = self._carrier(order, with_hook=with_hook)
         for members in self._partition(order, with_hook=with_hook):
             packed = []
             for i in members:
                 if i in self.sparse:
                     buckets.append(SparseBucket(self.member(i), scale, options))
-                elif self._travels_alone(i, with_hook=with_hook):
+                elif i != carrier and self._travels_alone(i, with_hook=with_hook):
                     # before the packed ones, some of which may become ready after it
                     buckets.append(InPlaceBucket(self.member(i), scale, options))
                 else:
@@ -177,6 +178,16 @@ class BucketAssigner:
             # communication was 0.6 of PyTorch's without one, and 0.8 with it
             return [BUCKET_BYTES]
         return [FIRST_BUCKET_BYTES, BUCKET_BYTES]
+
+    def _carrier(self, order: Sequence[int], *, with_hook: bool) -> int | None:
+        """Return the parameter to pack so that a bucket has room for weights, if none would be."""
+        exact = (torch.float32, torch.float64)
+        fit = [i for i in order if i not in self.sparse and self.parameters[i].dtype in exact]
+        if not self.extra_numel or not all(
+            self._travels_alone(i, with_hook=with_hook) for i in fit
+        ):
+            return None
+        return min(fit, key=lambda i: self.parameters[i].nbytes, default=None)
 
     def _travels_alone(self, index: int, *, with_hook: bool) -> bool:
         # hooks get the buckets that PyTorch would give them
