@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -56,3 +57,18 @@ def trained():
 
 def test_ddp_on_a_group_written_in_python():
     assert run_ranks(trained, 2, backend="gloo", timeout=60) == [([[1.5, 1.5]], 2.0)] * 2
+
+
+def trained_without_store():
+    group = Wrapped(dist.new_group(backend="gloo"))
+    net = nn.Linear(2, 1, bias=False)
+    with pytest.warns(UserWarning, match="no store"):
+        model = DistributedDataParallel(net, process_group=group)
+    for _ in range(3):
+        model.zero_grad()
+        model(torch.ones(1, 2) * (1 + dist.get_rank())).sum().backward()
+    return net.weight.grad.tolist()
+
+
+def test_ddp_on_a_group_without_a_store():
+    assert run_ranks(trained_without_store, 2, backend="gloo", timeout=60) == [[[1.5, 1.5]]] * 2

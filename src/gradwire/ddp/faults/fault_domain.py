@@ -20,7 +20,7 @@ from typing import NoReturn
 from torch.distributed import ProcessGroup
 
 from gradwire._engine_errors import backend_failure, is_over
-from gradwire.ddp.faults.collective_log import group_named
+from gradwire.ddp.faults.collective_log import group_of
 from gradwire.ddp.faults.participants import Participant
 from gradwire.ddp.faults.protocol import all_took_part, may_finish
 from gradwire.ddp.faults.resynchronizer import UNDECIDED_TEXT, Resynchronizer
@@ -48,11 +48,7 @@ class FaultDomain(Resynchronizer):
 
     @staticmethod
     def of(group: ProcessGroup) -> FaultDomain:
-        """The group's domain, the same one for all of its reducers.
-
-        Raises:
-            NotSupportedError: The group has no store.
-        """
+        """The group's domain, the same one for all of its reducers."""
         with _DOMAINS_LOCK:
             domain = _DOMAINS.get(group)
             if domain is None:
@@ -92,6 +88,10 @@ class FaultDomain(Resynchronizer):
         failed(error)
         reported = self.begin_round(f"{type(error).__name__}: {error}")
         _advance_all()
+        if not self.has_store:
+            self.deferred = None
+            self.participants.reset()
+            raise error from cause
         if self.broken is not None:
             self.raise_deferred()
         if not reported:  # another rank's error, which ended the backward on every rank
@@ -117,7 +117,7 @@ class FaultDomain(Resynchronizer):
         """What a collective of a hook failed with: its handle has it, or its group on shm."""
         if error := first_failure([work_in_flight(work) for work in self.log.works]):
             return error
-        for group in (self.group, *map(group_named, self.log.elsewhere)):
+        for group in (self.group, *map(group_of, self.log.elsewhere)):
             member = None if group is None else member_of(group)
             if member is not None and member.failure is not None:
                 return member.failure

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import warnings
 import weakref
 from typing import Any, NoReturn
 
@@ -13,9 +14,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 from gradwire._engine_errors import backend_failure, is_over
-from gradwire._groups import find_store, store_of
+from gradwire._groups import find_store
 from gradwire.ddp.faults.collective_log import CollectiveLog, Entry
-from gradwire.ddp.faults.error_channel import STORE_USE, ErrorChannel
+from gradwire.ddp.faults.error_channel import ErrorChannel
 from gradwire.ddp.faults.participants import Participants
 from gradwire.ddp.faults.protocol import Statement
 from gradwire.ddp.faults.resynchronization_round import ResynchronizationRound
@@ -30,6 +31,10 @@ TOKEN_BYTES = 16
 LIVENESS_SECONDS = 1.0
 """Interval of looking up whether ranks that this rank waits for still run."""
 EXCHANGE_SECONDS, EXCHANGE_POLL_SECONDS = 5.0, 2e-3
+_NO_STORE = (
+    "the process group has no store, through which ranks report errors: if one rank fails, the "
+    "others wait until their timeout. Make the group with init_process_group or new_group"
+)
 UNDECIDED_TEXT = (
     "backward was interrupted by an exception after its last message: ranks that reduced gradients "
     "in that step have taken a step that this rank has not; give all ranks the same parameters"
@@ -53,16 +58,17 @@ class Resynchronizer:
             round; empty if there are none.
         deferred: An error that this rank learnt of and has yet to raise.
         broken: Why the group cannot be used again, if so.
+        has_store: False for a group without a store, as groups written in Python may be: an error
+            on one rank then breaks the group there.
         name: Random name of the group that all its ranks have; empty before `connect`.
         hook_future: What the hook that was called last returned, if it may send more in callbacks:
             nothing else is sent on the group before it is done.
-
-    Raises:
-        NotSupportedError: The group has no store.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
-        store_of(group, STORE_USE)  # raises where there is none
+        self.has_store = find_store(group) is not None
+        if not self.has_store:
+            warnings.warn(_NO_STORE, stacklevel=4)
         self._group = weakref.ref(group)  # the group keeps its domain, not the other way round
         self.participants = Participants()
         self._channel: ErrorChannel | None = None
@@ -70,7 +76,7 @@ class Resynchronizer:
         self._round: ResynchronizationRound | None = None
         self._works: list[Work] = []
         self._next_look, self._seen_dead = 0.0, list[int]()
-        self.name = ""
+        self.name = "" if self.has_store else "no store"
         self.lock = threading.RLock()
         self.log = CollectiveLog()
         self.seconds = timeout_of(group)
@@ -127,7 +133,7 @@ class Resynchronizer:
         Raises:
             DistributedError: The broadcast failed; the group is broken.
         """
-        if self._channel is not None:
+        if self._channel is not None or not self.has_store:
             return
         with self.lock:
             self.start_connecting()
@@ -145,7 +151,9 @@ class Resynchronizer:
 
     def start_connecting(self) -> None:
         """Send the first message of `connect`, which waits for it."""
-        if self.name or self._token is not None:  # an exception may have ended the wait for it
+        if (
+            self.name or self._token is not None or not self.has_store
+        ):  # an exception may have ended the wait for it
             return
         group = self.group
         mine = torch.frombuffer(bytearray(os.urandom(TOKEN_BYTES)), dtype=torch.uint8)
@@ -175,6 +183,9 @@ class Resynchronizer:
         """
         if self.broken is not None:
             raise BrokenGroupError(self.broken)
+        if not self.has_store:
+            self._break(BrokenGroupError(f"{error}; {_NO_STORE}"))
+            return True
         self.connect()
         with self.lock:
             if self._round is not None:
