@@ -898,3 +898,21 @@ def memory_of_ended_groups():
 def test_rings_end_with_their_group():
     for counts in run_ranks(memory_of_ended_groups, 2, backend="gloo", timeout=60):
         assert len(set(counts)) == 1, counts
+
+
+def polled_between_hosts():
+    """Poll for a message to another host without waiting for it."""
+    rank, x = dist.get_rank(), torch.zeros(1000)
+    if rank == 1:
+        return 0.0
+    work = dist.isend(torch.ones(1000), 2) if rank == 0 else dist.irecv(x, 0)
+    deadline = time.monotonic() + 20
+    while not work.is_completed():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    work.wait()
+    return x.sum().item()
+
+
+def test_a_message_between_hosts_is_completed_without_a_wait():
+    assert run_ranks(polled_between_hosts, 3, backend="shm", hosts=(2, 1))[2] == 1000

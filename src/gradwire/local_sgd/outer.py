@@ -71,7 +71,7 @@ class LocalSGD(WrappedOptimizer):
         ArgumentError: A number is out of its range, there are no parameters, two have the same
             name, or the optimizer has others.
         MismatchError: The ranks' parameters or arguments differ.
-        NotSupportedError: The group has no store, or is that of an elastic run.
+        NotSupportedError: The group is that of an elastic run.
 
     Example:
         >>> from gradwire.testing import run_ranks

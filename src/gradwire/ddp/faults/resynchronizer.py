@@ -163,8 +163,11 @@ class Resynchronizer:
     def exchange(self, topic: str, value: Any) -> list[Any] | None:
         """Return every rank's value, through the store; None if not all come in a few seconds.
 
-        For messages of errors that all ranks raise: collectives may be under way.
+        Used for the text of errors that all ranks raise, while collectives may be in progress.
+        Without a store, return None.
         """
+        if not self.has_store:
+            return None
         self.connect()
         assert self._channel is not None
         self._channel.publish(topic, value)

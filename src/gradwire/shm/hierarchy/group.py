@@ -108,12 +108,28 @@ class _TransferWork(ShmWork):
     ) -> None:
         super().__init__(tensors, group.timeout.total_seconds(), callbacks_in_own_thread=True)
         self._group, self._transfer, self._flat = group, transfer, flat
-        self._completing = threading.Lock()
+        self._completing, self._has_thread = threading.Lock(), False
+
+    def is_completed(self) -> bool:
+        """Return True if the message has arrived, or was sent; also if nobody waits for it."""
+        # an engine such as Gloo does not say so of a receive that is not waited for
+        if not self._done:
+            self._complete_in_thread()
+        return super().is_completed()
+
+    def _complete_in_thread(self) -> None:
+        if not self._has_thread:
+            self._has_thread = True
+            threading.Thread(target=self._wait, args=(self._default_timeout,), daemon=True).start()
 
     def _wait(self, seconds: float | None) -> bool:
-        with self._completing:
+        if not self._completing.acquire(timeout=-1 if seconds is None else seconds):
+            return False
+        try:
             if not self._done:
                 self._complete(seconds)
+        finally:
+            self._completing.release()
         return True
 
     def _complete(self, seconds: float | None) -> None:
@@ -133,7 +149,7 @@ class _TransferWork(ShmWork):
         """A future of the tensors."""
         future = super().get_future()
         if not self._done:
-            threading.Thread(target=self._wait, args=(self._default_timeout,), daemon=True).start()
+            self._complete_in_thread()
         return future
 
 
