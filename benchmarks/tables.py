@@ -1,11 +1,11 @@
 """Tables in the pages, written from the results that are kept in `benchmarks/results/`.
 
 `<!-- benchmarks:NAME -->` and `<!-- /benchmarks -->`, each on its own line, enclose the table of
-`results/NAME.json`. `NAME headline` has only the first measure of each case, `NAME predictions` the
-expectations, `NAME grid` a row for each operation, and `NAME contenders` one for each contender.
-`summary` is the table of all benchmarks. Results of `--backend shm`, `--world-size 4`, `--busy 1`,
-`--all` or `--only` are kept under `NAME_shm`, `NAME_4`, `NAME_busy`, `NAME_all` or `NAME_only`, and
-those of a second host under the same name with `_other`.
+`results/NAME.json`. `NAME headline` has only the first measure of each case, `NAME ratios` only its
+ratios, `NAME predictions` the expectations, `NAME grid` a row for each operation, and `NAME
+contenders` one for each contender. `summary` is the table of all benchmarks. Results of
+`--backend shm`, `--world-size 4`, `--busy 1`, `--all` or `--only` are kept under `NAME_shm`,
+`NAME_4`, `NAME_busy`, `NAME_all` or `NAME_only`. Those of a second host have the suffix `_other`.
 """
 
 from __future__ import annotations
@@ -109,6 +109,14 @@ def _headline(result: Result) -> str:
     return f"{markdown(headline(result))}\n\n{conditions(result)}"
 
 
+def _ratios(result: Result) -> str:
+    rows = headline(result)
+    first = next(i for i, name in enumerate(rows.header) if name.startswith("ratio"))
+    columns = [0, *range(first, len(rows.header))]
+    kept = [[row[i] for i in columns] for row in [rows.header, *rows.rows]]
+    return f"{markdown(Rows(kept[0], kept[1:]))}\n\n{conditions(result)}"
+
+
 def _grid(result: Result) -> str:
     return f"{markdown(grid(result))}\n\n{conditions(result)}"
 
@@ -123,4 +131,5 @@ VIEWS = {
     " grid": _grid,
     " headline": _headline,
     " predictions": _predictions,
+    " ratios": _ratios,
 }

@@ -67,8 +67,6 @@ PENDING = (
     "src/gradwire/shm",
     "src/gradwire_autoload.py",
     "docs",
-    "README.md",
-    "CONTRIBUTING.md",
 )
 """Places that are not rewritten yet."""
 

@@ -19,6 +19,7 @@ from gradwire._torch import NEWEST_TESTED
 
 ROOT = Path(__file__).parents[2]
 BLOCK = "```sh\n{}\n```\n"
+HEADING = "## Developing gradwire\n"
 
 
 def command(readme: Path, number: int) -> subprocess.CompletedProcess[str]:
@@ -39,9 +40,15 @@ def test_the_first_command_installs_and_shows_the_demo_the_second_tests() -> Non
     ("text", "complaint"),
     [
         ("# gradwire\n" + BLOCK.format("one") + BLOCK.format("two"), "no section"),
-        ("## Quick start\n" + BLOCK.format("one") + "## Next\n" + BLOCK.format("two"), "found 1"),
-        ("## Quick start\n" + 3 * BLOCK.format("one"), "found 3"),
-        ("## Quick start\n" + BLOCK.format("one") + BLOCK.format(" "), "each with a command"),
+        (
+            HEADING + BLOCK.format("one") + "## Next\n" + BLOCK.format("two"),
+            "found 1",
+        ),
+        (HEADING + 3 * BLOCK.format("one"), "found 3"),
+        (
+            HEADING + BLOCK.format("one") + BLOCK.format(" "),
+            "each with a command",
+        ),
     ],
 )
 def test_a_readme_without_exactly_two_commands_is_refused(
@@ -56,7 +63,7 @@ def test_a_readme_without_exactly_two_commands_is_refused(
 
 def test_a_command_may_have_several_lines_and_text_around_it(tmp_path: Path) -> None:
     blocks = BLOCK.format("a &&") + "Then:\n" + BLOCK.format("b \\\n  c")
-    text = f"## Quick start\nFirst:\n{blocks}## Next\n"
+    text = f"{HEADING}First:\n{blocks}## Next\n"
     (tmp_path / "README.md").write_text(text)
     assert command(tmp_path / "README.md", 2).stdout == "b \\\n  c\n"
 
