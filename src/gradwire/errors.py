@@ -127,7 +127,7 @@ class BrokenGroupError(DistributedError):
 class RunOverError(DistributedError):
     """An elastic run was done before this process was taken in, or without it.
 
-    That is no failure: a program that does not catch it ends with the exit code `code` and the
+    This is not a failure: a program that does not catch it ends with exit code `code` and the
     message, without a traceback, so that launchers do not start it again.
 
     Attributes:

@@ -33,12 +33,13 @@ class SyncBatchNorm(_BatchNorm):
 
     Args:
         num_features: Number of channels, the size of dim 1 of an input.
-        eps: Added to the variance.
-        momentum: Share of the batch's statistics in the running ones; None: the mean of all.
+        eps: Number added to the variance.
+        momentum: Weight of a batch's statistics in the running ones; None for their mean.
         affine: Learn a weight, and a bias.
         track_running_stats: Keep running statistics, and evaluate with them.
-        process_group: The ranks; None means the default group.
-        device, dtype: Those of parameters and running statistics.
+        process_group: Process group; None for the default group.
+        device: Device of parameters and running statistics.
+        dtype: Dtype of parameters and running statistics.
         bias: If False, learn no bias.
 
     Raises:
