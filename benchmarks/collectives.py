@@ -21,17 +21,14 @@ from benchmarks.results import CaseResult, Measure
 from benchmarks.stats import scaled
 from gradwire import shm
 
-__all__ = ["BENCHMARK", "Case", "measure", "prepared_all_reduce"]
+__all__ = ["BENCHMARK", "Case", "measure"]
 
 GLOO = "Gloo"
 INSIDE = "gradwire in the segment"
-PREPARED, PREPARED_INSIDE = "gradwire prepared", "gradwire prepared in the segment"
 BARE, BARE_INSIDE = "bare passes", "bare passes in the segment"
 KINDS = {
     "ordinary tensors": (OURS, BARE),
     "in the segment": (INSIDE, BARE_INSIDE),
-    "prepared, ordinary tensors": (PREPARED, BARE),
-    "prepared, in the segment": (PREPARED_INSIDE, BARE_INSIDE),
 }
 """For each measure which of ours it is of, and which bare passes it is compared with."""
 SAMPLE_BYTES = 16 << 20
@@ -80,10 +77,7 @@ def _measure_case(case: Case, rounds: int, ours: ProcessGroup, theirs: ProcessGr
     count = max(1, case.nbytes // 4 // world_size) * world_size if case.nbytes > 4 else 1
     repeats = max(1, min(MOST_REPEATS, SAMPLE_BYTES // case.nbytes))
     steps, results = {}, {}
-    contenders = [(OURS, ours), (INSIDE, ours), (GLOO, theirs)]
-    if case.op == "all_reduce":
-        contenders += [(PREPARED, ours), (PREPARED_INSIDE, ours)]
-    for name, group in contenders:
+    for name, group in ((OURS, ours), (INSIDE, ours), (GLOO, theirs)):
         results[name], call = _checked_call(name, case.op, group, count)
         steps[name] = repeated(call, repeats)
     for name, result in results.items():
@@ -97,11 +91,8 @@ def _measure_case(case: Case, rounds: int, ours: ProcessGroup, theirs: ProcessGr
     micro = scaled(seconds, 1e6 / repeats)
     measures = []
     for kind, (name, least) in KINDS.items():
-        if name in micro:
-            samples = {OURS: micro[name], GLOO: micro[GLOO]}
-            measures.append(
-                Measure.of(kind, "µs", samples | ({BARE: micro[least]} if bare else {}))
-            )
+        samples = {OURS: micro[name], GLOO: micro[GLOO]}
+        measures.append(Measure.of(kind, "µs", samples | ({BARE: micro[least]} if bare else {})))
     return CaseResult(case.name, _prediction(case), rounds, measures)
 
 
@@ -109,26 +100,13 @@ def _checked_call(
     name: str, op: str, group: ProcessGroup, count: int
 ) -> tuple[Tensor, Callable[[], object]]:
     """A contender's call of an operation, and all that one call leaves in its tensors."""
-    inside = name in (INSIDE, PREPARED_INSIDE)
+    inside = name == INSIDE
     tensors = [
         shm.empty(n, dtype=torch.float32, group=group) if inside else torch.empty(n)
         for n in (count, max(1, count // group.size()), count)
     ]
     call: Callable[[], object] = partial(OPERATIONS[op], group, *tensors)
-    if name in (PREPARED, PREPARED_INSIDE):
-        call = prepared_all_reduce(tensors[0], group)
     return _checked(call, tensors), call
-
-
-def prepared_all_reduce(tensor: Tensor, group: ProcessGroup | None = None) -> Callable[[], None]:
-    """An all_reduce that is prepared: it begins, and is waited for at once."""
-    total = shm.all_reduce_init(tensor, group=group)
-
-    def call() -> None:
-        total.start()
-        total.wait()
-
-    return call
 
 
 def _checked(call: Callable[[], object], tensors: Sequence[Tensor]) -> Tensor:

@@ -1,4 +1,4 @@
-"""all_reduce on shm, ordinary and prepared, and under MPIs, one per environment, alternating.
+"""all_reduce on shm and under MPIs, one per environment, alternating.
 
 The environment variable MPI_ENVIRONMENTS names virtual environments with mpi4py and an MPI:
 "Open MPI=PATH:Intel MPI=PATH".
@@ -19,7 +19,6 @@ import torch.distributed as dist
 
 from benchmarks.alternate import OURS, alternate, order
 from benchmarks.benchmark import Benchmark
-from benchmarks.collectives import prepared_all_reduce
 from benchmarks.launch import launch
 from benchmarks.options import Options
 from benchmarks.progress import say
@@ -29,7 +28,6 @@ from gradwire import shm
 
 __all__ = ["BENCHMARK", "Case", "measure"]
 
-PREPARED = "prepared"
 LAUNCHES = 4
 WARMUP = 3
 SECONDS = 120
@@ -44,7 +42,7 @@ PREDICTION = (
     "The MPIs copy into shared memory and out of it, and read from one array and write to another. "
     "gradwire reduces where the tensor lies, from 1 MB on with as few passes as there can be; for "
     "short messages, Python's steps cost more than the rest, torch.distributed's more than half of "
-    "them: an all_reduce that is prepared once goes without those."
+    "them."
 )
 
 Samples = dict[int, list[float]]
@@ -74,8 +72,7 @@ def measure(cases: Sequence[Case], options: Options) -> list[CaseResult]:
     for entry in filter(None, os.environ.get("MPI_ENVIRONMENTS", "").split(":")):
         name, _, path = entry.partition("=")
         contenders[name] = partial(_mpi, name, Path(path), sizes, options)
-    names = [*contenders, PREPARED]
-    taken: dict[str, Samples] = {name: {size: [] for size in sizes} for name in names}
+    taken: dict[str, Samples] = {name: {size: [] for size in sizes} for name in contenders}
     for number in range(LAUNCHES):
         for name in order(list(contenders), number):
             say(f"{name}, launch {number + 1} of {LAUNCHES}")
@@ -87,12 +84,7 @@ def measure(cases: Sequence[Case], options: Options) -> list[CaseResult]:
 
 def _result(case: Case, taken: dict[str, Samples], options: Options) -> CaseResult:
     seconds = {name: samples[case.nbytes] for name, samples in taken.items()}
-    ordinary = scaled(seconds, 1e6)
-    prepared = ordinary.pop(PREPARED)
-    measures = [
-        Measure.of("time", "µs", ordinary),
-        Measure.of("time, prepared", "µs", {**ordinary, OURS: prepared}),
-    ]
+    measures = [Measure.of("time", "µs", scaled(seconds, 1e6))]
     return CaseResult(case.name, PREDICTION, LAUNCHES * options.rounds, measures)
 
 
@@ -101,14 +93,12 @@ def _ours(sizes: Sequence[int], options: Options) -> dict[str, Samples]:
 
 
 def _time(sizes: Sequence[int], rounds: int) -> dict[str, Samples]:
-    taken: dict[str, Samples] = {OURS: {}, PREPARED: {}}
-    steps: dict[str, Callable[[], object]]
+    taken: Samples = {}
     for size in sizes:
         tensor = shm.empty(size // 4, dtype=torch.float32).zero_()
-        steps = {OURS: partial(dist.all_reduce, tensor), PREPARED: prepared_all_reduce(tensor)}
-        for kind, seconds in alternate(steps, rounds, warmup=WARMUP).items():
-            taken[kind][size] = seconds
-    return taken
+        steps = {OURS: partial(dist.all_reduce, tensor)}
+        taken[size] = alternate(steps, rounds, warmup=WARMUP)[OURS]
+    return {OURS: taken}
 
 
 def _mpi(

@@ -71,12 +71,6 @@ def fails_in_received(x, group):
     dist.irecv(x, group_src=1, group=group).wait()
 
 
-def fails_prepared(x, group):
-    prepared = gradwire.shm.all_reduce_init(x, group=group)
-    prepared.start()
-    prepared.wait()
-
-
 CALLS = {
     "all_reduce": lambda x, group: dist.all_reduce(x, group=group),
     "barrier": lambda x, group: dist.barrier(group),
@@ -85,7 +79,6 @@ CALLS = {
     "wait": fails_in_wait,
     "future": fails_in_future,
     "wait of a receive": fails_in_received,
-    "prepared": fails_prepared,
 }
 
 

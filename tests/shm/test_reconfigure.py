@@ -11,13 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import gradwire.shm
 from gradwire._torch import PYTHON_BACKENDS
 from gradwire.errors import (
     ArgumentError,
     BrokenGroupError,
     CollectiveTimeoutError,
-    DistributedError,
     PeerFailedError,
     PeerLostError,
 )
@@ -151,34 +149,3 @@ def through_torch(path):
 @pytest.mark.skipif(not PYTHON_BACKENDS, reason="this torch has no enable_reconfigure")
 def test_through_torch_distributed(tmp_path):
     run_ranks(through_torch, 2, timeout=60, args=(str(tmp_path / "store"),))
-
-
-def prepared_before(count):
-    group, handles = made()
-    formed(group, 1, handles)
-    rank = dist.get_rank()
-    x = torch.empty(count)
-    prepared = gradwire.shm.all_reduce_init(x, group=group)
-
-    def run():
-        x.fill_(10.0**rank)
-        prepared.start()
-        prepared.wait()
-        assert x.eq(11.0).all()
-
-    run()
-    prepared.start()  # of what begins before, nothing is left
-    formed(group, 2, [handles[1], handles[0]])
-    with pytest.raises(DistributedError):
-        prepared.wait()
-    for _ in range(2):
-        run()
-    assert total(group) == 11
-    group.shutdown()
-    with pytest.raises(BrokenGroupError, match="destroyed"):
-        prepared.start()
-
-
-@pytest.mark.parametrize("count", [7, 100_000, 500_000])
-def test_what_was_prepared_goes_on_with_the_new_members(count):
-    run_ranks(prepared_before, 2, backend="gloo", timeout=30, args=(count,))

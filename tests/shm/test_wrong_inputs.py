@@ -64,7 +64,6 @@ def mistakes():
         (lambda: dist.all_gather_into_tensor(torch.ones(8), freed), ArgumentError, "no memory"),
         (lambda: group.send([freed], 1 - dist.get_rank()), ArgumentError, "no memory"),
         (lambda: group.recv([freed], 1 - dist.get_rank()), ArgumentError, "no memory"),
-        (lambda: gradwire.shm.all_reduce_init(freed), ArgumentError, "no memory"),
         (
             lambda: group.allreduce([torch._efficientzerotensor(4)]),
             ArgumentError,

@@ -3,13 +3,10 @@
 from gradwire._torch import warn_if_untested
 from gradwire.shm.hierarchy.mpi import mpi_engine
 from gradwire.shm.hierarchy.options import Options
-from gradwire.shm.persistent import PersistentAllReduce, all_reduce_init
 from gradwire.shm.register import empty, is_available, register, shares_memory, teams
 
 __all__ = [
     "Options",
-    "PersistentAllReduce",
-    "all_reduce_init",
     "empty",
     "is_available",
     "mpi_engine",

@@ -11,7 +11,7 @@ from torch.distributed import ReduceOp
 
 from gradwire.errors import ArgumentError
 
-__all__ = ["HALF", "LINEAR", "OPS", "SUM", "check_reduction", "number_of", "reduce_into", "reducer"]
+__all__ = ["HALF", "OPS", "SUM", "check_reduction", "number_of", "reduce_into", "reducer"]
 
 
 def number_of(op: object) -> int:
@@ -34,8 +34,8 @@ OPS: dict[int, Callable[..., Tensor]] = {
 
 SUM = number_of(ReduceOp.SUM)
 _AVG = number_of(ReduceOp.AVG)
-LINEAR = {SUM, _AVG}
-_ROUNDING = {*LINEAR, number_of(ReduceOp.PRODUCT)}
+_LINEAR = {SUM, _AVG}
+_ROUNDING = {*_LINEAR, number_of(ReduceOp.PRODUCT)}
 _BITWISE = {number_of(ReduceOp.BAND), number_of(ReduceOp.BOR), number_of(ReduceOp.BXOR)}
 _ORDERED = {number_of(ReduceOp.MIN), number_of(ReduceOp.MAX)}
 _PRODUCT = number_of(ReduceOp.PRODUCT)

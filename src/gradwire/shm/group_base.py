@@ -28,7 +28,7 @@ from gradwire.shm.links import Kind, Message
 from gradwire.shm.mailbox import Mailbox
 from gradwire.shm.operation_queue import Queue
 from gradwire.shm.outgoing import Outgoing
-from gradwire.shm.prepared_operations import PreparedOperations
+from gradwire.shm.submission import Submission
 from gradwire.shm.sync import Deadline
 
 __all__ = ["GroupBase"]
@@ -37,7 +37,7 @@ _GROUPS: WeakSet[GroupBase] = WeakSet()
 """All groups of this process, for the handlers of its fork and its exit."""
 
 
-class GroupBase(PreparedOperations):
+class GroupBase(Submission):
     """One rank of a group, without its operations; usable after `_join`."""
 
     _known: KnownCalls | None = None  # none where ranks share no memory
@@ -161,8 +161,6 @@ class GroupBase(PreparedOperations):
         incoming = self._incoming[peer]
         if message.kind == Kind.WAKE:
             return incoming.wake
-        if message.kind == Kind.PROGRESS:
-            return self._queue.run_held
         incoming.add_rest(message)
         return incoming.look
 

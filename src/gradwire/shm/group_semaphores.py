@@ -20,10 +20,6 @@ much but for 3 ranks (46). Where the kernel gives the core back at once, it cost
 _POLL_SECONDS = 0.05
 
 
-def _do_nothing(_: int) -> None:
-    pass
-
-
 class Semaphores:
     """The semaphores of a group, as one rank uses them: one for each ordered pair of ranks.
 
@@ -37,7 +33,6 @@ class Semaphores:
     Attributes:
         waited: For each peer whose post was not there within some µs, for how many ns this rank
             waited for it; whoever reads it puts an empty one in its place.
-        before_sleep: Called before each sleep, with the peer whose post is missing.
     """
 
     def __init__(
@@ -47,7 +42,6 @@ class Semaphores:
         self._placement = placement
         self._glances = min(spins, _GLANCES)
         self.waited: dict[int, int] = {}
-        self.before_sleep: Callable[[int], None] = _do_nothing
         self._from = [self._at(peer, rank) for peer in range(size)]
         # what runs for each short operation is here without a call of a method in between
         self._post, self._try = libraries()[0].sem_post, libraries()[0].sem_trywait
@@ -123,7 +117,6 @@ class Semaphores:
         semaphore, since = self._from[peer], time.perf_counter_ns()
         try:
             while not semaphore.spin():
-                self.before_sleep(peer)
                 if semaphore.sleep(_POLL_SECONDS):
                     break
                 poll(missing)

@@ -16,37 +16,11 @@ from torch.distributed import ReduceOp
 
 from gradwire.errors import CheckedMismatchError, MismatchError
 
-__all__ = [
-    "DTYPES",
-    "INLINE",
-    "LOCATION_BYTES",
-    "NUMBERS",
-    "PRIVATE",
-    "TABLES_AT",
-    "UNEVEN",
-    "Call",
-    "Location",
-    "check_consistent",
-    "compared",
-    "header_bytes",
-    "is_deferred",
-    "located",
-    "location_of",
-    "packed",
-    "read",
-    "write",
-    "write_location",
-    "write_mark",
-    "write_resumed",
-]
-
-_FIXED = struct.Struct("<11q")
+_FIXED = struct.Struct("<10q")
 _COMPARED = 7 * 8  # bytes that must be equal: six numbers that describe the call, and its mark
 _MARK = 6 * 8
-_LOCATION = struct.Struct("<3q")
+_LOCATION = struct.Struct("<2q")
 _LOCATION_AT = _FIXED.size - _LOCATION.size
-_DEFERRED = struct.Struct("<q")
-_DEFERRED_AT = _FIXED.size - _DEFERRED.size
 LOCATION_BYTES = _LOCATION.size
 """Of where a rank's data lies, at the end of a header without tables."""
 TABLES_AT = _FIXED.size // 8
@@ -104,13 +78,10 @@ class Location(NamedTuple):
             `PRIVATE` for data in memory that the rank does not share.
         offset: Bytes from the region's start; for private data, the index in `RINGS` of the ring
             that the rank asks for.
-        deferred: 1 as long as the rank goes on with the call only when it waits for it, or is told
-            that another does; else 0.
     """
 
     region: int
     offset: int = 0
-    deferred: int = 0
 
 
 INLINE, PRIVATE = -1, -2
@@ -141,16 +112,6 @@ def packed(call: Call, location: Location) -> bytes:
 def write_location(buffer: memoryview, location: Location) -> None:
     """Put into a header where the data lies."""
     _LOCATION.pack_into(buffer, _LOCATION_AT, *location)
-
-
-def is_deferred(buffer: memoryview) -> bool:
-    """Whether a rank has put its call off, for now."""
-    return bool(_DEFERRED.unpack_from(buffer, _DEFERRED_AT)[0])
-
-
-def write_resumed(buffer: memoryview) -> None:
-    """Put into a header that the rank goes on with its call."""
-    _DEFERRED.pack_into(buffer, _DEFERRED_AT, 0)
 
 
 def write_mark(buffer: memoryview, mark: int) -> None:

@@ -7,16 +7,13 @@ of 1 MiB.
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
 from gradwire.recorder import Entry
 from gradwire.shm.arithmetic import reducer
-from gradwire.shm.group_state import UPFRONT_BYTES, GroupState
+from gradwire.shm.group_state import GroupState
 from gradwire.shm.header import Call
-from gradwire.shm.operation_queue import Job
 from gradwire.shm.reduce_algorithms import place, reduce_placed
 
 __all__ = ["Key", "KnownCall", "KnownCalls"]
@@ -37,26 +34,18 @@ class _Short:
         like: The recorder's entry of an earlier call.
     """
 
-    __slots__ = ("_collect", "_reduce", "_show", "like")
+    __slots__ = ("_exchange", "_reduce", "like")
 
     def __init__(self, state: GroupState, key: Key) -> None:
         shape, dtype, op = key
         call = Call("all_reduce", dtype, shape.numel(), op)
-        self._show, self._collect = state.prepared(call, shape)
+        self._exchange = state.short_exchange(call, shape)
         self._reduce = reducer(op, state.size)
         self.like: Entry | None = None
 
     def __call__(self, tensor: Tensor) -> None:
         """Reduce a tensor, as a job of the group."""
-        self._show(tensor)
-        self._reduce(tensor, self._collect())
-
-    def halves(self, tensor: Tensor) -> tuple[Job, Job]:
-        """The same as two jobs: what the other ranks wait for, and what waits for them."""
-        return partial(self._show, tensor), partial(self._finish, tensor)
-
-    def _finish(self, tensor: Tensor) -> None:
-        self._reduce(tensor, self._collect())
+        self._reduce(tensor, self._exchange(tensor))
 
 
 class _Long:
@@ -70,36 +59,18 @@ class _Long:
         like: The recorder's entry of an earlier call.
     """
 
-    __slots__ = ("_call", "_meet", "_show", "_state", "like")
+    __slots__ = ("_announce", "_call", "_state", "like")
 
     def __init__(self, state: GroupState, key: Key) -> None:
         shape, dtype, op = key
         self._state, self._call = state, Call("all_reduce", dtype, shape.numel(), op)
-        self._show, self._meet = state.announcing(self._call)
+        self._announce = state.announcer(self._call)
         self.like: Entry | None = None
 
     def __call__(self, tensor: Tensor) -> None:
         """Reduce a tensor, as a job of the group."""
         flat = tensor.view(-1)
-        self._show(place(self._state, flat))
-        self._finish(flat)
-
-    def halves(self, tensor: Tensor) -> tuple[Job, Job] | None:
-        """The same as two jobs, if the second may be put off until a rank waits for it.
-
-        Else a thread goes on with it, while its rank computes: to wake that takes 30 µs, and an
-        all_reduce of 1 MiB from 40 on. Longer ones may go through slots, and would keep others
-        waiting at each.
-        """
-        if tensor.nbytes > UPFRONT_BYTES[0]:
-            return None
-        return partial(self._begin, tensor), partial(self._finish, tensor)
-
-    def _begin(self, flat: Tensor) -> None:
-        self._show(place(self._state, flat)._replace(deferred=1))
-
-    def _finish(self, flat: Tensor) -> None:
-        self._meet()
+        self._announce(place(self._state, flat))
         reduce_placed(self._state, self._call, flat)
 
 
@@ -123,12 +94,11 @@ class KnownCalls:
     def meet(self, key: Key) -> KnownCall | None:
         """Prepare a kind of calls that is not yet, if this is not the first of them."""
         if key in self._of:
-            return self.make(key)
+            return self._make(key)
         self._keep(key, None)
         return None
 
-    def make(self, key: Key) -> KnownCall | None:
-        """Prepare a kind of calls, unless they have no data."""
+    def _make(self, key: Key) -> KnownCall | None:
         nbytes = _nbytes(key)
         if not nbytes:
             return None

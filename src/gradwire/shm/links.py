@@ -50,7 +50,6 @@ class Kind(IntEnum):
     FAILED = 3  # an operation failed at the sender; data: its error; number: whether it lost a peer
     LEFT = 4  # the sender left the group in order
     WAKE = 5  # a slot of the sender's ring was filled, and no thread was listening
-    PROGRESS = 6  # the sender waits for an operation that this rank has put off
 
 
 @dataclass

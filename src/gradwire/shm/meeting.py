@@ -10,13 +10,12 @@ import ctypes
 import socket
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from gradwire.errors import CollectiveTimeoutError, DistributedError, MismatchError
+from gradwire.errors import CollectiveTimeoutError, MismatchError
 from gradwire.shm.group_segment import form
 from gradwire.shm.header import (
     INLINE,
@@ -26,7 +25,6 @@ from gradwire.shm.header import (
     Location,
     check_consistent,
     compared,
-    is_deferred,
     located,
     location_of,
     packed,
@@ -34,9 +32,8 @@ from gradwire.shm.header import (
     write,
     write_location,
     write_mark,
-    write_resumed,
 )
-from gradwire.shm.links import Kind, Links, Message, Receive
+from gradwire.shm.links import Links, Receive
 from gradwire.shm.rendezvous import process_of
 from gradwire.shm.sync import Deadline, spins_for
 
@@ -91,7 +88,6 @@ class Meeting:
         self._post_all, self._wait_for_all = self._semaphores.barrier(
             self._others, self._check_peers
         )
-        self._semaphores.before_sleep = self._request_progress
         self._inline = segment.inline
         self.inline_bytes = segment.inline[0][0].numel()
         self._parity = self._mark = 0
@@ -132,19 +128,15 @@ class Meeting:
         # a root's tables are not those of the other ranks, which `check_consistent` is told by it
         self._meet(tables=bool(call.sends) and (call.numel != UNEVEN or self.size == 1))
 
-    def prepared(
-        self, call: Call, shape: torch.Size
-    ) -> tuple[Callable[[Tensor], None], Callable[[], list[Tensor]]]:
-        """`announce` of a call with short data beside its header, again and again, in two halves.
+    def short_exchange(self, call: Call, shape: torch.Size) -> Callable[[Tensor], list[Tensor]]:
+        """Return a function that runs `announce` with short data, for a call that is repeated.
 
         Args:
-            call: Without tables.
-            shape: Of the data, which takes up to `inline_bytes`.
+            call: Call without tables.
+            shape: Shape of the data, which takes up to `inline_bytes`.
 
         Returns:
-            A function that is given this rank's data, and waits for nobody: the other ranks need no
-            more of this one. And one that waits for them, compares, and returns all ranks' data;
-            no other collective comes between the two.
+            Function that takes this rank's data and returns all ranks' data.
         """
         header, rank = packed(call, Location(INLINE)), self.rank
         nbytes = call.numel * call.dtype.itemsize
@@ -158,13 +150,13 @@ class Meeting:
         post, wait, shown = self._post_all, self._wait_for_all, self._shown
         parts, size = self._compared, self.size
 
-        def show(tensor: Tensor) -> None:
+        def exchange(tensor: Tensor) -> list[Tensor]:
             self._next(call.kind)
             parity = self._parity
-            # two thirds of the time that torch's `copy_` takes for short data
+            # memmove takes two thirds of the time of torch's `copy_` for short data
             move(data[parity], tensor.data_ptr(), nbytes)
             if shown[parity] is not header or self._mark:
-                # else it stays in the caches of those who read it
+                # an unchanged header is not written: it stays in the readers' caches
                 buffer, shown[parity] = own[parity], None
                 buffer[:] = header
                 if self._mark:
@@ -173,27 +165,23 @@ class Meeting:
                 else:
                     shown[parity] = header
             post()
-
-        def collect() -> list[Tensor]:
             wait()
-            parity = self._parity
             if parts[parity].count(parts[parity][rank]) != size:
                 self._check_consistent(tables=False)
             return halves[parity]
 
-        return show, collect
+        return exchange
 
-    def announcing(self, call: Call) -> tuple[Callable[[Location], None], Callable[[], None]]:
-        """`announce` of a call without tables or data beside its header, again and again.
+    def announcer(self, call: Call) -> Callable[[Location], None]:
+        """Return a function that runs `announce` with a location, for a call that is repeated.
 
-        Returns:
-            A function that is given the location, and waits for nobody; and one that waits for the
-            other ranks, and compares.
+        Args:
+            call: Call without tables and without data beside its header.
         """
         start, rank = packed(call, Location(INLINE))[:-LOCATION_BYTES], self.rank
         own = [half[rank] for half in self._headers]
 
-        def show(location: Location) -> None:
+        def announce(location: Location) -> None:
             self._next(call.kind)
             buffer, self._shown[self._parity] = own[self._parity], None
             buffer[: len(start)] = start
@@ -201,14 +189,9 @@ class Meeting:
             if self._mark:
                 write_mark(buffer, self._mark)
                 self._mark = 0
-            self._post_all()
+            self._meet(tables=False)
 
-        def meet() -> None:
-            write_resumed(own[self._parity])
-            self._wait_for_all()
-            self._compare(tables=False)
-
-        return show, meet
+        return announce
 
     def _next(self, kind: str) -> None:
         self._kind = kind
@@ -219,10 +202,8 @@ class Meeting:
         """Called as a collective begins, when all ranks are done with the one before the last."""
 
     def _meet(self, *, tables: bool) -> None:
-        self.sync()
-        self._compare(tables=tables)
-
-    def _compare(self, *, tables: bool) -> None:
+        self._post_all()
+        self._wait_for_all()
         # less than 1 µs, and any mismatch is the same error on all ranks, before data moves
         parts = self._compared[self._parity]
         fit = self.alike = parts.count(parts[self.rank]) == self.size
@@ -239,14 +220,6 @@ class Meeting:
     def is_agreed(self, error: MismatchError) -> bool:
         """Whether all ranks raise an error: not one that a signal's handler has raised here."""
         return self._mismatch is not None and error is self._mismatch()
-
-    def _request_progress(self, peer: int) -> None:
-        """Tell a rank that this one waits for it, if it has put the present operation off."""
-        # if it has not announced that, what is told of an earlier one does no harm
-        if is_deferred(self._headers[self._parity][peer]):
-            with suppress(DistributedError):  # a full connection: told again before long; a lost
-                # peer: `_check_peers` raises
-                self.links.send(peer, Message(Kind.PROGRESS), Deadline(0))
 
     def call_of(self, rank: int) -> Call:
         """What a rank calls, as announced; of gather and scatter."""

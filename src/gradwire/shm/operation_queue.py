@@ -3,67 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from enum import Enum
-from functools import partial
+from collections.abc import Callable
 from queue import SimpleQueue
 
-from torch import Tensor
-
 from gradwire.errors import BrokenGroupError, NotSupportedError
-from gradwire.recorder import Entry
 from gradwire.shm.sync import main_thread_awaits
 from gradwire.shm.work import ShmWork
 
-__all__ = ["Job", "Prepared", "Queue", "Stage"]
-
 Job = Callable[[], None]
 _DESTROYED = "the group was destroyed on this rank: make a new one"
-
-
-class Stage(Enum):
-    """How far a run of a prepared operation has come, as far as this rank knows for sure."""
-
-    IDLE = 0  # nothing was done
-    BEGUN = 1  # other ranks may have seen it
-    REFUSED = 2  # on all ranks, as their calls differ
-    ENDED = 3
-
-
-@dataclass(slots=True)
-class Prepared:
-    """An operation that is run again and again.
-
-    Args:
-        job: What it does.
-        tensors: What it fills.
-        halves: Its two halves, unless the group's thread runs it: what is run when it is begun, and
-            waits for nobody; and the rest, which is run by who waits for it, unless others come in
-            between or another rank asks for it.
-        queued: Runs what is left of it in the group's thread.
-        failed: Called with an exception that leaves open how far it has come.
-        state: The group's, of which a group that is formed again has another.
-        op: Number of the reduce op.
-        entry: The recorder's of the present run.
-        like: The recorder's of an earlier run, as it was begun.
-        work: The handle of the present run, if a thread has or gets it.
-        left: What is left to be run of the present run.
-        stage: Of the present run.
-    """
-
-    job: Job
-    tensors: Sequence[Tensor]
-    halves: tuple[Job, Job] | None
-    queued: Callable[[Prepared], None]
-    failed: Callable[[BaseException], None]
-    state: object
-    op: int
-    entry: Entry | None = None
-    like: Entry | None = None
-    work: ShmWork | None = None
-    left: Job | None = None
-    stage: Stage = Stage.IDLE
 
 
 class Queue:
@@ -84,7 +32,6 @@ class Queue:
         self._jobs: SimpleQueue[tuple[Job, ShmWork] | None] = SimpleQueue()
         self._inline_in = 0  # the thread that runs an operation it submitted; 0 for none
         self._closed = False
-        self._held: Prepared | None = None
         self._current: ShmWork | None = None  # of the job that the thread runs
         # not only for the first job: an exception of a signal's handler amid `Thread.start` leaves
         # open whether the thread runs
@@ -124,65 +71,12 @@ class Queue:
             self.leave()
             self._check_open()
 
-    def hold(self, prepared: Prepared, first: Job) -> bool:
-        """Run an operation's first half, if nothing is before it; whether it was run.
-
-        What is left of it is kept for `take`, or for the thread once there are others.
-
-        Raises:
-            BrokenGroupError, NotSupportedError: As of `submit`.
-        """
-        with self._order:
-            if not self._is_free():
-                return False
-            # with the lock, nobody else begins to run one
-            self._inline_in = threading.get_ident()
-            try:
-                if self._closed:  # by a signal handler, until a line ago
-                    raise BrokenGroupError(_DESTROYED)
-                if self._submitted != self._ended:  # by one, too
-                    return False
-                self._run_first(prepared, first)
-            finally:
-                self._inline_in = 0
-        return True
-
-    def _run_first(self, prepared: Prepared, first: Job) -> None:
-        try:
-            self._held, prepared.stage = prepared, Stage.BEGUN
-            first()
-        except BaseException as error:
-            self._held = None
-            prepared.failed(error)
-            raise
-
-    def has(self, prepared: Prepared) -> bool:
-        """Whether an operation is kept for `take`, or the thread has it."""
-        with self._order:  # in which the one becomes the other
-            in_thread = prepared.work is not None and not prepared.work.is_done()
-            return in_thread or self._held is prepared
-
     def _is_free(self) -> bool:
         """Whether no operation is before another one; with the lock held."""
         if self._closed or self._inline_in:
             self._check_open()
             return False
-        # what the thread holds, it could not run when another rank asks for it
-        return self._submitted == self._ended and self._held is None and not self._is_threads()
-
-    def take(self, prepared: Prepared) -> bool:
-        """`enter` for an operation if it is held; whether it is."""
-        with self._order:
-            if self._held is not prepared:
-                return False
-            # first: a signal handler that runs later may call no operation, and where it raises,
-            # this one is still held
-            self._enter()
-            if self._held is not prepared:  # one that ran earlier did
-                self.leave()
-                return False
-            self._held = prepared.work = None
-        return True
+        return self._submitted == self._ended and not self._is_threads()
 
     def submit(self, job: Job, work: ShmWork) -> ShmWork:
         """Run a job in its turn.
@@ -193,8 +87,9 @@ class Queue:
         """
         with self._order:
             self._check_open()
-            self._enqueue_held()
-            self._enqueue(job, work)
+            self._submitted += 1
+            work.submitted = True  # first: what an exception interrupts may have been put there
+            self._jobs.put((job, work))
         self.run_in_thread(until=work)
         return work
 
@@ -205,33 +100,6 @@ class Queue:
         """
         if self._is_threads():
             self._run(until)
-
-    def run_held(self) -> None:
-        """Another rank waits for what is held: let the thread run it."""
-        # the lock may be held by one that waits for other ranks: they ask again before long
-        if self._order.acquire(blocking=False):
-            try:
-                self._enqueue_held()
-            finally:
-                self._order.release()
-
-    def _enqueue_held(self) -> None:
-        held = self._held
-        if held is None:
-            return
-        held.work = work = ShmWork(held.tensors)
-        try:
-            self._held = None
-            self._enqueue(partial(held.queued, held), work)
-        except BaseException as error:  # a signal handler's
-            held.failed(error)
-            work.finish(error)
-            raise
-
-    def _enqueue(self, job: Job, work: ShmWork) -> None:
-        self._submitted += 1
-        work.submitted = True  # first: what an exception interrupts may have been put there
-        self._jobs.put((job, work))
 
     def _check_open(self) -> None:
         self.check_not_inside()
@@ -265,8 +133,7 @@ class Queue:
     def close(self) -> None:
         """Refuse new jobs, let the submitted ones end, then the thread; not from within a job."""
         with self._order:
-            # where other ranks wait for what was held, they learn that this one has left
-            self._closed, self._held = True, None
+            self._closed = True
         with self._running:
             pass  # wait for an operation that runs in a caller's thread
         self._jobs.put(None)

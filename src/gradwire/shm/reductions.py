@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,11 +19,10 @@ from torch.distributed.distributed_c10d import (
 
 from gradwire.errors import ArgumentError
 from gradwire.shm import sparse
-from gradwire.shm.arithmetic import LINEAR, SUM, check_reduction, number_of
+from gradwire.shm.arithmetic import SUM, check_reduction, number_of
 from gradwire.shm.group_base import GroupBase
 from gradwire.shm.header import NUMBERS, Call
 from gradwire.shm.known_calls import KnownCall
-from gradwire.shm.operation_queue import Prepared
 from gradwire.shm.overlaps import share_memory
 from gradwire.shm.submission import UNOBSERVED
 from gradwire.shm.tensors import (
@@ -69,19 +67,6 @@ class Reductions(GroupBase):
             check_reduction(op, tensor.dtype)
             known = self._known.meet(key)
         return known
-
-    def prepare_all_reduce(self, tensor: Tensor, op: int) -> Prepared:
-        """Prepare an all_reduce of a contiguous tensor that `start` and `finish` run."""
-        if tensor.is_complex() and op in LINEAR:
-            tensor = torch.view_as_real(tensor)  # as dist.all_reduce does, which it is to fit
-        flat = tensor.detach().view(-1)
-        known = None
-        if self._known is not None and is_ordinary(flat):
-            known = self._known.make((flat.shape, flat.dtype, op))
-        call = Call("all_reduce", flat.dtype, flat.numel(), op)
-        job = partial(self._algorithms.reduce, call) if known is None else known
-        halves = None if known is None else known.halves(flat)
-        return self.prepare(partial(job, flat), [tensor], halves, op)
 
     def allreduce_sparse(self, tensors: list[Tensor], opts: Any = None) -> Work:
         """Every rank's sparse COO tensor becomes the sum over all ranks, coalesced.

@@ -25,11 +25,9 @@ from gradwire.recorder import ENDED, STARTED, WAITS, Entry, RecordedGroup, faile
 from gradwire.shm.group_state import GroupState
 from gradwire.shm.kept_errors import without_frames
 from gradwire.shm.known_calls import KnownCall
-from gradwire.shm.operation_queue import Job, Prepared, Queue
+from gradwire.shm.operation_queue import Job, Queue
 from gradwire.shm.tensors import aliases, flat_of, write_all_back
 from gradwire.shm.work import ShmWork, ended
-
-__all__ = ["UNOBSERVED", "Observed", "Observer", "Submission", "in_inference_mode"]
 
 Observed = tuple[str, int, int, Sequence[Sequence[Tensor]]]
 """A collective: its name among torch's operators, its root, the number of its reduce op, and its
@@ -111,7 +109,7 @@ class Submission:
         inputs = tensors if sources is None else sources
         entry = ring.begin(self._recorded, self._submitted, op, inputs, tensors)
         if any(map(Tensor.is_inference, tensors)):
-            job = partial(in_inference_mode, job)
+            job = partial(_in_inference_mode, job)
         return self._run_or_queue(job, tensors, opts, observed, entry)
 
     def _submit_known(
@@ -120,19 +118,17 @@ class Submission:
         """`_submit` for what is prepared for a kind of tensors and the reduce op of this number."""
         self.check_usable()
         self._submitted += 1
-        entry = self._record_again(known, tensors, "a known all_reduce")
+        entry = self._record_known(known, tensors)
         observed = ("allreduce_", 0, number, (tensors,))
         job = partial(known, self._kept(tensors, opts)[0])
         return self._run_or_queue(job, tensors, opts, observed, entry)
 
-    def _record_again(
-        self, prepared: KnownCall | Prepared, tensors: Sequence[Tensor], call: str
-    ) -> Entry | None:
-        if prepared.like is not None:
-            return ring.begin_again(prepared.like, self._submitted, call)
+    def _record_known(self, known: KnownCall, tensors: Sequence[Tensor]) -> Entry | None:
+        if known.like is not None:
+            return ring.begin_again(known.like, self._submitted, "a known all_reduce")
         entry = ring.begin(self._recorded, self._submitted, "all_reduce", tensors, tensors)
         if entry is not None and self._recorded.named:
-            prepared.like = entry.copy()
+            known.like = entry.copy()
         return entry
 
     def _run_or_queue(
@@ -148,7 +144,7 @@ class Submission:
         mark, own = self._take_mark(), opts.timeout.total_seconds()
         seconds = own if own > 0 else self._seconds
         wait = not opts.asyncOp
-        if wait and self._run_at_once(self._queue.enter, job, mark, seconds, entry):
+        if wait and self._run_at_once(job, mark, seconds, entry):
             return ended(tensors)
         work = ShmWork(tensors)
         try:
@@ -159,13 +155,11 @@ class Submission:
             self._release_if_left()
         return work
 
-    def _run_at_once(
-        self, enter: Callable[[], bool], job: Job, mark: int, seconds: float, entry: Entry | None
-    ) -> bool:
+    def _run_at_once(self, job: Job, mark: int, seconds: float, entry: Entry | None) -> bool:
         """Run an operation in this thread, if it may enter the queue; whether it was run."""
         self._queue.check_not_inside()
         try:
-            if not enter():
+            if not self._queue.enter():
                 return False
             self._run(job, mark, seconds, entry)
         finally:
@@ -283,7 +277,7 @@ class Submission:
             ) from self._broken
 
 
-def in_inference_mode(job: Job) -> None:
+def _in_inference_mode(job: Job) -> None:
     """Run a job that fills inference tensors: only so can they be written, and it is a thread's."""
     with torch.inference_mode():
         job()
