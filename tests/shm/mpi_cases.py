@@ -14,8 +14,8 @@ from mpi4py import MPI
 import gradwire.shm
 from gradwire.errors import ArgumentError, DistributedError, MismatchError, PeerLostError
 from gradwire.shm import Options
-from gradwire.shm.hierarchy import mpi_messages
-from gradwire.shm.hierarchy.mpi_messages import MpiEngine
+from gradwire.shm.hierarchy import mpi
+from gradwire.shm.hierarchy.mpi import MpiEngine
 from gradwire.shm.register import member_of
 from gradwire.testing import run_ranks
 
@@ -117,7 +117,7 @@ def test_communicators_are_freed():
 def out_of_order():
     """A send that nobody receives, and a receive that nobody sends to, as the group is left."""
     rank = dist.get_rank()
-    kept = len(mpi_messages._KEPT)
+    kept = len(mpi._KEPT)
     options = Options(host="AABB"[rank])
     group = dist.new_group(backend="shm", pg_options=options)
     engine = engine_of(group)
@@ -135,7 +135,7 @@ def out_of_order():
     # with the message under way, its number may not be another communicator's; some MPIs take what
     # is sent to where it will be received
     if rank:
-        assert (len(mpi_messages._KEPT) > kept) == (rank == 2)
+        assert (len(mpi._KEPT) > kept) == (rank == 2)
 
 
 def test_what_is_under_way_when_a_group_is_left():

@@ -12,8 +12,7 @@ import torch.distributed as dist
 import gradwire.shm
 from gradwire.errors import BrokenGroupError, DistributedError, PeerFailedError
 from gradwire.shm import segment
-from gradwire.shm.available_memory import check_available
-from gradwire.shm.cgroups import cores
+from gradwire.shm.limits import check_available, cores
 from gradwire.testing import run_ranks
 
 GIB = 1 << 30

@@ -14,8 +14,8 @@ from torch import nn
 from gradwire.errors import ArgumentError, CollectiveTimeoutError, MismatchError
 from gradwire.shm import sync
 from gradwire.shm.message_ring import MessageRing
+from gradwire.shm.regions import Ring
 from gradwire.shm.register import member_of
-from gradwire.shm.rings import Ring
 from gradwire.testing import run_ranks
 
 SECOND = timedelta(seconds=1)

@@ -19,9 +19,8 @@ from gradwire.errors import (
     PeerFailedError,
     PeerLostError,
 )
-from gradwire.shm.kept_errors import without_frames
 from gradwire.shm.register import member_of
-from gradwire.shm.work import ShmWork
+from gradwire.shm.work import ShmWork, without_frames
 from gradwire.testing import run_ranks
 
 

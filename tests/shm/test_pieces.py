@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 import gradwire.shm
 from gradwire.shm import group_state, reduce_algorithms
+from gradwire.shm.regions import RINGS
 from gradwire.shm.register import member_of
-from gradwire.shm.rings import RINGS
 from gradwire.testing import run_ranks
 
 BYTES = reduce_algorithms._UNCUT_BYTES

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire.shm import sync
-from gradwire.shm.placement import PLACE_BYTES, Placement
+from gradwire.shm.group_semaphores import PLACE_BYTES, Placement
 from gradwire.shm.register import member_of
 from gradwire.shm.sync import SEMAPHORE_BYTES, Semaphore, spins_beside
 from gradwire.testing import run_ranks

@@ -1,8 +1,8 @@
 """A process-group backend in shared memory within a host, and through an engine between hosts."""
 
 from gradwire._torch import warn_if_untested
+from gradwire.shm.hierarchy.engine import Options
 from gradwire.shm.hierarchy.mpi import mpi_engine
-from gradwire.shm.hierarchy.options import Options
 from gradwire.shm.register import empty, is_available, register, shares_memory, teams
 
 __all__ = [

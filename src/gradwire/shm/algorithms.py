@@ -8,6 +8,7 @@ memory, `hierarchy` for ranks on several hosts.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
 from torch import Tensor
@@ -15,8 +16,6 @@ from torch import Tensor
 from gradwire.shm import exchange_algorithms, reduce_algorithms, rooted, stream
 from gradwire.shm.group_state import GroupState
 from gradwire.shm.header import Call
-
-__all__ = ["Algorithms", "InSharedMemory"]
 
 
 class Algorithms(Protocol):
@@ -76,62 +75,12 @@ class InSharedMemory:
     """
 
     def __init__(self, state: GroupState) -> None:
-        self._state = state
-
-    def barrier(self, kind: str = "barrier") -> None:
-        """See `Algorithms`, as for all methods."""
-        exchange_algorithms.barrier(self._state, kind)
-
-    def broadcast(self, call: Call, flat: Tensor) -> None:
-        """See `Algorithms`."""
-        exchange_algorithms.broadcast(self._state, call, flat)
-
-    def broadcast_list(self, flats: Sequence[Tensor], root: int) -> None:
-        """See `Algorithms`."""
-        stream.broadcast(self._state, flats, root)
-
-    def exchange(
-        self,
-        call: Call,
-        outgoing: Sequence[Tensor],
-        incoming: Sequence[Tensor | None],
-        *,
-        base: Tensor | None = None,
-        shared: bool = False,
-    ) -> None:
-        """See `Algorithms`."""
-        exchange_algorithms.exchange(
-            self._state, call, outgoing, incoming, base=base, shared=shared
-        )
-
-    def exchange_blocks(
-        self,
-        kind: str,
-        outgoing: Sequence[Tensor],
-        incoming: Sequence[Tensor],
-        *,
-        base: Tensor | None = None,
-        shared: bool = False,
-    ) -> None:
-        """See `Algorithms`."""
-        exchange_algorithms.exchange_blocks(
-            self._state, kind, outgoing, incoming, base=base, shared=shared
-        )
-
-    def gather(self, root: int, source: Tensor, into: Sequence[Tensor]) -> None:
-        """See `Algorithms`."""
-        rooted.gather(self._state, root, source, into)
-
-    def scatter(self, root: int, blocks: Sequence[Tensor], out: Tensor) -> None:
-        """See `Algorithms`."""
-        rooted.scatter(self._state, root, blocks, out)
-
-    def reduce(self, call: Call, flat: Tensor) -> None:
-        """See `Algorithms`."""
-        reduce_algorithms.reduce(self._state, call, flat)
-
-    def reduce_scatter(
-        self, call: Call, blocks: Sequence[Tensor], out: Tensor, *, base: Tensor | None = None
-    ) -> None:
-        """See `Algorithms`."""
-        reduce_algorithms.reduce_scatter(self._state, call, blocks, out, base=base)
+        self.barrier = partial(exchange_algorithms.barrier, state)
+        self.broadcast = partial(exchange_algorithms.broadcast, state)
+        self.broadcast_list = partial(stream.broadcast, state)
+        self.exchange = partial(exchange_algorithms.exchange, state)
+        self.exchange_blocks = partial(exchange_algorithms.exchange_blocks, state)
+        self.gather = partial(rooted.gather, state)
+        self.scatter = partial(rooted.scatter, state)
+        self.reduce = partial(reduce_algorithms.reduce, state)
+        self.reduce_scatter = partial(reduce_algorithms.reduce_scatter, state)

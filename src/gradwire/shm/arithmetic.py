@@ -11,8 +11,6 @@ from torch.distributed import ReduceOp
 
 from gradwire.errors import ArgumentError
 
-__all__ = ["HALF", "OPS", "SUM", "check_reduction", "number_of", "reduce_into", "reducer"]
-
 
 def number_of(op: object) -> int:
     """The number that torch.distributed has for a reduce op."""

@@ -1,7 +1,7 @@
-"""Messages from one other rank, put together from its ring and the connection, in their order.
+"""Assembly of the messages from one other rank, from its ring and the connection, in their order.
 
-If a receive that matches was posted before, straight into its tensor. Used by one thread at a time,
-but for what says otherwise; see `Incoming`.
+A message goes straight into the tensor of a receive that was posted before it arrived. One thread
+at a time uses this, except where noted; see `Incoming`.
 """
 
 from __future__ import annotations
@@ -16,15 +16,70 @@ from torch import Tensor
 
 from gradwire.errors import CollectiveTimeoutError, DistributedError
 from gradwire.shm import segment
-from gradwire.shm.assembly import Assembly
 from gradwire.shm.header import DTYPES, NUMBERS
 from gradwire.shm.links import Links, Message
-from gradwire.shm.mailbox import Envelope, Mailbox
+from gradwire.shm.mailbox import Envelope, Mailbox, PostedReceive
 from gradwire.shm.message_ring import SLOT_BYTES, Head, MessageRing
 from gradwire.shm.outgoing import REST
 from gradwire.shm.work import ShmWork
 
-__all__ = ["Arrivals"]
+
+class Assembly:
+    """A message of which not all has arrived.
+
+    Args:
+        head: Of any of its pieces.
+
+    Attributes:
+        receive: The receive that takes it, once one is found.
+        arrived: How many of its bytes have arrived.
+        data: Where it is put together: the receive's tensor if that is possible, or memory of its
+            own; None before `place`.
+        address: Of `data`.
+    """
+
+    __slots__ = ("address", "arrived", "data", "dtype", "head", "nbytes", "receive")
+
+    def __init__(self, head: Head) -> None:
+        self.head, self.dtype = head, DTYPES[head.dtype]
+        self.nbytes = head.elements * self.dtype.itemsize
+        self.receive: PostedReceive | None = None
+        self.arrived = 0
+        self.data: Tensor | None = None
+        self.address = 0
+
+    def place(self) -> None:
+        """Decide where it is put together.
+
+        Raises:
+            DistributedError: There is no memory for it.
+        """
+        if self.place_in_receive():
+            return
+        elements = self.head.elements
+        try:
+            self._put_into(torch.empty(elements, dtype=self.dtype, device="cpu"))
+        except (RuntimeError, MemoryError) as error:  # torch raises either
+            raise DistributedError(
+                f"there is no memory for a message of {self.nbytes} bytes ({error})"
+            ) from error
+
+    def place_in_receive(self) -> bool:
+        """Put it together in its receive's tensor, if that is possible; whether it is."""
+        receive = self.receive
+        if receive is None or not receive.takes_in_place(self.dtype, self.head.elements):
+            return False
+        self._put_into(receive.tensor)
+        return True
+
+    def detach(self) -> None:
+        """Go on without the receive, as if it had not been posted."""
+        self.receive = None
+        if self.data is not None:
+            self._put_into(self.data.clone())
+
+    def _put_into(self, data: Tensor) -> None:
+        self.data, self.address = data, data.data_ptr()
 
 
 def _nothing() -> Tensor:

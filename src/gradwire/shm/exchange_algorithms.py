@@ -13,10 +13,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from gradwire.shm.copying import copy
+from gradwire.shm.copying import copy, overwrites
 from gradwire.shm.group_state import GroupState
 from gradwire.shm.header import INLINE, PRIVATE, Call, Location
-from gradwire.shm.overlaps import overwrites
 from gradwire.shm.pieces import (
     PIECE_BYTES,
     block_start,
@@ -26,8 +25,6 @@ from gradwire.shm.pieces import (
 )
 from gradwire.shm.regions import USERS
 from gradwire.shm.tensors import common_base
-
-__all__ = ["barrier", "broadcast", "exchange", "exchange_blocks", "exchange_through_slots"]
 
 
 def barrier(state: GroupState, kind: str = "barrier") -> None:

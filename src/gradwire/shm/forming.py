@@ -21,8 +21,6 @@ from torch.distributed import PrefixStore, Store
 
 from gradwire.errors import CollectiveTimeoutError, MismatchError, PeerLostError
 
-__all__ = ["Forming", "identity_of", "of_ranks"]
-
 _POLL = timedelta(seconds=0.5)
 _LINGER_S = 4 * _POLL.total_seconds()
 _MISMATCH = b"mismatch: "

@@ -16,8 +16,6 @@ from torch.distributed.distributed_c10d import BackendConfig, _world
 
 from gradwire._torch import PYTHON_BACKENDS
 
-__all__ = ["make_group", "with_shm"]
-
 
 def make_group(make: Callable[[str], tuple[Any, Any]], backend: str) -> tuple[Any, Any]:
     """Make a group with shm in place of Gloo, and keep the name that was asked for.

@@ -31,8 +31,6 @@ from gradwire.shm.outgoing import Outgoing
 from gradwire.shm.submission import Submission
 from gradwire.shm.sync import Deadline
 
-__all__ = ["GroupBase"]
-
 _GROUPS: WeakSet[GroupBase] = WeakSet()
 """All groups of this process, for the handlers of its fork and its exit."""
 

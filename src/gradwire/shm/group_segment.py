@@ -17,12 +17,9 @@ from torch import Tensor
 
 from gradwire.errors import CollectiveTimeoutError, DistributedError, PeerLostError
 from gradwire.shm import segment
-from gradwire.shm.group_semaphores import Semaphores
+from gradwire.shm.group_semaphores import PLACE_BYTES, Placement, Semaphores
 from gradwire.shm.header import TABLES_AT, header_bytes
-from gradwire.shm.placement import PLACE_BYTES, Placement
 from gradwire.shm.sync import SEMAPHORE_BYTES, Deadline
-
-__all__ = ["GroupSegment", "form"]
 
 _INLINE_BYTES, _LEAST = 512 << 10, 32 << 10
 """Of all ranks together, which each may read, and of one, at least. Data that travels with the

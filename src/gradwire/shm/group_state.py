@@ -21,11 +21,8 @@ from gradwire.shm.header import PRIVATE, Location
 from gradwire.shm.links import Kind, Message, Receive
 from gradwire.shm.meeting import Meeting
 from gradwire.shm.message_ring import RING_BYTES, MessageRing
-from gradwire.shm.regions import RING, STAGING, UPFRONT, Regions
-from gradwire.shm.rings import RINGS, Ring, ring_for
+from gradwire.shm.regions import MESSAGE_RING, RINGS, STAGING, UPFRONT, Regions, Ring, ring_for
 from gradwire.shm.sync import Deadline, spins_beside
-
-__all__ = ["UPFRONT_BYTES", "GroupState"]
 
 UPFRONT_BYTES = (1 << 20, 8 << 20, 32 << 20)
 """What upfront regions hold. Up to the first ordinary tensors are copied before the ranks meet,
@@ -204,12 +201,12 @@ class GroupState(Meeting):
     def make_ring(self, receiver: int) -> MessageRing:
         """The ring for this rank's messages to another."""
         deadline = Deadline(self._deadline.seconds)
-        memory = self._regions.allocate(RING_BYTES, self.links, deadline, RING + receiver)
+        memory = self._regions.allocate(RING_BYTES, self.links, deadline, MESSAGE_RING + receiver)
         return self._map_ring(memory, receiver, create=True)
 
     def find_ring(self, sender: int) -> MessageRing:
         """The ring for a peer's messages to this rank, which the peer has made."""
-        memory = self._regions.found(sender, RING + self.rank)
+        memory = self._regions.found(sender, MESSAGE_RING + self.rank)
         if memory.numel() != RING_BYTES:
             raise DistributedError(f"rank {sender} sent a ring of {memory.numel()} bytes")
         return self._map_ring(memory, sender, create=False)

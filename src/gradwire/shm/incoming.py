@@ -20,8 +20,6 @@ from gradwire.shm.message_ring import SLOTS, MessageRing
 from gradwire.shm.sync import Deadline
 from gradwire.shm.work import ShmWork, wait_until
 
-__all__ = ["Incoming"]
-
 _POLL_SECONDS = 0.05
 _AT_ONCE_SECONDS = 30e-6
 """Of these, torch takes 2 to 10 µs from a receive to its wait."""

@@ -16,8 +16,6 @@ from gradwire.shm.group_state import GroupState
 from gradwire.shm.header import Call
 from gradwire.shm.reduce_algorithms import place, reduce_placed
 
-__all__ = ["Key", "KnownCall", "KnownCalls"]
-
 Key = tuple[torch.Size, torch.dtype, int]
 """Of a kind of calls: the tensor's shape and dtype, the reduce op's number."""
 _KEPT = 256

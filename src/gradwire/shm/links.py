@@ -30,8 +30,6 @@ from gradwire.errors import (
 from gradwire.shm.segment import check_sealed
 from gradwire.shm.sync import Deadline
 
-__all__ = ["Kind", "Links", "Message", "Receive"]
-
 _HEAD = struct.Struct("<Biq")  # kind, tag, and a number that means what the kind says
 _FD_BYTES = array.array("i").itemsize
 _MAX_BYTES = 1 << 17

@@ -14,8 +14,6 @@ from torch import Tensor
 from gradwire.errors import DistributedError, MismatchError
 from gradwire.shm.work import ShmWork
 
-__all__ = ["Envelope", "Mailbox", "PostedReceive"]
-
 
 @dataclass(eq=False, slots=True)
 class Envelope:

@@ -37,8 +37,6 @@ from gradwire.shm.links import Links, Receive
 from gradwire.shm.rendezvous import process_of
 from gradwire.shm.sync import Deadline, spins_for
 
-__all__ = ["Meeting"]
-
 _KEPT_VIEWS = 256
 
 

@@ -17,8 +17,6 @@ from torch import Tensor
 
 from gradwire.shm.sync import SEMAPHORE_BYTES, Semaphore
 
-__all__ = ["RING_BYTES", "SLOTS", "SLOT_BYTES", "Head", "MessageRing"]
-
 SLOTS = 8
 SLOT_BYTES = 256 << 10
 _STAMP, _HEAD, _STAMPED = struct.Struct("<q"), struct.Struct("<6q"), struct.Struct("<7q")

@@ -31,8 +31,6 @@ from gradwire.shm.tensors import (
     write_all_back,
 )
 
-__all__ = ["Movement"]
-
 
 class Movement(GroupBase):
     """The part of a group that moves values."""

@@ -25,8 +25,6 @@ from gradwire.shm.message_ring import SLOT_BYTES, Head, MessageRing
 from gradwire.shm.sync import Deadline
 from gradwire.shm.tensors import flat_of
 
-__all__ = ["REST", "Outgoing"]
-
 REST = struct.Struct("<6q")
 """The head of a message, or of the rest of one, that travels over the connection: before its data,
 or with the descriptor of memory that holds it."""

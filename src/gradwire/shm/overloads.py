@@ -26,8 +26,6 @@ from torch.distributed.distributed_c10d import (
 
 from gradwire.errors import ArgumentError, ArgumentTypeError
 
-__all__ = ["with_awaited_tensors", "with_overloads"]
-
 _TENSOR, _LIST, _LISTS = "a tensor", "a list", "a list of lists"
 _DATA = (_TENSOR, _LIST, _LISTS)  # by depth
 _OVERLOADS: dict[str, tuple[type[Any], str, str]] = {  # torch's names: with options, and without

@@ -13,16 +13,6 @@ from gradwire.shm.group_state import UPFRONT_BYTES, GroupState
 from gradwire.shm.header import PRIVATE, Call, Location
 from gradwire.shm.regions import USERS
 
-__all__ = [
-    "PIECE_BYTES",
-    "block_start",
-    "copy_but",
-    "fill_slot",
-    "location_for",
-    "share",
-    "sync_in_place",
-]
-
 PIECE_BYTES = 256 << 10  # shorter pieces cost more in waits than they gain in cache
 _LINE = 64  # elements; shares end between cache lines, so that ranks do not write to the same one
 

@@ -24,8 +24,6 @@ from gradwire.shm.sync import Deadline
 from gradwire.shm.tensors import check_results, check_tensors, flat_of, is_ordinary, only
 from gradwire.shm.work import ShmWork, ended, wait_until
 
-__all__ = ["PointToPoint"]
-
 
 class PointToPoint(GroupBase):
     """The part of a group that sends and receives."""

@@ -28,8 +28,6 @@ from gradwire.shm.point_to_point import PointToPoint
 from gradwire.shm.reductions import Reductions
 from gradwire.shm.sync import Deadline
 
-__all__ = ["Operations", "ShmBackend", "ShmProcessGroup"]
-
 
 @outside_graphs
 @with_awaited_tensors

@@ -20,8 +20,6 @@ from gradwire.shm.rendezvous import Listener, connect_by_name
 from gradwire.shm.sync import Deadline
 from gradwire.shm.work import ended
 
-__all__ = ["ReconfigurableGroup"]
-
 _PREFIX = "shm:"
 
 

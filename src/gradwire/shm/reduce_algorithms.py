@@ -13,10 +13,9 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from gradwire.shm.arithmetic import reduce_into, reducer
-from gradwire.shm.copying import copy, copy_to_all, count_write
+from gradwire.shm.copying import copy, copy_to_all, count_write, overwrites
 from gradwire.shm.group_state import GroupState
 from gradwire.shm.header import INLINE, PRIVATE, Call, Location
-from gradwire.shm.overlaps import overwrites
 from gradwire.shm.pieces import (
     block_start,
     copy_but,
@@ -26,8 +25,6 @@ from gradwire.shm.pieces import (
     sync_in_place,
 )
 from gradwire.shm.regions import USERS
-
-__all__ = ["place", "reduce", "reduce_placed", "reduce_scatter"]
 
 _CACHED_BYTES = 256 << 10
 """Pieces that stay in a core's cache between the additions and the copies of the result."""

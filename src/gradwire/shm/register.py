@@ -23,30 +23,18 @@ from gradwire._torch import PYTHON_BACKENDS, BackendBase, wants_reconfigure
 from gradwire.errors import ArgumentError, ArgumentTypeError, DistributedError
 from gradwire.shm.forming import Forming
 from gradwire.shm.hierarchy.context import Context
-from gradwire.shm.hierarchy.engine import Transport
+from gradwire.shm.hierarchy.engine import Options, Transport
 from gradwire.shm.hierarchy.group import (
     AcrossHostsBackend,
     AcrossHostsOperations,
     AcrossHostsProcessGroup,
 )
-from gradwire.shm.hierarchy.options import Options
 from gradwire.shm.hierarchy.team import Team
 from gradwire.shm.process_group import Operations, ShmBackend, ShmProcessGroup
 from gradwire.shm.reconfigure import ReconfigurableGroup
 from gradwire.shm.rendezvous import connect_all, report_failure
 from gradwire.shm.sync import Deadline, has_semaphores
 from gradwire.shm.teams import Teams
-
-__all__ = [
-    "create_backend",
-    "empty",
-    "is_available",
-    "make_backend",
-    "member_of",
-    "register",
-    "shares_memory",
-    "teams",
-]
 
 _members: WeakKeyDictionary[ProcessGroup, Operations | None] = WeakKeyDictionary()
 

@@ -27,15 +27,6 @@ from gradwire.shm.forming import identity_of, of_ranks
 from gradwire.shm.sync import Deadline
 from gradwire.shm.teams import find_teams
 
-__all__ = [
-    "Listener",
-    "connect_all",
-    "connect_by_name",
-    "process_of",
-    "report_absent",
-    "report_failure",
-]
-
 _FAILED = b"failed: "
 
 _GREETING = struct.Struct("<qqi")  # the group's uuid, its ranks' digest, a rank; ~rank: it failed

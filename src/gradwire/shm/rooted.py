@@ -11,16 +11,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gradwire.shm.copying import copy
+from gradwire.shm.copying import copy, overwrites
 from gradwire.shm.exchange_algorithms import exchange_through_slots
 from gradwire.shm.group_state import GroupState
 from gradwire.shm.header import INLINE, PRIVATE, UNEVEN, Call, Location
-from gradwire.shm.overlaps import overwrites
 from gradwire.shm.pieces import location_for
 from gradwire.shm.regions import USERS
 from gradwire.shm.tensors import common_base
-
-__all__ = ["gather", "scatter"]
 
 
 def gather(state: GroupState, root: int, source: Tensor, into: Sequence[Tensor]) -> None:

@@ -18,9 +18,7 @@ import torch
 from torch import Tensor
 
 from gradwire.errors import DistributedError
-from gradwire.shm.available_memory import check_available
-
-__all__ = ["GrowingMemory", "Mapping", "check_sealed", "create", "map_for_user", "map_tensor"]
+from gradwire.shm.limits import check_available
 
 _KEEP_SIZE, _PUNCH_HOLE, _MAP_FIXED = 1, 2, 0x10  # Linux's, which Python does not name
 _ALLOCATED_AT_ONCE = 64 << 20

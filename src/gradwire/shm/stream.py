@@ -20,8 +20,6 @@ from torch import Tensor
 from gradwire.shm.group_state import GroupState
 from gradwire.shm.header import NUMBERS, Call
 
-__all__ = ["broadcast"]
-
 _PIECES = 4
 """A stream has at least this many pieces, so that copies in and out overlap, …"""
 _PIECE_BYTES = 128 << 10

@@ -23,11 +23,10 @@ from torch.distributed import Work
 from gradwire.errors import BrokenGroupError, MismatchError
 from gradwire.recorder import ENDED, STARTED, WAITS, Entry, RecordedGroup, failed, ring
 from gradwire.shm.group_state import GroupState
-from gradwire.shm.kept_errors import without_frames
 from gradwire.shm.known_calls import KnownCall
 from gradwire.shm.operation_queue import Job, Queue
 from gradwire.shm.tensors import aliases, flat_of, write_all_back
-from gradwire.shm.work import ShmWork, ended
+from gradwire.shm.work import ShmWork, ended, without_frames
 
 Observed = tuple[str, int, int, Sequence[Sequence[Tensor]]]
 """A collective: its name among torch's operators, its root, the number of its reduce op, and its

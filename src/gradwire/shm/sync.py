@@ -25,19 +25,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-from gradwire.shm.cgroups import cores
-
-__all__ = [
-    "SEMAPHORE_BYTES",
-    "Deadline",
-    "Semaphore",
-    "has_semaphores",
-    "libraries",
-    "main_thread_awaits",
-    "main_thread_waits",
-    "spins_beside",
-    "spins_for",
-]
+from gradwire.shm.limits import cores
 
 SEMAPHORE_BYTES = 64
 """More than a sem_t takes anywhere: a cache line for each."""

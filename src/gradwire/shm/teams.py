@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Teams", "find_teams"]
-
 
 def find_teams(reached: Sequence[Collection[int]]) -> tuple[tuple[int, ...], ...]:
     """The teams, which every rank finds alike: in each, every rank reached every other.

@@ -14,24 +14,6 @@ from torch import Tensor
 from gradwire.errors import ArgumentError, ArgumentTypeError, NotSupportedError
 from gradwire.shm.header import NUMBERS
 
-__all__ = [
-    "aliases",
-    "check_results",
-    "check_sparse",
-    "check_tensors",
-    "check_transfer",
-    "checksum_of",
-    "common_base",
-    "equal_parts",
-    "flat_of",
-    "is_ordinary",
-    "only",
-    "paired",
-    "row_counts",
-    "write_all_back",
-    "write_back",
-]
-
 T = TypeVar("T")
 _PLAIN = {Tensor, torch.nn.Parameter}
 

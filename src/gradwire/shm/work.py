@@ -1,7 +1,8 @@
-"""The handle that an operation returns."""
+"""Handles of operations, and copies of their errors."""
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -13,11 +14,8 @@ from torch import Tensor
 from torch.distributed import Work
 
 from gradwire._torch import outside_graphs
-from gradwire.errors import CollectiveTimeoutError
-from gradwire.shm.kept_errors import without_frames
+from gradwire.errors import CollectiveTimeoutError, DistributedError
 from gradwire.shm.sync import main_thread_waits
-
-__all__ = ["ShmWork", "ended", "wait_until"]
 
 _STATE = threading.RLock()
 """Held while an operation is marked as done; one for all, as making one takes longer than a small
@@ -202,3 +200,43 @@ def ended(tensors: Sequence[Tensor], source: int = -1) -> ShmWork:
     work: ShmWork = _EndedWork()
     work._tensors, work._source = list(tensors), source
     return work
+
+
+def without_frames(error: BaseException) -> BaseException:
+    """An error that says the same, with the causes of this one, and has not been raised.
+
+    Args:
+        error: Of any type. One of the caller's, as a signal's handler raises, may be such that it
+            cannot be copied: it becomes a DistributedError that names it.
+    """
+    kept = copied = _copy(error)
+    seen = {id(error)}  # an error may be raised from one that was raised from it
+    while (cause := error.__cause__) is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        copied.__cause__ = _copy(cause)
+        error, copied = cause, copied.__cause__
+    return kept
+
+
+def _copy(error: BaseException) -> BaseException:
+    kind = type(error)
+    with suppress(Exception):
+        kept = copy.copy(error)
+        if kept is not error and type(kept) is kind and kept.args == error.args:
+            return _with_own_notes(kept)
+    # copies are made by constructors, and one may take other arguments than its base's, or put a
+    # message around them: it is left out
+    base = next(each for each in kind.__mro__ if each.__module__ == "builtins")
+    try:
+        kept = kind.__new__(kind, *error.args)
+        base.__init__(kept, *error.args)  # type: ignore[misc]
+        vars(kept).update(vars(error))
+    except Exception:
+        return DistributedError(f"{kind.__name__}: {error}")
+    return _with_own_notes(kept)
+
+
+def _with_own_notes(kept: BaseException) -> BaseException:
+    if hasattr(kept, "__notes__"):  # who catches one may add to them
+        kept.__notes__ = list(kept.__notes__)
+    return kept

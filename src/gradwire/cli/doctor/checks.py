@@ -20,8 +20,7 @@ from importlib.metadata import entry_points
 import torch
 
 from gradwire._torch import NEWEST_TESTED
-from gradwire.shm.available_memory import check_available
-from gradwire.shm.cgroups import cores
+from gradwire.shm.limits import check_available, cores
 from gradwire.shm.register import is_available
 
 __all__ = ["BAD", "GOOD", "WARN", "Check", "run_checks"]

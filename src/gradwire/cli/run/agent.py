@@ -13,7 +13,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 
 from gradwire.recorder.black_box import PREFIX, REQUEST
 from gradwire.recorder.processes import state_of_pid
-from gradwire.shm.cgroups import CGROUPS, PROC, folders, text_of
+from gradwire.shm.limits import CGROUPS, PROC, folders, text_of
 
 __all__ = ["collecting_agent"]
 

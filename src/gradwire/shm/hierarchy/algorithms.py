@@ -10,13 +10,11 @@ import torch
 from torch import Tensor
 
 from gradwire.shm.arithmetic import reduce_into
+from gradwire.shm.copying import overwrites
 from gradwire.shm.header import NUMBERS, Call
 from gradwire.shm.hierarchy.context import Context
 from gradwire.shm.hierarchy.moving import AllGather, Broadcast, exchange
 from gradwire.shm.hierarchy.reducing import ReduceScatter, all_reduce
-from gradwire.shm.overlaps import overwrites
-
-__all__ = ["AcrossHosts"]
 
 _PACK_BYTES = 4 << 20
 """Tensors of a list are packed up to this; larger ones travel by themselves."""

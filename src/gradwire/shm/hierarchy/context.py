@@ -20,8 +20,6 @@ from gradwire.shm.hierarchy.team import Team
 from gradwire.shm.sync import Deadline
 from gradwire.shm.teams import Teams
 
-__all__ = ["SHORT_BYTES", "Context", "Messages"]
-
 _ROW_BYTES = 256
 _HEADER_BYTES = header_bytes(0)
 _BESIDE_HEADER = _ROW_BYTES - _HEADER_BYTES

@@ -1,7 +1,6 @@
-"""What carries bytes between hosts: any process group that sends and receives, Gloo by default.
+"""Messages between hosts, and the options of a group: `Options` names the engine that sends them.
 
-Everything that leaves a host is a message: an engine's collectives would each have limits of their
-own (dtypes, uneven sizes, the order of additions), and messages alone can be posted ahead.
+An engine is a process group such as Gloo, of which only `send` and `recv` are used.
 """
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -19,10 +19,14 @@ from torch.distributed import Store
 
 from gradwire._engine_errors import backend_failure
 from gradwire._groups import destroy_in_thread
-from gradwire.errors import CollectiveTimeoutError, DistributedError, PeerFailedError, PeerLostError
+from gradwire.errors import (
+    ArgumentTypeError,
+    CollectiveTimeoutError,
+    DistributedError,
+    PeerFailedError,
+    PeerLostError,
+)
 from gradwire.shm.sync import Deadline
-
-__all__ = ["USER_TAGS", "Engine", "Transfer", "Transport"]
 
 USER_TAGS = 8
 """Tags below are those of collectives; a caller's tag is that much higher on the engine."""
@@ -211,3 +215,41 @@ def _try(call: Callable[[], None]) -> None:
 class _Closed:
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError("the group has left its engine")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a shm group over several hosts goes by: `init_process_group(..., pg_options=...)`.
+
+    All ranks give equal engines; each gives the host that it is on.
+
+    Args:
+        engine: Makes what carries messages between hosts, from a store, a rank, a size and a
+            timeout: an object with `send` and `recv` as a ProcessGroup has them, for bytes on the
+            CPU. Gloo by default.
+        host: Ranks that give different names share no memory, even if they could: for the sockets
+            of a large machine, or to try out on one host what runs on several.
+
+    Example:
+        >>> import gradwire.shm
+        >>> def main():
+        ...     options = gradwire.shm.Options(host=f"host {dist.get_rank() // 2}")
+        ...     group = dist.new_group(backend="shm", pg_options=options)
+        ...     x = torch.ones(3)
+        ...     dist.all_reduce(x, group=group)
+        ...     return gradwire.shm.teams(group), x.tolist()
+        >>> run_ranks(main, world_size=3, backend="gloo")[0]
+        (((0, 1), (2,)), [3.0, 3.0, 3.0])
+    """
+
+    engine: Callable[[Store, int, int, timedelta], Any] = dist.ProcessGroupGloo
+    host: str = ""
+
+    def __post_init__(self) -> None:
+        if not callable(self.engine):
+            raise ArgumentTypeError(
+                f"engine is {self.engine!r}: pass a function of a store, a rank, a size and a "
+                "timeout, such as torch.distributed.ProcessGroupGloo"
+            )
+        if not isinstance(self.host, str):
+            raise ArgumentTypeError(f"host is {self.host!r}: pass a str")

@@ -28,8 +28,6 @@ from gradwire.shm.sync import Deadline
 from gradwire.shm.tensors import check_results, check_tensors, flat_of, only, write_back
 from gradwire.shm.work import ShmWork
 
-__all__ = ["AcrossHostsBackend", "AcrossHostsOperations", "AcrossHostsProcessGroup"]
-
 _MAX_TAG = 2**30
 
 

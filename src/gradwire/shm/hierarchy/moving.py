@@ -13,8 +13,6 @@ from torch import Tensor
 from gradwire.shm.hierarchy.context import Context, Messages
 from gradwire.shm.hierarchy.pipeline import Cut, pipelined
 
-__all__ = ["AllGather", "Broadcast", "exchange"]
-
 
 class AllGather:
     """One all_gather: ranks send their blocks to one rank of each other team, which passes them on.

@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-__all__ = ["LAG", "Cut", "pipelined"]
-
 LAG = 1
 """How many pieces a phase is behind the one before it: what the link works on meanwhile."""
 END_BYTES = 512 << 10

@@ -21,8 +21,6 @@ from gradwire.shm.header import Call
 from gradwire.shm.hierarchy.context import Context, Messages
 from gradwire.shm.hierarchy.pipeline import LAG, Cut, pipelined
 
-__all__ = ["ReduceScatter", "all_reduce"]
-
 _AVG = number_of(ReduceOp.AVG)
 
 

@@ -19,8 +19,6 @@ from gradwire.shm.group_state import GroupState
 from gradwire.shm.header import Call
 from gradwire.shm.sync import Deadline
 
-__all__ = ["Team"]
-
 
 class Team:
     """The ranks that share memory with this one.

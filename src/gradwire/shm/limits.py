@@ -1,0 +1,132 @@
+"""Limits on cores and memory, of the host and of the process's cgroups (versions 1 and 2).
+
+A container's limits are those of a cgroup. Memory is checked before each allocation: Linux
+allocates shared memory until none is left, and then kills a process without an error.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+
+
+def cores(others: Iterable[int] = (), *, proc: Path = PROC, cgroups: Path = CGROUPS) -> float:
+    """How many cores processes may use together, by their affinities and this one's quotas.
+
+    Args:
+        others: The processes beside this one; those that have ended, or have no number in this
+            one's namespace (0), count for nothing.
+        proc: Where procfs is mounted.
+        cgroups: Where the cgroups' file system is mounted.
+    """
+    usable = os.sched_getaffinity(0)
+    for process in others:
+        with suppress(OSError):
+            usable |= os.sched_getaffinity(process)
+    quotas = map(_quota, folders("cpu", proc, cgroups))
+    return min([float(len(usable)), *(q for q in quotas if q is not None)])
+
+
+def _quota(folder: Path) -> float | None:
+    """A cgroup's quota in cores; None for no limit. Version 2 has it in one file, 1 in two."""
+    words = text_of(folder / "cpu.max").split()
+    if len(words) == 2 and words[0].isdigit() and words[1].isdigit():
+        return int(words[0]) / int(words[1])
+    quota = number_in(folder / "cpu.cfs_quota_us")
+    period = number_in(folder / "cpu.cfs_period_us")
+    return quota / period if quota and period else None
+
+
+def folders(controller: str, proc: Path, cgroups: Path) -> Iterator[Path]:
+    """The folders of this process's cgroup and its ancestors.
+
+    In a container the path in /proc may be the host's, which does not exist inside: the mounted
+    root is then the container's own cgroup.
+
+    Args:
+        controller: The kernel's name of it, "cpu" for instance; version 2 has one tree for all.
+        proc: As for `cores`.
+        cgroups: As for `cores`.
+    """
+    for line in text_of(proc / "self" / "cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers or controller in controllers.split(","):
+            root = cgroups / controllers
+            folder = root / path.lstrip("/")
+            yield from (f for f in (folder, *folder.parents) if f.is_relative_to(root))
+
+
+def text_of(file: Path) -> str:
+    """A file's text; empty if it cannot be read."""
+    try:
+        return file.read_text()
+    except OSError:
+        return ""
+
+
+def number_in(file: Path) -> int | None:
+    """The number in a file; None if it cannot be read, is negative, or "max"."""
+    text = text_of(file).strip()
+    return int(text) if text.isdigit() else None
+
+
+_CHECKED_FROM = 4 << 20
+"""Smaller sizes are not checked: a check takes 0.3 ms, as long as allocating about 1 MiB."""
+_CACHES = ("inactive_file", "active_file", "slab_reclaimable")
+"""A cgroup's caches that count as available, as in the host's MemAvailable."""
+_CGROUP_FILES = (  # limit and usage, of memory and of swap: of cgroups version 2 and version 1
+    ("memory.max", "memory.current", "memory.swap.max", "memory.swap.current"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "no file", "no file"),
+)
+
+
+def check_available(size: int, *, proc: Path = PROC, cgroups: Path = CGROUPS) -> None:
+    """Raise unless `size` more bytes can be allocated; limits that cannot be read do not count.
+
+    Args:
+        size: In bytes.
+        proc: Where procfs is mounted.
+        cgroups: Where the cgroups' file system is mounted.
+
+    Raises:
+        MemoryError: The host or a cgroup has less; the message says how much.
+    """
+    if size < _CHECKED_FROM:
+        return
+    host = {name: kib << 10 for name, kib in _table(proc / "meminfo").items()}
+    if "MemAvailable:" not in host:
+        return
+    swap = host.get("SwapFree:", 0)
+    _check("the host", size, host["MemAvailable:"] + swap)
+    for folder in folders("memory", proc, cgroups):
+        for limit_file, use_file, *swap_files in _CGROUP_FILES:
+            limit = number_in(folder / limit_file)
+            use = None if limit is None else number_in(folder / use_file)
+            if limit is None or use is None or size <= limit - use:
+                continue
+            swap_limit, swap_use = (number_in(folder / name) for name in swap_files)
+            if swap_limit is not None and swap_use is not None:
+                swap = min(swap, max(0, swap_limit - swap_use))
+            left = limit - use + _reclaimable(folder) + swap
+            _check(f"its memory limit ({folder})", size, left)
+
+
+def _check(name: str, size: int, left: int) -> None:
+    if size > left:
+        raise MemoryError(f"{name} leaves {max(0, left)} bytes")
+
+
+def _reclaimable(folder: Path) -> int:
+    """The bytes that a cgroup is charged for and the kernel reclaims on demand."""
+    charged = _table(folder / "memory.stat")  # in version 1, "total_" is the sum over descendants
+    return sum(charged.get(f"total_{name}", charged.get(name, 0)) for name in _CACHES)
+
+
+def _table(file: Path) -> dict[str, int]:
+    """A file's lines of a name and a number."""
+    lines = (line.split() for line in text_of(file).splitlines())
+    return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
