@@ -110,5 +110,5 @@ def test_what_a_backend_becomes_with_a_gpu(monkeypatch, asked, routed):
         second = asked.partition("cuda:")[2] or "gloo"
         assert gloo_replacement.with_shm(asked) == f"cpu:shm,cuda:{second}"
     else:
-        with pytest.warns(UserWarning, match="stays as it is"):
+        with pytest.warns(UserWarning, match="is unchanged"):
             assert gloo_replacement.with_shm(asked) == asked

@@ -381,7 +381,7 @@ def amid_a_look(patch):
 
     patch.setattr(arrivals.Arrivals, "take_all", interrupted)
     with pytest.raises(Interruption):
-        incoming.look()
+        incoming.poll()
     return future
 
 
@@ -555,7 +555,7 @@ def received_from_any_rank_as_all_leave():
         return None
     for source in (1, 2):
         dist.recv(x, source, group=group)
-    links, look = member_of(group)._state.links, Incoming.look
+    links, look = member_of(group)._state.links, Incoming.poll
     looks = threading.Event()
 
     def late(incoming):
@@ -564,7 +564,7 @@ def received_from_any_rank_as_all_leave():
         look(incoming)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Incoming, "look", late)
+        patch.setattr(Incoming, "poll", late)
         store.set("known", "")
         while len(links.lost) < 2:
             time.sleep(0.001)

@@ -113,9 +113,9 @@ def test_who_stays_away_ends_in_an_error_and_may_come_later():
 def wrong_arguments():
     group, handles = made()
     cases = (
-        ("lacks this process's own", handles[1:] if dist.get_rank() == 0 else handles[:1]),
-        ("has one twice", [*handles, handles[0]]),
-        ("give what get_reconfigure_handle returns", [*handles, "nccl2:0"]),
+        ("lacks the handle of this process", handles[1:] if dist.get_rank() == 0 else handles[:1]),
+        ("contains duplicates", [*handles, handles[0]]),
+        ("strings that get_reconfigure_handle returned", [*handles, "nccl2:0"]),
     )
     for i, (words, given) in enumerate(cases):
         with pytest.raises(ArgumentError, match=words):

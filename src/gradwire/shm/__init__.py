@@ -1,4 +1,4 @@
-"""A process-group backend in shared memory within a host, and through an engine between hosts."""
+"""Process-group backend: shared memory within a host, an engine such as Gloo between hosts."""
 
 from gradwire._torch import warn_if_untested
 from gradwire.shm.hierarchy.engine import Options

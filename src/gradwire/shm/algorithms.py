@@ -1,8 +1,8 @@
-"""What moves a group's data: the seam between the operations' many forms and how they are done.
+"""Interface between a group's operations and the algorithms that move their data.
 
-`Reductions` and `Movement` check a caller's tensors and make 1-d contiguous ones of them; what is
-left of all their forms are the nine methods here. `InSharedMemory` is for ranks that all share
-memory, `hierarchy` for ranks on several hosts.
+`Reductions` and `Movement` check a caller's tensors and convert them to 1-d contiguous tensors. All
+forms of the operations then reduce to the nine methods of `Algorithms`. `InSharedMemory` implements
+them for ranks that all share memory, `hierarchy` for ranks on several hosts.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from gradwire.shm.header import Call
 
 
 class Algorithms(Protocol):
-    """How a rank does its part of a collective; tensors are 1-d and contiguous."""
+    """One rank's part of each collective; tensors are 1-d and contiguous."""
 
     def barrier(self, kind: str = "barrier") -> None:
         """Wait until every rank has called."""
 
     def broadcast(self, call: Call, flat: Tensor) -> None:
-        """As `exchange_algorithms.broadcast`."""
+        """Copy the root's values to all ranks' tensors; see `exchange_algorithms.broadcast`."""
 
     def broadcast_list(self, flats: Sequence[Tensor], root: int) -> None:
-        """As `stream.broadcast`."""
+        """Copy a list of the root's tensors to all ranks; see `stream.broadcast`."""
 
     def exchange(
         self,
@@ -39,7 +39,7 @@ class Algorithms(Protocol):
         base: Tensor | None = None,
         shared: bool = False,
     ) -> None:
-        """As `exchange_algorithms.exchange`."""
+        """Fetch the block that each other rank has for this one; see `exchange_algorithms`."""
 
     def exchange_blocks(
         self,
@@ -50,28 +50,28 @@ class Algorithms(Protocol):
         base: Tensor | None = None,
         shared: bool = False,
     ) -> None:
-        """As `exchange_algorithms.exchange_blocks`."""
+        """Exchange blocks whose sizes may differ; see `exchange_algorithms`."""
 
     def gather(self, root: int, source: Tensor, into: Sequence[Tensor]) -> None:
-        """As `rooted.gather`."""
+        """Copy each rank's values to the root; see `rooted.gather`."""
 
     def scatter(self, root: int, blocks: Sequence[Tensor], out: Tensor) -> None:
-        """As `rooted.scatter`."""
+        """Copy the root's block for each rank to that rank; see `rooted.scatter`."""
 
     def reduce(self, call: Call, flat: Tensor) -> None:
-        """As `reduce_algorithms.reduce`."""
+        """Reduce a tensor over all ranks, in place; see `reduce_algorithms.reduce`."""
 
     def reduce_scatter(
         self, call: Call, blocks: Sequence[Tensor], out: Tensor, *, base: Tensor | None = None
     ) -> None:
-        """As `reduce_algorithms.reduce_scatter`."""
+        """Reduce the blocks that all ranks have for this one; see `reduce_algorithms`."""
 
 
 class InSharedMemory:
-    """The algorithms of a group whose ranks all share memory.
+    """Algorithms of a group whose ranks all share memory.
 
     Args:
-        state: This rank's state of the group.
+        state: State of the group on this rank.
     """
 
     def __init__(self, state: GroupState) -> None:

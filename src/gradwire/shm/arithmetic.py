@@ -13,7 +13,7 @@ from gradwire.errors import ArgumentError
 
 
 def number_of(op: object) -> int:
-    """The number that torch.distributed has for a reduce op."""
+    """Return torch.distributed's number of a reduce op."""
     number: int = op.value  # type: ignore[attr-defined]
     return number
 
@@ -28,7 +28,7 @@ OPS: dict[int, Callable[..., Tensor]] = {
     number_of(ReduceOp.BOR): torch.bitwise_or,
     number_of(ReduceOp.BXOR): torch.bitwise_xor,
 }
-"""How two pieces become one, by the number that torch.distributed has for a reduce op."""
+"""Binary functions by torch.distributed's number of the reduce op."""
 
 SUM = number_of(ReduceOp.SUM)
 _AVG = number_of(ReduceOp.AVG)
@@ -37,7 +37,7 @@ _ROUNDING = {*_LINEAR, number_of(ReduceOp.PRODUCT)}
 _BITWISE = {number_of(ReduceOp.BAND), number_of(ReduceOp.BOR), number_of(ReduceOp.BXOR)}
 _ORDERED = {number_of(ReduceOp.MIN), number_of(ReduceOp.MAX)}
 _PRODUCT = number_of(ReduceOp.PRODUCT)
-_WIDE_UNSIGNED = {torch.uint16, torch.uint32, torch.uint64}  # torch hardly computes with them
+_WIDE_UNSIGNED = {torch.uint16, torch.uint32, torch.uint64}  # few of torch's ops support them
 HALF = {torch.float16, torch.bfloat16}
 
 
@@ -46,13 +46,13 @@ def check_reduction(op: int, dtype: torch.dtype) -> None:
     """Raise unless tensors of `dtype` can be reduced by `op`.
 
     Raises:
-        ArgumentError: They cannot.
+        ArgumentError: The op does not support the dtype.
     """
     name = ReduceOp.RedOpType(op).name
     fractional = dtype.is_floating_point or dtype.is_complex
     if op not in OPS:
         known = ", ".join(ReduceOp.RedOpType(o).name for o in OPS)
-        raise ArgumentError(f"reduce op is {name}: the shm backend has {known}")
+        raise ArgumentError(f"reduce op is {name}: the shm backend supports {known}")
     if dtype.itemsize == 1 and dtype.is_floating_point:
         raise ArgumentError(f"tensors of {dtype} cannot be reduced: convert them to bfloat16")
     if dtype in _WIDE_UNSIGNED and op not in _BITWISE and op != _PRODUCT:
@@ -70,14 +70,14 @@ def check_reduction(op: int, dtype: torch.dtype) -> None:
 
 
 def reduce_into(out: Tensor, pieces: Sequence[Tensor], op: int) -> None:
-    """Set `out` to the pieces' reduction: ((piece 0 ∘ piece 1) ∘ piece 2) ….
+    """Set `out` to the reduction of the pieces: ((piece 0 ∘ piece 1) ∘ piece 2) ….
 
     float16 and bfloat16 are accumulated in float32 and rounded once.
 
     Args:
-        out: Of the pieces' shape; it may be one of them.
+        out: Tensor of the pieces' shape; may be one of them.
         pieces: One or more tensors of one shape and dtype.
-        op: The reduce op's number.
+        op: Number of the reduce op.
     """
     function = OPS[op]
     if out.numel() == 0:
@@ -96,7 +96,7 @@ def reduce_into(out: Tensor, pieces: Sequence[Tensor], op: int) -> None:
         out.copy_(total)
         return
     if len(pieces) > 2 and any(piece.data_ptr() == out.data_ptr() for piece in pieces[2:]):
-        total = torch.empty_like(out)  # out is read after the first step
+        total = torch.empty_like(out)  # `out` is still read after the first step
         reduce_into(total, pieces, op)
         out.copy_(total)
         return
@@ -106,9 +106,9 @@ def reduce_into(out: Tensor, pieces: Sequence[Tensor], op: int) -> None:
 
 
 def _average_into(out: Tensor, pieces: Sequence[Tensor]) -> None:
-    """Set `out` to the average of two pieces or more; it overflows only where the average does.
+    """Set `out` to the average of two or more pieces; it overflows only where the average does.
 
-    The pieces are scaled by a power of two, which changes no digit, before they are added.
+    Before they are added, the pieces are scaled by a power of two, which is exact.
     """
     power = 1 << (len(pieces) - 1).bit_length()
     if out.dtype in HALF:
@@ -126,7 +126,7 @@ def _average_into(out: Tensor, pieces: Sequence[Tensor]) -> None:
 
 
 def reducer(op: int, count: int) -> Callable[[Tensor, Sequence[Tensor]], None]:
-    """`reduce_into` for an op and a number of pieces, none of which is empty."""
+    """Return `reduce_into` for an op and a number of pieces, none of which is empty."""
     if count == 2 and op != _AVG:
         function = OPS[op]
 

@@ -25,17 +25,17 @@ from gradwire.shm.work import ShmWork
 
 
 class Assembly:
-    """A message of which not all has arrived.
+    """A message that has not arrived completely.
 
     Args:
-        head: Of any of its pieces.
+        head: Head of any piece of the message.
 
     Attributes:
-        receive: The receive that takes it, once one is found.
-        arrived: How many of its bytes have arrived.
-        data: Where it is put together: the receive's tensor if that is possible, or memory of its
-            own; None before `place`.
-        address: Of `data`.
+        receive: Matching receive, once found.
+        arrived: Number of bytes that have arrived.
+        data: Tensor into which the message is copied: the receive's tensor if possible, else
+            separate memory; None before `allocate`.
+        address: Address of `data`.
     """
 
     __slots__ = ("address", "arrived", "data", "dtype", "head", "nbytes", "receive")
@@ -48,13 +48,13 @@ class Assembly:
         self.data: Tensor | None = None
         self.address = 0
 
-    def place(self) -> None:
-        """Decide where it is put together.
+    def allocate(self) -> None:
+        """Set `data`.
 
         Raises:
-            DistributedError: There is no memory for it.
+            DistributedError: There is no memory for the message.
         """
-        if self.place_in_receive():
+        if self.use_receive():
             return
         elements = self.head.elements
         try:
@@ -64,8 +64,8 @@ class Assembly:
                 f"there is no memory for a message of {self.nbytes} bytes ({error})"
             ) from error
 
-    def place_in_receive(self) -> bool:
-        """Put it together in its receive's tensor, if that is possible; whether it is."""
+    def use_receive(self) -> bool:
+        """Set `data` to the receive's tensor; return False if the message does not fit in place."""
         receive = self.receive
         if receive is None or not receive.takes_in_place(self.dtype, self.head.elements):
             return False
@@ -73,7 +73,7 @@ class Assembly:
         return True
 
     def detach(self) -> None:
-        """Go on without the receive, as if it had not been posted."""
+        """Continue without the receive, as if it had not been posted."""
         self.receive = None
         if self.data is not None:
             self._put_into(self.data.clone())
@@ -96,15 +96,15 @@ class _Rest(NamedTuple):
 
 
 class Arrivals:
-    """What has arrived from one rank.
+    """Messages that have arrived from one rank.
 
     Args:
-        source: The sender.
-        links: This rank's connections.
-        mailbox: Matches messages and receives.
+        source: Rank of the sender.
+        links: Connections of this rank.
+        mailbox: Mailbox that matches messages and receives.
 
     Attributes:
-        ring: The sender's, once this rank has found it.
+        ring: Ring of the sender, once this rank has found it.
     """
 
     def __init__(self, source: int, links: Links, mailbox: Mailbox) -> None:
@@ -113,15 +113,14 @@ class Arrivals:
         self._rests: dict[int, _Rest] = {}
         self._expected = 0
         self._assembly: Assembly | None = None
-        self._ready: Assembly | None = None  # of a message that has not arrived; see `get_ready`
+        self._ready: Assembly | None = None  # for the next message; see `get_ready`
         self._abandoned: deque[ShmWork] = deque()
 
     def add_rest(self, message: Message) -> None:
-        """Keep what came over the connection until the ring has brought what is before it; in any
-        thread.
+        """Keep data from the connection until all earlier data has arrived; in any thread.
 
         Raises:
-            DistributedError: It is not what a peer sends.
+            DistributedError: The data is invalid.
         """
         head = Head(*REST.unpack_from(message.data))
         _check(head, self._source)
@@ -137,43 +136,43 @@ class Arrivals:
         self._rests[head.message] = _Rest(head, content)
 
     def abandon(self, work: ShmWork) -> None:
-        """Give a receive up at the next `take_all`; in any thread."""
+        """Give up a receive at the next `take_all`; in any thread."""
         self._abandoned.append(work)
 
-    def is_told(self) -> bool:
-        """Whether there is what this rank was told of, and nobody tells of again."""
+    def has_notices(self) -> bool:
+        """Return True if there is work that was announced once and is not announced again."""
         return bool(self._rests or self._abandoned)
 
     def take_all(self, enough: Callable[[], bool] = _never) -> None:
-        """Put together what has arrived, until it is enough or there is no more."""
-        # read before the rest: what the sender sent before it was lost still counts, all of it, as
-        # `_fail` fails every receive that is left
+        """Assemble what has arrived, until `enough()` is true or nothing is left."""
+        # read the loss first: everything that the sender sent before it was lost still counts, as
+        # `_fail` fails every remaining receive
         lost = self._links.loss_of(self._source)
         if lost is not None:
             enough = _never
         try:
             if self._abandoned:
                 self._detach_abandoned()
-            # rests are taken in any case: they have been told of, and nobody tells of them again
+            # rests are always taken: they are not announced again
             while (self._rests and self._take_rest()) or (not enough() and self._take_slot()):
                 pass
         except DistributedError as error:
             lost = self._links.lose(self._source, error)
         except BaseException as error:
-            # no memory, or a signal's handler raised: the next piece may be half taken
+            # out of memory, or a signal handler raised: the next piece may be half taken
             self._fail(self._links.lose(self._source, error))
             raise
         if lost is not None:
             self._fail(lost)
 
     def take_now(self, tensor: Tensor, tag: int) -> bool:
-        """Take the next message to an ordinary tensor, if it is there as a whole and meant for it.
+        """Copy the next message into an ordinary tensor, if it matches and has arrived completely.
 
-        No receive that was posted before, and no message that is kept, can have to do with either:
-        so that this needs neither, and takes a third of the time of a receive that is posted.
+        Return False otherwise. The mailbox must be empty, so that neither posted receives nor kept
+        messages can match. This takes a third of the time of a posted receive.
         """
         ring = self.ring
-        if ring is None or self._assembly is not None or self.is_told():
+        if ring is None or self._assembly is not None or self.has_notices():
             return False
         head, nbytes = ring.head(), tensor.nbytes
         expected = self._expected, tag, NUMBERS[tensor.dtype], tensor.numel(), 0, nbytes
@@ -189,9 +188,9 @@ class Arrivals:
         return True
 
     def get_ready(self, work: ShmWork, tag: int) -> None:
-        """Work out where a message goes before it arrives, if it is the one that is waited for.
+        """Determine the target of a message before it arrives, if it is for the receive waited for.
 
-        The first receive that fits stays the first: others are posted after it.
+        The first matching receive stays the first: others are posted after it.
         """
         if self._assembly is not None or self._ready is not None:
             return
@@ -204,11 +203,11 @@ class Arrivals:
         head = Head(self._expected, tag, NUMBERS[tensor.dtype], tensor.numel(), 0, piece)
         ready = Assembly(head)
         ready.receive = receive
-        if ready.place_in_receive():
+        if ready.use_receive():
             self._ready = ready
 
     def forget_ready(self) -> None:
-        """The opposite of `get_ready`."""
+        """Undo `get_ready`."""
         self._ready = None
 
     def _take_rest(self) -> bool:
@@ -231,23 +230,23 @@ class Arrivals:
         if ring is None or head is None:
             return False
         _check(head, self._source)
-        if head.message < self._expected:  # it came over the connection, after an interruption
+        if head.message < self._expected:  # the connection delivered it, after an interruption
             ring.take(head._replace(nbytes=0), 0)
             return True
         if head.message > (self._assembly.head.message if self._assembly else self._expected):
-            return False  # the connection has not brought yet what is before it
+            return False  # the connection has not delivered yet what precedes it
         assembly = self._begin(head)
         end = head.offset + head.nbytes
         if end > assembly.nbytes or head.offset > assembly.arrived or head.nbytes > SLOT_BYTES:
             raise DistributedError(
-                f"rank {self._source} sent a piece outside of its message: {head}"
+                f"rank {self._source} sent a fragment outside of its message: {head}"
             )
         ring.take(head, assembly.address + head.offset)
         self._arrived(assembly, end)
         return True
 
     def _begin(self, head: Head) -> Assembly:
-        """The message that a piece belongs to."""
+        """Return the message that a piece belongs to."""
         assembly = self._assembly
         if assembly is None:
             ready, self._ready = self._ready, None
@@ -256,11 +255,11 @@ class Arrivals:
             assembly = self._assembly = Assembly(head)
             self._match(assembly)
         if assembly.data is None:
-            assembly.place()
+            assembly.allocate()
         return assembly
 
     def _claim(self, ready: Assembly) -> bool:
-        """Begin a message that was expected; whether its receive is still posted."""
+        """Begin an expected message; return True if its receive is still posted."""
         self._assembly = ready  # first, as in `_match`
         with self._links.lock:
             posted = ready.receive is not None and self._mailbox.take(ready.receive)
@@ -269,7 +268,7 @@ class Arrivals:
         return posted
 
     def _match(self, assembly: Assembly) -> None:
-        """Find a message's receive, which `_fail` finishes wherever this is interrupted."""
+        """Find a message's receive, which `_fail` finishes if this is interrupted."""
         with self._links.lock:
             receive = assembly.receive = self._mailbox.find(self._source, assembly.head.tag)
             if receive is not None:
@@ -283,7 +282,7 @@ class Arrivals:
                 work.finish(CollectiveTimeoutError("not all of the message arrived in time"))
 
     def _arrived(self, assembly: Assembly, end: int) -> None:
-        """Note that a message has arrived up to a byte, and complete it if that is its end."""
+        """Record that a message has arrived up to byte `end`, and complete it if that is all."""
         assembly.arrived = max(assembly.arrived, end)
         if assembly.arrived < assembly.nbytes or assembly.data is None:
             return
@@ -304,7 +303,7 @@ class Arrivals:
             assembly.receive.complete(envelope)
 
     def _fail(self, error: DistributedError) -> None:
-        """Fail the receives that the lost sender will not fill."""
+        """Fail the receives that the lost sender cannot fill any more."""
         assembly, self._assembly = self._assembly, None
         receive = None if assembly is None else assembly.receive
         if receive is not None and not receive.work.is_done():
@@ -314,7 +313,7 @@ class Arrivals:
 
 
 def _check(head: Head, source: int) -> None:
-    """Raise unless the numbers, which a peer wrote, are those of a message's piece."""
+    """Raise unless the numbers, which a peer wrote, describe a piece of a message."""
     message, _, dtype, elements, offset, nbytes = head
     if message < 0 or elements < 0 or offset < 0 or nbytes < 0 or not 0 <= dtype < len(DTYPES):
-        raise DistributedError(f"rank {source} sent a piece of a message that cannot be: {head}")
+        raise DistributedError(f"rank {source} sent an invalid message fragment: {head}")

@@ -10,22 +10,22 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 _MOVED_BYTES = 32 << 10
-"""From here on the C library copies: of pieces that lie in the last cache it copies 10 GB/s where
-torch copies 6, as it does not read what it overwrites; torch's `copy_` is as fast on others."""
+"""Size from which the C library copies: pieces in the last-level cache at 10 GB/s, torch at 6, as
+memmove does not read what it overwrites. Other data is copied equally fast."""
 
 
 def copy(target: Tensor, source: Tensor) -> None:
-    """Copy values, unless both are the same memory; they may lie over each other.
+    """Copy values, unless both tensors are the same memory; they may overlap.
 
     Args:
-        target: 1-d and contiguous.
-        source: Of its size and dtype, 1-d and contiguous.
+        target: 1-d contiguous tensor.
+        source: 1-d contiguous tensor of the target's size and dtype.
     """
     to, start, nbytes = target.data_ptr(), source.data_ptr(), target.nbytes
     assert source.nbytes == nbytes
     if to == start:
         return
-    # `copy_` raises where the two overlap. 0: zeros without memory
+    # `copy_` raises if the two overlap; an address of 0: zeros without memory
     if (nbytes < _MOVED_BYTES and abs(to - start) >= nbytes) or not (to and start):
         target.copy_(source)
         return
@@ -34,13 +34,13 @@ def copy(target: Tensor, source: Tensor) -> None:
 
 
 def copy_to_all(source: Tensor, targets: Sequence[Tensor]) -> Callable[[int, int], None]:
-    """A function that copies some of the source's bytes to the same place in each target.
+    """Return a function that copies bytes of the source to the same offset in each target.
 
-    Its arguments are the first byte and how many. A piece takes 0.5 µs so, and 2 with `copy`.
+    Its arguments are the first byte and the number of bytes. A piece takes 0.5 µs, with `copy` 2.
 
     Args:
-        source: 1-d and contiguous, with memory of its own.
-        targets: Of its size and dtype, 1-d and contiguous, in other memory.
+        source: 1-d contiguous tensor.
+        targets: 1-d contiguous tensors of the source's size and dtype, in other memory.
     """
     origin, addresses = source.data_ptr(), [target.data_ptr() for target in targets]
     for target in targets:
@@ -54,7 +54,7 @@ def copy_to_all(source: Tensor, targets: Sequence[Tensor]) -> Callable[[int, int
 
 
 def count_write(target: Tensor) -> None:
-    """Tell autograd that a tensor was written to, as `copy_` does: backward refuses to use it."""
+    """Increment a tensor's version after a write, as `copy_` does, so that autograd detects it."""
     if not target.is_inference():
         increment_version(target)
 
@@ -62,13 +62,13 @@ def count_write(target: Tensor) -> None:
 def overwrites(
     blocks: Sequence[Tensor], results: Sequence[Tensor | None], rank: int, own: Tensor | None
 ) -> bool:
-    """Whether writing the results would overwrite blocks that other ranks have yet to read.
+    """Return True if writing the results would overwrite blocks that other ranks still read.
 
     Args:
-        blocks: The blocks that others read, 1-d and contiguous.
-        results: The tensors that are written, 1-d and contiguous, by rank.
-        rank: This rank.
-        own: This rank's block for itself, which no other reads: its result may be the same memory.
+        blocks: Blocks that others read, 1-d and contiguous.
+        results: Tensors that are written, 1-d and contiguous, by rank.
+        rank: Rank of this process.
+        own: Block of this rank for itself, which no other reads; its result may be the same memory.
     """
     reads = [_span(block) for block in blocks]
     writes = [
@@ -86,7 +86,7 @@ def overwrites(
 
 
 def share_memory(tensors: Sequence[Tensor]) -> bool:
-    """Whether some of the tensors lie over each other, as their first and last elements tell."""
+    """Return True if some tensors overlap, judged by their first and last elements."""
     if len(tensors) < 2:
         return False
     spans = sorted(map(_hull_of, tensors))

@@ -1,8 +1,8 @@
 """Exchanges over shared memory: every rank has a block for each other rank, or one for all.
 
-Each rank fetches the blocks that are meant for it. Up to `inline_bytes` a rank's blocks travel with
-its header, and up to `upfront_limit` they are copied to a region before: one wait. Blocks in
-regions are copied from where they lie; all others pass in pieces through the staging slots, so that
+Each rank fetches its blocks. Up to `inline_bytes`, a rank's blocks are written beside its header,
+and up to `upfront_limit` they are copied to a region beforehand: both take one wait. Blocks in
+regions are copied straight from there. All others pass in pieces through the staging slots, so that
 copies in and out overlap between ranks.
 """
 
@@ -36,9 +36,9 @@ def broadcast(state: GroupState, call: Call, flat: Tensor) -> None:
     """Copy the root's values to all ranks' tensors.
 
     Args:
-        state: This rank's state of the group.
-        call: broadcast, with its root.
-        flat: 1-d and contiguous.
+        state: State of the group on this rank.
+        call: Call of broadcast, with its root.
+        flat: 1-d contiguous tensor.
     """
     at_root, count = state.rank == call.root, flat.numel()
     outgoing = [flat] if at_root else []
@@ -46,7 +46,7 @@ def broadcast(state: GroupState, call: Call, flat: Tensor) -> None:
     if flat.nbytes <= state.inline_bytes:
         exchange(state, call, outgoing, incoming, shared=True)
         return
-    limit = state.upfront_limit(alone=False)  # roots take turns in many programs
+    limit = state.upfront_limit(alone=False)  # in many programs, the root changes
     state.announce(call, location_for(state, [flat], flat, sends=at_root, limit=limit))
     locations = state.locations()
     if locations[call.root].region == PRIVATE:
@@ -78,15 +78,15 @@ def exchange_blocks(
     base: Tensor | None = None,
     shared: bool = False,
 ) -> None:
-    """`exchange` of blocks whose sizes may differ, which the ranks compare.
+    """Run `exchange` for blocks whose sizes may differ, which the ranks compare.
 
     Args:
-        state: This rank's state of the group.
-        kind: The collective's name.
-        outgoing: As of `exchange`.
-        incoming: Where each rank's block goes; one for each rank.
-        base: As of `exchange`.
-        shared: As of `exchange`.
+        state: State of the group on this rank.
+        kind: Name of the collective.
+        outgoing: Blocks to send; see `exchange`.
+        incoming: Tensor for each rank's block.
+        base: Tensor that holds the outgoing blocks; see `exchange`.
+        shared: True for one block for all ranks; see `exchange`.
     """
     sends = tuple(block.numel() for block in outgoing) * (state.size if shared else 1)
     receives = tuple(block.numel() for block in incoming)
@@ -103,17 +103,17 @@ def exchange(
     base: Tensor | None = None,
     shared: bool = False,
 ) -> None:
-    """Every rank fetches from every other rank the block that is meant for it.
+    """Fetch the block that every other rank has for this one.
 
     Args:
-        state: This rank's state of the group.
-        call: With tables of block sizes, or with the one size that all blocks have.
-        outgoing: This rank's block for each rank; or one for all, if `shared`; or nothing.
-        incoming: Where each rank's block goes, 1-d and contiguous; None where there is none. What
-            lies over outgoing blocks costs a copy of these.
-        base: A contiguous tensor that holds the outgoing blocks in order; None: what they lie in,
-            if they are adjacent.
-        shared: Whether a rank's one block goes to all ranks.
+        state: State of the group on this rank.
+        call: Call with tables of block sizes, or with the size of all blocks.
+        outgoing: Block of this rank for each rank; one for all if `shared`; or empty.
+        incoming: Tensor for each rank's block, 1-d and contiguous; None if there is none. If they
+            overlap outgoing blocks, these are copied first.
+        base: Contiguous tensor that holds the outgoing blocks in order; None to find it, if they
+            are adjacent.
+        shared: True if a rank's one block goes to all ranks.
     """
     own = outgoing[0 if shared else state.rank] if outgoing else None
     if sum(block.nbytes for block in outgoing) > state.inline_bytes:
@@ -152,14 +152,14 @@ def exchange(
 
 
 def _equal_blocks(state: GroupState, call: Call) -> list[list[int]]:
-    """What each rank has for each, where all blocks are of one size."""
+    """Return the number of elements from each rank for each, if all blocks have one size."""
     return [[call.numel] * state.size] * state.size
 
 
 def _partners(
     state: GroupState, sends: Sequence[Sequence[int]], sources: Sequence[int]
 ) -> list[int]:
-    """The ranks that read what this rank has, if it is a source, and the sources that it reads."""
+    """Return the ranks that read from this rank, if it is a source, and the sources it reads."""
     rank = state.rank
 
     def reads(reader: int, source: int) -> bool:
@@ -178,22 +178,22 @@ def exchange_through_slots(
     *,
     shared: bool,
 ) -> None:
-    """Every rank fetches what is meant for it of the blocks that pass through slots.
+    """Fetch this rank's blocks among those that pass through slots.
 
     Args:
-        state: This rank's state of the group.
-        call: As of `exchange`.
-        sends: How many elements each rank has for each; rows of ranks that are not staged are not
-            read.
-        staged: The ranks whose blocks pass through slots.
-        outgoing: As of `exchange`.
-        incoming: As of `exchange`.
-        shared: As of `exchange`.
+        state: State of the group on this rank.
+        call: Call of the collective.
+        sends: Number of elements from each rank for each; rows of ranks that are not staged are
+            not read.
+        staged: Ranks whose blocks pass through slots.
+        outgoing: Blocks to send; see `exchange`.
+        incoming: Tensors to fill; see `exchange`.
+        shared: True for one block for all ranks; see `exchange`.
     """
-    columns = 1 if shared else max(1, state.size - 1)  # a slot has no block for the rank itself
+    columns = 1 if shared else max(1, state.size - 1)  # without the rank's block for itself
     longest = max(max(sends[rank]) for rank in staged)
     ring, total = state.ring, longest * columns * call.dtype.itemsize
-    # at least two pieces where the ring has two slots, so that copies in and out overlap
+    # at least two pieces if the ring has two slots, so that copies in and out overlap
     step = (
         min(ring.slot_bytes, max(PIECE_BYTES, total // min(2, ring.slots)))
         // call.dtype.itemsize

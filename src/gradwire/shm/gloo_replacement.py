@@ -1,7 +1,7 @@
-"""GRADWIRE_BACKEND=shm: groups that a program asks for on Gloo use shm instead.
+"""GRADWIRE_BACKEND=shm: groups that a program requests on Gloo use shm instead.
 
-The group keeps the backend's name that the program gave, because programs read it: some refuse a
-backend that they do not know, some train on without communication.
+The group keeps the requested backend name, because programs read it: some refuse an unknown
+backend, some continue to train without communication.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from gradwire._torch import PYTHON_BACKENDS
 
 
 def make_group(make: Callable[[str], tuple[Any, Any]], backend: str) -> tuple[Any, Any]:
-    """Make a group with shm in place of Gloo, and keep the name that was asked for.
+    """Make a group with shm in place of Gloo, and keep the requested name.
 
     Args:
-        make: Makes the group of a backend; returns it, or `NON_GROUP_MEMBER`, and its store.
-        backend: As torch.distributed names backends: "gloo", "cpu:gloo,cuda:nccl", "undefined".
+        make: Function that makes the group of a backend and returns it, or `NON_GROUP_MEMBER`, and
+            its store.
+        backend: Backend in torch.distributed's notation: "gloo", "cpu:gloo,cuda:nccl", "undefined".
     """
     instead = with_shm(backend)
     group, store = make(instead)
@@ -33,7 +34,7 @@ def make_group(make: Callable[[str], tuple[Any, Any]], backend: str) -> tuple[An
 
 
 def with_shm(backend: str) -> str:
-    """The backend with shm in place of Gloo for CPU tensors."""
+    """Return the backend with shm in place of Gloo for CPU tensors."""
     if backend != Backend.UNDEFINED and Backend.GLOO not in backend:
         return backend
     asked = BackendConfig(Backend(backend))
@@ -46,7 +47,7 @@ def with_shm(backend: str) -> str:
     if PYTHON_BACKENDS:
         return ",".join(["cpu:shm", *(f"{device}:{name}" for device, name in others.items())])
     warnings.warn(
-        f"GRADWIRE_BACKEND=shm: a group of {asked} stays as it is, because with PyTorch "
+        f"GRADWIRE_BACKEND=shm: a group of {asked} is unchanged, because with PyTorch "
         f"{torch.__version__} shm would be the whole group: upgrade PyTorch",
         stacklevel=4,
     )

@@ -1,4 +1,4 @@
-"""The base of the shm groups: how operations are submitted, and how a rank leaves the group."""
+"""Base of the shm groups: how a rank joins and leaves a group."""
 
 # torch's stubs give overloads and names that its own callers do not use on a backend
 # mypy: disable-error-code="override,assignment"
@@ -32,20 +32,20 @@ from gradwire.shm.submission import Submission
 from gradwire.shm.sync import Deadline
 
 _GROUPS: WeakSet[GroupBase] = WeakSet()
-"""All groups of this process, for the handlers of its fork and its exit."""
+"""All groups of this process, for its handlers at fork and at exit."""
 
 
 class GroupBase(Submission):
-    """One rank of a group, without its operations; usable after `_join`."""
+    """One rank of a group, without operations; usable after `_join`."""
 
-    _known: KnownCalls | None = None  # none where ranks share no memory
+    _known: KnownCalls | None = None  # None in groups over several hosts
 
     def __init__(self, timeout: timedelta) -> None:
         super().__init__(timeout)
         _GROUPS.add(self)
 
     def _join(self, rank: int, size: int, peers: dict[int, Any], deadline: Deadline) -> None:
-        """Form the group with the ranks that `peers` are connections to."""
+        """Form the group with the ranks to which `peers` are connections."""
         self._rank, self._size = rank, size
         self._mailbox = Mailbox(len(peers))
         self._incoming: dict[int, Incoming] = {}
@@ -66,7 +66,7 @@ class GroupBase(Submission):
     # --- properties ---
 
     def getBackendName(self) -> str:
-        """The backend's name."""
+        """Return the backend's name."""
         return "shm"
 
     def allocate(self, nbytes: int) -> Tensor:
@@ -85,8 +85,8 @@ class GroupBase(Submission):
         if not joined:
             return
         if self._queue.runs_in_this_thread():
-            # called from a signal handler that interrupted an operation of this thread: that still
-            # uses the memory. It fails when the handler returns, and `_submit` then releases
+            # a signal handler called this amid an operation of this thread, which still uses the
+            # memory. The operation fails when the handler returns, and `_submit` then releases
             self._state.links.aborted = BrokenGroupError(reason)
             self._leaving = True
         else:
@@ -101,14 +101,14 @@ class GroupBase(Submission):
         links, error = self._state.links, BrokenGroupError(self._closed)
         links.aborted = links.aborted or error
         self._fail_receives(error)
-        # parts of a group refer to each other: without this, rings would be there until garbage is
+        # parts of a group refer to each other: without this, rings would stay until garbage is
         # collected
         for peer, outgoing in self._outgoing.items():
             outgoing.close()
             self._incoming[peer].close()
 
     def abort(self) -> None:
-        """Leave the group at once; operations in flight fail."""
+        """Leave the group at once; pending operations fail."""
         if not self._closed:
             error = BrokenGroupError("the group was aborted on this rank")
             self._break(error)
@@ -117,8 +117,8 @@ class GroupBase(Submission):
             self._leave("the group was aborted on this rank: make a new one")
 
     def _leave_at_exit(self) -> None:
-        # an operation that all ranks take part in still ends; the wait for one that they do not
-        # must not delay the process's exit
+        # an operation in which all ranks take part still ends; a wait for absent ranks must not
+        # delay the process's exit
         if not self._closed:
             self._state.links.aborted = BrokenGroupError("the process of this rank ends")
         self.shutdown()
@@ -131,7 +131,7 @@ class GroupBase(Submission):
     def _root(self, opts: Any) -> int:
         root: int = opts.rootRank
         if not 0 <= root < self._size:
-            raise ArgumentError(f"root is rank {root}: the group's ranks are 0 to {self._size - 1}")
+            raise ArgumentError(f"root is rank {root}: give a rank from 0 to {self._size - 1}")
         return root
 
     def _check_peer(self, peer: int, name: str) -> None:
@@ -160,21 +160,21 @@ class GroupBase(Submission):
         if message.kind == Kind.WAKE:
             return incoming.wake
         incoming.add_rest(message)
-        return incoming.look
+        return incoming.poll
 
     def _on_lost(self, peer: int) -> Callable[[], None] | None:
-        return self._incoming[peer].look
+        return self._incoming[peer].poll
 
     def _fail_receives(self, error: DistributedError) -> None:
-        """Fail all receives, posted or half filled; the links have the reason why as well."""
+        """Fail all receives, posted or half filled; the links have the same error."""
         with self._state.links.lock:
             self._mailbox.fail_all(error)
         for incoming in self._incoming.values():
-            incoming.look()
+            incoming.poll()
 
 
 def _at_exit() -> None:
-    """End the groups' threads: one that runs a kernel while the interpreter exits would crash."""
+    """End the groups' threads: a thread that runs a kernel at the interpreter's exit crashes."""
     for group in list(_GROUPS):
         group._leave_at_exit()
 

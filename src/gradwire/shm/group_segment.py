@@ -1,9 +1,9 @@
-"""The group's segment: made by rank 0, received by the others over their connections.
+"""Segment of a group: allocated by rank 0, received by the others over their connections.
 
-It holds the semaphores, the ranks' cores and, twice over, a header and a short piece of data
-("inline") for each rank. Twice, because a fast rank may begin the next collective while a slow one
-still reads the headers of the last; it cannot begin the one after that, which takes a post of the
-slow one.
+It holds the semaphores, the ranks' cores and, for each rank, two headers with short data ("inline")
+beside them. There are two because a fast rank may begin the next collective while a slow one still
+reads the headers of the last. It cannot begin the one after that, which needs a post of the slow
+rank.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from gradwire.shm.header import TABLES_AT, header_bytes
 from gradwire.shm.sync import SEMAPHORE_BYTES, Deadline
 
 _INLINE_BYTES, _LEAST = 512 << 10, 32 << 10
-"""Of all ranks together, which each may read, and of one, at least. Data that travels with the
-header takes one wait instead of two or more: between two ranks an all_reduce of 64 KiB takes 33 us
-instead of 90, of 256 KiB 85 to 110 instead of 125 to 190, and of 512 KiB as long."""
+"""Inline bytes of all ranks together, and the minimum for one rank. Data beside the header takes
+one wait instead of two or more: between two ranks an all_reduce of 64 KiB takes 33 us instead of
+90, one of 256 KiB 85 to 110 instead of 125 to 190, and one of 512 KiB the same time."""
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,13 @@ class GroupSegment:
     """The segment, as this process maps it.
 
     Attributes:
-        semaphores: Of the group.
-        placement: The ranks' cores.
-        headers: For the even and for the odd collectives, each rank's header.
-        tables: Likewise, what each rank sends each other, and what each expects of each other, as
-            int64 tensors by sender and receiver.
-        inline: Likewise, the memory for the data that travels with it, as uint8 tensors.
+        semaphores: Semaphores of the group.
+        placement: Cores of the ranks.
+        headers: Header of each rank, for even and for odd collectives.
+        tables: Number of elements that each rank sends to each other, and that each expects from
+            each other, as int64 tensors by sender and receiver; for even and odd collectives.
+        inline: Memory of the data beside each header, as uint8 tensors; for even and odd
+            collectives.
     """
 
     semaphores: Semaphores
@@ -50,11 +51,11 @@ class GroupSegment:
 def form(
     rank: int, peers: dict[int, socket.socket], spins: int, deadline: Deadline
 ) -> GroupSegment:
-    """The group's segment: made by rank 0, received by the others.
+    """Allocate the group's segment on rank 0, and receive it on the others.
 
     Raises:
-        PeerLostError, CollectiveTimeoutError: Rank 0 did not send it; or a rank is gone.
-        DistributedError: There is not enough memory for it.
+        PeerLostError, CollectiveTimeoutError: Rank 0 did not send it, or a rank is gone.
+        DistributedError: There is not enough memory.
     """
     ranks = len(peers) + 1
     places_at, header = SEMAPHORE_BYTES * ranks * ranks, header_bytes(ranks)

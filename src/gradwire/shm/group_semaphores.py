@@ -10,19 +10,19 @@ from functools import partial
 from gradwire.shm.sync import SEMAPHORE_BYTES, Semaphore, libraries
 
 PLACE_BYTES = 64
-"""Of one rank: a cache line, as each writes its own."""
+"""Bytes for one rank: a cache line, as each rank writes its own."""
 
 
 class Placement:
-    """Tells a rank whether it keeps a core from the one that it waits for.
+    """Cores on which the ranks last waited, in shared memory.
 
-    The kernel puts two ranks on one core where another process keeps the others busy, and for some
-    ms after they were idle. What a rank knows of another is where that last was: a hint, on which
-    nothing but speed depends, so that neither reads nor writes are ordered.
+    A rank reads here whether it occupies the core of the rank that it waits for. The kernel puts
+    two ranks on one core while another process keeps the other cores busy, and for some ms after
+    they were idle. The entries are hints that affect only speed, so reads and writes are unordered.
 
     Args:
         memory: `PLACE_BYTES` for each rank, zero when the group forms.
-        rank: This rank.
+        rank: Rank of this process.
     """
 
     def __init__(self, memory: memoryview, rank: int) -> None:
@@ -32,37 +32,37 @@ class Placement:
         self._core = ctypes.PyDLL(None).sched_getcpu
 
     def is_beside(self, peer: int) -> bool:
-        """Note the core that this thread is on; whether a peer was on the same when it noted so."""
-        here: int = self._core() + 1  # a rank that has not waited yet has 0
+        """Record this thread's core; return True if the peer's recorded core is the same."""
+        here: int = self._core() + 1  # 0: a rank that has not waited yet
         self._places[self._own] = here
         return self._places[peer * self._stride] == here
 
     def close(self) -> None:
-        """Let go of the memory: who still waits looks in a copy."""
+        """Release the memory; threads that still wait read a copy."""
         self._places = memoryview(bytearray(self._places)).cast("i")
 
 
-_GLANCES = 16  # about 3 µs: to look at the clock and to note so short a wait takes 1 µs
+_GLANCES = 16  # about 3 µs; reading the clock and recording a shorter wait would take 1 µs
 _YIELDS = 30
-"""How often a rank that does not spin yields. A prepared all_reduce of 4 KiB between 3, 4, 8 and 16
-ranks on two cores takes 31, 54, 165 and 560 µs instead of 50, 105, 250 and 700; with 10 it is as
-much but for 3 ranks (46). Where the kernel gives the core back at once, it costs 25 µs a wait."""
+"""Number of yields of a rank that does not spin. An all_reduce of 4 KiB between 3, 4, 8 and 16
+on two cores took 31, 54, 165 and 560 µs instead of 50, 105, 250 and 700; with 10 yields the same,
+except between 3 ranks (46). Where the kernel returns the core at once, this costs 25 µs a wait."""
 _POLL_SECONDS = 0.05
 
 
 class Semaphores:
-    """The semaphores of a group, as one rank uses them: one for each ordered pair of ranks.
+    """Semaphores of a group as one rank uses them: one for each ordered pair of ranks.
 
     Args:
-        address: Where the `size` × `size` semaphores lie in this process.
-        rank: This rank.
-        size: How many ranks.
-        spins: How often to try before yielding or sleeping.
-        placement: The ranks' cores.
+        address: Address of the `size` × `size` semaphores in this process.
+        rank: Rank of this process.
+        size: Number of ranks.
+        spins: Number of attempts before yielding or sleeping.
+        placement: Cores of the ranks.
 
     Attributes:
-        waited: For each peer whose post was not there within some µs, for how many ns this rank
-            waited for it; whoever reads it puts an empty one in its place.
+        waited: Nanoseconds that this rank waited for each peer whose post took more than some µs;
+            the reader replaces it by an empty dict.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Semaphores:
         self._glances = min(spins, _GLANCES)
         self.waited: dict[int, int] = {}
         self._from = [self._at(peer, rank) for peer in range(size)]
-        # what runs for each short operation is here without a call of a method in between
+        # short operations use these without a method call in between
         self._post, self._try = libraries()[0].sem_post, libraries()[0].sem_trywait
         self._to_at = [self._address_of(rank, peer) for peer in range(size)]
         self._from_at = [self._address_of(peer, rank) for peer in range(size)]
@@ -88,7 +88,7 @@ class Semaphores:
         return Semaphore(self._address_of(source, target), self._spins, yields, is_beside)
 
     def create(self) -> None:
-        """Initialize all of them: on one rank, before any other uses them."""
+        """Initialize all semaphores, on one rank, before any other rank uses them."""
         for source in range(self._size):
             for target in range(self._size):
                 self._at(source, target).create(0)
@@ -100,15 +100,16 @@ class Semaphores:
             post(to[peer])
 
     def posted(self, peer: int) -> bool:
-        """Whether the semaphore from `peer` has a post that was not yet waited for."""
+        """Return True if the semaphore from `peer` has a post that was not waited for yet."""
         return self._from[peer].value() > 0
 
     def wait(self, peers: Sequence[int], poll: Callable[[Sequence[int]], None]) -> None:
         """Wait for one post of each peer.
 
         Args:
-            peers: Their ranks.
-            poll: Called every 50 ms with the peers whose post is missing; raises to end the wait.
+            peers: Ranks of the peers.
+            poll: Function called every 50 ms with the peers whose posts are missing; it raises to
+                end the wait.
         """
         attempt, glances = self._try, range(self._glances)
         for i, peer in enumerate(peers):
@@ -122,7 +123,7 @@ class Semaphores:
     def barrier(
         self, peers: Sequence[int], poll: Callable[[Sequence[int]], None]
     ) -> tuple[Callable[[], None], Callable[[], None]]:
-        """`post` and `wait` as functions without arguments, for what is called again and again."""
+        """Return `post` and `wait` for these peers as functions without arguments."""
         post, attempt, glances = self._post, self._try, range(self._glances)
         to = [self._to_at[peer] for peer in peers]
         places = [(i, self._from_at[peer]) for i, peer in enumerate(peers)]

@@ -1,9 +1,8 @@
-"""One rank's state of a group: where its longer data lies, and how that is passed in pieces.
+"""State of a group on one rank: locations of longer data, and the pipeline that moves it in pieces.
 
-Short data lies in the group's segment, beside the headers. Longer data lies in regions: the
-caller's tensor, if it was allocated in one. Else it is copied to the rank's upfront region before
-the ranks meet, up to some size, or passes piece by piece through the slots of its staging
-region.
+Short data is in the group's segment, beside the headers. Longer data is in regions: in the caller's
+tensor, if that was allocated in one. Otherwise it is copied to the rank's upfront region before the
+ranks meet, up to some size, or passes piece by piece through the slots of its staging region.
 """
 
 from __future__ import annotations
@@ -25,25 +24,26 @@ from gradwire.shm.regions import MESSAGE_RING, RINGS, STAGING, UPFRONT, Regions,
 from gradwire.shm.sync import Deadline, spins_beside
 
 UPFRONT_BYTES = (1 << 20, 8 << 20, 32 << 20)
-"""What upfront regions hold. Up to the first ordinary tensors are copied before the ranks meet,
-which saves a wait; above it is better to copy in and out at the same time, where ranks have cores
-enough for that."""
+"""Sizes of upfront regions. Ordinary tensors up to the first size are copied before the ranks meet,
+which saves a wait. Above it, copying in and out at the same time is faster, if there are enough
+cores."""
 
 
 class GroupState(Meeting):
-    """One rank's part of a group.
+    """State of a group on one rank.
 
     Args:
-        rank: This rank.
-        size: How many there are.
-        peers: A connection to each other rank.
-        other: As `receive` of `Links`, for the messages that are not about regions.
-        on_lost: As of `Links`.
-        deadline: For the group to form.
+        rank: Rank of this process.
+        size: Number of ranks.
+        peers: Connection to each other rank.
+        other: Handler of messages that do not concern regions; see `receive` of `Links`.
+        on_lost: Handler of lost peers; see `Links`.
+        deadline: Deadline for the group to form.
 
     Attributes:
-        links: The connections.
-        is_awaited: Whether the main thread does nothing but wait for the operation of this one.
+        links: Connections to the peers.
+        is_awaited: Function that returns True while the main thread only waits for the running
+            operation.
     """
 
     def __init__(
@@ -71,19 +71,19 @@ class GroupState(Meeting):
     def pipeline(
         self, pieces: int, *, stages: int, partners: Sequence[int] | None = None
     ) -> Iterator[list[int]]:
-        """The steps of a pipeline: in each, every stage works on another piece.
+        """Yield the steps of a pipeline, in each of which every stage works on another piece.
 
         A rank posts after each step, and waits only for the posts of `ring.lag(stages)` steps ago:
-        a rank may be that many steps ahead. After the wait, what the other ranks wrote in the
-        previous stage can be read, and a slot that they have read can be written again.
+        a rank may be that many steps ahead. After the wait, data that the other ranks wrote in the
+        previous stage can be read, and slots that they have read can be written again.
 
         Args:
-            pieces: How many there are.
-            stages: How many steps one piece takes.
-            partners: As of `sync`.
+            pieces: Number of pieces.
+            stages: Number of steps per piece.
+            partners: Ranks to wait for; see `sync`.
 
         Yields:
-            The number of the piece in each stage; -1 where a stage has none in this step.
+            Number of the piece in each stage; -1 if the stage has none in this step.
         """
         lag = self.ring.lag(stages)
         peers = self._others if partners is None else partners
@@ -97,27 +97,27 @@ class GroupState(Meeting):
                 self._semaphores.wait(peers, self._check_peers)
 
     def locate(self, tensor: Tensor) -> Location:
-        """The location of a tensor of this rank."""
+        """Return the location of a tensor of this rank."""
         return self._regions.locate(tensor)
 
     def at(
         self, rank: int, location: Location, dtype: torch.dtype, start: int, count: int
     ) -> Tensor:
-        """Elements `start` to `start + count` of a rank's tensor that lies in a region."""
+        """Return elements `start` to `start + count` of a rank's tensor in a region."""
         first = Location(location.region, location.offset + start * dtype.itemsize)
         return self._regions.view(rank, first, dtype, count, self.links, self._deadline)
 
     def staged_location(
         self, nbytes: int, *, sends: bool = True, reduces: bool = False
     ) -> Location:
-        """The location of data in private memory: the ring that this rank asks for.
+        """Return the location of data in private memory: the ring that this rank requests.
 
-        Called before `announce`.
+        Call it before `announce`.
 
         Args:
             nbytes: Bytes of the data.
-            sends: Whether this rank writes it to slots, and so needs a staging region.
-            reduces: As of `ring_for`.
+            sends: True if this rank writes the data to slots, and so needs a staging region.
+            reduces: True if all ranks reduce; see `ring_for`.
         """
         in_main = threading.current_thread() is threading.main_thread()
         beside_others = not (in_main or self.is_awaited())
@@ -133,20 +133,20 @@ class GroupState(Meeting):
         return Location(PRIVATE, number)
 
     def upfront_limit(self, *, alone: bool) -> int:
-        """Up to how many bytes an exchange copies before the ranks meet.
+        """Return the maximum number of bytes that an exchange copies before the ranks meet.
 
         Args:
-            alone: Whether one rank alone takes memory for it, now and in calls to come.
+            alone: True if only one rank needs memory for it, now and in later calls.
         """
         if not self._crowded:
             return UPFRONT_BYTES[0]
         return UPFRONT_BYTES[-1] if alone else UPFRONT_BYTES[1]
 
     def upfront(self, dtype: torch.dtype, nbytes: int) -> tuple[Location, Tensor]:
-        """Where data goes before `announce`, and that memory.
+        """Return location and memory for data that is copied before `announce`.
 
-        There are two halves, for even and odd collectives: peers may still read what was there for
-        the last one, and are done with that of the one before it.
+        There are two halves, for even and odd collectives: peers may still read the data of the
+        last collective, but have finished with that of the one before it.
         """
         number, half = next(
             (number, half)
@@ -161,12 +161,12 @@ class GroupState(Meeting):
         return Location(number, half * parity), self._upfront[number][parity].view(dtype)
 
     def own_upfront(self, dtype: torch.dtype, location: Location) -> Tensor:
-        """The memory that `upfront` gave with this location, after `announce`."""
+        """Return the memory that `upfront` returned with this location; after `announce`."""
         return self._upfront[location.region][self._parity].view(dtype)
 
     @property
     def ring(self) -> Ring:
-        """The ring for data in private memory: the largest that any rank asks for."""
+        """Ring for data in private memory: the largest that any rank requests."""
         return RINGS[self._ring_number()]
 
     def _ring_number(self) -> int:
@@ -186,7 +186,7 @@ class GroupState(Meeting):
         return staging
 
     def slots(self, rank: int, dtype: torch.dtype) -> list[Tensor]:
-        """The slots that a rank's data passes through."""
+        """Return the slots through which a rank's data passes."""
         number = self._ring_number()
         if rank == self.rank:
             region = self._stage(number)
@@ -195,25 +195,25 @@ class GroupState(Meeting):
         return list(region.view(dtype).chunk(RINGS[number].slots))
 
     def allocate(self, size: int) -> Tensor:
-        """Bytes in a new region of this rank."""
+        """Allocate bytes in a new region of this rank."""
         return self._regions.allocate(size, self.links, Deadline(self._deadline.seconds))
 
     def make_ring(self, receiver: int) -> MessageRing:
-        """The ring for this rank's messages to another."""
+        """Make the ring for this rank's messages to another."""
         deadline = Deadline(self._deadline.seconds)
         memory = self._regions.allocate(RING_BYTES, self.links, deadline, MESSAGE_RING + receiver)
         return self._map_ring(memory, receiver, create=True)
 
     def find_ring(self, sender: int) -> MessageRing:
-        """The ring for a peer's messages to this rank, which the peer has made."""
+        """Map the ring that a peer made for its messages to this rank."""
         memory = self._regions.found(sender, MESSAGE_RING + self.rank)
         if memory.numel() != RING_BYTES:
             raise DistributedError(f"rank {sender} sent a ring of {memory.numel()} bytes")
         return self._map_ring(memory, sender, create=False)
 
     def _map_ring(self, memory: Tensor, peer: int, *, create: bool) -> MessageRing:
-        # Where ranks share cores, waits for messages do not yield: the cores are other pairs', and
-        # long messages take up to a third longer.
+        # If ranks share cores, waits for messages do not yield: other pairs would take the cores,
+        # and long messages take up to a third longer.
         spins, yields = self._spins, None
         if self._crowded:
             spins, yields = spins_beside(self._processes[peer]), 0

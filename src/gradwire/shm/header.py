@@ -1,8 +1,8 @@
-"""Headers: each rank's description of the collective it calls, which all ranks compare.
+"""Headers: each rank's description of the collective that it calls, compared by all ranks.
 
-A header is a row of integers in shared memory. The first seven must be equal on all ranks; the
-tables of block sizes must match each other; the rest is the location of the rank's data. All ranks
-read the same headers, and so raise the same error.
+A header is a row of integers in shared memory. The first seven must be equal on all ranks, the
+tables of block sizes must match each other, and the rest is the location of the rank's data. All
+ranks read the same headers and so raise the same error.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _MARK = 6 * 8
 _LOCATION = struct.Struct("<2q")
 _LOCATION_AT = _FIXED.size - _LOCATION.size
 LOCATION_BYTES = _LOCATION.size
-"""Of where a rank's data lies, at the end of a header without tables."""
+"""Bytes of the location, which is at the end of a header without tables."""
 TABLES_AT = _FIXED.size // 8
-"""The place of the first number of a header's tables: for each rank what it is sent, then for each
-what is expected from it."""
+"""Index of the first number of a header's tables: the elements sent to each rank, then the elements
+expected from each rank."""
 
 DTYPES: tuple[torch.dtype, ...] = tuple(
     getattr(torch, name)
@@ -35,7 +35,7 @@ DTYPES: tuple[torch.dtype, ...] = tuple(
         *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"),
     )
 )
-"""The dtypes that shm carries; a header has the index."""
+"""Dtypes that shm supports; a header contains the index."""
 NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
 
 KINDS = (
@@ -47,17 +47,17 @@ _KIND_NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
 
 
 class Call(NamedTuple):
-    """A collective, as one rank calls it.
+    """A collective as one rank calls it.
 
     Args:
-        kind: Its name, one of `KINDS`.
-        dtype: Of the tensors.
-        numel: Elements of one block if all ranks must have the same number; else 0.
-        op: The reduce op's number; -1 if nothing is reduced.
-        root: The root's rank in the group; -1 if there is none.
-        sends: Elements for each rank if these may differ; else empty.
-        receives: Elements expected from each rank; as long as `sends`.
-        checksum: Of the dtypes and sizes in a list of tensors; 0 where there is no list.
+        kind: Name of the collective, one of `KINDS`.
+        dtype: Dtype of the tensors.
+        numel: Elements of one block if all ranks must have the same number, else 0.
+        op: Number of the reduce op; -1 if nothing is reduced.
+        root: Rank of the root in the group; -1 if there is none.
+        sends: Elements for each rank if these may differ, else empty.
+        receives: Elements expected from each rank; same length as `sends`.
+        checksum: Checksum of the dtypes and sizes in a list of tensors; 0 without a list.
     """
 
     kind: str
@@ -71,13 +71,13 @@ class Call(NamedTuple):
 
 
 class Location(NamedTuple):
-    """Where a rank's data for a collective lies.
+    """Location of a rank's data for a collective.
 
     Args:
-        region: The number of one of the rank's regions; `INLINE` for data beside the header,
-            `PRIVATE` for data in memory that the rank does not share.
-        offset: Bytes from the region's start; for private data, the index in `RINGS` of the ring
-            that the rank asks for.
+        region: Number of one of the rank's regions; `INLINE` for data beside the header, `PRIVATE`
+            for data in memory that the rank does not share.
+        offset: Bytes from the region's start; for private data, index in `RINGS` of the ring that
+            the rank requests.
     """
 
     region: int
@@ -86,17 +86,17 @@ class Location(NamedTuple):
 
 INLINE, PRIVATE = -1, -2
 UNEVEN = -1
-"""A root's number of elements if its blocks, or its own and the others', are of several sizes."""
-_ROOTED = ("gather", "scatter")  # on shm a rank's number of elements is that of its own block
+"""Number of elements in a root's call whose blocks differ in size."""
+_ROOTED = ("gather", "scatter")  # on shm a rank's `numel` is that of its own block
 
 
 def header_bytes(size: int) -> int:
-    """Bytes of a header in a group of `size` ranks, rounded up to whole cache lines."""
+    """Return the bytes of a header in a group of `size` ranks, rounded up to whole cache lines."""
     return (_FIXED.size + 16 * size + 63) // 64 * 64
 
 
 def write(buffer: memoryview, call: Call, location: Location, mark: int) -> None:
-    """Write a header; `mark` is the call's, 0 for none."""
+    """Write a header; a mark of 0 means none."""
     _FIXED.pack_into(buffer, 0, *_fixed(call, location, mark))
     if call.sends:
         struct.pack_into(
@@ -105,17 +105,17 @@ def write(buffer: memoryview, call: Call, location: Location, mark: int) -> None
 
 
 def packed(call: Call, location: Location) -> bytes:
-    """What `write` writes for a call without tables or a mark."""
+    """Return the bytes that `write` writes for a call without tables and mark."""
     return _FIXED.pack(*_fixed(call, location, 0))
 
 
 def write_location(buffer: memoryview, location: Location) -> None:
-    """Put into a header where the data lies."""
+    """Write the location into a header."""
     _LOCATION.pack_into(buffer, _LOCATION_AT, *location)
 
 
 def write_mark(buffer: memoryview, mark: int) -> None:
-    """Put a call's mark into a header."""
+    """Write a call's mark into a header."""
     struct.pack_into("<q", buffer, _MARK, mark)
 
 
@@ -134,7 +134,7 @@ def _fixed(call: Call, location: Location, mark: int) -> tuple[int, ...]:
 
 
 def read(buffer: memoryview) -> tuple[Call, Location]:
-    """The call and the location in a header."""
+    """Return the call and the location in a header."""
     kind, dtype, op, root, numel, checksum, _, count, *location = _FIXED.unpack_from(buffer)
     table = struct.unpack_from(f"<{2 * count}q", buffer, _FIXED.size) if count else ()
     call = Call(KINDS[kind], DTYPES[dtype], numel, op, root, table[:count], table[count:], checksum)
@@ -142,17 +142,17 @@ def read(buffer: memoryview) -> tuple[Call, Location]:
 
 
 def location_of(buffer: memoryview) -> Location:
-    """The location in a header; faster than `read`."""
+    """Return the location in a header; faster than `read`."""
     return Location._make(_LOCATION.unpack_from(buffer, _LOCATION_AT))
 
 
 def compared(header: memoryview) -> memoryview:
-    """The part of a header that is the same on all ranks which call the same."""
+    """Return the part of a header that must be equal on all ranks."""
     return header[:_COMPARED]
 
 
 def located(header: memoryview) -> memoryview:
-    """The part of a header that says where the data lies."""
+    """Return the part of a header that holds the location."""
     return header[_LOCATION_AT : _FIXED.size]
 
 
@@ -162,20 +162,20 @@ def check_consistent(headers: Sequence[memoryview], rank: int, *, tables: bool) 
     Marks are compared only if all calls have one.
 
     Args:
-        headers: Of all ranks.
-        rank: This rank.
-        tables: Whether its call has tables of block sizes.
+        headers: Headers of all ranks.
+        rank: Rank of this process.
+        tables: True if its call has tables of block sizes.
 
     Raises:
-        CheckedMismatchError: They do not, and all have marks whose lowest bit is set.
-        MismatchError: They do not. Every rank raises the same.
+        CheckedMismatchError: The calls differ, and all have marks whose lowest bit is set.
+        MismatchError: The calls differ. Every rank raises the same error.
     """
     own = compared(headers[rank])
     if any(compared(header) != own for header in headers):
         marks, calls = [_mark_of(header) for header in headers], [read(h)[0] for h in headers]
         same = all(header[:_MARK] == own[:_MARK] for header in headers)
         if not (same or _fit_root(calls)) or (all(marks) and len(set(marks)) > 1):
-            # without a name for the error: its traceback has this frame, which would have the error
+            # do not name the error: its traceback refers to this frame, which would refer to it
             if all(mark & 1 for mark in marks):
                 raise _checked(_mismatch(calls))
             raise _mismatch(calls)
@@ -200,7 +200,7 @@ def _mismatch(calls: Sequence[Call]) -> MismatchError:
         "tensors' dtypes and sizes (by checksum)": [call.checksum for call in calls],
     }
     if kinds[0] in _ROOTED:
-        del fields["number of elements"]  # `_misfit` compares them
+        del fields["number of elements"]  # compared by `_misfit`
     for field, values in fields.items():
         if len(set(values)) > 1:
             text = f"ranks disagree on {kinds[0]}'s {field}: {_by_rank(values)}"
@@ -208,8 +208,8 @@ def _mismatch(calls: Sequence[Call]) -> MismatchError:
     if (misfit := _misfit(calls)) is not None:
         return misfit
     return MismatchError(
-        f"ranks call {kinds[0]} for different operations: their calls of gradwire.collectives have "
-        "other arguments, or belong to other calls' backward; GRADWIRE_CHECKS=1 shows what differs"
+        f"ranks call {kinds[0]} for different operations of gradwire.collectives, or for the "
+        "backward of different calls: set GRADWIRE_CHECKS=1 to see which arguments differ"
     )
 
 
@@ -233,16 +233,16 @@ def _other_size(kind: str, source: int, target: int, count: int, expected: int) 
 
 
 def _fit_root(calls: Sequence[Call]) -> bool:
-    """Whether all call the same gather or scatter, and their sizes fit the root's."""
+    """Return True if all ranks call the same gather or scatter, with the sizes in the table."""
     alike = {(call.kind, call.dtype, call.root) for call in calls}
     return len(alike) == 1 and calls[0].kind in _ROOTED and _misfit(calls) is None
 
 
 def _misfit(calls: Sequence[Call]) -> MismatchError | None:
-    """The error of the first rank whose block is of another size than the root's for it."""
+    """Return the error of the first rank whose block differs in size from the root's entry."""
     kind, root = calls[0].kind, calls[0].root
     if kind not in _ROOTED or all(call.sends for call in calls):
-        return None  # over several hosts, every rank sends tables
+        return None  # between hosts, every rank sends tables
     of_root = calls[root]
     theirs = of_root.receives if kind == "gather" else of_root.sends
     own = of_root.sends if kind == "gather" else of_root.receives

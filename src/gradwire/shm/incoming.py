@@ -1,7 +1,8 @@
-"""Who looks for what a rank receives from one other, and when.
+"""Receiving side of a pair of ranks: which thread polls the ring, and when.
 
-Whoever looks puts messages together, one at a time: the thread that waits for one of them, or asks
-whether it is there; the links' thread, which the sender wakes, only where nobody may look.
+One thread at a time polls and assembles messages: a thread that waits for one of them, or asks
+whether it has arrived. The links' thread, which the sender wakes, polls only if no other thread
+may.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ from gradwire.shm.work import ShmWork, wait_until
 
 _POLL_SECONDS = 0.05
 _AT_ONCE_SECONDS = 30e-6
-"""Of these, torch takes 2 to 10 µs from a receive to its wait."""
+"""A wait within this time after its receive counts as immediate; torch takes 2 to 10 µs of it."""
 
 
 class Incoming:
-    """The receiving side of one pair of ranks.
+    """Receiving side of one pair of ranks.
 
     Args:
-        source: The sender.
-        links: This rank's connections.
-        mailbox: Matches messages and receives.
-        find_ring: Finds the sender's ring; called once the sender has filled a slot of it.
+        source: Rank of the sender.
+        links: Connections of this rank.
+        mailbox: Mailbox that matches messages and receives.
+        find_ring: Function that returns the sender's ring, once the sender has filled a slot.
     """
 
     def __init__(
@@ -46,20 +47,19 @@ class Incoming:
         self._find_ring = find_ring
         self._arrivals = Arrivals(source, links, mailbox)
         self.add_rest = self._arrivals.add_rest
-        # A call looks while it holds a lock of its own, which is entered here. `with` gives that
-        # back whenever a signal's handler raises, as no lock is with `acquire(blocking=False)`.
-        self._turn: threading.Lock | None = None
-        self._looking = 0  # the thread whose turn it is
+        # A call polls while it holds a lock of its own, which is stored here. `with` releases that
+        # lock if a signal handler raises; `acquire(blocking=False)` would not be safe.
+        self._polling: threading.Lock | None = None
+        self._poller = 0  # identifier of the polling thread
         self._entering = threading.RLock()
-        self._again = False  # whether somebody asked to look while another thread did
-        # Who wants messages without waiting at the ring. While there is nobody, what arrives is
-        # left in the ring until somebody looks: to wake this rank's thread takes longer than a
-        # message does.
+        self._again = False  # whether a poll was requested while another thread polled
+        # Those that want messages without waiting at the ring. If there are none, messages stay in
+        # the ring until some thread polls: waking this rank's thread takes longer than a message.
         self._wanting: set[object] = set()
         self._waits_at_once = False  # whether the last receive was waited for at once
 
     def wake(self) -> None:
-        """Look, as the sender asked for."""
+        """Poll on the sender's request."""
         if self._arrivals.ring is None:
             try:
                 ring = self._find_ring()
@@ -68,26 +68,26 @@ class Incoming:
             else:
                 with self._entering:
                     self._arrivals.ring = ring
-                    self._tell_sender()
+                    self._update_sender()
         if self._arrivals.ring is not None:
             self._arrivals.ring.woke()
-        self.look()
+        self.poll()
 
     def close(self) -> None:
-        """Let go of the ring's memory: all receives have ended."""
+        """Release the ring's memory after all receives have ended."""
         self._arrivals.ring = None
 
     def abandon(self, work: ShmWork) -> None:
-        """End a receive that is given up while its message arrives; another can take that."""
+        """End a receive that timed out while its message arrives; a later receive can take it."""
         self._arrivals.abandon(work)
-        self.look()
+        self.poll()
 
     def take_now(self, tensor: Tensor, tag: int) -> bool:
-        """As `Arrivals.take_now`, of a receive that is not posted; False if another thread looks.
+        """Call `Arrivals.take_now` for a receive that is not posted; False if another thread polls.
 
-        A receive may be waited for at once, as that of `dist.recv` is, or after much else. If the
-        last one was waited for at once, the wait for this one begins here: a message that comes
-        before the receive is posted takes half of the steps. If that was wrong, it was only late.
+        The caller may wait for a receive at once, as `dist.recv` does, or much later. If it waited
+        at once for the last one, the wait for this one begins here: a message that arrives before
+        the receive is posted takes half of the steps. A wrong guess costs 30 µs.
         """
         ring, soon = self._arrivals.ring, self._waits_at_once
         if ring is None:
@@ -95,85 +95,86 @@ class Incoming:
         if not ring.seems_filled(soon=soon):
             self._waits_at_once = False  # until `note_wait`
             return False
-        turn = threading.Lock()
+        lock = threading.Lock()
         try:
-            with turn:
-                taken = self._enter(turn) and self._arrivals.take_now(tensor, tag)
+            with lock:
+                taken = self._enter(lock) and self._arrivals.take_now(tensor, tag)
             if self._again:
-                self._look()
+                self._poll()
         except BaseException:
             self._recover()
             raise
         return taken
 
     def note_wait(self, posted: float) -> None:
-        """Note that a receive is waited for that was posted at this time; see `take_now`."""
+        """Record a wait for the receive that was posted at this time; see `take_now`."""
         at_once = time.monotonic() - posted < _AT_ONCE_SECONDS
         self._waits_at_once = at_once and posted == self._mailbox.last_post
 
-    def look(self) -> None:
-        """Put together what has arrived; returns at once if another thread does, which goes on."""
+    def poll(self) -> None:
+        """Assemble what has arrived; if another thread is polling, let it poll again and return."""
         try:
-            self._look()
+            self._poll()
         except BaseException:
             self._recover()
             raise
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         self._again = True
         while self._again:
-            turn = threading.Lock()
-            with turn:
-                if not self._enter(turn):
+            lock = threading.Lock()
+            with lock:
+                if not self._enter(lock):
                     return
                 self._again = False
                 self._arrivals.take_all()
 
     def _recover(self) -> None:
-        """After an exception, which a signal's handler may raise anywhere: do what was skipped.
+        """Do what was skipped by an exception, which a signal handler may raise at any point.
 
-        Others asked this thread to look, or are not told as long as it seems to wait at the ring.
+        Other threads may have asked this one to poll, and the sender wakes nobody as long as this
+        thread seems to wait at the ring.
         """
-        ring, turn = self._arrivals.ring, threading.Lock()
+        ring, lock = self._arrivals.ring, threading.Lock()
         if ring is not None:
             ring.interrupted()
-            with turn:
-                if self._enter(turn):  # nobody else is at the ring
+            with lock:
+                if self._enter(lock):  # no other thread is at the ring
                     ring.stop_listening()
-        self._look()
+        self._poll()
 
-    def _enter(self, turn: threading.Lock) -> bool:
-        """Whether nobody else looks; nobody else does then until `turn`, which is held, is not."""
+    def _enter(self, lock: threading.Lock) -> bool:
+        """Return True if no other thread polls; then none does until `lock`, held, is released."""
         with self._entering:
-            if self._turn is not None and self._turn.locked():
+            if self._polling is not None and self._polling.locked():
                 return False
-            # in this order: `wait` reads both without the lock, in the other
-            self._looking = threading.get_ident()
-            self._turn = turn
+            # in this order: `wait` reads both without the lock, in the opposite order
+            self._poller = threading.get_ident()
+            self._polling = lock
             return True
 
     def wait(self, work: ShmWork, tag: int, deadline: Deadline) -> None:
-        """Wait at the ring until a receive of this tag is done or the time is over.
+        """Wait at the ring until a receive of this tag is done or the deadline has passed.
 
         Raises:
-            NotSupportedError: This thread waits at the ring already, which a signal interrupted.
+            NotSupportedError: A signal handler called this while its thread waits at the ring.
         """
         done = work.is_done
         while not (done() or deadline.over()):
-            turn = self._turn
-            if turn is not None and turn.locked() and self._looking == threading.get_ident():
+            polling = self._polling
+            if polling and polling.locked() and self._poller == threading.get_ident():
                 raise NotSupportedError(
                     "this thread is in another receive from the same rank, which a signal "
                     "interrupted: let the signal's handler set a flag, and receive after it"
                 )
-            turn = threading.Lock()
+            lock = threading.Lock()
             try:
-                with turn:
+                with lock:
                     ring = self._arrivals.ring
-                    if waits := ring is not None and self._enter(turn):
+                    if waits := ring is not None and self._enter(lock):
                         self._wait_at(ring, work, tag, deadline)
                 if self._again:
-                    self._look()
+                    self._poll()
             except BaseException:
                 self._recover()
                 raise
@@ -181,7 +182,7 @@ class Incoming:
                 self._wait_beside(work, min(_POLL_SECONDS, _left(deadline)))
 
     def _wait_beside(self, work: ShmWork, seconds: float) -> None:
-        """Wait while another thread waits at the ring, or there is none yet."""
+        """Wait while another thread waits at the ring, or there is no ring yet."""
         this = object()
         try:
             self.want(this)
@@ -189,25 +190,25 @@ class Incoming:
         finally:
             self.unwant(this)
 
-    def want(self, who: object) -> None:
-        """From here on the sender wakes this rank for what it sends, until `unwant`."""
+    def want(self, waiter: object) -> None:
+        """Have the sender wake this rank for each message, until `unwant`."""
         with self._entering:
-            self._wanting.add(who)
-            self._tell_sender()
-        self.look()
+            self._wanting.add(waiter)
+            self._update_sender()
+        self.poll()
 
-    def unwant(self, who: object) -> None:
-        """The opposite of `want`."""
+    def unwant(self, waiter: object) -> None:
+        """Undo `want`."""
         with self._entering:
-            self._wanting.discard(who)
-            self._tell_sender()
+            self._wanting.discard(waiter)
+            self._update_sender()
 
-    def _tell_sender(self) -> None:
+    def _update_sender(self) -> None:
         ring, wanted = self._arrivals.ring, bool(self._wanting)
         if ring is not None:
             ring.want(wanted)
-            if wanted is not bool(self._wanting):  # since then, in a signal's handler
-                self._tell_sender()
+            if wanted is not bool(self._wanting):  # a signal handler has changed it meanwhile
+                self._update_sender()
 
     def _wait_at(self, ring: MessageRing, work: ShmWork, tag: int, deadline: Deadline) -> None:
         arrivals = self._arrivals
@@ -226,10 +227,10 @@ class Incoming:
                 ring.wait(min(_POLL_SECONDS, _left(deadline)))
         finally:
             ring.stop_listening()
-            # what is filled from here on waits until it is looked for, or the sender tells of it if
-            # that is wanted; of a loss, `_again` does
+            # messages from here on wait for the next poll, or the sender wakes this rank if it is
+            # wanted; a loss sets `_again`
             arrivals.forget_ready()
-            if arrivals.is_told() or (self._wanting and ring.head() is not None):
+            if arrivals.has_notices() or (self._wanting and ring.head() is not None):
                 limit = ring.taken + SLOTS
                 arrivals.take_all(lambda: ring.taken >= limit)
 

@@ -1,8 +1,7 @@
-"""An all_reduce of one tensor, prepared once for all tensors of its kind.
+"""all_reduce of one tensor, with its setup cached by shape, dtype and reduce op.
 
-What an ordinary call works out again each time (checks, header, for short data also views of shared
-memory and how the op is computed) takes longer than the exchange of short data, and as long as that
-of 1 MiB.
+The setup of an ordinary call (checks, header, for short data also views of shared memory and the
+function of the op) takes longer than the exchange of short data, and as long as that of 1 MiB.
 """
 
 from __future__ import annotations
@@ -17,19 +16,19 @@ from gradwire.shm.header import Call
 from gradwire.shm.reduce_algorithms import place, reduce_placed
 
 Key = tuple[torch.Size, torch.dtype, int]
-"""Of a kind of calls: the tensor's shape and dtype, the reduce op's number."""
+"""Kind of calls: shape and dtype of the tensor, number of the reduce op."""
 _KEPT = 256
 
 
 class _Short:
-    """An all_reduce of ordinary tensors of one shape and dtype, whose data travels with the header.
+    """all_reduce of ordinary tensors of one shape and dtype, with the data beside the header.
 
     Args:
-        state: This rank's state of the group.
-        key: Its kind; at most `inline_bytes`, and not empty.
+        state: State of the group on this rank.
+        key: Kind of the calls; at most `inline_bytes`, not empty.
 
     Attributes:
-        like: The recorder's entry of an earlier call.
+        like: Recorder's entry of an earlier call.
     """
 
     __slots__ = ("_exchange", "_reduce", "like")
@@ -47,14 +46,14 @@ class _Short:
 
 
 class _Long:
-    """An all_reduce of ordinary tensors of one shape and dtype, which are longer.
+    """all_reduce of ordinary tensors of one shape and dtype that are too long for the header.
 
     Args:
-        state: This rank's state of the group.
-        key: Its kind; more than `inline_bytes`.
+        state: State of the group on this rank.
+        key: Kind of the calls; more than `inline_bytes`.
 
     Attributes:
-        like: The recorder's entry of an earlier call.
+        like: Recorder's entry of an earlier call.
     """
 
     __slots__ = ("_announce", "_call", "_state", "like")
@@ -76,12 +75,13 @@ KnownCall = _Short | _Long
 
 
 class KnownCalls:
-    """The kinds of calls that a group has prepared: those that it was called for twice.
+    """Cache of the setup of calls, from the second call of a kind on.
 
-    Preparing takes as long as some calls do, which those of ever other sizes would not get back.
+    The setup takes as long as some calls, which programs whose sizes always change would not
+    regain.
 
     Args:
-        state: This rank's state of the group.
+        state: State of the group on this rank.
     """
 
     def __init__(self, state: GroupState) -> None:
@@ -90,7 +90,7 @@ class KnownCalls:
         self.get = self._of.get
 
     def meet(self, key: Key) -> KnownCall | None:
-        """Prepare a kind of calls that is not yet, if this is not the first of them."""
+        """Return the setup of a kind that `get` did not find; None for its first call."""
         if key in self._of:
             return self._make(key)
         self._keep(key, None)
@@ -111,7 +111,7 @@ class KnownCalls:
         self._of[key] = made
 
     def clear(self) -> None:
-        """Let go of the shared memory."""
+        """Release the shared memory."""
         self._of.clear()
 
 

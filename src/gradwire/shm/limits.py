@@ -15,13 +15,13 @@ PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 
 def cores(others: Iterable[int] = (), *, proc: Path = PROC, cgroups: Path = CGROUPS) -> float:
-    """How many cores processes may use together, by their affinities and this one's quotas.
+    """Return the cores that processes may use together, by their affinities and this one's quotas.
 
     Args:
-        others: The processes beside this one; those that have ended, or have no number in this
-            one's namespace (0), count for nothing.
-        proc: Where procfs is mounted.
-        cgroups: Where the cgroups' file system is mounted.
+        others: Other processes; those that have ended, or have no pid in this process's namespace
+            (0), do not count.
+        proc: Mount point of procfs.
+        cgroups: Mount point of the cgroups' file system.
     """
     usable = os.sched_getaffinity(0)
     for process in others:
@@ -32,7 +32,7 @@ def cores(others: Iterable[int] = (), *, proc: Path = PROC, cgroups: Path = CGRO
 
 
 def _quota(folder: Path) -> float | None:
-    """A cgroup's quota in cores; None for no limit. Version 2 has it in one file, 1 in two."""
+    """Return a cgroup's quota in cores, None for no limit; one file in version 2, two in 1."""
     words = text_of(folder / "cpu.max").split()
     if len(words) == 2 and words[0].isdigit() and words[1].isdigit():
         return int(words[0]) / int(words[1])
@@ -42,15 +42,15 @@ def _quota(folder: Path) -> float | None:
 
 
 def folders(controller: str, proc: Path, cgroups: Path) -> Iterator[Path]:
-    """The folders of this process's cgroup and its ancestors.
+    """Yield the folders of this process's cgroup and its ancestors.
 
-    In a container the path in /proc may be the host's, which does not exist inside: the mounted
-    root is then the container's own cgroup.
+    In a container the path in /proc may be that of the host, which does not exist inside. The
+    mounted root is then the container's own cgroup.
 
     Args:
-        controller: The kernel's name of it, "cpu" for instance; version 2 has one tree for all.
-        proc: As for `cores`.
-        cgroups: As for `cores`.
+        controller: Name of the kernel's controller, such as "cpu"; version 2 has one tree for all.
+        proc: Mount point of procfs.
+        cgroups: Mount point of the cgroups' file system.
     """
     for line in text_of(proc / "self" / "cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -61,7 +61,7 @@ def folders(controller: str, proc: Path, cgroups: Path) -> Iterator[Path]:
 
 
 def text_of(file: Path) -> str:
-    """A file's text; empty if it cannot be read."""
+    """Return a file's text; empty if it cannot be read."""
     try:
         return file.read_text()
     except OSError:
@@ -69,15 +69,15 @@ def text_of(file: Path) -> str:
 
 
 def number_in(file: Path) -> int | None:
-    """The number in a file; None if it cannot be read, is negative, or "max"."""
+    """Return the number in a file; None if it cannot be read, is negative, or "max"."""
     text = text_of(file).strip()
     return int(text) if text.isdigit() else None
 
 
 _CHECKED_FROM = 4 << 20
-"""Smaller sizes are not checked: a check takes 0.3 ms, as long as allocating about 1 MiB."""
+"""Minimum size that is checked: a check takes 0.3 ms, as long as allocating about 1 MiB."""
 _CACHES = ("inactive_file", "active_file", "slab_reclaimable")
-"""A cgroup's caches that count as available, as in the host's MemAvailable."""
+"""Caches of a cgroup that count as available, as in the host's MemAvailable."""
 _CGROUP_FILES = (  # limit and usage, of memory and of swap: of cgroups version 2 and version 1
     ("memory.max", "memory.current", "memory.swap.max", "memory.swap.current"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "no file", "no file"),
@@ -85,15 +85,15 @@ _CGROUP_FILES = (  # limit and usage, of memory and of swap: of cgroups version 
 
 
 def check_available(size: int, *, proc: Path = PROC, cgroups: Path = CGROUPS) -> None:
-    """Raise unless `size` more bytes can be allocated; limits that cannot be read do not count.
+    """Raise unless `size` more bytes can be allocated; limits that cannot be read are ignored.
 
     Args:
-        size: In bytes.
-        proc: Where procfs is mounted.
-        cgroups: Where the cgroups' file system is mounted.
+        size: Number of bytes.
+        proc: Mount point of procfs.
+        cgroups: Mount point of the cgroups' file system.
 
     Raises:
-        MemoryError: The host or a cgroup has less; the message says how much.
+        MemoryError: The host or a cgroup has less, as the message says.
     """
     if size < _CHECKED_FROM:
         return
@@ -121,12 +121,12 @@ def _check(name: str, size: int, left: int) -> None:
 
 
 def _reclaimable(folder: Path) -> int:
-    """The bytes that a cgroup is charged for and the kernel reclaims on demand."""
+    """Return the bytes that a cgroup is charged for and the kernel reclaims on demand."""
     charged = _table(folder / "memory.stat")  # in version 1, "total_" is the sum over descendants
     return sum(charged.get(f"total_{name}", charged.get(name, 0)) for name in _CACHES)
 
 
 def _table(file: Path) -> dict[str, int]:
-    """A file's lines of a name and a number."""
+    """Return a file's lines of a name and a number as a dict."""
     lines = (line.split() for line in text_of(file).splitlines())
     return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}

@@ -1,8 +1,8 @@
-"""A rank's connections to its peers: messages, descriptors of shared memory, and lost peers.
+"""Connections of a rank to its peers: messages, descriptors of shared memory, and lost peers.
 
-The data of collectives does not pass through them; descriptors of their regions do, and the loss of
-a peer is noticed here. One thread per group polls all connections, hands on what arrives and
-wakes the threads that wait for it.
+The data of collectives does not pass through connections, but the descriptors of their regions do,
+and the loss of a peer is detected here. One thread per group polls all connections, delivers what
+arrives and wakes the threads that wait for it.
 """
 
 from __future__ import annotations
@@ -30,34 +30,34 @@ from gradwire.errors import (
 from gradwire.shm.segment import check_sealed
 from gradwire.shm.sync import Deadline
 
-_HEAD = struct.Struct("<Biq")  # kind, tag, and a number that means what the kind says
+_HEAD = struct.Struct("<Biq")  # kind, tag, and a number whose meaning depends on the kind
 _FD_BYTES = array.array("i").itemsize
 _MAX_BYTES = 1 << 17
 _FULL = {errno.EAGAIN, errno.EWOULDBLOCK, errno.ETOOMANYREFS, errno.ENOBUFS}
-"""A connection is full, or too many descriptors are in flight: the peer is not lost."""
+"""Errors of a full connection, or of too many descriptors in flight: the peer is not lost."""
 _POLL_MS = 50
 _JOIN_S = 1.0
 
 
 class Kind(IntEnum):
-    """The kinds of messages, and what a message's fields hold."""
+    """Kinds of messages, and the meaning of their fields."""
 
     REGION = 0  # number: the region's number; data: its offset and size; the first has a descriptor
     RELEASE = 1  # number: the region's number
     DATA = 2  # a point-to-point message, or the rest of one: see `outgoing`
-    FAILED = 3  # an operation failed at the sender; data: its error; number: whether it lost a peer
-    LEFT = 4  # the sender left the group in order
-    WAKE = 5  # a slot of the sender's ring was filled, and no thread was listening
+    FAILED = 3  # an operation failed at the sender; data: its error; number: 1 if it lost a peer
+    LEFT = 4  # the sender left the group regularly
+    WAKE = 5  # the sender filled a slot of its ring while no thread of the receiver listened
 
 
 @dataclass
 class Message:
-    """One message, to a peer or from it.
+    """One message to a peer or from it.
 
     Attributes:
         kind, tag, number: See `Kind`.
-        data: The bytes after the head.
-        fd: A descriptor that comes with it, or -1; a received one is closed once `receive` has
+        data: Bytes after the head.
+        fd: Descriptor sent with the message, or -1; a received one is closed after `receive` has
             returned.
     """
 
@@ -68,31 +68,30 @@ class Message:
     fd: int = -1
 
     def head(self) -> bytes:
-        """What is sent before the data."""
+        """Return the bytes that precede the data."""
         return _HEAD.pack(self.kind, self.tag, self.number)
 
 
 Receive = Callable[[int, Message], Callable[[], None] | None]
-"""Handles a peer's message under the lock; what it returns is called without the lock."""
+"""Handler of a peer's message, called with the lock held; its result is called without the lock."""
 
 
 class Links:
-    """The connections of one rank.
+    """Connections of one rank.
 
     Args:
-        peers: A connected socket for each other rank.
-        receive: Called in the reading thread, under `lock`, with a peer and its message; what it
-            returns is called in that thread after releasing `lock`.
-        on_lost: Called in the same way, with a peer that is lost.
+        peers: Connected socket for each other rank.
+        receive: Function called in the reading thread, with `lock` held, with a peer and its
+            message; its result is called in that thread after `lock` is released.
+        on_lost: Function called in the same way with a peer that is lost.
 
     Attributes:
-        lock: Held whenever something is received or a peer is lost.
-        changed: Its condition, notified after that. An exception of a signal's handler cannot leave
-            the lock held, as it can the condition.
-        lost: For each peer that takes no further part, because it died, left or failed, the error
-            that waits for it raise.
-        aborted: The error with which all waits of this rank fail, once it aborted.
-        ranks: The number by which errors name each rank; others where this is a part of a group.
+        lock: Lock held whenever a message is received or a peer is lost.
+        changed: Condition of `lock`, notified afterwards. A signal handler's exception cannot leave
+            the lock held, unlike the condition.
+        lost: Errors that waits for a peer raise, by peer that died, left or failed.
+        aborted: Error with which all waits of this rank fail, once it aborted.
+        ranks: Numbers by which errors name the ranks; in a team, those of the group.
     """
 
     def __init__(
@@ -109,22 +108,22 @@ class Links:
         self._peers = peers
         self._receive = receive
         self._on_lost = on_lost
-        self._deferred: list[Callable[[], None]] = []  # of the reading thread alone
+        self._later: list[Callable[[], None]] = []  # used only by the reading thread
         self._wake, self._woken = os.pipe()
         for peer in peers.values():
             peer.setblocking(False)
         self._thread = threading.Thread(target=self._read, name="gradwire-shm-links", daemon=True)
 
     def start(self) -> None:
-        """Begin to read: from here on `receive` and `on_lost` are called."""
+        """Start to read: from here on `receive` and `on_lost` are called."""
         self._thread.start()
 
     def send(self, peer: int, message: Message, deadline: Deadline) -> None:
-        """Send one message; waits only while the peer has not read a great many before it.
+        """Send one message; waits only while the connection is full of unread messages.
 
         Raises:
             PeerLostError: The peer is gone.
-            CollectiveTimeoutError: It did not read within the time.
+            CollectiveTimeoutError: The peer did not read before the deadline.
         """
         connection = self._peers[peer]
         parts, extra = [message.head(), message.data], []
@@ -143,10 +142,10 @@ class Links:
                 raise (gone if lost is None else copy.copy(lost)) from error
 
     def _wait_until_writable(self, peer: int, errno_: int, deadline: Deadline) -> None:
-        """Wait, for a moment, until a peer has read what is before a message.
+        """Wait a moment for a peer to read earlier messages.
 
         Raises:
-            CollectiveTimeoutError: The time is over.
+            CollectiveTimeoutError: The deadline has passed.
             BrokenGroupError: This rank aborted meanwhile.
         """
         self.check([])
@@ -155,7 +154,7 @@ class Links:
                 f"rank {self.ranks[peer]} did not read its messages within {deadline.seconds:g} s"
             )
         if errno_ == errno.ETOOMANYREFS:
-            # the limit is on all of this user's processes: there is nothing to poll
+            # the limit concerns all processes of this user: there is nothing to poll
             time.sleep(0.001)
         else:
             poll = select.poll()  # select.select takes no descriptor of 1024 or more
@@ -169,14 +168,14 @@ class Links:
                 self.send(peer, message, deadline)
 
     def report_failure(self, reason: BaseException) -> None:
-        """Send the peers the error with which this rank failed, so that none waits for it."""
+        """Send the error with which this rank failed to the peers, so that none waits for it."""
         for connection in self._peers.values():
             _report_failure(connection, reason)
 
-    def part(self, peer: int, reason: BaseException) -> None:
-        """Part from a peer to which a message could not be sent: each loses the other.
+    def disconnect(self, peer: int, reason: BaseException) -> None:
+        """Disconnect from a peer to which a message could not be sent: each loses the other.
 
-        What each sent before still arrives.
+        Messages sent before still arrive.
         """
         with self.lock:
             if peer not in self.lost:
@@ -186,19 +185,19 @@ class Links:
                     self._peers[peer].shutdown(socket.SHUT_RDWR)
 
     def lose(self, peer: int, error: BaseException) -> DistributedError:
-        """Take a peer for lost, as what it sent cannot be handled; in any thread."""
+        """Mark a peer as lost because its message could not be handled; in any thread."""
         with self.lock:
             self._mark_lost(peer, _as_distributed_error(self.ranks[peer], error))
             self.changed.notify_all()
             return copy.copy(self.lost[peer])
 
     def loss_of(self, peer: int) -> DistributedError | None:
-        """The error of this rank's abort, or of the peer's loss, to be raised; None if neither."""
+        """Return the error of this rank's abort or of the peer's loss; None if there is none."""
         error = self.aborted or self.lost.get(peer)
         return None if error is None else copy.copy(error)
 
     def check(self, peers: Sequence[int]) -> None:
-        """Raise the error of this rank's abort, or of the first of `peers` that is lost."""
+        """Raise the error of this rank's abort or of the first lost peer among `peers`."""
         if self.aborted is None and not self.lost:
             return
         for error in (self.aborted, *(self.lost.get(peer) for peer in peers)):
@@ -212,12 +211,12 @@ class Links:
                 connection.send(Message(Kind.LEFT).head())
         os.close(self._woken)
         if self._thread.ident is not None and threading.current_thread() is not self._thread:
-            # with a limit: a signal handler may run this in a thread that holds `lock`, for
+            # with a timeout: a signal handler may call this in a thread that holds `lock`, for
             # which the reading thread waits
             self._thread.join(_JOIN_S)
 
     def close_in_child(self) -> None:
-        """In a forked child: close the inherited sockets, which would hide the parent's death."""
+        """Close the inherited sockets in a forked child: they would hide the parent's death."""
         for connection in self._peers.values():
             connection.close()
         os.close(self._woken)
@@ -237,23 +236,23 @@ class Links:
                     if not self._read_one(ranks[fd]):
                         poll.unregister(fd)
                 self.changed.notify_all()
-            while self._deferred:
-                # an error, as for want of memory, has taken the peer for lost
+            while self._later:
+                # on an error, such as lack of memory, the peer was marked as lost
                 with contextlib.suppress(Exception):
-                    self._deferred.pop(0)()
+                    self._later.pop(0)()
         for connection in self._peers.values():
             connection.close()
         os.close(self._wake)
 
     def _read_one(self, peer: int) -> bool:
-        """Receive and handle one message; returns whether more can come."""
+        """Receive and handle one message; return False if no more can arrive."""
         space = socket.CMSG_LEN(_FD_BYTES)
         try:
             data, extra, flags, _ = self._peers[peer].recvmsg(
                 _MAX_BYTES + _HEAD.size, space, socket.MSG_CMSG_CLOEXEC
             )
         except ConnectionResetError:
-            return True  # the peer closed with messages unread; what it sent can still be received
+            return True  # the peer closed with messages unread; its own can still be received
         except OSError as error:
             self._mark_lost(
                 peer, PeerLostError(f"the connection to rank {self.ranks[peer]} failed ({error})")
@@ -272,7 +271,7 @@ class Links:
             if fd >= 0:
                 check_sealed(fd)
             self._handle(peer, data, fd)
-        except Exception as error:  # the thread serves the other peers as well: it has to go on
+        except Exception as error:  # the thread goes on: it serves the other peers as well
             self._mark_lost(peer, _as_distributed_error(self.ranks[peer], error))
             return False
         finally:
@@ -294,16 +293,16 @@ class Links:
         else:
             later = self._receive(peer, Message(Kind(kind), tag, number, rest, fd))
             if later is not None:
-                self._deferred.append(later)
+                self._later.append(later)
 
     def _mark_lost(self, peer: int, error: DistributedError) -> None:
         if peer not in self.lost:
-            # what is kept is never raised, nor has been: a traceback keeps its callers' frames, and
-            # so the memory that they use
+            # keep a copy that is never raised: a traceback keeps its callers' frames alive, and so
+            # the memory that they use
             self.lost[peer] = copy.copy(error)
             later = self._on_lost(peer)
             if later is not None:
-                self._deferred.append(later)
+                self._later.append(later)
 
 
 def _report_failure(connection: socket.socket, reason: BaseException) -> None:

@@ -1,6 +1,6 @@
-"""A rank's messages that no receive has matched yet, and its receives that no message has.
+"""Mailbox of a rank: messages without a matching receive, and receives without a message.
 
-As in MPI, a message matches a receive by source and tag, in the order in which they were sent.
+As in MPI, messages match receives by source and tag, in the order in which they were sent.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Envelope:
 
 @dataclass(eq=False, slots=True)
 class PostedReceive:
-    """A receive; its source is None for any."""
+    """A receive that waits for its message; a source of None means any rank."""
 
     source: int | None
     tag: int
@@ -34,11 +34,11 @@ class PostedReceive:
     work: ShmWork
 
     def fits(self, source: int, tag: int) -> bool:
-        """Whether it takes a message of this source and tag."""
+        """Return True if the receive matches a message of this source and tag."""
         return self.tag == tag and self.source in (source, None)
 
     def takes_in_place(self, dtype: torch.dtype, count: int) -> bool:
-        """Whether the bytes of such a message can be written where the tensor lies."""
+        """Return True if the bytes of such a message can be written straight into the tensor."""
         x = self.tensor
         plain = x.is_contiguous() and not (x.is_conj() or x.is_neg())
         return plain and x.dtype == dtype and x.numel() == count
@@ -46,17 +46,20 @@ class PostedReceive:
     def complete(self, envelope: Envelope) -> None:
         """Copy the message and finish the receive.
 
-        Once a message is matched, nothing else finishes its receive: every path here has to.
+        Nothing else finishes the receive of a matched message, so every path here must.
         """
         try:
             self._fill(envelope)
-        except (MismatchError, RuntimeError) as error:  # the tensor's: the group stays usable
+        except (
+            MismatchError,
+            RuntimeError,
+        ) as error:  # an error of the tensor: the group stays usable
             self.work.finish(error)
         else:
             self.work.finish(source=envelope.source)
 
     def complete_in_place(self, source: int) -> None:
-        """Finish the receive, whose tensor holds the message already."""
+        """Finish the receive, whose tensor already holds the message."""
         if not self.tensor.is_inference():
             torch.autograd.graph.increment_version(self.tensor)
         self.work.finish(source=source)
@@ -74,33 +77,33 @@ class PostedReceive:
 
 
 class Mailbox:
-    """A rank's unexpected messages and its posted receives; used under the links' lock.
+    """Unexpected messages and posted receives of a rank; used with the links' lock held.
 
-    The thread that matches a message and a receive removes both under the lock, and copies after
-    releasing it: the copy of a large message must not delay other receives, nor the errors of those
-    whose peer is lost.
+    The thread that matches a message and a receive removes both under the lock and copies after
+    releasing it. The copy of a large message must delay neither other receives nor the errors of
+    receives whose peer is lost.
 
     Args:
-        peers: How many other ranks there are.
+        peers: Number of other ranks.
 
     Attributes:
-        last_post: When the last receive was posted, by `time.monotonic`; 0 if a message was sent
-            since.
+        last_post: Time of the last post of a receive, by `time.monotonic`; 0 if a message was sent
+            since then.
     """
 
     def __init__(self, peers: int) -> None:
         self._peers = peers
         self.last_post = 0.0
-        self._silent: set[int] = set()  # the peers of which no message comes any more
+        self._silent: set[int] = set()  # peers from which no message can arrive any more
         self._unexpected: deque[Envelope] = deque()
         self._posted: deque[PostedReceive] = deque()
 
     def holds_any(self) -> bool:
-        """Whether there are messages or receives in it; without the lock, as of some moment."""
+        """Return True if there are messages or receives; without the lock, as of some moment."""
         return bool(self._posted or self._unexpected)
 
     def post(self, receive: PostedReceive) -> Envelope | None:
-        """The first message that has arrived and fits; if there is none, the receive is kept."""
+        """Return the first matching message that has arrived; keep the receive if there is none."""
         for envelope in self._unexpected:
             if receive.fits(envelope.source, envelope.tag):
                 self._unexpected.remove(envelope)
@@ -109,14 +112,14 @@ class Mailbox:
         return None
 
     def find(self, source: int, tag: int) -> PostedReceive | None:
-        """The first posted receive that fits, if there is one; it stays posted."""
+        """Return the first matching posted receive, if any; it stays posted."""
         for receive in self._posted:
             if receive.fits(source, tag):
                 return receive
         return None
 
     def take(self, receive: PostedReceive) -> bool:
-        """Remove a receive: the caller finishes it. False if it is not posted any more."""
+        """Remove a receive, which the caller then finishes; False if it is no longer posted."""
         posted = self._posted
         if receive not in posted:
             return False
@@ -124,13 +127,13 @@ class Mailbox:
         return True
 
     def keep(self, envelope: Envelope) -> None:
-        """Keep a message for which none was found."""
+        """Keep a message without a matching receive."""
         self._unexpected.append(envelope)
 
     def fail(self, source: int, error: DistributedError) -> None:
-        """Fail the receives from a lost peer, all of whose messages were taken.
+        """Fail the receives from a lost peer, after all of its messages were taken.
 
-        If that holds for all peers, those from any rank as well.
+        If all peers are lost, fail the receives from any rank as well.
         """
         self._silent.add(source)
         all_silent = len(self._silent) == self._peers
@@ -150,7 +153,7 @@ class Mailbox:
                 receive.work.finish(error)
 
     def cancel(self, work: ShmWork) -> bool:
-        """Remove a receive; whether no message had matched it."""
+        """Remove a receive; return False if a message had matched it."""
         kept = deque(w for w in self._posted if w.work is not work)
         cancelled = len(kept) < len(self._posted)
         self._posted = kept

@@ -1,7 +1,7 @@
-"""How the ranks of a group meet: their headers in shared memory, what is short beside them, waits.
+"""Barriers of a group with the exchange of headers, and of short data beside them.
 
-Every collective begins with `announce`, in which all ranks wait for each other. What follows may
-wait for fewer.
+Every collective begins with `announce`, in which all ranks wait for each other. Later steps of a
+collective may wait for fewer ranks.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ _KEPT_VIEWS = 256
 
 
 class Meeting:
-    """One rank's part of a group, without longer data.
+    """State of a group on one rank, without the regions for longer data.
 
     Args:
-        rank: This rank.
-        size: How many there are.
-        peers: A connection to each other rank.
-        receive, on_lost: As of `Links`.
-        deadline: For the group to form.
+        rank: Rank of this process.
+        size: Number of ranks.
+        peers: Connection to each other rank.
+        receive, on_lost: Handlers, see `Links`.
+        deadline: Deadline for the group to form.
 
     Attributes:
-        links: The connections.
-        inline_bytes: Up to here data travels with the header.
-        alike: Whether all ranks' headers said the same of the last call that `announce` began: only
-            marks and, in gather and scatter, sizes may differ.
+        links: Connections to the peers.
+        inline_bytes: Maximum size of data beside the header.
+        alike: True if the headers of all ranks were equal in the last call that `announce` began;
+            only marks and, in gather and scatter, sizes may differ.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Meeting:
             self.links = Links(peers, receive, on_lost)
         except BaseException:
             for peer in peers.values():
-                peer.close()  # ends the other ranks' waits for this one
+                peer.close()  # end the other ranks' waits for this one
             raise
         self._semaphores, self._headers = segment.semaphores, segment.headers
         self._placement = segment.placement
@@ -89,10 +89,10 @@ class Meeting:
         self._inline = segment.inline
         self.inline_bytes = segment.inline[0][0].numel()
         self._parity = self._mark = 0
-        # the last of this group; not kept, as its traceback has what its callers have
+        # last mismatch of this group; a weak reference, as its traceback keeps the callers' frames
         self._mismatch: weakref.ref[MismatchError] | None = None
         self.alike = True
-        # this rank's headers, of the even and the odd collectives, if they were prepared
+        # headers that `short_exchange` wrote for this rank in even and odd collectives
         self._shown: list[bytes | None] = [None, None]
         self._views: dict[tuple[int, torch.dtype, int], list[Tensor]] = {}
 
@@ -100,8 +100,8 @@ class Meeting:
         """Begin an operation, before its first `announce`.
 
         Args:
-            mark: What the header of its first collective carries; see `GroupBase.marked`.
-            seconds: For all waits of the operation, from now on.
+            mark: Mark in the header of its first collective; see `Submission.marked`.
+            seconds: Time limit for all waits of the operation together.
         """
         self._mark, self._deadline = mark, Deadline(seconds)
 
@@ -109,12 +109,12 @@ class Meeting:
         """Begin a collective: write this rank's header, wait for all others, and compare.
 
         Args:
-            call: What this rank calls.
-            location: Where this rank's data lies.
-            inline: Tensors of the call's dtype to put one after the other with the header.
+            call: Call of this rank.
+            location: Location of this rank's data.
+            inline: Tensors of the call's dtype to write one after the other beside the header.
 
         Raises:
-            MismatchError: On all ranks, if the calls do not fit each other.
+            MismatchError: The calls of the ranks do not match; raised on all ranks.
             PeerLostError, PeerFailedError, CollectiveTimeoutError: A rank does not take part.
         """
         self._next(call.kind)
@@ -123,7 +123,7 @@ class Meeting:
         self._shown[self._parity] = None
         write(self._headers[self._parity][self.rank], call, location, self._mark)
         self._mark = 0
-        # a root's tables are not those of the other ranks, which `check_consistent` is told by it
+        # only the root of a gather or scatter has tables, marked by UNEVEN: compared separately
         self._meet(tables=bool(call.sends) and (call.numel != UNEVEN or self.size == 1))
 
     def short_exchange(self, call: Call, shape: torch.Size) -> Callable[[Tensor], list[Tensor]]:
@@ -197,12 +197,12 @@ class Meeting:
         self._forget_last()
 
     def _forget_last(self) -> None:
-        """Called as a collective begins, when all ranks are done with the one before the last."""
+        """Hook at the start of a collective: all ranks have ended the one before the last."""
 
     def _meet(self, *, tables: bool) -> None:
         self._post_all()
         self._wait_for_all()
-        # less than 1 µs, and any mismatch is the same error on all ranks, before data moves
+        # takes less than 1 µs, and turns any mismatch into the same error on all ranks
         parts = self._compared[self._parity]
         fit = self.alike = parts.count(parts[self.rank]) == self.size
         if not fit or (tables and not torch.equal(*self._tables[self._parity])):
@@ -216,11 +216,11 @@ class Meeting:
             raise
 
     def is_agreed(self, error: MismatchError) -> bool:
-        """Whether all ranks raise an error: not one that a signal's handler has raised here."""
+        """Return True if all ranks raise this error; False if a signal handler raised it here."""
         return self._mismatch is not None and error is self._mismatch()
 
     def call_of(self, rank: int) -> Call:
-        """What a rank calls, as announced; of gather and scatter."""
+        """Return the announced call of a rank, in gather and scatter."""
         return read(self._headers[self._parity][rank])[0]
 
     def _write_inline(self, dtype: torch.dtype, blocks: Sequence[Tensor]) -> None:
@@ -234,24 +234,24 @@ class Meeting:
                 start += count
 
     def locations(self) -> list[Location]:
-        """Where each rank's data lies, as announced."""
+        """Return the announced location of each rank's data."""
         headers, parts = self._headers[self._parity], self._located[self._parity]
         if parts.count(parts[0]) == self.size:
             return [location_of(headers[0])] * self.size
         return [location_of(header) for header in headers]
 
     def sends(self) -> list[list[int]]:
-        """How many elements each rank has for each, as announced; of calls with tables."""
+        """Return the announced number of elements from each rank for each, in calls with tables."""
         sent, _ = self._tables[self._parity]
         table: list[list[int]] = sent.tolist()
         return table
 
     def sync(self, partners: Sequence[int] | None = None) -> None:
-        """A barrier: what any rank wrote before it can be read by all ranks after it.
+        """Run a barrier: all ranks can then read what any rank wrote before it.
 
         Args:
-            partners: The ranks that this one waits for, each of which waits for this one; all
-                others if None. Where few ranks need each other, the rest need no core for it.
+            partners: Ranks that this one waits for, each of which waits for this one; all others if
+                None. With few partners, the other ranks need no core for the barrier.
         """
         if partners is None:
             self._post_all()
@@ -261,15 +261,15 @@ class Meeting:
         self.wait(partners)
 
     def post(self, peers: Sequence[int]) -> None:
-        """Tell peers that this rank is done with what they have; each waits for that."""
+        """Signal peers, which wait for it, that this rank has finished reading their data."""
         self._semaphores.post(peers)
 
     def wait(self, peers: Sequence[int]) -> None:
-        """Wait until these peers, each of which posts to this rank, are done with what it has."""
+        """Wait until these peers have posted that they have finished reading this rank's data."""
         self._semaphores.wait(peers, self._check_peers)
 
     def take_waits(self) -> dict[int, int] | None:
-        """For how many ns this rank has waited for each other, since the last call; or None."""
+        """Return the ns that this rank waited for each other since the last call, or None."""
         taken = self._semaphores.waited
         if not taken:
             return None
@@ -277,19 +277,19 @@ class Meeting:
         return taken
 
     def inline(self, rank: int, dtype: torch.dtype, start: int, count: int) -> Tensor:
-        """Elements of the data that a rank wrote beside its header."""
+        """Return elements of the data that a rank wrote beside its header."""
         everything = self.all_inline(dtype, self.inline_bytes // dtype.itemsize)[rank]
         return everything[start : start + count]
 
     def all_inline(self, dtype: torch.dtype, count: int) -> list[Tensor]:
-        """The first elements of the data that each rank wrote beside its header."""
+        """Return the first elements of the data that each rank wrote beside its header."""
         key = (self._parity, dtype, count)
         views = self._views.get(key)
         if views is None:
             if len(self._views) == _KEPT_VIEWS:
                 self._views.clear()
-            # kept for later operations, which may run outside of inference mode; making them anew
-            # costs each time as much as adding a thousand numbers
+            # kept for later operations, which may run outside inference mode; making a view costs
+            # as much as adding a thousand numbers
             with torch.inference_mode(False):
                 views = [block.view(dtype)[:count] for block in self._inline[self._parity]]
             self._views[key] = views
@@ -304,8 +304,8 @@ class Meeting:
         self._placement.close()
 
     def _check_peers(self, missing: Sequence[int]) -> None:
-        # lost peers are read before the semaphores: a peer may post and then leave in order, and
-        # its post must count
+        # read lost peers before the semaphores: a peer may post and then leave, and its post must
+        # count
         lost = [peer for peer in missing if peer in self.links.lost]
         absent = [peer for peer in missing if not self._semaphores.posted(peer)]
         if absent:
@@ -314,14 +314,14 @@ class Meeting:
             ranks = self.links.ranks
             raise CollectiveTimeoutError(
                 f"{self._kind}: rank {ranks[self.rank]} waited {self._deadline.seconds:g} s for "
-                f"ranks {[ranks[peer] for peer in absent]}: see what they do, or give the group a "
-                "longer timeout"
+                f"ranks {[ranks[peer] for peer in absent]}: check what these ranks are doing, or "
+                "give the group a longer timeout"
             )
 
 
 @cache
 def _memmove() -> Callable[[int, int, int], None]:
-    """The C library's, with the GIL: without it, another thread might keep it for 5 ms."""
+    """Return the C library's memmove, called with the GIL, which could take 5 ms to reacquire."""
     function = ctypes.PyDLL(None).memmove
     function.argtypes, function.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t), None
     return function

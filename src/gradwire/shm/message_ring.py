@@ -1,8 +1,7 @@
-"""A ring of slots in the sender's shared memory, through which its messages reach one receiver.
+"""Ring of slots in the sender's shared memory, for its messages to one receiver.
 
-Both have it mapped for as long as the group lives: a message costs no system call, and no page of
-memory is touched for the first time. Long messages pass through it in pieces, which the sender
-copies in while the receiver copies out.
+Both processes map it for the lifetime of the group: a message needs no system call and touches no
+new page. Long messages pass in pieces, which the sender copies in while the receiver copies out.
 """
 
 from __future__ import annotations
@@ -26,21 +25,21 @@ _SLOTS_AT = 4096
 RING_BYTES = _SLOTS_AT + SLOTS * SLOT_BYTES
 
 _GLANCES = 600
-"""About 30 µs, as a wait tries before it yields: 200 are too few for messages of 64 KiB on."""
+"""About 30 µs, the time a wait spins before it yields: 200 are too few for messages of 64 KiB."""
 _IN_ORDER = platform.machine() in {"x86_64", "AMD64", "i686"}
-"""Whether a semaphore that is read after another was posted is read after it on this CPU."""
+"""True if this CPU does not reorder the read of a semaphore before an earlier post of another."""
 
 
 class Head(NamedTuple):
-    """What a slot holds.
+    """Description of the piece of a message in a slot.
 
     Args:
-        message: The message's number, of those from this sender to this receiver.
-        tag: Its tag.
-        dtype: Its dtype's number.
-        elements: How many it has.
-        offset: Where in it the piece begins, in bytes.
-        nbytes: The piece's bytes.
+        message: Number of the message among those from this sender to this receiver.
+        tag: Tag of the message.
+        dtype: Number of the message's dtype.
+        elements: Number of elements of the message.
+        offset: Offset of the piece in the message, in bytes.
+        nbytes: Bytes of the piece.
     """
 
     message: int
@@ -54,15 +53,15 @@ class Head(NamedTuple):
 class MessageRing:
     """One side of a ring; used by one thread of the sender and one of the receiver at a time.
 
-    Semaphores count the slots, wake who waits for one, and order memory. A signal's handler may
-    raise just after the receiver took one, so that it does not know it: it puts one back, and finds
-    by the slots' stamps if that was one too many.
+    Semaphores count the slots, wake a waiting thread, and order memory. A signal handler may raise
+    just after the receiver decremented one, so that the receiver does not know it: it increments
+    it again, and recognizes a surplus by the slots' stamps.
 
     Args:
-        memory: `RING_BYTES` bytes that both map.
-        spins: How often to try a semaphore before sleeping.
-        yields, is_beside: As of `Semaphore`, for the other side of the ring.
-        create: Whether this is the sender, which initializes it.
+        memory: `RING_BYTES` bytes that both sides map.
+        spins: Number of attempts on a semaphore before sleeping.
+        yields, is_beside: Arguments of `Semaphore`, for the other side of the ring.
+        create: True for the sender, which initializes the ring.
     """
 
     def __init__(
@@ -82,43 +81,43 @@ class MessageRing:
         ]
         self._filled, self._free, self._listening, self._woken, self._wanted = semaphores
         if create:
-            # wanted: the receiver does not know of the ring before it is woken
+            # `wanted` is 1: the receiver must be woken to learn about the ring
             for semaphore, value in zip(semaphores, (0, SLOTS, 0, 0, 1), strict=True):
                 semaphore.create(value)
         heads = (ctypes.c_ubyte * (SLOTS * _STAMPED.size)).from_address(address + _HEADS_AT)
         self._heads = memoryview(heads).cast("B")
         self._slots = [address + _SLOTS_AT + SLOT_BYTES * i for i in range(SLOTS)]
-        self._glances = _GLANCES if yields is None else 0  # else another rank needs the core
-        self._turn = 0  # how many slots this side has filled, or emptied
-        self._ready = 0  # how many filled slots the receiver has taken from the semaphore
+        self._glances = _GLANCES if yields is None else 0  # 0: another rank needs the core
+        self._count = 0  # slots that this side has filled, or emptied
+        self._ready = 0  # filled slots that the receiver has taken from the semaphore
 
     # --- the sender's side ---
 
     def acquire(self, seconds: float) -> bool:
-        """Wait for a slot to fill; whether there is one."""
+        """Wait for a free slot; return False if there is none in time."""
         return self._free.try_wait() or (seconds > 0 and self._free.wait(seconds))
 
     def put(self, head: Head, source: int) -> bool:
-        """Fill the acquired slot from memory at `source`.
+        """Fill the acquired slot from memory at address `source`.
 
         Returns:
-            Whether the receiver has to be woken: it wants what arrives, and no thread of it waits
-            at the ring.
+            True if the receiver must be woken: it wants messages, and none of its threads waits at
+            the ring.
         """
-        place = self._turn % SLOTS
-        ctypes.memmove(self._slots[place], source, head.nbytes)
-        # the stamp last: a receiver with a post too many may be reading it
-        at = place * _STAMPED.size
+        slot = self._count % SLOTS
+        ctypes.memmove(self._slots[slot], source, head.nbytes)
+        # the stamp last: a receiver with a surplus post may be reading it
+        at = slot * _STAMPED.size
         _HEAD.pack_into(self._heads, at + _STAMP.size, *head)
-        _STAMP.pack_into(self._heads, at, self._turn + 1)
-        self._turn += 1
+        _STAMP.pack_into(self._heads, at, self._count + 1)
+        self._count += 1
         self._filled.post()
         if _IN_ORDER and (self._listening.value() or not self._wanted.value()):
             return False
         return self.must_wake()
 
     def must_wake(self) -> bool:
-        """Whether the receiver has to be woken for what the ring holds; the caller does."""
+        """Return True if the caller must wake the receiver for messages in the ring."""
         if _IN_ORDER and (self._listening.value() or self._woken.value()):
             return False
         self._woken.post()
@@ -127,24 +126,24 @@ class MessageRing:
     # --- the receiver's side ---
 
     def head(self) -> Head | None:
-        """What the next slot holds, if it is filled."""
+        """Return the head in the next slot if the slot is filled, else None."""
         while self._ready or self._filled.try_wait():
-            # the stamp is read first, as it is written last
-            stamp, *head = _STAMPED.unpack_from(self._heads, self._turn % SLOTS * _STAMPED.size)
-            if stamp == self._turn + 1:
+            # read the stamp first, as it is written last
+            stamp, *head = _STAMPED.unpack_from(self._heads, self._count % SLOTS * _STAMPED.size)
+            if stamp == self._count + 1:
                 self._ready = max(self._ready, 1)
                 return Head._make(head)
             self._ready = max(self._ready - 1, 0)
         return None
 
     def seems_filled(self, *, soon: bool) -> bool:
-        """Whether the next slot is filled, as far as a glance tells; in any thread.
+        """Return True if the next slot seems to be filled; in any thread.
 
         Args:
-            soon: Whether to look for 30 µs, unless that keeps the sender from its core.
+            soon: True to check for 30 µs, unless that would block the sender's core.
         """
-        read, heads, filled = _STAMP.unpack_from, self._heads, (self._turn + 1,)
-        at = self._turn % SLOTS * _STAMPED.size
+        read, heads, filled = _STAMP.unpack_from, self._heads, (self._count + 1,)
+        at = self._count % SLOTS * _STAMPED.size
         if read(heads, at) == filled:
             return True
         if soon and self._filled.can_try():
@@ -154,20 +153,22 @@ class MessageRing:
         return False
 
     def take(self, head: Head, target: int) -> None:
-        """Copy the slot that `head` returned to memory at `target`, and give it back."""
-        ctypes.memmove(target, self._slots[self._turn % SLOTS], head.nbytes)
-        self._turn += 1
+        """Copy the slot that `head` described to memory at address `target`, and free it."""
+        ctypes.memmove(target, self._slots[self._count % SLOTS], head.nbytes)
+        self._count += 1
         self._ready -= 1
         self._free.post()
 
     @property
     def taken(self) -> int:
-        """How many slots were taken."""
-        return self._turn
+        """Number of slots that were taken."""
+        return self._count
 
     def want(self, wanted: bool) -> None:
-        """Whether to be woken for what arrives from here on; else it waits here until it is looked
-        for. What arrived before is found by a `head` after this."""
+        """Set whether the sender wakes this rank for messages from here on.
+
+        A `head` after this call finds messages that arrived before it.
+        """
         if not wanted:
             while self._wanted.try_wait():
                 pass
@@ -175,22 +176,22 @@ class MessageRing:
             self._wanted.post()
 
     def listen(self) -> None:
-        """From here on a thread of the receiver waits, and need not be woken."""
+        """Announce that a thread of the receiver waits, and need not be woken."""
         self._listening.post()
 
     def wait(self, seconds: float) -> None:
-        """Wait until a slot is filled; `head` says whether one is."""
+        """Wait until a slot is filled or the time is over; `head` tells which."""
         self._ready += self._filled.wait(seconds)
 
     def interrupted(self) -> None:
-        """An exception ended one of these calls: what it took from the semaphore is put back."""
+        """Increment the semaphore again after an exception ended one of these calls."""
         self._filled.post()
 
     def stop_listening(self) -> None:
-        """The opposite of `listen`; what was filled before it is found by a `head` after it."""
-        while self._listening.try_wait():  # more than one if an exception skipped this before
+        """Undo `listen`; a `head` after this call finds slots that were filled before it."""
+        while self._listening.try_wait():  # more than once if an exception skipped this before
             pass
 
     def woke(self) -> None:
-        """The receiver is awake; called before it looks."""
+        """Record that the receiver is awake; call it before polling."""
         self._woken.try_wait()

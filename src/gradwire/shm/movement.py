@@ -1,4 +1,4 @@
-"""A group's operations that move values: from one to all, all to one, all to all."""
+"""Operations of a group that move values: one to all, all to one, all to all."""
 
 # torch's stubs give overloads and names that its own callers do not use on a backend
 # mypy: disable-error-code="override,assignment"
@@ -33,13 +33,13 @@ from gradwire.shm.tensors import (
 
 
 class Movement(GroupBase):
-    """The part of a group that moves values."""
+    """Operations of a group that move values."""
 
     def broadcast(self, tensors: list[Tensor], opts: BroadcastOptions | None = None) -> Work:
-        """Every rank's tensors become the root's, all of them in one operation."""
+        """Copy the root's tensors to every rank's, in one operation."""
         opts = opts or BroadcastOptions()
         root = self._root(opts)
-        check_results(tensors)  # on the root too: a mistake that all make is then an error on all
+        check_results(tensors)  # on the root as well: a mistake on all ranks is an error on all
         filled = self._kept(tensors, opts)
 
         def job() -> None:
@@ -61,9 +61,9 @@ class Movement(GroupBase):
         inputs: list[Tensor],
         opts: AllgatherOptions | None = None,
     ) -> Work:
-        """Every rank's list becomes all ranks' tensors; these may differ in size.
+        """Fill every rank's list with all ranks' tensors, whose sizes may differ.
 
-        Several lists and as many inputs are one operation.
+        Several lists, with as many inputs, are gathered in one operation.
         """
         opts = opts or AllgatherOptions()
         for outputs, source in paired(output_lists, inputs):
@@ -86,7 +86,7 @@ class Movement(GroupBase):
     def all_gather_single(
         self, output: Tensor, input: Tensor, opts: AllgatherOptions | None = None
     ) -> Work:
-        """`allgather` into the equal parts of one tensor."""
+        """Run `allgather` into the equal parts of one tensor."""
         return self.all_gather_single_coalesced([output], [input], opts)
 
     def all_gather_single_coalesced(
@@ -95,7 +95,7 @@ class Movement(GroupBase):
         inputs: list[Tensor],
         opts: AllgatherOptions | None = None,
     ) -> Work:
-        """`all_gather_single` of several tensors, as one operation."""
+        """Run `all_gather_single` for several tensors in one operation."""
         for output, source in paired(outputs, inputs):
             check_transfer([source], [output])
             self._check_parts(whole=output, part=source)
@@ -119,7 +119,7 @@ class Movement(GroupBase):
         inputs: list[Tensor],
         opts: GatherOptions | None = None,
     ) -> Work:
-        """The root's list becomes all ranks' tensors; these may differ in size."""
+        """Fill the root's list with all ranks' tensors, whose sizes may differ."""
         opts = opts or GatherOptions()
         root, source = self._root(opts), only(inputs)
         into = self._one_each(only(outputs), "gather_list") if root == self._rank else []
@@ -136,7 +136,7 @@ class Movement(GroupBase):
         inputs: list[list[Tensor]],
         opts: ScatterOptions | None = None,
     ) -> Work:
-        """Every rank's tensor becomes its entry of the root's list; these may differ in size."""
+        """Fill every rank's tensor with its entry of the root's list, whose sizes may differ."""
         opts = opts or ScatterOptions()
         root, output = self._root(opts), only(outputs)
         blocks = self._one_each(only(inputs), "scatter_list") if root == self._rank else []
@@ -153,7 +153,7 @@ class Movement(GroupBase):
         inputs: list[Tensor],
         opts: AllToAllOptions | None = None,
     ) -> Work:
-        """Entry i of a rank's outputs becomes what rank i has for it; sizes may differ."""
+        """Fill entry i of a rank's outputs with rank i's entry for it; sizes may differ."""
         self._one_each(outputs, "output_tensor_list")
         check_transfer(self._one_each(inputs, "input_tensor_list"), outputs)
 
@@ -171,7 +171,7 @@ class Movement(GroupBase):
         input_split_sizes: list[int],
         opts: AllToAllOptions | None = None,
     ) -> Work:
-        """`alltoall` between the parts of two tensors, equal or of the given numbers of rows."""
+        """Run `alltoall` between parts of two tensors, equal or of the given numbers of rows."""
         check_transfer([input], [output])
         receives = row_counts(output, output_split_sizes, self._size, "output_split_sizes")
         sends = row_counts(input, input_split_sizes, self._size, "input_split_sizes")
@@ -183,12 +183,12 @@ class Movement(GroupBase):
 
         opts = opts or AllToAllOptions()
         observed = UNOBSERVED
-        if len({*sends, *receives}) == 1:  # alike on all ranks
+        if len({*sends, *receives}) == 1:  # equal on all ranks
             observed = ("alltoall_base_", 0, 0, [[output], [input]])
         return self._submit_into([output], fill, opts, "all_to_all_single", [input], observed)
 
     def barrier(self, opts: BarrierOptions | None = None) -> Work:
-        """Done when every rank has called it."""
+        """Wait for every rank; the handle is done once all have called it."""
         opts = opts or BarrierOptions()
         return self._submit(self._algorithms.barrier, [], opts, op="barrier")
 
@@ -198,11 +198,11 @@ class Movement(GroupBase):
         """Return when every rank has called it.
 
         Args:
-            opts: Its timeout.
-            wait_all_ranks: All the same: the error names all ranks that are missing.
+            opts: Options, of which the timeout is used.
+            wait_all_ranks: Ignored: the error always names all missing ranks.
 
         Raises:
-            CollectiveTimeoutError: Ranks did not call it in time; it names them.
+            CollectiveTimeoutError: Ranks, named by the error, did not call it in time.
         """
         opts = opts or BarrierOptions()
 

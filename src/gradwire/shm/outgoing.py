@@ -1,8 +1,8 @@
-"""What a rank sends to one other: through their ring, or over the connection where that is full.
+"""Sending side of a pair of ranks: through their ring, or over the connection if that is full.
 
-`send` never waits for a receive: what does not fit into the ring, because the receiver is busy,
-follows in memory of its own, whose descriptor travels over the connection. Messages are numbered,
-so that the receiver puts both ways in order.
+`send` never waits for a receive. If the receiver is busy, data that does not fit into the ring is
+sent in separate memory, whose descriptor travels over the connection. Messages are numbered, so
+that the receiver can order both ways.
 """
 
 from __future__ import annotations
@@ -26,35 +26,35 @@ from gradwire.shm.sync import Deadline
 from gradwire.shm.tensors import flat_of
 
 REST = struct.Struct("<6q")
-"""The head of a message, or of the rest of one, that travels over the connection: before its data,
-or with the descriptor of memory that holds it."""
+"""Head of a message, or of the rest of one, that travels over the connection: before its data, or
+with the descriptor of the memory that holds the data."""
 
 _ON_THE_LINK = 16 << 10
-"""Up to here data travels in the connection's own message."""
+"""Maximum size of data inside the connection's own message."""
 _GLANCE = 0.001
-"""Seconds without a free slot after which the receiver is woken: one that takes part looks."""
+"""Seconds without a free slot after which the sender wakes the receiver."""
 _PATIENCE = 0.02
-"""Seconds without a free slot after which the rest goes over the connection. A receiver that takes
-part frees one in some 20 µs; one whose main thread runs Python may need 5 ms for each. Later
-messages wait no more until a slot is free."""
+"""Seconds without a free slot after which the rest travels over the connection. An active receiver
+frees a slot in about 20 µs; if its main thread runs Python, in up to 5 ms. Later messages do not
+wait at all until a slot is free."""
 
 
 class Outgoing:
-    """The sending side of one pair of ranks; any thread may send.
+    """Sending side of one pair of ranks; any thread may send.
 
     Args:
-        peer: The receiver.
-        links: This rank's connections.
-        make_ring: Makes the ring, for the first message.
+        peer: Rank of the receiver.
+        links: Connections of this rank.
+        make_ring: Function that makes the ring, called for the first message.
     """
 
     def __init__(self, peer: int, links: Links, make_ring: Callable[[], MessageRing]) -> None:
         self._peer, self._links, self._make_ring = peer, links, make_ring
         self._lock = threading.RLock()
         self._ring: MessageRing | None = None
-        self._amid = False  # whether this thread is amid a message
+        self._amid = False  # whether a message is being sent
         self._ring_is_usable = True
-        self._behind = False  # whether the receiver did not empty the ring in time
+        self._behind = False  # whether the receiver failed to empty the ring in time
         self._number = 0
 
     def send(self, tag: int, tensor: Tensor, deadline: Deadline) -> None:
@@ -62,20 +62,20 @@ class Outgoing:
 
         Raises:
             PeerLostError: The peer is gone.
-            CollectiveTimeoutError: It has not read what came before.
-            DistributedError: There is no memory for a message that it does not read. As the
-                receiver waits for the message, the ranks lose each other then.
+            CollectiveTimeoutError: The peer has not read earlier messages.
+            DistributedError: There is no memory for a message that the peer does not read. As the
+                receiver waits for the message, the ranks then lose each other.
         """
         kind = tag, NUMBERS[tensor.dtype], tensor.numel()
         with self._lock:
             self._links.check((self._peer,))
-            if self._amid:  # in a signal's handler
+            if self._amid:  # in a signal handler
                 self._send(None, kind, tensor, deadline)
                 return
             self._amid = True
             try:
                 if self._ring is None:
-                    with suppress(NotSupportedError):  # in a handler, amid an allocation
+                    with suppress(NotSupportedError):  # in a signal handler, amid an allocation
                         self._ring = self._make_ring()
                 ring = self._ring if self._ring_is_usable else None
                 self._send(ring, kind, tensor, deadline)
@@ -83,7 +83,7 @@ class Outgoing:
                 self._amid = False
 
     def close(self) -> None:
-        """Let go of the ring's memory: nothing is sent any more."""
+        """Release the ring's memory; nothing is sent any more."""
         self._ring, self._ring_is_usable = None, False
 
     def _send(
@@ -93,7 +93,7 @@ class Outgoing:
         tensor: Tensor,
         deadline: Deadline,
     ) -> None:
-        # no call is between these: a signal's handler runs before or after both, or in the `try`
+        # no call between these: a signal handler runs before or after both, or inside the `try`
         number = self._number
         self._number = number + 1
         try:
@@ -102,28 +102,28 @@ class Outgoing:
             if rest is not None:
                 self._send_rest(rest, tensor, deadline)
         except DistributedError as error:
-            self._links.part(self._peer, error)
+            self._links.disconnect(self._peer, error)
             raise
         except BaseException:
-            # A signal's handler raised, and the slot may have been filled or not. The receiver
-            # waits for the message; what it has of it already does no harm.
+            # A signal handler raised, and the slot may have been filled or not. The receiver waits
+            # for the message; receiving part of it twice does no harm.
             self._ring_is_usable = False
             try:
                 self._send_rest(Head(number, *kind, 0, tensor.nbytes), tensor, deadline)
             except BaseException as error:
-                self._links.part(self._peer, error)
+                self._links.disconnect(self._peer, error)
                 raise
             raise
 
     def _fill(
         self, ring: MessageRing, message: Head, tensor: Tensor, deadline: Deadline
     ) -> Head | None:
-        """Send a message through the ring; returns the rest that had no place in it, if any."""
+        """Send a message through the ring; return the rest that did not fit, or None."""
         address, total = tensor.data_ptr(), message.nbytes
         offset, glance = 0, 0 if self._behind else _GLANCE
         while True:
             if not ring.acquire(glance):
-                glance = 0  # the receiver does not look by itself
+                glance = 0  # the receiver does not poll by itself
                 if ring.must_wake():
                     self._links.send(self._peer, Message(Kind.WAKE), deadline)
                 if not ring.acquire(0 if self._behind else _PATIENCE):
@@ -141,7 +141,7 @@ class Outgoing:
             self._links.check((self._peer,))
 
     def _send_rest(self, rest: Head, tensor: Tensor, deadline: Deadline) -> None:
-        """Send what of a message begins at an offset over the connection."""
+        """Send a message from an offset on over the connection."""
         flat = flat_of(tensor)
         content = flat.view(torch.uint8)[rest.offset :] if flat.nbytes else flat
         head = REST.pack(*rest._replace(nbytes=content.nbytes))

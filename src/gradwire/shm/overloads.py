@@ -1,6 +1,6 @@
-"""The overloads of a process group's methods, such as `group.broadcast(tensor, 0)`.
+"""Overloads of a process group's methods, such as `group.broadcast(tensor, 0)`.
 
-torch's own groups resolve them in C++; a ProcessGroup that is written in Python has to itself.
+torch's own groups resolve them in C++; a ProcessGroup written in Python must resolve them itself.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from gradwire.errors import ArgumentError, ArgumentTypeError
 
 _TENSOR, _LIST, _LISTS = "a tensor", "a list", "a list of lists"
 _DATA = (_TENSOR, _LIST, _LISTS)  # by depth
-_OVERLOADS: dict[str, tuple[type[Any], str, str]] = {  # torch's names: with options, and without
+_OVERLOADS: dict[str, tuple[type[Any], str, str]] = {  # torch's arguments: with options, without
     "broadcast": (BroadcastOptions, "tensors", "tensor root timeout"),
     "allreduce": (AllreduceOptions, "tensors", "tensor op timeout"),
     "reduce": (ReduceOptions, "tensors", "tensor root op timeout"),
@@ -82,7 +82,7 @@ _FIELDS = {"root": "rootRank", "op": "reduceOp", "timeout": "timeout"}
 
 
 def with_overloads(cls: type[Any]) -> type[Any]:
-    """Let the class's collectives be called by all of torch's overloads."""
+    """Add torch's overloads to the collectives of a class."""
     for name, (options, listed, plain) in _OVERLOADS.items():
         signatures = [_signature(f"{listed} opts", 1), _signature(plain, 0)]
         if name == "allreduce":
@@ -92,7 +92,7 @@ def with_overloads(cls: type[Any]) -> type[Any]:
 
 
 def with_awaited_tensors(cls: type[Any]) -> type[Any]:
-    """Let the class's operations take results of functional collectives that are still awaited."""
+    """Let a class's operations accept pending results of functional collectives."""
     for name in _OPERATIONS:
         setattr(cls, name, _awaiting(getattr(cls, name)))
     return cls
@@ -103,7 +103,7 @@ def _awaiting(method: Callable[..., Any]) -> Callable[..., Any]:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return method(self, *args, **kwargs)
-        except ArgumentError:  # raised before anything is sent: they have no memory of their own
+        except ArgumentError:  # raised before anything is sent: a pending result has no memory
             awaited = [_awaited(arg) for arg in args]
             if all(new is old for new, old in zip(awaited, args, strict=True)):
                 raise
@@ -113,7 +113,7 @@ def _awaiting(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _awaited(value: Any) -> Any:
-    """Return a tensor, or nested lists of such, with results that were waited for."""
+    """Return a tensor, or nested lists of tensors, after waiting for pending results."""
     if isinstance(value, list):
         new = [_awaited(v) for v in value]
         return value if all(n is v for n, v in zip(new, value, strict=True)) else new
@@ -121,11 +121,11 @@ def _awaited(value: Any) -> Any:
 
 
 def _signature(text: str, depth: int) -> Signature:
-    """A signature from a line of `_OVERLOADS`; annotations are the arguments' kinds.
+    """Return the signature for a line of `_OVERLOADS`; annotations are the arguments' kinds.
 
     Args:
         text: Names of arguments; "name:1" is a list of tensors, "name:2" a list of lists.
-        depth: Of the tensors' arguments that have none of their own.
+        depth: Depth of tensor arguments without a number.
     """
     parameters = []
     for word in text.split():
@@ -146,12 +146,12 @@ def _signature(text: str, depth: int) -> Signature:
 def _dispatching(
     name: str, options: type[Any], signatures: list[Signature], method: Callable[..., Any]
 ) -> Callable[..., Any]:
-    count = len(signatures[0].parameters) - 1  # of what is not opts
+    count = len(signatures[0].parameters) - 1  # without opts
     usual = {(list,) * count, (*(list,) * count, options)}
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # with lists and options, as torch itself calls it: skip the search through the overloads
+        # torch itself passes lists and options: skip the search through the overloads
         if not kwargs and tuple(map(type, args)) in usual:
             return method(self, *args)
         for each in signatures:
@@ -181,7 +181,7 @@ def _is(what: str, options: type[Any], value: object) -> bool:
 
 
 def _as_lists(given: dict[str, Any], listed: Signature, options: type[Any]) -> list[Any]:
-    """The arguments for the overload with lists and options."""
+    """Return the arguments for the overload with lists and options."""
     opts = given.get("opts") or options()
     for name, field in _FIELDS.items():
         if given.get(name) is not None:
@@ -198,5 +198,5 @@ def _deep(value: Any, what: str) -> list[Any]:
 
 
 def _holds_lists(value: object) -> bool:
-    """Whether it is a list of lists."""
+    """Return True for a list of lists."""
     return isinstance(value, list | tuple) and any(isinstance(x, list | tuple) for x in value)

@@ -1,4 +1,4 @@
-"""What exchanges and reductions over shared memory have in common: locations, shares and slots."""
+"""Helpers for exchanges and reductions over shared memory: locations, shares and slots."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gradwire.shm.group_state import UPFRONT_BYTES, GroupState
 from gradwire.shm.header import PRIVATE, Call, Location
 from gradwire.shm.regions import USERS
 
-PIECE_BYTES = 256 << 10  # shorter pieces cost more in waits than they gain in cache
+PIECE_BYTES = 256 << 10  # shorter pieces cost more in waits than they save in cache misses
 _LINE = 64  # elements; shares end between cache lines, so that ranks do not write to the same one
 
 
@@ -27,16 +27,16 @@ def location_for(
     reduces: bool = False,
     limit: int = UPFRONT_BYTES[0],
 ) -> Location:
-    """The location of this rank's data: of a region, or of the ring that it passes through.
+    """Return the location of this rank's data: in a region, or the ring that it passes through.
 
     Args:
-        state: This rank's state of the group.
-        blocks: The data, one block after the other.
-        base: A tensor that holds all of the data; None if there is none.
-        unread: The first and last element of what no other rank reads.
-        sends: Whether others read it at all.
-        reduces: Whether it is reduced, by all ranks at the same time.
-        limit: Up to how many bytes that are in no region are copied to one.
+        state: State of the group on this rank.
+        blocks: Data, one block after the other.
+        base: Tensor that holds all of the data; None if there is none.
+        unread: Start and end of the elements that no other rank reads.
+        sends: True if other ranks read the data.
+        reduces: True if all ranks reduce the data at the same time.
+        limit: Maximum number of bytes in private memory that are copied to a region.
     """
     location = Location(PRIVATE) if base is None else state.locate(base)
     if location.region != PRIVATE:
@@ -59,32 +59,32 @@ def location_for(
 
 
 def sync_in_place(state: GroupState, locations: Sequence[Location]) -> None:
-    """Wait until no rank uses another's tensors any more, if any lie where others use them."""
+    """Wait until all ranks have finished with the others' tensors, if any are used in place."""
     if any(location.region >= USERS for location in locations):
         state.sync()
 
 
 def copy_but(unread: tuple[int, int], source: Tensor, target: Tensor) -> None:
-    """Copy what lies before and after a range of elements."""
+    """Copy the elements before and after the range `unread`."""
     for start, stop in ((0, unread[0]), (unread[1], source.numel())):
         if start < stop:
             copy(target[start:stop], source[start:stop])
 
 
 def block_start(call: Call, rank: int) -> int:
-    """Where the block for `rank` begins among the blocks of the rank that made this call."""
+    """Return the start of the block for `rank` among the blocks of the calling rank."""
     return sum(call.sends[:rank]) if call.sends else rank * call.numel
 
 
 @lru_cache(1024)
 def share(count: int, rank: int, size: int) -> tuple[int, int]:
-    """The first and last element that a rank reduces; the shares of all ranks make 0 to count."""
+    """Return start and end of the elements that a rank reduces; all shares cover 0 to count."""
     each = math.ceil(count / size / _LINE) * _LINE
     return min(rank * each, count), min((rank + 1) * each, count)
 
 
 def fill_slot(slot: Tensor, pieces: Sequence[Tensor], step: int) -> None:
-    """Copy piece i to elements i * step and on of a slot."""
+    """Copy piece i to a slot, starting at element i * step."""
     for i, piece in enumerate(pieces):
         if piece.numel():
             copy(slot[i * step :][: piece.numel()], piece)

@@ -1,4 +1,4 @@
-"""A group's point-to-point operations."""
+"""Point-to-point operations of a group."""
 
 # torch's stubs give overloads and names that its own callers do not use on a backend
 # mypy: disable-error-code="override,assignment"
@@ -26,10 +26,10 @@ from gradwire.shm.work import ShmWork, ended, wait_until
 
 
 class PointToPoint(GroupBase):
-    """The part of a group that sends and receives."""
+    """Operations of a group that send and receive."""
 
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> Work:
-        """Send a tensor; it can be changed at once."""
+        """Send a tensor, which can be changed as soon as this returns."""
         self.check_usable()
         self._check_peer(dst, "dst")
         _check_tag(tag)
@@ -37,19 +37,19 @@ class PointToPoint(GroupBase):
         if not (is_ordinary(tensor) and tensor.dtype in NUMBERS):
             check_tensors(tensors)
             data = flat_of(tensor)
-        # before it is sent: a dump names it if it waits
+        # before the message is sent: a dump then names a send that hangs
         ring.begin_message(self._recorded, "send", tensor, dst, _ended)
         self._mailbox.last_post = 0.0
         self._outgoing[dst].send(tag, data, Deadline(self._seconds))
         return ended(tensors)
 
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> Work:
-        """Fill a tensor with the next that rank `src` sends with this tag."""
+        """Fill a tensor with the next message of this tag from rank `src`."""
         self._check_peer(src, "src")
         return self._receive(tensors, src, tag)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Work:
-        """Fill a tensor with the next that any rank sends with this tag."""
+        """Fill a tensor with the next message of this tag from any rank."""
         return self._receive(tensors, None, tag)
 
     def _receive(self, tensors: list[Tensor], src: int | None, tag: int) -> Work:
@@ -76,23 +76,23 @@ class PointToPoint(GroupBase):
         elif links.aborted is not None:  # by another thread, after the check above
             with links.lock:
                 mailbox.fail_all(links.aborted)
-        elif links.lost:  # which the others have been told of already
-            for sender in senders:  # not over `lost`, which the links' thread may add to meanwhile
-                sender.look()
+        elif links.lost:  # receives posted before have failed already
+            for sender in senders:  # not over `lost`: the links' thread may add to it
+                sender.poll()
         if src is None and not work.is_done():
-            work.be_told()
+            work.want()
         return work
 
 
 def _ended() -> bool:
-    """What is sent can be changed at once."""
+    """Return True: a sent tensor can be changed at once."""
     return True
 
 
 class _ReceiveWork(ShmWork):
-    """The handle of a receive; who waits for it, or asks, takes the message from the ring."""
+    """Handle of a receive; a thread that waits, or asks, takes the message from the ring."""
 
-    _told = False  # whether the senders are asked to wake this rank
+    _wanted = False  # whether the senders were asked to wake this rank
 
     def __init__(
         self,
@@ -113,12 +113,12 @@ class _ReceiveWork(ShmWork):
             return wait_until(self.is_completed, seconds)
         self._senders[0].note_wait(self._posted)
         self._senders[0].wait(self, self._tag, Deadline(seconds))
-        return self.is_completed()  # what has arrived counts, though the time is over
+        return self.is_completed()  # messages that have arrived count even after the deadline
 
     def _give_up(self, error: CollectiveTimeoutError) -> None:
         with self._links.lock:
             cancelled = self._mailbox.cancel(self)
-        if cancelled:  # for good: another wait for it, and its future, raise the error, too
+        if cancelled:  # for good: another wait and the future raise the error as well
             self.finish(error)
         else:  # the message is arriving: the tensor is being written
             for sender in self._senders:
@@ -126,31 +126,31 @@ class _ReceiveWork(ShmWork):
             self.wait_until_done()
 
     def is_completed(self) -> bool:
-        """Whether it is done, with or without an error; looks for what has arrived."""
+        """Return True if it is done, with or without an error; polls for messages."""
         if not self._done:
             for sender in self._senders:
-                sender.look()
+                sender.poll()
         return self._done
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        """A future of the tensors."""
+        """Return a future of the tensors."""
         future = super().get_future()
         if not self._done:
-            self.be_told()
+            self.want()
         return future
 
-    def be_told(self) -> None:
-        """Be done as soon as the message arrives, though nobody waits or asks."""
-        self._told = True
+    def want(self) -> None:
+        """Complete as soon as the message arrives, even if no thread waits or asks."""
+        self._wanted = True
         for sender in self._senders:
             sender.want(self)
         if self._done:  # meanwhile
             self._forget()
 
     def finish(self, error: BaseException | None = None, source: int = -1) -> None:
-        """Mark it as done; `source` is the rank that the tensor came from."""
+        """Mark the receive as done; `source` is the sender's rank."""
         super().finish(error, source)
-        if self._told:
+        if self._wanted:
             self._forget()
 
     def _forget(self) -> None:
@@ -159,7 +159,7 @@ class _ReceiveWork(ShmWork):
 
 
 def _is_done(reference: weakref.ref[_ReceiveWork]) -> Callable[[], bool]:
-    """Whether a receive has ended, for the recorder, which does not keep its tensors."""
+    """Return a function that tells the recorder if a receive has ended, without its tensors."""
 
     def done() -> bool:
         work = reference()

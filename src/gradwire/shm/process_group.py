@@ -1,10 +1,10 @@
-"""The group's operations as the two classes that torch.distributed takes.
+"""The two classes under which torch.distributed sees a group's operations.
 
-From 2.14 on, torch accepts a Backend written in Python: `ShmBackend` carries the CPU tensors of
-torch's own ProcessGroup, which brings "cpu:shm,cuda:nccl" and split_group.
-Before, what a backend's creator returns is the whole group: `ShmProcessGroup`. C++ callers
-(DistributedDataParallel's reducer, functional collectives), Python callers and older versions of
-torch use different names for some operations, so that one method has several here.
+From 2.14 on, torch accepts a Backend written in Python: `ShmBackend` handles the CPU tensors of
+torch's own ProcessGroup, which supports "cpu:shm,cuda:nccl" and split_group. In older versions, a
+backend's creator returns the whole group: `ShmProcessGroup`. C++ callers (DistributedDataParallel's
+reducer, functional collectives), Python callers and older versions of torch use different names for
+some operations, so some methods have several names here.
 """
 
 # torch's stubs give overloads and names that its own callers do not use on a backend
@@ -34,7 +34,7 @@ from gradwire.shm.sync import Deadline
 class Operations(Reductions, Movement, PointToPoint):
     """All operations of a group over shared memory."""
 
-    # the names of torch before 2.13
+    # names in torch before 2.13
     _allgather_base = Movement.all_gather_single
     allgather_into_tensor_coalesced = Movement.all_gather_single_coalesced
     _reduce_scatter_base = Reductions.reduce_scatter_single
@@ -44,13 +44,13 @@ class Operations(Reductions, Movement, PointToPoint):
 
 @with_overloads
 class ShmProcessGroup(Operations, ProcessGroup):
-    """The ranks of one host as a process group.
+    """Process group of the ranks of one host.
 
     Args:
-        rank: This rank.
-        size: How many ranks.
-        peers: A connection to each other rank.
-        timeout: For each operation that has none of its own.
+        rank: Rank of this process.
+        size: Number of ranks.
+        peers: Connection to each other rank.
+        timeout: Timeout of operations without their own.
     """
 
     def __init__(self, rank: int, size: int, peers: dict[int, Any], timeout: timedelta) -> None:
@@ -60,27 +60,27 @@ class ShmProcessGroup(Operations, ProcessGroup):
         self._join(rank, size, peers, Deadline(timeout.total_seconds()))
 
     def getRank(self) -> int:
-        """This rank."""
+        """Return the rank of this process."""
         return self._rank
 
     def getSize(self) -> int:
-        """How many ranks."""
+        """Return the number of ranks."""
         return self._size
 
     def getGroupName(self) -> str:
-        """The name torch.distributed gave it."""
+        """Return the name that torch.distributed gave the group."""
         return self._names["name"]
 
     def setGroupName(self, name: str) -> None:
-        """Take the name torch.distributed gives."""
+        """Set the name that torch.distributed gives the group."""
         self._names["name"] = name
 
     def getGroupDesc(self) -> str:
-        """Its description."""
+        """Return the description."""
         return self._names["desc"]
 
     def setGroupDesc(self, desc: str) -> None:
-        """Take a description."""
+        """Set the description."""
         self._names["desc"] = desc
 
     _set_group_name, _set_group_desc = setGroupName, setGroupDesc
@@ -94,14 +94,14 @@ class ShmProcessGroup(Operations, ProcessGroup):
 
     @property
     def bound_device_id(self) -> None:
-        """No device: the group carries CPU tensors."""
+        """None: the group supports CPU tensors only."""
         return
 
     def _get_backend(self, device: torch.device) -> Any:
-        """Not supported: the group has no separate backend.
+        """Raise: the group has no separate backend.
 
         Raises:
-            DistributedError: Always; a RuntimeError, as torch's is.
+            DistributedError: Always; a subclass of RuntimeError, which torch expects.
         """
         raise DistributedError(
             "with this version of PyTorch a shm group has no separate backend: call the group's "
@@ -118,7 +118,7 @@ class ShmProcessGroup(Operations, ProcessGroup):
         super().monitored_barrier(opts, wait_all_ranks)
 
     def splitGroup(self, *args: object) -> ProcessGroup:
-        """Not supported.
+        """Raise: not supported.
 
         Raises:
             NotSupportedError: Always.
@@ -129,8 +129,8 @@ class ShmProcessGroup(Operations, ProcessGroup):
 
     def _start_coalescing(self, device: torch.device) -> None:
         raise NotSupportedError(
-            "shm has no coalescing of unlike operations: use the *_coalesced operations, or "
-            "several with async_op=True"
+            "shm cannot coalesce different operations: use the *_coalesced operations, or several "
+            "operations with async_op=True"
         )
 
     def _has_hooks(self) -> bool:
@@ -138,15 +138,15 @@ class ShmProcessGroup(Operations, ProcessGroup):
 
 
 class ShmBackend(Operations, BackendBase):
-    """The ranks of one host as the backend for a process group's CPU tensors.
+    """Backend of the ranks of one host for a process group's CPU tensors.
 
     Args:
-        rank, size, peers, timeout: As for `ShmProcessGroup`.
-        split_off: Makes a group from a store, a rank, the ranks of this group that form it, and a
-            timeout.
+        rank, size, peers, timeout: Arguments of `ShmProcessGroup`.
+        split_off: Function that makes a group from a store, a rank, the ranks of this group that
+            form it, and a timeout.
     """
 
-    # torch 2.15 reads these from the class; its own properties of these names would call themselves
+    # torch 2.15 reads these from the class; its own properties of these names would recurse
     supports_coalescing = supports_reconfigure = supports_shrinking = supports_window = False
     _supports_time_estimate = False
     supports_splitting = True
@@ -166,19 +166,19 @@ class ShmBackend(Operations, BackendBase):
 
     @property
     def options(self) -> Any:
-        """The options that a group split from this one starts with."""
+        """Initial options of a group split from this one."""
         return BackendBase.Options("shm", self._timeout)
 
     def split(self, store: Any, ranks: list[int], options: Any) -> Any:
         """Make a group of some of the ranks, in the given order.
 
         Args:
-            store: Used by the new group alone.
-            ranks: The new group's ranks, as ranks of this group.
-            options: The new group's; only the timeout is used.
+            store: Store used by the new group alone.
+            ranks: Ranks of the new group, as ranks of this group.
+            options: Options of the new group, of which the timeout is used.
 
         Raises:
-            NotSupportedError: This rank is not among them; torch would crash on a result of None.
+            NotSupportedError: This rank is not in `ranks`; torch would crash on a result of None.
         """
         if self._rank not in ranks:
             raise NotSupportedError(

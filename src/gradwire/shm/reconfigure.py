@@ -1,8 +1,8 @@
-"""A group that can be formed again from other processes, for instance without a dead one.
+"""Group that can be formed again from other processes, for example without a dead one.
 
 It implements `torch.distributed.init_process_group(..., enable_reconfigure=True)`: each process has
-a handle, the program gathers the handles of the processes that are to be ranks, by any means, and
-all of them pass the same list to `reconfigure`.
+a handle, the program gathers the handles of the new members by any means, and all members pass the
+same list to `reconfigure`.
 """
 
 from __future__ import annotations
@@ -24,15 +24,14 @@ _PREFIX = "shm:"
 
 
 class ReconfigurableGroup(ShmProcessGroup):
-    """A group that has no members until `reconfigure` is called, and can be reconfigured again.
+    """Group without members until `reconfigure` is called, which can be called again.
 
-    It is a ProcessGroup with every version of torch, as the rank and the size of a Backend cannot
-    change.
+    It is a ProcessGroup in every version of torch, as rank and size of a Backend cannot change.
 
     Args:
-        rank: The rank that init_process_group was given; `reconfigure` sets another.
-        size: The world size, likewise.
-        timeout: For each operation that has none of its own.
+        rank: Rank passed to init_process_group; `reconfigure` sets another.
+        size: World size passed to init_process_group; `reconfigure` sets another.
+        timeout: Timeout of operations without their own.
     """
 
     supports_reconfigure = True
@@ -48,10 +47,10 @@ class ReconfigurableGroup(ShmProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return []  # torch attaches its dispatcher's hooks, which this has not, to groups with some
+        return []  # with device types, torch would attach dispatcher hooks, which this group lacks
 
     def get_reconfigure_handle(self) -> str:
-        """What other processes need to connect to this one; always the same.
+        """Return the handle by which other processes connect to this one; it never changes.
 
         Raises:
             BrokenGroupError: The group was destroyed.
@@ -61,30 +60,30 @@ class ReconfigurableGroup(ShmProcessGroup):
         return _PREFIX + self._listener.name
 
     def reconfigure(self, options: Any) -> Work:
-        """Leave the present members and form the group again; returns when all have.
+        """Leave the present members and form the group again; return when all members have joined.
 
         Args:
-            options: torch's `ReconfigureOptions`: `uuid`, a number that the group never had before;
-                `handles`, of all members, this process's among them, a list in the order of the
-                ranks, or a set, which is sorted; `timeout`, the group's if None.
+            options: torch's `ReconfigureOptions`: `uuid`, a number that the group never used;
+                `handles` of all members including this process, a list in rank order, or a set,
+                which is sorted; `timeout`, None for that of the group.
 
         Returns:
-            A handle that is done.
+            Completed handle.
 
         Raises:
-            ArgumentError: The number was used, or the handles are none of ours, repeated, or
-                without this process's.
+            ArgumentError: The number was used, or the handles are invalid, repeated, or lack the
+                one of this process.
             PeerLostError, PeerFailedError, CollectiveTimeoutError: A member is gone or did not
-                take part; the group has no members then, and can be reconfigured again.
+                take part; the group then has no members, and can be reconfigured again.
         """
         names, own = _names_of(options.handles, self.get_reconfigure_handle())
         uuid = int(options.uuid)
         if uuid in self._used:
-            raise ArgumentError(f"uuid is {uuid}, which this group had before: give a new number")
+            raise ArgumentError(f"uuid is {uuid}, which was used before: give a new number")
         self._used.add(uuid)
         timeout = options.timeout or self._timeout
         deadline = Deadline(timeout.total_seconds())
-        if not self._closed:  # operations that wait for a lost peer must not delay this
+        if not self._closed:  # do not wait for operations that wait for a lost peer
             self._state.links.aborted = BrokenGroupError("the group was reconfigured")
         self._leave("the group has no members since its last reconfigure failed: call it again")
         assert self._listener is not None
@@ -95,13 +94,13 @@ class ReconfigurableGroup(ShmProcessGroup):
         return ended([])
 
     def shutdown(self) -> None:
-        """Leave the group; it cannot be reconfigured any more."""
+        """Leave the group for good; it cannot be reconfigured any more."""
         super().shutdown()
         self._close_listener()
 
     def _leave_in_child(self) -> None:
         super()._leave_in_child()
-        self._close_listener()  # or others could still connect after this rank's process has ended
+        self._close_listener()  # others could still connect after this rank's process has ended
 
     def _close_listener(self) -> None:
         if self._listener is not None:
@@ -110,17 +109,19 @@ class ReconfigurableGroup(ShmProcessGroup):
 
 
 def _names_of(handles: Collection[str], own: str) -> tuple[list[str], str]:
-    """The listeners' names in the handles, in the order of the ranks, and this process's own.
+    """Return the listeners' names in the handles, in rank order, and this process's own name.
 
     Raises:
-        ArgumentError: They are no handles of shm groups, repeated, or without this process's.
+        ArgumentError: Handles are invalid, repeated, or lack the one of this process.
     """
     ordered = list(handles) if isinstance(handles, list) else sorted(handles)
     for handle in ordered:
         if not handle.startswith(_PREFIX) or not 0 < len(handle) <= 100:
-            raise ArgumentError(f"handles has {handle!r}: give what get_reconfigure_handle returns")
+            raise ArgumentError(
+                f"handles contains {handle!r}: give strings that get_reconfigure_handle returned"
+            )
     if own not in ordered:
-        raise ArgumentError(f"handles lacks this process's own, {own!r}: it must be a member")
+        raise ArgumentError(f"handles lacks the handle of this process, {own!r}: add it")
     if len(set(ordered)) < len(ordered):
-        raise ArgumentError(f"handles has one twice: {ordered}; each member has one")
+        raise ArgumentError(f"handles contains duplicates: {ordered}; give one per member")
     return [handle.removeprefix(_PREFIX) for handle in ordered], own.removeprefix(_PREFIX)

@@ -1,8 +1,8 @@
 """Reductions over shared memory: every rank reduces its share of the elements, in rank order.
 
-The other ranks fetch the result, or have it written to their tensors. The paths are those of
-`exchange`: with the header, in regions, in pieces through the staging slots. Each element is
-reduced by one rank alone and in the order of the ranks: all ranks get the same bits, every time.
+The other ranks fetch the result, or have it written to their tensors. The data takes the same paths
+as in `exchange`: beside the header, in regions, in pieces through the staging slots. Each element
+is reduced by one rank, in rank order: all ranks get the same bits, every time.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from gradwire.shm.pieces import (
 from gradwire.shm.regions import USERS
 
 _CACHED_BYTES = 256 << 10
-"""Pieces that stay in a core's cache between the additions and the copies of the result."""
+"""Size of pieces that stay in a core's cache from the additions to the copies of the result."""
 _UNCUT_BYTES = 4 << 20
-"""Up to here a share is not cut: an all_reduce of 2 to 6 MiB takes 1.2 to 1.5 in pieces."""
+"""Maximum size of a share that is not cut: pieces take 1.2 to 1.5 of the time of 2 to 6 MiB."""
 
 
 def reduce(state: GroupState, call: Call, flat: Tensor) -> None:
-    """Reduce `flat` over all ranks, in place: on all of them, or on the call's root only.
+    """Reduce `flat` over all ranks, in place: on all ranks, or on the call's root only.
 
     Args:
-        state: This rank's state of the group.
-        call: all_reduce, or reduce with its root.
-        flat: 1-d and contiguous; other ranks than the root keep their values.
+        state: State of the group on this rank.
+        call: Call of all_reduce, or of reduce with its root.
+        flat: 1-d contiguous tensor; ranks other than the root keep their values.
     """
     if flat.nbytes > state.inline_bytes:
         state.announce(call, place(state, flat))
@@ -50,7 +50,7 @@ def reduce(state: GroupState, call: Call, flat: Tensor) -> None:
 
 
 def place(state: GroupState, flat: Tensor) -> Location:
-    """Where the other ranks find what is to be reduced, which may be copied there: to announce."""
+    """Return the location to announce of data to be reduced, which may be copied there."""
     location = state.locate(flat)
     if location.region == PRIVATE:
         own = share(flat.numel(), state.rank, state.size)
@@ -59,7 +59,7 @@ def place(state: GroupState, flat: Tensor) -> Location:
 
 
 def reduce_placed(state: GroupState, call: Call, flat: Tensor) -> None:
-    """`reduce` of what does not travel with the header, once all ranks have announced it."""
+    """Run `reduce` for data that is not beside the header, after all ranks have announced it."""
     locations = state.locations()
     first = min(location.region for location in locations)  # PRIVATE < upfront < USERS
     if first == PRIVATE:
@@ -69,7 +69,7 @@ def reduce_placed(state: GroupState, call: Call, flat: Tensor) -> None:
     else:
         _reduce_in_place(state, call, locations, flat)
     if call.root == state.rank:
-        count_write(flat)  # others may have written all of it, where its own share is empty
+        count_write(flat)  # other ranks may have written all of it, if its own share is empty
 
 
 def reduce_scatter(
@@ -83,18 +83,18 @@ def reduce_scatter(
     """Set `out` to the reduction of the blocks that all ranks have for this one.
 
     Args:
-        state: This rank's state of the group.
-        call: With tables of block sizes, or with the one size that all blocks have.
-        blocks: This rank's block for each rank, 1-d and contiguous.
-        out: Like `blocks[rank]`, which it may be.
-        base: A contiguous tensor that holds the blocks in order, if there is one.
+        state: State of the group on this rank.
+        call: Call with tables of block sizes, or with the size of all blocks.
+        blocks: Block of this rank for each rank, 1-d and contiguous.
+        out: Tensor like `blocks[rank]`; may be the same tensor.
+        base: Contiguous tensor that holds the blocks in order, if there is one.
     """
     start, count, ranks = block_start(call, state.rank), out.numel(), range(state.size)
     if sum(block.nbytes for block in blocks) <= state.inline_bytes:
         state.announce(call, Location(INLINE), blocks)
         reduce_into(out, [state.inline(r, call.dtype, start, count) for r in ranks], call.op)
         return
-    # where the result takes the place of this rank's block, it may still lie over others
+    # a result that replaces this rank's block may still overlap other blocks
     in_place = out.data_ptr() == blocks[state.rank].data_ptr()
     read = [block for r, block in enumerate(blocks) if r != state.rank or not in_place]
     if overwrites(read, [out], 0, None):
@@ -117,9 +117,10 @@ def reduce_scatter(
 def _reduce_scatter_through_slots(
     state: GroupState, call: Call, blocks: Sequence[Tensor], out: Tensor
 ) -> None:
-    """In each step: copy a piece of every other rank's block in, reduce an earlier one of its own.
+    """Run reduce_scatter as a pipeline.
 
-    A slot has no part for the rank itself, which reads its own block where it lies.
+    In each step, copy in a piece of the block for every other rank, and reduce an earlier piece of
+    this rank's result. A slot has no part for the rank itself, which reads its own block in place.
     """
     rank, parts = state.rank, max(1, state.size - 1)
     slots = [state.slots(r, call.dtype) for r in range(state.size)]
@@ -148,7 +149,7 @@ def _reduce_scatter_through_slots(
 def _reduce_in_place(
     state: GroupState, call: Call, locations: Sequence[Location], flat: Tensor
 ) -> None:
-    """All ranks' tensors lie in regions: reduce this rank's share, and write it to all of them."""
+    """Reduce this rank's share and write it to all ranks' tensors, which are all in regions."""
     start, stop = share(flat.numel(), state.rank, state.size)
     tensors = [
         flat[start:stop] if r == state.rank else state.at(r, at, flat.dtype, start, stop - start)
@@ -163,7 +164,7 @@ def _reduce_in_place(
 
 
 def _reduce_for_all(tensors: Sequence[Tensor], op: int) -> None:
-    """Set all of the tensors to their reduction."""
+    """Set all tensors to their reduction."""
     reduce_pieces, copy_piece = reducer(op, len(tensors)), copy_to_all(tensors[0], tensors[1:])
     start = 0
     for pieces in _in_pieces(tensors):
@@ -175,9 +176,9 @@ def _reduce_for_all(tensors: Sequence[Tensor], op: int) -> None:
 
 
 def _in_pieces(tensors: Sequence[Tensor]) -> Sequence[Sequence[Tensor]]:
-    """Tensors of one size, cut: a list for each piece.
+    """Cut tensors of equal size; return a list of their slices for each piece.
 
-    All are cut in one call of `split`, as a slice of its own costs as much as adding a thousand
+    One call of `split` cuts each tensor: a separate slice costs as much as adding a thousand
     numbers.
     """
     if tensors[0].nbytes <= _UNCUT_BYTES:
@@ -189,10 +190,10 @@ def _in_pieces(tensors: Sequence[Tensor]) -> Sequence[Sequence[Tensor]]:
 def _reduce_and_fetch(
     state: GroupState, call: Call, locations: Sequence[Location], flat: Tensor
 ) -> None:
-    """Reduce this rank's share into shared memory; after a wait, fetch the other ranks' shares.
+    """Reduce this rank's share into shared memory; after a barrier, fetch the other ranks' shares.
 
-    The share goes to where this rank's tensor lies, or the root's. A rank's own share of its tensor
-    is read there: nobody else needs it.
+    The share is written to this rank's shared copy, or to the root's. A rank reads its own share
+    from its tensor: no other rank needs it.
     """
     rank, count, dtype = state.rank, flat.numel(), flat.dtype
     start, stop = share(count, rank, state.size)
@@ -220,9 +221,10 @@ def _reduce_and_fetch(
 def _reduce_through_slots(
     state: GroupState, call: Call, flat: Tensor, *, gets_result: bool
 ) -> None:
-    """In each step: copy a piece in, reduce this rank's share of an earlier one, copy one out.
+    """Reduce as a pipeline.
 
-    A rank's own share of its tensor is read where it lies: nobody else needs it.
+    In each step, copy a piece in, reduce this rank's share of an earlier piece, and copy a still
+    earlier one out. A rank reads its own share from its tensor: no other rank needs it.
     """
     rank, size = state.rank, state.size
     slots = [state.slots(r, flat.dtype) for r in range(size)]

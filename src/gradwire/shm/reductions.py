@@ -1,4 +1,4 @@
-"""A group's operations that reduce: all_reduce, reduce and reduce_scatter, in all their forms."""
+"""Operations of a group that reduce: all_reduce, reduce and reduce_scatter, in all forms."""
 
 # torch's stubs give overloads and names that its own callers do not use on a backend
 # mypy: disable-error-code="override,assignment"
@@ -43,10 +43,10 @@ from gradwire.shm.tensors import (
 
 
 class Reductions(GroupBase):
-    """The part of a group that reduces."""
+    """Operations of a group that reduce."""
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
-        """Every rank's tensors become the reduction over all ranks; a sparse one the sum."""
+        """Set every rank's tensors to the reduction over all ranks; sparse ones to the sum."""
         opts = opts or AllreduceOptions()
         if len(tensors) == 1 and is_ordinary(tensors[0]):
             number = number_of(opts.reduceOp.op)
@@ -58,7 +58,7 @@ class Reductions(GroupBase):
         return self._reduce("all_reduce", tensors, opts)
 
     def _known_for(self, tensor: Tensor, op: int) -> KnownCall | None:
-        """What all_reduces an ordinary tensor, if it is not the first of its kind."""
+        """Return the cached setup for an ordinary tensor; None for the first of its kind."""
         if self._known is None or tensor.dtype not in NUMBERS:
             return None
         key = tensor.shape, tensor.dtype, op
@@ -69,17 +69,17 @@ class Reductions(GroupBase):
         return known
 
     def allreduce_sparse(self, tensors: list[Tensor], opts: Any = None) -> Work:
-        """Every rank's sparse COO tensor becomes the sum over all ranks, coalesced.
+        """Set every rank's sparse COO tensor to the sum over all ranks, coalesced.
 
         Raises:
-            ArgumentError: Another reduce op than SUM, or no sparse COO tensor.
+            ArgumentError: The reduce op is not SUM, or the tensor is not in COO layout.
         """
         opts, tensor = opts or AllreduceOptions(), only(tensors)
         op = number_of(opts.reduceOp.op)
         check_sparse(tensor)
         check_reduction(op, tensor.dtype)
         if op != SUM:
-            raise ArgumentError("sparse tensors are reduced by SUM alone: pass to_dense()")
+            raise ArgumentError("sparse tensors support only SUM: pass to_dense()")
 
         def job() -> None:
             _all_reduce_sparse(self._algorithms, self._size, tensor, op)
@@ -90,7 +90,7 @@ class Reductions(GroupBase):
     allreduce_coalesced = allreduce  # a list is one operation
 
     def reduce(self, tensors: list[Tensor], opts: ReduceOptions | None = None) -> Work:
-        """The root's tensor becomes the reduction; the others' stay as they are."""
+        """Set the root's tensor to the reduction; other ranks' tensors keep their values."""
         opts = opts or ReduceOptions()
         return self._reduce("reduce", tensors, opts, self._root(opts))
 
@@ -103,7 +103,7 @@ class Reductions(GroupBase):
 
         def job() -> None:
             flats: Iterable[Tensor] = map(flat_of, filled)
-            if share_memory(filled):  # each is reduced as it was before the call
+            if share_memory(filled):  # reduce the values from before the call
                 flats = [flat.clone() for flat in flats]
             for tensor, flat in zip(filled, flats, strict=True):
                 call = Call(kind, flat.dtype, flat.numel(), op, root, checksum=checksum)
@@ -120,7 +120,7 @@ class Reductions(GroupBase):
         inputs: list[list[Tensor]],
         opts: ReduceScatterOptions | None = None,
     ) -> Work:
-        """A rank's output becomes the reduction of what all ranks have for it in their list."""
+        """Set each rank's output to the reduction of its entries in all ranks' lists."""
         opts = opts or ReduceScatterOptions()
         output, blocks = only(outputs), self._one_each(only(inputs), "input_list")
         op = self._check_reduce_scatter(output, blocks, opts)
@@ -136,7 +136,7 @@ class Reductions(GroupBase):
     def reduce_scatter_single(
         self, output: Tensor, input: Tensor, opts: ReduceScatterOptions | None = None
     ) -> Work:
-        """`reduce_scatter` of a tensor whose equal parts are the blocks."""
+        """Run `reduce_scatter` on the equal parts of a tensor."""
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
     def reduce_scatter_single_coalesced(
@@ -145,7 +145,7 @@ class Reductions(GroupBase):
         inputs: list[Tensor],
         opts: ReduceScatterOptions | None = None,
     ) -> Work:
-        """`reduce_scatter_single` of several tensors, as one operation."""
+        """Run `reduce_scatter_single` for several tensors in one operation."""
         opts = opts or ReduceScatterOptions()
         for output, source in paired(outputs, inputs):
             op = self._check_reduce_scatter(output, [source], opts)
@@ -173,13 +173,14 @@ class Reductions(GroupBase):
 def _all_reduce_sparse(algorithms: Algorithms, size: int, tensor: Tensor, op: int) -> None:
     """Set a sparse COO tensor to the sum over all ranks, coalesced.
 
-    Entries are added in the order of the ranks, half precision in float32 and rounded once.
+    The ranks exchange their entries, and each adds all of them up in rank order. Half precision is
+    accumulated in float32 and rounded once.
 
     Args:
-        algorithms: The group's.
-        size: How many ranks.
-        tensor: Of one shape, dtype and number of sparse dims on all ranks.
-        op: The number of SUM.
+        algorithms: Algorithms of the group.
+        size: Number of ranks.
+        tensor: Tensor with equal shape, dtype and number of sparse dims on all ranks.
+        op: Number of SUM.
     """
     own = tensor.detach().coalesce()
     dims = own.sparse_dim()
@@ -205,15 +206,15 @@ def _all_reduce_sparse(algorithms: Algorithms, size: int, tensor: Tensor, op: in
 
 
 def _keys(own: Tensor) -> Tensor:
-    """The flat index of each entry in the sparse dims."""
+    """Return the flat index of each entry in the sparse dims."""
     keys = torch.zeros(own._nnz(), dtype=torch.int64)
-    for length, index in zip(own.shape, own.indices(), strict=False):  # its sparse dims alone
+    for length, index in zip(own.shape, own.indices(), strict=False):  # the sparse dims only
         keys.mul_(length).add_(index)
     return keys
 
 
 def _gather(algorithms: Algorithms, own: Tensor, rows: Sequence[int]) -> list[Tensor]:
-    """all_gather of tensors whose numbers of rows differ."""
+    """Gather tensors whose numbers of rows differ."""
     flat = own.contiguous().view(-1)
     each = [torch.empty((count, *own.shape[1:]), dtype=own.dtype) for count in rows]
     flats = [tensor.view(-1) for tensor in each]

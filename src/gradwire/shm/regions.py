@@ -31,20 +31,20 @@ from gradwire.shm.links import Kind, Links, Message
 from gradwire.shm.sync import Deadline
 
 STAGING = (0, 1, 2, 3)
-"""The numbers of every rank's staging regions: the same on all ranks."""
+"""Numbers of a rank's staging regions, equal on all ranks."""
 UPFRONT = (4, 5, 6)
-"""Those of the regions, by size, for what a rank copies in before it announces a collective."""
+"""Numbers of the regions, by size, into which a rank copies data before `announce`."""
 USERS = 7
-"""The first number of the regions that users allocate."""
+"""First number of the regions that users allocate."""
 MESSAGE_RING = 1 << 40
-"""The number of the region with a rank's ring to rank 0; that to rank r is r more."""
+"""Number of the region with a rank's message ring to rank 0; add r for the ring to rank r."""
 
 _KEPT_VIEWS = 64  # of each region
 _PIECE = struct.Struct("<qq")  # a region's offset in its rank's memory, and its bytes
 
 
 class _Mapped:
-    """A peer's region; `views` are those of its memory that were asked for, and end with it."""
+    """A peer's region, and the views of its memory that were requested."""
 
     __slots__ = ("flat", "views")
 
@@ -54,20 +54,20 @@ class _Mapped:
 
 
 class Regions:
-    """The regions that one rank has mapped: its own, and those of its peers."""
+    """Regions that one rank has mapped: its own and those of its peers."""
 
     def __init__(self) -> None:
-        self._numbers: dict[int, int] = {}  # of this rank's regions, by address
+        self._numbers: dict[int, int] = {}  # numbers of this rank's regions, by address
         self._next = count(USERS)
         self._ended: deque[tuple[int, tuple[int, int]]] = deque()
         self._pieces: dict[int, tuple[int, int]] = {}
         self._memory: segment.GrowingMemory | None = None
         self._sent = False
-        # the descriptor has to be sent before any later region; reentrant, so that a signal's
-        # handler that allocates amid an allocation is refused
+        # the descriptor must be sent before any later region; an RLock, so that an allocation by a
+        # signal handler amid another one raises instead of blocking
         self._lock, self._allocating = threading.RLock(), False
-        self._mapped: dict[tuple[int, int], _Mapped] = {}  # by peer and the region's number
-        self._descriptors: dict[int, int] = {}  # of peers' memory
+        self._mapped: dict[tuple[int, int], _Mapped] = {}  # by peer and number
+        self._descriptors: dict[int, int] = {}  # by peer
 
     def allocate(
         self, size: int, links: Links, deadline: Deadline, number: int | None = None
@@ -75,14 +75,14 @@ class Regions:
         """Make a region of zeros and send its location to all peers.
 
         Args:
-            size: Bytes.
-            links: To the peers.
-            deadline: For sending.
-            number: The region's; the next free one if None.
+            size: Number of bytes.
+            links: Connections to the peers.
+            deadline: Deadline for sending.
+            number: Number of the region; None for the next free one.
 
         Raises:
             DistributedError: There is not enough memory.
-            NotSupportedError: This thread is in an allocation already, which a signal interrupted.
+            NotSupportedError: A signal handler called this amid an allocation of its thread.
         """
         self.release_ended(links, deadline.left())
         with self._lock:
@@ -105,8 +105,8 @@ class Regions:
         known = next(self._next) if number is None else number
         self._pieces[known] = piece
 
-        # runs in any thread, whenever the last tensor is freed: it takes no lock and sends
-        # nothing; `release_ended` does the rest
+        # runs in any thread when the last tensor is freed, so it takes no lock and sends nothing;
+        # `release_ended` does the rest
         def on_unmap(address: int) -> None:
             numbers.pop(address, None)
             ended.append((known, piece))
@@ -120,39 +120,39 @@ class Regions:
         return flat[:size]
 
     def release_ended(self, links: Links, seconds: float | None) -> None:
-        """Have peers unmap the regions that have no tensor any more, and free their memory.
+        """Have peers unmap the regions whose tensors are gone, and free their memory.
 
         No peer reads them: a collective on regions ends after all ranks have read.
 
         Args:
-            links: The connections.
-            seconds: For each message.
+            links: Connections to the peers.
+            seconds: Timeout for each message.
         """
         while self._ended:
             try:  # another thread may take the last one meanwhile
                 number, piece = self._ended.popleft()
             except IndexError:
                 return
-            if self._pieces.get(number) is piece:  # else it was allocated anew, after an error
+            if self._pieces.get(number) is piece:  # otherwise allocated again after an error
                 links.send_to_all(Message(Kind.RELEASE, number=number), Deadline(seconds))
                 del self._pieces[number]
             assert self._memory is not None
             self._memory.free(*piece)
 
     def locate(self, tensor: Tensor) -> Location:
-        """The location of a tensor of this rank; `PRIVATE` if it lies in no region."""
+        """Return the location of a tensor of this rank; `PRIVATE` if it is in no region."""
         at = tensor.data_ptr()
         if (number := self._numbers.get(at)) is not None:
-            return Location(number, 0)  # as most do; to ask for the storage takes 2 us
+            return Location(number, 0)  # the usual case; reading the storage takes 2 us
         start = tensor.untyped_storage().data_ptr()
         number = self._numbers.get(start, PRIVATE)
         return Location(number, at - start if number >= 0 else 0)
 
     def receive(self, peer: int, message: Message) -> None:
-        """Map or unmap a peer's region; called under the links' lock.
+        """Map or unmap a peer's region; called with the links' lock held.
 
         Raises:
-            DistributedError: The peer's memory is too small for it, or cannot be mapped.
+            DistributedError: The peer's memory is too small, or cannot be mapped.
         """
         if message.kind == Kind.RELEASE:
             self._mapped.pop((peer, message.number), None)
@@ -165,13 +165,13 @@ class Regions:
         if fd < 0 or min(offset, size) < 0 or offset + size > os.fstat(fd).st_size:
             raise DistributedError(
                 f"rank {peer} sent a region of {size} bytes at {offset}, outside of its memory: "
-                "have all ranks the same version of gradwire?"
+                "check that all ranks run the same version of gradwire"
             )
         mapping = segment.Mapping(fd, None, offset, max(size, 1))
         self._mapped[peer, message.number] = _Mapped(mapping.flat)
 
     def of_peer(self, peer: int, number: int, links: Links, deadline: Deadline) -> Tensor:
-        """A peer's region; as `_of_peer`."""
+        """Return a peer's region, waiting for it; see `_of_peer`."""
         return self._of_peer(peer, number, links, deadline).flat
 
     def view(
@@ -183,9 +183,9 @@ class Regions:
         links: Links,
         deadline: Deadline,
     ) -> Tensor:
-        """Numbers in a peer's region, from a location on; as `_of_peer`.
+        """Return elements of a peer's region from a location on, waiting for it; see `_of_peer`.
 
-        Training asks for the same again and again: making a view takes 4 µs.
+        Views are cached, as training uses the same ones in each step and making one takes 4 µs.
         """
         mapped = self._of_peer(peer, location.region, links, deadline)
         key = dtype, location.offset, count
@@ -199,10 +199,10 @@ class Regions:
         return view
 
     def _of_peer(self, peer: int, number: int, links: Links, deadline: Deadline) -> _Mapped:
-        """A peer's region; waits for it, as its message may not have been read yet.
+        """Return a peer's region; wait for it, as its message may not have been read yet.
 
         Raises:
-            PeerLostError, CollectiveTimeoutError: It does not arrive.
+            PeerLostError, CollectiveTimeoutError: The message does not arrive.
         """
         found = self._mapped.get((peer, number))
         if found is not None:
@@ -219,10 +219,10 @@ class Regions:
             return self._mapped[peer, number]
 
     def found(self, peer: int, number: int) -> Tensor:
-        """A peer's region, whose message has been read.
+        """Return a peer's region whose message has been read.
 
         Raises:
-            DistributedError: It has not.
+            DistributedError: The message has not been read.
         """
         region = self._mapped.get((peer, number))
         if region is None:
@@ -244,22 +244,22 @@ class Regions:
 
 @dataclass(frozen=True)
 class Ring:
-    """A staging region's slots.
+    """Slots of a staging region.
 
     Args:
-        slots: How many; with one, a piece is copied in after the last was copied out.
-        slot_bytes: The bytes of each.
+        slots: Number of slots; with one, a piece is copied in after the last was copied out.
+        slot_bytes: Bytes of each slot.
     """
 
     slots: int
     slot_bytes: int
 
     def lag(self, stages: int) -> int:
-        """How many steps a rank may be ahead of others in a pipeline of this many stages."""
+        """Return how many steps a rank may be ahead of others in a pipeline with these stages."""
         return max(0, self.slots // stages - 1)
 
     def schedule(self, pieces: int, stages: int) -> Iterator[list[int]]:
-        """For each step of a pipeline, the number of the piece in each stage; -1 for none."""
+        """Yield the number of the piece in each stage, -1 for none, for each step of a pipeline."""
         delay = self.lag(stages) + 1
         stride = 1 if self.slots >= stages else stages
         for step in range((pieces - 1) * stride + 1 + (stages - 1) * delay):
@@ -268,38 +268,38 @@ class Ring:
 
 
 RINGS = (
-    # for what all ranks do at the same time, whose copies in and out need not overlap: a slot that
-    # is used again and again stays in the caches. An all_reduce of 3 to 26 MB takes 0.73 to 0.91
-    # of the time that it takes with the next: docs/design/shm.md
+    # for stages that all ranks do at the same time, whose copies in and out need not overlap: a
+    # slot that is reused for each piece stays in the caches. An all_reduce of 3 to 26 MB takes 0.73
+    # to 0.91 of the time with the next ring: docs/design/shm.md
     Ring(1, 2 << 20),
     Ring(6, 1 << 20),
-    # with fewer cores than ranks a step takes until each rank has had a core: what counts is how
-    # few they are. An all_reduce of 10 MB between 16 ranks on two cores takes 52 ms with the last
-    # ring, with the second 83
+    # with fewer cores than ranks, each step takes until every rank has had a core, so few steps
+    # are best. An all_reduce of 10 MB between 16 ranks on two cores takes 52 ms with the last ring
+    # and 83 with the second
     Ring(1, 8 << 20),
     # DDP's buckets have 25 MiB: each stage is one op. An all_reduce of 26 MB in the group's thread,
-    # under a main thread that runs Python, takes 89 ms with this ring and 190 ms with the second
+    # while the main thread runs Python, takes 89 ms with this ring and 190 ms with the second
     Ring(1, 32 << 20),
 )
 _REUSED, _SHORT, _LONG, _LONGEST = range(4)
 _FEW = 4
-"""Up to so many ranks reduce in a slot that is used again. Between eight on two cores, an
-all_reduce of 4 MiB takes 1.1 of the time that it takes with the long slots, one of 25 MiB 1.5."""
+"""Maximum number of ranks that reduce in one reused slot. Between eight ranks on two cores, an
+all_reduce of 4 MiB takes 1.1 of the time with long slots, one of 25 MiB 1.5."""
 _LARGE = 4 << 20
-"""From this size on, an operation beside other threads asks for the last ring."""
+"""Size above which an operation beside other threads requests the last ring."""
 _CROWD_BYTES = 512 << 20
-"""What crowded ranks may take together; with more of them, the last ring is left to threads."""
+"""Maximum memory of crowded ranks together; with more ranks, only threads use the last ring."""
 
 
 def ring_for(nbytes: int, *, ranks: int, crowded: bool, beside_others: bool, reduces: bool) -> int:
-    """The index in `RINGS` of the ring that a rank asks for.
+    """Return the index in `RINGS` of the ring that a rank requests.
 
     Args:
         nbytes: Bytes of the data.
-        ranks: How many there are.
-        crowded: Whether they have fewer cores together.
-        beside_others: Whether other threads may run Python meanwhile.
-        reduces: Whether all of them copy in, and reduce, at the same times.
+        ranks: Number of ranks.
+        crowded: True if there are fewer cores than ranks.
+        beside_others: True if other threads may run Python meanwhile.
+        reduces: True if all ranks copy in, and reduce, at the same times.
     """
     if nbytes > _LARGE and beside_others:
         return _LONGEST

@@ -1,4 +1,4 @@
-"""The backend's entry in torch.distributed, and which kind of group ranks get where they are."""
+"""Registration of the backend in torch.distributed, and the choice of the kind of group."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _members: WeakKeyDictionary[ProcessGroup, Operations | None] = WeakKeyDictionary
 
 
 def is_available() -> bool:
-    """Whether this host can have shm groups: 64-bit Linux with glibc 2.30 or newer.
+    """Return True if this host supports shm groups: 64-bit Linux with glibc 2.30 or newer.
 
     Example:
         >>> import gradwire.shm
@@ -51,9 +51,9 @@ def is_available() -> bool:
 
 
 def register() -> None:
-    """Make torch.distributed know the backend "shm".
+    """Register the backend "shm" with torch.distributed.
 
-    Importing gradwire does this, and so does `import torch` where gradwire is installed.
+    Importing gradwire does this, and so does `import torch` if gradwire is installed.
 
     Example:
         >>> import gradwire.shm
@@ -65,12 +65,12 @@ def register() -> None:
 
 
 def shares_memory(group: ProcessGroup) -> bool:
-    """Whether the ranks share memory, those of each host, so that `empty` gives tensors in it."""
+    """Return True if the ranks of each host share memory, in which `empty` allocates tensors."""
     return member_of(group) is not None
 
 
 def member_of(group: ProcessGroup) -> Operations | None:
-    """The group itself or its backend for CPU tensors, if that is shm; None if it is not."""
+    """Return the group, or its backend for CPU tensors, if that is shm, else None."""
     if isinstance(group, Operations):
         return group
     if group not in _members:
@@ -79,7 +79,7 @@ def member_of(group: ProcessGroup) -> Operations | None:
 
 
 def teams(group: ProcessGroup) -> tuple[tuple[int, ...], ...]:
-    """The ranks, in the group, that share memory with each other: those of each host.
+    """Return the ranks in the group that share memory with each other: those of each host.
 
     Raises:
         ArgumentError: The group is not on shm.
@@ -91,7 +91,9 @@ def teams(group: ProcessGroup) -> tuple[tuple[int, ...], ...]:
     """
     member = member_of(group)
     if member is None:
-        raise ArgumentError("group is not on shm: its ranks share no memory that gradwire knows of")
+        raise ArgumentError(
+            'group is not on shm: pass one that new_group(backend="shm") or init_process_group made'
+        )
     if isinstance(member, AcrossHostsOperations):
         return member.teams
     return (tuple(range(group.size())),)
@@ -112,25 +114,25 @@ def empty(
     dtype: torch.dtype | None = None,
     group: ProcessGroup | None = None,
 ) -> Tensor:
-    """A tensor in memory that the group's ranks share: collectives read and write it in place.
+    """Return a tensor in memory that the group's ranks share: collectives use it in place.
 
-    Only this rank calls; the others map the memory when they take part in a collective with it.
-    Memory is new to the process each time: allocate once and use it often. In a group over several
-    hosts it is memory of this rank's. If the group is not on shm, or fell back to Gloo, the result
-    is an ordinary tensor.
+    Only this rank calls; other ranks map the memory when they take part in a collective with it.
+    The first access to new memory is slow: allocate once and use the tensor often. In a group over
+    several hosts, the ranks of this host share the memory. If the group is not on shm, or fell back
+    to Gloo, the result is an ordinary tensor.
 
     Args:
-        shape: Its shape.
-        dtype: Its dtype; torch's default if None.
-        group: The group whose ranks share it; the default group if None.
+        shape: Shape of the tensor.
+        dtype: Dtype of the tensor; torch's default if None.
+        group: Group whose ranks share the memory; the default group if None.
 
     Returns:
-        A contiguous CPU tensor; its values are undefined.
+        Contiguous CPU tensor with undefined values.
 
     Raises:
-        ArgumentTypeError: `group` is no process group, `shape` no int or ints, `dtype` no dtype.
-        ArgumentError: A negative length.
-        DistributedError: There is not enough memory; none is allocated then.
+        ArgumentTypeError: `group`, `shape` or `dtype` is of the wrong type.
+        ArgumentError: A length is negative.
+        DistributedError: There is not enough memory; none is allocated.
 
     Example:
         >>> import torch, torch.distributed as dist, gradwire.shm
@@ -164,17 +166,17 @@ def empty(
 
 
 def create_backend(options: Any, given: object) -> Any:
-    """Make a group's backend: the function that torch.distributed calls.
+    """Return a group's backend; torch.distributed calls this.
 
     Args:
-        options: What torch.distributed says of the group.
-        given: The caller's `pg_options`.
+        options: Description of the group by torch.distributed.
+        given: Caller's `pg_options`.
 
     Raises:
-        ArgumentTypeError: These are not `gradwire.shm.Options`.
+        ArgumentTypeError: `given` is not a `gradwire.shm.Options`.
     """
     if isinstance(given, BackendBase.Options):
-        given = None  # of Gloo, in a program that GRADWIRE_BACKEND moves to shm, or of torch itself
+        given = None  # options of Gloo, with GRADWIRE_BACKEND=shm, or of torch itself
     if given is not None and not isinstance(given, Options):
         raise ArgumentTypeError(
             f"pg_options is {given!r}: for shm, pass gradwire.shm.Options, or leave it out"
@@ -194,15 +196,14 @@ def make_backend(
     timeout: timedelta,
     options: Options | None = None,
 ) -> Any:
-    """Return a backend for a group's CPU tensors: shm, or Gloo where no ranks can share memory.
+    """Return a backend for a group's CPU tensors: shm, or Gloo if no ranks can share memory.
 
     Args:
-        store: The store, under the group's name.
-        rank: This rank in the group.
-        members: Global ranks in the order of their ranks in the group, by which the ranks agree on
-            which group it is.
-        timeout: For the group to form, and for each operation that has none of its own.
-        options: The caller's options.
+        store: Store, prefixed with the group's name.
+        rank: Rank of this process in the group.
+        members: Global ranks in group order, by which the ranks agree on the group.
+        timeout: Timeout for the group to form, and of operations without their own.
+        options: Caller's options.
     """
     size = len(members)
     with Forming(store, rank, members) as forming:
@@ -210,9 +211,9 @@ def make_backend(
             group = _form_group(forming, rank, size, timeout, options or Options())
             if group is not None:
                 return group
-            reason = "each rank is on a host of its own, or in a container that others cannot reach"
+            reason = "each rank is on its own host, or in a container that others cannot reach"
         else:
-            reason = "a rank's system lacks what it needs (Linux with glibc 2.30)"
+            reason = "a rank's system is not supported (shm needs Linux with glibc 2.30)"
         if rank == 0:
             warnings.warn(f"this group runs on Gloo, not on shm: {reason}", stacklevel=2)
         return dist.ProcessGroupGloo(forming.store, rank, size, timeout)
@@ -221,15 +222,15 @@ def make_backend(
 def _form_group(
     forming: Forming, rank: int, size: int, timeout: timedelta, options: Options
 ) -> Operations | None:
-    """Connect to the other ranks; the group on all of them, None on all, or an error on all.
+    """Connect to the other ranks; return the group on all ranks, or None on all.
 
     Raises:
-        DistributedError: A rank failed: no rank waits for it.
+        DistributedError: A rank failed; raised on all ranks.
     """
     group, store = None, forming.store
     try:
         if timeout.total_seconds() <= 0:
-            raise ArgumentError(f"timeout is {timeout}: give one of more than 0")
+            raise ArgumentError(f"timeout is {timeout}: give a positive one")
         peers, ranks = connect_all(store, rank, size, timeout, forming.identity, options.host)
         if len(ranks) == size > 1:
             return None
@@ -270,7 +271,7 @@ def _make_group_across(
     teams: Teams,
     peers: dict[int, Any],
 ) -> Operations:
-    """The group over several hosts: a team within each, and the engine between them."""
+    """Return the group over several hosts: a team within each, and an engine between them."""
     deadline = Deadline(timeout.total_seconds())
     team = Team(teams.own, teams.place, teams.owners, peers, deadline)
     try:

@@ -1,8 +1,8 @@
-"""How the ranks of a group connect, and find out which of them share a host.
+"""Rendezvous: connections between the ranks of a group, which show which ranks share a host.
 
 Each rank connects to every other over a unix socket, which does not leave the host: ranks that
-connect can share memory, and make a team. The sockets' names are random and abstract (in no file
-system); only processes of the same user are accepted.
+connect can share memory, and form a team. The sockets' names are random and abstract (in no file
+system). Only processes of the same user are accepted.
 """
 
 from __future__ import annotations
@@ -29,9 +29,11 @@ from gradwire.shm.teams import find_teams
 
 _FAILED = b"failed: "
 
-_GREETING = struct.Struct("<qqi")  # the group's uuid, its ranks' digest, a rank; ~rank: it failed
+_GREETING = struct.Struct(
+    "<qqi"
+)  # uuid of the group, digest of its ranks, rank or, on failure, ~rank
 _NO_GREETING = None, 0, 0
-_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid of the peer, as of SO_PEERCRED
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid of the peer, from SO_PEERCRED
 
 
 def report_failure(store: Store, rank: int, reason: Exception) -> None:
@@ -43,21 +45,21 @@ def report_failure(store: Store, rank: int, reason: Exception) -> None:
 def connect_all(
     store: Store, rank: int, size: int, timeout: timedelta, identity: int, host: str = ""
 ) -> tuple[dict[int, socket.socket], tuple[tuple[int, ...], ...]]:
-    """A connection to every other rank of this one's team, and the teams, alike on all ranks.
+    """Return connections to the other ranks of this one's team, and all teams, equal on all ranks.
 
     Args:
-        store: Used by this group alone.
-        rank: This rank.
-        size: How many ranks.
-        timeout: For all of it.
-        identity: Number of the group, the same on all ranks.
-        host: Ranks with another are taken to be on another host.
+        store: Store used by this group alone.
+        rank: Rank of this process.
+        size: Number of ranks.
+        timeout: Timeout for the whole rendezvous.
+        identity: Number of the group, equal on all ranks.
+        host: Name of the host; ranks with another name count as being on another host.
 
     Raises:
         CollectiveTimeoutError: A rank did not connect in time.
         PeerFailedError: A rank failed.
-        PeerLostError: The rank whose process has the store is gone.
-        OSError: The system refuses, for instance to open as many files.
+        PeerLostError: The rank that hosts the store is gone.
+        OSError: A system limit was reached, such as that on open files.
     """
     peers: dict[int, socket.socket] = {}
     try:
@@ -83,7 +85,7 @@ def _connect(
     host: str,
     peers: dict[int, socket.socket],
 ) -> tuple[tuple[int, ...], ...]:
-    """Fill `peers` with the connections to this rank's team; returns all teams."""
+    """Fill `peers` with the connections to this rank's team; return all teams."""
     label = f"/{host}".encode()
     with Listener() as listener:
         store.set(f"address/{rank}", listener.name + label.decode())
@@ -103,7 +105,7 @@ def _connect(
 
 
 def _reached(store: Store, size: int) -> list[list[int]]:
-    """For each rank, the lower ranks that it connected to.
+    """Return the lower ranks to which each rank connected.
 
     Raises:
         PeerFailedError: A rank failed.
@@ -117,10 +119,10 @@ def _reached(store: Store, size: int) -> list[list[int]]:
 
 
 class Listener:
-    """A socket to which other processes of this user on this host connect.
+    """Socket to which other processes of this user on this host connect.
 
     Attributes:
-        name: Its address, random; gone with the process.
+        name: Random address, which ends with the process.
     """
 
     def __init__(self) -> None:
@@ -140,7 +142,7 @@ class Listener:
         self.close()
 
     def close(self) -> None:
-        """Accept no more connections."""
+        """Stop accepting connections."""
         self._socket.close()
 
     def accept(
@@ -154,16 +156,16 @@ class Listener:
         """Fill `peers` with a connection from each of these ranks.
 
         Args:
-            peers: The connections so far, by rank.
-            ranks: Whose connections to wait for.
-            uuid: The group's uuid; connections that give another are closed.
-            members: Digest of the group's members, in the order of their ranks.
-            deadline: When to give up.
+            peers: Connections so far, by rank.
+            ranks: Ranks whose connections to wait for.
+            uuid: UUID of the group; connections with another one are closed.
+            members: Digest of the group's members, in rank order.
+            deadline: Deadline for all connections.
 
         Raises:
             MismatchError: One of the ranks has other members for this uuid.
             PeerFailedError: One of the ranks failed.
-            TimeoutError: They did not connect in time.
+            TimeoutError: A rank did not connect in time.
         """
         while not peers.keys() >= set(ranks):
             self._socket.settimeout(_left(deadline))
@@ -179,7 +181,7 @@ class Listener:
             if digest != members:
                 raise MismatchError(
                     f"rank {rank if rank >= 0 else ~rank} of the new group has other members, or "
-                    "in another order: give the same list on all ranks"
+                    "the same in another order: give the same list on all ranks"
                 )
             if rank < 0:
                 raise PeerFailedError(f"rank {~rank} of the new group could not form it")
@@ -188,14 +190,14 @@ class Listener:
 def connect_by_name(
     listener: Listener, names: Sequence[str], rank: int, uuid: int, deadline: Deadline
 ) -> dict[int, socket.socket]:
-    """A connection to every other rank, by the names of the ranks' listeners.
+    """Return connections to all other ranks, made by the names of the ranks' listeners.
 
     Args:
-        listener: This rank's.
-        names: Of all ranks' listeners.
-        rank: This rank.
-        uuid: The group's uuid: the same on all ranks, and never used before.
-        deadline: When to give up.
+        listener: Listener of this rank.
+        names: Names of all ranks' listeners.
+        rank: Rank of this process.
+        uuid: UUID of the group, equal on all ranks and never used before.
+        deadline: Deadline for all connections.
 
     Raises:
         PeerLostError: No process of this user on this host listens under one of the names.
@@ -209,7 +211,9 @@ def connect_by_name(
         for lower in range(rank):
             connection = _connect_to(names[lower].encode(), uuid, members, rank)
             if connection is None:
-                raise PeerLostError(f"rank {lower} of the new group has ended, or is elsewhere")
+                raise PeerLostError(
+                    f"rank {lower} of the new group has ended, or is on another host"
+                )
             peers[lower] = connection
         listener.accept(peers, range(rank + 1, len(names)), uuid, members, deadline)
     except (PeerLostError, PeerFailedError, MismatchError, TimeoutError) as error:
@@ -230,20 +234,20 @@ def connect_by_name(
 
 
 def report_absent(listener: Listener, names: Sequence[str], uuid: int, rank: int) -> None:
-    """End a `connect_by_name` of this process that waits for a rank which will not come."""
+    """End a `connect_by_name` of this process that waits for a rank which will not connect."""
     connection = _connect_to(listener.name.encode(), uuid, identity_of(list(names)), ~rank)
     if connection is not None:
         connection.close()
 
 
 def _left(deadline: Deadline) -> float | None:
-    """Seconds until a deadline, never 0, which would make the socket non-blocking."""
+    """Return the seconds until a deadline, never 0, which would make the socket non-blocking."""
     left = deadline.left()
     return None if left is None else max(left, 1e-3)
 
 
 def _connect_to(name: bytes, uuid: int, members: int, rank: int) -> socket.socket | None:
-    """A connection to a listener; None if it is not on this host, or of another user."""
+    """Connect to a listener; return None if it is not on this host, or of another user."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with suppress(OSError):  # no socket of that name: the rank is on another host, or has ended
         connection.connect(b"\0" + name)
@@ -255,7 +259,7 @@ def _connect_to(name: bytes, uuid: int, members: int, rank: int) -> socket.socke
 
 
 def _greeting(connection: socket.socket) -> tuple[int | None, int, int]:
-    """Return the uuid, the digest and the rank that a new connection sends; None if it does not."""
+    """Return uuid, digest and rank that a new connection sends; `_NO_GREETING` if it sends none."""
     try:
         data = connection.recv(_GREETING.size + 1)
     except ConnectionResetError:
@@ -264,12 +268,12 @@ def _greeting(connection: socket.socket) -> tuple[int | None, int, int]:
 
 
 def process_of(connection: socket.socket) -> int:
-    """The process that a connection leads to; 0 if it has no number in this one's namespace."""
+    """Return the pid of a connection's peer; 0 if it has none in this process's namespace."""
     return _credentials(connection)[0]
 
 
 def _same_user(connection: socket.socket) -> bool:
-    """Whether the peer's process belongs to the same user."""
+    """Return True if the peer's process belongs to the same user."""
     return _credentials(connection)[1] == os.geteuid()
 
 

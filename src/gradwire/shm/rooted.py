@@ -1,7 +1,7 @@
-"""gather and scatter over shared memory: one rank has a block for each, or gets one of each.
+"""gather and scatter over shared memory: the root has a block for each rank, or gets one from each.
 
-The paths are those of `exchange_algorithms`. Blocks are of one size as a rule: then no rank sends a
-table of sizes. A root whose blocks differ says so in its header, and sends one.
+The data takes the same paths as in `exchange_algorithms`. If all blocks have one size, no rank
+sends a table of sizes. A root whose blocks differ marks that in its header, and sends a table.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ def gather(state: GroupState, root: int, source: Tensor, into: Sequence[Tensor])
     """Copy each rank's values to the root.
 
     Args:
-        state: This rank's state of the group.
-        root: The root's rank in the group.
-        source: This rank's values, 1-d and contiguous.
-        into: On the root, where each rank's go, 1-d and contiguous; else empty.
+        state: State of the group on this rank.
+        root: Rank of the root in the group.
+        source: Values of this rank, 1-d and contiguous.
+        into: Tensors for each rank's values on the root, 1-d and contiguous; empty on other ranks.
     """
     if state.rank == root:
         _gather_here(state, source, into)
@@ -88,7 +88,7 @@ def _numel(state: GroupState, rank: int) -> int:
 
 
 def _columns(state: GroupState, root: int, sizes: dict[int, int]) -> list[list[int]]:
-    """What each rank has for each, in a gather."""
+    """Return the number of elements from each rank for each, in a gather."""
     rows = [[0] * state.size for _ in range(state.size)]
     for rank, size in sizes.items():
         rows[rank][root] = size
@@ -103,11 +103,11 @@ def scatter(state: GroupState, root: int, blocks: Sequence[Tensor], out: Tensor)
     """Copy the root's block for each rank to that rank.
 
     Args:
-        state: This rank's state of the group.
-        root: The root's rank in the group.
-        blocks: On the root, each rank's, 1-d and contiguous; else empty.
-        out: Where this rank's block goes, 1-d and contiguous. On the root it may lie over blocks,
-            which then costs a copy of these.
+        state: State of the group on this rank.
+        root: Rank of the root in the group.
+        blocks: Block for each rank on the root, 1-d and contiguous; empty on other ranks.
+        out: Tensor for this rank's block, 1-d and contiguous. On the root it may overlap the
+            blocks, which are then copied.
     """
     if state.rank == root:
         _scatter_from_here(state, blocks, out)

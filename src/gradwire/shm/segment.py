@@ -1,7 +1,7 @@
-"""Shared memory without a name: a memfd that cannot shrink, and tensors over it.
+"""Anonymous shared memory: a memfd that cannot shrink, and tensors over it.
 
-The memory is allocated at once, so that a host without enough raises an error here and does not
-crash at the first access. The kernel frees it when the last process that maps it ends.
+The memory is allocated at once, so that a host without enough raises an error here instead of
+crashing at the first access. The kernel frees it when the last process that maps it ends.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from torch import Tensor
 from gradwire.errors import DistributedError
 from gradwire.shm.limits import check_available
 
-_KEEP_SIZE, _PUNCH_HOLE, _MAP_FIXED = 1, 2, 0x10  # Linux's, which Python does not name
+_KEEP_SIZE, _PUNCH_HOLE, _MAP_FIXED = 1, 2, 0x10  # constants of Linux that Python lacks
 _ALLOCATED_AT_ONCE = 64 << 20
-"""Available memory is checked before each such piece: other ranks allocate at the same time."""
+"""Size of pieces whose availability is checked: other ranks allocate at the same time."""
 
 
 def create(size: int) -> int:
-    """A descriptor of `size` bytes of new memory, zeros; the caller closes it.
+    """Return a descriptor of `size` new bytes of zeros, which the caller closes.
 
     Raises:
         DistributedError: There is not enough memory; none is allocated.
@@ -41,8 +41,8 @@ def _as_distributed_error(size: int) -> Iterator[None]:
         yield
     except (OSError, MemoryError) as error:
         raise DistributedError(
-            f"not enough memory for {size} bytes of shared memory ({error}): free some, raise the "
-            "process's or container's limit, or use the gloo backend"
+            f"not enough memory for {size} bytes of shared memory ({error}): free memory, raise "
+            "the limit of the process or container, or use the gloo backend"
         ) from error
 
 
@@ -67,13 +67,13 @@ def _allocate(fd: int, offset: int, size: int) -> None:
 
 
 class GrowingMemory:
-    """One descriptor for all the memory that a rank shares: it grows, and is sent to peers once.
+    """One descriptor for all memory that a rank shares: it grows, and is sent to peers once.
 
-    A descriptor for each allocation would be in flight to every peer at the same time, and the
-    kernel allows a process no more of them in flight than open (`ulimit -n`).
+    A descriptor per allocation would be in flight to every peer at the same time, and the kernel
+    limits a process's descriptors in flight like its open ones (`ulimit -n`).
 
     Attributes:
-        fd: The descriptor; closed when this object is deleted.
+        fd: Descriptor, closed when this object is deleted.
     """
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class GrowingMemory:
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
 
     def allocate(self, size: int) -> int:
-        """Allocate `size` bytes of zeros; returns their offset.
+        """Allocate `size` bytes of zeros and return their offset.
 
         Raises:
             DistributedError: There is not enough memory; none is allocated.
@@ -93,7 +93,7 @@ class GrowingMemory:
         offset = self._end
         with _as_distributed_error(size):
             try:
-                _allocate(self.fd, offset, max(size, 1))  # an empty tensor too is mapped
+                _allocate(self.fd, offset, max(size, 1))  # an empty tensor is mapped as well
             except BaseException:
                 self.free(offset, size)
                 raise
@@ -103,7 +103,7 @@ class GrowingMemory:
     def free(self, offset: int, size: int) -> None:
         """Free an allocation that no rank reads any more.
 
-        Its offset is never used again: a file may be much longer than the host's memory.
+        Its offset is not reused: a file may be much longer than the host's memory.
         """
         flags = _KEEP_SIZE | _PUNCH_HOLE
         _libc().fallocate(self.fd, flags, offset, _whole_pages(size))
@@ -117,34 +117,36 @@ def _whole_pages(size: int) -> int:
 
 
 def check_sealed(fd: int, size: int = 0) -> None:
-    """Raise unless memory from a peer is, and stays, large enough: an access would crash.
+    """Raise unless memory from a peer is and stays large enough; otherwise an access would crash.
 
     Raises:
-        DistributedError: It is too small, or not sealed against shrinking.
+        DistributedError: The memory is too small, or not sealed against shrinking.
     """
     import fcntl
 
     if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-        raise DistributedError("a peer sent memory that could shrink: is it gradwire that sent it?")
+        raise DistributedError(
+            "a peer sent memory that could shrink: check that the peer runs gradwire"
+        )
     if os.fstat(fd).st_size < size:
         raise DistributedError(
-            f"a peer sent {os.fstat(fd).st_size} bytes of memory, but {size} are needed: have all "
-            "ranks the same version of gradwire, and the same world size?"
+            f"a peer sent {os.fstat(fd).st_size} bytes of memory, but {size} are needed: check "
+            "that all ranks have the same version of gradwire and the same world size"
         )
 
 
 class Mapping:
-    """A descriptor's memory in this process's address space.
+    """Mapping of a descriptor's memory in this process's address space.
 
     Args:
-        fd: The descriptor; it can be closed afterwards.
-        on_unmap: Called just before the memory is unmapped, in any thread.
-        offset: Where in the descriptor's memory to begin, in whole pages.
-        size: How many bytes; all there are if None.
+        fd: Descriptor, which can be closed afterwards.
+        on_unmap: Function called just before the memory is unmapped, in any thread.
+        offset: Start in the descriptor's memory, a multiple of the page size.
+        size: Number of bytes; all bytes if None.
 
     Attributes:
-        bytes: The memory.
-        flat: A uint8 tensor over it; the memory is unmapped with the last tensor of its storage.
+        bytes: Memory as bytes.
+        flat: Memory as a uint8 tensor; it is unmapped with the last tensor of its storage.
     """
 
     def __init__(
@@ -158,30 +160,30 @@ class Mapping:
         memory = _array_type(size).from_address(_map(fd, size, offset))
         memory.on_unmap = on_unmap
         self.bytes = memoryview(memory).cast("B")
-        with torch.inference_mode(False):  # it may be written outside of inference mode later
+        with torch.inference_mode(False):  # it may be written outside inference mode later
             self.flat = torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def map_tensor(fd: int) -> Tensor:
-    """A descriptor's memory as a uint8 tensor."""
+    """Return a descriptor's memory as a uint8 tensor."""
     return Mapping(fd).flat
 
 
 _PRIVATE_IN_CHILDREN: dict[int, tuple[GrowingMemory, int, int]] = {}
-"""The memory of users' tensors by address: the descriptor, the offset in it and the size."""
+"""Memory of users' tensors by address: memory, offset and size."""
 
 
 def map_for_user(
     memory: GrowingMemory, offset: int, size: int, on_unmap: Callable[[int], None]
 ) -> Tensor:
-    """Map an allocation of this rank as a uint8 tensor, which a forked child cannot change.
+    """Map an allocation of this rank as a uint8 tensor that a forked child cannot change.
 
     Args:
-        memory: What it was allocated from.
-        offset: Where it begins.
-        size: Its bytes.
-        on_unmap: Called with its address just before it is unmapped, at any point of any thread: it
-            may take no lock.
+        memory: Memory of the allocation.
+        offset: Start of the allocation.
+        size: Bytes of the allocation.
+        on_unmap: Function called with the address just before it is unmapped, at any point of any
+            thread, so it must not take a lock.
     """
 
     def end() -> None:
@@ -195,9 +197,9 @@ def map_for_user(
 
 
 def _make_private() -> None:
-    """In a forked child: map the parent's tensors copy-on-write.
+    """Map the parent's tensors copy-on-write in a forked child.
 
-    A data loader's worker that zeroes the gradients it inherited must not zero its parent's.
+    A data loader's worker that zeroes inherited gradients must not zero those of its parent.
     """
     for address, (memory, offset, size) in list(_PRIVATE_IN_CHILDREN.items()):
         flags = mmap.MAP_PRIVATE | _MAP_FIXED
@@ -210,7 +212,7 @@ if hasattr(os, "register_at_fork"):
 
 @cache
 def _libc() -> Any:
-    """The C library: Python's mmap keeps a descriptor open for as long as the memory is mapped."""
+    """Return the C library; Python's mmap would keep a descriptor open while memory is mapped."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
@@ -232,9 +234,9 @@ def _map(fd: int, size: int, offset: int) -> int:
 
 
 def _array_type(size: int) -> Any:
-    """A ctypes array type over memory that is mapped already; unmaps it when it is deleted."""
+    """Return a ctypes array type over mapped memory, which unmaps it when an array is deleted."""
 
-    # bound now: the module's globals may be gone when the last array is deleted
+    # bound here: the module's globals may be gone when the last array is deleted
     unmap, address_of = _libc().munmap, ctypes.addressof
 
     def end(self: Any) -> None:

@@ -1,8 +1,8 @@
-"""broadcast_coalesced: a list of tensors from one rank to all others, as one stream of pieces.
+"""broadcast_coalesced: copy a list of tensors from one rank to all others as a stream of pieces.
 
 A piece fills a slot, whether it is part of a large tensor or a hundred small ones. For ResNet-50's
-320 tensors this takes a quarter of the time of a broadcast for each large tensor and one for the
-packed rest.
+320 tensors this takes a quarter of the time of one broadcast per large tensor and one for the rest,
+packed.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from gradwire.shm.group_state import GroupState
 from gradwire.shm.header import NUMBERS, Call
 
 _PIECES = 4
-"""A stream has at least this many pieces, so that copies in and out overlap, …"""
+"""Minimum number of pieces of a stream, so that copies in and out overlap."""
 _PIECE_BYTES = 128 << 10
-"""… unless they would be shorter than this: the waits would cost more than is gained."""
+"""Minimum size of pieces: for shorter ones, the waits would cost more than the overlap gains."""
 
 
 def broadcast(state: GroupState, flats: Sequence[Tensor], root: int) -> None:
     """Copy the root's values to all ranks' tensors.
 
     Args:
-        state: This rank's state of the group.
-        flats: 1-d and contiguous, of any dtypes; the same sizes and dtypes on all ranks.
-        root: The root's rank in the group.
+        state: State of the group on this rank.
+        flats: 1-d contiguous tensors of any dtypes, with equal sizes and dtypes on all ranks.
+        root: Rank of the root in the group.
     """
     runs = _runs(flats)
     total = sum(sum(run.sizes) * run.dtype.itemsize for run in runs)
@@ -63,7 +63,7 @@ def broadcast(state: GroupState, flats: Sequence[Tensor], root: int) -> None:
 
 @dataclass
 class _Run:
-    """The tensors of one dtype, in order, and their numbers of elements."""
+    """Tensors of one dtype, in order, and their numbers of elements."""
 
     dtype: torch.dtype
     flats: list[Tensor]
@@ -80,7 +80,7 @@ def _runs(flats: Sequence[Tensor]) -> list[_Run]:
 
 
 def _pieces(run: _Run, full: int) -> Iterator[tuple[list[Tensor], list[int]]]:
-    """Pieces of `full` elements: lists of the run's tensors, the first and last cut to fit."""
+    """Yield pieces of `full` elements: lists of the run's tensors, the first and last cut."""
     ends = list(accumulate(run.sizes))
     for lo in range(0, ends[-1], full):
         hi = min(lo + full, ends[-1])
@@ -96,7 +96,7 @@ def _pieces(run: _Run, full: int) -> Iterator[tuple[list[Tensor], list[int]]]:
 
 
 def _checksum(flats: Sequence[Tensor], runs: Sequence[_Run]) -> int:
-    """Of all sizes and dtypes; within a dtype, sizes come in the tensors' order."""
+    """Return the checksum of all sizes and dtypes; sizes of one dtype are in tensor order."""
     numbers = [n for run in runs for n in (NUMBERS[run.dtype], len(run.sizes), *run.sizes)]
     if len(runs) > 1:
         numbers += [NUMBERS[flat.dtype] for flat in flats]

@@ -1,6 +1,6 @@
-"""How a group's operations are run: in their turn, recorded, and after an error of theirs no more.
+"""Submission of a group's operations: they run in order, are recorded, and end the group on errors.
 
-An operation whose caller waits runs in the caller's thread; the other ones in the group's.
+An operation whose caller waits runs in the caller's thread, the others in the group's thread.
 """
 
 # mypy: disable-error-code="assignment"
@@ -29,12 +29,11 @@ from gradwire.shm.tensors import aliases, flat_of, write_all_back
 from gradwire.shm.work import ShmWork, ended, without_frames
 
 Observed = tuple[str, int, int, Sequence[Sequence[Tensor]]]
-"""A collective: its name among torch's operators, its root, the number of its reduce op, and its
-tensors."""
+"""A collective: name of torch's operator, root, number of the reduce op, and tensors."""
 UNOBSERVED: Observed = ("a collective", 0, 0, ())
 Observer = Callable[[str, int, int, Sequence[Sequence[Tensor]]], None]
-"""Called with each collective as it is submitted, as `Observed` has it. Groups that are
-written in C++ are observed through torch's dispatcher instead."""
+"""Function called with the fields of `Observed` for each collective at submission. Groups in C++
+are observed through torch's dispatcher instead."""
 
 
 class _Marks(threading.local):
@@ -42,13 +41,13 @@ class _Marks(threading.local):
 
 
 class Submission:
-    """The part of a group that runs its operations.
+    """Part of a group that runs its operations.
 
     Args:
-        timeout: For each operation that has none of its own.
+        timeout: Timeout of operations without their own.
 
     Attributes:
-        observer: Called with each collective as it is submitted, if there is one.
+        observer: Function called with each collective at its submission, or None.
     """
 
     _state: GroupState
@@ -57,30 +56,30 @@ class Submission:
     def __init__(self, timeout: timedelta) -> None:
         self._timeout = timeout
         self._seconds = timeout.total_seconds()
-        self._broken: BaseException | None = None  # never raised itself
-        self._closed = "the group has no members yet"  # the reason it is not usable; "" if it is
+        self._broken: BaseException | None = None  # a copy, never raised itself
+        self._closed = "the group has no members yet"  # why the group is unusable; "" if usable
         self.observer: Observer | None = None
         self._submitted = 0
-        self._leaving = False  # whether `_release` is still to be called
+        self._leaving = False  # whether `_release` must still be called
         self._marks = _Marks()
         self._recorded = RecordedGroup(self)
 
     @property
     def failure(self) -> BaseException | None:
-        """The error of the operation that made the group unusable, if one did; to be raised."""
+        """Error of the operation that made the group unusable, to be raised; None if usable."""
         return None if self._broken is None else without_frames(self._broken)
 
     @property
     def timeout(self) -> timedelta:
-        """The timeout of operations that have none of their own."""
+        """Timeout of operations without their own."""
         return self._timeout
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the timeout of later operations that have none of their own."""
+        """Set the timeout of later operations without their own."""
         self._timeout, self._seconds = timeout, timeout.total_seconds()
 
     def _get_sequence_number_for_group(self) -> int:
-        """How many collectives were submitted: equal on ranks that are in step."""
+        """Return the number of submitted collectives, equal on ranks that are in step."""
         return self._submitted
 
     def _submit(
@@ -93,15 +92,15 @@ class Submission:
         op: str = "collective",
         sources: Sequence[Tensor] | None = None,
     ) -> Work:
-        """Run a job in its turn.
+        """Run a job after all jobs submitted before.
 
         Args:
-            job: What the collective does.
-            tensors: What it fills, and the value of its future.
-            opts: torch's options; its timeout and `asyncOp` are used.
-            observed: What the observer is called with.
-            op: The collective's name in the recorder.
-            sources: What it reads, if not `tensors`.
+            job: Function that runs the collective.
+            tensors: Tensors that it fills, which are the value of its future.
+            opts: torch's options, of which the timeout and `asyncOp` are used.
+            observed: Arguments for the observer.
+            op: Name of the collective in the recorder.
+            sources: Tensors that it reads, if not `tensors`.
         """
         self.check_usable()
         self._submitted += 1
@@ -114,7 +113,7 @@ class Submission:
     def _submit_known(
         self, known: KnownCall, tensors: Sequence[Tensor], opts: Any, number: int
     ) -> Work:
-        """`_submit` for what is prepared for a kind of tensors and the reduce op of this number."""
+        """Submit an all_reduce with a cached setup and the reduce op of this number."""
         self.check_usable()
         self._submitted += 1
         entry = self._record_known(known, tensors)
@@ -155,17 +154,17 @@ class Submission:
         return work
 
     def _run_at_once(self, job: Job, mark: int, seconds: float, entry: Entry | None) -> bool:
-        """Run an operation in this thread, if it may enter the queue; whether it was run."""
+        """Run an operation in this thread; return False if others are pending in the queue."""
         self._queue.check_not_inside()
         try:
             if not self._queue.enter():
                 return False
             self._run(job, mark, seconds, entry)
         finally:
-            # whatever `enter` returned: a signal's handler may have raised as it did
+            # whatever `enter` returned: a signal handler may have raised at that moment
             try:
                 self._queue.leave()
-            except BaseException:  # or raises now
+            except BaseException:  # or it raises now
                 self._queue.leave()
                 raise
             if self._leaving:
@@ -173,17 +172,17 @@ class Submission:
         return True
 
     def _run_queued(self, job: Job, mark: int, seconds: float, entry: Entry | None) -> None:
-        self.check_usable()  # the operation before it may have failed
+        self.check_usable()  # an earlier operation may have failed
         self._run(job, mark, seconds, entry)
 
     def _run(self, job: Job, mark: int, seconds: float, entry: Entry | None) -> None:
-        """Run an operation, after whose errors the group cannot be used.
+        """Run an operation; an error makes the group unusable.
 
         Args:
-            job: What it does.
-            mark: What its first header carries.
-            seconds: For all of its waits.
-            entry: The recorder's.
+            job: Function that runs the operation.
+            mark: Mark in its first header.
+            seconds: Time limit for all of its waits together.
+            entry: Entry of the recorder.
         """
         state, failure = self._state, None
         if entry is not None:
@@ -195,7 +194,7 @@ class Submission:
             failure = error
             if not state.is_agreed(error):
                 self._break(error)
-            raise  # else on all ranks, before any data moved: the group stays usable
+            raise  # otherwise raised on all ranks before any data moved: the group stays usable
         except BaseException as error:
             failure = error
             self._break(error)
@@ -205,7 +204,7 @@ class Submission:
                 entry[ENDED], entry[WAITS] = perf_counter_ns(), state.take_waits()
             if failure is not None:
                 failed(failure, entry)
-                failure = None  # its traceback has this frame: a cycle
+                failure = None  # its traceback refers to this frame: a cycle
 
     def _release_if_left(self) -> None:
         if self._leaving and not self._queue.runs_in_this_thread():
@@ -213,7 +212,7 @@ class Submission:
 
     @abstractmethod
     def _release(self) -> None:
-        """Leave the group: no operation of this thread uses its memory any more."""
+        """Leave the group; no operation of this thread uses its memory any more."""
 
     def _submit_into(
         self,
@@ -224,7 +223,7 @@ class Submission:
         sources: Sequence[Tensor],
         observed: Observed = UNOBSERVED,
     ) -> Work:
-        """Submit a job that fills the results; it is given them and the sources 1-d, contiguous."""
+        """Submit a job that calls `fill` with the results and sources as 1-d contiguous tensors."""
         filled, read = self._kept(results, opts), self._kept(sources, opts)
 
         def job() -> None:
@@ -236,7 +235,7 @@ class Submission:
 
     @staticmethod
     def _kept(tensors: Sequence[Tensor], opts: Any) -> Sequence[Tensor]:
-        """What a job takes in the place of a caller's tensors, after the call may have returned."""
+        """Return tensors that a job uses instead of the caller's, which may change meanwhile."""
         return aliases(tensors) if opts.asyncOp else tensors
 
     @contextmanager
@@ -244,9 +243,9 @@ class Submission:
         """Send a mark in the header of the next collective that this thread submits in the block.
 
         Args:
-            mark: 64 bits, not all zero, which must be equal on all ranks if all ranks send one. If
-                they differ, all ranks raise: CheckedMismatchError if the lowest bit is set in all
-                of them, else MismatchError.
+            mark: Nonzero number of 64 bits, which must be equal on all ranks if all ranks send one.
+                If marks differ, all ranks raise: CheckedMismatchError if the lowest bit is set in
+                all of them, else MismatchError.
         """
         self._marks.next = mark
         try:
@@ -266,17 +265,17 @@ class Submission:
             self._state.links.report_failure(error)
 
     def check_usable(self) -> None:
-        """Raise a BrokenGroupError if this rank has left the group, or an operation has failed."""
+        """Raise a BrokenGroupError if this rank has left the group or an operation has failed."""
         if self._closed:
             raise BrokenGroupError(self._closed)
         if self._broken is not None:
             raise BrokenGroupError(
-                "the group cannot be used since an operation failed with "
+                "the group is unusable because an operation failed with "
                 f"{type(self._broken).__name__}: {self._broken}; destroy it and make a new one"
             ) from self._broken
 
 
 def _in_inference_mode(job: Job) -> None:
-    """Run a job that fills inference tensors: only so can they be written, and it is a thread's."""
+    """Run a job in inference mode, which is per thread and needed to write inference tensors."""
     with torch.inference_mode():
         job()

@@ -1,4 +1,4 @@
-"""Teams: the ranks of a group that share memory with each other. Integers alone, no connections."""
+"""Teams: ranks of a group that share memory with each other. Pure functions of integers."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 
 def find_teams(reached: Sequence[Collection[int]]) -> tuple[tuple[int, ...], ...]:
-    """The teams, which every rank finds alike: in each, every rank reached every other.
+    """Return the teams, equal on all ranks: in each, every rank is connected to every other.
 
-    A rank joins the team of the lowest rank with whose whole team so far it is connected.
+    A rank joins the first team to all of whose ranks so far it is connected.
 
     Args:
-        reached: For each rank, the lower ranks that it connected to.
+        reached: Lower ranks to which each rank connected.
 
     Example:
         >>> from gradwire.shm.teams import find_teams
@@ -31,12 +31,12 @@ def find_teams(reached: Sequence[Collection[int]]) -> tuple[tuple[int, ...], ...
 
 @dataclass(frozen=True)
 class Teams:
-    """A group's teams, as one of its ranks sees them.
+    """Teams of a group, as one of its ranks sees them.
 
     Args:
-        ranks: Of each team, in order.
-        team: The index of this rank's team.
-        place: This rank's index in its team.
+        ranks: Ranks of each team, in order.
+        team: Index of this rank's team.
+        place: Index of this rank in its team.
     """
 
     ranks: tuple[tuple[int, ...], ...]
@@ -45,30 +45,30 @@ class Teams:
 
     @classmethod
     def of(cls, ranks: tuple[tuple[int, ...], ...], rank: int) -> Teams:
-        """The teams as this rank sees them."""
+        """Return the teams as this rank sees them."""
         team = next(i for i, members in enumerate(ranks) if rank in members)
         return cls(ranks, team, ranks[team].index(rank))
 
     @property
     def count(self) -> int:
-        """How many teams."""
+        """Number of teams."""
         return len(self.ranks)
 
     @property
     def own(self) -> tuple[int, ...]:
-        """The ranks of this rank's team."""
+        """Ranks of this rank's team."""
         return self.ranks[self.team]
 
     @property
     def others(self) -> list[int]:
-        """The indices of the other teams, the next one first: no two teams begin with the same."""
+        """Indices of the other teams, the next first: no two teams begin with the same one."""
         return [(self.team + i) % self.count for i in range(1, self.count)]
 
     @property
     def owners(self) -> int:
-        """How many places own a share of what is reduced: as many as the smallest team has."""
+        """Number of ranks per team that own a share of reduced data: size of the smallest team."""
         return min(map(len, self.ranks))
 
     def carrier(self, team: int, place: int) -> int:
-        """The rank of a team that acts for a place, which a larger team may have and it may not."""
+        """Return the rank of a team that acts for a place, which may exist only in larger teams."""
         return self.ranks[team][place % len(self.ranks[team])]

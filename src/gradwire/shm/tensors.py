@@ -19,31 +19,31 @@ _PLAIN = {Tensor, torch.nn.Parameter}
 
 
 def check_transfer(sources: Sequence[Tensor], results: Sequence[Tensor]) -> None:
-    """`check_results`, and `check_tensors` of what is read; all must be of one dtype.
+    """Check tensors that are read and tensors that are written; all must have one dtype.
 
     Raises:
-        ArgumentTypeError: As of `check_tensors`, or dtypes differ.
-        ArgumentError, NotSupportedError: As of `check_results`.
+        ArgumentTypeError: See `check_tensors`; or dtypes differ.
+        ArgumentError, NotSupportedError: See `check_results`.
     """
     check_tensors(sources)
     check_results(results)
     dtypes = list(dict.fromkeys(tensor.dtype for tensor in (*sources, *results)))
     if len(dtypes) > 1:
         raise ArgumentTypeError(
-            f"tensors of one operation must be of one dtype, but are of {dtypes[0]} and {dtypes[1]}"
+            f"tensors of one operation have dtypes {dtypes[0]} and {dtypes[1]}: pass one dtype"
         )
 
 
 def check_results(tensors: Sequence[Tensor]) -> None:
-    """`check_tensors` for tensors that are written.
+    """Check tensors that are written.
 
     Raises:
-        ArgumentError: As of `check_tensors`, or elements of a tensor overlap in memory.
+        ArgumentError: See `check_tensors`; or elements of a tensor overlap in memory.
     """
     check_tensors(tensors)
     for tensor in tensors:
         if tensor._is_zerotensor():
-            raise ArgumentError("a tensor is one of zeros without memory: pass its clone()")
+            raise ArgumentError("a tensor of zeros is without memory: pass its clone()")
         if not tensor.is_contiguous() and torch._debug_has_internal_overlap(tensor) == 1:
             raise ArgumentError(
                 f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} has "
@@ -52,17 +52,17 @@ def check_results(tensors: Sequence[Tensor]) -> None:
 
 
 def check_tensors(tensors: Sequence[Tensor]) -> None:
-    """Raise unless all are tensors that shm carries.
+    """Raise unless shm supports all tensors.
 
     Raises:
-        ArgumentTypeError: One is no tensor.
-        ArgumentError: A dtype or layout that cannot be carried.
-        NotSupportedError: A tensor is on another device than the CPU.
+        ArgumentTypeError: One is not a tensor.
+        ArgumentError: A dtype or layout is not supported.
+        NotSupportedError: A tensor is not on the CPU.
     """
     if torch._C._are_functorch_transforms_active():
         _check_no_transform(tensors)
     for tensor in tensors:
-        if (  # one condition for ordinary tensors: a list may have thousands
+        if (  # one condition for ordinary tensors: a list may contain thousands
             isinstance(tensor, Tensor)
             and tensor.is_cpu
             and tensor.layout is torch.strided
@@ -76,9 +76,9 @@ def check_tensors(tensors: Sequence[Tensor]) -> None:
             raise ArgumentTypeError(f"got a {type(tensor).__name__}: pass tensors")
         if tensor.device.type != "cpu":
             raise NotSupportedError(
-                f"shm carries CPU tensors, but one is on {tensor.device}: make a group of that "
-                "device's backend beside this one, for CUDA torch.distributed.new_group("
-                "backend='nccl'), and pass it with such tensors"
+                f"shm supports CPU tensors, but one is on {tensor.device}: make a second group "
+                "with that device's backend, for CUDA new_group(backend='nccl'), and "
+                "pass it with such tensors"
             )
         if hasattr(tensor, "to_local"):
             raise ArgumentTypeError("got a DTensor: pass its to_local()")
@@ -89,15 +89,15 @@ def check_tensors(tensors: Sequence[Tensor]) -> None:
         if tensor.layout != torch.strided:
             raise ArgumentError(f"a tensor has layout {tensor.layout}: pass dense tensors")
         if tensor.dtype not in NUMBERS:
-            raise ArgumentError(f"a tensor is of {tensor.dtype}: shm does not carry that")
+            raise ArgumentError(f"a tensor has dtype {tensor.dtype}, which shm does not support")
         raise ArgumentError(
-            f"a tensor of shape {tuple(tensor.shape)} has no memory, as its storage was freed: a "
-            "sharded module's parameters, for instance, have some while they are gathered"
+            f"a tensor of shape {tuple(tensor.shape)} has no memory, as its storage was freed: "
+            "gather a sharded module's parameters, for example, before using them"
         )
 
 
 def is_ordinary(tensor: Tensor) -> bool:
-    """Whether it is a contiguous CPU tensor with none of what needs care or is refused here."""
+    """Return True for a contiguous CPU tensor that needs no conversion and no further checks."""
     return (
         type(tensor) is Tensor
         and tensor.is_cpu
@@ -116,11 +116,11 @@ def is_ordinary(tensor: Tensor) -> bool:
 
 
 def check_sparse(tensor: Tensor) -> None:
-    """Raise unless it is a sparse COO tensor that shm carries.
+    """Raise unless it is a sparse COO tensor that shm supports.
 
     Raises:
-        ArgumentError: It is of another layout, or of a dtype that cannot be carried.
-        NotSupportedError: It is on another device than the CPU.
+        ArgumentError: The layout or dtype is not supported.
+        NotSupportedError: The tensor is not on the CPU.
     """
     if getattr(tensor, "layout", None) is not torch.sparse_coo or not tensor.sparse_dim():
         raise ArgumentError("allreduce_sparse takes a tensor in COO layout with a sparse dim")
@@ -140,18 +140,17 @@ def _is_wrapper(tensor: Tensor) -> bool:
 
 
 def aliases(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The same memory by tensors, and in a list, that the caller does not have.
+    """Return aliases of tensors, in a new list, for a thread that reads or fills them.
 
-    For what a thread reads and fills. Once the operation was submitted, torch may mark a caller's
-    tensor as one that requires grad, such as an output of `all_gather_into_tensor` whose input
-    does; and the caller may use the list for other tensors, or a tensor for other memory
-    (`x.data = y`).
+    After the operation was submitted, torch may set requires_grad on a caller's tensor, such as an
+    output of `all_gather_into_tensor` whose input requires grad. The caller may put other tensors
+    into the list, or other memory into a tensor (`x.data = y`).
     """
     return [tensor.detach() for tensor in tensors]
 
 
 def flat_of(tensor: Tensor) -> Tensor:
-    """The elements in row-major order: a view if the tensor is contiguous, else a copy."""
+    """Return the elements in row-major order: a view if the tensor is contiguous, else a copy."""
     flat = tensor.detach() if tensor.requires_grad else tensor
     if flat._is_zerotensor():
         flat = flat.clone()
@@ -160,30 +159,30 @@ def flat_of(tensor: Tensor) -> Tensor:
     if flat.dim() == 1 and flat.stride(0) == 1:
         return flat
     if flat.numel() <= 1:
-        # contiguous by any stride, which a view of bytes is not
+        # contiguous with any stride, but a view as bytes needs stride 1
         return flat.as_strided((flat.numel(),), (1,))
     return flat.view(-1)
 
 
 def write_back(tensor: Tensor, flat: Tensor) -> None:
-    """Copy the result of `flat_of(tensor)` back, if that was not a view."""
+    """Copy the result of `flat_of(tensor)` back if it was not a view."""
     if flat is not tensor and flat.data_ptr() != tensor.data_ptr() and flat.numel():
         tensor.detach().copy_(flat.view(tensor.shape))
 
 
 def write_all_back(tensors: Sequence[Tensor], flats: Sequence[Tensor]) -> None:
-    """`write_back` for several tensors."""
+    """Call `write_back` for several tensors."""
     for tensor, flat in zip(tensors, flats, strict=True):
         write_back(tensor, flat)
 
 
 def equal_parts(flat: Tensor, size: int) -> list[Tensor]:
-    """Views of `size` equal parts of a 1-d tensor."""
+    """Return views of `size` equal parts of a 1-d tensor."""
     return list(flat.view(size, -1).unbind(0))
 
 
 def common_base(blocks: Sequence[Tensor]) -> Tensor | None:
-    """The first of 1-d tensors that are adjacent in one storage, in order; None if they are not."""
+    """Return the first of 1-d tensors that are adjacent in one storage, in order; else None."""
     for before, after in pairwise(blocks):
         together = after.untyped_storage().data_ptr() == before.untyped_storage().data_ptr()
         if not together or after.data_ptr() != before.data_ptr() + before.nbytes:
@@ -192,10 +191,10 @@ def common_base(blocks: Sequence[Tensor]) -> Tensor | None:
 
 
 def only(items: Sequence[T]) -> T:
-    """The only item of a list. torch's interface has lists for several devices; shm has one.
+    """Return the only item of a list; torch's interface has lists for several devices, shm one.
 
     Raises:
-        ArgumentError: There are several, or none.
+        ArgumentError: There are several items, or none.
     """
     if len(items) != 1:
         raise ArgumentError(f"got {len(items)} tensors (or lists) for this rank: pass one")
@@ -203,7 +202,7 @@ def only(items: Sequence[T]) -> T:
 
 
 def checksum_of(tensors: Sequence[Tensor]) -> int:
-    """A checksum of a list's dtypes and sizes, for its header; 0 for a single tensor."""
+    """Return a checksum of a list's dtypes and sizes for the header; 0 for a single tensor."""
     if len(tensors) < 2:
         return 0
     numbers = [n for tensor in tensors for n in (NUMBERS[tensor.dtype], tensor.numel())]
@@ -211,26 +210,28 @@ def checksum_of(tensors: Sequence[Tensor]) -> int:
 
 
 def paired(outputs: Sequence[T], inputs: Sequence[Tensor]) -> list[tuple[T, Tensor]]:
-    """Pairs of an output and its input.
+    """Return pairs of an output and its input.
 
     Raises:
-        ArgumentError: Their numbers differ.
+        ArgumentError: The numbers of outputs and inputs differ.
     """
     if len(outputs) != len(inputs):
-        raise ArgumentError(f"got {len(outputs)} outputs for {len(inputs)} inputs: pass as many")
+        raise ArgumentError(f"got {len(outputs)} outputs for {len(inputs)} inputs: pass one each")
     return list(zip(outputs, inputs, strict=True))
 
 
 def row_counts(tensor: Tensor, rows: Sequence[int], size: int, name: str) -> list[int]:
-    """Elements in each rank's part of a tensor: of the given rows each, or equal if none are given.
+    """Return the elements in each rank's part of a tensor: of `rows` rows, or equal parts if empty.
 
     Raises:
-        ArgumentError: The rows do not add up to the tensor's.
+        ArgumentError: The rows do not add up to those of the tensor.
     """
     total = tensor.shape[0] if tensor.dim() else 1
     if not rows:
         if total % size:
-            raise ArgumentError(f"a tensor of {total} rows has no {size} equal parts: give {name}")
+            raise ArgumentError(
+                f"{total} rows cannot be divided into {size} equal parts: give {name}"
+            )
         return [tensor.numel() // size] * size
     if len(rows) != size or sum(rows) != total or min(rows) < 0:
         raise ArgumentError(

@@ -18,16 +18,16 @@ from gradwire.errors import CollectiveTimeoutError, DistributedError
 from gradwire.shm.sync import main_thread_waits
 
 _STATE = threading.RLock()
-"""Held while an operation is marked as done; one for all, as making one takes longer than a small
+"""Lock held while an operation is marked as done; shared, as making one takes longer than a small
 operation."""
 _WAITING: list[threading.Lock] = []
-"""A lock for each thread that waits for any operation, which is released when one is done. A
-condition would not do: an exception of a signal's handler can leave its lock held for ever."""
-_MISSED_SECONDS = 0.5  # after which a wait looks again: an exception may have ended `_tell_waiting`
+"""Lock of each thread that waits for any operation, released when one is done. Not a condition: a
+signal handler's exception can leave its lock held for ever."""
+_RECHECK_SECONDS = 0.5  # a wait checks again: an exception may have interrupted `_notify`
 
 
 def wait_until(done: Callable[[], bool], seconds: float | None) -> bool:
-    """Wait until something that an operation's end makes true is true; whether it is."""
+    """Wait for a condition that the end of an operation makes true; return False on timeout."""
     if threading.current_thread() is not threading.main_thread():
         return _wait_until(done, seconds)
     with main_thread_waits(done):
@@ -37,43 +37,42 @@ def wait_until(done: Callable[[], bool], seconds: float | None) -> bool:
 def _wait_until(done: Callable[[], bool], seconds: float | None) -> bool:
     end = None if seconds is None else time.monotonic() + seconds
     while not done():
-        left = _MISSED_SECONDS if end is None else min(end - time.monotonic(), _MISSED_SECONDS)
+        left = _RECHECK_SECONDS if end is None else min(end - time.monotonic(), _RECHECK_SECONDS)
         if left <= 0:
             return False
-        told = threading.Lock()
-        told.acquire()
+        notified = threading.Lock()
+        notified.acquire()
         try:
-            _WAITING.append(told)
+            _WAITING.append(notified)
             if not done():
-                told.acquire(timeout=left)
+                notified.acquire(timeout=left)
         finally:
             with suppress(ValueError):
-                _WAITING.remove(told)
+                _WAITING.remove(notified)
     return True
 
 
-def _tell_waiting() -> None:
-    for told in list(_WAITING):
-        with suppress(RuntimeError):  # it was told already
-            told.release()
+def _notify() -> None:
+    for lock in list(_WAITING):
+        with suppress(RuntimeError):  # notified already
+            lock.release()
 
 
 @outside_graphs
 class ShmWork(Work):
-    """The handle of one operation.
+    """Handle of one operation.
 
     Args:
-        tensors: The value of its future.
-        default_timeout: Seconds that `wait` waits if it is given none; None for no limit.
-        callbacks_in_own_thread: Whether its future's callbacks run in a thread of their own, and
-            not in the one that calls `finish`. The links' thread would deadlock in a callback that
-            waits.
+        tensors: Value of the future.
+        default_timeout: Timeout of `wait` without an argument, in seconds; None for no limit.
+        callbacks_in_own_thread: True to run the future's callbacks in a separate thread instead of
+            the one that calls `finish`. The links' thread would deadlock in a callback that waits.
 
     Attributes:
-        submitted: Whether a thread is to run the operation.
+        submitted: True if the operation was passed to a thread.
     """
 
-    # of the class until they change: setting them takes as long as a small operation
+    # class attributes until they change: setting them takes as long as a small operation
     submitted = False
     _done = False
     _error: BaseException | None = None
@@ -94,14 +93,14 @@ class ShmWork(Work):
         self._callbacks_in_own_thread = callbacks_in_own_thread
 
     def finish(self, error: BaseException | None = None, source: int = -1) -> None:
-        """Mark it as done; `source` is the rank that a received tensor came from."""
+        """Mark the operation as done; `source` is the rank from which a tensor was received."""
         kept = None if error is None else without_frames(error)
         with _STATE:
             self._error, self._source, self._done = kept, source, True
             future = self._future
         try:
-            _tell_waiting()
-        finally:  # also after an exception of a signal's handler: nobody else sets it
+            _notify()
+        finally:  # also if a signal handler raises: nothing else sets the future
             if future is not None and self._callbacks_in_own_thread:
                 args = (self._tensors,)
                 threading.Thread(target=future.set_result, args=args, daemon=True).start()
@@ -109,14 +108,14 @@ class ShmWork(Work):
                 future.set_result(self._tensors)
 
     def wait_until_done(self) -> None:
-        """Wait without a limit; for operations that depend on no other rank any more."""
+        """Wait without a limit, for operations that no longer depend on other ranks."""
         self._wait(None)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait until it is done; with a timeout of zero or less, for the operation's own.
+        """Wait until the operation is done; a timeout of zero or less means the operation's own.
 
         Raises:
-            CollectiveTimeoutError: It is not done in time.
+            CollectiveTimeoutError: The operation is not done in time.
             DistributedError: The operation failed.
         """
         if not self._done:
@@ -132,47 +131,47 @@ class ShmWork(Work):
         return True
 
     def _give_up(self, error: CollectiveTimeoutError) -> None:
-        """Called when `wait` times out, with its error."""
+        """Handle a timeout of `wait`, called with its error."""
 
     def _wait(self, seconds: float | None) -> bool:
-        """Wait for so long; whether it is done."""
+        """Wait for some seconds; return False if the operation is not done."""
         return wait_until(self.is_done, seconds)
 
     def synchronize(self) -> None:
-        """As `wait`."""
+        """Wait until the operation is done."""
         self.wait()
 
     def is_done(self) -> bool:
-        """Whether it is done, as far as is known without looking for what has arrived."""
+        """Return True if the operation is known to be done, without polling for messages."""
         return self._done
 
     def is_completed(self) -> bool:
-        """Whether it is done, with or without an error."""
+        """Return True if the operation is done, with or without an error."""
         return self._done
 
     def is_success(self) -> bool:
-        """Whether it is done without an error."""
+        """Return True if the operation is done without an error."""
         return self.is_completed() and self._error is None
 
     def exception(self) -> BaseException | None:
-        """Why it failed, if it did."""
+        """Return the error of the operation, if it failed."""
         return self._error
 
     def result(self) -> list[Tensor]:
-        """The tensors it was to fill."""
+        """Return the tensors of the operation."""
         return self._tensors
 
     def source_rank(self) -> int:
-        """The rank that a received tensor came from."""
+        """Return the rank from which a tensor was received."""
         return self._source
 
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        """A future of the tensors."""
+        """Return a future of the tensors."""
         with _STATE:
             if self._future is None:
-                # set_exception on it would crash torch's C++ callers; raising in `then` does not
+                # set_exception would crash torch's C++ callers; raising in `then` does not
                 self._future = torch.futures.Future()
                 self._chained = self._future.then(self._outcome)
                 done = self._done
@@ -189,28 +188,33 @@ class ShmWork(Work):
 
 
 class _EndedWork(ShmWork):
-    """The handle of an operation that has ended well; made in half the time."""
+    """Handle of an operation that has ended without an error; made in half the time."""
 
     _done = True
     __init__ = Work.__init__
 
 
 def ended(tensors: Sequence[Tensor], source: int = -1) -> ShmWork:
-    """The handle of an operation that has ended well and filled these tensors; see `finish`."""
+    """Return the handle of an operation that has filled these tensors; see `ShmWork.finish`."""
     work: ShmWork = _EndedWork()
     work._tensors, work._source = list(tensors), source
     return work
 
 
 def without_frames(error: BaseException) -> BaseException:
-    """An error that says the same, with the causes of this one, and has not been raised.
+    """Return a copy of an error and of its causes, without tracebacks.
+
+    An error that has been raised has a traceback, with the frames that it passed and so everything
+    that their callers hold: models, batches, the group itself. A group that kept one would keep
+    them for its lifetime and, as PyTorch's C++ refers to the group, for ever: no garbage collector
+    sees such a cycle. So groups keep copies, which are never raised themselves.
 
     Args:
-        error: Of any type. One of the caller's, as a signal's handler raises, may be such that it
-            cannot be copied: it becomes a DistributedError that names it.
+        error: Error of any type. One that cannot be copied, for example from a signal handler of
+            the caller, becomes a DistributedError that names it.
     """
     kept = copied = _copy(error)
-    seen = {id(error)}  # an error may be raised from one that was raised from it
+    seen = {id(error)}  # the chain of causes may be a cycle
     while (cause := error.__cause__) is not None and id(cause) not in seen:
         seen.add(id(cause))
         copied.__cause__ = _copy(cause)
@@ -224,8 +228,8 @@ def _copy(error: BaseException) -> BaseException:
         kept = copy.copy(error)
         if kept is not error and type(kept) is kind and kept.args == error.args:
             return _with_own_notes(kept)
-    # copies are made by constructors, and one may take other arguments than its base's, or put a
-    # message around them: it is left out
+    # copies call constructors, and one may take other arguments than its base class, or extend the
+    # message: skip it
     base = next(each for each in kind.__mro__ if each.__module__ == "builtins")
     try:
         kept = kind.__new__(kind, *error.args)
@@ -237,6 +241,6 @@ def _copy(error: BaseException) -> BaseException:
 
 
 def _with_own_notes(kept: BaseException) -> BaseException:
-    if hasattr(kept, "__notes__"):  # who catches one may add to them
+    if hasattr(kept, "__notes__"):  # handlers may add notes to either error
         kept.__notes__ = list(kept.__notes__)
     return kept

@@ -1,1 +1,1 @@
-"""A group over several hosts: shared memory within each, an engine such as Gloo between them."""
+"""Groups over several hosts: shared memory within each, an engine such as Gloo between them."""

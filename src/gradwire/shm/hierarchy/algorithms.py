@@ -1,4 +1,4 @@
-"""The algorithms of a group over several hosts, as `gradwire.shm.algorithms` has them."""
+"""Algorithms of a group over several hosts; see `gradwire.shm.algorithms.Algorithms`."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from gradwire.shm.hierarchy.moving import AllGather, Broadcast, exchange
 from gradwire.shm.hierarchy.reducing import ReduceScatter, all_reduce
 
 _PACK_BYTES = 4 << 20
-"""Tensors of a list are packed up to this; larger ones travel by themselves."""
+"""Maximum size of packed tensors of a list; larger tensors are sent separately."""
 
 
 class AcrossHosts:
-    """How a rank does its part of a collective over several hosts; see `Algorithms`.
+    """One rank's part of collectives over several hosts; implements `Algorithms`.
 
     Args:
-        context: This rank's state of the group.
+        context: State of the group on this rank.
     """
 
     def __init__(self, context: Context) -> None:
         self._context = context
 
     def barrier(self, kind: str = "barrier") -> None:
-        """See `Algorithms`, as for all methods."""
+        """Wait until every rank has called."""
         self._context.announce(Call(kind))
 
     def broadcast(self, call: Call, flat: Tensor) -> None:
-        """See `Algorithms`."""
+        """Copy the root's values to all ranks' tensors."""
         data = [flat] if self._context.rank == call.root else []
         rows = self._context.announce(call, data, flat.nbytes)
         if rows is not None:
@@ -45,7 +45,7 @@ class AcrossHosts:
             Broadcast(self._context, flat, call.root).run()
 
     def broadcast_list(self, flats: Sequence[Tensor], root: int) -> None:
-        """See `Algorithms`."""
+        """Copy a list of the root's tensors to all ranks."""
         numbers = [n for flat in flats for n in (NUMBERS[flat.dtype], flat.numel())]
         total, checksum = sum(flat.nbytes for flat in flats), zlib.crc32(array("q", numbers))
         self._context.announce(
@@ -70,10 +70,10 @@ class AcrossHosts:
         base: Tensor | None = None,
         shared: bool = False,
     ) -> None:
-        """See `Algorithms`."""
+        """Fetch the block that each other rank has for this one."""
         into = [block for block in incoming if block is not None]
-        assert len(into) == self._context.size  # what a broadcast would lack, which has a method
-        # where the blocks' sizes are in the call itself, they are equal on all ranks
+        assert len(into) == self._context.size  # only a broadcast would have fewer
+        # without tables, the blocks' sizes are in the call, and equal on all ranks
         nbytes = sum(block.nbytes for block in outgoing)
         known = () if call.sends else (outgoing, nbytes)
         rows = self._context.announce(call, *known)
@@ -100,7 +100,7 @@ class AcrossHosts:
         base: Tensor | None = None,
         shared: bool = False,
     ) -> None:
-        """See `Algorithms`."""
+        """Exchange blocks whose sizes may differ."""
         self._exchange_blocks(kind, outgoing, incoming, -1, shared=shared)
 
     def _exchange_blocks(
@@ -118,20 +118,20 @@ class AcrossHosts:
         self.exchange(call, outgoing, incoming, shared=shared)
 
     def gather(self, root: int, source: Tensor, into: Sequence[Tensor]) -> None:
-        """See `Algorithms`."""
+        """Copy each rank's values to the root."""
         outgoing = [source[:0]] * self._context.size
         outgoing[root] = source
         incoming = into or [source.new_empty(0)] * self._context.size
         self._exchange_blocks("gather", outgoing, incoming, root)
 
     def scatter(self, root: int, blocks: Sequence[Tensor], out: Tensor) -> None:
-        """See `Algorithms`."""
+        """Copy the root's block for each rank to that rank."""
         incoming = [out[:0]] * self._context.size
         incoming[root] = out
         self._exchange_blocks("scatter", blocks or [out[:0]] * len(incoming), incoming, root)
 
     def reduce(self, call: Call, flat: Tensor) -> None:
-        """See `Algorithms`; to one root, it takes as many bytes as to all ranks."""
+        """Reduce a tensor in place; to one root, it moves as many bytes as to all ranks."""
         rows = self._context.announce(call, [flat], flat.nbytes)
         is_root = call.root == self._context.rank
         if rows is not None:
@@ -144,7 +144,7 @@ class AcrossHosts:
     def reduce_scatter(
         self, call: Call, blocks: Sequence[Tensor], out: Tensor, *, base: Tensor | None = None
     ) -> None:
-        """See `Algorithms`."""
+        """Reduce the blocks that all ranks have for this one."""
         nbytes = sum(block.nbytes for block in blocks)
         known = () if call.sends else (blocks, nbytes)
         rows = self._context.announce(call, *known)
@@ -165,7 +165,7 @@ def _copy(target: Tensor, source: Tensor) -> None:
 
 
 def _packs(flats: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """The tensors in order, in lists of some MiB together or of one."""
+    """Yield the tensors in order, in lists of some MiB together or of one large tensor."""
     pack: list[Tensor] = []
     for flat in flats:
         if flat.numel() == 0:

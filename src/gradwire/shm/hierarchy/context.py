@@ -1,9 +1,9 @@
-"""One rank's state of a group over several hosts, and how all ranks come to know something of each.
+"""State of a group over several hosts on one rank, and the exchange of a row from each rank.
 
-Before anything else of a collective moves, each rank's *row*, a header with its call and short
-data, goes to all ranks: within the team, between the first ranks of the teams, and within the teams
-again. All ranks then hold the same rows, and decide alike whether their calls fit each other. What
-is short enough is done with that: each rank reduces or picks from the rows itself.
+Every collective begins by sending each rank's *row*, a header with its call and short data, to all
+ranks: within the team, between the first ranks of the teams, and within the teams again. All ranks
+then hold the same rows, and reach the same decision on whether their calls match. A collective with
+short data ends there: each rank reduces or selects from the rows itself.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _ROW_BYTES = 256
 _HEADER_BYTES = header_bytes(0)
 _BESIDE_HEADER = _ROW_BYTES - _HEADER_BYTES
 SHORT_BYTES = 4096
-"""A rank's data up to this go to all ranks: W times the bytes of the ways for more, W times fewer
-waits."""
-_ROWS = 7  # the tag of rows; the phases of the other algorithms are numbered from 0
+"""Maximum size of a rank's data that is sent to all ranks. This takes W times the bytes of the
+algorithms, and W times fewer waits."""
+_ROWS = 7  # tag of rows; the phases of the other algorithms are numbered from 0
 
 
 class Messages:
-    """The transfers of one phase, by the number of their piece.
+    """Transfers of one phase, by the number of their piece.
 
     Args:
-        context: The group's.
-        tag: Of the phase.
+        context: Context of the group.
+        tag: Tag of the phase.
     """
 
     def __init__(self, context: Context, tag: int) -> None:
@@ -42,34 +42,34 @@ class Messages:
         self._pending: dict[int, list[Transfer]] = {}
 
     def send(self, number: int, flat: Tensor, rank: int) -> None:
-        """Start to send what belongs to a piece."""
+        """Start to send a tensor that belongs to a piece."""
         if flat.numel():
             transfer = self._context.transport.send(flat, rank, self._tag)
             self._pending.setdefault(number, []).append(transfer)
 
     def receive(self, number: int, flat: Tensor, rank: int) -> None:
-        """Start to receive what belongs to a piece."""
+        """Start to receive a tensor that belongs to a piece."""
         if flat.numel():
             transfer = self._context.transport.receive(flat, rank, self._tag)
             self._pending.setdefault(number, []).append(transfer)
 
     def wait(self, number: int) -> None:
-        """Wait for all that belongs to a piece."""
+        """Wait for all transfers of a piece."""
         for transfer in self._pending.pop(number, ()):
             transfer.wait(self._context.deadline)
 
 
 class Context:
-    """What the algorithms of a group over several hosts work with.
+    """State of a group over several hosts, used by its algorithms.
 
     Args:
-        rank: This rank.
-        teams: The group's.
-        team: This rank's.
-        transport: To the ranks of other teams.
+        rank: Rank of this process.
+        teams: Teams of the group.
+        team: Team of this rank.
+        transport: Transport to the ranks of other teams.
 
     Attributes:
-        deadline: Of the operation under way.
+        deadline: Deadline of the running operation.
     """
 
     def __init__(self, rank: int, teams: Teams, team: Team, transport: Transport) -> None:
@@ -80,16 +80,16 @@ class Context:
         self._aborted: DistributedError | None = None
         self._scratch: dict[int, Tensor] = {}
 
-    # --- as the group's base asks for them ---
+    # --- used by the group's base ---
 
     @property
     def links(self) -> Context:
-        """What the group's base calls the connections."""
+        """This object, which the group's base uses like `GroupState.links`."""
         return self
 
     @property
     def aborted(self) -> DistributedError | None:
-        """The error with which all waits of this rank fail, once it is set."""
+        """Error with which all waits of this rank fail, once set."""
         return self._aborted
 
     @aborted.setter
@@ -100,7 +100,7 @@ class Context:
             self.transport.cut()
 
     def report_failure(self, reason: BaseException) -> None:
-        """Tell all ranks that this one failed, so that none waits for it."""
+        """Report to all ranks that this one failed, so that none waits for it."""
         self.team.report_failure(reason)
         self.transport.report_failure(reason)
 
@@ -110,11 +110,11 @@ class Context:
         self.team.begin(seconds)
 
     def take_waits(self) -> dict[int, int] | None:
-        """See `GroupState.take_waits`: the waits for ranks of the team."""
+        """Return the waits for ranks of the team; see `GroupState.take_waits`."""
         return self.team.take_waits()
 
     def allocate(self, nbytes: int) -> Tensor:
-        """Bytes in memory that the team shares."""
+        """Allocate bytes in memory that the team shares."""
         return self.team.allocate(nbytes)
 
     def close(self) -> None:
@@ -124,13 +124,13 @@ class Context:
         self._scratch.clear()
 
     def close_in_child(self) -> None:
-        """In a forked child: close the inherited sockets."""
+        """Close the inherited sockets in a forked child."""
         self.team.close_in_child()
 
-    # --- what the algorithms use ---
+    # --- used by the algorithms ---
 
     def scratch(self, use: int, count: int, dtype: torch.dtype) -> Tensor:
-        """Memory for one use within an operation, kept for the next: new memory costs its pages."""
+        """Return memory for one purpose within an operation, kept for later ones."""
         nbytes = count * dtype.itemsize
         kept = self._scratch.get(use)
         if kept is None or kept.numel() < nbytes:
@@ -142,18 +142,18 @@ class Context:
     def announce(
         self, call: Call, data: Sequence[Tensor] = (), nbytes: int = SHORT_BYTES + 1
     ) -> list[Tensor] | None:
-        """Begin a collective: compare all ranks' calls, and exchange data that are short.
+        """Begin a collective: compare all ranks' calls, and exchange short data.
 
         Args:
-            call: What this rank calls.
-            data: Of this rank, to put one after the other.
-            nbytes: Of the data of a rank that has some, which the call determines.
+            call: Call of this rank.
+            data: Data of this rank, concatenated.
+            nbytes: Bytes of the data of each rank that has some; determined by the call.
 
         Returns:
-            All ranks' data, as bytes; None if they are not short.
+            Data of all ranks, as bytes; None if it is not short.
 
         Raises:
-            MismatchError: On all ranks, if the calls do not fit each other.
+            MismatchError: The calls of the ranks do not match; raised on all ranks.
             PeerLostError, PeerFailedError, CollectiveTimeoutError: A rank does not take part.
         """
         row = torch.zeros(_ROW_BYTES, dtype=torch.uint8)
@@ -178,7 +178,7 @@ class Context:
         return None
 
     def is_agreed(self, _: MismatchError) -> bool:
-        """As of `GroupState`; here, one that a signal's handler has raised is not told apart."""
+        """Return True; unlike in `Meeting`, errors from signal handlers are not distinguished."""
         return True
 
     def _compare_tables(self, call: Call) -> None:
@@ -194,7 +194,7 @@ class Context:
         check_consistent(headers, self.rank, tables=True)
 
     def gather_rows(self, row: Tensor) -> Tensor:
-        """Every rank's row, in the order of the ranks: equally long on all, bytes."""
+        """Return every rank's row of bytes, in rank order; all rows have the same length."""
         teams, length = self.teams, row.numel()
         rows = torch.empty(self.size, length, dtype=torch.uint8)
         starts, start = [], 0

@@ -1,6 +1,8 @@
-"""Messages between hosts, and the options of a group: `Options` names the engine that sends them.
+"""Messages between hosts, and `Options`, which select the engine that sends them.
 
-An engine is a process group such as Gloo, of which only `send` and `recv` are used.
+An engine is a process group such as Gloo, of which only `send` and `recv` are used. Collectives of
+an engine would have limits of their own (dtypes, uneven sizes, the order of additions), and only
+messages can be posted ahead.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from gradwire.errors import (
 from gradwire.shm.sync import Deadline
 
 USER_TAGS = 8
-"""Tags below are those of collectives; a caller's tag is that much higher on the engine."""
+"""Number of tags reserved for collectives; a caller's tag is increased by it on the engine."""
 _MAX_TAG = 2**31 - 1 - USER_TAGS
 _FAILED = "failed"
 _STORE_SECONDS = 0.5
@@ -39,28 +41,28 @@ _KINDS: dict[str, type[DistributedError]] = {
 
 
 class Engine(Protocol):
-    """What is asked of the process group between hosts: messages of bytes, by rank and tag.
+    """Interface of the process group between hosts: messages of bytes, by rank and tag.
 
-    As torch's ProcessGroup has them. Messages of one tag arrive in the order in which they were
-    sent. Where there are an `abort`, which ends what is under way, and a `shutdown`, which leaves,
-    they are called when the group fails and when this rank leaves it.
+    The methods are those of torch's ProcessGroup. Messages of one tag arrive in the order in which
+    they were sent. If the engine has an `abort`, which ends pending messages, it is called when the
+    group fails; if it has a `shutdown`, it is called when this rank leaves the group.
     """
 
     def send(self, tensors: list[Tensor], dst: int, tag: int, /) -> Any:
-        """Start to send a tensor; returns torch's Work."""
+        """Start to send a tensor; return torch's Work."""
 
     def recv(self, tensors: list[Tensor], src: int, tag: int, /) -> Any:
-        """Start to receive a tensor; returns torch's Work."""
+        """Start to receive a tensor; return torch's Work."""
 
 
 class Transfer:
-    """A message under way.
+    """A pending message.
 
     Args:
-        work: The engine's handle.
-        tensor: What is sent or filled: kept until then.
-        peers: The other rank, or all that it may be.
-        fail: Makes an error of ours of the engine's.
+        work: Handle of the engine.
+        tensor: Tensor that is sent or filled, kept alive until then.
+        peer: Name of the other rank, or "any rank".
+        fail: Function that converts an error of the engine into a DistributedError.
     """
 
     def __init__(
@@ -73,10 +75,10 @@ class Transfer:
         self._work, self._tensor, self._peer, self._fail = work, tensor, peer, fail
 
     def wait(self, deadline: Deadline) -> None:
-        """Wait until the tensor is filled, or need not be kept any more.
+        """Wait until the tensor is filled, or was sent.
 
         Raises:
-            PeerLostError, PeerFailedError, CollectiveTimeoutError: It will never be.
+            PeerLostError, PeerFailedError, CollectiveTimeoutError: The message failed.
         """
         left = deadline.left()
         try:
@@ -88,20 +90,20 @@ class Transfer:
             raise self._fail(error, self._peer, deadline) from error
 
     def source(self) -> int:
-        """The rank that a received message came from."""
+        """Return the rank from which a message was received."""
         work = self._work
         source: int = work._source_rank() if hasattr(work, "_source_rank") else work.source_rank()
         return source
 
 
 class Transport:
-    """The engine as one rank uses it, and what a rank says to the others when it fails.
+    """Engine as one rank uses it, and the report of a failure to the other ranks.
 
     Args:
-        engine: Of all ranks of the group.
-        rank: This rank.
-        size: How many ranks.
-        store: The group's; the reason of the first failure is left there.
+        engine: Engine of the group.
+        rank: Rank of this process.
+        size: Number of ranks.
+        store: Store of the group, which receives the reason of the first failure.
     """
 
     def __init__(self, engine: Engine, rank: int, size: int, store: Store) -> None:
@@ -113,7 +115,7 @@ class Transport:
             self._destroy = lambda: None
 
     def send(self, flat: Tensor, rank: int, tag: int) -> Transfer:
-        """Start to send a 1-d contiguous tensor; leave it as it is until the transfer's end."""
+        """Start to send a 1-d contiguous tensor, which must not change until the transfer ends."""
         return self._start("send", flat, rank, tag)
 
     def receive(self, flat: Tensor, rank: int, tag: int) -> Transfer:
@@ -138,7 +140,7 @@ class Transport:
         return Transfer(work, data, peer, self._failure)
 
     def _failure(self, error: BaseException, peer: str, deadline: Deadline) -> DistributedError:
-        """The error of a transfer: the group's first failure, if there is one to be known."""
+        """Return the error of a transfer: the group's first failure, if it is known."""
         if isinstance(error, DistributedError):
             return error
         timed_out, reasons = deadline.over(), list[bytes]()
@@ -150,11 +152,11 @@ class Transport:
         return backend_failure(error, f"a message from or to {peer}", timed_out=timed_out)
 
     def _first_failure(self) -> bytes:
-        """What the first rank that failed left in the store; empty if none has."""
+        """Return the report of the first rank that failed, from the store; empty if none has."""
         return self._store.get(_FAILED) if self._store.check([_FAILED]) else b""
 
     def report_failure(self, reason: BaseException) -> None:
-        """Leave the reason for the others, and end the connections: nobody then waits for this."""
+        """Store the reason for the other ranks and end the connections, so that none waits."""
         if self._cut:
             return
         name = type(reason).__name__
@@ -162,7 +164,7 @@ class Transport:
         text = f"{kind}: an operation failed on rank {self._rank}: {name}: {reason}"
 
         def leave() -> None:
-            # of several, any is a true one; a FileStore cannot compare and set what is not there
+            # any of several reasons is valid; a FileStore cannot compare-and-set a missing key
             if not self._first_failure():
                 self._store.set(_FAILED, text)
 
@@ -170,7 +172,7 @@ class Transport:
         self.cut()
 
     def cut(self) -> None:
-        """End all connections, and with them what is under way here and on the other side."""
+        """End all connections, and with them pending messages on both sides."""
         if self._cut:
             return
         self._cut = True
@@ -179,8 +181,8 @@ class Transport:
             if abort is not None:
                 abort()
             return
-        # abort() and shutdown() of Gloo end nothing. A receive whose time is over does: it closes
-        # all connections of this rank
+        # abort() and shutdown() of Gloo end no pending message. A receive that times out does: it
+        # closes all connections of this rank
         for rank in range(self._size):
             if rank != self._rank:
                 with contextlib.suppress(RuntimeError):
@@ -189,9 +191,9 @@ class Transport:
                     return
 
     def close(self) -> None:
-        """Give the engine up: Gloo's connections end with its last handle."""
+        """Release the engine; Gloo's connections end with its last handle."""
         shutdown = None
-        # of torch's ProcessGroup, Gloo's does nothing, and other groups' end all connections
+        # shutdown() of Gloo does nothing; that of other process groups ends all connections
         if not isinstance(self._engine, _Closed | dist.ProcessGroupGloo):
             shutdown = getattr(self._engine, "shutdown", None)
         self._cut, self._engine = True, _Closed()
@@ -201,7 +203,7 @@ class Transport:
 
 
 def _try(call: Callable[[], None]) -> None:
-    """Ask the store, which may be what was lost: its answer is not waited for without end."""
+    """Call the store for a limited time, as its host may be the rank that was lost."""
 
     def quietly() -> None:
         with contextlib.suppress(Exception):
@@ -219,16 +221,16 @@ class _Closed:
 
 @dataclass(frozen=True)
 class Options:
-    """What a shm group over several hosts goes by: `init_process_group(..., pg_options=...)`.
+    """Options of a shm group: `init_process_group(..., pg_options=...)`.
 
-    All ranks give equal engines; each gives the host that it is on.
+    All ranks pass equal engines, and each passes the name of its own host.
 
     Args:
-        engine: Makes what carries messages between hosts, from a store, a rank, a size and a
-            timeout: an object with `send` and `recv` as a ProcessGroup has them, for bytes on the
-            CPU. Gloo by default.
-        host: Ranks that give different names share no memory, even if they could: for the sockets
-            of a large machine, or to try out on one host what runs on several.
+        engine: Function of a store, a rank, a size and a timeout that returns the engine for
+            messages between hosts: an object with `send` and `recv` of a ProcessGroup, for bytes
+            on the CPU. Gloo by default.
+        host: Name of the host. Ranks with different names share no memory, even if they could: for
+            the sockets of a large machine, or to simulate several hosts on one.
 
     Example:
         >>> import gradwire.shm

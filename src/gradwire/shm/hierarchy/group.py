@@ -1,7 +1,7 @@
-"""The group over several hosts as the two classes that torch.distributed takes.
+"""The two classes under which torch.distributed sees a group over several hosts.
 
-All forms of the operations, their checks and their queue are those of shm's groups: what differs is
-which algorithms move the data, and that messages between ranks go through the engine.
+The forms of the operations, their checks and their queue are those of groups on one host. The
+algorithms that move the data differ, and messages between ranks go through the engine.
 """
 
 # torch's stubs give overloads and names that its own callers do not use on a backend
@@ -32,19 +32,19 @@ _MAX_TAG = 2**30
 
 
 class _ThreadQueue(Queue):
-    """Runs all operations in its thread: the engine's waits end for no signal."""
+    """Queue that runs all operations in its thread: signals do not end the engine's waits."""
 
     def enter(self) -> bool:
-        """Refuse."""
+        """Return False: no operation runs in the caller's thread."""
         return False
 
 
 @outside_graphs
 class AcrossHostsOperations(Operations):
-    """All operations of a group over several hosts."""
+    """Operations of a group over several hosts."""
 
     def _join(self, rank: int, size: int, peers: Any, deadline: Deadline) -> None:
-        """Take part with a context, which the constructors pass on in the place of peers."""
+        """Join with a context, which the constructors pass on as `peers`."""
         context: Context = peers
         self._rank, self._size = rank, size
         self._incoming, self._outgoing = {}, {}
@@ -55,14 +55,14 @@ class AcrossHostsOperations(Operations):
 
     @property
     def teams(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks that share memory with each other."""
+        """Ranks that share memory with each other."""
         return self._context.teams.ranks
 
     def _fail_receives(self, error: DistributedError) -> None:
         self._context.transport.cut()
 
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> Work:
-        """Send a tensor; leave it as it is until the handle is waited for."""
+        """Send a tensor, which must not change until the handle was waited for."""
         self.check_usable()
         self._check_peer(dst, "dst")
         check_tensors(tensors)
@@ -72,7 +72,7 @@ class AcrossHostsOperations(Operations):
         )
 
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> Work:
-        """Fill a tensor with the next that rank `src` sends with this tag."""
+        """Fill a tensor with the next message of this tag from rank `src`."""
         self.check_usable()
         self._check_peer(src, "src")
         check_results(tensors)
@@ -82,7 +82,7 @@ class AcrossHostsOperations(Operations):
         )
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Work:
-        """Fill a tensor with the next that any rank sends with this tag."""
+        """Fill a tensor with the next message of this tag from any rank."""
         self.check_usable()
         check_results(tensors)
         flat = flat_of(only(tensors))
@@ -95,7 +95,7 @@ class AcrossHostsOperations(Operations):
 
 
 class _TransferWork(ShmWork):
-    """The handle of a message: whoever waits for it completes it."""
+    """Handle of a message, completed by the thread that waits for it."""
 
     def __init__(
         self,
@@ -109,8 +109,8 @@ class _TransferWork(ShmWork):
         self._completing, self._has_thread = threading.Lock(), False
 
     def is_completed(self) -> bool:
-        """Return True if the message has arrived, or was sent; also if nobody waits for it."""
-        # an engine such as Gloo does not say so of a receive that is not waited for
+        """Return True if the message has arrived, or was sent, even if no thread waits for it."""
+        # engines such as Gloo complete a receive only in a wait
         if not self._done:
             self._complete_in_thread()
         return super().is_completed()
@@ -144,7 +144,7 @@ class _TransferWork(ShmWork):
             self.finish(source=source)
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        """A future of the tensors."""
+        """Return a future of the tensors."""
         future = super().get_future()
         if not self._done:
             self._complete_in_thread()
@@ -152,15 +152,15 @@ class _TransferWork(ShmWork):
 
 
 def _on_engine(tag: int) -> int:
-    """A caller's tag, beside those of collectives."""
+    """Return a caller's tag on the engine, beside those of collectives."""
     if not isinstance(tag, int) or not 0 <= tag < _MAX_TAG:
         raise ArgumentError(f"tag is {tag!r}: between hosts, give an int from 0 to {_MAX_TAG - 1}")
     return tag + USER_TAGS
 
 
 class AcrossHostsProcessGroup(AcrossHostsOperations, ShmProcessGroup):
-    """The ranks of several hosts as a process group; its arguments are those of shm's."""
+    """Process group of the ranks of several hosts; arguments as for `ShmProcessGroup`."""
 
 
 class AcrossHostsBackend(AcrossHostsOperations, ShmBackend):
-    """The ranks of several hosts as a backend; its arguments are those of shm's."""
+    """Backend of the ranks of several hosts; arguments as for `ShmBackend`."""

@@ -1,7 +1,6 @@
 """Collectives over several hosts that move values: broadcast, all_gather, and exchanges.
 
-Each byte enters a host once, wherever on it it is needed: one rank receives it, and the team copies
-it in shared memory.
+Each byte enters a host once: one rank receives it, and the team copies it in shared memory.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from gradwire.shm.hierarchy.pipeline import Cut, pipelined
 
 
 class AllGather:
-    """One all_gather: ranks send their blocks to one rank of each other team, which passes them on.
+    """An all_gather: ranks send their blocks to one rank of each other team, which forwards them.
 
     Args:
-        context: The group's.
-        own: This rank's block.
-        incoming: Where each rank's block goes; sizes may differ.
+        context: Context of the group.
+        own: Block of this rank.
+        incoming: Tensor for each rank's block; sizes may differ.
     """
 
     def __init__(self, context: Context, own: Tensor, incoming: Sequence[Tensor]) -> None:
@@ -33,7 +32,7 @@ class AllGather:
             target.copy_(own)
 
     def run(self) -> None:
-        """Do all of it."""
+        """Run the all_gather."""
         pipelined(len(self._spans), (self._start, self._finish))
 
     def _start(self, number: int) -> None:
@@ -58,12 +57,12 @@ class AllGather:
 
 
 class Broadcast:
-    """One broadcast: the root's team sends each other team a part, and these exchange their parts.
+    """A broadcast: the root's team sends a part to each other team, and these exchange their parts.
 
     Args:
-        context: The group's.
-        flat: The root's values; on other ranks, where they go.
-        root: The root's rank.
+        context: Context of the group.
+        flat: Tensor with the root's values; filled on other ranks.
+        root: Rank of the root.
     """
 
     def __init__(self, context: Context, flat: Tensor, root: int) -> None:
@@ -78,7 +77,7 @@ class Broadcast:
         self._padded: dict[int, Tensor] = {}
 
     def run(self) -> None:
-        """Do all of it."""
+        """Run the broadcast."""
         pipelined(self._cut.pieces, (self._start, self._forward, self._finish))
 
     def _piece(self, number: int) -> Tensor:
@@ -94,7 +93,7 @@ class Broadcast:
         return self._padded[number]
 
     def _part(self, number: int, team: int) -> Tensor:
-        """The part of this owner's share that a team gets from the root's."""
+        """Return the part of this owner's share that a team receives from the root's team."""
         teams = self._context.teams
         piece = self._piece(number).view(teams.owners, self._parts, -1)
         return piece[teams.place][(team - self._source) % teams.count - 1]
@@ -134,12 +133,12 @@ class Broadcast:
             self._flat[start:stop].copy_(piece[: stop - start])
 
     def _receivers(self) -> list[int]:
-        """The other teams than this one and the root's."""
+        """Return the teams other than this one and the root's."""
         return [team for team in self._context.teams.others if team != self._source]
 
 
 def exchange(context: Context, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
-    """Every rank gets from every other the block that is meant for it; sizes may differ."""
+    """Exchange a block between every two ranks; sizes may differ."""
     teams, messages = context.teams, Messages(context, 0)
     for i in range(1, context.size):
         source, target = (context.rank - i) % context.size, (context.rank + i) % context.size

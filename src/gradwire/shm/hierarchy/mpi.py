@@ -34,32 +34,32 @@ from gradwire.shm.hierarchy.engine import USER_TAGS
 from gradwire.shm.work import without_frames
 
 GRACE_SECONDS = 0.2
-"""How long after a rank's last message its earlier ones may take: those on other ways."""
+"""Time that a rank's earlier messages may take after its last one arrived, by other paths."""
 LEAVE_SECONDS = 1.0
-"""How long a rank that leaves waits for the others to leave."""
+"""Time that a leaving rank waits for the others to leave."""
 SHORTEST_PAUSE, LONGEST_PAUSE, IDLE_PAUSE = 20e-6, 1e-3, 20e-3
 PATIENCE = 64
-"""Between two tests is this part of the time since a message was done. Some MPIs move little in a
-test: with an eighth, Intel MPI took 207 ms for 26 MB, with this 94. Tests go on when nothing is
-under way: what is sent, for its sender, may still lie in MPI's buffers.
+"""Ratio of the time since the last completed message to the pause between two tests. Some MPIs move
+little per test: with 8, Intel MPI took 207 ms for 26 MB, with this 94. Tests continue when nothing
+is pending: messages that are complete for their sender may still be in MPI's buffers.
 """
 
 _KEPT: list[Any] = []
-"""What MPI may still read or write, and what it is for: see `MpiEngine._finish`."""
+"""Communicators and messages that MPI may still read or write: see `MpiEngine._finish`."""
 
 
 class MpiWork:
-    """A message under way, as torch's Work.
+    """A pending message, with torch's interface of Work.
 
     Args:
-        request: MPI's.
-        tensor: What is sent or filled: kept until MPI is done with it.
+        request: Request of MPI.
+        tensor: Tensor that is sent or filled, kept alive until MPI has finished with it.
         peer: The other rank, or MPI's ANY_SOURCE.
-        receives: Whether it is filled.
+        receives: True if the tensor is filled.
 
     Attributes:
-        complete: Whether MPI is done with the tensor. The work may have ended before, in an error.
-        cancelled: Whether MPI was told to end it.
+        complete: True if MPI has finished with the tensor; the work may have failed earlier.
+        cancelled: True if MPI was asked to cancel the request.
     """
 
     def __init__(self, request: Any, tensor: Tensor, peer: int, *, receives: bool) -> None:
@@ -72,22 +72,22 @@ class MpiWork:
 
     @property
     def ended(self) -> bool:
-        """Whether `wait` would return, or raise, at once."""
+        """True if `wait` would return, or raise, at once."""
         return self._ended.is_set()
 
     def end(self, error: BaseException | None = None, source: int = -1) -> None:
-        """Let those who wait go on; the first end counts."""
+        """End the work and wake waiting threads; only the first end counts."""
         if not self.ended:
             self._error, self._source = error and without_frames(error), source
             self._ended.set()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until the tensor is filled, or need not be kept any more.
+        """Wait until the tensor is filled, or was sent.
 
         Raises:
-            CollectiveTimeoutError: It takes longer than `timeout`.
-            MismatchError: The message has another size than the tensor.
-            RuntimeError: It cannot be: the other rank has left, or this one.
+            CollectiveTimeoutError: The message takes longer than `timeout`.
+            MismatchError: The message and the tensor differ in size.
+            RuntimeError: The other rank has left, or this one.
         """
         if not self._ended.wait(None if timeout is None else timeout.total_seconds()):
             raise CollectiveTimeoutError(f"{self} took longer than {timeout}")
@@ -105,31 +105,31 @@ class MpiWork:
 
 
 class MpiEngine:
-    """A communicator's messages; see `gradwire.shm.hierarchy.engine.Engine`.
+    """Engine that sends messages over an MPI communicator; see `engine.Engine`.
 
     Args:
-        mpi: The module mpi4py.MPI.
-        comm: Used by this engine alone, which frees it.
+        mpi: Module mpi4py.MPI.
+        comm: Communicator used by this engine alone, which frees it.
     """
 
     def __init__(self, mpi: Any, comm: Any) -> None:
         self._mpi, self._comm = mpi, comm
-        self._last_tag: int = comm.Get_attr(mpi.TAG_UB)  # of a rank's last message
+        self._last_tag: int = comm.Get_attr(mpi.TAG_UB)  # tag of a rank's last message
         self._others = comm.Get_size() - 1
         self._changed = threading.Condition()  # guards what follows
-        self._works: list[MpiWork] = []  # what MPI is not done with
-        self._left: dict[int, float] = {}  # when the last message of each rank that left was seen
-        self._end_reason = ""  # why this rank sends and receives no more
+        self._works: list[MpiWork] = []  # requests that MPI has not completed
+        self._left: dict[int, float] = {}  # time of the last message of each rank that left
+        self._end_reason = ""  # why this rank has stopped sending and receiving
         self._leave_until = float("inf")
         self._moved = time.monotonic()
         self._statuses: list[Any] = []
-        self._lasts: list[MpiWork] = []  # the receive of the next last message of a rank
+        self._lasts: list[MpiWork] = []  # receive of the next last message of any rank
         self._await_last()
         name = f"gradwire-mpi-{comm.Get_rank()}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    # --- as Transport calls them ---
+    # --- called by Transport ---
 
     def send(self, tensors: list[Tensor], dst: int, tag: int) -> MpiWork:
         """Start to send a tensor."""
@@ -144,14 +144,14 @@ class MpiEngine:
         return self._start(self._comm.Irecv, tensors[0], self._mpi.ANY_SOURCE, tag, receives=True)
 
     def abort(self) -> None:
-        """End all that is under way here, and tell the other ranks."""
+        """End all pending messages of this rank, and notify the other ranks."""
         with self._changed:
             self._end("this rank's group has failed")
-            # until then MPI may write to what the caller thinks is its own again
+            # until then MPI may write to tensors that the caller is about to reuse
             self._changed.wait_for(self._receives_nothing, GRACE_SECONDS)
 
     def shutdown(self) -> None:
-        """Leave: end all that is under way, and free the communicator if the others leave, too."""
+        """Leave: end all pending messages, and free the communicator if all ranks leave."""
         with self._changed:
             self._end("this rank has left the group")
             self._leave_until = min(self._leave_until, time.monotonic() + LEAVE_SECONDS)
@@ -163,8 +163,8 @@ class MpiEngine:
     def _start(self, post: Any, data: Tensor, peer: int, tag: int, *, receives: bool) -> MpiWork:
         if tag >= self._last_tag:
             raise ArgumentError(
-                f"tag is {tag - USER_TAGS}: give one below {self._last_tag - USER_TAGS}, the most "
-                "that this MPI has"
+                f"tag is {tag - USER_TAGS}: give one below {self._last_tag - USER_TAGS}, the "
+                "limit of this MPI"
             )
         with self._changed:
             if self._end_reason:
@@ -180,7 +180,7 @@ class MpiEngine:
         return MpiWork(post([memory, self._mpi.BYTE], peer, tag), data, peer, receives=receives)
 
     def _end(self, reason: str) -> None:
-        """Let nobody wait any more, here, and tell the other ranks."""
+        """End all pending messages, and send the last message to the other ranks."""
         if self._end_reason:
             return
         self._end_reason = reason
@@ -213,7 +213,7 @@ class MpiEngine:
         return min(max((time.monotonic() - self._moved) / PATIENCE, SHORTEST_PAUSE), longest)
 
     def _may_leave(self) -> bool:
-        """Whether this rank is leaving, and has no more to wait for."""
+        """Return True if this rank is leaving and has nothing left to wait for."""
         everyone_left = len(self._left) == self._others
         leaving = self._leave_until < float("inf")
         return leaving and (
@@ -221,7 +221,7 @@ class MpiEngine:
         )
 
     def _test(self, works: list[MpiWork]) -> None:
-        """Let MPI move what is under way, and end what is done or will never be."""
+        """Let MPI make progress, and end messages that are complete or can never be."""
         try:
             done = self._mpi.Request.Testsome([work.request for work in works], self._statuses)
         except self._mpi.Exception as error:
@@ -239,7 +239,7 @@ class MpiEngine:
             for work in self._works:
                 if work.ended and work.receives and not work.cancelled:
                     work.cancelled = True
-                    work.request.Cancel()  # it is complete when a test says so
+                    work.request.Cancel()  # a later test completes it
 
     def _complete(self, work: MpiWork, status: Any) -> None:
         work.complete = True
@@ -260,7 +260,7 @@ class MpiEngine:
             self._lasts.append(self._post(post, _nothing(), anyone, self._last_tag, receives=True))
 
     def _end_of_ranks_that_left(self) -> None:
-        """End what waits for a rank after its last message, if all before that had time to come."""
+        """End messages from or to ranks that left, after the grace time of earlier messages."""
         if not self._left:
             return
         before = time.monotonic() - GRACE_SECONDS
@@ -273,7 +273,7 @@ class MpiEngine:
                 work.end(RuntimeError(f"{work}: the rank has left the group, or failed"))
 
     def _fail(self, works: list[MpiWork], error: BaseException) -> None:
-        """End all: which of them an error of MPI was of is not to be known."""
+        """End all messages: an error of MPI does not tell which of them it concerns."""
         for work in works:
             work.complete = work.request == self._mpi.REQUEST_NULL
             work.end(error)
@@ -282,10 +282,10 @@ class MpiEngine:
         self._end(f"MPI: {error}")
 
     def _finish(self) -> None:
-        """Free the communicator, if nothing on it is under way; else keep what is, for good.
+        """Free the communicator if nothing is pending on it; else keep it and its messages for ever.
 
-        A communicator's number is used again, and what is still under way would come to the next.
-        Nor can a send be ended that nobody receives: MPI reads its memory when somebody does.
+        MPI reuses a communicator's number, and pending messages would reach the next communicator.
+        Nor can a send be ended that no rank receives: MPI reads its memory when a rank does.
         """
         with self._changed:
             nothing = not self._works and not self._lasts
@@ -304,21 +304,21 @@ _INSTALL = 'pip install "gradwire[mpi]", and an MPI (a system\'s, or pip install
 
 
 def mpi_engine(store: Store, rank: int, size: int, timeout: timedelta) -> MpiEngine:
-    """Let MPI carry the messages between hosts; needs mpi4py, and ranks that one mpiexec started.
+    """Send the messages between hosts over MPI; needs mpi4py, and ranks started by one mpiexec.
 
-    The group gets a communicator of its own, which is freed with it. `docs/howto/hosts.md` shows
-    how ranks are started.
+    The group has its own communicator, which is freed with it. `docs/howto/hosts.md` shows how to
+    start the ranks.
 
     Args:
-        store: The group's.
-        rank: This rank in the group; any order of MPI's ranks will do.
-        size: How many ranks the group has.
-        timeout: For the communicator to be made.
+        store: Store of the group.
+        rank: Rank of this process in the group; MPI's ranks may be in any order.
+        size: Number of ranks in the group.
+        timeout: Timeout for making the communicator.
 
     Raises:
-        NotSupportedError: No mpi4py, no MPI, or one without MPI_THREAD_MULTIPLE.
-        PeerFailedError: That is so on another rank.
-        MismatchError: The ranks are not ranks of one MPI job.
+        NotSupportedError: mpi4py or MPI is missing, or lacks MPI_THREAD_MULTIPLE.
+        PeerFailedError: One of these is missing on another rank.
+        MismatchError: The ranks do not belong to one MPI job.
         CollectiveTimeoutError: A rank did not take part in time.
 
     Example:
@@ -343,10 +343,10 @@ def mpi_engine(store: Store, rank: int, size: int, timeout: timedelta) -> MpiEng
 
 
 def _usable_mpi() -> Any:
-    """The module mpi4py.MPI, which is imported, and so initialises MPI, not before it is used."""
+    """Return the module mpi4py.MPI, whose import initializes MPI."""
     try:
         from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:  # no mpi4py, or no library of MPI that it can load
+    except (ImportError, RuntimeError) as error:  # no mpi4py, or no MPI library that it can load
         raise NotSupportedError(
             f"engine is mpi_engine, which needs mpi4py: {_INSTALL} ({error})"
         ) from error
@@ -364,7 +364,7 @@ def _usable_mpi() -> Any:
 
 
 def _answers(store: Store, size: int, timeout: timedelta) -> list[str]:
-    """What each rank told."""
+    """Return what each rank wrote to the store."""
     keys = [f"rank {rank}" for rank in range(size)]
     try:
         store.wait(keys, timeout)
@@ -377,7 +377,7 @@ def _answers(store: Store, size: int, timeout: timedelta) -> list[str]:
 
 
 def _agreed(answers: Sequence[str]) -> tuple[list[int], int]:
-    """Each rank's rank in MPI, and a tag to make the communicator with: the first rank's."""
+    """Return each rank's rank in MPI, and the first rank's tag for making the communicator."""
     for rank, answer in enumerate(answers):
         if answer.startswith(_CANNOT):
             raise PeerFailedError(f"rank {rank} of the new group {answer}")
@@ -393,7 +393,7 @@ def _agreed(answers: Sequence[str]) -> tuple[list[int], int]:
 
 
 def _in_time(call: Callable[[], Any], timeout: timedelta) -> Any:
-    """Call what waits for all ranks, and has no deadline of its own."""
+    """Call a function that waits for all ranks without a deadline of its own."""
     results: list[Any] = []
     errors: list[BaseException] = []
 

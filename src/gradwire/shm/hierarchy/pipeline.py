@@ -1,4 +1,4 @@
-"""The order of a collective's phases, and how its elements are cut into pieces: integers alone."""
+"""Schedule of a collective's phases, and division of its elements into pieces; integers only."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 LAG = 1
-"""How many pieces a phase is behind the one before it: what the link works on meanwhile."""
+"""Number of pieces by which a phase is behind the previous one, while the link transfers them."""
 END_BYTES = 512 << 10
-"""Blocks of the first and the last piece, when the link waits for the team or the team for it."""
+"""Block size of the first and last piece, when the link waits for the team or vice versa."""
 LARGE_BYTES = 2 << 20
-"""Blocks between are at most this: where the link has no limit, 26 MB took 68 ms, in blocks of half
-of it 79."""
+"""Maximum block size of other pieces: without a limit of the link, 26 MB took 68 ms, with half of
+this 79."""
 SMALL_BYTES = 512 << 10
-"""Shorter blocks than this cost more in waits and messages than they gain, on 1 Gbit/s too: where
-the link has no limit, 1 MB took 5 ms in one block, in blocks of a quarter of it 13."""
+"""Minimum block size: shorter blocks cost more in waits and messages than they gain, on 1 Gbit/s as
+well. Without a limit of the link, 1 MB took 5 ms in one block, in four 13."""
 FRACTION = 4
-"""No block is more than such a part of what is cut, unless it is small: phases are to overlap."""
+"""Maximum part of the data in a block, as 1 / this, unless it is small: phases must overlap."""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Pieces of equal blocks for `parts`: short at both ends of the pipeline, longer between.
+    """Division into pieces of equal blocks: short at both ends of the pipeline, longer between.
 
     Args:
-        count: Elements in all.
-        parts: How many blocks a piece has.
-        blocks: Elements of a block in each piece; the last piece may have to be filled up.
+        count: Number of elements.
+        parts: Number of blocks in a piece.
+        blocks: Elements of a block in each piece; the last piece may need padding.
 
     Example:
         >>> from gradwire.shm.hierarchy.pipeline import Cut
@@ -42,7 +42,7 @@ class Cut:
 
     @classmethod
     def of(cls, count: int, parts: int, itemsize: int) -> Cut:
-        """Cut so many elements for so many parts."""
+        """Divide `count` elements into pieces of `parts` blocks."""
         left = -(-count // parts)
         small = max(1, SMALL_BYTES // itemsize)
         largest = min(LARGE_BYTES // itemsize, max(small, left // FRACTION))
@@ -58,23 +58,23 @@ class Cut:
 
     @property
     def pieces(self) -> int:
-        """How many."""
+        """Number of pieces."""
         return len(self.blocks)
 
     def spans(self) -> list[tuple[int, int]]:
-        """For each piece its first element, and the one after its last."""
+        """Return start and end of each piece."""
         stops = [self.parts * stop for stop in accumulate(self.blocks)]
         return [(start, min(stop, self.count)) for start, stop in zip([0, *stops], stops)]  # noqa: B905
 
 
 def pipelined(pieces: int, phases: Sequence[Callable[[int], None]]) -> None:
-    """Call each phase with each piece: one phase on a piece while others are on those before.
+    """Call each phase with each piece, in a pipeline: later phases work on earlier pieces.
 
     All ranks of a team call the phases in the same order, as those within the team are collectives.
 
     Args:
-        pieces: How many.
-        phases: In their order; each is called with the number of a piece.
+        pieces: Number of pieces.
+        phases: Functions of the number of a piece, in order.
     """
     for step in range(pieces + LAG * (len(phases) - 1)):
         for i, phase in enumerate(phases):

@@ -1,11 +1,11 @@
 """all_reduce and reduce_scatter over several hosts.
 
-all_reduce, for each piece: the team reduces it, so that each owner has its share of the team's sum;
-each owner sends every other team its block of that share, and reduces the blocks that it gets, in
-the order of the teams; it sends the result to the owners of the same place; the team gathers the
-shares. A host thus sends and receives 2 (H - 1) / H bytes for each byte that is reduced. One rank
-alone reduces an element between teams, or, of two teams, one of each does the same sum: all ranks
-get the same bits.
+all_reduce does this for each piece. The team reduces it, so that each owner has its share of the
+team's sum. Each owner sends every other team its block of that share, and reduces the blocks that
+it receives, in the order of the teams. It sends the result to the owners with the same place. The
+team gathers the shares. A host thus sends and receives 2 (H - 1) / H bytes for each byte that is
+reduced. Between teams, one rank reduces each element; with two teams, one rank of each computes the
+same sum. All ranks get the same bits.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _AVG = number_of(ReduceOp.AVG)
 
 
 def within(op: int, dtype: torch.dtype) -> int:
-    """The reduce op within a team, for one over all ranks.
+    """Return the reduce op within a team for an op over all ranks.
 
-    An average is the sum, divided at the end; of half precision, where that sum might overflow, the
-    average of the teams' averages.
+    An average is the sum, divided at the end. In half precision, where that sum might overflow, it
+    is the weighted average of the teams' averages.
     """
     return SUM if op == _AVG and dtype not in HALF else op
 
@@ -36,13 +36,13 @@ def within(op: int, dtype: torch.dtype) -> int:
 def combine(context: Context, out: Tensor, parts: Sequence[Tensor], op: int) -> None:
     """Set `out` to the reduction of the teams' results, in their order.
 
-    Half precision is accumulated in float32: a result is rounded twice, on its team and here.
+    Half precision is accumulated in float32: a result is rounded twice, in its team and here.
 
     Args:
-        context: The group's.
-        out: May be one of the parts.
-        parts: One for each team.
-        op: The reduce op over all ranks.
+        context: Context of the group.
+        out: Tensor for the result; may be one of the parts.
+        parts: Result of each team.
+        op: Reduce op over all ranks.
     """
     if out.numel() == 0:
         return
@@ -59,13 +59,13 @@ def combine(context: Context, out: Tensor, parts: Sequence[Tensor], op: int) -> 
 
 
 class _InPieces:
-    """A tensor that is reduced in place, in pieces.
+    """Reduction of a tensor in place, in pieces.
 
     Args:
-        context: The group's.
-        flat: 1-d and contiguous; reduced in place.
-        op: The reduce op's number.
-        parts: How many equal blocks a piece has.
+        context: Context of the group.
+        flat: 1-d contiguous tensor, reduced in place.
+        op: Number of the reduce op.
+        parts: Number of equal blocks in a piece.
     """
 
     def __init__(self, context: Context, flat: Tensor, op: int, parts: int) -> None:
@@ -80,7 +80,7 @@ class _InPieces:
         self._last: Tensor | None = None
 
     def _piece(self, number: int) -> Tensor:
-        """A piece; the last one, if it has to be filled up, in memory of its own."""
+        """Return a piece; the last one in separate memory if it needs padding."""
         start, stop = self._spans[number]
         padded = self._cut.blocks[number] * self._cut.parts
         if padded == stop - start:
@@ -96,7 +96,7 @@ class _InPieces:
         self._context.team.reduce_scatter(piece, within(self._op, piece.dtype))
 
     def _combine_parts(self, number: int, own: Tensor) -> None:
-        """Reduce the other teams' blocks, which came to the slots, and this team's, in place."""
+        """Reduce the other teams' blocks, received in the slots, and this team's, in place."""
         parts = [slot[: own.numel()] for slot in self._slots[number % (LAG + 1)]]
         parts[self._context.teams.team] = own
         combine(self._context, own, parts, self._op)
@@ -110,10 +110,10 @@ class _InPieces:
 
 
 class AllReduceOfTwo(_InPieces):
-    """An all_reduce between two teams: each sends the other its sums, and both add them up.
+    """An all_reduce between two teams: each sends its sums to the other, and both add them up.
 
-    As many bytes pass as if each reduced a half for both, in one message instead of two, one after
-    the other. Both have the same bits: they add the same numbers in the same order.
+    This moves as many bytes as if each team reduced a half for both, in one message instead of two
+    in a row. Both get the same bits: they add the same numbers in the same order.
     """
 
     def __init__(self, context: Context, flat: Tensor, op: int) -> None:
@@ -121,7 +121,7 @@ class AllReduceOfTwo(_InPieces):
         self._messages = Messages(context, 0)
 
     def run(self) -> None:
-        """Do all of it."""
+        """Run the all_reduce."""
         pipelined(self._cut.pieces, (self._start, self._finish))
 
     def _share(self, number: int) -> Tensor:
@@ -153,11 +153,11 @@ class AllReduce(_InPieces):
         self._partials, self._results = Messages(context, 0), Messages(context, 1)
 
     def run(self) -> None:
-        """Do all of it."""
+        """Run the all_reduce."""
         pipelined(self._cut.pieces, (self._start, self._combine, self._finish))
 
     def _blocks(self, number: int) -> list[Tensor]:
-        """The blocks of this owner's share of a piece, one for each team."""
+        """Return the blocks of this owner's share of a piece, one for each team."""
         teams = self._context.teams
         piece = self._piece(number).view(teams.owners, teams.count, -1)
         return list(piece[teams.place].unbind(0))
@@ -190,18 +190,18 @@ class AllReduce(_InPieces):
 
 
 def all_reduce(context: Context, flat: Tensor, op: int) -> None:
-    """Reduce a tensor over all ranks, in place, in the way that has the fewest waits."""
+    """Reduce a tensor over all ranks, in place, with the fewest waits."""
     (AllReduceOfTwo if context.teams.count == 2 else AllReduce)(context, flat, op).run()
 
 
 class ReduceScatter:
-    """One reduce_scatter: each team reduces all ranks' blocks, and sends them to their ranks.
+    """A reduce_scatter: each team reduces all ranks' blocks, and sends them to their ranks.
 
     Args:
-        context: The group's.
-        call: The call, with the op.
-        blocks: This rank's block for each rank.
-        out: For the reduction of the blocks that all ranks have for this one.
+        context: Context of the group.
+        call: Call with the op.
+        blocks: Block of this rank for each rank.
+        out: Tensor for the reduction of the blocks that all ranks have for this one.
     """
 
     def __init__(self, context: Context, call: Call, blocks: Sequence[Tensor], out: Tensor) -> None:
@@ -216,7 +216,7 @@ class ReduceScatter:
         self._sent: dict[int, list[Tensor]] = {}
 
     def run(self) -> None:
-        """Do all of it."""
+        """Run the reduce_scatter."""
         pipelined(self._cut.pieces, (self._start, self._combine))
 
     def _start(self, number: int) -> None:
@@ -230,7 +230,7 @@ class ReduceScatter:
             self._reduce_for(number, team, lo, hi)
 
     def _reduce_for(self, number: int, team: int, lo: int, hi: int) -> None:
-        """Reduce, over this team, a piece of the blocks for all ranks of a team."""
+        """Reduce a piece of the blocks for all ranks of a team, over this rank's team."""
         context, members = self._context, self._context.teams.ranks[team]
         size = context.team.size
         for first in range(0, len(members), size):

@@ -1,7 +1,7 @@
-"""A rank's team: the phases of collectives that stay within a host.
+"""Team of a rank: the phases of collectives that stay within a host.
 
-A *piece* is a tensor that is cut into as many equal shares as places own one. In a team with more
-places than that, the rest help to reduce, and get the results.
+A *piece* is a tensor of equal shares, one for each place that owns one. In a team with more places,
+the others help to reduce, and receive the results.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from gradwire.shm.sync import Deadline
 
 
 class Team:
-    """The ranks that share memory with this one.
+    """Ranks that share memory with this one.
 
     Args:
-        ranks: Of the group; a team of one has no state.
-        place: The index of this rank among them.
-        owners: How many places own a share.
-        peers: A connection to each other place.
-        deadline: For the team to form.
+        ranks: Ranks of the team in the group; a team of one has no state.
+        place: Index of this rank among them.
+        owners: Number of places that own a share.
+        peers: Connection to each other place.
+        deadline: Deadline for the team to form.
     """
 
     def __init__(
@@ -51,31 +51,31 @@ class Team:
             self.state.links.ranks = ranks
             self.state.links.start()
 
-    # --- as the group's base asks for them ---
+    # --- used by the context ---
 
     def begin(self, seconds: float) -> None:
-        """Begin an operation that has so many seconds."""
+        """Begin an operation with a time limit in seconds."""
         if self.state is not None:
             self.state.begin(0, seconds)
 
     def take_waits(self) -> dict[int, int] | None:
-        """For how many ns this rank has waited for others of the team, by rank in the group."""
+        """Return the ns that this rank waited for others of the team, by rank in the group."""
         waits = self.state.take_waits() if self.state is not None else None
         return {self._ranks[place]: ns for place, ns in waits.items()} if waits else None
 
     def allocate(self, nbytes: int) -> Tensor:
-        """Bytes in memory that the team shares."""
+        """Allocate bytes in memory that the team shares."""
         if self.state is None:
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         return self.state.allocate(nbytes)
 
     def report_failure(self, reason: BaseException) -> None:
-        """Tell the team, so that no rank of it waits for this one."""
+        """Report a failure to the team, so that none of its ranks waits for this one."""
         if self.state is not None:
             self.state.links.report_failure(reason)
 
     def abort(self, error: DistributedError) -> None:
-        """Have this rank's waits fail."""
+        """Make this rank's waits fail."""
         if self.state is not None:
             self.state.links.aborted = self.state.links.aborted or error
 
@@ -85,7 +85,7 @@ class Team:
             self.state.close()
 
     def close_in_child(self) -> None:
-        """In a forked child: close the inherited sockets."""
+        """Close the inherited sockets in a forked child."""
         if self.state is not None:
             self.state.links.close_in_child()
 
@@ -93,9 +93,9 @@ class Team:
 
     @contextmanager
     def _counted(self, kind: type[DistributedError] = MismatchError) -> Iterator[None]:
-        """Have errors say which ranks they mean that count the team's places.
+        """Add the team's ranks to errors that name places in the team.
 
-        All others name the group's ranks: they may come from other hosts.
+        All other errors name the group's ranks: they may come from other hosts.
         """
         try:
             yield
@@ -105,7 +105,7 @@ class Team:
             raise type(error)(counted) from error
 
     def reduce_scatter(self, piece: Tensor, op: int) -> None:
-        """Reduce a piece over the team: each owner's share is then in its place in the piece."""
+        """Reduce a piece over the team, in place: each owner gets its share."""
         if self.state is None:
             return
         if self.owners == 1:
@@ -131,10 +131,10 @@ class Team:
         """Reduce a block for each place; sizes may differ.
 
         Args:
-            blocks: One for each place.
-            op: The reduce op's number.
-            out: For the result; this place's own block if None.
-            base: A contiguous tensor that holds the blocks in order, if there is one.
+            blocks: Block for each place.
+            op: Number of the reduce op.
+            out: Tensor for the result; the block of this place if None.
+            base: Contiguous tensor that holds the blocks in order, if there is one.
         """
         own = blocks[self.place]
         out = own if out is None else out
@@ -164,7 +164,7 @@ class Team:
             self.gather_blocks(self._shares(piece))
 
     def gather_blocks(self, blocks: Sequence[Tensor]) -> None:
-        """Copy each place's own block, the one of its index, to all places; sizes may differ."""
+        """Copy each place's block to all places; sizes may differ."""
         if self.state is not None:
             own = blocks[self.place]
             with self._counted():
@@ -186,6 +186,6 @@ class Team:
             incoming[0].copy_(outgoing[0])
 
     def _shares(self, piece: Tensor) -> list[Tensor]:
-        """An owner's share for each place; those that own none have an empty one."""
+        """Return the share of each place; empty for places that own none."""
         shares = [*piece.view(self.owners, -1).unbind(0)]
         return [*shares, *[piece[:0]] * (self.size - self.owners)]
