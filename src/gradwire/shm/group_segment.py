@@ -29,7 +29,7 @@ one wait instead of two or more: between two ranks an all_reduce of 64 KiB takes
 
 @dataclass(frozen=True)
 class GroupSegment:
-    """The segment, as this process maps it.
+    """Segment of a group, as this process maps it.
 
     Attributes:
         semaphores: Semaphores of the group.

@@ -1,4 +1,4 @@
-"""The two classes under which torch.distributed sees a group's operations.
+"""Process group and backend classes, under which torch.distributed sees a group's operations.
 
 From 2.14 on, torch accepts a Backend written in Python: `ShmBackend` handles the CPU tensors of
 torch's own ProcessGroup, which supports "cpu:shm,cuda:nccl" and split_group. In older versions, a

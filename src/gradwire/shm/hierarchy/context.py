@@ -25,7 +25,7 @@ _HEADER_BYTES = header_bytes(0)
 _BESIDE_HEADER = _ROW_BYTES - _HEADER_BYTES
 SHORT_BYTES = 4096
 """Maximum size of a rank's data that is sent to all ranks. This takes W times the bytes of the
-algorithms, and W times fewer waits."""
+other algorithms, and W times fewer waits."""
 _ROWS = 7  # tag of rows; the phases of the other algorithms are numbered from 0
 
 

@@ -1,4 +1,4 @@
-"""The two classes under which torch.distributed sees a group over several hosts.
+"""Process group and backend classes of a group over several hosts.
 
 The forms of the operations, their checks and their queue are those of groups on one host. The
 algorithms that move the data differ, and messages between ranks go through the engine.

@@ -96,7 +96,7 @@ class MpiWork:
         return True
 
     def source_rank(self) -> int:
-        """The rank that a received message came from."""
+        """Return the rank from which a message was received."""
         return self._source
 
     def __str__(self) -> str:
@@ -282,7 +282,7 @@ class MpiEngine:
         self._end(f"MPI: {error}")
 
     def _finish(self) -> None:
-        """Free the communicator if nothing is pending on it; else keep it and its messages for ever.
+        """Free the communicator if nothing is pending on it; else keep it for ever.
 
         MPI reuses a communicator's number, and pending messages would reach the next communicator.
         Nor can a send be ended that no rank receives: MPI reads its memory when a rank does.
