@@ -1,4 +1,4 @@
-"""Tests that only ranks of mpiexec can run: test_mpi.py has under_mpi.py run them."""
+"""Tests for ranks that mpiexec started; test_mpi.py runs them through under_mpi.py."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def out_of_order():
         assert (len(mpi._KEPT) > kept) == (rank == 2)
 
 
-def test_what_is_under_way_when_a_group_is_left():
+def test_pending_messages_end_when_a_group_is_left():
     run_ranks(out_of_order, 4, backend="gloo")
 
 
@@ -153,7 +153,7 @@ def leaving():
         dist.recv(x, 3)
 
 
-def test_who_waits_for_a_rank_that_left_is_told():
+def test_waits_for_a_rank_that_left_raise():
     run_ranks(leaving, 4, hosts=TWO)
 
 
@@ -169,7 +169,7 @@ def without():
     return str(caught.value)
 
 
-def test_a_rank_without_mpi4py_is_told_to_all():
+def test_a_rank_without_mpi4py_is_an_error_on_all():
     assert "gradwire[mpi]" in run_ranks(without, 4, backend="gloo")[3]
 
 
@@ -190,5 +190,5 @@ def far_apart():
     return gradwire.shm.teams(dist.group.WORLD)
 
 
-def test_messages_move_while_nobody_waits_for_them():
+def test_messages_make_progress_without_a_wait():
     assert run_ranks(far_apart, 4, hosts=TWO)[0] == ((0, 1), (2, 3))

@@ -1,4 +1,4 @@
-"""What autograd is told of an operation's results, and what it does to them meanwhile."""
+"""Operations and autograd: requires_grad, and versions of tensors that operations write."""
 
 from __future__ import annotations
 
@@ -70,5 +70,5 @@ def reduced_by_others(inside):
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["ordinary", "in shared memory"])
-def test_what_others_have_written_is_not_used_in_backward(inside):
+def test_backward_refuses_tensors_that_other_ranks_wrote(inside):
     run_ranks(reduced_by_others, 2, backend="shm", args=(inside,))

@@ -1,4 +1,4 @@
-"""More memory than there is: an error before any of it is taken, on every rank concerned."""
+"""Checks of available memory: errors on all ranks before anything is allocated."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_version_1_inside_and_outside_of_a_container(tmp_path: Path, folder: str
     assert available(host(tmp_path, cgroup=cgroup, files=files)) == GIB * 3 // 2
 
 
-def test_a_system_that_does_not_tell_limits_nothing(tmp_path: Path) -> None:
+def test_unknown_limits_are_ignored(tmp_path: Path) -> None:
     check_available(1 << 50, proc=tmp_path / "none", cgroups=tmp_path / "none")
 
 
@@ -104,7 +104,7 @@ def memory_of_host() -> int:
     return int(Path("/proc/meminfo").read_text().split()[1]) << 10
 
 
-def test_nothing_is_taken_for_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_allocated_if_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "posix_fallocate", lambda *_: pytest.fail("memory was taken"))
     before = len(os.listdir("/proc/self/fd"))
     for size in (1 << 50, 4 * memory_of_host()):
@@ -115,7 +115,7 @@ def test_nothing_is_taken_for_what_does_not_fit(monkeypatch: pytest.MonkeyPatch)
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_what_others_take_meanwhile_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_allocations_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     left = iter([None, None, MemoryError("the host leaves 0 bytes")])
 
     def check(size: int) -> None:

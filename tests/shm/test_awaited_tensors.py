@@ -1,4 +1,4 @@
-"""Results of functional collectives that are still awaited go into other operations."""
+"""Pending results of functional collectives as arguments of other operations."""
 
 from __future__ import annotations
 

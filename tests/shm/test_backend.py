@@ -1,4 +1,4 @@
-"""shm as a Backend of torch's own groups, where torch has such: routing, hooks, records, splits."""
+"""shm as a Backend of torch's own groups: routing, hooks, recorder, splits."""
 
 from __future__ import annotations
 

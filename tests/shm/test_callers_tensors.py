@@ -1,4 +1,4 @@
-"""What a caller does with lists and tensors after an asynchronous call does not reach the call."""
+"""Changes of lists and tensors after an asynchronous call do not affect the call."""
 
 from __future__ import annotations
 

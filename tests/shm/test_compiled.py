@@ -1,4 +1,4 @@
-"""Compiled code on shm does what it does on Gloo: the graph breaks, or goes on."""
+"""Compiled code on shm behaves as on Gloo, with and without graph breaks."""
 
 from __future__ import annotations
 

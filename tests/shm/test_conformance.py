@@ -1,4 +1,4 @@
-"""Every operation gives the same on shm as on Gloo, and what a single process computes."""
+"""Every operation gives the results of Gloo and of a single process."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def broadcast_between_places():
 
 
 @ON_SHM
-def test_broadcast_whoever_has_its_tensor_in_the_segment(world):
+def test_broadcast_with_any_tensors_in_the_segment(world):
     run_ranks(broadcast_between_places, world, backend="shm", timeout=20.0)
 
 

@@ -1,4 +1,4 @@
-"""Ranks that disagree, die, stop or leave: every other rank raises an error within a second."""
+"""Ranks that disagree, die, stop or leave: an error on every other rank within a second."""
 
 from __future__ import annotations
 
@@ -334,7 +334,7 @@ def churn():
     return before, taken()
 
 
-def test_groups_give_everything_back():
+def test_groups_release_all_resources():
     for before, after in run_ranks(churn, 2, backend="shm", timeout=30):
         assert before == after
 

@@ -1,4 +1,4 @@
-"""A rank that cannot do its part when a group is formed: an error on all ranks, and soon."""
+"""Failures while a group is formed: a prompt error on all ranks."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def without_time():
         dist.new_group(backend="shm", timeout=timedelta(0))
 
 
-def test_no_time_to_form_a_group_in_is_refused():
+def test_a_timeout_of_zero_is_refused():
     run_ranks(without_time, 2, backend="shm", timeout=30)
 
 
@@ -150,7 +150,7 @@ def messages_when_pinned(cores: list[int]) -> list[bool]:
 
 
 @pytest.mark.parametrize("kind", ["file", "hash", "tcp"])
-def test_ranks_that_do_not_come_are_named(kind, tmp_path):
+def test_missing_ranks_are_named(kind, tmp_path):
     soon = timedelta(seconds=0.5)
     if kind == "file":
         store = dist.FileStore(str(tmp_path / "store"), 3)

@@ -1,4 +1,4 @@
-"""Groups over several hosts: what the operations of one host, in test_conformance, do not show."""
+"""Groups over several hosts, beyond the operations in test_conformance."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def scattered(x, group):
     ],
 )
 @pytest.mark.narrow({"hosts": (2, 2), "bytes_a_byte": 1.0})
-def test_no_more_bytes_leave_a_host_than_must(call, hosts, bytes_a_byte):
+def test_bytes_that_leave_a_host(call, hosts, bytes_a_byte):
     count = 600_000
     sent = run_ranks(counted, sum(hosts), args=(hosts, call, count), backend="gloo")
     if bytes_a_byte is None:  # to each other host, what its ranks get
@@ -400,7 +400,7 @@ def failing_in_backward():
     return caught.type is PeerFailedError, module.module[0].weight.grad.sum().item()
 
 
-def test_an_error_in_backward_is_told_to_every_host():
+def test_an_error_in_backward_is_raised_on_every_host():
     results = run_ranks(failing_in_backward, 4, hosts=TWO)
     assert [told for told, _ in results] == [True, True, False, True]
     assert len({total for _, total in results}) == 1
@@ -412,7 +412,7 @@ def wrong():
     return True
 
 
-def test_options_that_cannot_be_used():
+def test_invalid_options():
     with pytest.raises(ArgumentTypeError, match="engine is 3"):
         Options(engine=3)
     with pytest.raises(ArgumentTypeError, match="host is 3"):
@@ -430,7 +430,7 @@ def wrong_messages():
         member_of(dist.group.WORLD).send([x], dist.get_rank(), 0)
 
 
-def test_messages_that_cannot_be_sent():
+def test_invalid_messages():
     run_ranks(wrong_messages, 3, hosts=(2, 1))
 
 
@@ -470,5 +470,5 @@ def left_behind():
     return counts[1] == counts[2]
 
 
-def test_nothing_is_left_behind():
+def test_groups_leak_nothing():
     assert all(run_ranks(left_behind, 4, backend="gloo"))

@@ -172,7 +172,7 @@ def doomed(layout, seed):
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_a_death_amid_random_calls_is_told_to_all():
+def test_a_death_amid_random_calls_is_an_error_on_all():
     for seed in range(100 if LONG else 4):
         layout = LAYOUTS[seed % len(LAYOUTS)]
         dead = random.Random(seed).randrange(len(layout))

@@ -174,7 +174,7 @@ def given_back():
     assert max(held) < 200 << 20
 
 
-def test_memory_of_shared_tensors_is_given_back():
+def test_memory_of_shared_tensors_is_freed():
     run_ranks(given_back, 2, backend="shm", timeout=60)
 
 
@@ -219,5 +219,5 @@ def forked():
     assert x.eq(28).all()
 
 
-def test_what_a_forked_child_writes_is_its_own():
+def test_writes_of_a_forked_child_are_private():
     run_ranks(forked, 2, backend="shm", timeout=30)

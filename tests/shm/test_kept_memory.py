@@ -1,4 +1,4 @@
-"""Groups and handles keep nothing of what their callers have, once an operation has ended."""
+"""Groups and handles release their callers' memory after an operation has ended."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def interrupted_by(error):
 
 
 @pytest.mark.parametrize("kind", ["ours", "odd"])
-def test_what_is_kept_says_what_was_raised(kind):
+def test_kept_errors_have_the_original_message(kind):
     def main():
         error = CollectiveTimeoutError("too late") if kind == "ours" else Odd(1, 2)
         error.__cause__ = OSError("a cable")
@@ -191,7 +191,7 @@ def received():
         gc.enable()
 
 
-def test_what_was_received_is_freed_with_its_handle():
+def test_received_tensors_are_freed_with_their_handle():
     assert run_ranks(received, 2, backend="shm", timeout=30) == [True, True]
 
 
@@ -237,7 +237,7 @@ def raised(error, cause=None):
         return caught
 
 
-def test_a_copy_is_of_the_error_s_type_and_says_the_same():
+def test_copies_of_errors_keep_type_and_message():
     missing = FileNotFoundError(2, "No such file", "x")
     mismatch = MismatchError("others", ["a", "b"])
     for error in (OfASignal("got 15", 15), WithWords(3), missing, mismatch, SystemExit(2)):

@@ -1,4 +1,4 @@
-"""all_reduce of short tensors, by what is prepared for their kind, beside the way of all others."""
+"""all_reduce with a cached setup, compared with the ordinary algorithm."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def prepared_beside_ordinary():
 
 @pytest.mark.narrow({"world": 2})
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_gives_the_bits_of_the_ordinary_way(world):
+def test_cached_calls_give_the_same_bits(world):
     run_ranks(prepared_beside_ordinary, world, backend="shm", timeout=60)
 
 
@@ -84,7 +84,7 @@ def after_one_another():
     assert not group._known._of
 
 
-def test_kinds_are_kept_up_to_a_number_and_errors_are_those_of_others():
+def test_the_cache_is_bounded_and_errors_are_the_same():
     run_ranks(after_one_another, 2, backend="shm", timeout=60)
 
 
@@ -101,6 +101,6 @@ def recorded():
     return [entry["time_created_ns"] for entry in entries]
 
 
-def test_each_is_recorded():
+def test_cached_calls_are_recorded():
     for created in run_ranks(recorded, 2, backend="shm", timeout=60):
         assert sorted(set(created)) == created

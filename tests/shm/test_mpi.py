@@ -98,7 +98,7 @@ def test_every_operation():
 
 @needs_mpi
 @pytest.mark.wide
-def test_what_several_hosts_do_not_have_in_common_with_one():
+def test_several_hosts():
     # mpiexec ends all ranks when one dies
     names = "not death and not cables and not without_leaving and not options_that and not no_more"
     if not LONG:
@@ -108,7 +108,7 @@ def test_what_several_hosts_do_not_have_in_common_with_one():
 
 @needs_mpi
 @pytest.mark.wide
-def test_what_mpi_has_of_its_own():
+def test_mpi_cases():
     passed(HERE / "mpi_cases.py")
 
 
@@ -163,7 +163,7 @@ def refused(answers):
     return caught.value
 
 
-def test_what_ranks_told_is_compared():
+def test_ranks_in_mpi_are_compared():
     assert mpi._agreed(["1 2 7", "0 2 9"]) == ([1, 0], 7)
     assert mpi._agreed(["5 8 7", "0 8 9"]) == ([5, 0], 7)
     assert isinstance(refused(["0 1 7", "0 1 8"]), MismatchError)  # no mpiexec

@@ -1,4 +1,4 @@
-"""Results that lie over what is sent: as good as results in memory of their own."""
+"""Results that overlap inputs equal results in separate memory."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def overlapping(count, inside):
 
 @pytest.mark.parametrize("inside", [False, True], ids=["ordinary", "in shared memory"])
 @pytest.mark.parametrize("count", [100, 20_000, 700_000])
-def test_results_over_what_is_sent(count, inside):
+def test_results_that_overlap_inputs(count, inside):
     assert run_ranks(overlapping, 3, backend="shm", timeout=40, args=(count, inside)) == [[]] * 3
 
 
@@ -120,7 +120,7 @@ def windows(count, inside):
 
 @pytest.mark.parametrize("inside", [False, True], ids=["ordinary", "in shared memory"])
 @pytest.mark.parametrize("count", [20_000, 1_300_000])
-def test_a_result_over_blocks_that_lie_over_each_other(count, inside):
+def test_a_result_over_overlapping_blocks(count, inside):
     run_ranks(windows, 2, backend="shm", timeout=40, args=(count, inside))
 
 
@@ -145,5 +145,5 @@ def lists(count, inside):
 
 @pytest.mark.parametrize("inside", [False, True], ids=["ordinary", "in shared memory"])
 @pytest.mark.parametrize("count", [100, 200_000])
-def test_tensors_of_a_list_that_lie_over_each_other(count, inside):
+def test_overlapping_tensors_of_a_list(count, inside):
     run_ranks(lists, 2, backend="shm", timeout=40, args=(count, inside))

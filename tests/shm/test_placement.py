@@ -1,4 +1,4 @@
-"""A rank that waits for one on its own core gives that up, and on no other occasion."""
+"""A rank yields its core at once if and only if the awaited rank is on the same core."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_rank_is_beside_the_one_that_waited_on_its_core() -> None:
 
 
 @pytest.mark.parametrize("is_beside", [False, True])
-def test_who_waits_beside_the_other_yields_at_once(is_beside: bool, monkeypatch) -> None:
+def test_a_rank_yields_at_once_on_the_peer_s_core(is_beside: bool, monkeypatch) -> None:
     memory = (ctypes.c_ubyte * SEMAPHORE_BYTES)()
     address = ctypes.c_void_p(ctypes.addressof(memory))
     semaphore = Semaphore(address, 50, None, lambda: is_beside)
@@ -89,13 +89,13 @@ def waits_on_one_core(core: int) -> bool:
 
 
 @TWO_CORES
-def test_ranks_on_one_core_know_it() -> None:
+def test_ranks_on_one_core_are_detected() -> None:
     core = min(os.sched_getaffinity(0))
     assert run_ranks(waits_on_one_core, 2, backend="gloo", args=(core,), timeout=60) == [True] * 2
 
 
 @TWO_CORES
-def test_a_rank_spins_longer_for_one_that_has_other_cores() -> None:
+def test_a_rank_spins_longer_for_a_peer_on_other_cores() -> None:
     first, second, *_ = sorted(os.sched_getaffinity(0))
     other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:

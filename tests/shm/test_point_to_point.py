@@ -183,7 +183,7 @@ def to_a_busy_receiver(sizes):
         ([20_000] * 30, 22),
     ],
 )
-def test_what_does_not_fit_into_the_ring_follows(sizes, rests):
+def test_messages_larger_than_the_ring(sizes, rests):
     assert on_ranks(to_a_busy_receiver, args=(sizes,))[0] == rests
 
 
@@ -259,7 +259,7 @@ def in_order():
     return received, posts
 
 
-def test_what_is_there_is_taken_in_order():
+def test_messages_are_received_in_order():
     received, posted = zip(*on_ranks(ready_messages)[1], strict=True)
     # tag 2 of the second message is kept while the third is taken; the fourth follows it
     assert received == ([0, 2, 1, 3, 4],) * 2
@@ -425,7 +425,7 @@ def told_after(what):
 
 @pytest.mark.wide
 @pytest.mark.parametrize("what", [at_the_end_of_a_wait, amid_a_look, as_nobody_wants])
-def test_a_signal_s_handler_makes_no_receive_miss_its_message(what):
+def test_signal_handlers_make_no_receive_miss_its_message(what):
     on_ranks(told_after, args=(what,))
 
 
@@ -538,7 +538,7 @@ def leaves_after_messages():
 
 
 @pytest.mark.wide
-def test_all_that_a_sender_sent_before_it_left_arrives():
+def test_all_messages_sent_before_leaving_arrive():
     assert on_ranks(leaves_after_messages)[0] == [1, 2]
 
 
@@ -697,7 +697,7 @@ def nonsense(fields):
     [{"dtype": 99}, {"offset": 4}, {"offset": -4}, {"nbytes": 44}, {"elements": -1}],
     ids=str,
 )
-def test_pieces_that_cannot_be_are_refused(fields):
+def test_invalid_fragments_are_refused(fields):
     assert "rank 0 sent" in on_ranks(nonsense, args=(fields,))[1]
 
 

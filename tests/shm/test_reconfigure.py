@@ -1,4 +1,4 @@
-"""A group whose members change: who is lost is left out, who comes is taken in."""
+"""Reconfigurable groups: lost members are removed, new ones added."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def members_change():
     return placed
 
 
-def test_members_are_left_out_and_taken_in():
+def test_members_are_removed_and_added():
     first, second, third = run_ranks(members_change, 3, timeout=60)
     assert first[:2] == [(0, 3, 111), (1, 2, 101)]
     assert second[:1] == [(1, 3, 111)]
@@ -106,7 +106,7 @@ def one_stays_away():
 
 
 @pytest.mark.wide
-def test_who_stays_away_ends_in_an_error_and_may_come_later():
+def test_absent_members_are_an_error_and_may_join_later():
     assert run_ranks(one_stays_away, 2, timeout=60) == [(0, 2), (1, 2)]
 
 

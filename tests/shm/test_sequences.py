@@ -172,7 +172,7 @@ def soak(rounds):
 
 
 @pytest.mark.timeout(1200)
-def test_many_operations_leave_nothing_behind():
+def test_many_operations_leak_nothing():
     rounds = 100_000 // 7 if LONG else 700
     for memory, descriptors, threads in run_ranks(
         soak, 2, backend="shm", timeout=900, args=(rounds,)

@@ -1,4 +1,4 @@
-"""Which ranks make teams, and how tensors are cut for them: integers, without ranks."""
+"""Teams of ranks, and the division of tensors for them: pure functions of integers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_every_rank_sees_the_same_teams(hosts):
 
 
 @given(st.integers(0, 50_000_000), st.integers(1, 64), st.sampled_from([1, 2, 4, 8, 16]))
-def test_pieces_partition_what_is_cut(count, parts, itemsize):
+def test_pieces_partition_the_elements(count, parts, itemsize):
     cut = Cut.of(count, parts, itemsize)
     spans = cut.spans()
     assert len(spans) == cut.pieces

@@ -1,4 +1,4 @@
-"""What stands on process groups in torch runs on shm as it does on Gloo."""
+"""Features of torch that use process groups run on shm as on Gloo."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training on two hosts, network namespaces: shared memory within each, or Gloo where none is."""
+"""Training on two hosts (network namespaces): shared memory within each, or Gloo alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a caller can get wrong is refused before anything is sent, and the group goes on."""
+"""Wrong arguments are refused before anything is sent, and the group stays usable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""gather and scatter with blocks of every combination of sizes: moved, or refused on all ranks."""
+"""gather and scatter with every combination of block sizes: correct, or an error on all ranks."""
 
 from __future__ import annotations
 
@@ -89,5 +89,5 @@ def other_root():
     assert gather([2, 2], [2, 2], 1)
 
 
-def test_another_root_on_each_rank():
+def test_a_different_root_on_each_rank():
     run_ranks(other_root, 2, backend="shm", timeout=20)

@@ -1,4 +1,4 @@
-"""Ranks that die, are forked, abort, or run out of something; groups made anew."""
+"""Ranks that die, fork, abort, or run out of resources; groups made again."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def short_of(what):
     ("what", "message"),
     [(resource.RLIMIT_AS, "cannot be mapped"), (resource.RLIMIT_NOFILE, "ulimit -n")],
 )
-def test_memory_that_cannot_be_taken_is_an_error_on_all(what, message):
+def test_failed_allocations_are_errors_on_all_ranks(what, message):
     for error in run_ranks(short_of, 2, backend="shm", timeout=20, args=(what,)):
         assert message in error
 
@@ -182,7 +182,7 @@ def anew(path):
     return x.tolist()
 
 
-def test_groups_can_be_made_anew_on_the_same_store(tmp_path):
+def test_groups_can_be_made_again_on_the_same_store(tmp_path):
     store = str(tmp_path / "store")
     assert run_ranks(anew, 2, backend="shm", timeout=20, args=(store,)) == [[2.0] * 3] * 2
 
@@ -231,7 +231,7 @@ def message(text: bytes) -> bytes:
     return Message(Kind.DATA).head() + text
 
 
-def test_what_a_peer_sent_before_it_left_arrives() -> None:
+def test_messages_sent_before_leaving_arrive() -> None:
     here, there = pair()
     here.send(message(b"never read"))
     there.send(message(b"first"))

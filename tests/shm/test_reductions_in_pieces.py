@@ -1,4 +1,4 @@
-"""Reductions of so much data that they go in pieces: the reference, in every dtype's own way."""
+"""Reductions of large tensors, which run in pieces, in every dtype."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def scatter_reduced(count, dtype, op):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int32])
 @pytest.mark.parametrize("op", OPS)
-def test_what_goes_in_pieces_is_reduced_as_a_whole(dtype, op):
+def test_reductions_in_pieces(dtype, op):
     if op == "avg" and not dtype.is_floating_point:
         pytest.skip("integers are not averaged")
     share = BYTES // dtype.itemsize

@@ -1,4 +1,4 @@
-"""Messages at random: sizes around the limits, tags, and every way to wait for one."""
+"""Random messages: sizes around the limits, tags, and all kinds of waits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What torch's own groups have besides the usual calls: sparse sums, named absentees, all forms."""
+"""Other parts of torch's interface: sparse sums, monitored barriers, overloads, timeouts."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def embeddings():
     return [p.grad.to_dense().tolist() for p in net.parameters()]
 
 
-def test_torch_s_ddp_with_sparse_gradients_is_as_on_gloo():
+def test_torch_s_ddp_with_sparse_gradients():
     assert on_ranks(embeddings) == on_ranks(embeddings, backend="gloo")
 
 
@@ -109,7 +109,7 @@ def _links(group):
     return member_of(group)._state.links
 
 
-def test_monitored_barrier_names_the_ranks_that_are_missing():
+def test_monitored_barrier_names_missing_ranks():
     on_ranks(absent, 3)
 
 
@@ -159,7 +159,7 @@ def forms():
 
 
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
-def test_all_of_torch_s_forms(backend):
+def test_all_overloads_of_torch(backend):
     on_ranks(forms, backend=backend)
 
 
@@ -251,7 +251,7 @@ def test_large_operations_of_a_thread_for_which_the_main_thread_waits_take_short
 @pytest.mark.parametrize("slots", [1, 3, 6])
 @pytest.mark.parametrize("stages", [2, 3])
 @pytest.mark.parametrize("pieces", [1, 2, 7])
-def test_no_slot_is_used_again_before_all_ranks_are_done_with_it(slots, stages, pieces):
+def test_slots_are_reused_only_after_all_ranks_have_read_them(slots, stages, pieces):
     ring = Ring(slots, 1)
     turns = list(ring.schedule(pieces, stages))
     for stage in range(stages):
