@@ -44,7 +44,7 @@ class Placement:
 
 _GLANCES = 16  # about 3 µs; reading the clock and recording a shorter wait would take 1 µs
 _YIELDS = 30
-"""Number of yields of a rank that does not spin. An all_reduce of 4 KiB between 3, 4, 8 and 16
+"""Number of yields of a rank that does not spin. all_reduce of 4 KiB between 3, 4, 8 and 16
 ranks on two cores took 31, 54, 165 and 560 µs instead of 50, 105, 250 and 700; with 10 yields the
 same, except between 3 ranks (46). If the kernel returns the core at once, it costs 25 µs a wait."""
 _POLL_SECONDS = 0.05
