@@ -26,8 +26,7 @@ import torch.distributed as dist
 
 from elastic import worker
 from elastic.worker import BATCH, KINDS, LATE, POINTS, SAMPLES, Job
-from gradwire.elastic.samples import Samples
-from gradwire.elastic.shards import Shard
+from gradwire.elastic.training.samples import Samples, Shard
 
 LIMIT_SECONDS = 180.0
 OPEN_AT_END = {"shm": 4, "gloo": 5}

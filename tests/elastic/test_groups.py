@@ -18,8 +18,8 @@ from torch.distributed import Work
 
 from gradwire import _groups, elastic
 from gradwire._groups import destroy_in_thread
-from gradwire.elastic.groups import EpochGroup, _in_thread, form_gloo
-from gradwire.elastic.waiting import make_wait
+from gradwire.elastic.members.groups import EpochGroup, _in_thread, form_gloo
+from gradwire.elastic.members.waiting import make_wait
 from gradwire.errors import PeerLostError
 
 

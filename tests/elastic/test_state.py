@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from gradwire import elastic
 from gradwire.ddp import DistributedDataParallel
-from gradwire.elastic import checkpoint, transfer
-from gradwire.elastic.state import State
+from gradwire.elastic.training import checkpoint, transfer
+from gradwire.elastic.training.state import State
 from gradwire.errors import (
     ArgumentError,
     MismatchError,

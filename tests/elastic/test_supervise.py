@@ -17,8 +17,9 @@ import torch.distributed as dist
 
 from gradwire import elastic
 from gradwire.elastic.__main__ import main
-from gradwire.elastic.joining import MEMBERS_VARIABLE, STORE_VARIABLE
-from gradwire.elastic.membership import LAUNCH_VARIABLES, Membership
+from gradwire.elastic.members import supervisor
+from gradwire.elastic.members.environment import LAUNCH_VARIABLES, MEMBERS_VARIABLE, STORE_VARIABLE
+from gradwire.elastic.members.membership import Membership
 from gradwire.errors import ArgumentError, DistributedError, RunOverError
 
 # members without torch, which say what a member's `join` and its run say
@@ -70,7 +71,7 @@ def supervised(tmp_path: Path) -> Supervised:
 def test_processes_that_run_after_the_others_are_done_are_waited_for(
     supervised: Supervised, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(elastic.supervise.__globals__, "WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(supervisor, "WAIT_SECONDS", 0.0)
     program = """
 tell(finished=True)
 if number == 0:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwire.elastic.shards import check_shards, deal
-from gradwire.elastic.tree import add_up, nodes_within, push
+from gradwire.elastic.training.samples import check_shards, deal
+from gradwire.elastic.training.tree import add_up, nodes_within, push
 from gradwire.errors import ArgumentError, ArgumentTypeError
 
 POWERS = st.integers(0, 6).map(lambda power: 1 << power)

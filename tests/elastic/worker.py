@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 from gradwire import _groups, elastic
 from gradwire.ddp import DistributedDataParallel
-from gradwire.elastic.engine import Engine
-from gradwire.elastic.forming import Forming
-from gradwire.elastic.gradients import TreeSum
-from gradwire.elastic.member_steps import MemberSteps
+from gradwire.elastic.members.engine import Engine
+from gradwire.elastic.members.forming import Forming
+from gradwire.elastic.training.gradients import TreeSum
+from gradwire.elastic.training.member_steps import MemberSteps
 from gradwire.errors import RunOverError
 
 SAMPLES, BATCH = 96, 32

@@ -8,11 +8,8 @@ import sys
 import time
 from collections.abc import Sequence
 
-from gradwire.elastic.joining import parse_address
-from gradwire.elastic.supervise import SHUTDOWN_SECONDS, serve_store, supervise
+from gradwire.elastic.members import SHUTDOWN_SECONDS, parse_address, serve_store, supervise
 from gradwire.errors import ArgumentError
-
-__all__ = ["main"]
 
 
 def main(arguments: Sequence[str], prog: str = "python -m gradwire.elastic") -> int:

@@ -1,162 +1,24 @@
-"""Start the members of an elastic run on this host, and start again those that die."""
+"""Start the processes of one host, restart those that fail, and end them on signals."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import math
-import os
 import signal
-import socket
 import subprocess
 import sys
-import threading
 import time
-import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
-import torch.distributed as dist
-
-from gradwire.elastic.joining import MEMBERS_VARIABLE, STORE_VARIABLE, parse_address
-from gradwire.elastic.membership import LAUNCH_VARIABLES
-from gradwire.elastic.reports import Reports
-from gradwire.errors import ArgumentError
-
-__all__ = ["SHUTDOWN_SECONDS", "serve_store", "supervise"]
+from gradwire.elastic.members.reports import Reports
 
 POLL_SECONDS = 0.02
-SHUTDOWN_SECONDS = 30.0
 WAIT_SECONDS = 60.0  # until it is said that processes still run after the run is done
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-FORWARDED = (*ENDING, signal.SIGUSR1, signal.SIGUSR2)
-_PR_SET_PDEATHSIG = 1
-
-
-def serve_store(host: str = "127.0.0.1", port: int = 0) -> dist.TCPStore:
-    """Serve a store in this process, which is no member.
-
-    Args:
-        host: The address that it listens on: members of other hosts need one that they can reach.
-        port: Its port; 0 for one that is free.
-
-    Raises:
-        ArgumentError: This host cannot listen there.
-
-    Example:
-        >>> store = serve_store()
-        >>> store.port > 0
-        True
-    """
-    try:
-        listener = socket.create_server((host, port))
-    except (OSError, OverflowError) as error:
-        raise ArgumentError(
-            f"no store can be served at {host}:{port}: {error}; give an address of this host and a "
-            "port that is free"
-        ) from error
-    return dist.TCPStore(
-        host,
-        listener.getsockname()[1],
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
-
-
-def supervise(
-    command: Sequence[str],
-    *,
-    nproc: int,
-    max_restarts: int = 3,
-    store: str | None = None,
-    members: int | None = None,
-    grace: float | None = None,
-    shutdown_timeout: float = SHUTDOWN_SECONDS,
-    on_exit: Callable[[int, int], None] = lambda pid, code: None,
-    on_start: Callable[[int], None] = lambda pid: None,
-    log: Callable[[str], None] = lambda line: None,
-) -> int:
-    """Run a command in several processes as members of an elastic run, until all have ended.
-
-    A process that ends with an error, or is killed, is started again, unless its run was done.
-    Processes that end well are not; the others are waited for. If more than `nproc` processes in a
-    row end with the same error at the same step, all are ended.
-
-    SIGTERM, SIGINT, SIGHUP and SIGQUIT are forwarded to the processes, which have
-    `shutdown_timeout` seconds to end before they are killed; SIGUSR1 and SIGUSR2 are forwarded. No
-    process is left when this function returns or raises. Signals are handled in the main thread
-    alone.
-
-    Args:
-        command: The command and its arguments.
-        nproc: Number of processes.
-        max_restarts: Number of times that a process is started again, in all.
-        store: host:port of a store that another process serves; None: this process does.
-        members: Number of members that the first epoch waits for; None: `nproc`.
-        grace: Seconds after which processes are ended that still run when another of this host is
-            done; None: they are waited for.
-        shutdown_timeout: Seconds between a signal that ends the processes and SIGKILL.
-        on_exit: Called with the process id and exit code of each that has ended.
-        on_start: Called with the process id of each that is started.
-        log: Called with a line of text: which process died and how, which was started, and how the
-            run ended.
-
-    Returns:
-        0 if the run is done, or the process that ended last ended well. Otherwise an exit code of a
-        process, 128 + n if signal n killed it; 1 if processes had to be ended. A process that fails
-        after its run is done makes it nonzero.
-
-    Raises:
-        ArgumentError: The command is empty, or an argument cannot be used.
-        SystemExit: A signal has ended the processes, even if they ended well; the code is 128 + its
-            number.
-        KeyboardInterrupt: SIGINT has.
-
-    Example:
-        >>> import sys
-        >>> supervise([sys.executable, "-c", "pass"], nproc=2)
-        0
-        >>> supervise([sys.executable, "-c", "raise SystemExit(7)"], nproc=1, max_restarts=1)
-        7
-    """
-    if not command:
-        raise ArgumentError("command is empty: pass the program and its arguments")
-    for name, value, least in (
-        ("nproc", nproc, 1),
-        ("max_restarts", max_restarts, 0),
-        ("members", nproc if members is None else members, 1),
-        ("grace", grace or 0.0, 0),
-        ("shutdown_timeout", shutdown_timeout, 0),
-    ):
-        if not value >= least:
-            raise ArgumentError(f"{name} is {value}: pass {least} or more")
-    if store is not None:
-        parse_address(store, "store")
-    if store is None:
-        served = serve_store()  # it lives as long as this function runs
-        store = f"127.0.0.1:{served.port}"
-    environment = {
-        **os.environ,
-        STORE_VARIABLE: store,
-        MEMBERS_VARIABLE: str(nproc if members is None else members),
-        LAUNCH_VARIABLES[0]: uuid.uuid4().hex,
-    }
-    supervisor = _Supervisor(
-        command, environment, nproc, max_restarts, grace, shutdown_timeout, on_exit, on_start, log
-    )
-    with _signals_taken(supervisor.signals):
-        try:
-            code = supervisor.run()
-        finally:
-            supervisor.end()
-    if code is None:
-        if supervisor.stopped_by == signal.SIGINT:
-            raise KeyboardInterrupt
-        raise SystemExit(128 + supervisor.stopped_by)
-    return code
+PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -170,7 +32,7 @@ class _Member:
         return f"process {self.process.pid}"
 
 
-class _Supervisor:
+class Supervisor:
     """The processes of one host; arguments as `supervise` has them.
 
     Attributes:
@@ -352,30 +214,9 @@ def _name(number: int) -> str:
         return f"signal {number}"
 
 
-@contextlib.contextmanager
-def _signals_taken(received: list[int]) -> Iterator[None]:
-    """Append signals to a list instead of what they do, but for those that are ignored."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def take(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-
-    before = {number: signal.getsignal(number) for number in FORWARDED}
-    taken = [number for number, handler in before.items() if handler != signal.SIG_IGN]
-    try:
-        for number in taken:
-            signal.signal(number, take)
-        yield
-    finally:
-        for number in taken:
-            signal.signal(number, before[number] or signal.SIG_DFL)
-
-
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def _die_with_parent() -> None:
     if _LIBC is not None:
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

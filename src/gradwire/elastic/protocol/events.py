@@ -5,31 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
-__all__ = [
-    "Barrier",
-    "Commit",
-    "Decided",
-    "Decision",
-    "Effect",
-    "Event",
-    "Finish",
-    "Form",
-    "Formed",
-    "Leave",
-    "Lost",
-    "Over",
-    "Passed",
-    "Propose",
-    "Reduce",
-    "Reduced",
-    "Register",
-    "Registration",
-    "Seen",
-    "Start",
-    "Transfer",
-    "Transferred",
-]
-
 
 class Registration(NamedTuple):
     """What a member says of itself when it registers for a round.

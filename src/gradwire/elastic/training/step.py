@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from gradwire.elastic.shards import Shard
+from gradwire.elastic.training.samples import Shard
 from gradwire.errors import ArgumentError, ArgumentTypeError, ReductionError
 
 if TYPE_CHECKING:
-    from gradwire.elastic.samples import Samples
+    from gradwire.elastic.training.samples import Samples
 
-__all__ = ["Step", "StepRunner", "Stepper"]
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -23,14 +23,18 @@ from torch.distributed import PrefixStore, ProcessGroup, Store
 
 from gradwire._groups import destroy_in_thread, keep_store
 from gradwire.ddp.faults.fault_domain import FaultDomain
-from gradwire.elastic.sockets import listening_port, own_connection, ports_of, shut_down, sockets
+from gradwire.elastic.members.sockets import (
+    listening_port,
+    own_connection,
+    ports_of,
+    shut_down,
+    sockets,
+)
 from gradwire.errors import CollectiveTimeoutError, DistributedError, PeerLostError
 from gradwire.shm.process_group import ShmProcessGroup
 from gradwire.shm.register import is_available
 from gradwire.shm.rendezvous import Listener, connect_by_name, report_absent
 from gradwire.shm.sync import Deadline
-
-__all__ = ["EpochGroup", "form_gloo", "form_shm", "form_solo"]
 
 FORM_SECONDS = 10.0
 POLL_SECONDS = 0.01

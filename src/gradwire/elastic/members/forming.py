@@ -7,16 +7,14 @@ import time
 from datetime import timedelta
 from weakref import WeakSet
 
-from gradwire.elastic.groups import EpochGroup, form_gloo, form_shm, form_solo
-from gradwire.elastic.losses import means_a_loss
-from gradwire.elastic.membership import Membership
-from gradwire.elastic.monitor import Monitor
+from gradwire.elastic.members.groups import EpochGroup, form_gloo, form_shm, form_solo
+from gradwire.elastic.members.membership import Membership
+from gradwire.elastic.members.monitor import Monitor
+from gradwire.elastic.members.waiting import means_a_loss
 from gradwire.elastic.protocol import Decision
 from gradwire.errors import DistributedError, PeerLostError
 from gradwire.shm.register import is_available
 from gradwire.shm.rendezvous import Listener
-
-__all__ = ["Forming", "make_listener"]
 
 
 def make_listener(backend: str) -> Listener | None:

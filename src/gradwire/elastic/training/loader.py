@@ -14,13 +14,11 @@ from weakref import ref
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from gradwire.elastic.run import Run
-from gradwire.elastic.seeding import SeededDataset, apart
-from gradwire.elastic.shards import Shard
-from gradwire.elastic.step import Step
+from gradwire.elastic.training.run import Run
+from gradwire.elastic.training.samples import Shard
+from gradwire.elastic.training.seeding import SeededDataset, apart
+from gradwire.elastic.training.step import Step
 from gradwire.errors import ArgumentError, ArgumentTypeError
-
-__all__ = ["ShardLoader"]
 
 T = TypeVar("T")
 Place = tuple[int, int, int]

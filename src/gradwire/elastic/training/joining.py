@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from datetime import timedelta
 
-import torch.distributed as dist
 from torch.distributed import Store
 
-from gradwire.elastic.engine import Engine, Options
-from gradwire.elastic.reports import end_with_reports, report
-from gradwire.elastic.run import Run
-from gradwire.elastic.shards import check_shards
-from gradwire.errors import ArgumentError, ArgumentTypeError, DistributedError
+from gradwire.elastic.members import (
+    Engine,
+    Options,
+    end_with_reports,
+    members_of_environment,
+    report,
+    store_of_environment,
+)
+from gradwire.elastic.training.run import Run
+from gradwire.elastic.training.samples import check_shards
+from gradwire.errors import ArgumentError, ArgumentTypeError
 
-__all__ = ["MEMBERS_VARIABLE", "STORE_VARIABLE", "join", "parse_address"]
-
-STORE_VARIABLE = "GRADWIRE_ELASTIC_STORE"
-MEMBERS_VARIABLE = "GRADWIRE_ELASTIC_MEMBERS"
 NAME = "run"
 
 
@@ -88,7 +88,7 @@ def join(
     if silence < 3 * heartbeat:
         raise ArgumentError(f"silence is {silence}, heartbeat {heartbeat}: pass at least 3 of them")
     if members is None:
-        members = _members_of_environment()
+        members = members_of_environment()
     options = Options(
         members,
         backend,
@@ -96,7 +96,7 @@ def join(
         heartbeat.total_seconds(),
         silence.total_seconds(),
     )
-    chosen = _store_of_environment(timeout) if store is None else store
+    chosen = store_of_environment(timeout) if store is None else store
     engine = Engine(chosen, name, options)
     run = Run(
         engine, check_shards(shards), reproducible=reproducible, seed=seed, nan_guard=nan_guard
@@ -105,49 +105,3 @@ def join(
     known = weakref.ref(run)
     end_with_reports(lambda: None if (found := known()) is None else found.version)
     return run
-
-
-def _members_of_environment() -> int:
-    text = os.environ.get(MEMBERS_VARIABLE, "1")
-    if not text.isdecimal() or not int(text):
-        raise ArgumentError(
-            f"{MEMBERS_VARIABLE} is {text!r}: give the number of members, 1 or more"
-        )
-    return int(text)
-
-
-def parse_address(text: str, name: str) -> tuple[str, int]:
-    """Return the host and the port of a text "host:port".
-
-    Args:
-        text: The text.
-        name: What has it as its value, for the error.
-
-    Raises:
-        ArgumentError: It is another text.
-
-    Example:
-        >>> parse_address("10.0.0.1:29400", "--store")
-        ('10.0.0.1', 29400)
-    """
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
-        raise ArgumentError(f"{name} is {text!r}: give host:port, such as 10.0.0.1:29400")
-    return host.strip("[]"), int(port)
-
-
-def _store_of_environment(timeout: timedelta) -> Store:
-    address = os.environ.get(STORE_VARIABLE)
-    if address is None:
-        raise ArgumentError(
-            f"store is None, and {STORE_VARIABLE} is not set: start with "
-            "`python -m gradwire.elastic --nproc-per-node N script.py`, or pass a store"
-        )
-    host, port = parse_address(address, STORE_VARIABLE)
-    try:
-        return dist.TCPStore(host, port, is_master=False, timeout=timeout)
-    except dist.DistError as error:
-        raise DistributedError(
-            f"no store answers at {address}, which {STORE_VARIABLE} names: start it with `python "
-            f"-m gradwire.elastic --serve {address}` on its host, and keep it running ({error})"
-        ) from error

@@ -19,10 +19,8 @@ from torch.optim import Optimizer
 
 from gradwire._torch import ALL_GATHER_SINGLE
 from gradwire.ddp.group import broadcast_options
-from gradwire.elastic.waiting import Wait
+from gradwire.elastic.members import Wait
 from gradwire.errors import DistributedError, MismatchError, NotSupportedError
-
-__all__ = ["cast", "dump", "exchange", "gather", "load", "put"]
 
 PIECE_BYTES = 64 << 20
 MAX_BYTES = 1 << 42

@@ -1,11 +1,15 @@
-"""Which errors mean that a member was lost, and what is done with those that do."""
+"""Wait for collectives of a generation, and tell errors that mean a lost member from others."""
 
 from __future__ import annotations
 
 import traceback
+from collections.abc import Callable
+from typing import TypeAlias
 
-from torch.distributed import DistError
+from torch.distributed import DistError, Work
 
+from gradwire._engine_errors import is_transport
+from gradwire.ddp.faults.waiting import wait_work
 from gradwire.errors import (
     BrokenGroupError,
     CollectiveTimeoutError,
@@ -16,10 +20,37 @@ from gradwire.errors import (
     RunOverError,
 )
 
-__all__ = ["let_go", "may_mean_a_loss", "means_a_loss"]
+Wait: TypeAlias = Callable[[Work], None]
 
 _LOSSES = (PeerLostError, CollectiveTimeoutError, BrokenGroupError, PeerFailedError)
 _UNCLEAR = (DistError, HookError, DistributedError)
+
+
+def make_wait(poll: Callable[[], None], seconds: float) -> Wait:
+    """A function that waits for a collective.
+
+    Args:
+        poll: Called from time to time; raises if the epoch is to end.
+        seconds: The group's timeout.
+
+    The function raises a DistributedError if the collective failed, whatever its backend raised.
+    """
+
+    def wait(work: Work) -> None:
+        error = wait_work(work, poll, on_cpu=True, seconds=seconds)
+        try:
+            if error is None:
+                return
+            poll()
+            if isinstance(error, DistributedError) or not is_transport(error):
+                raise error
+            raise PeerLostError(f"a member was lost: {error}") from error
+        finally:
+            # its traceback holds this frame and those below, with the group: they would keep each
+            # other until garbage is collected
+            del error
+
+    return wait
 
 
 def means_a_loss(error: BaseException) -> bool:

@@ -22,8 +22,6 @@ from gradwire.errors import (
     ReductionError,
 )
 
-__all__ = ["State", "check_reduced"]
-
 
 class State:
     """What `Run.keep` was given.

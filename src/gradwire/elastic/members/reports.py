@@ -16,8 +16,6 @@ from typing import Any
 
 from gradwire.errors import RunOverError
 
-__all__ = ["Reports", "end_with_reports", "report"]
-
 VARIABLE = "GRADWIRE_ELASTIC_REPORTS"
 TEXT = 1000  # characters of an error's message: a pipe takes 4096 bytes at once
 

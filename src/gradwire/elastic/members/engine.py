@@ -12,13 +12,12 @@ import torch
 from torch.distributed import AllreduceOptions, ReduceOp, Store
 
 from gradwire.elastic import protocol as p
-from gradwire.elastic.forming import Forming, make_listener
-from gradwire.elastic.groups import EpochGroup
-from gradwire.elastic.losses import means_a_loss
-from gradwire.elastic.membership import Membership
-from gradwire.elastic.monitor import Monitor
-from gradwire.elastic.reports import report
-from gradwire.elastic.waiting import Wait, make_wait
+from gradwire.elastic.members.forming import Forming, make_listener
+from gradwire.elastic.members.groups import EpochGroup
+from gradwire.elastic.members.membership import Membership
+from gradwire.elastic.members.monitor import Monitor
+from gradwire.elastic.members.reports import report
+from gradwire.elastic.members.waiting import Wait, make_wait, means_a_loss
 from gradwire.errors import (
     DistributedError,
     MismatchError,
@@ -27,8 +26,6 @@ from gradwire.errors import (
     PeerLostError,
     RunOverError,
 )
-
-__all__ = ["Engine", "Options", "barrier"]
 
 POLL_SECONDS = 0.002
 

@@ -16,14 +16,10 @@ from torch.distributed import DistError, PrefixStore, Store
 
 from gradwire._version import __version__
 from gradwire.ddp.faults.liveness import this_process
+from gradwire.elastic.members.environment import LAUNCH_VARIABLES
+from gradwire.elastic.members.sockets import own_connection
 from gradwire.elastic.protocol import Decision, Registration
-from gradwire.elastic.sockets import own_connection
 from gradwire.errors import DistributedError, NotSupportedError
-
-__all__ = ["LAUNCH_VARIABLES", "Membership", "Process", "Signs"]
-
-LAUNCH_VARIABLES = ("GRADWIRE_ELASTIC_LAUNCH", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
-"""Where launchers name themselves: the same for a process that is started again."""
 
 
 @dataclass(frozen=True)

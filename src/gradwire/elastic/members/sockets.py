@@ -10,8 +10,6 @@ import struct
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
-__all__ = ["listening_port", "own_connection", "ports_of", "shut_down", "sockets"]
-
 
 def own_connection(store: Store, seconds: float) -> Store:
     """The same store by another connection, on which each answer has a deadline.

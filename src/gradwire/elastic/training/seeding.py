@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["SeededDataset", "apart", "seed_of"]
-
 
 def seed_of(seed: int, step: int, first: int, use: str = "") -> int:
     """A seed for torch, of 64 bits.

@@ -14,10 +14,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from gradwire.ddp.faults.liveness import is_alive
-from gradwire.elastic.membership import Membership, Signs
+from gradwire.elastic.members.membership import Membership, Signs
 from gradwire.errors import DistributedError
-
-__all__ = ["Absent", "Monitor"]
 
 
 @dataclass(frozen=True)

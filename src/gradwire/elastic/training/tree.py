@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
-__all__ = ["Node", "add_up", "nodes_within", "parent", "sibling"]
-
 Node = tuple[int, int]
 """The first shard below a node, and how many there are: a power of two that divides the first."""
 

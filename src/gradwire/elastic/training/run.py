@@ -12,15 +12,12 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from gradwire._groups import keep_for_an_epoch
-from gradwire.elastic import checkpoint
-from gradwire.elastic.engine import Engine
-from gradwire.elastic.member_steps import MemberSteps
-from gradwire.elastic.samples import Samples
-from gradwire.elastic.shards import Shard
-from gradwire.elastic.step import Step
+from gradwire.elastic.members import Engine
+from gradwire.elastic.training import checkpoint
+from gradwire.elastic.training.member_steps import MemberSteps
+from gradwire.elastic.training.samples import Samples, Shard
+from gradwire.elastic.training.step import Step
 from gradwire.errors import ArgumentError, ReductionError
-
-__all__ = ["Run"]
 
 
 class Run:

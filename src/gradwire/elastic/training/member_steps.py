@@ -9,18 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire.elastic import transfer
-from gradwire.elastic.engine import Engine, barrier
-from gradwire.elastic.gradients import TreeSum
-from gradwire.elastic.losses import let_go, may_mean_a_loss, means_a_loss
-from gradwire.elastic.samples import Samples
-from gradwire.elastic.seeding import seed_of
-from gradwire.elastic.shards import Shard, deal
-from gradwire.elastic.state import State, check_reduced
-from gradwire.elastic.step import Stepper
+from gradwire.elastic.members import Engine, barrier, let_go, may_mean_a_loss, means_a_loss
+from gradwire.elastic.training import transfer
+from gradwire.elastic.training.gradients import TreeSum
+from gradwire.elastic.training.samples import Samples, Shard, deal
+from gradwire.elastic.training.seeding import seed_of
+from gradwire.elastic.training.state import State, check_reduced
+from gradwire.elastic.training.step import Stepper
 from gradwire.errors import ArgumentError, NotSupportedError, ReductionError
-
-__all__ = ["MemberSteps"]
 
 
 class MemberSteps:

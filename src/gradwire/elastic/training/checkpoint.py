@@ -18,10 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from gradwire.ddp.faults.liveness import is_alive, this_process
-from gradwire.elastic.transfer import cast, put
+from gradwire.elastic.training.transfer import cast, put
 from gradwire.errors import ArgumentError, CheckpointError
-
-__all__ = ["latest", "line_of", "load", "path_of", "save"]
 
 PREFIX = "step-"
 PARTIAL = ".partial "

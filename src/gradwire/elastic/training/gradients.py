@@ -24,13 +24,11 @@ from torch.distributed import ProcessGroup
 
 from gradwire._torch import ALL_GATHER_SINGLE, ALL_TO_ALL_SINGLE
 from gradwire.buckets import memory_strides
-from gradwire.elastic.shards import deal
-from gradwire.elastic.state import State
-from gradwire.elastic.tree import Node, add_up, nodes_within, push
-from gradwire.elastic.waiting import Wait
+from gradwire.elastic.members import Wait
+from gradwire.elastic.training.samples import deal
+from gradwire.elastic.training.state import State
+from gradwire.elastic.training.tree import Node, add_up, nodes_within, push
 from gradwire.errors import NotSupportedError, ReductionError
-
-__all__ = ["TreeSum"]
 
 
 class _Column:

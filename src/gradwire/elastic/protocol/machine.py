@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection
 from enum import IntEnum
 from typing import NamedTuple
 
-from gradwire.elastic.events import (
+from gradwire.elastic.protocol.events import (
     Barrier,
     Commit,
     Decided,
@@ -43,38 +43,6 @@ from gradwire.elastic.events import (
     Transfer,
     Transferred,
 )
-
-__all__ = [
-    "Barrier",
-    "Commit",
-    "Decided",
-    "Decision",
-    "Effect",
-    "Event",
-    "Finish",
-    "Form",
-    "Formed",
-    "Leave",
-    "Lost",
-    "Member",
-    "Over",
-    "Passed",
-    "Phase",
-    "Propose",
-    "Reduce",
-    "Reduced",
-    "Register",
-    "Registration",
-    "Seen",
-    "Start",
-    "Transfer",
-    "Transferred",
-    "decide",
-    "is_over",
-    "may_close",
-    "same_line",
-    "transition",
-]
 
 
 class Phase(IntEnum):
