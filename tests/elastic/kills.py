@@ -30,7 +30,7 @@ from gradwire.elastic.training.samples import Samples, Shard
 
 LIMIT_SECONDS = 180.0
 OPEN_AT_END = {"shm": 4, "gloo": 5}
-"""Descriptors of the run's connection to its store and of a group of one: after any epochs."""
+"""Descriptors of the run's connection to its store and of a group of one: after any generations."""
 CONTEXT = multiprocessing.get_context("forkserver")
 PRELOADED = ["torch", "torch._dynamo", "gradwire.elastic", "elastic.worker", "elastic.program"]
 CONTEXT.set_forkserver_preload(PRELOADED)  # the first optimizer of a process imports dynamo
@@ -59,7 +59,7 @@ class Plan:
         for _ in range(chance.randint(1, 3)):
             if chance.random() < 0.5:
                 victim = chance.randrange(plan.members + 1)  # the last is one that joins later
-                early = ("round", "form", "transfer")
+                early = ("rendezvous", "form", "transfer")
                 point = chance.choice(POINTS)
                 times = 1 if point in early else chance.randint(1, 20)
                 plan.self_kills[victim] = (point, times)
@@ -121,7 +121,7 @@ class Members:
 
 
 def run(plan: Plan) -> tuple[list[Any], dict[str, int]]:
-    """What the members reported at their ends, and how many were struck.
+    """Return the reports of the members at their ends, and the number of faults.
 
     Those that were late reported None.
 
@@ -149,7 +149,7 @@ def _reports(pipe: Any) -> list[Any]:
 def _watch(members: Members, chance: random.Random) -> None:
     plan, began = members.plan, time.monotonic()
     faults = sorted(plan.from_outside, key=lambda fault: fault[1])
-    first: float | None = None  # faults are counted from the first epoch
+    first: float | None = None  # faults are counted from the first generation
     seen: set[int] = set()
     while running := members.running():
         now = time.monotonic()
@@ -170,7 +170,7 @@ def _watch(members: Members, chance: random.Random) -> None:
             code = members.processes[index].exitcode
             if code == -signal.SIGKILL:
                 members.struck["killed"] += 1
-                # somebody has to be left who has the state
+                # a member with the state has to remain
                 if plan.restart and len(members.processes) < plan.members + 3:
                     members.start()
             elif code not in (0, LATE):
@@ -264,7 +264,7 @@ def main() -> None:
 
 
 def write(path: Path, found: dict[str, Any]) -> None:
-    """What was found so far: a long series may be interrupted."""
+    """Write the results so far, because a long series may be interrupted."""
     versions = {"torch": torch.__version__, "python": platform.python_version()}
     date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="minutes")
     path.write_text(json.dumps({"date": date, **versions, **found}, indent=1) + "\n")

@@ -22,20 +22,20 @@ from gradwire.elastic.training.samples import deal
 
 SHARDS = 4
 Transition = Callable[[p.Member, p.Event], tuple[p.Member, tuple[p.Effect, ...]]]
-History = tuple[tuple[int, int], ...]  # step, and the epoch whose sum was applied
+History = tuple[tuple[int, int], ...]  # step, and the generation whose sum was applied
 
 
 class Violated(AssertionError):
-    """What must never be."""
+    """A state that must never be reached."""
 
 
 class Proc(NamedTuple):
     member: p.Member
     queue: tuple[p.Effect, ...] = ()
-    entered: int = 0  # operations of this epoch's group that it has entered
+    entered: int = 0  # operations of this generation's group that it has entered
     waiting: bool = False  # in the last one of them
     history: History = ()
-    held: int = -1  # the epoch whose sum it holds; -1: none
+    held: int = -1  # the generation whose sum it holds; -1: none
     alive: bool = True
     finished: bool = False
 
@@ -53,20 +53,20 @@ class Entry(NamedTuple):
 
 class World(NamedTuple):
     procs: tuple[Proc, ...]
-    registered: tuple[tuple[int, frozenset[p.Registration]], ...] = ()
+    arrived: tuple[tuple[int, frozenset[p.Arrival]], ...] = ()
     decisions: tuple[p.Decision, ...] = ()
     groups: tuple[tuple[int, tuple[frozenset[Entry], ...]], ...] = ()
     left: frozenset[tuple[int, int]] = frozenset()
     crashes: int = 0
     suspicions: int = 0
     suspected: frozenset[int] = frozenset()
-    sources: tuple[int, ...] = (0,)  # of all decisions, by epoch
-    first: int = 0  # the epoch in which a member was done first
+    sources: tuple[int, ...] = (0,)  # of all decisions, by generation
+    first: int = 0  # the generation in which a member was done first
 
 
 @dataclass
 class Model:
-    """What there is: members that start together, ones that come later, and faults."""
+    """Configuration: members that start together, members that come later, and faults."""
 
     members: int
     joiners: int = 0
@@ -113,20 +113,20 @@ class Model:
         proc = world.procs[index]
         phase = proc.member.phase
         if phase is p.Phase.NEW:
-            epoch = world.decisions[-1].epoch if world.decisions else 0
-            yield self._handle(world, index, p.Start(epoch))
-        elif phase is p.Phase.REGISTERED:
-            yield from self._round(world, index)
+            generation = world.decisions[-1].generation if world.decisions else 0
+            yield self._handle(world, index, p.Start(generation))
+        elif phase is p.Phase.ARRIVED:
+            yield from self._rendezvous(world, index)
         elif proc.waiting:
             yield from self._operation(world, index)
 
-    def _round(self, world: World, index: int) -> Iterator[World]:
+    def _rendezvous(self, world: World, index: int) -> Iterator[World]:
         member = world.procs[index].member
         for decision in world.decisions:
-            if decision.epoch == member.round:
+            if decision.generation == member.rendezvous:
                 yield self._handle(world, index, p.Decided(decision))
                 return
-        seen = self._seen(world, member.round, member.number)
+        seen = self._seen(world, member.rendezvous, member.number)
         if p.is_over(seen):
             yield self._handle(world, index, p.Over())
         elif p.may_close(seen):
@@ -134,30 +134,30 @@ class Model:
 
     def _seen(self, world: World, number: int, me: int) -> p.Seen:
         dead = {q.member.number for q in world.procs if not q.alive or _is_done(q)}
-        registered = dict(world.registered).get(number, frozenset())
-        previous = next((d for d in world.decisions if d.epoch == number - 1), None)
+        arrived = dict(world.arrived).get(number, frozenset())
+        previous = next((d for d in world.decisions if d.generation == number - 1), None)
         expected = {q.member.number for q in world.procs[: self.members] if q.alive}
-        enough = expected <= {r.member for r in registered}
+        enough = expected <= {r.member for r in arrived}
         gone = frozenset((dead | world.suspected) - {me})
-        ordered = tuple(sorted(registered, key=lambda r: r.member))
+        ordered = tuple(sorted(arrived, key=lambda r: r.member))
         finished = any(q.finished for q in world.procs)
         return p.Seen(previous, ordered, gone, frozenset(dead), enough, finished)
 
     def _operation(self, world: World, index: int) -> Iterator[World]:
-        """What may come of the operation that a member is in."""
+        """Yield the possible outcomes of the current operation of a member."""
         proc = world.procs[index]
         decision = proc.member.decision
         assert decision is not None
-        entries = dict(world.groups)[decision.epoch][proc.entered - 1]
+        entries = dict(world.groups)[decision.generation][proc.entered - 1]
         if {e.member for e in entries} == set(decision.members):
             self._check_operation(decision, entries)
             yield self._passed(world, index, decision, entries)
         others = set(decision.members) - {proc.member.number}
         over = p.Phase.OVER
         dead = {q.member.number for q in world.procs if not q.alive or q.member.phase is over}
-        away = {m for epoch, m in world.left if epoch == decision.epoch}
+        away = {m for generation, m in world.left if generation == decision.generation}
         # alone, nobody's leaving tells a member that others have gone on without it
-        outdated = not others and len(world.sources) > decision.epoch + 1
+        outdated = not others and len(world.sources) > decision.generation + 1
         if outdated or others & (dead | away | world.suspected):
             lost = _put(world, index, proc._replace(waiting=False))
             yield self._handle(lost, index, p.Lost())
@@ -175,7 +175,7 @@ class Model:
         if kind == "form":
             return self._handle(_put(world, index, proc), index, p.Formed())
         if kind == "reduce":
-            proc = proc._replace(held=decision.epoch)
+            proc = proc._replace(held=decision.generation)
             stop = any(e.stop for e in entries)
             return self._handle(_put(world, index, proc), index, p.Reduced(stop))
         leave = any(e.leave for e in entries)
@@ -200,19 +200,19 @@ class Model:
         effect, proc = proc.queue[0], proc._replace(queue=proc.queue[1:])
         number = proc.member.number
         match effect:
-            case p.Register(round_, registration):
-                rounds = dict(world.registered)
-                rounds[round_] = rounds.get(round_, frozenset()) | {registration}
+            case p.Arrive(rendezvous, arrival):
+                arrived = dict(world.arrived)
+                arrived[rendezvous] = arrived.get(rendezvous, frozenset()) | {arrival}
                 world = world._replace(
-                    registered=tuple(sorted(rounds.items())),
+                    arrived=tuple(sorted(arrived.items())),
                     suspected=world.suspected - {number},
                 )
             case p.Propose(decision):
                 if mine := self.decided_by(world, decision):
                     return self._handle(_put(world, index, proc), index, p.Decided(mine))
                 world = self._propose(world, decision)
-            case p.Leave(epoch):
-                world = world._replace(left=world.left | {(epoch, number)})
+            case p.Leave(generation):
+                world = world._replace(left=world.left | {(generation, number)})
             case p.Commit(step):
                 proc = self._commit(world, proc, step)
             case p.Finish():
@@ -226,7 +226,7 @@ class Model:
                 stop = any(number == n and step >= since for n, since in self.stops)
                 world, proc = _enter(world, proc, "reduce", step, stop=stop)
             case p.Barrier():
-                world, proc = _enter(world, proc, "barrier", proc.member.version)
+                world, proc = _enter(world, proc, "barrier", proc.member.committed)
         return _put(world, index, proc)
 
     def _finish(self, world: World, index: int, proc: Proc) -> World:
@@ -237,18 +237,18 @@ class Model:
         everybody = len(self.stops) >= self.members + self.joiners
         most = least if everybody else self.steps
         _require(least <= len(proc.history) <= most, f"{number} stopped too early or late")
-        first = world.first or decision.epoch
-        if not p.same_line(decision.epoch, first, world.sources.__getitem__):
+        first = world.first or decision.generation
+        if not p.same_lineage(decision.generation, first, world.sources.__getitem__):
             return self._handle(_put(world, index, proc), index, p.Over())
         others = {q.history for q in world.procs if q.finished}
         _require(others <= {proc.history}, f"{number} is done with another result")
         return _put(world._replace(first=first), index, proc._replace(finished=True))
 
     def _propose(self, world: World, decision: p.Decision) -> World:
-        if any(d.epoch == decision.epoch for d in world.decisions):
+        if any(d.generation == decision.generation for d in world.decisions):
             return world
         holders = [q for q in world.procs if q.member.number in decision.holders]
-        ahead = [q.member.number for q in holders if q.member.version > decision.version]
+        ahead = [q.member.number for q in holders if q.member.committed > decision.committed]
         _require(not ahead, f"{decision}: {ahead} have committed more")
         decisions, sources = (*world.decisions, decision), (*world.sources, decision.source)
         return world._replace(decisions=decisions, sources=sources)
@@ -258,14 +258,14 @@ class Model:
         _require(len(proc.history) == step, f"{proc.member.number} commits {step} out of order")
         mine = proc.member.decision
         for decision in world.decisions:
-            # of members that left for it: what it says of their epoch's step holds for all of them
+            # a decision on members of this generation binds all of its members
             if (
                 mine
-                and decision.epoch == mine.epoch + 1
+                and decision.generation == mine.generation + 1
                 and set(decision.holders) & set(mine.members)
             ):
                 _require(
-                    decision.version > step,
+                    decision.committed > step,
                     f"{proc.member.number} commits {step} outside of {decision}",
                 )
         return proc._replace(history=(*proc.history, (step, proc.held)), held=-1)
@@ -288,7 +288,7 @@ class Model:
     # -- ends ------------------------------------------------------------------------------
 
     def is_end(self, world: World) -> bool:
-        """Whether every live member is done, or came when the others were."""
+        """Return True if every live member is done, or came after the others were."""
         live = [q for q in world.procs if q.alive]
         return all(_is_done(q) for q in live)
 
@@ -302,18 +302,18 @@ def _enter(
 ) -> tuple[World, Proc]:
     decision = proc.member.decision
     assert decision is not None
-    rounds = dict(world.registered)
+    arrived = dict(world.arrived)
     wanted = any(
         not any(q.member.number == r.member and not q.alive for q in world.procs)
-        for r in rounds.get(decision.epoch + 1, frozenset())
+        for r in arrived.get(decision.generation + 1, frozenset())
     )
     entry = Entry(proc.member.number, kind, step, proc.history, kind == "barrier" and wanted, stop)
     groups = dict(world.groups)
-    operations = list(groups.get(decision.epoch, ()))
+    operations = list(groups.get(decision.generation, ()))
     if proc.entered == len(operations):
         operations.append(frozenset())
     operations[proc.entered] |= {entry}
-    groups[decision.epoch] = tuple(operations)
+    groups[decision.generation] = tuple(operations)
     world = world._replace(groups=tuple(sorted(groups.items())))
     return world, proc._replace(entered=proc.entered + 1, waiting=True)
 
@@ -327,25 +327,29 @@ def _forget(world: World) -> World:
     """Drop what no live member can read any more: fewer worlds differ."""
     live = [q for q in world.procs if q.alive and not q.finished]
     new = any(q.member.phase is p.Phase.NEW for q in live)
-    oldest = min((q.member.round for q in live if q.member.phase is not p.Phase.NEW), default=0)
+    oldest = min(
+        (q.member.rendezvous for q in live if q.member.phase is not p.Phase.NEW), default=0
+    )
     if world.decisions and (new or not live):
-        oldest = min(oldest or world.decisions[-1].epoch, world.decisions[-1].epoch)
+        oldest = min(oldest or world.decisions[-1].generation, world.decisions[-1].generation)
     groups = []
-    for epoch, operations in world.groups:
-        inside = [q for q in live if q.member.decision and q.member.decision.epoch == epoch]
-        least = min((q.entered for q in inside if q.member.phase != p.Phase.REGISTERED), default=-1)
-        if epoch >= oldest and least >= 0:
+    for generation, operations in world.groups:
+        inside = [
+            q for q in live if q.member.decision and q.member.decision.generation == generation
+        ]
+        least = min((q.entered for q in inside if q.member.phase != p.Phase.ARRIVED), default=-1)
+        if generation >= oldest and least >= 0:
             cut = tuple(
                 frozenset() if i < least - 1 else entries for i, entries in enumerate(operations)
             )
-            groups.append((epoch, cut))
-        elif epoch >= oldest and any(
-            q.member.round == epoch and q.member.phase is p.Phase.REGISTERED for q in live
+            groups.append((generation, cut))
+        elif generation >= oldest and any(
+            q.member.rendezvous == generation and q.member.phase is p.Phase.ARRIVED for q in live
         ):
-            groups.append((epoch, operations))
+            groups.append((generation, operations))
     return world._replace(
-        registered=tuple(r for r in world.registered if r[0] >= oldest),
-        decisions=tuple(d for d in world.decisions if d.epoch >= oldest - 1),
+        arrived=tuple(r for r in world.arrived if r[0] >= oldest),
+        decisions=tuple(d for d in world.decisions if d.generation >= oldest - 1),
         groups=tuple(groups),
         left=frozenset(x for x in world.left if x[0] >= oldest),
     )

@@ -37,7 +37,7 @@ CONTEXT.set_forkserver_preload(["torch", "gradwire.elastic", "elastic.soaked"])
 
 
 class Held(NamedTuple):
-    """What a process holds.
+    """Resources of a process.
 
     Args:
         seconds: Since the run's start.
@@ -120,7 +120,7 @@ class Soak:
         assert not any(codes), f"members ended with {codes}"
 
     def held(self, seconds: float) -> list[Held]:
-        """What each process holds now."""
+        """Return the current resources of each process."""
         pids = {"store": os.getpid(), **{str(n): p.pid for n, p in self.processes.items()}}
         return [Held(round(seconds, 1), name, *_held(pid)) for name, pid in pids.items()]
 

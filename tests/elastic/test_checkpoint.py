@@ -1,4 +1,4 @@
-"""Checkpoints hold all of a state; who is killed while it saves leaves the old or the new one."""
+"""Checkpoints hold the whole state; a kill while saving leaves the old or the new one."""
 
 from __future__ import annotations
 
@@ -109,20 +109,20 @@ def test_interrupting_a_save_interrupts_the_program(
 
 
 def test_checkpoints_of_another_training_are_not_taken_for_this_one_s(tmp_path: Path) -> None:
-    checkpoint.save(kept(1.0), 2, tmp_path, line="a")
-    checkpoint.save(kept(1.5), 2, tmp_path, line="a")  # a member that was lost has written it
+    checkpoint.save(kept(1.0), 2, tmp_path, lineage="a")
+    checkpoint.save(kept(1.5), 2, tmp_path, lineage="a")  # a member that was lost has written it
     for version in (1, 2):
-        with pytest.raises(ArgumentError, match=r"has step-000000002, which another training"):
-            checkpoint.save(kept(2.0), version, tmp_path, line="b")
+        with pytest.raises(ArgumentError, match=r"has step-000000002 of another training"):
+            checkpoint.save(kept(2.0), version, tmp_path, lineage="b")
     assert [p.name for p in tmp_path.iterdir()] == ["step-000000002"]
-    path = checkpoint.save(kept(3.0), 3, tmp_path, line="b")
-    assert (checkpoint.line_of(path), checkpoint.latest(tmp_path)) == ("b", path)
+    path = checkpoint.save(kept(3.0), 3, tmp_path, lineage="b")
+    assert (checkpoint.lineage_of(path), checkpoint.latest(tmp_path)) == ("b", path)
 
 
 def test_the_last_checkpoints_are_kept(tmp_path: Path) -> None:
-    checkpoint.save(kept(0.0), 1, tmp_path, line="other")
+    checkpoint.save(kept(0.0), 1, tmp_path, lineage="other")
     for version in range(2, 7):
-        checkpoint.save(kept(1.0), version, tmp_path, line="mine", keep=2)
+        checkpoint.save(kept(1.0), version, tmp_path, lineage="mine", keep=2)
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["step-000000001", "step-000000005", "step-000000006"]
 
@@ -194,6 +194,6 @@ def test_tensors_are_by_their_names_and_come_back(tmp_path: Path) -> None:
     checkpoint.load(kept, path)
     assert repr(kept["keeps"].state) == repr(state)
     for key in ((1, 2), True, None, "number 3"):
-        with pytest.raises(ArgumentError, match="a checkpoint can have ints there"):
+        with pytest.raises(ArgumentError, match="use ints, or strings"):
             checkpoint.save({"keeps": Keeps({key: torch.ones(1)})}, 2, tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == [path.name]

@@ -1,4 +1,4 @@
-"""What surrounds a run fails: its store, its network, its launcher, its memory."""
+"""Failures around a run: of its store, network, launcher and memory."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Members:
             self.processes.append(process)
 
     def lines(self, key: str) -> list[dict[str, Any]]:
-        """What was written of a kind."""
+        """Return the lines that have a key."""
         text = self.log.read_text()
         whole = text[: text.rfind("\n") + 1].splitlines()
         return [line for line in map(json.loads, whole) if key in line]
@@ -121,7 +121,7 @@ class Members:
         return sorted(self.trained())
 
     def until_together(self, size: int) -> None:
-        """Wait until so many are in an epoch: the first may begin without those that start late."""
+        """Wait until a generation has `size` members; the first may begin without late ones."""
         self.until(
             lambda: sum(line["size"] == size for line in self.lines("step")) >= 2 * size,
             f"{size} members did not train together",
@@ -381,7 +381,7 @@ def test_another_users_process_is_refused(members: Members, quiet: str) -> None:
         members.start(address, members=1, backend="shm", mode="user")
         end, refused = members.until_ended(2)
     assert "NotSupportedError" in refused["error"], refused
-    assert "this process is user 65534's" in refused["message"]
+    assert "this process runs as user 65534" in refused["message"]
     assert end["digest"] == quiet
     assert {line["size"] for line in members.lines("step")} == {1}
 
@@ -411,7 +411,7 @@ def test_torchrun_with_one_agent_for_each_member(members: Members) -> None:
 
 
 def runs(pid: int) -> bool:
-    """Whether a process runs."""
+    """Return True if a process runs."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     return False

@@ -1,4 +1,4 @@
-"""What an epoch's group leaves behind when it fails, and where it is destroyed."""
+"""Groups of generations: resources left after a failure, and destruction."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.distributed import Work
 
 from gradwire import _groups, elastic
 from gradwire._groups import destroy_in_thread
-from gradwire.elastic.members.groups import EpochGroup, _in_thread, form_gloo
+from gradwire.elastic.members.groups import GenerationGroup, _in_thread, form_gloo
 from gradwire.elastic.members.waiting import make_wait
 from gradwire.errors import PeerLostError
 
@@ -127,7 +127,7 @@ def test_a_backend_is_destroyed_in_a_thread_of_its_own(early: bool) -> None:
     wait_until(lambda: destroy not in _groups._BACKENDS)
 
 
-def form_pair(timeout: timedelta) -> list[EpochGroup]:
+def form_pair(timeout: timedelta) -> list[GenerationGroup]:
     store = dist.HashStore()
     with ThreadPoolExecutor(2) as pool:
         forming = [
@@ -137,7 +137,7 @@ def form_pair(timeout: timedelta) -> list[EpochGroup]:
 
 
 def test_the_last_reference_to_a_group_in_a_collective_does_not_block() -> None:
-    """The sum of gradients, a model and a traceback may hold it longer than the epoch does."""
+    """The sum of gradients, a model and a traceback may hold it longer than the generation does."""
     first, second = form_pair(timedelta(seconds=120))
     assert first.group is not None
     model = nn.Module()

@@ -42,7 +42,7 @@ class Hosts:
             raise
 
     def inside(self, host: int) -> list[str]:
-        """What a command that runs on a host begins with."""
+        """Prefix of a command that runs on a host."""
         return ["nsenter", "-t", str(self._pids[host]), "--net", "--pid", "--mount"]
 
     def call(self, host: int, script: str) -> None:

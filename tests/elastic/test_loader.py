@@ -158,7 +158,7 @@ class Endless(IterableDataset[Any]):
 
 def test_what_cannot_be_dealt_is_refused() -> None:
     run = elastic.join(dist.HashStore())
-    with pytest.raises(ArgumentTypeError, match="dataset is Endless: pass a map-style one"):
+    with pytest.raises(ArgumentTypeError, match="dataset is Endless: pass a map-style dataset"):
         elastic.ShardLoader(run, Endless())
     with pytest.raises(ArgumentError, match="in_order is False"):
         elastic.ShardLoader(run, Drawing(), in_order=False)

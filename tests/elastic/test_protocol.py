@@ -1,4 +1,4 @@
-"""The protocol of epochs, through every order of events in small worlds."""
+"""The protocol of generations, through every order of events in small worlds."""
 
 from __future__ import annotations
 
@@ -82,12 +82,12 @@ def test_members_stop_at_the_same_step(model: Model) -> None:
     assert result.ends > 20
 
 
-def test_a_round_that_forgets_a_request_to_stop_is_found() -> None:
+def test_a_rendezvous_that_forgets_a_request_to_stop_is_found() -> None:
     def forgets(member: p.Member, event: p.Event) -> tuple[p.Member, tuple[p.Effect, ...]]:
         after, effects = p.transition(member, event)
         return after, tuple(
-            replace(e, registration=e.registration._replace(steps=member.steps))
-            if isinstance(e, p.Register)
+            replace(e, arrival=e.arrival._replace(steps=member.steps))
+            if isinstance(e, p.Arrive)
             else e
             for e in effects
         )
@@ -123,13 +123,11 @@ def test_a_state_that_is_not_transferred_is_found() -> None:
         search(Model(members=1, joiners=1, transition=skips))
 
 
-def test_a_round_that_forgets_whose_gradients_are_complete_is_found() -> None:
+def test_a_rendezvous_that_forgets_complete_gradients_is_found() -> None:
     def forgets(member: p.Member, event: p.Event) -> tuple[p.Member, tuple[p.Effect, ...]]:
         after, effects = p.transition(member, event)
         return after, tuple(
-            replace(e, registration=e.registration._replace(complete=False))
-            if isinstance(e, p.Register)
-            else e
+            replace(e, arrival=e.arrival._replace(complete=False)) if isinstance(e, p.Arrive) else e
             for e in effects
         )
 
@@ -141,22 +139,22 @@ def test_a_round_that_forgets_whose_gradients_are_complete_is_found() -> None:
 def test_two_members_that_take_each_other_for_dead_are_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(p, "same_line", lambda epoch, other, source_of: True)
+    monkeypatch.setattr(p, "same_lineage", lambda generation, other, source_of: True)
     with pytest.raises(Violated, match="with another result"):
         search(Model(members=2, crashes=0, suspicions=2))
 
 
-def test_a_round_waits_for_members_that_live() -> None:
+def test_rendezvous_waits_for_live_members() -> None:
     before = p.Decision(1, (1, 2), (1, 2), 0)
-    mine = p.Registration(1, 1, 0, False)
+    mine = p.Arrival(1, 1, 0, False)
     seen = p.Seen(before, (mine,), frozenset(), frozenset())
     assert not p.may_close(seen)
     assert p.may_close(replace(seen, gone=frozenset({2})))
 
 
-def test_a_round_without_the_state_waits_until_those_that_had_it_are_dead() -> None:
+def test_rendezvous_without_the_state_waits_until_its_holders_are_dead() -> None:
     before = p.Decision(2, (1, 2), (1,), 5, former=(3,))
-    new = p.Registration(2, 0, 0, False)
+    new = p.Arrival(2, 0, 0, False)
     silent = p.Seen(before, (new,), frozenset({1, 3}), frozenset({1}))
     assert not p.may_close(silent)
     assert not p.is_over(silent)
@@ -166,11 +164,11 @@ def test_a_round_without_the_state_waits_until_those_that_had_it_are_dead() -> N
     assert not p.may_close(replace(dead, finished=True))
 
 
-def test_who_sleeps_after_it_has_registered_has_the_state_still() -> None:
+def test_member_suspended_after_its_arrival_still_has_the_state() -> None:
     """A new member began from scratch without it, or took the run for over."""
     before = p.Decision(1, (1, 2), (1, 2), 0)
-    registered = (p.Registration(2, 1, 57, True), p.Registration(3, 0, 0, False))
-    asleep = p.Seen(before, registered, frozenset({1, 2}), frozenset({1}))
+    arrived = (p.Arrival(2, 1, 57, True), p.Arrival(3, 0, 0, False))
+    asleep = p.Seen(before, arrived, frozenset({1, 2}), frozenset({1}))
     for finished in (False, True):
         seen = replace(asleep, finished=finished)
         assert not p.may_close(seen)
@@ -181,39 +179,39 @@ def test_who_sleeps_after_it_has_registered_has_the_state_still() -> None:
 
 def test_a_state_of_before_is_none_when_a_member_is_done() -> None:
     before = p.Decision(2, (1,), (1,), 5, former=(2,), source=1)
-    registered = (p.Registration(2, 1, 3, True),)
-    silent = p.Seen(before, registered, frozenset({1}), frozenset())
+    arrived = (p.Arrival(2, 1, 3, True),)
+    silent = p.Seen(before, arrived, frozenset({1}), frozenset())
     assert p.may_close(silent)
     assert not p.may_close(replace(silent, finished=True))
     assert not p.is_over(replace(silent, finished=True))  # the first may come back
     assert p.is_over(replace(silent, dead=frozenset({1}), finished=True))
-    can_end = replace(silent, registered=(p.Registration(2, 2, 5, True),), finished=True)
+    can_end = replace(silent, arrived=(p.Arrival(2, 2, 5, True),), finished=True)
     assert p.may_close(can_end)
 
 
-def test_who_came_with_a_checkpoint_gives_it_to_the_others() -> None:
-    registered = (p.Registration(1, 0, 0, False), p.Registration(2, 0, 7, False))
-    decision = p.decide(1, p.Seen(None, registered, frozenset(), frozenset()))
+def test_member_with_a_checkpoint_sends_it_to_the_others() -> None:
+    arrived = (p.Arrival(1, 0, 0, False), p.Arrival(2, 0, 7, False))
+    decision = p.decide(1, p.Seen(None, arrived, frozenset(), frozenset()))
     assert decision == p.Decision(1, (2, 1), (2,), 7)
 
 
-def test_who_stops_at_an_epoch_s_first_step_is_followed() -> None:
+def test_stop_at_the_first_step_of_a_generation_binds_all_members() -> None:
     before = p.Decision(1, (1, 2), (1, 2), 0)
     complete = p.Member(1, 9, p.Phase.BARRIER, 3, 1, True, 1, before, stop=True)
     reduces = p.Member(2, 9, p.Phase.REDUCING, 3, 1, False, 1, before)
-    mine, other = complete.registration(), reduces.registration()
+    mine, other = complete.arrival(), reduces.arrival()
     stopped = p.decide(2, p.Seen(before, (mine,), frozenset({2}), frozenset({2})))
-    assert (stopped.version, stopped.steps) == (4, 4)
+    assert (stopped.committed, stopped.steps) == (4, 4)
     repeated = p.decide(2, p.Seen(before, (mine, other), frozenset(), frozenset()))
-    assert (repeated.version, repeated.steps) == (3, 9)
+    assert (repeated.committed, repeated.steps) == (3, 9)
 
 
 def test_one_committed_and_the_others_can() -> None:
     before = p.Decision(1, (1, 2), (1, 2), 0)
-    registered = (p.Registration(1, 1, 4, False), p.Registration(2, 1, 3, True))
-    decision = p.decide(2, p.Seen(before, registered, frozenset(), frozenset()))
-    assert decision.version == 4
-    behind = p.Member(2, 9, p.Phase.REGISTERED, 3, 1, True, 2, before)
+    arrived = (p.Arrival(1, 1, 4, False), p.Arrival(2, 1, 3, True))
+    decision = p.decide(2, p.Seen(before, arrived, frozenset(), frozenset()))
+    assert decision.committed == 4
+    behind = p.Member(2, 9, p.Phase.ARRIVED, 3, 1, True, 2, before)
     after, effects = p.transition(behind, p.Decided(decision))
     assert effects[0] == p.Commit(3)
-    assert after.version == 4
+    assert after.committed == 4

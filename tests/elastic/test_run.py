@@ -1,4 +1,4 @@
-"""What a training loop sees of a run, with members that all live."""
+"""Runs as seen by the training loop, without losses of members."""
 
 from __future__ import annotations
 
@@ -221,7 +221,7 @@ def test_a_checkpoint_is_resumed_by_more_members(store: dist.Store, tmp_path: Pa
     (tmp_path / "step-000000009").mkdir()
     run = join(store, name="wrong")
     run.keep(model=net())
-    with pytest.raises(ArgumentError, match="is no checkpoint"):
+    with pytest.raises(ArgumentError, match="is not a checkpoint"):
         run.load(tmp_path)
     run.close()
 
@@ -262,7 +262,7 @@ def test_a_loader_with_workers_follows_shards_that_are_dealt_anew(store: dist.St
     workers = set(multiprocessing.active_children()) - before
     assert len(workers) == 2
     gc.disable()
-    del loader  # it needs no collection of garbage, whose place and time are anybody's
+    del loader  # must not need garbage collection, which may run anywhere
     gc.enable()
     assert not any(worker.is_alive() for worker in workers)
 
@@ -424,7 +424,7 @@ def losing(run: elastic.Run, *, at: int) -> Callable[[], bool]:
     passes, left = run._engine._pass_barrier, [at]
 
     def fail() -> bool:
-        if left and run.version == left[0]:
+        if left and run.committed_steps == left[0]:
             left.pop()
             raise PeerLostError("a member is gone")
         return passes()
@@ -443,19 +443,21 @@ def test_the_group_between_two_steps(store: dist.Store) -> None:
             assert run.group.size() == 1
             for shard in step.shards:
                 step.backward(model(X[step.sample_ids(shard)]).mean())
-            if step.number == 1 and run.epoch == 2:
+            if step.number == 1 and run.generation == 2:
                 run._engine.monitor.wanted = True
             step.commit()
-        if not step.committed or run._engine.member.phase is protocol.Phase.REGISTERED:
-            with pytest.raises(NotSupportedError, match=r"run.group is used between two steps"):
+        if not step.committed or run._engine.member.phase is protocol.Phase.ARRIVED:
+            with pytest.raises(
+                NotSupportedError, match=r"run.group is unavailable"
+            ):
                 run.group  # noqa: B018
         else:
             assert run.group.size() == 1
     assert run.group.size() == 1
-    assert run.version == 3
+    assert run.committed_steps == 3
 
 
-def test_local_sgd_refuses_the_group_of_an_epoch(store: dist.Store) -> None:
+def test_local_sgd_refuses_the_group_of_a_generation(store: dist.Store) -> None:
     """It went on alone with it, and averaged nothing."""
     run, model = join(store), net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -515,7 +517,7 @@ def test_members_share_a_validation_and_stop_by_it(
                     step.backward(model(X[step.sample_ids(shard)]).square().mean())
                 step.commit(optimizer)
         weights = [p.detach().clone() for p in model.parameters()]
-        return run.version, history.losses, weights
+        return run.committed_steps, history.losses, weights
 
     alone = member("alone", 1, -1)
     assert (alone[0], sorted(alone[1])) == (4, [0, 1, 2, 3])
@@ -541,7 +543,7 @@ def test_one_member_stops_all(store: dist.Store) -> None:
                 for shard in step.shards:
                     step.backward(model(X[step.sample_ids(shard)]).square().mean())
                 step.commit()
-        return run.version, [p.detach().clone() for p in model.parameters()]
+        return run.committed_steps, [p.detach().clone() for p in model.parameters()]
 
     assert [found[0] for found in together(member, member)] == [3, 3]
 
@@ -595,12 +597,12 @@ def test_mistakes_are_named(store: dist.Store) -> None:
         join(store, backend="mpi")
     with pytest.raises(ArgumentTypeError, match="heartbeat is 3"):
         join(store, heartbeat=3)
-    with pytest.raises(ArgumentError, match="at least 3 of them"):
+    with pytest.raises(ArgumentError, match="at least 3 heartbeats"):
         join(store, heartbeat=timedelta(seconds=4))
     run = join(store)
     with pytest.raises(ArgumentError, match=r"run.keep got no model"):
         next(run.steps(1))
-    with pytest.raises(ArgumentTypeError, match="x is int: pass what has state_dict"):
+    with pytest.raises(ArgumentTypeError, match="x is int: pass an object with state_dict"):
         run.keep(x=3)
     model = nn.Linear(1, 1)
     run.keep(model=model)
@@ -650,7 +652,7 @@ def test_sparse_gradients_are_guarded(store: dist.Store, factor: float) -> None:
     [
         (lambda step, model: step.map(Path, ["here"]), "a result of step.map has a .*Path"),
         (lambda step, model: step.map(model.weight.fill_, [1.0]), "'model.weight' was written"),
-        (lambda step, model: [next(step.shards), step.map(float, [1])], "before the first of"),
+        (lambda step, model: [next(step.shards), step.map(float, [1])], "before iterating over"),
     ],
 )
 def test_mistakes_with_map(

@@ -1,4 +1,4 @@
-"""What makes up the state of training: what is added up, put back, and given to a new member."""
+"""State of training: reduction, restoring of buffers, and transfer to a new member."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_checkpoint_after_a_lost_step_has_none_of_it(tmp_path: Path) -> None:
             assert copy.load(tmp_path)
             copy.close()
             assert torch.equal(again[1].running_mean, before)
-    assert run.version == 2
+    assert run.committed_steps == 2
 
 
 def test_a_parameter_that_is_thawed_between_steps_has_the_mean() -> None:
@@ -270,7 +270,7 @@ def test_a_new_member_gets_what_a_state_dict_leaves_out() -> None:
     receives.put_beside(transfer.load(receives.kept, data))
     assert target.unsaved.item() == 5
     assert [p.requires_grad for p in target.parameters()] == [False, True]
-    with pytest.raises(MismatchError, match=r"of \[\(\(\), torch.float32\)\] here, 6 and \[\]"):
+    with pytest.raises(MismatchError, match=r"of \[\(\(\), torch.float32\)\] here, but 6 and \[\]"):
         receives.put_beside(state_of(net()).beside())
 
 
@@ -306,7 +306,7 @@ def test_a_new_member_gets_an_optimizer_s_state_in_its_dtypes(tmp_path: Path) ->
 
 def test_a_model_of_another_dtype_is_named() -> None:
     first, second = state_of(nn.Linear(2, 1)), state_of(nn.Linear(2, 1).bfloat16())
-    with pytest.raises(MismatchError, match=r"model\.(weight|bias) is torch.bfloat16 here and"):
+    with pytest.raises(MismatchError, match=r"model\.(weight|bias) is torch.bfloat16 here, but"):
         transfer.load(second.kept, transfer.dump(first.kept))
 
 
@@ -315,7 +315,7 @@ def test_a_state_with_more_than_plain_values_is_named() -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=numpy.float64(0.1))
     kept = state_of(model, optimizer=optimizer).kept
-    with pytest.raises(NotSupportedError, match=r"numpy.* what is kept \(model, optimizer\)"):
+    with pytest.raises(NotSupportedError, match=r"numpy.* the kept objects \(model, optimizer\)"):
         transfer.load(kept, transfer.dump(kept))
 
 
@@ -323,7 +323,7 @@ def test_a_checkpoint_of_more_steps_than_are_asked_for() -> None:
     run = join(model=net())
     run.start_at(5)
     assert next(run.steps(3), None) is None
-    assert run.version == 5
+    assert run.committed_steps == 5
 
 
 def test_seeds_of_any_size() -> None:
@@ -389,6 +389,6 @@ def test_a_run_saves_nothing_among_the_checkpoints_of_another(tmp_path: Path) ->
         return run.save(tmp_path, keep=1)
 
     path = train(loads=False)
-    with pytest.raises(ArgumentError, match="has step-000000002, which another training"):
+    with pytest.raises(ArgumentError, match="has step-000000002 of another training"):
         train(loads=False)
     assert train(loads=True) == path

@@ -106,7 +106,7 @@ tell(finished=True)
 def test_a_process_that_fails_after_its_run_is_done_is_a_failure(supervised: Supervised) -> None:
     assert supervised("tell(finished=True); sys.exit(5 * number)", nproc=2) == 5
     assert supervised.starts == 2
-    assert "ended with exit code 5; not started again, as the run is done" in supervised.text
+    assert "ended with exit code 5; not restarted, because the run is done" in supervised.text
 
 
 def test_a_process_that_comes_when_the_run_is_done_is_not_started_again(
@@ -302,7 +302,7 @@ def by_variable(monkeypatch: pytest.MonkeyPatch) -> dist.Store | None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (by_variable, "no store answers at 127.0.0.1:1, which GRADWIRE_ELASTIC_STORE names"),
+        (by_variable, "no store answers at 127.0.0.1:1 \\(GRADWIRE_ELASTIC_STORE\\)"),
         (lambda _: dead_store(), "the store of the elastic run does not answer"),
     ],
 )

@@ -28,18 +28,28 @@ from gradwire.elastic.training.member_steps import MemberSteps
 from gradwire.errors import RunOverError
 
 SAMPLES, BATCH = 96, 32
-POINTS = ("forward", "backward", "reduce", "commit", "round", "form", "transfer", "apply", "map")
+POINTS = (
+    "forward",
+    "backward",
+    "reduce",
+    "commit",
+    "rendezvous",
+    "form",
+    "transfer",
+    "apply",
+    "map",
+)
 KINDS = ("plain", "fused", "bfloat16")
 LATE = 3  # the exit code of a member that came when the others were done
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a member does.
+    """Job of a member.
 
     Args:
         port: The store's.
-        members: How many the first epoch waits for.
+        members: How many the first generation waits for.
         backend, reproducible, steps: The run's.
         kind: Of the model and its optimizer, one of KINDS.
         point: Where this member kills itself; "" for nowhere.
@@ -181,7 +191,7 @@ def _train(job: Job, store: dist.Store) -> tuple[DistributedDataParallel, Losses
 
 
 def _descriptors() -> dict[str, str]:
-    """What this process has open, by descriptor."""
+    """Return the open files of this process by descriptor."""
     found = {}
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # that of the folder itself is closed again
@@ -207,7 +217,7 @@ def _arm(job: Job) -> None:
         "backward": (torch.autograd, "backward"),
         "reduce": (TreeSum, "reduce") if job.reproducible else (Engine, "commit"),
         "commit": (Engine, "commit"),
-        "round": (Engine, "_round"),
+        "rendezvous": (Engine, "_rendezvous"),
         "form": (Forming, "form"),
         "transfer": (Engine, "_transfer"),
         "apply": (MemberSteps, "_apply"),

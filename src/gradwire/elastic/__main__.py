@@ -51,7 +51,9 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     parser.add_argument("--nproc-per-node", type=int, default=1, help="processes on this host")
     parser.add_argument("--max-restarts", type=int, default=3, help="of members that died, in all")
     parser.add_argument("--store", help="host:port of a store that is served elsewhere")
-    parser.add_argument("--members", type=int, help="that the first epoch waits for, on all hosts")
+    parser.add_argument(
+        "--members", type=int, help="that the first generation waits for, on all hosts"
+    )
     parser.add_argument(
         "--grace",
         type=float,

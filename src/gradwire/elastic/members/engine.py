@@ -1,4 +1,4 @@
-"""Carries out what the protocol says, for one member: rounds, groups, transfers, commits."""
+"""Carry out the protocol's effects for one member: rendezvous, groups, transfers, commits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.distributed import AllreduceOptions, ReduceOp, Store
 
 from gradwire.elastic import protocol as p
 from gradwire.elastic.members.forming import Forming, make_listener
-from gradwire.elastic.members.groups import EpochGroup
+from gradwire.elastic.members.groups import GenerationGroup
 from gradwire.elastic.members.membership import Membership
 from gradwire.elastic.members.monitor import Monitor
 from gradwire.elastic.members.reports import report
@@ -32,7 +32,7 @@ POLL_SECONDS = 0.002
 
 @dataclass(frozen=True)
 class Options:
-    """How members wait for each other; as `join` has them."""
+    """Backend and deadlines of a run, as passed to `join`."""
 
     expect: int
     backend: str
@@ -42,23 +42,23 @@ class Options:
 
 
 class Engine:
-    """One member: its protocol state, the store, its group.
+    """Protocol state, store and group of one member.
 
     Args:
         store: The store.
-        name: The run's.
-        options: Deadlines.
+        name: Name of the run.
+        options: Backend and deadlines.
 
     Attributes:
-        member: What the protocol knows.
-        group: The group of its epoch, or one of this process alone.
+        member: Protocol state of the member.
+        group: Group of its generation, or a group of this process alone.
         monitor: Signs of life.
-        membership: The store.
-        wait: Waits for a collective of the group.
+        membership: Keys of the run in the store.
+        wait: Function that waits for a collective of the group.
         on_commit: Called to step the optimizers.
         on_group: Called with each new group, before anything is sent on it.
-        on_done: Called when all steps are committed, with a group of this process alone.
-        on_transfer: Called with the group to send or receive the state; whether this one sends.
+        on_done: Called when all steps are committed; the group is of this process alone then.
+        on_transfer: Called to send (True) or receive (False) the state.
     """
 
     def __init__(self, store: Store, name: str, options: Options) -> None:
@@ -77,7 +77,7 @@ class Engine:
         )
         self.member = p.Member(self.membership.number, 0)
         self._failed = False
-        self.group: EpochGroup = self._forming.solo()
+        self.group: GenerationGroup = self._forming.solo()
         self.wait: Wait = make_wait(self._check, options.timeout)
         self.on_commit: Callable[[], None] = lambda: None
         self.on_group: Callable[[], None] = lambda: None
@@ -86,19 +86,22 @@ class Engine:
 
     # -- driving ---------------------------------------------------------------------------
 
-    def start(self, steps: int, version: int, settings: Mapping[str, object]) -> None:
-        """Register, with a state that has `version` steps, to do `steps` in all.
+    def start(self, steps: int, committed: int, settings: Mapping[str, object]) -> None:
+        """Arrive with a state of `committed` steps, to do `steps` in all.
 
         Raises:
             MismatchError: The first member has other settings.
         """
         self._check_settings(settings)
-        self.member = p.Member(self.member.number, steps, version=version)
+        self.member = p.Member(self.member.number, steps, committed=committed)
         self._handle(p.Start(self.membership.latest()))
 
     def _check_settings(self, mine: Mapping[str, object]) -> None:
-        """Raise if the first member has other settings; before the first epoch, on all members."""
-        text = json.dumps(mine, default=str)  # numbers of NumPy's
+        """Raise if the first member has other settings.
+
+        Before the first generation, the error is raised on all members.
+        """
+        text = json.dumps(mine, default=str)  # NumPy's numbers, too
         mine, first = json.loads(text), json.loads(self.membership.agree_on(text))
         differing = [name for name in mine if mine[name] != first.get(name)]
         if not differing:
@@ -106,23 +109,23 @@ class Engine:
         name = differing[0]
         error = MismatchError(
             f"{name} is {mine[name]!r} on member {self.member.number} and {first.get(name)!r} on "
-            "the first member: pass the same on all members",
+            "the first member: pass the same value on all members",
             [first.get(name), mine[name]],
         )
-        if self.membership.latest() == 0:  # a newcomer does not end the run of others
+        if self.membership.latest() == 0:  # a newcomer must not end the run of the others
             self.membership.refuse(str(error))
         raise error
 
     def advance(self) -> bool:
-        """Go on until a step is to be computed; False if all are done.
+        """Continue until a step is to be computed; return False if all are done.
 
         Raises:
-            RunOverError: The others are done, and the state is gone with them.
-            PeerFailedError: A member wants all to end.
-            MismatchError: A member of the first epoch came with other settings.
+            RunOverError: The other members are done, and no member has the state.
+            PeerFailedError: A member asked all to raise an error.
+            MismatchError: A member of the first generation has other settings.
         """
         act = {
-            p.Phase.REGISTERED: self._round,
+            p.Phase.ARRIVED: self._rendezvous,
             p.Phase.FORMING: self._form,
             p.Phase.TRANSFER: self._transfer,
         }
@@ -131,7 +134,7 @@ class Engine:
         return self.member.phase is p.Phase.REDUCING
 
     def any(self, flag: bool) -> bool:
-        """True if a member passes True.
+        """Return True if any member passes True.
 
         Raises:
             DistributedError: A member was lost: call `lost`.
@@ -151,7 +154,7 @@ class Engine:
         """Enter the barrier with complete gradients, and commit.
 
         Args:
-            stop: Whether a member has asked to stop after this step; the same on all members.
+            stop: True if a member asked to stop after this step; the same on all members.
 
         Raises:
             DistributedError: A member was lost: call `lost`.
@@ -160,24 +163,24 @@ class Engine:
         self._handle(p.Passed(self._pass_barrier()))
 
     def _pass_barrier(self) -> bool:
-        """Wait until all members have come here; whether one of them saw somebody new."""
+        """Wait for all members; return True if one of them saw a newcomer."""
         if self.size == 1:
             self._check()
         return self.any(self.monitor.wanted)
 
     def lost(self) -> None:
-        """A member was lost: leave the epoch."""
+        """Leave the generation because a member was lost."""
         if self.member.phase in (p.Phase.REDUCING, p.Phase.BARRIER):
             self._failed = True
             self._handle(p.Lost())
 
     def end_all(self, error: BaseException) -> None:
-        """Have all members raise an error, instead of trying the step again."""
+        """Make all members raise an error instead of repeating the step."""
         with contextlib.suppress(DistributedError):  # the store may be gone
             self.membership.fail(str(error))
 
     def stop(self) -> None:
-        """Take part no more; a group of this process alone stays."""
+        """Leave the run, keeping a group of this process alone."""
         self._forming.close()
         self.monitor.close()
         if self.member.phase is not p.Phase.DONE:
@@ -187,38 +190,41 @@ class Engine:
 
     @property
     def process_group(self) -> torch.distributed.ProcessGroup:
-        """The group.
+        """Process group of the generation.
 
         Raises:
-            NotSupportedError: The epoch is over, and the next one has not begun.
+            NotSupportedError: The generation has ended, and the next one has not begun.
         """
         if self.group.group is None:
             raise NotSupportedError(
-                "run.group is used between two steps, when a member was lost, wants to join, or "
-                "has left the run: there is no group before the next step. Use it within `with "
-                "step:`, where what it does is repeated with the step, as step.map does"
+                "run.group is unavailable between two steps after a member was lost, left or asked "
+                "to join: use it within `with step:`, whose work is repeated with the step, or use "
+                "step.map"
             )
         return self.group.group
 
     @property
     def size(self) -> int:
-        """How many members the epoch has."""
+        """Number of members of the generation."""
         return 1 if self.member.decision is None else len(self.member.decision.members)
 
     @property
     def rank(self) -> int:
-        """This member's rank in the epoch."""
+        """This member's rank in the generation."""
         decision = self.member.decision
         return 0 if decision is None else decision.members.index(self.member.number)
 
     def was_lost(self, seconds: float = 0.5) -> bool:
-        """Whether a member has left the epoch or is lost: asked after an unclear error."""
+        """Return True if a member left the generation or is lost.
+
+        Waits up to `seconds` for evidence. Used after an error with several possible causes.
+        """
         decision = self.member.decision
         if decision is None or len(decision.members) == 1:
             return False
         until = time.monotonic() + seconds
         while time.monotonic() < until:
-            if self.monitor.reason or self.membership.is_open(decision.epoch + 1):
+            if self.monitor.reason or self.membership.is_open(decision.generation + 1):
                 return True
             if self.monitor.absent(decision.members).gone:
                 return True
@@ -234,8 +240,8 @@ class Engine:
 
     def _execute(self, effect: p.Effect) -> None:
         match effect:
-            case p.Register(number, registration):
-                self.membership.register(number, registration)
+            case p.Arrive(number, arrival):
+                self.membership.arrive(number, arrival)
             case p.Propose(decision):
                 self.membership.propose(decision)
             case p.Commit():
@@ -247,10 +253,10 @@ class Engine:
             case p.Finish():
                 self._finish()
             case _:
-                pass  # `advance` or the training loop goes on with it
+                pass  # `advance` or the training loop continues
 
     def _finish(self) -> None:
-        """All steps are committed here.
+        """Report that all steps are committed.
 
         Raises:
             RunOverError: The run has another result, of members that took this one for dead.
@@ -258,31 +264,31 @@ class Engine:
         decision = self.member.decision
         assert decision is not None
         try:
-            first = self.membership.finish(decision.epoch)
-            same = p.same_line(decision.epoch, first, self._source_of)
+            first = self.membership.finish(decision.generation)
+            same = p.same_lineage(decision.generation, first, self._source_of)
         except DistributedError:
-            same = True  # all is committed without the store
+            same = True  # the store is gone, but all steps are committed
         report(finished=same)
         if not same:
             self._handle(p.Over())
             raise RunOverError(
-                "the run's members were done before, and had left this process out, which went on "
-                "alone: its state is not the run's; load the checkpoint that they have saved"
+                "the other members finished the run without this process, which continued alone: "
+                "its state is not that of the run; load the checkpoint that they saved"
             )
         self.group.leave(failed=False)
         self.group = self._forming.solo()
         self.on_done()
 
-    def _source_of(self, epoch: int) -> int:
-        decision = self.membership.decision(epoch)
+    def _source_of(self, generation: int) -> int:
+        decision = self.membership.decision(generation)
         assert decision is not None
         return decision.source
 
     # -- phases ----------------------------------------------------------------------------
 
-    def _round(self) -> None:
-        """Wait for the decision of the round, and make it when nobody is missing."""
-        number, since = self.member.round, time.monotonic()
+    def _rendezvous(self) -> None:
+        """Wait for the decision of the rendezvous, and propose it once all have arrived."""
+        number, since = self.member.rendezvous, time.monotonic()
         while (decision := self.membership.decision(number)) is None:
             if (failure := self.membership.failure()) is not None:
                 raise PeerFailedError(failure)
@@ -297,17 +303,17 @@ class Engine:
 
     def _seen(self, number: int, waited: float) -> p.Seen:
         previous = self.membership.decision(number - 1)
-        registered = self.membership.registered(number)
-        here = {r.member for r in registered}
+        arrived = self.membership.arrivals(number)
+        here = {r.member for r in arrived}
         known = () if previous is None else (*previous.members, *previous.former)
         absent = self.monitor.absent({*known, *here})
         gone = absent.gone
         if previous is not None and waited > self._options.timeout:
-            gone |= {m for m in previous.members if m not in here}  # it runs, and does not come
+            gone |= {m for m in previous.members if m not in here}  # alive, but does not arrive
         enough = len(here) >= self._options.expect or waited > self._options.timeout
-        # asked after who has left, which a member that is done does later
+        # read after the members that left: a member reports that it is done before it leaves
         finished, others = self.membership.any_finished(), gone - {self.member.number}
-        return p.Seen(previous, registered, others, absent.dead, enough, finished)
+        return p.Seen(previous, arrived, others, absent.dead, enough, finished)
 
     def _form(self) -> None:
         decision = self.member.decision
@@ -319,9 +325,9 @@ class Engine:
                 raise
             self._handle(p.Lost())
             return
-        self.group.leave(failed=False)  # that of this process alone
+        self.group.leave(failed=False)  # the group of this process alone
         self.group = group
-        self.monitor.watch(decision.epoch, decision.members, group.abort)
+        self.monitor.watch(decision.generation, decision.members, group.abort)
         self.membership.forget_processes({*decision.members, *decision.former})
         self.on_group()
         self._handle(p.Formed())
@@ -345,7 +351,7 @@ class Engine:
 
 
 def barrier(engine: Engine) -> None:
-    """Wait until all members of the epoch have come here."""
+    """Wait until all members of the generation have called it."""
     engine.wait(engine.process_group.allreduce([torch.zeros(1, dtype=torch.int32)], _MAX))
 
 
@@ -353,4 +359,4 @@ _MAX = AllreduceOptions()
 _MAX.reduceOp = ReduceOp(ReduceOp.MAX)
 _MAX_AT_ONCE = AllreduceOptions()
 _MAX_AT_ONCE.reduceOp = ReduceOp(ReduceOp.MAX)
-_MAX_AT_ONCE.asyncOp = False  # on shm in this thread: 45 µs, with the group's thread 240
+_MAX_AT_ONCE.asyncOp = False  # on shm it then runs in this thread: 45 µs instead of 240

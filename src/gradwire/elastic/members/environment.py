@@ -13,7 +13,7 @@ from gradwire.errors import ArgumentError, DistributedError
 STORE_VARIABLE = "GRADWIRE_ELASTIC_STORE"
 MEMBERS_VARIABLE = "GRADWIRE_ELASTIC_MEMBERS"
 LAUNCH_VARIABLES = ("GRADWIRE_ELASTIC_LAUNCH", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
-"""Where launchers name themselves: the same for a process that is started again."""
+"""Variables that identify a launch: a restarted process has the same value."""
 
 
 def members_of_environment() -> int:
@@ -35,10 +35,10 @@ def parse_address(text: str, name: str) -> tuple[str, int]:
 
     Args:
         text: The text.
-        name: What has it as its value, for the error.
+        name: Name of the option or variable, for the error.
 
     Raises:
-        ArgumentError: It is another text.
+        ArgumentError: The text has another format.
 
     Example:
         >>> parse_address("10.0.0.1:29400", "--store")
@@ -68,6 +68,6 @@ def store_of_environment(timeout: timedelta) -> Store:
         return dist.TCPStore(host, port, is_master=False, timeout=timeout)
     except dist.DistError as error:
         raise DistributedError(
-            f"no store answers at {address}, which {STORE_VARIABLE} names: start it with `python "
-            f"-m gradwire.elastic --serve {address}` on its host, and keep it running ({error})"
+            f"no store answers at {address} ({STORE_VARIABLE}): start it with `python -m "
+            f"gradwire.elastic --serve {address}` on its host, and keep it running ({error})"
         ) from error

@@ -1,4 +1,4 @@
-"""Forms the groups of epochs: on which backend, until when, and who gives up where none can be."""
+"""Form the groups of generations: choose the backend, watch for losses, give up in the end."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from datetime import timedelta
 from weakref import WeakSet
 
-from gradwire.elastic.members.groups import EpochGroup, form_gloo, form_shm, form_solo
+from gradwire.elastic.members.groups import GenerationGroup, form_gloo, form_shm, form_solo
 from gradwire.elastic.members.membership import Membership
 from gradwire.elastic.members.monitor import Monitor
 from gradwire.elastic.members.waiting import means_a_loss
@@ -18,7 +18,7 @@ from gradwire.shm.rendezvous import Listener
 
 
 def make_listener(backend: str) -> Listener | None:
-    """What members of this host connect to; None where they do not share memory."""
+    """Return the listener that members of this host connect to; None without shared memory."""
     return Listener() if backend == "shm" and is_available() else None
 
 
@@ -26,11 +26,11 @@ class Forming:
     """Forms groups for one member.
 
     Args:
-        membership: The store.
+        membership: Keys of the run in the store.
         monitor: Signs of life.
-        listener: What other members of this host connect to; `close` closes it.
+        listener: Listener that other members of this host connect to; `close` closes it.
         backend: "shm", or "gloo" for all groups.
-        timeout: Of a group's operations, in seconds.
+        timeout: Timeout of a group's operations in seconds.
     """
 
     def __init__(
@@ -43,20 +43,22 @@ class Forming:
     ) -> None:
         self._membership, self._monitor, self._listener = membership, monitor, listener
         self._backend, self._timeout = backend, timedelta(seconds=timeout)
-        self._unformed: tuple[frozenset[int], float] | None = None  # who cannot, and since when
+        self._unformed: tuple[frozenset[int], float] | None = (
+            None  # members that failed, and since when
+        )
         _ALL.add(self)
 
-    def solo(self) -> EpochGroup:
-        """A group of this process alone."""
+    def solo(self) -> GenerationGroup:
+        """Return a group of this process alone."""
         return form_solo(self._timeout, self._backend)
 
-    def form(self, decision: Decision, rank: int) -> EpochGroup:
-        """Form the group of an epoch.
+    def form(self, decision: Decision, rank: int) -> GenerationGroup:
+        """Form the group of a generation.
 
         Raises:
-            PeerLostError, CollectiveTimeoutError: A member was lost, or it failed for another
-                reason: the next round decides.
-            DistributedError: It has failed for so long that this member gives up.
+            PeerLostError, CollectiveTimeoutError: A member was lost, or forming failed for another
+                reason: the next rendezvous decides.
+            DistributedError: Forming has failed for so long that this member gives up.
         """
         try:
             group = self._form(decision, rank)
@@ -68,43 +70,43 @@ class Forming:
         return group
 
     def close(self) -> None:
-        """Close the listener: a forked child, too, would keep its name after the process."""
+        """Close the listener, whose name a forked child would otherwise keep alive."""
         if self._listener is not None:
             self._listener.close()
 
-    def _form(self, decision: Decision, rank: int) -> EpochGroup:
+    def _form(self, decision: Decision, rank: int) -> GenerationGroup:
         if len(decision.members) == 1:
             return self.solo()
         processes = [self._membership.process(number) for number in decision.members]
         store, found = self._membership.store, [q for q in processes if q is not None]
         if len(found) < len(processes):
-            raise PeerLostError("a member died before it was known")
+            raise PeerLostError("a member died before it wrote its process to the store")
 
         def poll() -> None:
             self._check(decision)
 
-        epoch, hosts = decision.epoch, {q.host for q in found}
+        generation, hosts = decision.generation, {q.host for q in found}
         if self._listener is not None and len(hosts) == 1 and None not in hosts:
             names = [q.listener for q in found]
             if all(names):
-                return form_shm(self._listener, names, rank, epoch, store, self._timeout, poll)
-        return form_gloo(rank, len(found), epoch, store, self._timeout, poll)
+                return form_shm(self._listener, names, rank, generation, store, self._timeout, poll)
+        return form_gloo(rank, len(found), generation, store, self._timeout, poll)
 
     def _check(self, decision: Decision) -> None:
-        """Raise if the epoch is not to be."""
-        after = decision.epoch + 1
+        """Raise if the group of the generation will not be formed."""
+        after = decision.generation + 1
         if self._membership.decision(after) is not None:
-            raise PeerLostError(f"epoch {decision.epoch} is over")
-        registered = {r.member for r in self._membership.registered(after)}
-        if gave_up := registered.intersection(decision.members):  # who is new can wait
-            raise PeerLostError(f"members {sorted(gave_up)} have given the epoch up")
+            raise PeerLostError(f"generation {decision.generation} has ended")
+        arrived = {r.member for r in self._membership.arrivals(after)}
+        if gave_up := arrived.intersection(decision.members):  # newcomers can wait
+            raise PeerLostError(f"members {sorted(gave_up)} have left the generation")
         if gone := self._monitor.absent(decision.members).gone:
             raise PeerLostError(f"members {sorted(gone)} are gone")
 
     def _give_up(self, decision: Decision, rank: int, error: DistributedError) -> None:
-        """Raise if these members could not form a group for long: the one of the last rank first.
+        """Raise if these members could not form a group for long; the last rank raises first.
 
-        Who is at fault cannot be known, but one fewer may be able to.
+        The faulty member cannot be known, but one member fewer may succeed.
         """
         members, now = frozenset(decision.members), time.monotonic()
         if self._unformed is None or self._unformed[0] != members:
@@ -112,7 +114,7 @@ class Forming:
         patience = self._timeout.total_seconds() * (len(members) - rank)
         if now - self._unformed[1] > patience:
             raise DistributedError(
-                f"no group could be formed for {patience:g} s; the last error: {error}"
+                f"no group could be formed within {patience:g} s: {error}"
             ) from error
 
 

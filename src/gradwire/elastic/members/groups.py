@@ -1,8 +1,8 @@
-"""The process group of an epoch: how it is formed, cut and left, apart from the default group.
+"""Process group of a generation: form it, abort it and leave it, apart from the default group.
 
-On shm members connect by the names of their listeners; on Gloo through the store. What waits for a
-member that will not come is ended: on shm by a message, on Gloo by shutting its connections down,
-as Gloo itself waits on until its timeout.
+On shm, members connect by the names of their listeners; on Gloo, through the store. A wait for a
+member that does not come is ended: on shm by a message, on Gloo by shutting down its connections,
+because Gloo itself waits until its timeout.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ Poll = Callable[[], None]
 
 
 class _Gloo(NamedTuple):
-    """A group over Gloo, and the inodes of its sockets by descriptor."""
+    """Gloo group, and the inodes of its sockets by descriptor."""
 
     group: ProcessGroup
     sockets: dict[int, int]
 
 
-class EpochGroup:
-    """A process group, and what ends the waits on it.
+class GenerationGroup:
+    """Process group, and the means to end the waits on it.
 
     Args:
         group: The process group.
-        store: For what its reducers tell each other.
-        cut: Makes all its operations fail, here and on the others.
+        store: Store through which reducers of the group communicate.
+        cut: Function that makes all operations of the group fail, on all its members.
     """
 
     def __init__(self, group: ProcessGroup, store: Store, cut: Callable[[], None]) -> None:
@@ -67,13 +67,13 @@ class EpochGroup:
         keep_store(group, store)
 
     def abort(self) -> None:
-        """Make all its operations fail; from any thread."""
+        """Make all operations of the group fail; may be called from any thread."""
         with self._lock:
             if self._cut is not None:
                 self._cut()
 
     def leave(self, *, failed: bool) -> None:
-        """Let go of it: in order, or after a failure at once."""
+        """Release the group; abort it first if it failed."""
         if failed:
             self.abort()
         with self._lock:
@@ -85,44 +85,44 @@ class EpochGroup:
                 group.shutdown()
 
 
-def form_solo(timeout: timedelta, backend: str) -> EpochGroup:
-    """A group of this process alone, before its first epoch."""
+def form_solo(timeout: timedelta, backend: str) -> GenerationGroup:
+    """Return a group of this process alone, for the time before its first generation."""
     store = dist.HashStore()
     if backend == "shm" and is_available():
         return _wrap_shm({}, 0, 1, store, timeout, "solo")
     group = _gloo(store, 0, 1, timeout, "solo")
-    return EpochGroup(group, store, lambda: None)
+    return GenerationGroup(group, store, lambda: None)
 
 
 def form_shm(
     listener: Listener,
     names: Sequence[str],
     rank: int,
-    epoch: int,
+    generation: int,
     store: Store,
     timeout: timedelta,
     poll: Poll,
-) -> EpochGroup:
+) -> GenerationGroup:
     """Form a group in shared memory.
 
     Args:
-        listener: This process's.
-        names: Of all members' listeners, in the order of their ranks.
-        rank: This member's.
-        epoch: The group's, of which there is one.
-        store: For what its reducers tell each other.
-        timeout: For each operation.
-        poll: Called meanwhile.
+        listener: Listener of this process.
+        names: Names of all members' listeners, in the order of their ranks.
+        rank: Rank of this member.
+        generation: Number of the generation, unique to the group.
+        store: Store through which reducers of the group communicate.
+        timeout: Timeout of each operation.
+        poll: Function called while waiting; raises if a member is lost.
 
     Raises:
-        DistributedError: A member is lost; what `poll` raises.
+        DistributedError: A member is lost, or `poll` raised.
     """
     formed = _in_thread(
-        lambda: connect_by_name(listener, names, rank, epoch, Deadline(FORM_SECONDS)),
+        lambda: connect_by_name(listener, names, rank, generation, Deadline(FORM_SECONDS)),
         poll,
-        lambda: report_absent(listener, names, epoch, rank),
+        lambda: report_absent(listener, names, generation, rank),
     )
-    return _wrap_shm(formed, rank, len(names), store, timeout, f"elastic {epoch}")
+    return _wrap_shm(formed, rank, len(names), store, timeout, f"elastic {generation}")
 
 
 def _wrap_shm(
@@ -132,22 +132,22 @@ def _wrap_shm(
     store: Store,
     timeout: timedelta,
     name: str,
-) -> EpochGroup:
+) -> GenerationGroup:
     group = ShmProcessGroup(rank, size, peers, timeout)
     group.setGroupName(name)
-    return EpochGroup(group, store, group.abort)
+    return GenerationGroup(group, store, group.abort)
 
 
 def form_gloo(
-    rank: int, size: int, epoch: int, store: Store, timeout: timedelta, poll: Poll
-) -> EpochGroup:
-    """Form a group over Gloo; arguments as `form_shm` has them.
+    rank: int, size: int, generation: int, store: Store, timeout: timedelta, poll: Poll
+) -> GenerationGroup:
+    """Form a group over Gloo; arguments as for `form_shm`.
 
     Raises:
-        DistributedError: A member is lost; what `poll` raises.
+        DistributedError: A member is lost, or `poll` raised.
     """
-    name = f"elastic {epoch}"
-    # a connection of its own: Gloo's requests wait in the store's client
+    name = f"elastic {generation}"
+    # own connection: Gloo's blocking requests would block the shared client
     own = PrefixStore(name, own_connection(store, FORM_SECONDS))
     own.set_timeout(timedelta(seconds=FORM_SECONDS))
     _meet(own, rank, size, poll)
@@ -159,17 +159,20 @@ def form_gloo(
 
     formed = _in_thread(form, poll, lambda: None)
     connections = formed.sockets
-    return EpochGroup(formed.group, PrefixStore(name, store), lambda: shut_down(connections))
+    return GenerationGroup(formed.group, PrefixStore(name, store), lambda: shut_down(connections))
 
 
 def _meet(store: Store, rank: int, size: int, poll: Poll) -> None:
-    """Wait until all members are about to form the group: Gloo's own wait cannot be ended."""
+    """Wait until all members are about to form the group.
+
+    Gloo's own wait cannot be ended.
+    """
     store.set(f"here/{rank}", "")
     deadline = Deadline(FORM_SECONDS)
     while not store.check([f"here/{other}" for other in range(size)]):
         poll()
         if deadline.over():
-            raise CollectiveTimeoutError(f"members did not come within {FORM_SECONDS:g} s")
+            raise CollectiveTimeoutError(f"not all members came within {FORM_SECONDS:g} s")
         time.sleep(POLL_SECONDS / 4)
 
 
@@ -184,14 +187,14 @@ def _gloo(store: Store, rank: int, size: int, timeout: timedelta, name: str) -> 
     group._register_backend(torch.device("cpu"), kind, backend)
     if size > 1:
         destroy_in_thread(group, backend)
-    named: Any = group  # its stub has a type of its own for names
+    named: Any = group  # the stub declares another type for names
     named._set_group_name(name)
     group._set_group_desc("")
     return group
 
 
 def _in_thread(form: Callable[[], Result], poll: Poll, end: Callable[[], None]) -> Result:
-    """The result of a function that waits for others, unless `poll` raises meanwhile."""
+    """Return the result of `form`, run in a thread; call `end` and raise if `poll` raises."""
     future: Future[Result] = Future()
     threading.Thread(
         target=_run, args=(future, form), name="gradwire-elastic-form", daemon=True
@@ -202,7 +205,7 @@ def _in_thread(form: Callable[[], Result], poll: Poll, end: Callable[[], None]) 
             wait([future], POLL_SECONDS)
             poll()
             if deadline.over():
-                raise CollectiveTimeoutError(f"members did not connect within {FORM_SECONDS:g} s")
+                raise CollectiveTimeoutError(f"not all members connected within {FORM_SECONDS:g} s")
     except BaseException:
         future.add_done_callback(_close)
         end()
@@ -215,15 +218,18 @@ def _in_thread(form: Callable[[], Result], poll: Poll, end: Callable[[], None]) 
         _check_own_fault(error)
         raise PeerLostError(f"the group could not be formed: {error}") from error
     finally:
-        # the error's traceback holds this frame: they would keep each other until garbage is
-        # collected, and a connection to the store with them
+        # the error's traceback refers to this frame: the cycle would keep a connection to the
+        # store open until the next garbage collection
         del future
 
 
 def _check_own_fault(error: Exception) -> None:
-    """Raise if this process lacks the memory or descriptors for a group: no other member helps."""
+    """Raise if this process lacks memory or descriptors for a group.
+
+    Other members cannot help in this case.
+    """
     if isinstance(error, MemoryError) or getattr(error, "errno", 0) in LACKING:
-        raise DistributedError(f"this process has no memory for a group: {error}") from error
+        raise DistributedError(f"this process lacks memory for a group: {error}") from error
     pairs: list[tuple[socket.socket, socket.socket]] = []
     try:
         for _ in range(8):
@@ -238,13 +244,13 @@ def _check_own_fault(error: Exception) -> None:
 def _run(future: Future[Result], form: Callable[[], Result]) -> None:
     try:
         future.set_result(form())
-    except BaseException as error:  # raised by who waits
+    except BaseException as error:  # raised in the waiting thread
         future.set_exception(error)
         del future  # as above
 
 
 def _close(future: Future[Any]) -> None:
-    """Let go of a group that came too late."""
+    """Release a group that was formed too late."""
     if future.exception() is not None:
         return
     value = future.result()
@@ -256,10 +262,10 @@ def _close(future: Future[Any]) -> None:
 
 
 def _gloo_sockets(before: dict[int, int], store: Store, rank: int, size: int) -> dict[int, int]:
-    """The connections of a group that was just formed.
+    """Return the connections of a group that was just formed.
 
-    Of the sockets that are new, those that lead from or to one of the members' listening ports:
-    another thread of this process may have opened others.
+    Of the new sockets, these are the connections from or to a listening port of a member: another
+    thread of this process may have opened other sockets.
     """
     new = {fd: inode for fd, inode in sockets().items() if before.get(fd) != inode}
     ports = [port for fd in new if (port := listening_port(fd))]

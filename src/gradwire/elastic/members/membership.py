@@ -1,6 +1,6 @@
-"""What members write to the store and read there: registrations, decisions, signs of life.
+"""Keys of a run in the store: arrivals, decisions, signs of life.
 
-The store is one that no member hosts. No request waits: what is not there yet is asked for again.
+No member hosts the store. No request blocks: missing keys are polled.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from gradwire._version import __version__
 from gradwire.ddp.faults.liveness import this_process
 from gradwire.elastic.members.environment import LAUNCH_VARIABLES
 from gradwire.elastic.members.sockets import own_connection
-from gradwire.elastic.protocol import Decision, Registration
+from gradwire.elastic.protocol import Arrival, Decision
 from gradwire.errors import DistributedError, NotSupportedError
 
 
 @dataclass(frozen=True)
 class Process:
-    """Where a member runs.
+    """Process of a member.
 
     Args:
-        process: As `liveness.this_process` has it.
-        listener: The name under which others of its host connect to it.
-        network: Its network namespace: listeners' names do not leave it.
+        process: Identity of the process, from `liveness.this_process`.
+        listener: Name under which other members of its host connect to it.
+        network: Network namespace, which limits the reach of listeners' names.
     """
 
     process: str
@@ -38,7 +38,7 @@ class Process:
 
     @staticmethod
     def this(listener: str) -> Process:
-        """The process that calls."""
+        """Return the calling process."""
         try:
             network = os.readlink("/proc/self/ns/net")
         except OSError:
@@ -47,19 +47,19 @@ class Process:
 
     @property
     def host(self) -> str | None:
-        """Its host, with its namespaces; None where that is not known."""
+        """Host of the process with its namespaces; None if unknown."""
         host: str | None = json.loads(self.process)[0]
         return host and f"{host} {self.network}"
 
 
 @dataclass(frozen=True)
 class Signs:
-    """What members show of themselves.
+    """Signs of life that members have written.
 
     Args:
-        beats: The last sign of life of each.
-        left: Those that take part no more.
-        wanted: Whether anybody has registered for the round that was asked about.
+        beats: Last sign of life of each member.
+        left: Members that have left.
+        wanted: True if a member has arrived at the requested rendezvous.
     """
 
     beats: dict[int, bytes]
@@ -68,21 +68,21 @@ class Signs:
 
 
 class Membership:
-    """One member's view of the store.
+    """View of one member on the keys of its run.
 
     Args:
-        store: The store; a connection of its own is made.
-        seconds: How long the store may take to answer a request.
-        name: What this run's keys begin with: the same on all members.
-        listener: The name under which others of this host connect to this process; "" if none do.
+        store: The store, to which an own connection is made.
+        seconds: Timeout of a request to the store.
+        name: Prefix of the run's keys, the same on all members.
+        listener: Name under which others of this host connect to this process; "" for none.
 
     Raises:
-        NotSupportedError: It is another user's than the run's others on this host, or has another
-            version of PyTorch or gradwire.
+        NotSupportedError: This process is of another user than the other members on this host, or
+            has another version of PyTorch or gradwire.
 
     Attributes:
-        number: This member's.
-        store: The store, under the run's name.
+        number: Number of this member.
+        store: The store, with the prefix of the run.
     """
 
     def __init__(self, store: Store, seconds: float, name: str, listener: str) -> None:
@@ -102,23 +102,26 @@ class Membership:
         self._ask(self.store.set, f"member/{self.number}", json.dumps(asdict(mine)))
 
     def _check_user(self, host: str | None) -> None:
-        """Members that share memory are processes of one user: the first one of a host."""
+        """Raise unless the members on this host, which share memory, are of one user."""
         mine = str(os.getuid()).encode()
         first = self._ask(self.store.compare_set, f"user/{host}", "", mine.decode())
         if first != mine:
             raise NotSupportedError(
-                f"this process is user {mine.decode()}'s, and the run's others on this host are "
-                f"user {first.decode()}'s: start all as one user, or pass backend='gloo'"
+                f"this process runs as user {mine.decode()}, and the other members on this host as "
+                f"user {first.decode()}: start all as one user, or pass backend='gloo'"
             )
 
     def _check_versions(self) -> None:
-        """Members have the first one's versions: others round or write otherwise."""
+        """Raise unless this process has the first member's versions of PyTorch and gradwire.
+
+        Other versions may round or encode differently.
+        """
         mine = f"torch {torch.__version__} and gradwire {__version__}"
         first = self._ask(self.store.compare_set, "versions", "", mine).decode()
         if first != mine:
             raise NotSupportedError(
-                f"this process has {mine}, and the run was begun with {first}: start all with the "
-                "same, or begin another run from a checkpoint"
+                f"this process has {mine}, but the run was started with {first}: use the same "
+                "versions, or start a new run from a checkpoint"
             )
 
     def _came_as_stranger(self) -> bool:
@@ -132,124 +135,129 @@ class Membership:
         return launch is None or not self._ask(self.store.check, [key])
 
     def process(self, number: int) -> Process | None:
-        """Where a member runs; None if it died before it wrote that."""
+        """Return the process of a member; None if it died before it wrote it."""
         found = self._processes.get(number)
         if found is None and (text := self._get(f"member/{number}")) is not None:
             found = self._processes[number] = Process(**json.loads(text))
         return found
 
     def forget_processes(self, but: Collection[int]) -> None:
-        """Forget what was read of members that are gone."""
+        """Forget the processes of all members except `but`."""
         self._processes = {n: found for n, found in self._processes.items() if n in but}
 
     def agree_on(self, settings: str) -> str:
-        """The settings of the first member that asks."""
+        """Return the settings of the first member that called this."""
         return str(self._ask(self.store.compare_set, "settings", "", settings).decode())
 
     def refuse(self, reason: str) -> None:
-        """Have all members of the first round raise an error."""
+        """Make all members of the first rendezvous raise an error."""
         self._ask(self.store.compare_set, "refused", "", reason)
 
     def refusal(self) -> str | None:
-        """The error that all members of the first round raise, if there is one."""
+        """Return the error that all members of the first rendezvous raise, or None."""
         text = self._get("refused")
         return None if text is None else text.decode()
 
     # -- rounds ----------------------------------------------------------------------------
 
-    def register(self, round_: int, registration: Registration) -> None:
-        """Register for a round, once."""
-        slot = self._ask(self.store.add, f"round/{round_}/count", 1)
-        text = json.dumps(registration._asdict())
-        self._ask(self.store.set, f"round/{round_}/{slot}", text)
+    def arrive(self, rendezvous: int, arrival: Arrival) -> None:
+        """Arrive at a rendezvous; once per member."""
+        slot = self._ask(self.store.add, f"rendezvous/{rendezvous}/count", 1)
+        text = json.dumps(arrival._asdict())
+        self._ask(self.store.set, f"rendezvous/{rendezvous}/{slot}", text)
 
-    def is_open(self, round_: int) -> bool:
-        """Whether anybody has registered for a round."""
-        return self._count(round_) > 0
+    def is_open(self, rendezvous: int) -> bool:
+        """Return True if a member has arrived at a rendezvous."""
+        return self._count(rendezvous) > 0
 
-    def _count(self, round_: int) -> int:
-        """How many have registered; there is a number in the store from now on."""
-        return int(self._ask(self.store.add, f"round/{round_}/count", 0))
+    def _count(self, rendezvous: int) -> int:
+        """Return the number of arrivals, creating the key if it is missing."""
+        return int(self._ask(self.store.add, f"rendezvous/{rendezvous}/count", 0))
 
-    def registered(self, round_: int) -> tuple[Registration, ...]:
-        """Who has registered for a round so far."""
-        # a member that died between its two requests has a slot with nothing in it
-        texts = (self._get(f"round/{round_}/{slot}") for slot in range(1, self._count(round_) + 1))
-        found = [Registration(**json.loads(text)) for text in texts if text is not None]
+    def arrivals(self, rendezvous: int) -> tuple[Arrival, ...]:
+        """Return the arrivals at a rendezvous so far."""
+        # a member that died between its two requests leaves an empty slot
+        texts = (
+            self._get(f"rendezvous/{rendezvous}/{slot}")
+            for slot in range(1, self._count(rendezvous) + 1)
+        )
+        found = [Arrival(**json.loads(text)) for text in texts if text is not None]
         return tuple(sorted(found, key=lambda r: r.member))
 
     def propose(self, decision: Decision) -> None:
-        """Write a decision, if there is none for its round."""
-        key = f"decision/{decision.epoch}"
+        """Write a decision, unless its rendezvous has one."""
+        key = f"decision/{decision.generation}"
         self._ask(self.store.compare_set, key, "", json.dumps(decision._asdict()))
-        self._ask(self.store.set, "latest", str(decision.epoch))
+        self._ask(self.store.set, "latest", str(decision.generation))
 
-    def decision(self, epoch: int) -> Decision | None:
-        """The decision of a round, if there is one."""
-        if epoch not in self._decisions:
-            text = self._get(f"decision/{epoch}")
+    def decision(self, generation: int) -> Decision | None:
+        """Return the decision of a rendezvous; None if there is none yet."""
+        if generation not in self._decisions:
+            text = self._get(f"decision/{generation}")
             if text is None:
                 return None
             fields = json.loads(text)
             for name in ("members", "holders", "former"):
                 fields[name] = tuple(fields[name])
-            self._decisions[epoch] = Decision(**fields)
-            self._decisions.pop(epoch - 4, None)
-        return self._decisions[epoch]
+            self._decisions[generation] = Decision(**fields)
+            self._decisions.pop(generation - 4, None)
+        return self._decisions[generation]
 
     def latest(self) -> int:
-        """The last epoch that was decided; 0 before the first."""
-        epoch = int(self._get("latest") or 0)
-        while self.decision(epoch + 1) is not None:  # its proposer may have died in between
-            epoch += 1
-        return epoch
+        """Return the last generation that was decided; 0 before the first."""
+        generation = int(self._get("latest") or 0)
+        while (
+            self.decision(generation + 1) is not None
+        ):  # its proposer may have died between its two requests
+            generation += 1
+        return generation
 
     # -- signs of life ---------------------------------------------------------------------
 
     def beat(self, count: int) -> None:
-        """Show that this process runs."""
+        """Write a sign of life."""
         self._ask(self.store.set, f"beat/{self.number}", str(count))
 
-    def signs(self, numbers: Sequence[int], round_: int | None = None) -> Signs:
-        """What members show of themselves, and whether anybody has registered for a round.
+    def signs(self, numbers: Sequence[int], rendezvous: int | None = None) -> Signs:
+        """Return the signs of life of members, and whether a rendezvous has arrivals.
 
-        In one request, as each takes two processes from their work. All that it asks for is there:
-        the members have registered, and `is_open` was asked about the round.
+        One request for all, because each request wakes two processes. All requested keys exist: the
+        members have arrived, and `is_open` was called for the rendezvous.
         """
         keys = [f"beat/{n}" for n in numbers] + [f"left/{n}" for n in numbers]
-        if round_ is not None:
-            keys.append(f"round/{round_}/count")
+        if rendezvous is not None:
+            keys.append(f"rendezvous/{rendezvous}/count")
         found = dict(zip(keys, self._ask(self.store.multi_get, keys) if keys else (), strict=True))
         return Signs(
             {n: found[f"beat/{n}"] for n in numbers},
             frozenset(n for n in numbers if found[f"left/{n}"]),
-            int(found.get(f"round/{round_}/count", 0)) > 0,
+            int(found.get(f"rendezvous/{rendezvous}/count", 0)) > 0,
         )
 
-    def finish(self, epoch: int) -> int:
-        """Let others know that this member has committed all steps.
+    def finish(self, generation: int) -> int:
+        """Report that this member has committed all steps.
 
         Returns:
-            The epoch of the first member that had.
+            Generation of the first member that reported it.
         """
-        first = int(self._ask(self.store.compare_set, "finished", "", str(epoch)))
+        first = int(self._ask(self.store.compare_set, "finished", "", str(generation)))
         self.leave()
         return first
 
     def leave(self) -> None:
-        """Let others know that this member takes part no more."""
+        """Report that this member leaves the run."""
         self._ask(self.store.set, f"left/{self.number}", "left")
 
     def any_finished(self) -> bool:
-        """Whether any member has committed all steps."""
+        """Return True if any member has committed all steps."""
         return bool(self._ask(self.store.check, ["finished"]))
 
     def why_over(self) -> tuple[str, int]:
-        """Return what a process is told that the run is over for, and its exit code."""
+        """Return the message and the exit code for a process that comes after the run."""
         if not self._is_stranger:
             return (
-                "the run's members are done, and this process was not taken in before, or was left "
-                "out: it does not have the state; load the checkpoint that they have saved",
+                "the run's members are done, and this process was not among them at the end: it "
+                "does not have the state; load the checkpoint that they saved",
                 0,
             )
         return (
@@ -259,11 +267,11 @@ class Membership:
         )
 
     def fail(self, reason: str) -> None:
-        """Have all members raise an error, instead of trying the step again."""
+        """Make all members raise an error instead of repeating the step."""
         self._ask(self.store.compare_set, "failed", "", reason)
 
     def failure(self) -> str | None:
-        """The error that a member wants all to raise, if one does."""
+        """Return the error that a member asked all to raise, or None."""
         text = self._get("failed")
         return None if text is None else text.decode()
 
@@ -274,13 +282,13 @@ class Membership:
 
     def _ask(self, request: Callable[..., Any], *args: Any) -> Any:
         try:
-            if self._broken:  # a late answer would be taken for that of the next request
+            if self._broken:  # a late answer would be taken for the answer to the next request
                 raise DistError(self._broken)
             return request(*args)
         except DistError as error:
             self._broken = str(error)
             raise DistributedError(
-                f"the store of the elastic run does not answer: {error}; members can finish "
-                "without it as long as none is lost, and none can join: start all again with a "
-                "new store, from the last checkpoint"
+                f"the store of the elastic run does not answer: {error}. Members can finish "
+                "without it unless one is lost, and none can join: start all again from the last "
+                "checkpoint, with a new store"
             ) from error

@@ -1,8 +1,8 @@
-"""Who shows no sign of life, whether somebody wants to join, and whether this member is out.
+"""Signs of life, newcomers, and the end of this member's generation.
 
-One thread per member: it writes signs of life and looks for those of the others. When a member of
-the epoch is dead or silent, or the next epoch was decided without this one, it aborts the group, so
-that the main thread does not wait on.
+One thread per member writes its sign of life and reads those of the others. When a member of the
+generation is dead or silent, or the next generation was decided without this member, the thread
+aborts the group, so that the main thread does not wait longer.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Absent:
 
     Args:
         gone: All of them.
-        dead: Those that will not come back.
-        left: Those of them that said so.
+        dead: Members that will not come back.
+        left: Members that reported that they left.
     """
 
     gone: frozenset[int]
@@ -37,20 +37,20 @@ class Monitor:
     """Signs of life of this member and of others.
 
     Args:
-        membership: The store.
+        membership: Keys of the run in the store.
         period: Seconds between two signs of life.
-        silence: Seconds without one after which a member is taken for lost.
+        silence: Seconds without a sign of life after which a member counts as lost.
 
     Attributes:
-        wanted: Whether somebody has registered for the next round.
-        reason: Why the epoch has to end, if it does; "" otherwise.
+        wanted: True if a member has arrived at the next rendezvous.
+        reason: Reason why the generation has to end; "" if it does not.
     """
 
     def __init__(self, membership: Membership, period: float, silence: float) -> None:
         self._membership, self._period, self._silence = membership, period, silence
         self._seen: dict[int, tuple[bytes, float]] = {}
         self._lock = threading.Lock()
-        self._epoch = 0
+        self._generation = 0
         self._members: tuple[int, ...] = ()
         self._abort: Callable[[], None] | None = None
         self._end = threading.Event()
@@ -59,22 +59,22 @@ class Monitor:
         self._thread = threading.Thread(target=self._run, name="gradwire-elastic", daemon=True)
         self._thread.start()
 
-    def watch(self, epoch: int, members: Iterable[int], abort: Callable[[], None]) -> None:
-        """Call `abort` once if a member of an epoch is lost, or the epoch is over."""
+    def watch(self, generation: int, members: Iterable[int], abort: Callable[[], None]) -> None:
+        """Call `abort` once if a member of the generation is lost or the generation has ended."""
         with contextlib.suppress(DistributedError):  # the store may die at any time
-            self._membership.is_open(epoch + 1)  # `_look` asks for what is there
+            self._membership.is_open(generation + 1)  # creates the key that `_look` reads
         with self._lock:
             self.wanted, self.reason = False, ""
-            self._epoch, self._members, self._abort = epoch, tuple(members), abort
+            self._generation, self._members, self._abort = generation, tuple(members), abort
             self._seen = {n: seen for n, seen in self._seen.items() if n in self._members}
 
     def ignore(self) -> None:
-        """Watch no epoch."""
+        """Stop watching a generation."""
         with self._lock:
-            self._epoch, self._members, self._abort = 0, (), None
+            self._generation, self._members, self._abort = 0, (), None
 
     def absent(self, numbers: Iterable[int]) -> Absent:
-        """Those of the members that are dead, silent, or done."""
+        """Return the members among `numbers` that are dead, silent or done."""
         others = [n for n in numbers if n != self._membership.number]
         return self._judge(self._membership.signs(others))
 
@@ -97,7 +97,7 @@ class Monitor:
 
     def _silent(self, beats: Mapping[int, bytes]) -> set[int]:
         now = time.monotonic()
-        if now - self._looked > self._silence / 2:  # this process itself was stopped
+        if now - self._looked > self._silence / 2:  # this process itself was suspended
             self._seen = {n: (beat, now) for n, (beat, _) in self._seen.items()}
         self._looked = now
         for number, beat in beats.items():
@@ -113,27 +113,29 @@ class Monitor:
                 self._membership.beat(count)
                 self._look()
             except DistributedError:
-                continue  # the store is gone: without it nobody joins, and epochs go on
+                continue  # without the store nobody can join, but the generation continues
 
     def _look(self) -> None:
         with self._lock:
-            epoch, members = self._epoch, self._members
-        if not epoch:
+            generation, members = self._generation, self._members
+        if not generation:
             return
         others = [n for n in members if n != self._membership.number]
-        signs = self._membership.signs(others, epoch + 1)
+        signs = self._membership.signs(others, generation + 1)
         with self._lock:
-            self.wanted = self.wanted or (signs.wanted and self._epoch == epoch)
+            self.wanted = self.wanted or (signs.wanted and self._generation == generation)
         reason = ""
-        if signs.wanted and self._membership.decision(epoch + 1) is not None:
-            reason = f"epoch {epoch + 1} was decided while this member was in {epoch}"
+        if signs.wanted and self._membership.decision(generation + 1) is not None:
+            reason = (
+                f"generation {generation + 1} was decided while this member was in {generation}"
+            )
         else:
             absent = self._judge(signs)
             if lost := absent.gone - absent.left:
-                reason = f"members {sorted(lost)} died or show no sign of life"
+                reason = f"members {sorted(lost)} died or gave no sign of life"
         if reason:
             with self._lock:
-                if self._epoch != epoch or self._abort is None:
+                if self._generation != generation or self._abort is None:
                     return
                 abort, self._abort, self.reason = self._abort, None, reason
             abort()

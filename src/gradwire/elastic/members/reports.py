@@ -1,7 +1,7 @@
-"""How a member ends: what it tells its supervisor, and its exit code if the run was done before.
+"""Reports of a process to its supervisor, and the exit code of a process that comes too late.
 
-Through a pipe that the supervisor makes for each process. Exit codes say too little: a process may
-fail after its run is done, and all may fail with the same error at the same step.
+They go through a pipe that the supervisor makes for each process. Exit codes say too little: a
+process may fail after its run is done, and all may fail with the same error at the same step.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ TEXT = 1000  # characters of an error's message: a pipe takes 4096 bytes at once
 
 
 class Reports:
-    """The supervisor's end of a process's pipe.
+    """Supervisor's end of the pipe of a process.
 
     Attributes:
-        sender: The descriptor that the process inherits; close it with `started`.
-        environment: What tells the process of it.
+        sender: Descriptor that the process inherits; close it with `started`.
+        environment: Variable through which the process finds the pipe.
     """
 
     def __init__(self) -> None:
         self._receiver, self.sender = os.pipe()
         os.set_blocking(self._receiver, False)
-        # the number is another file's in a process that the member starts
+        # in a process that the member starts, the descriptor may be another file
         self.environment = {VARIABLE: f"{self.sender}:{os.fstat(self.sender).st_ino}"}
 
     def started(self) -> None:
-        """Leave the sending end to the process."""
+        """Close the sending end in the supervisor, once the process is started."""
         os.close(self.sender)
 
     def read(self) -> dict[str, Any]:
-        """Return all that the process has said, and close the pipe; the process has ended."""
+        """Return all reports, and close the pipe, after the process has ended."""
         data = b""
-        with contextlib.suppress(BlockingIOError):  # a process that it has forked still lives
+        with contextlib.suppress(BlockingIOError):  # a child that it forked still has the other end
             while piece := os.read(self._receiver, 1 << 16):
                 data += piece
         os.close(self._receiver)
@@ -52,7 +52,7 @@ class Reports:
 
 
 def report(**fields: Any) -> None:
-    """Tell the supervisor, if there is one."""
+    """Report fields to the supervisor, if there is one."""
     number, _, inode = os.environ.get(VARIABLE, "").partition(":")
     with contextlib.suppress(OSError, ValueError):
         if os.fstat(int(number)).st_ino == int(inode):
@@ -60,10 +60,10 @@ def report(**fields: Any) -> None:
 
 
 def end_with_reports(step: Callable[[], int | None]) -> None:
-    """Have uncaught errors reported to the supervisor, and a RunOverError end with its exit code.
+    """Report uncaught errors to the supervisor; exit with the code of a RunOverError.
 
     Args:
-        step: Returns the step that is under way; None if there is none.
+        step: Function that returns the current step; None if there is none.
     """
     before = getattr(sys.excepthook, "gradwire_before", sys.excepthook)
 
@@ -73,7 +73,7 @@ def end_with_reports(step: Callable[[], int | None]) -> None:
         if isinstance(error, RunOverError):
             report(over=str(error))
             print(f"gradwire: {error}", file=sys.stderr, flush=True)
-            sys.exit(error.code)  # the interpreter takes it from here
+            sys.exit(error.code)  # the interpreter handles SystemExit
         if isinstance(error, Exception):
             report(error=kind.__name__, message=str(error)[:TEXT], step=step())
         before(kind, error, traceback)

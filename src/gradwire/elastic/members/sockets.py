@@ -1,4 +1,4 @@
-"""This process's sockets: whose waits PyTorch has no way to end, or gives no deadline."""
+"""Sockets of this process: end waits that PyTorch cannot end, and give deadlines to others."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 
 def own_connection(store: Store, seconds: float) -> Store:
-    """The same store by another connection, on which each answer has a deadline.
+    """Return a clone of the store whose requests have a deadline.
 
-    PyTorch waits for the answer of a store's process that hangs, or of a host that is cut off,
-    until the system gives the connection up: that may take forever.
+    Without it, PyTorch waits for a store whose process hangs, or whose host is unreachable, until
+    the system gives the connection up, possibly forever.
     """
     before = sockets()
     clone: Store = store.clone()  # type: ignore[attr-defined]
@@ -31,14 +31,14 @@ def own_connection(store: Store, seconds: float) -> Store:
 
 
 def _port_of(store: Store) -> int:
-    """That a store's process listens on; -1 for another kind of store."""
+    """Return the port of a store's server; -1 for another kind of store."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store.port if isinstance(store, TCPStore) else -1
 
 
 def sockets() -> dict[int, int]:
-    """This process's sockets and their inodes, by descriptor; none where there is no /proc."""
+    """Return the inodes of this process's sockets by descriptor; empty without /proc."""
     found = {}
     with contextlib.suppress(OSError):
         for name in os.listdir("/proc/self/fd"):
@@ -50,7 +50,7 @@ def sockets() -> dict[int, int]:
 
 
 def listening_port(fd: int) -> int:
-    """The port that a socket listens on; 0 for another one."""
+    """Return the port that a socket listens on; 0 if it does not listen."""
     with socket.socket(fileno=os.dup(fd)) as duplicate:
         if duplicate.family not in (socket.AF_INET, socket.AF_INET6):
             return 0
@@ -59,7 +59,7 @@ def listening_port(fd: int) -> int:
 
 
 def ports_of(fd: int) -> set[int]:
-    """The ports of a connection's two ends; none of what is no connection."""
+    """Return the ports of both ends of a connection; empty for other sockets."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as duplicate:
         if duplicate.family in (socket.AF_INET, socket.AF_INET6):
             return {duplicate.getpeername()[1], duplicate.getsockname()[1]}
@@ -67,7 +67,7 @@ def ports_of(fd: int) -> set[int]:
 
 
 def shut_down(connections: dict[int, int]) -> None:
-    """End connections, unless they have been closed and their descriptors are another's."""
+    """Shut connections down, unless their descriptors have been reused."""
     now = sockets()
     for fd, inode in connections.items():
         if now.get(fd) == inode:

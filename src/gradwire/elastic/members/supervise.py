@@ -27,11 +27,11 @@ FORWARDED = (*ENDING, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def serve_store(host: str = "127.0.0.1", port: int = 0) -> dist.TCPStore:
-    """Serve a store in this process, which is no member.
+    """Serve a store in this process, which is not a member.
 
     Args:
-        host: The address that it listens on: members of other hosts need one that they can reach.
-        port: Its port; 0 for one that is free.
+        host: Address to listen on; members on other hosts must be able to reach it.
+        port: Port to listen on; 0 for a free one.
 
     Raises:
         ArgumentError: This host cannot listen there.
@@ -45,8 +45,8 @@ def serve_store(host: str = "127.0.0.1", port: int = 0) -> dist.TCPStore:
         listener = socket.create_server((host, port))
     except (OSError, OverflowError) as error:
         raise ArgumentError(
-            f"no store can be served at {host}:{port}: {error}; give an address of this host and a "
-            "port that is free"
+            f"no store can be served at {host}:{port}: {error}; pass an address of this host and a "
+            "free port"
         ) from error
     return dist.TCPStore(
         host,
@@ -72,39 +72,38 @@ def supervise(
 ) -> int:
     """Run a command in several processes as members of an elastic run, until all have ended.
 
-    A process that ends with an error, or is killed, is started again, unless its run was done.
-    Processes that end well are not; the others are waited for. If more than `nproc` processes in a
-    row end with the same error at the same step, all are ended.
+    A process that fails or is killed is restarted, unless its run was done. Processes that exit
+    with 0 are not restarted, and the others are waited for. If more than `nproc` processes in a row
+    end with the same error at the same step, all are ended.
 
     SIGTERM, SIGINT, SIGHUP and SIGQUIT are forwarded to the processes, which have
     `shutdown_timeout` seconds to end before they are killed; SIGUSR1 and SIGUSR2 are forwarded. No
-    process is left when this function returns or raises. Signals are handled in the main thread
-    alone.
+    process is left when this function returns or raises. Signals are handled only in the main
+    thread.
 
     Args:
-        command: The command and its arguments.
+        command: Command and its arguments.
         nproc: Number of processes.
-        max_restarts: Number of times that a process is started again, in all.
-        store: host:port of a store that another process serves; None: this process does.
-        members: Number of members that the first epoch waits for; None: `nproc`.
+        max_restarts: Number of restarts, over all processes.
+        store: host:port of a store that another process serves; None to serve one here.
+        members: Number of members that the first generation waits for; None for `nproc`.
         grace: Seconds after which processes are ended that still run when another of this host is
-            done; None: they are waited for.
+            done; None to wait for them.
         shutdown_timeout: Seconds between a signal that ends the processes and SIGKILL.
-        on_exit: Called with the process id and exit code of each that has ended.
-        on_start: Called with the process id of each that is started.
-        log: Called with a line of text: which process died and how, which was started, and how the
-            run ended.
+        on_exit: Function called with the process id and exit code of each process that ended.
+        on_start: Function called with the process id of each process that was started.
+        log: Function called with a line of text about each death, restart and end.
 
     Returns:
-        0 if the run is done, or the process that ended last ended well. Otherwise an exit code of a
-        process, 128 + n if signal n killed it; 1 if processes had to be ended. A process that fails
-        after its run is done makes it nonzero.
+        0 if the run is done, or the process that ended last exited with 0. Otherwise the exit code
+        of a process, 128 + n if signal n killed it; 1 if processes had to be ended. A process that
+        fails after its run is done makes it nonzero.
 
     Raises:
-        ArgumentError: The command is empty, or an argument cannot be used.
-        SystemExit: A signal has ended the processes, even if they ended well; the code is 128 + its
+        ArgumentError: The command is empty, or an argument is invalid.
+        SystemExit: A signal ended the processes, even if they exited with 0; the code is 128 + its
             number.
-        KeyboardInterrupt: SIGINT has.
+        KeyboardInterrupt: SIGINT ended the processes.
 
     Example:
         >>> import sys
@@ -127,7 +126,7 @@ def supervise(
     if store is not None:
         parse_address(store, "store")
     if store is None:
-        served = serve_store()  # it lives as long as this function runs
+        served = serve_store()  # lives until this function returns
         store = f"127.0.0.1:{served.port}"
     environment = {
         **os.environ,
@@ -152,7 +151,7 @@ def supervise(
 
 @contextlib.contextmanager
 def _signals_taken(received: list[int]) -> Iterator[None]:
-    """Append signals to a list instead of what they do, but for those that are ignored."""
+    """Append signals to `received` instead of handling them, except ignored ones."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

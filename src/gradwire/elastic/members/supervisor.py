@@ -16,14 +16,14 @@ from typing import Any
 from gradwire.elastic.members.reports import Reports
 
 POLL_SECONDS = 0.02
-WAIT_SECONDS = 60.0  # until it is said that processes still run after the run is done
+WAIT_SECONDS = 60.0  # until a message says that processes still run after the run
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
 class _Member:
-    """A process, and its pipe."""
+    """Process of a member, and its pipe."""
 
     process: subprocess.Popen[bytes]
     reports: Reports
@@ -33,11 +33,11 @@ class _Member:
 
 
 class Supervisor:
-    """The processes of one host; arguments as `supervise` has them.
+    """Processes of one host; arguments as for `supervise`.
 
     Attributes:
-        signals: Numbers of signals that this process has got and not handled.
-        stopped_by: The signal that ends all; 0 if none does.
+        signals: Signals that this process received and has not handled.
+        stopped_by: Signal that ends all processes; 0 for none.
     """
 
     def __init__(
@@ -58,8 +58,8 @@ class Supervisor:
         self._running: list[_Member] = []
         self._done_at: float | None = None
         self._patience = WAIT_SECONDS if grace is None else grace
-        self._last_code = 0  # of the process that ended last
-        self._failed_code = 0  # of one whose work nobody takes over
+        self._last_code = 0  # exit code of the process that ended last
+        self._failed_code = 0  # exit code of a failure that no other process makes up for
         self._same_errors: list[tuple[str, int]] = []
         self._kill_at: float | None = None
         self.signals: list[int] = []
@@ -84,7 +84,7 @@ class Supervisor:
         return code
 
     def end(self) -> None:
-        """End what is left: by SIGTERM first, and by SIGKILL when its time is over."""
+        """End the remaining processes: SIGTERM first, then SIGKILL after the timeout."""
         self._send(signal.SIGTERM)
         deadline = time.monotonic() + self._shutdown_timeout
         for member in self._running:
@@ -103,9 +103,9 @@ class Supervisor:
                 self._command,
                 env={**self._environment, **reports.environment},
                 pass_fds=[reports.sender],
-                # a terminal's signals come here alone, and are forwarded once
+                # a terminal's signals reach the supervisor only, which forwards them once
                 start_new_session=True,
-                # the process dies with this thread's process, by SIGKILL too
+                # the process dies with the supervisor, even if that gets SIGKILL
                 preexec_fn=_die_with_parent,
             )
         except BaseException:
@@ -117,7 +117,7 @@ class Supervisor:
         return _Member(process, reports)
 
     def _ended(self, member: _Member) -> None:
-        """Note how a process has ended; start another one in its place where that helps."""
+        """Log how a process ended; start another one in its place if that can help."""
         said, code = member.reports.read(), member.process.returncode
         self._on_exit(member.process.pid, code)
         self._last_code = code if code >= 0 else 128 - code
@@ -132,12 +132,12 @@ class Supervisor:
             self._log(how)
         elif done or "over" in said:
             self._failed_code = self._last_code
-            self._log(f"{how}; not started again, as the run is done")
+            self._log(f"{how}; not restarted, because the run is done")
         elif self._repeats(said):
             self._failed_code = self._last_code
             self._log(
                 f"every start ended with {said['error']}: {said['message']} at step "
-                f"{said['step']}; nothing is started again"
+                f"{said['step']}; no process is restarted"
             )
             self._stop()
         elif self._restarts:
@@ -147,10 +147,10 @@ class Supervisor:
                 f"{how}; started {self._running[-1]} in its place ({self._restarts} restarts left)"
             )
         else:
-            self._log(f"{how}; not started again: no restarts are left")
+            self._log(f"{how}; not restarted: no restarts are left")
 
     def _repeats(self, said: dict[str, Any]) -> bool:
-        """Return True if more processes than there are have ended alike, one after the other."""
+        """Return True if more than `nproc` processes in a row ended with the same error."""
         if said.get("step") is None:
             self._same_errors.clear()
             return False

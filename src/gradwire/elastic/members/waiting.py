@@ -27,13 +27,13 @@ _UNCLEAR = (DistError, HookError, DistributedError)
 
 
 def make_wait(poll: Callable[[], None], seconds: float) -> Wait:
-    """A function that waits for a collective.
-
-    Args:
-        poll: Called from time to time; raises if the epoch is to end.
-        seconds: The group's timeout.
+    """Return a function that waits for a collective.
 
     The function raises a DistributedError if the collective failed, whatever its backend raised.
+
+    Args:
+        poll: Function called from time to time; raises if the generation has to end.
+        seconds: Timeout of the group.
     """
 
     def wait(work: Work) -> None:
@@ -46,31 +46,30 @@ def make_wait(poll: Callable[[], None], seconds: float) -> Wait:
                 raise error
             raise PeerLostError(f"a member was lost: {error}") from error
         finally:
-            # its traceback holds this frame and those below, with the group: they would keep each
-            # other until garbage is collected
+            # its traceback refers to this frame and those below, with the group: a cycle that only
+            # garbage collection would free
             del error
 
     return wait
 
 
 def means_a_loss(error: BaseException) -> bool:
-    """Whether an error says by its type that a member was lost."""
+    """Return True if the type of an error says that a member was lost."""
     return isinstance(error, _LOSSES)
 
 
 def may_mean_a_loss(error: BaseException) -> bool:
-    """Whether a backend raises such where a member is lost, among other things."""
-    if isinstance(error, RunOverError):  # of the last commit: the members have left, all done
+    """Return True if a lost member is one possible cause of an error."""
+    if isinstance(error, RunOverError):  # raised by the last commit, when all members are done
         return False
     return isinstance(error, _UNCLEAR) or type(error) is RuntimeError
 
 
 def let_go(error: BaseException) -> None:
-    """Free what the frames hold through which an error has come, that nobody will look at.
+    """Release the objects held by the frames of an error's traceback.
 
-    A frame that has the error in a variable, as those that wait and raise have, keeps it and is
-    kept by it: with the group that failed, its connections and its threads, until garbage is
-    collected.
+    A frame that has the error in a variable forms a cycle with it. The cycle would keep the failed
+    group with its connections and threads until the next garbage collection.
     """
     seen: set[int] = set()
     errors: list[BaseException | None] = [error]
@@ -79,4 +78,4 @@ def let_go(error: BaseException) -> None:
         if each is not None and id(each) not in seen:
             seen.add(id(each))
             errors += [each.__cause__, each.__context__]
-            traceback.clear_frames(each.__traceback__)  # those that still run are left alone
+            traceback.clear_frames(each.__traceback__)  # does not clear running frames

@@ -1,6 +1,8 @@
 """Decide who is in a generation and with which step it continues: pure, without I/O."""
 
 from gradwire.elastic.protocol.events import (
+    Arrival,
+    Arrive,
     Barrier,
     Commit,
     Decided,
@@ -17,8 +19,6 @@ from gradwire.elastic.protocol.events import (
     Propose,
     Reduce,
     Reduced,
-    Register,
-    Registration,
     Seen,
     Start,
     Transfer,
@@ -30,11 +30,13 @@ from gradwire.elastic.protocol.machine import (
     decide,
     is_over,
     may_close,
-    same_line,
+    same_lineage,
     transition,
 )
 
 __all__ = [
+    "Arrival",
+    "Arrive",
     "Barrier",
     "Commit",
     "Decided",
@@ -54,7 +56,6 @@ __all__ = [
     "Reduce",
     "Reduced",
     "Register",
-    "Registration",
     "Seen",
     "Start",
     "Transfer",
@@ -62,6 +63,6 @@ __all__ = [
     "decide",
     "is_over",
     "may_close",
-    "same_line",
+    "same_lineage",
     "transition",
 ]

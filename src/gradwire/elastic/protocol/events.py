@@ -1,4 +1,4 @@
-"""What goes into a member's state machine (`protocol`), and what comes out of it: plain values."""
+"""Events and effects of a member's state machine: plain values."""
 
 from __future__ import annotations
 
@@ -6,41 +6,41 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 
-class Registration(NamedTuple):
-    """What a member says of itself when it registers for a round.
+class Arrival(NamedTuple):
+    """State that a member reports when it arrives at a rendezvous.
 
     Args:
-        member: Its number.
-        held: The last epoch in which it had the state of training; 0: it has only its own start.
-        version: How many steps its state has.
-        complete: Whether it has the complete gradients of the next one.
-        steps: How many steps the run has, once the next one is committed if it is complete.
+        member: Number of the member.
+        held: Last generation in which it had the state of training; 0 if it only has its own start.
+        committed: Number of steps committed in its state.
+        complete: True if it has the complete gradients of the next step.
+        steps: Number of steps of the run, once the next one is committed if it is complete.
     """
 
     member: int
     held: int
-    version: int
+    committed: int
     complete: bool
     steps: int = 0
 
 
 class Decision(NamedTuple):
-    """An epoch.
+    """Result of a rendezvous: a generation.
 
     Args:
-        epoch: Its number: that of the round which made it.
-        members: In the order of their ranks; the first one has the state.
-        holders: Those that have the state; the others receive it.
-        version: The number of steps of the state with which it begins.
-        former: Members of earlier epochs that are not in this one, and may come back.
-        source: The epoch that the state is from; 0: a member's own start.
-        steps: How many steps the run has; 0: as many as each member was told.
+        generation: Number of the generation, equal to that of its rendezvous.
+        members: Members in the order of their ranks; the first one has the state.
+        holders: Members that have the state; the others receive it.
+        committed: Number of steps committed in the state with which the generation begins.
+        former: Members of earlier generations that are not in this one and may come back.
+        source: Generation that the state is from; 0 for a member's own start.
+        steps: Number of steps of the run; 0 for the number that each member was given.
     """
 
-    epoch: int
+    generation: int
     members: tuple[int, ...]
     holders: tuple[int, ...]
-    version: int
+    committed: int
     former: tuple[int, ...] = ()
     source: int = 0
     steps: int = 0
@@ -48,26 +48,26 @@ class Decision(NamedTuple):
 
 @dataclass(frozen=True)
 class Start:
-    """The member is ready; `epoch` is the last that was decided."""
+    """The member is ready; `generation` is the last one that was decided."""
 
-    epoch: int
+    generation: int
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What the store and the members' signs of life show of the round.
+    """Observation of a rendezvous, from the store and the members' signs of life.
 
     Args:
-        previous: The epoch before, if there was one.
-        registered: Those that have registered.
+        previous: Previous generation; None before the first.
+        arrived: Members that have arrived.
         gone: Numbers of members that are dead, silent for too long, or done.
-        dead: Those of them that will not come back.
-        enough: Whether the first round need not wait for more members.
-        finished: Whether a member has committed all steps.
+        dead: Members among them that will not come back.
+        enough: True if the first rendezvous need not wait for more members.
+        finished: True if a member has committed all steps.
     """
 
     previous: Decision | None
-    registered: tuple[Registration, ...]
+    arrived: tuple[Arrival, ...]
     gone: frozenset[int]
     dead: frozenset[int]
     enough: bool = True
@@ -76,26 +76,26 @@ class Seen:
 
 @dataclass(frozen=True)
 class Decided:
-    """The round that the member registered for has its decision."""
+    """The rendezvous at which the member has arrived has its decision."""
 
     decision: Decision
 
 
 @dataclass(frozen=True)
 class Formed:
-    """The group is formed."""
+    """Form the group of a generation; `Formed` or `Lost` follows."""
 
 
 @dataclass(frozen=True)
 class Transferred:
-    """The state was sent, or received."""
+    """Send the state, or receive all of it; `Transferred` or `Lost` follows."""
 
 
 @dataclass(frozen=True)
 class Reduced:
     """The gradients of the step are complete on this member.
 
-    With them every member has learned whether any of them asks to `stop` after this step.
+    Every member then knows whether any member asked to `stop` after this step.
     """
 
     stop: bool = False
@@ -103,39 +103,39 @@ class Reduced:
 
 @dataclass(frozen=True)
 class Passed:
-    """All members were in the barrier; `leave` if one of them saw somebody who wants to join."""
+    """All members entered the barrier; `leave` is set if one of them saw a newcomer."""
 
     leave: bool
 
 
 @dataclass(frozen=True)
 class Lost:
-    """The epoch's group failed: a member died, left, or is silent."""
+    """The generation's group failed: a member died, left, or is silent."""
 
 
 @dataclass(frozen=True)
 class Over:
-    """Those that had the state are done."""
+    """The members that had the state are done."""
 
 
 @dataclass(frozen=True)
-class Register:
-    """Write a registration for a round."""
+class Arrive:
+    """Write an arrival for a rendezvous."""
 
-    round: int
-    registration: Registration
+    rendezvous: int
+    arrival: Arrival
 
 
 @dataclass(frozen=True)
 class Propose:
-    """Write a decision, if there is none for its round."""
+    """Write a decision, unless its rendezvous has one."""
 
     decision: Decision
 
 
 @dataclass(frozen=True)
 class Form:
-    """Form the group of an epoch: `Formed` or `Lost` follows."""
+    """Form the group of a generation: `Formed` or `Lost` follows."""
 
     decision: Decision
 
@@ -156,7 +156,7 @@ class Reduce:
 
 @dataclass(frozen=True)
 class Barrier:
-    """Enter the barrier: `Passed` or `Lost` follows."""
+    """Enter the barrier; `Passed` or `Lost` follows."""
 
 
 @dataclass(frozen=True)
@@ -168,17 +168,15 @@ class Commit:
 
 @dataclass(frozen=True)
 class Leave:
-    """Leave the group of an epoch: the others' operations fail."""
+    """Leave the group of a generation; the other members' operations fail."""
 
-    epoch: int
+    generation: int
 
 
 @dataclass(frozen=True)
 class Finish:
-    """Let others know that all steps are committed."""
+    """Report that all steps are committed."""
 
 
 Event: TypeAlias = Start | Seen | Decided | Formed | Transferred | Reduced | Passed | Lost | Over
-Effect: TypeAlias = (
-    Register | Propose | Form | Transfer | Reduce | Barrier | Commit | Leave | Finish
-)
+Effect: TypeAlias = Arrive | Propose | Form | Transfer | Reduce | Barrier | Commit | Leave | Finish

@@ -1,6 +1,6 @@
-"""Checkpoints of an elastic run: written by one member, read by any number of them.
+"""Checkpoints of an elastic run: written by one member, loaded by any number of members.
 
-In the format of torch.distributed.checkpoint, so that other tools read them.
+They have the format of torch.distributed.checkpoint, so that other tools can read them.
 """
 
 from __future__ import annotations
@@ -23,41 +23,41 @@ from gradwire.errors import ArgumentError, CheckpointError
 
 PREFIX = "step-"
 PARTIAL = ".partial "
-"""What the names of folders begin with whose checkpoint is not whole; they end with the writer."""
-VERSION = "gradwire_version"
-LINE = "gradwire_line"
-"""File in a checkpoint's folder with the name of its line of training."""
+"""Prefix of the folder of an incomplete checkpoint; its name ends with the writing process."""
+STEP = "gradwire_version"
+LINEAGE = "gradwire_line"
+"""File in a checkpoint's folder with the name of its lineage."""
 NUMBER = "number "
 WHOLE = "gradwire: as it is"
-"""Begins a pair with a dict that the format would change, or leave out: a value, so it is not."""
+"""First entry of a pair that protects a dict which the format would change or omit."""
 
 
 def save(
-    kept: Mapping[str, Any], version: int, folder: Path, *, line: str = "", keep: int | None = None
+    kept: Mapping[str, Any], step: int, folder: Path, *, lineage: str = "", keep: int | None = None
 ) -> Path:
-    """Write what is kept; the checkpoint is there as a whole or not at all.
+    """Write a checkpoint of the kept objects, atomically.
 
     Args:
         kept: Objects by name.
-        version: How many steps they have.
-        folder: Where the checkpoints of this training lie.
-        line: Name of this line of training.
-        keep: How many of its checkpoints to keep; None for all.
+        step: Number of committed steps.
+        folder: Folder of the checkpoints of this training.
+        lineage: Name of the lineage of this training.
+        keep: Number of its checkpoints to keep; None for all.
 
     Returns:
-        Its path: `step-N` in the folder.
+        Path of the checkpoint: `step-N` in the folder.
 
     Raises:
         ArgumentError: The folder has a checkpoint of as many steps or more of another training, or
             a key cannot be saved.
-        CheckpointError: It could not be written; what was written of it is removed.
+        CheckpointError: Writing failed; partial files are removed.
     """
-    final = path_of(folder, version)
-    _check_line(folder, final, line)
+    final = path_of(folder, step)
+    _check_lineage(folder, final, lineage)
     try:
-        if not final.exists():  # else another member wrote it before it was lost: the same bits
-            _write(kept, version, final, line)
-    except CheckpointException as error:  # not an Exception
+        if not final.exists():  # otherwise a member that was lost wrote the same bits
+            _write(kept, step, final, lineage)
+    except CheckpointException as error:  # derives from BaseException
         raised = next((e for e, _ in error.failures.values()), error)
         if not isinstance(raised, Exception):
             raise
@@ -65,27 +65,27 @@ def save(
     except OSError as error:
         raise _not_written(final, error) from error
     if keep is not None:
-        _remove_old(folder, final, line, keep)
+        _remove_old(folder, final, lineage, keep)
     return final
 
 
 def _not_written(path: Path, error: Exception) -> CheckpointError:
     return CheckpointError(
-        f"the checkpoint {path} could not be written, and nothing is left of it: {error!r}. "
-        "Remove the cause, such as a full disk, or save to another folder"
+        f"the checkpoint {path} could not be written, and its partial files are removed: "
+        f"{error!r}. Remove the cause, such as a full disk, or save to another folder"
     )
 
 
-def _write(kept: Mapping[str, Any], version: int, final: Path, line: str) -> None:
+def _write(kept: Mapping[str, Any], step: int, final: Path, lineage: str) -> None:
     final.parent.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(final.parent)
     partial = _partial(final)
     try:
         state = {name: _named(value.state_dict()) for name, value in kept.items()}
-        with warnings.catch_warnings():  # that it is one process which saves
+        with warnings.catch_warnings():  # about a single process that saves
             warnings.simplefilter("ignore", UserWarning)
-            dcp.save({**state, VERSION: version}, checkpoint_id=partial, no_dist=True)
-        (partial / LINE).write_text(line)
+            dcp.save({**state, STEP: step}, checkpoint_id=partial, no_dist=True)
+        (partial / LINEAGE).write_text(lineage)
         try:
             partial.rename(final)
         except OSError:
@@ -96,99 +96,101 @@ def _write(kept: Mapping[str, Any], version: int, final: Path, line: str) -> Non
 
 
 def _partial(final: Path) -> Path:
-    """Folder of this process for a checkpoint that is not whole."""
+    """Return the folder for an incomplete checkpoint of this process."""
     return final.parent / f"{PARTIAL}{final.name} {quote(this_process(), safe='')}"
 
 
-def line_of(path: Path) -> str:
-    """The line of training that a checkpoint is of; "" if that is not known."""
+def lineage_of(path: Path) -> str:
+    """Return the lineage of a checkpoint; "" if unknown."""
     try:
-        return (path / LINE).read_text()
+        return (path / LINEAGE).read_text()
     except OSError:
         return ""
 
 
-def _check_line(folder: Path, final: Path, line: str) -> None:
-    """Raise if `latest` would find a checkpoint of another training, now or after this is saved."""
+def _check_lineage(folder: Path, final: Path, lineage: str) -> None:
+    """Raise if `latest` would find a checkpoint of another training.
+
+    Now, or after this one is saved.
+    """
     for path in folder.glob(f"{PREFIX}*"):
-        if path.name >= final.name and line_of(path) != line:
+        if path.name >= final.name and lineage_of(path) != lineage:
             raise ArgumentError(
-                f"folder has {path.name}, which another training has saved: call run.load(folder) "
-                f"before run.steps to go on with it, or pass another folder than {folder}"
+                f"folder {folder} has {path.name} of another training: call run.load(folder) "
+                "before run.steps to continue that training, or pass another folder"
             )
 
 
-def _remove_old(folder: Path, final: Path, line: str, keep: int) -> None:
-    """Remove all but the last of a line's checkpoints."""
+def _remove_old(folder: Path, final: Path, lineage: str, keep: int) -> None:
+    """Remove all but the last `keep` checkpoints of a lineage."""
     found = sorted(p for p in folder.glob(f"{PREFIX}*") if p.name <= final.name)
-    for path in [p for p in found if line_of(p) == line][:-keep]:
+    for path in [p for p in found if lineage_of(p) == lineage][:-keep]:
         partial = _partial(path)
         try:
-            path.rename(partial)  # who is killed meanwhile leaves no checkpoint that is not whole
+            path.rename(partial)  # a kill in between leaves no incomplete checkpoint
             shutil.rmtree(partial)
         except FileNotFoundError:
             continue  # another member was faster
         except OSError as error:
             raise CheckpointError(
-                f"{final} is written, but {path}, which keep={keep} is to remove, could not be "
-                f"removed: {error!r}"
+                f"{final} is written, but {path}, which exceeds keep={keep}, could not be removed: "
+                f"{error!r}"
             ) from error
 
 
 def _remove_abandoned(folder: Path) -> None:
-    """Remove what processes of this host had written that died before it was whole."""
+    """Remove incomplete checkpoints of dead processes of this host."""
     for path in folder.glob(f"{PARTIAL}*"):
-        with contextlib.suppress(ValueError, TypeError):  # the name is not of ours
+        with contextlib.suppress(ValueError, TypeError):  # the name has another format
             if not is_alive(unquote(path.name.rpartition(" ")[2])):
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def path_of(folder: Path, version: int) -> Path:
-    """Where the checkpoint of so many steps lies."""
-    return folder / f"{PREFIX}{version:09d}"
+def path_of(folder: Path, step: int) -> Path:
+    """Return the path of the checkpoint with `step` committed steps."""
+    return folder / f"{PREFIX}{step:09d}"
 
 
 def latest(folder: Path) -> Path | None:
-    """The checkpoint of the most steps in a folder, if there is one."""
+    """Return the checkpoint with the most steps in a folder; None if there is none."""
     found = sorted(folder.glob(f"{PREFIX}*"))
     return found[-1] if found else None
 
 
 def load(kept: Mapping[str, Any], path: Path) -> int:
-    """Put a checkpoint into what is kept.
+    """Load a checkpoint into the kept objects.
 
     Returns:
-        How many steps it has.
+        Number of committed steps.
 
     Raises:
-        ArgumentError: There is none at the path, or it is of something else.
+        ArgumentError: There is no checkpoint at the path, or it holds other objects.
     """
     try:
         state = _read(path)
     except (OSError, CheckpointException) as error:
-        raise ArgumentError(f"{path} is no checkpoint of an elastic run: {error}") from error
-    version = state.pop(VERSION, None)
-    if not isinstance(version, int) or state.keys() != kept.keys():
+        raise ArgumentError(f"{path} is not a checkpoint of an elastic run: {error}") from error
+    step = state.pop(STEP, None)
+    if not isinstance(step, int) or state.keys() != kept.keys():
         raise ArgumentError(
-            f"{path} has {sorted(state)}, and run.keep has {sorted(kept)}: keep what was saved"
+            f"{path} has {sorted(state)}, and run.keep got {sorted(kept)}: keep the saved objects"
         )
     states = {name: _numbered(state[name]) for name in kept}
     models = [(n, m) for n, m in kept.items() if isinstance(m, nn.Module)]
     converts = any(True for n, m in models for _ in cast(n, m.state_dict(), states[n]))
     for name, value in kept.items():
-        if converts:  # to the dtypes that the models have now
+        if converts:  # to the current dtypes of the models
             value.load_state_dict(states[name])
         else:
             put(value, states[name])
-    return version
+    return step
 
 
 def _named(state: Any) -> Any:
-    """The state as the format keeps it: which would leave out empty dicts, and knows no keys but
-    strings.
+    """Return a state in which the format keeps empty dicts and keys that are not strings.
 
     Raises:
-        ArgumentError: A key beside a tensor is neither a string nor an int.
+        ArgumentError: A dict with tensors has a key that is neither a string nor an int.
     """
     if isinstance(state, list):
         return [_named(value) for value in state]
@@ -205,8 +207,8 @@ def _name_of(key: object) -> str:
     if isinstance(key, str) and _is_name(key):
         return key
     raise ArgumentError(
-        f"a state_dict of what is kept has the key {key!r} in a dict with tensors: a checkpoint "
-        f"can have ints there, and strings that are not {NUMBER!r} and an int"
+        f"a kept state_dict has the key {key!r} in a dict with tensors: use ints, or strings other "
+        f"than {NUMBER!r} followed by an int"
     )
 
 
@@ -225,7 +227,7 @@ def _has_tensors(state: Any) -> bool:
 
 
 def _numbered(state: Any) -> Any:
-    """What `_named` was given."""
+    """Invert `_named`."""
     if isinstance(state, tuple) and len(state) == 2 and state[0] == WHOLE:
         return state[1]
     if isinstance(state, list):
@@ -239,7 +241,7 @@ def _numbered(state: Any) -> Any:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """All of a checkpoint, as it was saved."""
+    """Return the whole state of a checkpoint, as it was saved."""
     from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 

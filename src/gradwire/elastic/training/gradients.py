@@ -1,16 +1,17 @@
-"""Gradients of shards, added in one tree over the members, so that the bits are always the same.
+"""Gradients of shards, reduced in one tree over the members, so that the bits never change.
 
-Each shard's gradients are copied into flat tensors, one per dtype, and added to those on their left
-as far as both are here (`tree`). The rest travels once: each member gets a slice of what the others
-have added up, finishes the tree for it, and all gather the slices. Where each member has one
-subtree, that is what an all-reduce sends, too.
+Each shard's gradients are copied into flat tensors, one per dtype, and added to those of the shards
+on their left as far as both are on this member (`tree`). The rest is sent once: each member gets a
+slice of the subtrees of all members, finishes the tree for its slice, and all gather the slices. If
+each member has one subtree, an all-reduce sends the same amount.
 
 Flat tensors have at least single precision: sums and weights would overflow float16, and bfloat16
 would round them. Their elements are in row-major order, whatever strides the parameters have on
 each member.
 
-Buffers that forward changes, such as running statistics, travel along: every shard begins with the
-step's first values, floating ones become the mean over shards, others the largest.
+Buffers that forward changes, such as running statistics, are reduced as well: every shard begins
+with their values at the beginning of the step; floating-point buffers become the mean over shards,
+others the maximum.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ from gradwire.errors import NotSupportedError, ReductionError
 
 
 class _Column:
-    """Tensors that are added in one dtype, one after the other in flat memory.
+    """Tensors that are reduced in one dtype, contiguous in flat memory.
 
     Args:
         dtype: Dtype of the flat memory.
         like: The tensors.
-        add: Writes the combination of two flat tensors to the first.
-        width: The number of members: flat memory is cut into as many slices.
+        add: Function that writes the combination of two flat tensors to the first.
+        width: Number of members, and of slices of the flat memory.
     """
 
     def __init__(
@@ -54,12 +55,12 @@ class _Column:
         self.numel = sum(self.sizes)
         self.chunk = -(-self.numel // width)
         self._spare: list[Tensor] = []
-        # kept from step to step, as fresh pages cost as much as the copies into them
+        # reused in each step, because new pages cost as much as the copies into them
         self.received: Tensor | None = None
         self.result = torch.empty(0, dtype=torch.float32)
 
     def take(self) -> Tensor:
-        """Flat memory; its values are undefined."""
+        """Return flat memory with undefined values."""
         if self._spare:
             return self._spare.pop()
         flat = torch.empty(self.chunk * self.width, dtype=self.dtype)
@@ -67,32 +68,32 @@ class _Column:
         return flat
 
     def give(self, flat: Tensor) -> None:
-        """Give memory back."""
+        """Return memory for reuse."""
         self._spare.append(flat)
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """The tensors in flat memory."""
+        """Return the tensors as views of flat memory."""
         parts = flat[: self.numel].split(self.sizes)
         return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
     def merge(self, left: Tensor, right: Tensor) -> Tensor:
-        """Add, and take back the memory of the second."""
+        """Add the second tensor to the first, and reuse the memory of the second."""
         total = self.add(left, right)
         self.give(right)
         return total
 
 
 class TreeSum:
-    """The sums of one step after the other, for one epoch.
+    """Reduction of one step after the other, for one generation.
 
     Args:
-        state: The models: the same parameters, buffers and frozen parameters on every member.
-        shards: How many there are in a step.
-        group: The members.
-        wait: Waits for their collectives.
+        state: Models, with the same parameters, buffers and frozen parameters on every member.
+        shards: Number of shards of a step.
+        group: Group of the members.
+        wait: Function that waits for their collectives.
 
     Attributes:
-        known: The ids of the parameters that are trained.
+        known: Ids of the trained parameters.
     """
 
     def __init__(
@@ -121,11 +122,11 @@ class TreeSum:
         self.clear()
 
     def fits(self) -> bool:
-        """Whether the same parameters are trained as when this was made."""
+        """Return True if the same parameters are trained as at construction."""
         return self._trained == [p.requires_grad for p in self._state.parameters]
 
     def clear(self) -> None:
-        """Begin a step."""
+        """Reset for a new step."""
         columns = [column for column, _ in (*self._columns, *self._buffer_columns)]
         for column, pending in zip(columns, self._pending, strict=False):
             for _, flat in pending:
@@ -140,11 +141,11 @@ class TreeSum:
         """Take the gradients of a shard's mean, and multiply them by the shard's weight.
 
         Raises:
-            ReductionError: It is not the next of this member's shards.
+            ReductionError: The shard is not the next one of this member.
             NotSupportedError: A gradient is sparse.
         """
         if shard != self._next:
-            raise ReductionError(f"backward of shard {shard}: shard {self._next} is the next one")
+            raise ReductionError(f"backward of shard {shard}: expected shard {self._next}")
         self._next += 1
         self._weights[shard] = weight
         for number, (column, indices) in enumerate(self._columns):
@@ -160,13 +161,13 @@ class TreeSum:
             push(self._pending[number], (shard, 1), flat, column.merge)
 
     def _look_at_buffers(self) -> list[Tensor]:
-        """They, as a shard has left them; noted is which of them it has changed."""
+        """Return the buffers, and note which ones a shard has changed."""
         buffers, first = self._state.buffers(), self._state.first_buffers
         if [b.shape for b in buffers] != [f.shape for f in first]:
             before, after = ([tuple(b.shape) for b in all_] for all_ in (first, buffers))
             raise NotSupportedError(
-                f"forward has changed the shapes of buffers, from {before} to {after}: give them "
-                "their shapes before run.steps"
+                f"forward has changed the shapes of buffers from {before} to {after}: allocate "
+                "them with their final shapes before run.steps"
             )
         changed = self._changed.tolist()
         for index, (buffer, value) in enumerate(zip(buffers, first, strict=True)):
@@ -184,7 +185,7 @@ class TreeSum:
                 continue
             if gradient.layout != torch.strided:
                 raise NotSupportedError(
-                    "reproducible=True and a sparse gradient: use dense ones, or "
+                    "reproducible=True does not support sparse gradients: use dense ones, or "
                     "elastic.join(reproducible=False)"
                 )
             self._used[index] = 1
@@ -195,16 +196,16 @@ class TreeSum:
 
     @torch.no_grad()
     def reduce(self, stop: bool) -> tuple[list[tuple[Tensor, Tensor]], bool]:
-        """Put the mean over all samples into the gradients of all members.
+        """Set the gradients of all members to the mean over all samples.
 
-        They have the parameters' strides: optimizers with `fused=True` read both in the order of
-        memory. They may lie in memory that the next step's overwrite.
+        The gradients have the strides of their parameters, because optimizers with `fused=True`
+        read both in the order of memory. The next step may overwrite their memory.
 
         Args:
-            stop: Whether this member asks to stop after this step.
+            stop: True if this member asks to stop after this step.
 
         Returns:
-            The buffers and their new values; and whether any member asks to stop.
+            Buffers with their new values, and True if any member asks to stop.
 
         Raises:
             DistributedError: A member is lost.
@@ -230,19 +231,19 @@ class TreeSum:
             if column.add is _add:
                 flat.div_(self._shards)
             for index, value in zip(indices, column.views(flat), strict=True):
-                # a sum of what is the largest float, as masks have it, is infinite
+                # summing masks that hold the largest float would give infinity
                 changed.append((buffers[index], value if by_shards[index] else first[index]))
         return changed, stops
 
     def _sum(self, number: int, column: _Column) -> Tensor:
-        """The sum over all shards, on all members, in new memory."""
+        """Return the sum over all shards, on all members, in separate memory."""
         rank, size, chunk = self._group.rank(), self._group.size(), column.chunk
         mine = [flat for _, flat in self._pending[number]]
         if size == 1:
-            self._pending[number] = []  # the gradients lie in it from now on
+            self._pending[number] = []  # it holds the gradients from now on
             return mine[0]
         nodes = [nodes_within(run) for run in self._runs]
-        # for each member, its slice of each of this one's nodes
+        # for each member, its slice of each node of this member
         sent = mine[0] if len(mine) == 1 else _by_slice(mine, chunk, size, column.dtype)
         sizes = [len(of) * chunk for of in nodes]
         if column.received is None:
@@ -258,10 +259,10 @@ class TreeSum:
         return result
 
     def _gather_notes(self, stop: bool) -> bool:
-        """Each shard's weight, what any shard uses and which buffers it changes, on all members.
+        """Gather weights, used parameters and changed buffers of all shards.
 
         Returns:
-            Whether any member asks to stop.
+            True if any member asks to stop.
         """
         if self._group.size() == 1:
             return stop
@@ -281,7 +282,7 @@ class TreeSum:
 
 
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Dtype in which tensors of a dtype are added: at least single precision."""
+    """Return the dtype in which tensors of a dtype are added: at least single precision."""
     if dtype.is_complex:
         return torch.promote_types(dtype, torch.complex64)
     if dtype.is_floating_point:
@@ -290,7 +291,7 @@ def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _by_sum_dtype(dtypes: Sequence[torch.dtype]) -> Iterator[tuple[torch.dtype, list[int]]]:
-    """Each dtype of a sum, with the indices of what is added in it."""
+    """Yield each dtype of a sum, with the indices of the tensors added in it."""
     sums = [_sum_dtype(dtype) for dtype in dtypes]
     for found in dict.fromkeys(sums):
         yield found, [index for index, dtype in enumerate(sums) if dtype == found]
@@ -301,9 +302,9 @@ def _gradient_dtype(parameter: Tensor) -> torch.dtype:
 
 
 def _as_gradient(mean: Tensor, parameter: Tensor) -> Tensor:
-    """The mean with its parameter's strides, where those leave no gaps, and its gradient's dtype.
+    """Return the mean with the strides of its parameter and the dtype of its gradient.
 
-    The same memory if it has both.
+    Strides that leave gaps are ignored. The result shares memory if nothing has to change.
     """
     strides, dtype = memory_strides(parameter) or mean.stride(), _gradient_dtype(parameter)
     if strides == mean.stride() and dtype == mean.dtype:
@@ -330,7 +331,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _splits(column: _Column, received: Sequence[int], rank: int) -> tuple[Any, Any]:
-    """Bytes that are received from, and sent to, each member."""
+    """Return the numbers of bytes to receive from, and to send to, each member."""
     width = column.dtype.itemsize
     sent = received[rank] * width
     return [count * width for count in received], [sent] * column.width

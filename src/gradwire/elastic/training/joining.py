@@ -1,4 +1,4 @@
-"""How a process joins an elastic run: by the store that its launcher names."""
+"""Join an elastic run through the store that the launcher names."""
 
 from __future__ import annotations
 
@@ -36,35 +36,38 @@ def join(
     nan_guard: bool = False,
     name: str = NAME,
 ) -> Run:
-    """Join an elastic run; nobody waits for this process before it begins its steps.
+    """Join an elastic run.
+
+    Other members do not wait for this process before it begins its steps.
 
     Args:
-        store: A store that no member hosts; None for the one that `python -m gradwire.elastic` or
-            the environment variable GRADWIRE_ELASTIC_STORE (host:port) names.
-        members: How many processes the first epoch waits for; None for what the launcher says, or
-            one.
-        backend: "shm", which is Gloo where members are on several hosts; or "gloo".
-        shards: Into how many shards a step's batch is cut: a power of two, the same on all members.
-        reproducible: Add gradients in one fixed tree over the shards: the same bits whichever
-            members there are. Otherwise DistributedDataParallel averages them, with its overlap and
-            hooks, and each member runs its shards as one.
-        seed: Of random numbers in forward, by step and shard, and of the samples' order.
-        timeout: For a collective, for the first members, and for one that runs but does not come.
-        heartbeat: Between two signs of life.
-        silence: Without one, a member is taken for lost. Dead processes of this host are known at
-            once.
-        nan_guard: Raise on all members, naming rank, parameter and step, before a gradient that is
-            not finite reaches the others.
-        name: Of the run, where a store has several.
+        store: Store that no member hosts; None for the one that `python -m gradwire.elastic` or the
+            environment variable GRADWIRE_ELASTIC_STORE (host:port) names.
+        members: Number of processes that the first generation waits for; None for the launcher's
+            number, or 1.
+        backend: "shm", which falls back to Gloo if members are on several hosts, or "gloo".
+        shards: Number of shards of a step's batch: a power of two, the same on all members.
+        reproducible: True to add gradients in one fixed tree over the shards, which gives the same
+            bits with any members. False to let DistributedDataParallel average them, with its
+            overlap and hooks; each member then runs its shards as one.
+        seed: Seed of random numbers in forward, by step and shard, and of the order of samples.
+        timeout: Timeout of a collective, of the wait for the first members, and of the wait for a
+            member that is alive but does not come.
+        heartbeat: Time between two signs of life.
+        silence: Time without a sign of life after which a member counts as lost. Dead processes of
+            this host are noticed at once.
+        nan_guard: True to raise on all members, naming rank, parameter and step, before a gradient
+            that is not finite reaches the others.
+        name: Name of the run, for a store with several runs.
 
     Raises:
-        ArgumentError: There is no store, or an argument cannot be used.
+        ArgumentError: There is no store, or an argument is invalid.
         NotSupportedError: This process has another version of PyTorch or gradwire than the run, or
-            is another user's than those it would share memory with.
+            runs as another user than the members with which it would share memory.
         DistributedError: The store does not answer.
 
     Example:
-        One process that is alone; the sum of its gradients is that of all shards.
+        A single process; its gradients are the sum over all shards.
 
         >>> import torch
         >>> net = torch.nn.Linear(1, 1, bias=False)
@@ -77,7 +80,7 @@ def join(
         ...         for shard in step.shards:
         ...             step.backward(net(data[step.sample_ids(shard)]).mean())
         ...         step.commit(optimizer)
-        >>> run.version, run.size
+        >>> run.committed_steps, run.size
         (3, 1)
     """
     if backend not in ("shm", "gloo"):
@@ -86,7 +89,9 @@ def join(
         if not isinstance(value, timedelta) or value <= timedelta(0):
             raise ArgumentTypeError(f"{argument} is {value!r}: pass a positive timedelta")
     if silence < 3 * heartbeat:
-        raise ArgumentError(f"silence is {silence}, heartbeat {heartbeat}: pass at least 3 of them")
+        raise ArgumentError(
+            f"silence is {silence}, heartbeat {heartbeat}: pass at least 3 heartbeats"
+        )
     if members is None:
         members = members_of_environment()
     options = Options(
@@ -101,7 +106,7 @@ def join(
     run = Run(
         engine, check_shards(shards), reproducible=reproducible, seed=seed, nan_guard=nan_guard
     )
-    report(finished=False)  # of a run that this process has had before
+    report(finished=False)  # a previous run of this process may have finished
     known = weakref.ref(run)
-    end_with_reports(lambda: None if (found := known()) is None else found.version)
+    end_with_reports(lambda: None if (found := known()) is None else found.committed_steps)
     return run

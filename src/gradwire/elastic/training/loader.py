@@ -1,8 +1,8 @@
-"""Batches of a map-style dataset by step and shard, fetched ahead in worker processes.
+"""Batches of a map-style dataset by step and shard, prefetched in worker processes.
 
-A DataLoader is fed from here: what it fetches next is read from the run at that moment. When the
-shards are dealt anew, what is under way is not lost: it is kept until its step is past, as this
-member may be dealt that shard again.
+The index of each batch that a DataLoader fetches next is read from the run at that moment. When
+shards are redistributed, batches under way are kept until their step is past, because this member
+may be given that shard again.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from gradwire.elastic.training.step import Step
 from gradwire.errors import ArgumentError, ArgumentTypeError
 
 T = TypeVar("T")
-Place = tuple[int, int, int]
-"""A step, and the first and the last shard (exclusive) of what is fetched as one."""
+Key = tuple[int, int, int]
+"""Step, first shard and last shard (exclusive) of a batch."""
 
 
 class ShardLoader(Generic[T]):
     """Loads the batches of a run's shards.
 
-    What a dataset and a `collate_fn` draw at random (of torch, `random` and NumPy's own) follows
-    from the run's seed, the step and the shard, in whichever process it is drawn; what the loop
-    draws is not touched.
+    Random numbers that the dataset and `collate_fn` draw (of torch, `random` and NumPy's global
+    generator) depend only on the run's seed, the step and the shard. The random state of the loop
+    is not changed.
 
     Args:
-        run: The run; its `steps` are to be given `samples` and `batch`.
-        dataset: A map-style dataset, the same on every member.
-        options: As of torch.utils.data.DataLoader: `num_workers`, `collate_fn`, and so on.
+        run: Run whose `steps` gets `samples` and `batch`.
+        dataset: Map-style dataset, the same on every member.
+        options: Options of torch.utils.data.DataLoader: `num_workers`, `collate_fn`, and so on.
 
     Raises:
         ArgumentTypeError: The dataset is an iterable one.
@@ -61,78 +61,78 @@ class ShardLoader(Generic[T]):
 
     def __init__(self, run: Run, dataset: Dataset[T], **options: Any) -> None:
         self._run = run
-        self._next: Place = (0, 0, 0)
-        self._fetching: deque[Place] = deque()
-        self._kept: dict[Place, Any] = {}
+        self._next: Key = (0, 0, 0)
+        self._fetching: deque[Key] = deque()
+        self._kept: dict[Key, Any] = {}
         if isinstance(dataset, IterableDataset):
             raise ArgumentTypeError(
-                f"dataset is {type(dataset).__name__}: pass a map-style one, whose samples can be "
-                "dealt by their indices"
+                f"dataset is {type(dataset).__name__}: pass a map-style dataset, whose samples "
+                "have indices"
             )
         if not options.get("in_order", True):
             raise ArgumentError(
-                "in_order is False: leave it out, as batches are told apart by their order"
+                "in_order is False: leave it out, because batches are identified by their order"
             )
         if options.get("num_workers"):
             options.setdefault("persistent_workers", True)
         seeded: Any = SeededDataset(dataset)
         self._loader = DataLoader(seeded, batch_sampler=_Feed(self), **options)
-        self._batches: Iterator[Any] | None = None  # workers are started for the first batch
+        self._batches: Iterator[Any] | None = None  # workers start with the first batch
 
     def __getitem__(self, which: tuple[Step, Shard]) -> Any:
-        """The batch of a shard of a step."""
+        """Return the batch of a shard of a step."""
         step, shard = which
-        place = (step.number, shard.first, shard.stop)
+        key = (step.number, shard.first, shard.stop)
         self._kept = {p: batch for p, batch in self._kept.items() if p[0] >= step.number}
-        if place in self._kept:
-            return self._kept[place]
-        if place not in self._fetching:
-            self._next = place
-        with apart():  # a batch that was kept for a repetition draws nothing
-            return self._fetch(place)
+        if key in self._kept:
+            return self._kept[key]
+        if key not in self._fetching:
+            self._next = key
+        with apart():  # a batch kept for a repeated step draws no random numbers
+            return self._fetch(key)
 
-    def _fetch(self, place: Place) -> Any:
+    def _fetch(self, key: Key) -> Any:
         if self._batches is None:
             self._batches = iter(self._loader)
         while True:
-            # the feed is read as far ahead as the workers go: this one's place is among them
+            # workers prefetch: the requested batch is among those under way
             try:
                 batch = next(self._batches)
-            except BaseException:  # whether it was a batch that failed, or the wait for it
+            except BaseException:  # from the dataset or from the wait
                 self._batches = None
                 self._fetching.clear()
                 raise
             fetched = self._fetching.popleft()
-            if fetched[0] >= place[0]:
+            if fetched[0] >= key[0]:
                 self._kept[fetched] = batch
-            if fetched == place:
+            if fetched == key:
                 return batch
 
     def feed(self) -> list[int]:
-        """The seed and the samples of what is fetched next."""
-        place = self._next
-        self._fetching.append(place)
-        self._next = self._after(place)
-        step, first, stop = place
+        """Return the seed and the sample indices of the next batch to fetch."""
+        key = self._next
+        self._fetching.append(key)
+        self._next = self._after(key)
+        step, first, stop = key
         samples = self._run.samples
         seed = self._run.seed_of(step, first, "data")
         return [seed, *samples.ids(step, Shard(first, stop))]
 
-    def _after(self, place: Place) -> Place:
-        """What this member needs after something, as shards are dealt now."""
-        step, _, stop = place
+    def _after(self, key: Key) -> Key:
+        """Return what this member needs next, with the current shards."""
+        step, _, stop = key
         shards = self._run.shards()
         later = [s for s in shards if s.first >= stop]
         if later:
             return (step, later[0].first, later[0].stop)
-        return (step + 1, shards[0].first, shards[0].stop) if shards else place
+        return (step + 1, shards[0].first, shards[0].stop) if shards else key
 
 
 class _Feed:
-    """A batch sampler without an end.
+    """Infinite batch sampler.
 
-    It does not keep the loader: garbage collection would end the workers, in the middle of a step
-    and after 10 s.
+    It holds a weak reference to the loader: in a cycle, garbage collection would end the workers in
+    the middle of a step, which takes up to 10 s.
     """
 
     def __init__(self, loader: ShardLoader[Any]) -> None:
@@ -144,5 +144,5 @@ class _Feed:
 
     def _next(self) -> list[int]:
         loader = self._loader()
-        assert loader is not None  # who asks for batches has it
+        assert loader is not None  # the caller holds it
         return loader.feed()

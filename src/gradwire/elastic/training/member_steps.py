@@ -1,4 +1,4 @@
-"""What this member does in a step, when the loop asks for it and when the engine does."""
+"""Work of this member in a step, at the request of the loop or of the engine."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ from gradwire.errors import ArgumentError, NotSupportedError, ReductionError
 
 
 class MemberSteps:
-    """The steps of a run, as this member takes them; a `StepRunner`.
+    """Steps of a run on this member; a `StepRunner`.
 
     Args:
-        engine: Forms epochs, and commits.
-        shards: How many a step has.
-        reproducible: Whether shards are added up in a tree; else DistributedDataParallel averages.
-        seed: The run's.
-        nan_guard: Whether a gradient that is not finite ends the run on all members.
+        engine: Engine that forms generations and commits.
+        shards: Number of shards of a step.
+        reproducible: True to add shards up in a tree, False to average with
+            DistributedDataParallel.
+        seed: Seed of the run.
+        nan_guard: True if a gradient that is not finite ends the run on all members.
 
     Attributes:
-        state: What is kept.
-        dealt: The shards that this member runs in this epoch.
-        samples: Deals the samples, if `Run.steps` was told how many there are.
-        start: How many steps were committed before the run.
+        state: Kept objects.
+        dealt: Shards of this member in this generation.
+        samples: Samples of each shard, if `Run.steps` got their number.
+        start: Number of steps that were committed before the run.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class MemberSteps:
     ) -> None:
         self._engine, self._shards, self._reproducible = engine, shards, reproducible
         self._seed, self._nan_guard = seed, nan_guard
-        # torch.manual_seed takes 0.1 ms and more, for devices that are not there
+        # torch.manual_seed takes at least 0.1 ms to look for devices
         devices = torch.accelerator.is_available()
         self._set_seed = torch.manual_seed if devices else torch.default_generator.manual_seed
         self.state = State()
@@ -61,12 +62,12 @@ class MemberSteps:
         engine.on_transfer = self._on_transfer
 
     @property
-    def version(self) -> int:
-        """How many steps are committed."""
-        return self._engine.member.version or self.start
+    def committed_steps(self) -> int:
+        """Number of committed steps."""
+        return self._engine.member.committed or self.start
 
     def seed_of(self, step: int, first: int, use: str = "") -> int:
-        """A seed that follows from the run's, a step and its first shard."""
+        """Return the seed of a step and its first shard."""
         return seed_of(self._seed, step, first, use)
 
     def stop(self) -> None:
@@ -86,9 +87,9 @@ class MemberSteps:
     # -- what a step asks for --------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Clear gradients; put buffers back to their values at the step's beginning."""
+        """Clear gradients, and restore buffers to their values at the beginning of the step."""
         self._taken = []
-        self.state.begin_step(self.version, sync=not self._reproducible)
+        self.state.begin_step(self.committed_steps, sync=not self._reproducible)
         if self._tree is not None and self._tree.fits():
             self._tree.clear()
         elif self._tree is not None:
@@ -96,24 +97,24 @@ class MemberSteps:
 
     def map(self, function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
         """Call a function with each item, divided among the members."""
-        engine, version = self._engine, self.version
+        engine, step = self._engine, self.committed_steps
         self._check_unwritten()
-        self.state.begin_step(version, sync=False)
+        self.state.begin_step(step, sync=False)
         results = []
         for place in deal(len(items), engine.size)[engine.rank]:
-            self._set_seed(self.seed_of(version, place, "map"))
+            self._set_seed(self.seed_of(step, place, "map"))
             with torch.no_grad():
                 results.append(function(items[place]))
-            self.state.put_buffers_back(version)
+            self.state.put_buffers_back(step)
         self._check_unwritten()
-        self.state.begin_step(version, sync=not self._reproducible)
+        self.state.begin_step(step, sync=not self._reproducible)
         return transfer.gather(engine.process_group, results, engine.wait)
 
     def begin_shard(self, shard: Shard) -> None:
-        """Seed random numbers, and put buffers back."""
+        """Seed random numbers, and restore buffers."""
         if self._reproducible and shard.first != self.dealt[0].first:
-            self.state.put_buffers_back(self.version)
-        self._set_seed(self.seed_of(self.version, shard.first))
+            self.state.put_buffers_back(self.committed_steps)
+        self._set_seed(self.seed_of(self.committed_steps, shard.first))
 
     def backward(self, loss: Tensor, shard: Shard, weight: float | None) -> None:
         """Compute a shard's gradients and add them."""
@@ -122,29 +123,30 @@ class MemberSteps:
 
     def _check_unwritten(self) -> None:
         try:
-            self.state.check_unwritten(self.version)
+            self.state.check_unwritten(self.committed_steps)
         except NotSupportedError as error:
             self._engine.end_all(error)
             raise
 
     def _run_backward(self, loss: Tensor, shard: Shard, weight: float | None) -> None:
         if weight is None and self._tree is None and self._equal:
-            loss.backward()  # the mean over members: a weight would cost a look at each gradient
+            # the mean over members is right; a weight would cost a pass over the gradients
+            loss.backward()
             return
         if weight is None:
             weight = self._count(shard)
         if not math.isfinite(weight) or weight < 0:
-            raise ArgumentError(f"weight is {weight}: pass a finite number that is 0 or more")
+            raise ArgumentError(f"weight is {weight}: pass a finite number of at least 0")
         if self._tree is None:
             batch = self._shards if self.samples is None else self.samples.batch
-            for model in self.state.models:  # 1 where all have equally many: nothing to multiply
+            for model in self.state.models:  # 1 if all have equally many samples: no multiplication
                 model.weight(weight * self._engine.size / batch)
             loss.backward()
             return
-        if weight:  # of no samples the mean is NaN
+        if weight:  # the mean over no samples is NaN
             loss.backward()
         with torch.no_grad():
-            # in units of the first shard's samples: equal shards need no multiplication
+            # relative to the first shard: equal shards need no multiplication
             self._tree.add_shard(shard.first, weight / self._count(Shard(0, 1)))
 
     def _count(self, shard: Shard) -> int:
@@ -164,22 +166,22 @@ class MemberSteps:
         self._engine.commit(stop=self._stops)
 
     def check_steppers(self, steppers: tuple[Stepper, ...]) -> None:
-        """Raise if one is to step by gradients that are this member's alone."""
+        """Raise if an object would step a parameter with a local gradient."""
         if self._tree is not None:
             check_reduced(steppers, self._tree.known)
             return
         try:
             check_reduced(steppers, self._averaged)
-        except ReductionError:  # or a model was refitted
+        except ReductionError:  # or the parameters of a model were replaced
             self._averaged = {id(p) for m in self.state.models for p in m.parameters()}
             check_reduced(steppers, self._averaged)
 
     def end_step(self, error: BaseException | None) -> bool:
-        """Whether an error means that a member was lost."""
+        """Return True if an error means that a member was lost."""
         assert error is not None
         if means_a_loss(error) or (may_mean_a_loss(error) and self._engine.was_lost()):
             self._engine.lost()
-            # the loop may clear them before the round says that this step is committed
+            # the loop may clear them before the rendezvous decides to commit this step
             self._taken = self.state.take_gradients()
             let_go(error)
             return True
@@ -192,7 +194,7 @@ class MemberSteps:
 
     @torch.no_grad()
     def _apply(self) -> None:
-        """A step is committed."""
+        """Apply a committed step."""
         self.state.give_gradients(self._taken)
         self._taken = []
         for buffer, value in self._changed:
@@ -206,10 +208,10 @@ class MemberSteps:
         if not self._reproducible and self._engine.size > self._shards:
             raise NotSupportedError(
                 f"{self._engine.size} members and {self._shards} shards: pass "
-                "elastic.join(shards=...) of at least as many as there may be members"
+                "elastic.join(shards=...) with at least the largest number of members"
             )
         self.dealt = self._deal()
-        self.state.put_buffers_back(self.version)  # a step that was lost has changed them
+        self.state.put_buffers_back(self.committed_steps)  # a step that failed has changed them
         self.state.set_group(self._engine.process_group)
         runs = [run for run in deal(self._shards, self._engine.size) if run]
         self._equal = len({self._count(Shard(run.start, run.stop)) for run in runs}) == 1
@@ -217,7 +219,7 @@ class MemberSteps:
             self._grow_tree()
 
     def _grow_tree(self) -> None:
-        """For the epoch's members, and the parameters that are trained now."""
+        """Make a tree for the members and the trained parameters of now."""
         self._tree = TreeSum(
             self.state, self._shards, self._engine.process_group, self._engine.wait
         )

@@ -1,4 +1,4 @@
-"""An elastic run: the training loop's side of it."""
+"""Elastic run, for the training loop."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gradwire.errors import ArgumentError, ReductionError
 
 
 class Run:
-    """This process's part in an elastic run. Made by `join`."""
+    """This process's part in an elastic run. Use `join` to create it."""
 
     def __init__(
         self, engine: Engine, shards: int, *, reproducible: bool, seed: int, nan_guard: bool
@@ -33,17 +33,18 @@ class Run:
         )
         self._state = self._steps.state
 
-    # -- what can be asked -----------------------------------------------------------------
+    # -- properties -----------------------------------------------------------------
 
     @property
     def group(self) -> ProcessGroup:
-        """The group of this epoch; of this process alone before the first step and after the last.
+        """Process group of this generation.
 
-        Each epoch has a new one. Models that are kept get it by themselves. Use it within a step:
-        between two steps, no member waits for one that is lost.
+        Before the first step and after the last one, it is a group of this process alone.
+        Each generation has a new one, which is set on kept models. Use it within a step: between
+        two steps, members do not recover from the loss of another.
 
         Raises:
-            NotSupportedError: The epoch is over, and the next step has not begun.
+            NotSupportedError: The generation has ended, and the next step has not begun.
         """
         group = self._engine.process_group
         keep_for_an_epoch(group)
@@ -51,62 +52,74 @@ class Run:
 
     @property
     def rank(self) -> int:
-        """This member's rank in the epoch."""
+        """Rank of this member in the generation."""
         return self._engine.rank
 
     @property
     def size(self) -> int:
-        """How many members the epoch has."""
+        """Number of members of the generation."""
         return self._engine.size
 
     @property
-    def epoch(self) -> int:
-        """The number of the epoch; 0 before the first."""
+    def generation(self) -> int:
+        """Number of the generation; 0 before the first."""
         decision = self._engine.member.decision
-        return 0 if decision is None else decision.epoch
+        return 0 if decision is None else decision.generation
 
     @property
     def number(self) -> int:
-        """This process's number, which no other process of the run ever has."""
+        """Number of this process, unique within the run."""
         return self._engine.member.number
 
     @property
+    def committed_steps(self) -> int:
+        """Number of committed steps."""
+        return self._steps.committed_steps
+
+    @property
+    def epoch(self) -> int:
+        """Deprecated alias of `generation`."""
+        return self.generation
+
+    @property
     def version(self) -> int:
-        """How many steps are committed."""
-        return self._steps.version
+        """Deprecated alias of `committed_steps`."""
+        return self.committed_steps
 
     @property
     def samples(self) -> Samples:
-        """What deals the samples.
+        """Assignment of samples to shards.
 
         Raises:
-            ArgumentError: `steps` was not told how many there are.
+            ArgumentError: `steps` did not get their number.
         """
         samples = self._steps.samples
         if samples is None:
-            raise ArgumentError("run.steps got no samples=: give the dataset's size, and batch=")
+            raise ArgumentError("run.steps got no samples=: pass the dataset's size, and batch=")
         return samples
 
     @property
     def kept(self) -> Mapping[str, Any]:
-        """What `keep` was given."""
+        """Objects that were passed to `keep`, by name."""
         return self._state.kept
 
     # -- before the first step -------------------------------------------------------------
 
     def keep(self, **objects: Any) -> None:
-        """Name what makes up the state of training: a new member receives it from another.
+        """Declare the state of training, which a new member receives from another.
 
-        The same names on all members, before the first step. Models, wrapped in
-        DistributedDataParallel or not, are trained; optimizers and whatever else has `state_dict`
-        and `load_state_dict` come along.
+        Pass the same names on all members, before the first step. Models, wrapped in
+        DistributedDataParallel or not, are trained; optimizers and other objects with `state_dict`
+        and `load_state_dict` are transferred.
 
         Raises:
-            ArgumentTypeError: One has no `state_dict` or `load_state_dict`.
+            ArgumentTypeError: An object has no `state_dict` or `load_state_dict`.
             ArgumentError: The run has begun.
         """
-        if self.epoch:
-            raise ArgumentError("run.keep after the first step: call it before run.steps")
+        if self.generation:
+            raise ArgumentError(
+                "run.keep was called after the first step: call it before run.steps"
+            )
         for name, value in objects.items():
             self._state.keep(name, value)
             if self._nan_guard and isinstance(value, nn.Module):
@@ -121,47 +134,45 @@ class Run:
         values = gradient if gradient.layout == torch.strided else gradient.coalesce().values()
         if not bool(values.isfinite().all()):
             raise ReductionError(
-                f"rank {self.rank} (member {self.number}), step {self.version}: the gradient of "
-                f"{name!r} is not finite; nothing of this step was sent",
+                f"rank {self.rank} (member {self.number}), step {self.committed_steps}: the "
+                f"gradient of {name!r} is not finite; it was not sent to other members",
                 [name],
             )
 
-    def start_at(self, version: int) -> None:
-        """Say how many steps the state has that was loaded into what is kept: from a checkpoint."""
-        if self.epoch or version < 0:
-            raise ArgumentError(
-                f"run.start_at({version}): call it before run.steps, with 0 or more"
-            )
-        self._steps.start = version
+    def start_at(self, step: int) -> None:
+        """Set the number of committed steps of a state that the loop loaded itself."""
+        if self.generation or step < 0:
+            raise ArgumentError(f"run.start_at({step}): call it before run.steps, with 0 or more")
+        self._steps.start = step
 
     # -- steps -----------------------------------------------------------------------------
 
     def steps(
         self, steps: int, *, samples: int | None = None, batch: int = 64, shuffle: bool = True
     ) -> Iterator[Step]:
-        """The steps that are still to be committed, each as often as it takes.
+        """Yield the steps that are still to be committed, each as often as necessary.
 
         Args:
-            steps: How many there are in the whole run; the same on all members.
-            samples: The size of the dataset, if `Step.sample_ids` is used.
-            batch: Samples in a step, over all members.
-            shuffle: Whether samples come in another order each time the dataset is gone through.
+            steps: Number of steps in the whole run, the same on all members.
+            samples: Size of the dataset, if `Step.sample_ids` is used.
+            batch: Number of samples in a step, over all members.
+            shuffle: True for another order of samples in each pass over the dataset.
 
         Raises:
-            ArgumentError: Nothing is kept, or the run has begun before.
-            RunOverError: The others were done before this process was taken in, or while it showed
-                no sign of life.
-            PeerFailedError: A member wants all to end.
-            MismatchError: A member has other arguments, here or of `join`: on all members before
-                the first epoch, then on a newcomer.
+            ArgumentError: No model is kept, or the run has begun before.
+            RunOverError: The other members finished before this process was admitted, or while it
+                showed no sign of life.
+            PeerFailedError: A member asked all to raise an error.
+            MismatchError: A member has other arguments, here or of `join`. It is raised on all
+                members before the first generation, and later on the newcomer.
         """
-        if self.epoch:
-            raise ArgumentError("run.steps was called before: join another run for more steps")
+        if self.generation:
+            raise ArgumentError("run.steps was called before: join another run to do more steps")
         if not self._state.modules:
             raise ArgumentError("run.keep got no model: call run.keep(model=..., optimizer=...)")
         if not self._reproducible and not self._state.models:
             raise ArgumentError(
-                "reproducible=False and no DistributedDataParallel in run.keep: wrap the model, "
+                "reproducible=False needs a DistributedDataParallel in run.keep: wrap the model, "
                 "with process_group=run.group"
             )
         dealer = None
@@ -183,30 +194,31 @@ class Run:
         try:
             self._engine.start(steps, self._steps.start, settings)
             while self._engine.advance():
-                yield Step(self._steps, self.version, self.shards(), dealer)
+                yield Step(self._steps, self.committed_steps, self.shards(), dealer)
         finally:
             self._engine.stop()
 
     def stop(self) -> None:
-        """Ask to end the run: all members stop at the same step.
+        """Ask to end the run; all members stop after the same step.
 
-        That is the step whose gradients are reduced next: called within its block, before
-        `Step.reduce` and `Step.commit`, the step at hand. Where all members call it in the same
-        step, by what all of them know, it is that step whichever members are lost. One member that
-        calls it alone, as after a signal, may be lost before the others hear of it.
+        That is the next step whose gradients are reduced: called within its block, before
+        `Step.reduce` and `Step.commit`, the current step. If all members call it in the same step
+        because of values that all have, it is that step whichever members are lost. If a single
+        member calls it, for example on a signal, the request is lost when that member is lost
+        before its gradients are reduced.
         """
         self._steps.stop()
 
     def seed_of(self, step: int, first: int, use: str = "") -> int:
-        """A seed that follows from the run's, a step and its first shard."""
+        """Return the seed of a step and its first shard, derived from the seed of the run."""
         return self._steps.seed_of(step, first, use)
 
     def shards(self) -> list[Shard]:
-        """Those that this member runs in this epoch."""
+        """Return the shards of this member in this generation."""
         return list(self._steps.dealt)
 
     def close(self) -> None:
-        """Leave the run; the others go on. The end of `steps` does it."""
+        """Leave the run; the other members continue. The end of `steps` calls it."""
         self._engine.stop()
 
     def __enter__(self) -> Run:
@@ -218,42 +230,50 @@ class Run:
     # -- checkpoints -----------------------------------------------------------------------
 
     def save(self, folder: str | Path, *, keep: int | None = None) -> Path:
-        """Write a checkpoint of what is kept, between two steps: the epoch's first member does.
+        """Write a checkpoint of the kept objects between two steps, on the first member.
 
-        In the format of torch.distributed.checkpoint, as `step-N` in the folder, and as a whole or
-        not at all. All may call; the others return at once, and do not hear of an error. If the
-        loop does not handle it, the first member ends, and another one writes at the next call.
+        The format is that of torch.distributed.checkpoint. The checkpoint `step-N` in the folder is
+        complete or does not exist. All members may call `save`; the others return at once, and do
+        not see an error. If the loop does not handle the error, the first member ends, and another
+        one writes at the next call.
 
         Args:
-            folder: Where the checkpoints of this training lie, and no others.
-            keep: How many to keep, the last ones; None for all.
+            folder: Folder for the checkpoints of this training only.
+            keep: Number of checkpoints to keep, the last ones; None for all.
 
         Raises:
-            ArgumentError: The folder has a checkpoint of as many steps or more of another training,
-                which `load` was not called for.
-            CheckpointError: It could not be written, as on a full disk; nothing is left of it.
+            ArgumentError: The folder has a checkpoint of as many steps or more of another training
+                that was not loaded with `load`.
+            CheckpointError: Writing failed, for example on a full disk; no partial files are left.
         """
         if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
             raise ArgumentError(f"keep is {keep!r}: pass an int above 0, or None to keep all")
         folder = Path(folder)
         if self.rank == 0:
-            self._state.put_buffers_back(self.version)  # a step that was lost has changed them
+            self._state.put_buffers_back(
+                self.committed_steps
+            )  # a failed step may have changed them
             return checkpoint.save(
-                self._state.kept, self.version, folder, line=self._state.line, keep=keep
+                self._state.kept,
+                self.committed_steps,
+                folder,
+                lineage=self._state.lineage,
+                keep=keep,
             )
-        return checkpoint.path_of(folder, self.version)
+        return checkpoint.path_of(folder, self.committed_steps)
 
     def load(self, folder: str | Path) -> bool:
-        """Begin with the checkpoint of the most steps in a folder; whether there is one.
+        """Load the checkpoint with the most steps in a folder; return False if there is none.
 
-        Before `steps`, on any number of members: who has most steps gives its state to the others.
+        Call it before `steps`, on any number of members: the member with the most steps sends its
+        state to the others.
 
         Raises:
-            ArgumentError: It is of something else, or the run has begun.
+            ArgumentError: The checkpoint holds other objects, or the run has begun.
         """
         path = checkpoint.latest(Path(folder))
         if path is None:
             return False
         self.start_at(checkpoint.load(self._state.kept, path))
-        self._state.line = checkpoint.line_of(path)
+        self._state.lineage = checkpoint.lineage_of(path)
         return True

@@ -13,11 +13,11 @@ from gradwire.errors import ArgumentError, ArgumentTypeError
 
 @dataclass(frozen=True)
 class Shard:
-    """Neighbouring shards of one step, run as one: a single one where sums are reproducible.
+    """Contiguous shards of one step, run as one; a single shard if sums are reproducible.
 
     Args:
-        first: The number of the first one.
-        stop: The number after the last.
+        first: Number of the first shard.
+        stop: Number after the last shard.
     """
 
     first: int
@@ -28,11 +28,11 @@ class Shard:
 
 
 def check_shards(shards: object) -> int:
-    """The number of shards.
+    """Return the number of shards.
 
     Raises:
-        ArgumentTypeError: Not an int.
-        ArgumentError: Not a power of two.
+        ArgumentTypeError: The value is not an int.
+        ArgumentError: The value is not a power of two.
     """
     if isinstance(shards, bool) or not isinstance(shards, int):
         raise ArgumentTypeError(f"shards is {shards!r}: pass an int, a power of two such as 8")
@@ -42,9 +42,9 @@ def check_shards(shards: object) -> int:
 
 
 def deal(shards: int, members: int) -> list[range]:
-    """Contiguous runs of shards for each member, of lengths that differ by one at most.
+    """Return contiguous ranges of shards for the members, of nearly equal length.
 
-    Members beyond the number of shards get none, but take part in sums.
+    Members beyond the number of shards get empty ranges, but take part in sums.
 
     Example:
         >>> deal(8, 3)
@@ -58,20 +58,20 @@ def deal(shards: int, members: int) -> list[range]:
 
 
 class Samples:
-    """Deals the samples of a map-style dataset.
+    """Assigns the samples of a map-style dataset to the shards of each step.
 
-    The dataset is gone through again and again, each time in another order, and steps take
-    `batch` samples each from that endless sequence: every sample comes equally often.
+    Steps take `batch` samples each from an endless sequence of passes over the dataset, each pass
+    in another order. So every sample occurs equally often.
 
     Args:
-        size: How many samples there are.
-        batch: How many a step has, in all.
-        shards: Into how many shards they are cut.
-        seed: Of the orders; the same on every member.
-        shuffle: Whether there is another order each time; otherwise it is the dataset's.
+        size: Number of samples in the dataset.
+        batch: Number of samples in a step, over all shards.
+        shards: Number of shards.
+        seed: Seed of the orders, the same on every member.
+        shuffle: True for another order in each pass; False for the dataset's order.
 
     Raises:
-        ArgumentError: A number is not positive, or there are fewer samples in a step than shards.
+        ArgumentError: A number is not positive, or a step has fewer samples than shards.
 
     Example:
         >>> samples = Samples(6, batch=4, shards=2, shuffle=False)
@@ -95,13 +95,13 @@ class Samples:
         self._order = lru_cache(maxsize=2)(self._make_order)
 
     def ids(self, step: int, shard: Shard) -> list[int]:
-        """The indices into the dataset of a shard of a step."""
+        """Return the indices into the dataset of a shard of a step."""
         first = step * self.batch
         begin, end = self._runs[shard.first].start, self._runs[shard.stop - 1].stop
         return [self._at(first + i) for i in range(begin, end)]
 
     def count(self, shard: Shard) -> int:
-        """How many samples a shard has, in every step."""
+        """Return the number of samples in a shard, the same in every step."""
         return self._runs[shard.stop - 1].stop - self._runs[shard.first].start
 
     def _at(self, position: int) -> int:

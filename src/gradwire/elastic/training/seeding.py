@@ -1,4 +1,4 @@
-"""Random numbers that follow from a step and a shard, whichever process draws them."""
+"""Random numbers that depend on the step and the shard, not on the process."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import torch
 
 
 def seed_of(seed: int, step: int, first: int, use: str = "") -> int:
-    """A seed for torch, of 64 bits.
+    """Return a seed for torch, of 64 bits.
 
     Args:
-        seed: The run's.
-        step: The step's number.
-        first: The first shard.
-        use: What the numbers are for.
+        seed: Seed of the run.
+        step: Number of the step.
+        first: First shard.
+        use: Purpose of the random numbers.
     """
     text = f"{seed} {step} {first} {use}".rstrip()
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
@@ -27,7 +27,7 @@ def seed_of(seed: int, step: int, first: int, use: str = "") -> int:
 
 @contextlib.contextmanager
 def apart() -> Iterator[None]:
-    """Draw whatever in the block; numbers after it are those that would have come without it."""
+    """Save the random states on entry, and restore them on exit."""
     numpy: Any = sys.modules.get("numpy")
     before = torch.get_rng_state(), random.getstate()
     of_numpy = None if numpy is None else numpy.random.get_state()
@@ -41,19 +41,19 @@ def apart() -> Iterator[None]:
 
 
 class SeededDataset:
-    """A map-style dataset whose random numbers follow from the batch, not from who fetches it.
+    """Map-style dataset whose random numbers depend on the batch, not on the fetching process.
 
-    Its batches are lists of a seed and of indices. In all else it is the dataset: a
-    `worker_init_fn` may open its files.
+    A batch is a list of a seed and indices. Every other access goes to the dataset, so that a
+    `worker_init_fn` can open its files.
     """
 
     def __init__(self, dataset: Any) -> None:
         self.__dict__["_dataset"] = dataset
 
     def __getitems__(self, batch: Sequence[int]) -> Any:
-        """The items, after what they draw from was seeded."""
+        """Seed the generators, and return the items."""
         seed, *indices = batch
-        # nothing is put back: `collate_fn`, which comes next, draws what follows
+        # the states are not restored: `collate_fn` runs next and draws from them
         torch.default_generator.manual_seed(seed)
         random.seed(seed)
         if (numpy := sys.modules.get("numpy")) is not None:
@@ -69,7 +69,7 @@ class SeededDataset:
         return len(self._dataset)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_dataset":  # it is being unpickled
+        if name == "_dataset":  # while it is unpickled
             raise AttributeError(name)
         return getattr(self._dataset, name)
 

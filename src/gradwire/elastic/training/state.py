@@ -1,4 +1,4 @@
-"""What makes up the state of training, and the values that buffers have when a step begins."""
+"""State of training, and the values of buffers at the beginning of a step."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from gradwire.errors import (
 
 
 class State:
-    """What `Run.keep` was given.
+    """Objects that `Run.keep` was given.
 
     Attributes:
-        kept: By name.
-        modules: Those of it that are trained.
-        models: Those of them that are wrapped in DistributedDataParallel.
-        parameters: Of all modules.
-        line: Name of this line of training, which its checkpoints carry: whoever receives or loads
-            a state continues its line.
+        kept: Objects by name.
+        modules: Modules among them, which are trained.
+        models: Modules that are wrapped in DistributedDataParallel.
+        parameters: Parameters of all modules.
+        lineage: Name of the lineage of this training, which its checkpoints have. A member that
+            receives or loads a state continues its lineage.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class State:
         self.modules: list[nn.Module] = []
         self.models: list[DistributedDataParallel] = []
         self.parameters: list[Parameter] = []
-        self.line = secrets.token_hex(8)
+        self.lineage = secrets.token_hex(8)
         self._names: list[str] = []
         self._versions: list[int] = []
         self._with_buffers: list[nn.Module] = []
@@ -48,14 +48,15 @@ class State:
         self._first_values: tuple[int, list[Tensor]] = (-1, [])
 
     def keep(self, name: str, value: Any) -> None:
-        """Add to it.
+        """Add an object.
 
         Raises:
-            ArgumentTypeError: It has no `state_dict` or `load_state_dict`.
+            ArgumentTypeError: The object has no `state_dict` or `load_state_dict`.
         """
         if not all(callable(getattr(value, m, None)) for m in ("state_dict", "load_state_dict")):
+            kind = type(value).__name__
             raise ArgumentTypeError(
-                f"{name} is {type(value).__name__}: pass what has state_dict and load_state_dict"
+                f"{name} is {kind}: pass an object with state_dict and load_state_dict"
             )
         self.kept[name] = value
         if isinstance(value, nn.Module):
@@ -70,33 +71,33 @@ class State:
             self.models.append(value)
 
     def buffers(self) -> list[Tensor]:
-        """Those of all modules as they are now: a forward may put another tensor in one's place."""
+        """Return the current buffers of all modules; forward may have replaced their tensors."""
         return [b for m in self._with_buffers for b in m.buffers(recurse=False) if b.numel()]
 
     def beside(self) -> list[Any]:
-        """What a new member has to know beside what `state_dict` gives.
+        """Return the state for a new member that `state_dict` does not contain.
 
-        Whether each parameter is trained, the buffers that are not persistent, and the line.
+        It is whether each parameter is trained, the non-persistent buffers, and the lineage.
         """
-        return [[p.requires_grad for p in self.parameters], self._not_persistent(), self.line]
+        return [[p.requires_grad for p in self.parameters], self._not_persistent(), self.lineage]
 
     @torch.no_grad()
     def put_beside(self, received: Sequence[Any]) -> None:
-        """Take what `beside` gave on another member.
+        """Load the values that `beside` returned on another member.
 
         Raises:
-            MismatchError: Its models are others.
+            MismatchError: The models of that member differ.
         """
-        trained, values, line = received
+        trained, values, lineage = received
         own = self._not_persistent()
         kinds = [[(tuple(b.shape), b.dtype) for b in buffers] for buffers in (own, values)]
         if len(trained) != len(self.parameters) or kinds[0] != kinds[1]:
             raise MismatchError(
-                f"the models have {len(self.parameters)} parameters and buffers that are not "
-                f"persistent of {kinds[0]} here, {len(trained)} and {kinds[1]} on the "
-                "member that has the state: build the same on all members"
+                f"the models have {len(self.parameters)} parameters and non-persistent buffers of "
+                f"{kinds[0]} here, but {len(trained)} and {kinds[1]} on the member that has the "
+                "state: build the same models on all members"
             )
-        self.line = line
+        self.lineage = lineage
         for parameter, is_trained in zip(self.parameters, trained, strict=True):
             parameter.requires_grad_(is_trained)
         for buffer, value in zip(own, values, strict=True):
@@ -112,42 +113,42 @@ class State:
 
     @property
     def first_buffers(self) -> list[Tensor]:
-        """The values that they had when the step began."""
+        """Values of the buffers at the beginning of the step."""
         return self._first_values[1]
 
     def warn_of_unkept(self, steppers: Iterable[object]) -> None:
-        """Warn, once for each type, of what is stepped and has a state that is not kept."""
+        """Warn, once per type, of stepped objects with a state that are not kept."""
         for stepper in steppers:
             kind = type(stepper)
             if kind in self._warned_of or not hasattr(kind, "state_dict") or self._has(stepper):
                 continue
             self._warned_of.add(kind)
             warnings.warn(
-                f"step.commit got a {kind.__name__} that run.keep did not: a member that joins "
-                f"later would begin with a new one. Call run.keep({kind.__name__.lower()}=...), or "
-                "keep what has it as an attribute, before run.steps",
+                f"step.commit got a {kind.__name__} that was not passed to run.keep: a member that "
+                "joins later would begin with a new one. Before run.steps, call "
+                f"run.keep({kind.__name__.lower()}=...), or keep an object with it as an attribute",
                 NotKeptWarning,
                 stacklevel=4,  # the loop
             )
 
     def _has(self, stepper: object) -> bool:
-        """Whether it is kept, or something is that has it."""
+        """Return True if an object or an owner of it is kept."""
         kept = self.kept.values()
         return any(stepper is value for value in kept) or any(
             stepper is part for value in kept for part in _parts(value)
         )
 
     def set_group(self, group: ProcessGroup) -> None:
-        """Have the models average in an epoch's group."""
+        """Set the process group of the models."""
         for model in self.models:
             model.process_group = group
 
-    def begin_step(self, version: int, *, sync: bool) -> None:
-        """Clear gradients; put buffers back to their values at the step's beginning.
+    def begin_step(self, step: int, *, sync: bool) -> None:
+        """Clear gradients, and restore buffers to their values at the beginning of the step.
 
         Args:
-            version: The step's number.
-            sync: Whether DistributedDataParallel averages gradients and buffers itself.
+            step: Number of the step.
+            sync: True if DistributedDataParallel averages gradients and buffers itself.
         """
         for parameter in self.parameters:
             parameter.grad = None
@@ -155,88 +156,88 @@ class State:
         for model in self.models:
             model.require_backward_grad_sync = sync
             model.require_forward_param_sync = sync
-        if self._first_values[0] == version:
-            self.put_buffers_back(version)
+        if self._first_values[0] == step:
+            self.put_buffers_back(step)
         else:
-            self._first_values = (version, [b.detach().clone() for b in self.buffers()])
+            self._first_values = (step, [b.detach().clone() for b in self.buffers()])
 
     def _written(self) -> list[int]:
-        """How often each parameter has been written to."""
+        """Return the version counters of the parameters."""
         return [0 if p.is_inference() else p._version for p in self.parameters]
 
     def check_unwritten(self, step: int) -> None:
         """Raise if a parameter was written to since the step began.
 
-        Each member runs other shards: their parameters would come apart.
+        Each member runs other shards, so that the parameters of the members would diverge.
 
         Raises:
-            NotSupportedError: One was.
+            NotSupportedError: A parameter was written to.
         """
         if (now := self._written()) == self._versions:
             return
         pairs = zip(self._names, now, self._versions, strict=True)
         name = next(name for name, new, old in pairs if new != old)
         raise NotSupportedError(
-            f"parameter {name!r} was written to within step {step}, as the forward of "
-            "Embedding(max_norm=) does: members run other shards, and would get other values. "
-            "Write to parameters once a step, in the step() of an object that step.commit gets "
-            "after the optimizer"
+            f"parameter {name!r} was written to within step {step}, as by the forward of "
+            "Embedding(max_norm=): members run different shards, so that its values would "
+            "diverge. Write to parameters once per step, in the step() of an object that is "
+            "passed to step.commit after the optimizer"
         )
 
     def take_gradients(self) -> list[Tensor | None]:
-        """Those of all parameters, which have none from now on."""
+        """Return the gradients of all parameters, and clear them."""
         taken = [parameter.grad for parameter in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None
         return taken
 
     def give_gradients(self, taken: Sequence[Tensor | None]) -> None:
-        """Put back what `take_gradients` gave; nothing if that is empty."""
+        """Restore the gradients that `take_gradients` returned; ignore an empty list."""
         for parameter, gradient in zip(self.parameters, taken, strict=False):
             parameter.grad = gradient
 
     @torch.no_grad()
-    def put_buffers_back(self, version: int) -> None:
-        """Undo what forward has changed of them, if that step has begun here."""
-        if self._first_values[0] == version:
+    def put_buffers_back(self, step: int) -> None:
+        """Restore the buffers that forward has changed, if that step has begun here."""
+        if self._first_values[0] == step:
             for buffer, value in zip(self.buffers(), self._first_values[1], strict=True):
                 buffer.copy_(value)
 
     def forget(self) -> None:
-        """Another state was received: there is nothing to put back."""
+        """Forget the values of buffers, after another state was received."""
         self._first_values = (-1, [])
 
 
 def _parts(value: object) -> Iterator[object]:
-    """What an object has as attributes, and in lists and dicts that are attributes."""
+    """Yield the attributes of an object, and the entries of lists and dicts among them."""
     for name, part in getattr(value, "__dict__", {}).items():
         if name == "optimizer" and isinstance(value, LRScheduler):
-            continue  # which it steps, but whose state it leaves out
+            continue  # a schedule steps its optimizer, but does not save its state
         yield part
         if isinstance(part, list | tuple | dict):
             yield from part.values() if isinstance(part, dict) else part
 
 
 def check_reduced(steppers: Iterable[object], reduced: Container[int]) -> None:
-    """Raise if an optimizer has a gradient that is not added up over the members.
+    """Raise if an optimizer would step a parameter whose gradient was not reduced.
 
-    Each of them would step by its own, and they would come apart without a word.
+    The parameters of the members would silently diverge.
 
     Args:
-        steppers: What is stepped.
-        reduced: The ids of the parameters whose gradients are added up.
+        steppers: Objects to step.
+        reduced: Ids of the parameters whose gradients are reduced.
 
     Raises:
         ReductionError: A parameter with a gradient is not among them.
     """
     for stepper in steppers:
         for number, group in enumerate(getattr(stepper, "param_groups", ())):
-            for place, parameter in enumerate(group["params"]):
+            for index, parameter in enumerate(group["params"]):
                 if parameter.grad is not None and id(parameter) not in reduced:
                     raise ReductionError(
                         f"{type(stepper).__name__} steps a parameter of shape "
-                        f"{tuple(parameter.shape)}, {place} of its group {number}, whose gradient "
-                        "is this member's alone: before run.steps, give run.keep a model that has "
-                        "it (with reproducible=False in DistributedDataParallel), and freeze and "
-                        "thaw parameters between two steps"
+                        f"{tuple(parameter.shape)}, {index} of its group {number}, whose gradient "
+                        "was not reduced over the members: before run.steps, pass run.keep a model "
+                        "that has it (with reproducible=False in DistributedDataParallel); freeze "
+                        "and unfreeze parameters between two steps"
                     )

@@ -1,4 +1,4 @@
-"""One step of an elastic run, as the training loop sees it."""
+"""Step of an elastic run, for the training loop."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ R = TypeVar("R")
 
 
 class Stepper(Protocol):
-    """What is called once when a step is committed: an optimizer, a learning rate schedule."""
+    """Object that is stepped once when a step is committed: an optimizer or a schedule."""
 
     def step(self) -> Any:
-        """Go on by one step."""
+        """Advance by one step."""
         ...
 
 
 class StepRunner(Protocol):
-    """What a step needs of its run."""
+    """Interface of a run for its steps."""
 
     def begin_step(self) -> None:
-        """Clear gradients; put buffers back to their values at the step's beginning."""
+        """Clear gradients, and restore buffers to their values at the beginning of the step."""
         ...
 
     def map(self, function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
@@ -40,7 +40,7 @@ class StepRunner(Protocol):
         ...
 
     def begin_shard(self, shard: Shard) -> None:
-        """Seed random numbers, and put buffers back."""
+        """Seed random numbers, and restore buffers."""
         ...
 
     def backward(self, loss: Tensor, shard: Shard, weight: float | None) -> None:
@@ -52,7 +52,7 @@ class StepRunner(Protocol):
         ...
 
     def check_steppers(self, steppers: tuple[Stepper, ...]) -> None:
-        """Raise if one is to step by gradients that are this member's alone."""
+        """Raise if an object would step a parameter with a local gradient."""
         ...
 
     def commit(self, steppers: tuple[Stepper, ...]) -> None:
@@ -60,25 +60,25 @@ class StepRunner(Protocol):
         ...
 
     def end_step(self, error: BaseException | None) -> bool:
-        """Whether an error means that a member was lost, so that the loop goes on."""
+        """Return True if an error means that a member was lost, so that the loop continues."""
         ...
 
 
 class Step:
-    """A step: `with step:` around its forward, backward and commit.
+    """One step: use `with step:` around its forward, backward and commit.
 
-    If a member is lost in it, the block ends there, and the loop's next step is the same one again,
-    or the one after it where the gradients were complete and the others have committed it.
+    If a member is lost, the block ends there. The loop's next step is the same one again, or the
+    following one if the gradients were complete and the other members have committed the step.
 
     Args:
-        runner: The run.
-        number: Its number.
-        shards: Those that this member runs.
-        samples: Deals their samples, if the run was given a dataset's size.
+        runner: Run of the step.
+        number: Number of the step.
+        shards: Shards of this member.
+        samples: Samples of the shards, if the run got the size of a dataset.
 
     Attributes:
-        number: Its number.
-        committed: Whether it was committed within its block.
+        number: Number of the step.
+        committed: True if the step was committed within its block.
     """
 
     def __init__(
@@ -90,25 +90,26 @@ class Step:
         self._running = self._begun = self._reduced = False
 
     def map(self, function: Callable[[T], R], items: Sequence[T]) -> list[R]:
-        """Call a function with each item, divided among the members; all get all results.
+        """Call a function with each item, divided among the members; return all results on all.
 
-        For validation and other work that all members share: call it on all of them, before the
-        step's first shard. If a member is lost, the step is repeated, and the call with it. The
-        results are the same whoever computes them: random numbers follow from the step and the
-        item's place, buffers begin each call with the step's first values, and are put back.
-        Gradients are disabled.
+        For validation and other shared work: call it on all members, before the first shard of the
+        step. If a member is lost, the step is repeated, and the call with it. The results do not
+        depend on which member computes them: random numbers depend on the step and the item's
+        index, and buffers begin each call with their values at the beginning of the step and are
+        restored. Gradients are disabled.
 
         Args:
-            function: Returns tensors and plain values: numbers, strings, lists, tuples, dicts.
-            items: The same on all members.
+            function: Function that returns tensors and plain values: numbers, strings, lists,
+                tuples, dicts.
+            items: Items, the same on all members.
 
         Returns:
-            The results, in the order of the items.
+            Results in the order of the items.
 
         Raises:
             ReductionError: The step has not begun, or its first shard has.
-            NotSupportedError: A result has more than tensors and plain values, or the function has
-                written to a parameter.
+            NotSupportedError: A result has other values than tensors and plain values, or the
+                function wrote to a parameter.
 
         Example:
             >>> import torch, torch.distributed as dist
@@ -127,14 +128,14 @@ class Step:
         """
         if not self._running or self._begun:
             raise ReductionError(
-                f"step.map of step {self.number}: call it within `with step:`, before the first of "
-                "step.shards"
+                f"step.map of step {self.number}: call it within `with step:`, before iterating "
+                "over step.shards"
             )
         return self._runner.map(function, items)
 
     @property
     def shards(self) -> Iterator[Shard]:
-        """This member's shards: forward and backward are run for each, in this order."""
+        """Shards of this member; run forward and backward for each, in this order."""
         self._begun = True
         for shard in self._shards:
             self._runner.begin_shard(shard)
@@ -147,28 +148,31 @@ class Step:
                 )
 
     def sample_ids(self, shard: Shard) -> list[int]:
-        """Indices into the dataset: the same for this step and shard on any member.
+        """Return the dataset indices of a shard, the same on any member.
 
         Raises:
-            ArgumentError: `Run.steps` was not told how many samples there are.
+            ArgumentError: `Run.steps` did not get the number of samples.
         """
         if self._samples is None:
-            raise ArgumentError("run.steps got no samples=: give the dataset's size, and batch=")
+            raise ArgumentError("run.steps got no samples=: pass the dataset's size, and batch=")
         return self._samples.ids(self.number, shard)
 
     def backward(self, loss: Tensor, *, weight: float | None = None) -> None:
-        """Compute the gradients of the shard at hand.
+        """Compute the gradients of the current shard.
 
         Args:
-            loss: The mean over the shard's samples, or tokens.
-            weight: How many those are; by default the number of `sample_ids`, or of shards.
+            loss: Mean over the shard's samples or tokens.
+            weight: Number of these samples or tokens; by default the number of `sample_ids`, or of
+                shards.
 
         Raises:
-            ReductionError: No shard is at hand, or it had its backward.
-            ArgumentTypeError: The loss is no tensor of one element.
+            ReductionError: There is no current shard, or it had its backward.
+            ArgumentTypeError: The loss is not a tensor with one element.
         """
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise ArgumentTypeError(f"loss is {loss!r}: pass the mean over the shard, one element")
+            raise ArgumentTypeError(
+                f"loss is {loss!r}: pass a tensor with one element, the mean over the shard"
+            )
         if (shard := self._current) is None:
             raise ReductionError("step.backward: call it once for each of step.shards")
         self._runner.backward(loss, shard, weight)
@@ -176,32 +180,32 @@ class Step:
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Make the gradients those of the mean over all samples, on all members.
+        """Reduce the gradients to the mean over all samples, on all members.
 
-        `commit` does it where it was not called: call it to change gradients before, as by clipping
-        their norm.
+        `commit` calls it if the loop did not. Call it to change gradients before the commit, for
+        example to clip their norm.
         """
         if not self._reduced:
             self._runner.reduce()
             self._reduced = True
 
     def commit(self, *steppers: Stepper) -> None:
-        """Commit the step on all members, and call `step()` of each of these, once.
+        """Commit the step on all members, and call `step()` of each object once.
 
-        What is to happen once a step, but must not if it is repeated, belongs here: optimizers,
-        learning rate schedules, counters. If a member is lost meanwhile, it may happen after the
-        block has ended.
+        Pass everything that has to advance once per step and not when a step is repeated:
+        optimizers, learning rate schedules, counters. If a member is lost meanwhile, `step()` may
+        be called after the block has ended.
 
-        One that `Run.keep` was not given is a NotKeptWarning, if it has a `state_dict`.
+        An object with a `state_dict` that was not passed to `Run.keep` gives a NotKeptWarning.
 
         Raises:
-            ArgumentTypeError: One has no `step`.
-            ReductionError: A shard had no backward, or one of them has a parameter with a gradient
-                that is in nothing which was kept, so that its gradient is this member's alone.
+            ArgumentTypeError: An object has no `step`.
+            ReductionError: A shard had no backward, or an optimizer has a parameter with a gradient
+                that belongs to no kept model and was not reduced.
         """
         for stepper in steppers:
             if not callable(getattr(stepper, "step", None)):
-                raise ArgumentTypeError(f"{stepper!r} has no step(): pass optimizers, schedules")
+                raise ArgumentTypeError(f"{stepper!r} has no step(): pass optimizers or schedules")
         self._runner.check_steppers(steppers)
         self.reduce()
         self._runner.commit(steppers)

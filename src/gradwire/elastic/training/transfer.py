@@ -1,7 +1,7 @@
-"""The state of training on its way to a new member: as a whole, so that it is valid or absent.
+"""Transfer of the state of training to a new member, all of it or nothing.
 
-Bytes that `torch.load(weights_only=True)` reads, which makes nothing but tensors and plain values
-of them. A receiver changes nothing before it has all of them.
+The bytes are readable by `torch.load(weights_only=True)`, which only makes tensors and plain
+values. A receiver changes nothing before it has all of them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_BYTES = 1 << 42
 
 
 def dump(kept: Mapping[str, Any], beside: Any = None) -> bytearray:
-    """The state of what is kept, and what belongs to it beside that, as bytes."""
+    """Return the state of the kept objects, and a value beside it, as bytes."""
     return _pack(({name: value.state_dict() for name, value in kept.items()}, beside))
 
 
@@ -43,52 +43,52 @@ def _unpack(data: bytearray) -> Any:
     except pickle.UnpicklingError as error:
         kind = re.search(r"GLOBAL (\S+)", str(error))
         raise NotSupportedError(
-            f"has a {kind[1] if kind else 'value'}: members send each other tensors and plain "
-            "values alone, so convert it, as by float(lr)"
+            f"has a {kind[1] if kind else 'value'}, but only tensors and plain values can be sent: "
+            "convert it, for example with float(lr)"
         ) from error
 
 
 def load(kept: Mapping[str, Any], data: bytearray) -> Any:
-    """Put bytes that `dump` made into what is kept.
+    """Load bytes that `dump` made into the kept objects.
 
     Returns:
-        What is beside it.
+        Value beside the state.
 
     Raises:
-        MismatchError: Something else is kept here, or a model differs.
-        NotSupportedError: It has more than tensors and plain values.
+        MismatchError: Other objects are kept here, or a model differs.
+        NotSupportedError: The state has other values than tensors and plain values.
     """
     try:
         states, beside = _unpack(data)
     except NotSupportedError as error:
         raise NotSupportedError(
-            f"the state that is received here {error}; or leave it out of the state_dict of what "
-            f"is kept ({', '.join(sorted(kept))})"
+            f"the received state {error}, or leave it out of the state_dict of the kept objects "
+            f"({', '.join(sorted(kept))})"
         ) from error.__cause__
     if states.keys() != kept.keys():
         raise MismatchError(
-            f"run.keep has {sorted(kept)} here and {sorted(states)} on the member that has the "
-            "state: keep the same on all"
+            f"run.keep got {sorted(kept)} here, but {sorted(states)} on the member that has the "
+            "state: keep the same names on all members"
         )
     for name, state in states.items():
         try:
             put(kept[name], state)
         except (RuntimeError, ValueError, KeyError) as error:
             raise MismatchError(
-                f"the state of {name!r} does not fit here: {error}; build the same on all members"
+                f"the state of {name!r} does not fit: {error}; build it alike on all members"
             ) from error
         for tensor in cast(name, kept[name].state_dict(), state):
             raise MismatchError(
-                f"{tensor} on the member that has the state: build the same on all members, and "
-                "keep optimizers under names of their own, whose state arrives in its own dtype"
+                f"{tensor} on the member that has the state: use the same dtypes on all members, "
+                "and keep each optimizer under its own name, so that its state keeps its dtype"
             )
     return beside
 
 
 def put(value: Any, state: Any) -> None:
-    """Load a state into an object; an optimizer gets the state's tensors in their own dtypes.
+    """Load a state into an object, keeping the dtypes of an optimizer's state.
 
-    `Optimizer.load_state_dict` casts them to the dtypes of the parameters.
+    `Optimizer.load_state_dict` casts it to the dtypes of the parameters.
     """
     value.load_state_dict(state)
     if not isinstance(value, Optimizer) or not {"state", "param_groups"} <= state.keys():
@@ -103,7 +103,7 @@ def put(value: Any, state: Any) -> None:
 
 
 def _received(loaded: Any, received: Any, parameter: Tensor) -> Any:
-    """A loaded value with the dtypes of what was received, and the strides of its parameter."""
+    """Return a loaded value with the received dtypes and the strides of its parameter."""
     if isinstance(loaded, dict) and isinstance(received, Mapping):
         pairs = ((k, v, received.get(k)) for k, v in loaded.items())
         return {k: _received(v, other, parameter) for k, v, other in pairs}
@@ -120,7 +120,7 @@ def _received(loaded: Any, received: Any, parameter: Tensor) -> Any:
 
 
 def cast(name: str, loaded: Any, received: Any) -> Iterator[str]:
-    """Tensors of a state that have another dtype since they were loaded, and both dtypes."""
+    """Yield the tensors of a state whose dtype changed when it was loaded, with both dtypes."""
     if isinstance(loaded, Mapping) and isinstance(received, Mapping):
         for key in loaded.keys() & received.keys():
             yield from cast(f"{name}.{key}", loaded[key], received[key])
@@ -128,14 +128,14 @@ def cast(name: str, loaded: Any, received: Any) -> Iterator[str]:
         for index, (one, other) in enumerate(zip(loaded, received, strict=False)):
             yield from cast(f"{name}.{index}", one, other)
     elif isinstance(loaded, Tensor) and loaded.dtype != getattr(received, "dtype", loaded.dtype):
-        yield f"{name} is {loaded.dtype} here and {received.dtype}"
+        yield f"{name} is {loaded.dtype} here, but {received.dtype}"
 
 
 def exchange(group: ProcessGroup, data: bytearray | None, wait: Wait) -> bytearray:
-    """Broadcast bytes from rank 0, which has them, and return them.
+    """Broadcast bytes from rank 0, and return them.
 
     Raises:
-        DistributedError: A member is lost, or the length makes no sense.
+        DistributedError: A member is lost, or the length is invalid.
     """
     length = torch.tensor([0 if data is None else len(data)], dtype=torch.int64)
     wait(_broadcast(group, length))
@@ -149,11 +149,11 @@ def exchange(group: ProcessGroup, data: bytearray | None, wait: Wait) -> bytearr
 
 
 def gather(group: ProcessGroup, values: list[Any], wait: Wait) -> list[Any]:
-    """The values of all members, in the order of their ranks, on all of them.
+    """Return the values of all members on each of them, in the order of their ranks.
 
     Raises:
         DistributedError: A member is lost.
-        NotSupportedError: There are more than tensors and plain values.
+        NotSupportedError: There are other values than tensors and plain values.
     """
     data = _pack(values)
     collect = getattr(group, ALL_GATHER_SINGLE)

@@ -1,9 +1,9 @@
-"""The one tree in which shards' gradients are added, whoever computed them: integers alone.
+"""Tree in which the gradients of shards are added, with integers only.
 
-The tree is binary and complete over a power of two of shards. A *node* is the run of shards below
-it. A member adds up the largest nodes that lie within its own run of shards; the nodes above them
-are added from these in the same order, wherever that happens. So every addition has the same two
-operands with any number of members, and the sum the same bits.
+The tree is binary and complete over a power of two of shards. A *node* is the contiguous range of
+shards below it. A member adds up the largest nodes within its own range; the nodes above are added
+from these in the same order on any member. So every addition has the same two operands with any
+number of members, and the sum has the same bits.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 Node = tuple[int, int]
-"""The first shard below a node, and how many there are: a power of two that divides the first."""
+"""First shard below a node, and their number: a power of two that divides the first."""
 
 Value = TypeVar("Value")
 
 
 def nodes_within(run: range) -> list[Node]:
-    """The largest nodes that together are a run of shards, from left to right.
+    """Return the largest nodes that together cover a range of shards, from left to right.
 
     Example:
         >>> nodes_within(range(3, 8))
@@ -35,13 +35,13 @@ def nodes_within(run: range) -> list[Node]:
 
 
 def sibling(node: Node) -> Node:
-    """The node that is added to a node."""
+    """Return the sibling of a node."""
     first, size = node
     return first ^ size, size
 
 
 def parent(node: Node) -> Node:
-    """The node that both are added to."""
+    """Return the parent of a node."""
     first, size = node
     return first & ~size, 2 * size
 
@@ -49,12 +49,12 @@ def parent(node: Node) -> Node:
 def add_up(
     shards: int, values: Mapping[Node, Value], add: Callable[[Value, Value], Value]
 ) -> Value:
-    """The value of the root, from those of nodes that together are all shards.
+    """Return the value of the root, from those of nodes that together cover all shards.
 
     Args:
-        shards: How many there are.
-        values: Of each node; none is below another.
-        add: Called with a left and a right child's value; it may write to the left one.
+        shards: Number of shards.
+        values: Value of each node; no node is below another.
+        add: Function of the values of a left and a right child; it may write to the left one.
 
     Example:
         >>> add_up(4, {(0, 2): "ab", (2, 1): "c", (3, 1): "d"}, lambda x, y: f"({x}+{y})")
@@ -73,10 +73,10 @@ def push(
     value: Value,
     add: Callable[[Value, Value], Value],
 ) -> Node:
-    """Append a node to those on its left, and add what are siblings: at most log2 are pending.
+    """Append a node, and add siblings: at most log2(shards) nodes are pending.
 
     Returns:
-        The node that it has become part of.
+        Node that contains the appended one.
     """
     pending.append((node, value))
     while len(pending) > 1 and pending[-2][0] == sibling(pending[-1][0]) < pending[-1][0]:
