@@ -1,4 +1,4 @@
-"""Ray actors as members of an elastic run: one is killed on the way, and Ray starts it again.
+"""Ray actors as members of an elastic run: one is killed meanwhile, and Ray restarts it.
 
 python examples/train_with_ray.py
 """
@@ -21,7 +21,7 @@ STEPS, BATCH = 60, 32
 
 
 def train(store: dist.Store, members: int, pause: float = 0.0) -> str:
-    """Train as one member; the digest of the parameters."""
+    """Train as one member, and return the digest of the parameters."""
     torch.set_num_threads(1)
     run = elastic.join(store, members=members)
     net = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
@@ -39,7 +39,7 @@ def train(store: dist.Store, members: int, pause: float = 0.0) -> str:
             for shard in step.shards:
                 ids = step.sample_ids(shard)
                 step.backward(nn.functional.mse_loss(net(x[ids]), y[ids]))
-            if run.size < members:  # so that who is started again takes part in this short run
+            if run.size < members:  # so that a restarted member takes part in this short run
                 time.sleep(pause)
             step.commit(optimizer)
     data = b"".join(parameter.detach().numpy().tobytes() for parameter in net.parameters())
@@ -48,19 +48,19 @@ def train(store: dist.Store, members: int, pause: float = 0.0) -> str:
 
 @ray.remote(max_restarts=-1, max_task_retries=-1, num_cpus=0, max_concurrency=2)
 class Member:
-    """Restarted by Ray when its process dies, with the call that it was in."""
+    """Member that Ray restarts when its process dies, with its current call."""
 
     def pid(self) -> int:
         return os.getpid()
 
     def train(self, port: int, members: int) -> str:
-        store = dist.TCPStore("127.0.0.1", port, is_master=False)  # the driver's host
+        store = dist.TCPStore("127.0.0.1", port, is_master=False)  # of the driver
         return train(store, members, pause=0.5)
 
 
 def main(members: int = 2) -> tuple[list[str], str]:
     ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
-    store = elastic.serve_store()  # in the driver, which is no member
+    store = elastic.serve_store()  # in the driver, which is not a member
     try:
         actors = [Member.remote() for _ in range(members)]
         victim = ray.get(actors[0].pid.remote())

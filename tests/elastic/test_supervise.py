@@ -211,7 +211,7 @@ def test_an_interrupt_is_raised_after_the_processes_have_ended(supervised: Super
         (["--nproc-per-node", "0", __file__], "nproc is 0: pass 1 or more"),
         (["--members", "0", __file__], "members is 0: pass 1 or more"),
         (["--grace", "-1", __file__], "grace is -1.0: pass 0 or more"),
-        (["nosuch.py"], "the script is 'nosuch.py', and there is no such file"),
+        (["nosuch.py"], "there is no script 'nosuch.py'"),
     ],
 )
 def test_arguments_that_cannot_be_used_are_usage_errors(

@@ -1,4 +1,4 @@
-"""`python -m gradwire.elastic --nproc-per-node N script.py args`: an elastic run on this host."""
+"""Run a script elastically: `python -m gradwire.elastic --nproc-per-node N script.py`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ def main(arguments: Sequence[str], prog: str = "python -m gradwire.elastic") -> 
     """Run a command line.
 
     Args:
-        arguments: Without the program's name.
-        prog: The program's name in the help.
+        arguments: Arguments without the program's name.
+        prog: Name of the program in the help.
 
     Returns:
-        The exit code.
+        Exit code.
     """
     parser = _parser(prog)
     options = parser.parse_args(arguments)
@@ -28,9 +28,9 @@ def main(arguments: Sequence[str], prog: str = "python -m gradwire.elastic") -> 
         if options.serve:
             return _serve(options.serve)
         if options.script is None:
-            parser.error("give a script, or --serve HOST:PORT")
+            parser.error("pass a script, or --serve HOST:PORT")
         if not (options.module or options.script == "-" or os.path.exists(options.script)):
-            parser.error(f"the script is {options.script!r}, and there is no such file")
+            parser.error(f"there is no script {options.script!r}")
         return supervise(
             [sys.executable, "-u", *["-m"] * options.module, options.script, *options.arguments],
             nproc=options.nproc_per_node,
@@ -46,32 +46,36 @@ def main(arguments: Sequence[str], prog: str = "python -m gradwire.elastic") -> 
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
-    about = "Run processes on this host that train on when any of them dies."
+    about = "Run processes on this host whose training continues when any of them dies."
     parser = argparse.ArgumentParser(prog=prog, description=about)
     parser.add_argument("--nproc-per-node", type=int, default=1, help="processes on this host")
-    parser.add_argument("--max-restarts", type=int, default=3, help="of members that died, in all")
-    parser.add_argument("--store", help="host:port of a store that is served elsewhere")
     parser.add_argument(
-        "--members", type=int, help="that the first generation waits for, on all hosts"
+        "--max-restarts", type=int, default=3, help="restarts of failed processes, in all"
+    )
+    parser.add_argument("--store", help="host:port of a store that another process serves")
+    parser.add_argument(
+        "--members",
+        type=int,
+        help="number of members, on all hosts, that the first generation waits for",
     )
     parser.add_argument(
         "--grace",
         type=float,
         metavar="SECONDS",
-        help="end processes that still run so long after another is done (default: wait for them)",
+        help="end processes that still run this long after another is done (default: wait)",
     )
     parser.add_argument(
         "--shutdown-timeout",
         type=float,
         metavar="SECONDS",
         default=os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN_SECONDS),
-        help="between a signal that ends the processes, such as SIGTERM, and SIGKILL (default: "
+        help="time between a signal such as SIGTERM and SIGKILL (default: "
         f"{SHUTDOWN_SECONDS:g}, or TORCH_ELASTIC_SHUTDOWN_TIMEOUT)",
     )
-    parser.add_argument("--serve", metavar="HOST:PORT", help="serve a store, and start nothing")
+    parser.add_argument("--serve", metavar="HOST:PORT", help="only serve a store")
     parser.add_argument("-m", dest="module", action="store_true", help="the script is a module")
-    parser.add_argument("script", nargs="?", help="a Python file, and its arguments")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    parser.add_argument("script", nargs="?", help="a Python file")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
     return parser
 
 
