@@ -23,6 +23,7 @@ from gradwire.elastic import protocol
 from gradwire.errors import (
     ArgumentError,
     ArgumentTypeError,
+    DistributedError,
     MismatchError,
     NotSupportedError,
     PeerFailedError,
@@ -447,9 +448,7 @@ def test_the_group_between_two_steps(store: dist.Store) -> None:
                 run._engine.monitor.wanted = True
             step.commit()
         if not step.committed or run._engine.member.phase is protocol.Phase.ARRIVED:
-            with pytest.raises(
-                NotSupportedError, match=r"run.group is unavailable"
-            ):
+            with pytest.raises(NotSupportedError, match=r"run.group is unavailable"):
                 run.group  # noqa: B018
         else:
             assert run.group.size() == 1
@@ -678,3 +677,26 @@ def test_sparse_gradients_need_ddp(store: dist.Store) -> None:
         with pytest.raises(NotSupportedError, match="sparse gradient"):
             step.backward(model(torch.tensor([1])).sum())
         step.committed = True
+
+
+@pytest.mark.parametrize("alone", ["map", "barrier"])
+def test_step_that_is_lost_repeatedly_is_an_error_on_all_members(
+    store: dist.Store, alone: str
+) -> None:
+    def member(calls: bool) -> None:
+        run = elastic.join(store, members=2, backend="gloo", timeout=timedelta(seconds=1))
+        model = net()
+        run.keep(model=model)
+        for step in run.steps(4, samples=len(X), batch=16):
+            with step:
+                if calls and step.number == 2 and alone == "map":
+                    step.map(float, [1, 2])
+                elif calls and step.number == 2:
+                    dist.barrier(run.group)
+                for shard in step.shards:
+                    step.backward(model(X[step.sample_ids(shard)]).square().mean())
+                step.commit()
+
+    for error in together(partial(member, True), partial(member, False)):
+        assert isinstance(error, DistributedError)
+        assert "step 2 was lost 4 times in a row" in str(error)

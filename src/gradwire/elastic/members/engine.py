@@ -28,6 +28,8 @@ from gradwire.errors import (
 )
 
 POLL_SECONDS = 0.002
+MAX_ATTEMPTS = 4
+"""Number of generations in a row that may begin with the same members and the same step."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,7 @@ class Engine:
         )
         self.member = p.Member(self.membership.number, 0)
         self._failed = False
+        self._attempts, self._last_loss = 1, ""
         self.group: GenerationGroup = self._forming.solo()
         self.wait: Wait = make_wait(self._check, options.timeout)
         self.on_commit: Callable[[], None] = lambda: None
@@ -123,6 +126,7 @@ class Engine:
             RunOverError: The other members are done, and no member has the state.
             PeerFailedError: A member asked all to raise an error.
             MismatchError: A member of the first generation has other settings.
+            DistributedError: The same members lost the same step several times in a row.
         """
         act = {
             p.Phase.ARRIVED: self._rendezvous,
@@ -168,8 +172,13 @@ class Engine:
             self._check()
         return self.any(self.monitor.wanted)
 
-    def lost(self) -> None:
-        """Leave the generation because a member was lost."""
+    def lost(self, error: BaseException) -> None:
+        """Leave the generation because a member was lost.
+
+        Args:
+            error: Error that reports the loss.
+        """
+        self._last_loss = f"{type(error).__name__}: {error}"
         if self.member.phase in (p.Phase.REDUCING, p.Phase.BARRIER):
             self._failed = True
             self._handle(p.Lost())
@@ -299,7 +308,23 @@ class Engine:
                 raise RunOverError(*self.membership.why_over())
             self._handle(seen)
             time.sleep(POLL_SECONDS)
+        self._check_attempts(decision)
         self._handle(p.Decided(decision))
+
+    def _check_attempts(self, decision: p.Decision) -> None:
+        """Raise on all members if a step fails repeatedly although none of them is gone."""
+        before = self.member.decision
+        repeated = before is not None and (
+            (before.generation, before.committed, {*before.members})
+            == (decision.source, decision.committed, {*decision.members})
+        )
+        self._attempts = self._attempts + 1 if repeated else 1
+        if self._attempts > MAX_ATTEMPTS:
+            raise DistributedError(
+                f"step {decision.committed} was lost {MAX_ATTEMPTS} times in a row although none of "
+                "its members died: call step.map and other collectives on all members or on none; "
+                f"the last error was {self._last_loss}"
+            )
 
     def _seen(self, number: int, waited: float) -> p.Seen:
         previous = self.membership.decision(number - 1)

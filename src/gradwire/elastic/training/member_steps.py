@@ -180,7 +180,7 @@ class MemberSteps:
         """Return True if an error means that a member was lost."""
         assert error is not None
         if means_a_loss(error) or (may_mean_a_loss(error) and self._engine.was_lost()):
-            self._engine.lost()
+            self._engine.lost(error)
             # the loop may clear them before the rendezvous decides to commit this step
             self._taken = self.state.take_gradients()
             let_go(error)
