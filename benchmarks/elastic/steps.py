@@ -67,7 +67,7 @@ def elastic_steps(run: elastic.Run, net: nn.Module, x: Tensor, batch: int) -> It
 def awake(run: elastic.Run) -> Iterator[None]:
     """Let the run's monitor work: asleep, as it costs time in the others' turns, it would not be
     this contender's."""
-    monitor, membership = run._engine.monitor, run._engine.membership
+    monitor, membership = run._runtime.monitor, run._runtime.membership
     for owner, name in ((monitor, "_look"), (membership, "beat")):
         owner.__dict__.pop(name, None)
     yield
@@ -75,8 +75,8 @@ def awake(run: elastic.Run) -> Iterator[None]:
 
 
 def asleep(run: elastic.Run) -> None:
-    run._engine.monitor._look = lambda: None  # type: ignore[method-assign]
-    run._engine.membership.beat = lambda count: None  # type: ignore[method-assign]
+    run._runtime.monitor._look = lambda: None  # type: ignore[method-assign]
+    run._runtime.membership.beat = lambda count: None  # type: ignore[method-assign]
 
 
 def member(

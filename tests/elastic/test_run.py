@@ -153,7 +153,7 @@ def test_members_that_others_were_done_without_hear_of_it(store: dist.Store) -> 
                 for _ in step.shards:
                     step.backward(module(torch.ones(1, 1)).mean())
                 if step.number == 1:  # as others do that take both for dead
-                    membership = run._engine.membership
+                    membership = run._runtime.membership
                     membership.propose(protocol.Decision(2, (9,), (9,), 0))
                     membership.store.compare_set("finished", "", "2")
                 step.commit()
@@ -416,13 +416,13 @@ def test_arguments_that_differ_are_named_on_all_members(
     newcomer.keep(model=nn.Linear(1, 1))
     with pytest.raises(MismatchError, match="steps is 3 on member 2 and 2 on the first"):
         next(newcomer.steps(3))
-    assert not run._engine.membership.refusal()
+    assert not run._runtime.membership.refusal()
     del step, steps
 
 
 def losing(run: elastic.Run, *, at: int) -> Callable[[], bool]:
     """A barrier that fails at the commit of a step, once, as if a member had died in it."""
-    passes, left = run._engine._pass_barrier, [at]
+    passes, left = run._runtime._pass_barrier, [at]
 
     def fail() -> bool:
         if left and run.committed_steps == left[0]:
@@ -438,16 +438,16 @@ def test_the_group_between_two_steps(store: dist.Store) -> None:
     run, model = join(store), net()
     run.keep(model=model)
     assert run.group.size() == 1
-    run._engine._pass_barrier = losing(run, at=1)  # type: ignore[method-assign]
+    run._runtime._pass_barrier = losing(run, at=1)  # type: ignore[method-assign]
     for step in run.steps(3, samples=len(X), batch=16):
         with step:
             assert run.group.size() == 1
             for shard in step.shards:
                 step.backward(model(X[step.sample_ids(shard)]).mean())
             if step.number == 1 and run.generation == 2:
-                run._engine.monitor.wanted = True
+                run._runtime.monitor.wanted = True
             step.commit()
-        if not step.committed or run._engine.member.phase is protocol.Phase.ARRIVED:
+        if not step.committed or run._runtime.member.phase is protocol.Phase.ARRIVED:
             with pytest.raises(NotSupportedError, match=r"run.group is unavailable"):
                 run.group  # noqa: B018
         else:
@@ -504,7 +504,7 @@ def test_members_share_a_validation_and_stop_by_it(
         optimizer, history = torch.optim.SGD(model.parameters(), lr=0.05), History()
         run.keep(model=model, optimizer=optimizer, history=history)
         if lost_at >= 0:
-            run._engine._pass_barrier = losing(run, at=lost_at)  # type: ignore[method-assign]
+            run._runtime._pass_barrier = losing(run, at=lost_at)  # type: ignore[method-assign]
         for step in run.steps(50, samples=len(X), batch=16):
             with step:
                 history.losses[step.number] = step.map(

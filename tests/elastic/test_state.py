@@ -49,14 +49,14 @@ def backwards(step: elastic.Step, model: nn.Module) -> None:
 
 def loses(run: elastic.Run, member: bool) -> None:
     """Let the next barrier fail, as if a member had died in it."""
-    passes = run._engine._pass_barrier
+    passes = run._runtime._pass_barrier
 
     def fail() -> bool:
-        run._engine._pass_barrier = passes  # type: ignore[method-assign]
+        run._runtime._pass_barrier = passes  # type: ignore[method-assign]
         raise PeerLostError("a member is gone")
 
     if member:
-        run._engine._pass_barrier = fail  # type: ignore[method-assign]
+        run._runtime._pass_barrier = fail  # type: ignore[method-assign]
 
 
 def test_what_the_loop_does_after_a_lost_step_is_not_in_its_commit() -> None:

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from gradwire import _groups, elastic
 from gradwire.ddp import DistributedDataParallel
-from gradwire.elastic.members.engine import Engine
 from gradwire.elastic.members.forming import Forming
+from gradwire.elastic.members.runtime import Runtime
 from gradwire.elastic.training.gradients import TreeSum
 from gradwire.elastic.training.member_steps import MemberSteps
 from gradwire.errors import RunOverError
@@ -215,11 +215,11 @@ def _arm(job: Job) -> None:
     owner, name = {
         "forward": (nn.Sequential, "forward"),
         "backward": (torch.autograd, "backward"),
-        "reduce": (TreeSum, "reduce") if job.reproducible else (Engine, "commit"),
-        "commit": (Engine, "commit"),
-        "rendezvous": (Engine, "_rendezvous"),
+        "reduce": (TreeSum, "reduce") if job.reproducible else (Runtime, "commit"),
+        "commit": (Runtime, "commit"),
+        "rendezvous": (Runtime, "_rendezvous"),
         "form": (Forming, "form"),
-        "transfer": (Engine, "_transfer"),
+        "transfer": (Runtime, "_transfer"),
         "apply": (MemberSteps, "_apply"),
         "map": (MemberSteps, "map"),
     }[job.point]

@@ -1,6 +1,6 @@
 """State machine of a member, without I/O: which generation it is in and which step comes next.
 
-Events go in and effects come out. `Engine` carries the effects out; the checker in the tests does
+Events go in and effects come out. `Runtime` carries the effects out; the checker in the tests does
 so in every order. A *generation* is one set of members and their process group. Either all members
 commit a step or none does: a member whose gradients are complete enters a barrier, and commits once
 it has passed the barrier. A member that fails before leaves the generation and arrives at the next

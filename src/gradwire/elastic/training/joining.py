@@ -8,8 +8,8 @@ from datetime import timedelta
 from torch.distributed import Store
 
 from gradwire.elastic.members import (
-    Engine,
     Options,
+    Runtime,
     end_with_reports,
     members_of_environment,
     report,
@@ -102,9 +102,9 @@ def join(
         silence.total_seconds(),
     )
     chosen = store_of_environment(timeout) if store is None else store
-    engine = Engine(chosen, name, options)
+    runtime = Runtime(chosen, name, options)
     run = Run(
-        engine, check_shards(shards), reproducible=reproducible, seed=seed, nan_guard=nan_guard
+        runtime, check_shards(shards), reproducible=reproducible, seed=seed, nan_guard=nan_guard
     )
     report(finished=False)  # a previous run of this process may have finished
     known = weakref.ref(run)

@@ -1,4 +1,4 @@
-"""Work of this member in a step, at the request of the loop or of the engine."""
+"""Work of this member in a step, called by the step and by the runtime."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire.elastic.members import Engine, barrier, let_go, may_mean_a_loss, means_a_loss
+from gradwire.elastic.members import Runtime, barrier, let_go, may_mean_a_loss, means_a_loss
 from gradwire.elastic.training import transfer
 from gradwire.elastic.training.gradients import TreeSum
 from gradwire.elastic.training.samples import Samples, Shard, deal
@@ -23,7 +23,7 @@ class MemberSteps:
     """Steps of a run on this member; a `StepRunner`.
 
     Args:
-        engine: Engine that forms generations and commits.
+        runtime: Runtime that forms generations and commits.
         shards: Number of shards of a step.
         reproducible: True to add shards up in a tree, False to average with
             DistributedDataParallel.
@@ -38,9 +38,9 @@ class MemberSteps:
     """
 
     def __init__(
-        self, engine: Engine, shards: int, *, reproducible: bool, seed: int, nan_guard: bool
+        self, runtime: Runtime, shards: int, *, reproducible: bool, seed: int, nan_guard: bool
     ) -> None:
-        self._engine, self._shards, self._reproducible = engine, shards, reproducible
+        self._runtime, self._shards, self._reproducible = runtime, shards, reproducible
         self._seed, self._nan_guard = seed, nan_guard
         # torch.manual_seed takes at least 0.1 ms to look for devices
         devices = torch.accelerator.is_available()
@@ -56,15 +56,15 @@ class MemberSteps:
         self._averaged: set[int] = set()
         self.dealt = self._deal()
         self._equal = False
-        engine.on_commit = self._apply
-        engine.on_group = self._on_group
-        engine.on_done = self._on_done
-        engine.on_transfer = self._on_transfer
+        runtime.on_commit = self._apply
+        runtime.on_group = self._on_group
+        runtime.on_done = self._on_done
+        runtime.on_transfer = self._on_transfer
 
     @property
     def committed_steps(self) -> int:
         """Number of committed steps."""
-        return self._engine.member.committed or self.start
+        return self._runtime.member.committed or self.start
 
     def seed_of(self, step: int, first: int, use: str = "") -> int:
         """Return the seed of a step and its first shard."""
@@ -75,16 +75,16 @@ class MemberSteps:
         self._asks_to_stop = True
 
     def _on_done(self) -> None:
-        self.state.set_group(self._engine.process_group)
+        self.state.set_group(self._runtime.process_group)
         self._tree = None
 
     def _deal(self) -> list[Shard]:
-        run = deal(self._shards, self._engine.size)[self._engine.rank]
+        run = deal(self._shards, self._runtime.size)[self._runtime.rank]
         if self._reproducible:
             return [Shard(number, number + 1) for number in run]
         return [Shard(run.start, run.stop)]
 
-    # -- what a step asks for --------------------------------------------------------------
+    # -- called by a step --------------------------------------------------------------
 
     def begin_step(self) -> None:
         """Clear gradients, and restore buffers to their values at the beginning of the step."""
@@ -97,18 +97,18 @@ class MemberSteps:
 
     def map(self, function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
         """Call a function with each item, divided among the members."""
-        engine, step = self._engine, self.committed_steps
+        runtime, step = self._runtime, self.committed_steps
         self._check_unwritten()
         self.state.begin_step(step, sync=False)
         results = []
-        for place in deal(len(items), engine.size)[engine.rank]:
-            self._set_seed(self.seed_of(step, place, "map"))
+        for index in deal(len(items), runtime.size)[runtime.rank]:
+            self._set_seed(self.seed_of(step, index, "map"))
             with torch.no_grad():
-                results.append(function(items[place]))
+                results.append(function(items[index]))
             self.state.put_buffers_back(step)
         self._check_unwritten()
         self.state.begin_step(step, sync=not self._reproducible)
-        return transfer.gather(engine.process_group, results, engine.wait)
+        return transfer.gather(runtime.process_group, results, runtime.wait)
 
     def begin_shard(self, shard: Shard) -> None:
         """Seed random numbers, and restore buffers."""
@@ -125,7 +125,7 @@ class MemberSteps:
         try:
             self.state.check_unwritten(self.committed_steps)
         except NotSupportedError as error:
-            self._engine.end_all(error)
+            self._runtime.end_all(error)
             raise
 
     def _run_backward(self, loss: Tensor, shard: Shard, weight: float | None) -> None:
@@ -140,7 +140,7 @@ class MemberSteps:
         if self._tree is None:
             batch = self._shards if self.samples is None else self.samples.batch
             for model in self.state.models:  # 1 if all have equally many samples: no multiplication
-                model.weight(weight * self._engine.size / batch)
+                model.weight(weight * self._runtime.size / batch)
             loss.backward()
             return
         if weight:  # the mean over no samples is NaN
@@ -157,13 +157,13 @@ class MemberSteps:
         if self._tree is not None:
             self._changed, self._stops = self._tree.reduce(self._asks_to_stop)
         else:
-            self._stops = self._engine.any(self._asks_to_stop)
+            self._stops = self._runtime.any(self._asks_to_stop)
 
     def commit(self, steppers: tuple[Stepper, ...]) -> None:
         """Commit the step on all members."""
         self.state.warn_of_unkept(steppers)
         self._steppers = steppers
-        self._engine.commit(stop=self._stops)
+        self._runtime.commit(stop=self._stops)
 
     def check_steppers(self, steppers: tuple[Stepper, ...]) -> None:
         """Raise if an object would step a parameter with a local gradient."""
@@ -179,18 +179,18 @@ class MemberSteps:
     def end_step(self, error: BaseException | None) -> bool:
         """Return True if an error means that a member was lost."""
         assert error is not None
-        if means_a_loss(error) or (may_mean_a_loss(error) and self._engine.was_lost()):
-            self._engine.lost(error)
+        if means_a_loss(error) or (may_mean_a_loss(error) and self._runtime.was_lost()):
+            self._runtime.lost(error)
             # the loop may clear them before the rendezvous decides to commit this step
             self._taken = self.state.take_gradients()
             let_go(error)
             return True
         if self._nan_guard and isinstance(error, ReductionError) and error.parameters:
-            self._engine.end_all(error)
-        self._engine.stop()
+            self._runtime.end_all(error)
+        self._runtime.stop()
         return False
 
-    # -- what the engine asks for ----------------------------------------------------------
+    # -- called by the runtime ----------------------------------------------------------
 
     @torch.no_grad()
     def _apply(self) -> None:
@@ -205,32 +205,32 @@ class MemberSteps:
                 stepper.step()
 
     def _on_group(self) -> None:
-        if not self._reproducible and self._engine.size > self._shards:
+        if not self._reproducible and self._runtime.size > self._shards:
             raise NotSupportedError(
-                f"{self._engine.size} members and {self._shards} shards: pass "
+                f"{self._runtime.size} members and {self._shards} shards: pass "
                 "elastic.join(shards=...) with at least the largest number of members"
             )
         self.dealt = self._deal()
         self.state.put_buffers_back(self.committed_steps)  # a step that failed has changed them
-        self.state.set_group(self._engine.process_group)
-        runs = [run for run in deal(self._shards, self._engine.size) if run]
+        self.state.set_group(self._runtime.process_group)
+        runs = [run for run in deal(self._shards, self._runtime.size) if run]
         self._equal = len({self._count(Shard(run.start, run.stop)) for run in runs}) == 1
         if self._reproducible:
             self._grow_tree()
 
     def _grow_tree(self) -> None:
-        """Make a tree for the members and the trained parameters of now."""
+        """Build the tree for the current members and trained parameters."""
         self._tree = TreeSum(
-            self.state, self._shards, self._engine.process_group, self._engine.wait
+            self.state, self._shards, self._runtime.process_group, self._runtime.wait
         )
 
     def _on_transfer(self, holds: bool) -> None:
         """Send the state, or receive it."""
-        group, wait = self._engine.process_group, self._engine.wait
+        group, wait = self._runtime.process_group, self._runtime.wait
         state = self.state
-        own = transfer.dump(state.kept, state.beside()) if self._engine.rank == 0 else None
+        own = transfer.dump(state.kept, state.beside()) if self._runtime.rank == 0 else None
         data = transfer.exchange(group, own, wait)
         if not holds:
             state.put_beside(transfer.load(state.kept, data))
             state.forget()
-        barrier(self._engine)
+        barrier(self._runtime)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from gradwire._groups import keep_for_an_epoch
-from gradwire.elastic.members import Engine
+from gradwire.elastic.members import Runtime
 from gradwire.elastic.training import checkpoint
 from gradwire.elastic.training.member_steps import MemberSteps
 from gradwire.elastic.training.samples import Samples, Shard
@@ -24,12 +24,12 @@ class Run:
     """This process's part in an elastic run. Use `join` to create it."""
 
     def __init__(
-        self, engine: Engine, shards: int, *, reproducible: bool, seed: int, nan_guard: bool
+        self, runtime: Runtime, shards: int, *, reproducible: bool, seed: int, nan_guard: bool
     ) -> None:
-        self._engine, self._shards, self._reproducible = engine, shards, reproducible
+        self._runtime, self._shards, self._reproducible = runtime, shards, reproducible
         self._seed, self._nan_guard = seed, nan_guard
         self._steps = MemberSteps(
-            engine, shards, reproducible=reproducible, seed=seed, nan_guard=nan_guard
+            runtime, shards, reproducible=reproducible, seed=seed, nan_guard=nan_guard
         )
         self._state = self._steps.state
 
@@ -46,30 +46,30 @@ class Run:
         Raises:
             NotSupportedError: The generation has ended, and the next step has not begun.
         """
-        group = self._engine.process_group
+        group = self._runtime.process_group
         keep_for_an_epoch(group)
         return group
 
     @property
     def rank(self) -> int:
         """Rank of this member in the generation."""
-        return self._engine.rank
+        return self._runtime.rank
 
     @property
     def size(self) -> int:
         """Number of members of the generation."""
-        return self._engine.size
+        return self._runtime.size
 
     @property
     def generation(self) -> int:
         """Number of the generation; 0 before the first."""
-        decision = self._engine.member.decision
+        decision = self._runtime.member.decision
         return 0 if decision is None else decision.generation
 
     @property
     def number(self) -> int:
         """Number of this process, unique within the run."""
-        return self._engine.member.number
+        return self._runtime.member.number
 
     @property
     def committed_steps(self) -> int:
@@ -192,11 +192,11 @@ class Run:
             "keep": sorted(self.kept),
         }
         try:
-            self._engine.start(steps, self._steps.start, settings)
-            while self._engine.advance():
+            self._runtime.start(steps, self._steps.start, settings)
+            while self._runtime.advance():
                 yield Step(self._steps, self.committed_steps, self.shards(), dealer)
         finally:
-            self._engine.stop()
+            self._runtime.stop()
 
     def stop(self) -> None:
         """Ask to end the run; all members stop after the same step.
@@ -219,7 +219,7 @@ class Run:
 
     def close(self) -> None:
         """Leave the run; the other members continue. The end of `steps` calls it."""
-        self._engine.stop()
+        self._runtime.stop()
 
     def __enter__(self) -> Run:
         return self

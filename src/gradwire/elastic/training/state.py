@@ -65,8 +65,10 @@ class State:
             new = [(n, p) for n, p in value.named_parameters() if id(p) not in known]
             self.parameters += [p for _, p in new]
             self._names += [f"{name}.{n}" for n, _ in new]
-            owners = (m for m in value.modules() if any(True for _ in m.buffers(recurse=False)))
-            self._with_buffers += [m for m in owners if id(m) not in known]
+            with_buffers = (
+                m for m in value.modules() if any(True for _ in m.buffers(recurse=False))
+            )
+            self._with_buffers += [m for m in with_buffers if id(m) not in known]
         if isinstance(value, DistributedDataParallel):
             self.models.append(value)
 
@@ -132,7 +134,7 @@ class State:
             )
 
     def _has(self, stepper: object) -> bool:
-        """Return True if an object or an owner of it is kept."""
+        """Return True if the object is kept, or is an attribute of a kept object."""
         kept = self.kept.values()
         return any(stepper is value for value in kept) or any(
             stepper is part for value in kept for part in _parts(value)

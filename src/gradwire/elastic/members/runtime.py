@@ -43,7 +43,7 @@ class Options:
     silence: float
 
 
-class Engine:
+class Runtime:
     """Protocol state, store and group of one member.
 
     Args:
@@ -321,9 +321,9 @@ class Engine:
         self._attempts = self._attempts + 1 if repeated else 1
         if self._attempts > MAX_ATTEMPTS:
             raise DistributedError(
-                f"step {decision.committed} was lost {MAX_ATTEMPTS} times in a row although none of "
-                "its members died: call step.map and other collectives on all members or on none; "
-                f"the last error was {self._last_loss}"
+                f"step {decision.committed} was lost {MAX_ATTEMPTS} times in a row although none "
+                "of its members died: call step.map and other collectives on all members or on "
+                f"none; the last error was {self._last_loss}"
             )
 
     def _seen(self, number: int, waited: float) -> p.Seen:
@@ -375,9 +375,9 @@ class Engine:
             raise PeerLostError(self.monitor.reason)
 
 
-def barrier(engine: Engine) -> None:
+def barrier(runtime: Runtime) -> None:
     """Wait until all members of the generation have called it."""
-    engine.wait(engine.process_group.allreduce([torch.zeros(1, dtype=torch.int32)], _MAX))
+    runtime.wait(runtime.process_group.allreduce([torch.zeros(1, dtype=torch.int32)], _MAX))
 
 
 _MAX = AllreduceOptions()
