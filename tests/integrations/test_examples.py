@@ -50,6 +50,23 @@ def test_an_example_learns(name: str) -> None:
 
 
 @pytest.mark.wide
+@pytest.mark.timeout(250)
+def test_killed_processes_leave_the_parameters_equal() -> None:
+    pytest.importorskip("sklearn")
+    ended = subprocess.run(
+        [sys.executable, str(EXAMPLES / "train_through_kills.py"), "--steps", "100"],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "SIGKILL" in ended.stdout
+    assert "equal, bit for bit" in ended.stdout
+
+
+@pytest.mark.wide
 @pytest.mark.timeout(200)
 def test_ray_actors_train_on_when_one_is_killed() -> None:
     if importlib.util.find_spec("ray") is None:

@@ -30,8 +30,6 @@ if TYPE_CHECKING:  # imported when the command runs: its help does without PyTor
     from gradwire.cli.launch import Send
     from gradwire.cli.rank_env import RankEnv
 
-__all__ = ["demo"]
-
 _POSITIVE = click.IntRange(min=1)
 _USAGE = 2  # click's exit code for options that cannot be used
 _INTERRUPTED = 130  # what a shell reports after Ctrl-C
@@ -56,31 +54,23 @@ _INTERRUPTED = 130  # what a shell reports after Ctrl-C
     "--seed", type=click.IntRange(0, 2**32 - 1), default=0, help="Of initial parameters and order."
 )
 @click.option("--batch-size", type=int, default=64, help="Images per step, in all.")
-@click.option("--kill", is_flag=True, help="Kill processes at random while they train.")
 @click.pass_context
-def demo(
-    context: click.Context, /, mode: str, nproc: int | None, kill: bool, **others: Any
-) -> None:
+def demo(context: click.Context, /, mode: str, nproc: int | None, **others: Any) -> None:
     """Train a small network on real data, with several processes or several replicas.
 
-    Shows that the result is that of one process, and what the communication costs, beside torch's
+    Compares the result with training in one process, and the time per step with PyTorch's
     DistributedDataParallel. Also runs under torchrun:
 
         torchrun --nproc-per-node 2 -m gradwire demo
 
-    With --mode devices, one process trains with DataParallel on 4 replicas on the CPU. With
-    --kill, processes of an elastic run are killed, and the parameters compared bit for bit with
-    those of a run in which none is.
+    With --mode devices, one process trains with DataParallel on 4 replicas on the CPU.
     """
     from gradwire.cli.rank_env import RankEnv, exit_rank
 
     env = None
     try:
         env = RankEnv.from_environment(os.environ)
-        if kill:
-            _refuse_for_kill(context, env)
-            options = DemoOptions(3 if nproc is None else nproc, **others)
-        elif mode == DEVICES:
+        if mode == DEVICES:
             _refuse_processes(context, env)
             options = DemoOptions(REPLICAS, mode=DEVICES, **others)
         else:
@@ -91,44 +81,10 @@ def demo(
             sys.exit(_USAGE)  # rank 0 shows the error for all
         raise click.UsageError(str(error)) from error
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    exitcode = _run_kill(options) if kill else _run(options, env)
+    exitcode = _run(options, env)
     if env is not None:
         exit_rank(exitcode)
     sys.exit(exitcode)
-
-
-def _refuse_for_kill(context: click.Context, env: RankEnv | None) -> None:
-    """Refuse what --kill cannot go with."""
-    for name in ("mode", "hook"):
-        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
-            raise ArgumentError(
-                f"--{name} is {context.params[name]}, but --kill adds gradients in its own tree, "
-                f"in processes: leave out --{name}"
-            )
-    if context.params["backend"] not in ("shm", "gloo"):
-        raise ArgumentError(f"--backend is {context.params['backend']!r}: --kill has shm and gloo")
-    if env is not None:
-        raise ArgumentError(
-            f"{env.world_size} processes were started from outside (WORLD_SIZE), but --kill "
-            "starts its own: start it without torchrun"
-        )
-
-
-def _run_kill(options: DemoOptions) -> int:
-    """Run the demo in which processes are killed."""
-    from gradwire.cli.demo.kill import run_kill
-
-    try:
-        return run_kill(
-            nproc=options.shares,
-            epochs=options.epochs,
-            batch_size=options.batch_size,
-            seed=options.seed,
-            backend=options.backend,
-        )
-    except KeyboardInterrupt:
-        click.echo("Interrupted; every process of the demo has been stopped.", err=True)
-        return _INTERRUPTED
 
 
 def _refuse_processes(context: click.Context, env: RankEnv | None) -> None:
