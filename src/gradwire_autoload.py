@@ -24,8 +24,6 @@ import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
-__all__ = ["load", "register_shm"]
-
 _PR_SET_PDEATHSIG = 1
 
 

@@ -12,10 +12,10 @@ from click.testing import CliRunner
 
 from gradwire.cli.app import app
 from gradwire.cli.demo import wrap
-from gradwire.cli.demo.data import load_digits
 from gradwire.cli.demo.options import DEVICES, DemoOptions
 from gradwire.cli.demo.rank import Result
 from gradwire.cli.demo.report import failures
+from gradwire.cli.demo.task import load_digits
 from gradwire.cli.demo.train import TOLERANCE, Difference, Epoch, train
 from gradwire.cli.rank_env import RankEnv
 

@@ -17,8 +17,7 @@ from click.testing import CliRunner
 
 from gradwire.cli.app import app
 from gradwire.cli.doctor import checks, command, trial
-from gradwire.cli.doctor.gradients import OPS
-from gradwire.cli.doctor.trial import Trial, try_backend
+from gradwire.cli.doctor.trial import OPS, Trial, try_backend
 from gradwire.recorder.processes import OVER, state_of_pid
 
 DOCTOR = [sys.executable, "-m", "gradwire", "doctor", "--json"]

@@ -142,7 +142,7 @@ def test_what_is_no_dump(tmp_path, data, said):
 def test_colour_only_where_it_is_wanted(tmp_path, monkeypatch):
     from rich.console import Console
 
-    from gradwire.cli.explain.command import show_verdict
+    from gradwire.cli.explain import show_verdict
     from gradwire.recorder.verdict import explain
 
     write(tmp_path, [entry(1), entry(2)], [entry(1), entry(2, size=5)])

@@ -13,11 +13,10 @@ from rich.console import Console
 
 from gradwire import hooks
 from gradwire.cli.demo import wrap
-from gradwire.cli.demo.data import TRAIN_IMAGES, batches, load_digits
-from gradwire.cli.demo.model import build_model
 from gradwire.cli.demo.options import DemoOptions
 from gradwire.cli.demo.rank import Result
 from gradwire.cli.demo.report import failures, show_result
+from gradwire.cli.demo.task import TRAIN_IMAGES, batches, build_model, load_digits
 from gradwire.cli.demo.train import TOLERANCE, Difference, Epoch, largest_difference, train
 from gradwire.cli.rank_env import RankEnv
 from gradwire.testing import run_ranks

@@ -17,7 +17,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from gradwire.cli.app import app
 from gradwire.cli.run import launch
 from gradwire.cli.run.agent import collecting_agent
-from gradwire.cli.run.options import parse_options
+from gradwire.cli.run.command import parse_options
 from gradwire.errors import ArgumentError
 
 PROGRAM = """

@@ -20,7 +20,7 @@ from torch.distributed.flight_recorder.components import builder, config_manager
 
 from gradwire import recorder
 from gradwire.errors import ArgumentError, ArgumentTypeError, MismatchError
-from gradwire.recorder import black_box, control, jobs, lines
+from gradwire.recorder import black_box, control, groups, lines
 from gradwire.recorder.flight_record import await_gloos_ends
 from gradwire.recorder.groups import reference_to
 from gradwire.recorder.load import load, loads
@@ -376,12 +376,12 @@ def test_a_group_is_destroyed_though_what_its_end_calls_raises():
         def fails():
             raise OSError("full")
 
-        jobs.at_end_of_job(fails)
+        groups.at_end_of_job(fails)
         try:
             with pytest.raises(OSError, match="full"):
                 dist.destroy_process_group()
         finally:
-            jobs.not_at_end_of_job(fails)
+            groups.not_at_end_of_job(fails)
         return dist.is_initialized()
 
     assert run_ranks(main) == [False, False]

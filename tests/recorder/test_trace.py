@@ -22,7 +22,7 @@ from gradwire.cli.app import app
 from gradwire.errors import ArgumentError, ArgumentTypeError
 from gradwire.recorder.trace import recording
 from gradwire.recorder.trace.clocks import find_offset
-from gradwire.recorder.trace.page import page_of
+from gradwire.recorder.trace.render import page_of
 from gradwire.recorder.trace.summary import read_trace, summarize
 from gradwire.testing import run_ranks
 

@@ -7,12 +7,10 @@ import click
 from gradwire._version import __version__
 from gradwire.cli.demo.command import demo
 from gradwire.cli.doctor.command import doctor
-from gradwire.cli.explain.command import explain
+from gradwire.cli.explain import explain
 from gradwire.cli.plan.command import plan
 from gradwire.cli.run.command import run
-from gradwire.cli.timeline.command import timeline
-
-__all__ = ["app"]
+from gradwire.cli.timeline import timeline
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})

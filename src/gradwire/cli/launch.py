@@ -25,8 +25,6 @@ import torch.distributed as dist
 
 from gradwire.cli.rank_env import RankEnv, exit_rank
 
-__all__ = ["Job", "RankFailure", "Send", "exit_with_parent", "launch"]
-
 Send = Callable[[Any], None]
 Job = Callable[[RankEnv, Send], None]
 

@@ -17,8 +17,6 @@ import torch.distributed as dist
 
 from gradwire.errors import ArgumentError
 
-__all__ = ["RankEnv", "exit_rank", "join_group"]
-
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 

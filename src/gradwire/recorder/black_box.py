@@ -29,13 +29,10 @@ import torch.distributed as dist
 
 from gradwire.recorder.events import Event, events, failed, on_failure
 from gradwire.recorder.flight_record import Record, await_gloos_ends, flight_record
-from gradwire.recorder.groups import this_rank
-from gradwire.recorder.jobs import at_end_of_job, not_at_end_of_job
+from gradwire.recorder.groups import at_end_of_job, not_at_end_of_job, this_rank
 from gradwire.recorder.lines import thread_stacks
 from gradwire.recorder.processes import OVER, Process, state_of
 from gradwire.recorder.trace.clocks import this_clock
-
-__all__ = ["OWNER", "PREFIX", "REQUEST", "BlackBox"]
 
 PREFIX = "rank_"
 REQUEST = "request"

@@ -10,8 +10,6 @@ from pathlib import Path
 from gradwire.errors import ArgumentError, ArgumentTypeError
 from gradwire.recorder.black_box import OWNER, PREFIX, BlackBox
 
-__all__ = ["VARIABLE", "dump", "start", "start_from_environment", "stop"]
-
 VARIABLE = "GRADWIRE_RECORDER"
 _box: list[BlackBox] = []
 

@@ -23,8 +23,6 @@ from gradwire.recorder.origins import (
 )
 from gradwire.recorder.recording import ERROR, GROUP, Entry
 
-__all__ = ["Event", "events", "failed", "on_failure"]
-
 _KEPT = 32
 _NOTED = "_gradwire_noted"  # on the error: another may get its address when it is gone
 

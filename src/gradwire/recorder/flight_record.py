@@ -20,8 +20,6 @@ from gradwire.recorder.lines import is_users, read_line
 from gradwire.recorder.load import loads
 from gradwire.recorder.recording import BucketRecord, Entry, Shapes, ring
 
-__all__ = ["Record", "await_gloos_ends", "flight_record"]
-
 VERSION = "2.10"  # of torch's format
 Record = dict[str, Any]
 

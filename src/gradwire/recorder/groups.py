@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-__all__ = [
-    "GroupInfo",
-    "RecordedGroup",
-    "in_this_world",
-    "info_of",
-    "known_groups",
-    "number_of_last",
-    "reference_to",
-    "this_rank",
-]
-
 _TRIES = 8
 _known: dict[str, GroupInfo] = {}
 _rank: list[int] = []
+_at_end: list[Callable[[], None]] = []
 
 
 class GroupInfo:
@@ -161,3 +153,32 @@ def _note(group: Any, name: str) -> GroupInfo | None:
         str(name), desc, sorted(ranks, key=ranks.__getitem__), group
     )
     return info
+
+
+def at_end_of_job(callback: Callable[[], None]) -> None:
+    """Have something called each time before the default group is destroyed."""
+    if not hasattr(dist.destroy_process_group, "gradwire_is_told"):
+        _listen()
+    _at_end.append(callback)
+
+
+def not_at_end_of_job(callback: Callable[[], None]) -> None:
+    """Undo `at_end_of_job`."""
+    _at_end.remove(callback)
+
+
+def _listen() -> None:
+    theirs = dist.destroy_process_group
+
+    @functools.wraps(theirs)
+    def destroy(group: ProcessGroup | None = None) -> None:
+        try:
+            if dist.is_initialized() and group in (None, dist.group.WORLD):
+                for callback in list(_at_end):
+                    callback()
+        finally:  # whatever a callback raises, the group does not stay
+            theirs(group)
+
+    destroy.gradwire_is_told = True  # type: ignore[attr-defined]
+    for module in (dist, dist.distributed_c10d):
+        vars(module)["destroy_process_group"] = destroy

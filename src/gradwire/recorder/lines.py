@@ -6,24 +6,15 @@ somebody reads it.
 
 from __future__ import annotations
 
+import ast
 import sys
 import sysconfig
 import threading
+from functools import lru_cache
 from pathlib import Path
 from types import CodeType, FrameType
 
 import torch
-
-__all__ = [
-    "Line",
-    "Place",
-    "call_stack",
-    "caller",
-    "is_users",
-    "read_line",
-    "read_stack",
-    "thread_stacks",
-]
 
 Place = tuple[CodeType, int]
 """A code object and the instruction in it."""
@@ -31,6 +22,7 @@ Line = dict[str, str | int]
 """As torch's flight recorder has it: the function's "name", the "filename", and the "line"."""
 
 _USER, _LIBRARY, _OURS = 0, 1, 2
+_MAX_BYTES = 1 << 22  # of a source file that is read
 _LIMIT = 64  # frames that are looked at
 _OUR_FOLDERS = (
     str(Path(torch.__file__).parent) + "/",
@@ -157,3 +149,31 @@ def _classify(filename: str) -> int:
             _kinds.clear()
         _kinds[filename] = kind
     return kind
+
+
+def swallowing_handler(filename: str, line: int) -> int | None:
+    """The line of an `except` that goes on after an error in a line, if there is one."""
+    tree = _parse(filename)
+    if tree is None:
+        return None
+    found = None
+    for node in ast.walk(tree):  # the innermost comes last
+        if not isinstance(node, ast.Try) or not node.body:
+            continue
+        end = node.body[-1].end_lineno or 0
+        if node.body[0].lineno <= line <= end:
+            for handler in node.handlers:
+                if not any(isinstance(inner, ast.Raise) for inner in ast.walk(handler)):
+                    found = handler.lineno
+    return found
+
+
+@lru_cache(maxsize=64)
+def _parse(filename: str) -> ast.AST | None:
+    path = Path(filename)
+    try:
+        if not path.is_file() or path.stat().st_size > _MAX_BYTES:
+            return None
+        return ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return None

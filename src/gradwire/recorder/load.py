@@ -13,8 +13,6 @@ from typing import Any, ClassVar
 
 from gradwire.errors import ArgumentError
 
-__all__ = ["MAX_BYTES", "load", "loads"]
-
 MAX_BYTES = 1 << 28
 """A larger file is no dump: those of 2,000 collectives take 2 MB."""
 

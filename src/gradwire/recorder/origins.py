@@ -16,8 +16,6 @@ import torch
 
 from gradwire.recorder.lines import Place, is_users
 
-__all__ = ["called_by_user", "came_from_loading", "came_from_waiting", "causes_of", "trace_of"]
-
 _MOST = 16  # errors of a chain
 _COMMUNICATION = (
     str(Path(torch.__file__).parent / "distributed") + "/",

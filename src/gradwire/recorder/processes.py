@@ -7,8 +7,6 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["OVER", "Process", "state_of", "state_of_pid"]
-
 _STATES = {
     "R": "running",
     "S": "sleeping",

@@ -20,31 +20,6 @@ from torch.distributed import ProcessGroup
 from gradwire.recorder.groups import RecordedGroup, reference_to
 from gradwire.recorder.lines import caller
 
-__all__ = [
-    "CODE",
-    "CREATED",
-    "DONE",
-    "DTYPE",
-    "ENDED",
-    "ERROR",
-    "GROUP",
-    "INPUTS",
-    "INSTRUCTION",
-    "LENGTH",
-    "NUMBER",
-    "OP",
-    "OUTPUTS",
-    "PEER",
-    "STARTED",
-    "WAITS",
-    "BucketRecord",
-    "Entry",
-    "Ring",
-    "Shapes",
-    "StepRecord",
-    "ring",
-]
-
 LENGTH = 2000
 """As many as torch's flight recorder keeps."""
 

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from gradwire.errors import ArgumentError
 
-__all__ = ["DEVICES", "HOOK_NAMES", "PROCESSES", "REPLICAS", "DemoOptions", "check_backend"]
-
 _NO_TRANSPORT = {"undefined", "fake"}  # torch lists them, but they send nothing
 
 

@@ -9,15 +9,13 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from gradwire.cli.demo.data import load_digits
 from gradwire.cli.demo.options import DemoOptions
+from gradwire.cli.demo.task import load_digits
 from gradwire.cli.demo.timing import time_steps
 from gradwire.cli.demo.train import Epoch, same_bits, train
 from gradwire.cli.launch import Send
 from gradwire.cli.rank_env import RankEnv, join_group
 from gradwire.collectives.wire.backends import backend_of
-
-__all__ = ["Backend", "Result", "Round", "run_devices", "run_rank"]
 
 _TIMEOUT = timedelta(minutes=2)  # longer than any epoch of the twin, for which the others wait
 

@@ -6,14 +6,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from gradwire.cli.demo.data import TEST_IMAGES
-from gradwire.cli.demo.options import DEVICES, DemoOptions
+from gradwire.cli.demo.options import DEVICES, TEST_IMAGES, DemoOptions
 from gradwire.cli.demo.rank import Result
 from gradwire.cli.demo.timing import COMPUTE, TIMED_ROUNDS, TORCH
 from gradwire.cli.demo.train import TOLERANCE
 from gradwire.cli.demo.wrap import HOOKS
-
-__all__ = ["failures", "show_result"]
 
 _ROUNDING = (
     "A sum in another order is rounded differently, in float32 at the 7th digit. A relative "

@@ -13,13 +13,10 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from gradwire.cli.demo.data import Digits
-from gradwire.cli.demo.model import build_model, build_optimizer, train_step
 from gradwire.cli.demo.options import DemoOptions
+from gradwire.cli.demo.task import Digits, build_model, build_optimizer, train_step
 from gradwire.cli.demo.wrap import wrap_ours, wrap_torch
 from gradwire.cli.rank_env import RankEnv
-
-__all__ = ["COMPUTE", "OURS", "ROUNDS", "TIMED_ROUNDS", "TORCH", "time_steps"]
 
 _WARM_UP_ROUNDS = 15  # first steps allocate, and the classes rebuild their buckets
 TIMED_ROUNDS = 100

@@ -14,21 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gradwire.cli.demo.data import Digits, batches
-from gradwire.cli.demo.model import build_model, build_optimizer, train_step
 from gradwire.cli.demo.options import DemoOptions
+from gradwire.cli.demo.task import Digits, batches, build_model, build_optimizer, train_step
 from gradwire.cli.demo.wrap import wrap_ours
 from gradwire.cli.rank_env import RankEnv
-
-__all__ = [
-    "TOLERANCE",
-    "Difference",
-    "Epoch",
-    "correct",
-    "largest_difference",
-    "same_bits",
-    "train",
-]
 
 TOLERANCE = 1e-5
 

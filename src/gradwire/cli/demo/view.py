@@ -9,14 +9,11 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 
-from gradwire.cli.demo.data import TEST_IMAGES, TRAIN_IMAGES
-from gradwire.cli.demo.model import build_model, parameter_count
-from gradwire.cli.demo.options import DEVICES, DemoOptions
+from gradwire.cli.demo.options import DEVICES, TEST_IMAGES, TRAIN_IMAGES, DemoOptions
 from gradwire.cli.demo.rank import Backend, Round
+from gradwire.cli.demo.task import build_model, parameter_count
 from gradwire.cli.demo.timing import ROUNDS
 from gradwire.cli.demo.train import Epoch
-
-__all__ = ["View"]
 
 _LINES = 12  # about how many epochs get a line
 

@@ -16,8 +16,6 @@ from gradwire.cli.demo.options import DemoOptions
 from gradwire.ddp import DistributedDataParallel
 from gradwire.devices import DataParallel
 
-__all__ = ["HOOKS", "Hook", "wrap_ours", "wrap_torch"]
-
 BUCKET_CAP_MB = 0.25  # the network is small; two buckets show communication beside computation
 
 _StateAndHook = tuple[Any, Callable[..., Any]]

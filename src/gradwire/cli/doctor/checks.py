@@ -23,8 +23,6 @@ from gradwire._torch import NEWEST_TESTED
 from gradwire.shm.limits import check_available, cores
 from gradwire.shm.register import is_available
 
-__all__ = ["BAD", "GOOD", "WARN", "Check", "run_checks"]
-
 GOOD, WARN, BAD = "ok", "warning", "problem"
 _DESCRIPTORS_A_RANK = 64  # of one group; each peer takes a socket and its regions' memory
 _SLOW_LOOKUP = 1.0

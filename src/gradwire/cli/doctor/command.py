@@ -18,8 +18,6 @@ if TYPE_CHECKING:  # imported when the command runs: its help does without PyTor
     from gradwire.cli.doctor.checks import Check
     from gradwire.cli.doctor.trial import Trial
 
-__all__ = ["doctor"]
-
 BACKENDS = ("shm", "gloo", "nccl")
 _PROBLEM = 1
 _STYLES = {"ok": "green", "warning": "yellow", "problem": "red"}

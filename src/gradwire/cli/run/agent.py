@@ -15,8 +15,6 @@ from gradwire.recorder.black_box import PREFIX, REQUEST
 from gradwire.recorder.processes import state_of_pid
 from gradwire.shm.limits import CGROUPS, PROC, folders, text_of
 
-__all__ = ["collecting_agent"]
-
 _WAIT_SECONDS = 3.0  # for dumps; a rank's thread looks for requests five times a second
 
 

@@ -24,8 +24,6 @@ from gradwire.cli.run.agent import collecting_agent
 from gradwire.errors import ArgumentError
 from gradwire.recorder.black_box import PREFIX, REQUEST
 
-__all__ = ["run_program"]
-
 _NO_LOGS = "0"  # torchrun's word for it
 _OURS = re.compile(
     rf"{PREFIX}\d+|process-\d+\.json|crash-(\d+|of-process-.+)\.txt|exits-\d+\.json|{REQUEST}"

@@ -12,8 +12,6 @@ from gradwire.recorder.lines import read_line
 from gradwire.recorder.recording import BucketRecord, StepRecord
 from gradwire.recorder.trace.clocks import Offset
 
-__all__ = ["BUCKETS", "COLLECTIVES", "LANES", "STEPS", "WAITS", "part_of", "trace_of"]
-
 STEPS, BUCKETS, COLLECTIVES, WAITS = range(4)
 LANES = ("steps", "buckets", "collectives", "waits for")
 Json = dict[str, Any]

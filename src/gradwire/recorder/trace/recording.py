@@ -22,13 +22,10 @@ from torch.distributed import PrefixStore
 
 from gradwire._groups import find_store
 from gradwire.errors import ArgumentError, ArgumentTypeError
-from gradwire.recorder.groups import known_groups, this_rank
-from gradwire.recorder.jobs import at_end_of_job
+from gradwire.recorder.groups import at_end_of_job, known_groups, this_rank
 from gradwire.recorder.recording import ring
 from gradwire.recorder.trace.chrome import part_of, trace_of
 from gradwire.recorder.trace.clocks import Offset, find_offset, this_clock
-
-__all__ = ["VARIABLE", "Recording", "start_from_environment", "timeline"]
 
 VARIABLE = "GRADWIRE_TIMELINE"
 _WAIT_SECONDS = 30.0  # of rank 0, for the others' parts

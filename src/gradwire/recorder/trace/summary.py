@@ -12,8 +12,6 @@ from typing import Any
 from gradwire.errors import ArgumentError
 from gradwire.recorder.trace.chrome import BUCKETS, COLLECTIVES, STEPS, WAITS
 
-__all__ = ["BucketTimes", "RankTimes", "Summary", "read_trace", "summarize"]
-
 _MAX_BYTES = 1 << 30
 Event = Mapping[str, Any]
 

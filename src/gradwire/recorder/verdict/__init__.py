@@ -12,6 +12,7 @@ from pathlib import Path
 from gradwire.recorder.verdict.absent import (
     find_deadlock,
     find_elsewhere,
+    find_late,
     find_missing,
     find_not_in_group_call,
 )
@@ -20,7 +21,6 @@ from gradwire.recorder.verdict.deaths import find_crash, find_ended, find_killed
 from gradwire.recorder.verdict.dumps import Dumps
 from gradwire.recorder.verdict.errors import find_disagreement, find_error, find_unclear
 from gradwire.recorder.verdict.finding import Finding, Kind, Verdict
-from gradwire.recorder.verdict.late import find_late
 from gradwire.recorder.verdict.reading import read_dumps
 from gradwire.recorder.verdict.slow import find_slow
 

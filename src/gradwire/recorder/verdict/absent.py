@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gradwire.recorder.lines import swallowing_handler
 from gradwire.recorder.verdict.compare import Gap
 from gradwire.recorder.verdict.dumps import Call, Dumps
 from gradwire.recorder.verdict.finding import Finding, Kind, list_ranks, name_call
-from gradwire.recorder.verdict.source import swallowing_handler
 from gradwire.recorder.verdict.standing import (
     OF_WHOLE_GROUPS,
     Standing,
@@ -26,7 +26,8 @@ from gradwire.recorder.verdict.wording import (
     states_of,
 )
 
-__all__ = ["find_deadlock", "find_elsewhere", "find_missing", "find_not_in_group_call"]
+_NOTICED_NS = 1_000_000_000
+"""Who waits for a process that ends learns of it in less."""
 
 _Wait = tuple[str, str, tuple[int, ...]]
 """What a rank waits in, as a name and in words, and for whom."""
@@ -248,3 +249,45 @@ def _of(call: Call) -> dict[str, Any]:
         "places": (f"{call.filename}:{call.line}",),
         "parameters": call.parameters,
     }
+
+
+def find_late(dumps: Dumps) -> Finding | None:
+    """Ranks whose error came long after all others had failed in waiting, and ended.
+
+    They did not wait when the others left: it would have ended their wait, too. So messages, and
+    collectives that a rank called in the end, show who was missing, where no rank lacks a call.
+    """
+    ranks = sorted(dumps.ranks, key=lambda rank: _failed_at(dumps, rank))
+    waited = all(d.events and not is_primary(d.events[-1], d) for d in dumps.ranks.values())
+    if not waited or len(ranks) < len(dumps.world) or not dumps.same_clock({*ranks}):
+        return None
+    for count in range(1, len(ranks)):
+        ended = max(dumps.ranks[rank].taken for rank in ranks[:count])
+        if _failed_at(dumps, ranks[count]) > ended + _NOTICED_NS:
+            return _came_late(dumps, sorted(ranks[:count]), sorted(ranks[count:]))
+    return None
+
+
+def _failed_at(dumps: Dumps, rank: int) -> int:
+    events = dumps.ranks[rank].events
+    return events[-1].time if events else 0
+
+
+def _came_late(dumps: Dumps, first: list[int], late: list[int]) -> Finding:
+    event = dumps.ranks[late[0]].events[-1]
+    seconds = (event.time - max(_failed_at(dumps, rank) for rank in first)) * 1e-9
+    call = f" called {event.call}" if event.call else " came"
+    who = "it" if len(late) == 1 else f"rank {late[0]}"
+    return Finding(
+        Kind.MISSING,
+        tuple(late),
+        f"{list_ranks(late)} did not come while {list_ranks(first)} waited; {who}{call}"
+        f"{at_line(event.lines)} {seconds:.1f} s after they had failed",
+        tuple(
+            [f"rank {r}: {last_of(dumps.ranks[r])}" for r in first[:6]]
+            + [f"rank {r}: {last_call(dumps, r, None)}" for r in late[:2] if dumps.ranks[r].calls]
+        ),
+        "see what it does before that line: a long evaluation, a checkpoint, a data loader; or "
+        "give the group a longer timeout",
+        places=tuple(places_of(event.lines)[:1]),
+    )

@@ -8,11 +8,9 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+from gradwire.recorder.lines import swallowing_handler
 from gradwire.recorder.verdict.dumps import Call, Dumps
 from gradwire.recorder.verdict.finding import Finding, Kind, list_ranks, name_call
-from gradwire.recorder.verdict.source import swallowing_handler
-
-__all__ = ["Gap", "find_gaps", "find_mismatch"]
 
 _TIMES = 2  # on each rank, before anything is expected
 

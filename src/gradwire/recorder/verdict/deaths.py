@@ -19,8 +19,6 @@ from gradwire.recorder.verdict.wording import (
     states_of,
 )
 
-__all__ = ["find_crash", "find_ended", "find_killed"]
-
 _LONG_NS = 1_000_000_000
 """The others notice a dead rank sooner than that; who was waited for longer was late before."""
 

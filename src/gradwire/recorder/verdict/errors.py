@@ -20,8 +20,6 @@ from gradwire.recorder.verdict.wording import (
     states_of,
 )
 
-__all__ = ["find_disagreement", "find_error", "find_unclear", "with_errors"]
-
 _MEMORY = ("MemoryError", "OutOfMemoryError")
 _LONG_NS = 1_000_000_000
 """A rank that raised so long after it had called a collective may have waited in it, in vain."""

@@ -9,8 +9,6 @@ from typing import Any
 
 from gradwire.recorder.verdict.dumps import Call
 
-__all__ = ["Finding", "Kind", "Verdict", "list_ranks", "name_call", "name_place", "place_of"]
-
 
 class Kind:
     """What findings are called."""

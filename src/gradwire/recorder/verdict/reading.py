@@ -17,8 +17,6 @@ from gradwire.errors import ArgumentError
 from gradwire.recorder.load import load
 from gradwire.recorder.verdict.dumps import Call, Crash, Dumps, Event, Exit, RankDump
 
-__all__ = ["read_dumps"]
-
 _MOST_RANKS = 1 << 20  # whatever a damaged dump says
 _NAME = re.compile(r"(.*?)(\d+)")
 _CRASH_LINE = re.compile(r'  File "(.+)", line (\d+) in (.+)')

@@ -9,8 +9,6 @@ from statistics import median
 from gradwire.recorder.verdict.dumps import Call, Dumps
 from gradwire.recorder.verdict.finding import Finding, Kind, list_ranks, place_of
 
-__all__ = ["find_slow"]
-
 _SHARE = 0.05  # of the time that the dumps cover
 _OFTEN = 0.6  # of all collectives: some rank is last in each
 _CALLS = 3

@@ -10,15 +10,6 @@ from gradwire.recorder.verdict.dumps import Dumps, Event, RankDump
 from gradwire.recorder.verdict.finding import name_call, name_place
 from gradwire.recorder.verdict.wording import is_users
 
-__all__ = [
-    "OF_WHOLE_GROUPS",
-    "Standing",
-    "is_primary",
-    "standing_of",
-    "waits_for_others",
-    "was_interrupted",
-]
-
 _SECONDARY = {  # what other ranks' failures look like
     "BrokenGroupError",
     "CheckedMismatchError",

@@ -9,19 +9,6 @@ from gradwire.recorder.verdict.compare import Gap
 from gradwire.recorder.verdict.dumps import Dumps, RankDump
 from gradwire.recorder.verdict.finding import list_ranks, name_call, name_place
 
-__all__ = [
-    "at_line",
-    "consequences",
-    "counts_of",
-    "innermost",
-    "is_users",
-    "last_call",
-    "last_of",
-    "places_of",
-    "shortened",
-    "states_of",
-]
-
 
 def counts_of(dumps: Dumps, gap: Gap) -> list[str]:
     """How often ranks called what some of them lack: whether one took fewer steps."""

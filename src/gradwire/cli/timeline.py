@@ -17,8 +17,6 @@ if TYPE_CHECKING:  # imported when the command runs: its help does without PyTor
 
     from gradwire.recorder.trace.summary import Summary
 
-__all__ = ["timeline"]
-
 _FILE = click.Path(path_type=Path, dir_okay=False)
 _SHOWN = 5  # buckets
 
@@ -48,8 +46,7 @@ def timeline(trace: Path, html: Path | None, png: Path | None, as_json: bool) ->
         raise click.UsageError(f"--png is {str(png)!r}: give a file that ends with .png")
     from rich.console import Console
 
-    from gradwire.recorder.trace.chart import draw
-    from gradwire.recorder.trace.page import page_of
+    from gradwire.recorder.trace.render import draw, page_of
     from gradwire.recorder.trace.summary import read_trace, summarize
 
     try:

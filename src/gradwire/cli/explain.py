@@ -16,8 +16,6 @@ if TYPE_CHECKING:  # imported when the command runs: its help does without PyTor
 
     from gradwire.recorder.verdict import Finding, Verdict
 
-__all__ = ["explain"]
-
 _FOUND = 1  # the exit code where something failed
 _SHOWN = 3  # findings; later ones are mostly consequences
 

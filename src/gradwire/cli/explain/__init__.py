@@ -1,1 +1,0 @@
-"""`gradwire explain`: the verdict on a directory of dumps."""

@@ -1,1 +1,0 @@
-"""`gradwire timeline`: a trace in numbers, as a page and as a picture."""
