@@ -8,23 +8,18 @@ from gradwire.recorder.control import dump, start, start_from_environment, stop
 from gradwire.recorder.events import failed
 from gradwire.recorder.groups import RecordedGroup, number_of_last
 from gradwire.recorder.recording import (
-    DONE,
-    ENDED,
-    STARTED,
-    WAITS,
     BucketRecord,
     Entry,
     StepRecord,
+    record_completion,
+    record_end,
+    record_start,
     ring,
 )
 from gradwire.recorder.trace import start_from_environment as start_timeline
 from gradwire.recorder.trace import timeline
 
 __all__ = [
-    "DONE",
-    "ENDED",
-    "STARTED",
-    "WAITS",
     "BucketRecord",
     "Entry",
     "RecordedGroup",
@@ -32,6 +27,9 @@ __all__ = [
     "dump",
     "failed",
     "number_of_last",
+    "record_completion",
+    "record_end",
+    "record_start",
     "ring",
     "start",
     "stop",

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import Work
 
 from gradwire.errors import ArgumentError, CollectiveTimeoutError
-from gradwire.recorder import DONE, ring
+from gradwire.recorder import record_completion, ring
 from gradwire.shm.group_base import GroupBase
 from gradwire.shm.header import NUMBERS
 from gradwire.shm.incoming import Incoming
@@ -66,7 +66,7 @@ class PointToPoint(GroupBase):
         senders = list(self._incoming.values()) if src is None else [self._incoming[src]]
         work = _ReceiveWork(tensors, self._seconds, links, mailbox, senders, tag)
         if entry is not None:
-            entry[DONE] = _is_done(weakref.ref(work))
+            record_completion(entry, _is_done(weakref.ref(work)))
         receive = PostedReceive(src, tag, tensor.detach(), work)
         with links.lock:
             envelope = mailbox.post(receive)

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from time import perf_counter_ns
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from torch import Tensor
 from torch.distributed import Work
 
 from gradwire.errors import BrokenGroupError, MismatchError
-from gradwire.recorder import ENDED, STARTED, WAITS, Entry, RecordedGroup, failed, ring
+from gradwire.recorder import Entry, RecordedGroup, failed, record_end, record_start, ring
 from gradwire.shm.group_state import GroupState
 from gradwire.shm.known_calls import KnownCall
 from gradwire.shm.operation_queue import Job, Queue
@@ -186,7 +185,7 @@ class Submission:
         """
         state, failure = self._state, None
         if entry is not None:
-            entry[STARTED] = perf_counter_ns()
+            record_start(entry)
         state.begin(mark, seconds)
         try:
             job()
@@ -201,7 +200,7 @@ class Submission:
             raise
         finally:
             if entry is not None:
-                entry[ENDED], entry[WAITS] = perf_counter_ns(), state.take_waits()
+                record_end(entry, state.take_waits())
             if failure is not None:
                 failed(failure, entry)
                 failure = None  # its traceback refers to this frame: a cycle

@@ -26,7 +26,7 @@ from gradwire.ddp.reducer.launch_order import (
 from gradwire.ddp.reducer.tally import Tally
 from gradwire.ddp.reducer.weights import NO_WEIGHTS_BUCKET
 from gradwire.errors import ArgumentError, NotSupportedError, ReductionError
-from gradwire.recorder import StepRecord, ring
+from gradwire.recorder import ring
 
 __all__ = ["finalize_backward", "finalize_manually", "on_end", "shadow"]
 
@@ -212,9 +212,8 @@ def finalize_backward(backward: Backward) -> None:
         logger.debug("step %d: unused here: %s", backward.step, backward.unused_here)
     timer = backward.timer
     timer.comm_end = perf_counter_ns()
-    if ring.listener is not None:
-        times = timer.forward_start, timer.compute_start, timer.compute_end, timer.comm_end
-        ring.listener(StepRecord(backward.step, *times))
+    times = timer.forward_start, timer.compute_start, timer.compute_end, timer.comm_end
+    ring.add_step(backward.step, *times)
     backward.commit(buckets.ready())
 
 
