@@ -1,17 +1,18 @@
-"""What PyTorch runs at the end of `import torch`, wherever gradwire is installed.
+"""Entry point that PyTorch calls at the end of `import torch` where gradwire is installed.
 
-It is an entry point of the group "torch.backends". It tells torch.distributed the name of the
-backend "shm", for programs that name it and do not import gradwire, and reads five variables:
+It registers the backend "shm" with torch.distributed, for programs that name it without importing
+gradwire, and reads five environment variables:
 
 - GRADWIRE_COMPAT=1 calls `gradwire.compat.install()`.
-- GRADWIRE_BACKEND=shm puts shm in Gloo's place for tensors of the CPU.
-- GRADWIRE_LAUNCHER, which `gradwire run` sets to its process, has its ranks end with it.
-- GRADWIRE_RECORDER=DIR has `gradwire.recorder` write its dumps there, and GRADWIRE_TIMELINE=FILE
-  its timeline.
+- GRADWIRE_BACKEND=shm replaces Gloo by shm for CPU tensors.
+- GRADWIRE_LAUNCHER is set by `gradwire run` to its process ID: ranks end when that process ends.
+- GRADWIRE_RECORDER=DIR makes `gradwire.recorder` write dumps to DIR, and GRADWIRE_TIMELINE=FILE a
+  timeline to FILE.
 
-It is a module of its own because a module of the package would import the package, and every
-process that imports torch runs this one: gradwire is imported when the first group is made, or
-for GRADWIRE_COMPAT=1. Nothing that fails here may stop `import torch`.
+This module is outside the package because every process that imports torch runs it, and a module
+of the package would import the package. It has no import of gradwire: functions of the package are
+looked up by name when they are called, when the first group is made or by a variable above.
+Errors in this module must not stop `import torch`.
 """
 
 from __future__ import annotations
@@ -28,19 +29,19 @@ _PR_SET_PDEATHSIG = 1
 
 
 def load() -> None:
-    """Register shm and do what the variables ask for; what fails is a warning."""
+    """Register shm and apply the environment variables; warn about errors."""
     _try(_end_with_launcher, "this rank would outlive its launcher")
     _try(register_shm, "the backend shm is not registered")
     if _asked_for("GRADWIRE_BACKEND", on="shm", off=("", "gloo")):
-        _try(_stand_in_for_gloo, "GRADWIRE_BACKEND=shm is without effect")
+        _try(_stand_in_for_gloo, "GRADWIRE_BACKEND=shm has no effect")
     if os.environ.get("GRADWIRE_RECORDER") or os.environ.get("GRADWIRE_TIMELINE"):
-        _try(_start_recorder, "GRADWIRE_RECORDER and GRADWIRE_TIMELINE are without effect")
+        _try(_start_recorder, "GRADWIRE_RECORDER and GRADWIRE_TIMELINE have no effect")
     if _asked_for("GRADWIRE_COMPAT", on="1", off=("", "0")):
-        _try(_install_compat, "GRADWIRE_COMPAT=1 is without effect")
+        _try(_install_compat, "GRADWIRE_COMPAT=1 has no effect")
 
 
 def _end_with_launcher() -> None:
-    """Have the kernel end this process when `gradwire run`, which started it, is killed."""
+    """Make the kernel kill this process when the `gradwire run` that started it ends."""
     if os.environ.get("GRADWIRE_LAUNCHER") == str(os.getppid()) and sys.platform == "linux":
         import ctypes
         import signal
@@ -49,7 +50,7 @@ def _end_with_launcher() -> None:
 
 
 def register_shm() -> None:
-    """Tell torch.distributed the backend "shm", once; nothing if this torch has no distributed."""
+    """Register the backend "shm" once; do nothing if this torch lacks torch.distributed."""
     c10d = _c10d()
     if c10d is None or "shm" in c10d.Backend.backend_list:
         return
@@ -57,17 +58,17 @@ def register_shm() -> None:
     if "GLOO" not in backend._plugins:  # torch registers none of its own backends there
         backend._plugins = _Unlisted(backend._plugins)
     backend.register_backend("shm", _create, extended_api=True, devices=["cpu"])
-    # from 2.14 on, torch's flight recorder attaches to a backend that does not record itself: that
-    # takes 30 µs for each collective, misses those that call the backend, and would be the second
+    # From 2.14 on, torch's flight recorder attaches to a backend that does not record itself. That
+    # costs 30 µs per collective, misses direct calls of the backend, and duplicates gradwire's.
     if hasattr(c10d, "_FR_SELF_RECORDING_BACKENDS"):
         c10d._FR_SELF_RECORDING_BACKENDS.add("shm")
 
 
 class _Unlisted(dict[str, Any]):
-    """A table of backends that has shm's and does not list it.
+    """Table of backend plugins that contains shm without listing it.
 
-    Before 2.14, torch gives a group of "cpu:gloo", or of another pair without NCCL, no default
-    backend once anything is listed: such a group warns and has no sequence numbers.
+    Before 2.14, once any plugin is listed, torch gives a group of "cpu:gloo", or of another pair
+    without NCCL, no default backend: such a group warns and has no sequence numbers.
     """
 
     def keys(self) -> Any:
@@ -75,14 +76,12 @@ class _Unlisted(dict[str, Any]):
 
 
 def _create(options: object, of_caller: object) -> Any:
-    """What torch.distributed calls for a group of "shm"."""
-    from gradwire.shm.register import create_backend
-
-    return create_backend(options, of_caller)
+    """Create a group's shm backend; called by torch.distributed."""
+    return _call("gradwire.shm.register", "create_backend", options, of_caller)
 
 
 def _stand_in_for_gloo() -> None:
-    """Have torch.distributed make shm groups where it would make Gloo groups of CPU tensors."""
+    """Make torch.distributed create shm groups instead of Gloo groups for CPU tensors."""
     c10d = _c10d()
     if c10d is None or hasattr(c10d._new_process_group_helper, "gradwire_stands_in"):
         return
@@ -97,34 +96,37 @@ def _stand_in_for_gloo() -> None:
         *a: Any,
         **k: Any,
     ) -> Any:
-        from gradwire.shm.gloo_replacement import make_group
-
         def original(name: str) -> Any:
             return theirs(group_size, group_rank, global_ranks_in_group, name, *a, **k)
 
-        return make_group(original, backend)
+        return _call("gradwire.shm.gloo_replacement", "make_group", original, backend)
 
     make.gradwire_stands_in = True  # type: ignore[attr-defined]
     c10d._new_process_group_helper = make
 
 
 def _start_recorder() -> None:
-    importlib.import_module("gradwire.recorder")  # which reads them
+    importlib.import_module("gradwire.recorder")  # reads both variables
 
 
 def _install_compat() -> None:
-    importlib.import_module("gradwire.compat").install()
+    _call("gradwire.compat", "install")
+
+
+def _call(module: str, function: str, *args: Any) -> Any:
+    """Import a module of gradwire and call one of its functions."""
+    return getattr(importlib.import_module(module), function)(*args)
 
 
 def _c10d() -> Any:
-    """torch.distributed's own module, which `import torch` has loaded if there is one."""
+    """Return the c10d module, loaded by `import torch`; None if this torch lacks it."""
     return sys.modules.get("torch.distributed.distributed_c10d")
 
 
 def _asked_for(variable: str, on: str, off: Iterable[str]) -> bool:
     value = os.environ.get(variable, "")
     if value != on and value not in off:
-        _warn(f"{variable} is {value!r}, which has no meaning: set it to {on}, or leave it out")
+        _warn(f"{variable} is {value!r}, which is not a valid value: set it to {on}, or unset it")
     return value == on
 
 
@@ -138,5 +140,5 @@ def _try(what: Callable[[], None], otherwise: str) -> None:
 def _warn(message: str) -> None:
     try:
         warnings.warn(message, RuntimeWarning, stacklevel=4)
-    except RuntimeWarning:  # where warnings are errors, this one would stop `import torch`
+    except RuntimeWarning:  # warnings are errors: raising would stop `import torch`
         print(message, file=sys.stderr)

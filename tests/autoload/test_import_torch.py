@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 from pathlib import Path
 
 import pytest
+
+import gradwire_autoload
 
 BARE = "import sys, torch; print([m for m in sys.modules if m.partition('.')[0] == 'gradwire'])"
 SHM_GROUP = """
@@ -17,6 +20,17 @@ assert x.tolist() == [1.0] * 3
 print(dist.get_backend(), dist.group.WORLD.name() if dist.get_rank() == 0 else "")
 dist.destroy_process_group()
 """
+
+
+def test_it_has_no_import_of_the_package():
+    tree = ast.parse(Path(gradwire_autoload.__file__).read_text())
+    modules = {
+        name
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for name in [getattr(node, "module", None), *(alias.name for alias in node.names)]
+    }
+    assert not [name for name in modules if name and name.partition(".")[0] == "gradwire"]
 
 
 def test_torch_knows_shm_and_imports_nothing_of_gradwire(run):
@@ -144,7 +158,7 @@ def test_a_broken_gradwire_does_not_break_import_torch(run, tmp_path: Path, code
         PYTHONWARNINGS="error",
     )
     assert ended.stdout == "1.0\n"
-    assert "GRADWIRE_COMPAT=1 is without effect" in ended.stderr
+    assert "GRADWIRE_COMPAT=1 has no effect" in ended.stderr
     assert ended.returncode == 1, "a group that should be on shm was made without it"
 
 

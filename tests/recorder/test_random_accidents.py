@@ -1,7 +1,7 @@
-"""Drawn accidents: whatever happens, on whichever rank, the verdict never names another.
+"""Random accidents: the verdict never names an innocent rank.
 
-The programs, the culprit, the groups, the backend, the hosts and what is lost of their dumps are
-drawn (`programs/draw.py`). With GRADWIRE_LONG=1 in the environment 320 of them, half an hour.
+Programs, culprit, groups, backend, hosts and lost dumps are random
+(`programs/random_programs.py`). GRADWIRE_LONG=1 in the environment runs 320 of them in half an hour.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 LONG = os.environ.get("GRADWIRE_LONG") == "1"
-PROGRAM = Path(__file__).parent / "programs" / "drawn.py"
+PROGRAM = Path(__file__).parent / "programs" / "random_accident.py"
 AT_ONCE = 4
 EACH = 80 if LONG else 3
 FIRST = 1000
@@ -35,7 +35,7 @@ NAMED = {
     "stopped",
     "swap",
 }
-"""What three ranks and more show, so that here it is not enough to say that nobody knows."""
+"""Accidents that the dumps of three or more ranks explain: the verdict must name the culprit."""
 
 
 def test_the_verdict_never_names_a_wrong_rank(tmp_path):

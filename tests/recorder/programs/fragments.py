@@ -1,4 +1,4 @@
-"""What drawn programs use."""
+"""Building blocks of random programs."""
 
 from __future__ import annotations
 

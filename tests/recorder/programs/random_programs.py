@@ -1,7 +1,7 @@
-"""Draws an accident: a program, the rank that is to blame, and what a verdict may say of it.
+"""Generate a random accident: a program, the culprit, and the verdicts that are allowed.
 
 The program is text, a training loop of a few collectives, the same on all ranks but for one
-statement, so that its lines are those of a file. Everything is drawn from the seed.
+statement, so that its lines are those of a file. Everything follows from the seed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import gradwire
 from gradwire import collectives
 from datetime import timedelta
 from staging import wait_for_announcements
-from pieces import Branches, HangingData, failing_hook
+from fragments import Branches, HangingData, failing_hook
 
 CULPRIT, WORLD, SECONDS = {culprit}, {world}, {seconds}
 

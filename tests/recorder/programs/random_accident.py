@@ -1,8 +1,8 @@
-"""Stages drawn accidents, and checks what the verdict says of each.
+"""Stage random accidents, and check the verdict on each.
 
-    python drawn.py DIRECTORY FIRST COUNT [ACCIDENT...]
+    python random_accident.py DIRECTORY FIRST COUNT [ACCIDENT...]
 
-prints a line of JSON for each.
+prints a line of JSON per accident.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch._dynamo  # and what else the first use of a module imports: forks h
 import torch.distributed as dist
 import torch.distributed.fsdp
 import torch.distributed.tensor
-from draw import Case, draw
+from random_programs import Case, draw
 from staging import Ranks
 
 import gradwire  # noqa: F401
