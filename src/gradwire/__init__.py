@@ -1,9 +1,9 @@
 """Gradwire: the communication layer of data-parallel PyTorch training.
 
-Here are the names that most training scripts use; the packages have the rest, such as
-`gradwire.hooks`, `gradwire.collectives`, `gradwire.ddp`, `gradwire.devices`, `gradwire.errors`,
-`gradwire.recorder` and `gradwire.shm`. They are imported with this one, or, in a program that has
-not imported torch yet, when they are used for the first time.
+This module exports the names that most training scripts use. The packages `gradwire.hooks`,
+`gradwire.collectives`, `gradwire.ddp`, `gradwire.devices`, `gradwire.errors`, `gradwire.recorder`
+and `gradwire.shm` export the others. They are imported together with this module, or on first use
+in a program that has not imported torch yet.
 """
 
 import importlib
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from gradwire.hooks import GradBucket
     from gradwire.recorder import timeline
 
-del _gloo_threads  # imported for what it does at exit
+del _gloo_threads  # imported to register its exit handler
 
 __all__ = [
     "DataParallel",
@@ -54,7 +54,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     home = _HOMES.get(name, name)
     if home != "errors":
-        import torch  # noqa: F401  # first, as it may import parts of gradwire, by GRADWIRE_COMPAT=1
+        import torch  # noqa: F401  # first: with GRADWIRE_COMPAT=1 it imports parts of gradwire
     module = importlib.import_module(f"{__name__}.{home}")
     value = getattr(module, name) if name in _HOMES else module
     globals()[name] = value
@@ -66,7 +66,7 @@ def __dir__() -> list[str]:
 
 
 def _may_wait() -> bool:
-    """Return True if torch is not loaded, and will register the backend "shm" when it is."""
+    """Return True if torch is not imported yet and will register "shm" when it is imported."""
     if "torch" in sys.modules or os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
         return False
     if any(name.startswith("GRADWIRE_") for name in os.environ):  # `import torch` imports gradwire

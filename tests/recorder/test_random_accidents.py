@@ -1,7 +1,7 @@
 """Random accidents: the verdict never names an innocent rank.
 
 Programs, culprit, groups, backend, hosts and lost dumps are random
-(`programs/random_programs.py`). GRADWIRE_LONG=1 in the environment runs 320 of them in half an hour.
+(`programs/random_programs.py`). GRADWIRE_LONG=1 runs 320 accidents, in half an hour.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ def test_the_command(trace, tmp_path):
     other.write_text("{}")
     result = CliRunner().invoke(app, ["timeline", str(other)])
     assert result.exit_code == 2
-    assert "is no trace of gradwire.timeline" in " ".join(result.output.split())
+    assert "is not a trace of gradwire.timeline" in " ".join(result.output.split())
 
 
 def test_names_with_markup_are_shown_as_they_are(tmp_path):

@@ -1,7 +1,7 @@
-"""The black box: what ran on this rank, and who waited for whom.
+"""Flight recorder: the last collectives of this rank, and the ranks that it waited for.
 
-The ring is always on. Dumps are written where `start` or GRADWIRE_RECORDER says, in the format of
-torch's flight recorder; `gradwire explain` reads them.
+Recording is always on. `start` or GRADWIRE_RECORDER sets the directory of dumps. Dumps are in the
+format of torch's flight recorder, and `gradwire explain` reads them.
 """
 
 from gradwire.recorder.control import dump, start, start_from_environment, stop

@@ -1,8 +1,8 @@
-"""The directory that dumps go to, and when they are written: on errors, on request, at the end.
+"""Dumps of this rank: written on errors, on request and at the end of the process.
 
-A rank that fails writes its dump and leaves a request in the directory; a thread of each rank looks
-for requests, so that all ranks write theirs, whatever their main thread is stuck in. Nothing is
-written, and no thread started, unless a directory was given.
+A rank that fails writes its dump and leaves a request in the directory. A thread of each rank polls
+for requests, so that all ranks write dumps even while their main threads are blocked. Without a
+directory, nothing is written and no thread is started.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ PREFIX = "rank_"
 REQUEST = "request"
 OWNER = "GRADWIRE_RECORDEROWNER"
 _POLL_SECONDS = 0.2
-_FIRST_SECONDS = 0.02  # until this process is known to be a rank
-_REPEAT_NS = 1_000_000_000  # errors in a loop write one dump a second
+_FIRST_SECONDS = 0.02  # poll interval until this process has a rank
+_REPEAT_NS = 1_000_000_000  # repeated errors write one dump per second
 _THREAD = "gradwire-recorder"
 _TRIES = 3
-_BEGAN_NS = time.time_ns()  # about when this process did
+_BEGAN_NS = time.time_ns()  # approximate start of this process
 _parts = itertools.count()
 _BETWEEN_COLLECTIVES = ("call", "exit")
-"""Reasons to write where this rank is in no collective: one that it has waited for is over."""
+"""Reasons for a dump outside any collective: every collective that was waited for has ended."""
 
 
 class BlackBox:
-    """Writes this rank's dumps into a directory.
+    """Writer of this rank's dumps.
 
     Args:
-        directory: Where; made if there is none.
-        prefix: What the files' names begin with; the rank follows.
+        directory: Directory of the dumps; created if missing.
+        prefix: Prefix of file names, followed by the rank.
     """
 
     def __init__(self, directory: str | os.PathLike[str], prefix: str = PREFIX) -> None:
@@ -65,9 +65,9 @@ class BlackBox:
         self._pid = os.getpid()
         self._written = 0
         self._ended = False
-        self._seen_alive: dict[int, int] = {}  # peers, and when, in ns of the wall's clock
+        self._seen_alive: dict[int, int] = {}  # wall-clock time in ns, by peer
         self._lock = threading.RLock()  # a signal's handler may write while this thread writes
-        self._pipe: tuple[int, int] | None = None  # by which the thread is told to end
+        self._pipe: tuple[int, int] | None = None  # a byte in it ends the thread
         self._signals: tuple[int, int] | None = None
         self._announced: int | None = None
         self._crashes: TextIO | None = None
@@ -75,7 +75,7 @@ class BlackBox:
         self._earlier_hook: Callable[..., Any] | None = None
 
     def start(self) -> None:
-        """Write dumps from now on: on errors, requests, SIGUSR2 and at the end of the process."""
+        """Start writing dumps on errors, requests, SIGUSR2 and at the end of the process."""
         on_failure.append(self._on_failure)
         self._earlier_hook, sys.excepthook = sys.excepthook, self._on_uncaught
         atexit.register(self._at_exit)
@@ -93,7 +93,7 @@ class BlackBox:
         atexit.unregister(self._at_exit)
         not_at_end_of_job(self._at_end_of_job)
         if os.getpid() != self._pid:
-            return  # the rest is the process's that this one is a fork of
+            return  # a fork: the rest belongs to its parent
         if self._signals is not None:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGUSR2, signal.SIG_DFL)
@@ -105,7 +105,7 @@ class BlackBox:
         os.write(self._pipe[1], b"\0")  # the thread closes both
 
     def write(self, reason: str) -> Path | None:
-        """Write this rank's dump; None in a process that is no rank, or in a fork of one."""
+        """Write this rank's dump and return its path; None without a rank, or in a fork."""
         rank = _identity()
         if rank is None or os.getpid() != self._pid:
             return None
@@ -114,10 +114,10 @@ class BlackBox:
             await_gloos_ends()
         with self._lock:
             record = flight_record()
-            # what is asked for while the process ends does not hide that it does
+            # a request during the process's end keeps the reason "exit"
             record["gradwire"] |= self._circumstances(rank, "exit" if self._ended else reason)
             path = self.directory / f"{self.prefix}{rank}"
-            # its own in each container, too, where all processes may have one number
+            # unique even if processes in different containers have the same PID
             partial = self.directory / f".{rank}.{os.getpid()}.{next(_parts)}.part"
             try:
                 partial.write_bytes(pickle.dumps(record, protocol=2))
@@ -128,7 +128,7 @@ class BlackBox:
         return path
 
     def request_all(self, reason: str) -> None:
-        """Ask all ranks for their dumps, which they write within a second."""
+        """Request dumps from all ranks, which write them within a second."""
         self._request.write_text(reason)
         self._seen = _modified(self._request)
 
@@ -152,7 +152,7 @@ class BlackBox:
         }
 
     def _peers(self, rank: int) -> dict[int, str]:
-        """The states of the other ranks' processes on this host."""
+        """Return the states of the other ranks' processes on this host."""
         found = {}
         for path in self.directory.glob("process-*.json"):
             with contextlib.suppress(OSError, ValueError, TypeError):
@@ -162,7 +162,7 @@ class BlackBox:
         return found
 
     def _announce(self) -> None:
-        """Leave the process's number, by which others see whether it is alive."""
+        """Write the PID to the directory, so that other ranks can look up this process."""
         rank = _identity()
         if rank is None or rank == self._announced:
             return
@@ -199,10 +199,10 @@ class BlackBox:
                 self._crashes_path.unlink(missing_ok=True)  # it is empty: nothing has crashed
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Nothing: the thread is told of the signal through the pipe, whatever runs here."""
+        """Do nothing: the wakeup pipe notifies the thread even while the main thread is blocked."""
 
     def _take_signal(self) -> None:
-        """Take SIGUSR2, if nobody else has it; in the main thread alone, as Python wants it."""
+        """Handle SIGUSR2 unless a handler exists; only the main thread may install handlers."""
         if threading.current_thread() is not threading.main_thread():
             return
         if signal.getsignal(signal.SIGUSR2) is not signal.SIG_DFL:
@@ -210,7 +210,7 @@ class BlackBox:
         reading, writing = os.pipe()
         os.set_blocking(writing, False)
         earlier = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-        if earlier != -1:  # an event loop's
+        if earlier != -1:  # an event loop uses the wakeup descriptor
             signal.set_wakeup_fd(earlier)
             os.close(reading)
             os.close(writing)
@@ -219,20 +219,20 @@ class BlackBox:
         signal.signal(signal.SIGUSR2, self._on_signal)
 
     def _take_crashes(self) -> None:
-        """Have Python write its stacks when the process crashes in C, if nobody else has it.
+        """Enable faulthandler, which writes Python's stacks on a crash in C, unless it is enabled.
 
-        Gloo ends a process that gets a message of another size than it expects.
+        Gloo aborts a process that receives a message of an unexpected size.
         """
         if not faulthandler.is_enabled():
-            process = f"{socket.gethostname()}-{os.getpid()}"  # as for parts of dumps
+            process = f"{socket.gethostname()}-{os.getpid()}"  # unique across containers
             self._crashes_path = self.directory / f"crash-of-process-{process}.txt"
             self._crashes = self._crashes_path.open("w")
             faulthandler.enable(self._crashes)
 
     def _watch(self) -> None:
-        """In a thread of its own: write a dump whenever one is asked for."""
+        """Write a dump whenever one is requested; runs in its own thread."""
         assert self._pipe is not None
-        sources = select.poll()  # select.select refuses descriptors from 1,024 on
+        sources = select.poll()  # select.select rejects descriptors from 1,024 on
         for source in (self._pipe[0], *([self._signals[0]] if self._signals else [])):
             sources.register(source, select.POLLIN)
         while True:
@@ -254,10 +254,10 @@ class BlackBox:
 
 
 def _identity() -> int | None:
-    """This process's rank; None if it is none.
+    """Return this process's rank; None if it has none.
 
-    Before there is a group, the launcher's RANK counts; not in processes that a rank has started,
-    which inherit the variable.
+    Before the default group exists, this is the launcher's RANK, except in child processes of a
+    rank, which inherit the variable.
     """
     rank = this_rank()
     if rank is None and os.environ.get(OWNER) == str(os.getpid()):
@@ -267,19 +267,19 @@ def _identity() -> int | None:
 
 
 def _at_last(action: Callable[[], object]) -> None:
-    """Do what an error or an end asks for, where nothing may be raised that hides it."""
+    """Run an action of error or exit handling, whose own errors must not hide the cause."""
     for _ in range(_TRIES):
         try:
             action()
-        except OSError:  # of a full disk
+        except OSError:  # such as a full disk
             return
-        except Exception:  # of a signal's handler, as that of a data loader whose worker has died
+        except Exception:  # from a signal handler, such as a data loader's for a dead worker
             continue
         return
 
 
 def _number(text: str) -> int | None:
-    """What a launcher set; None if it is no number."""
+    """Return a launcher's variable as an int; None if it is not a number."""
     return int(text) if text.isdecimal() else None
 
 

@@ -1,4 +1,4 @@
-"""Where dumps go, as programs and the environment say it."""
+"""Start, stop and dump, by function calls or the environment."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _box: list[BlackBox] = []
 
 
 def start(directory: str | os.PathLike[str], *, prefix: str = PREFIX) -> None:
-    """Write this rank's dumps into a directory, on errors, SIGUSR2 and at the end.
+    """Start writing this rank's dumps on errors, on SIGUSR2 and at the end of the process.
 
-    When one rank fails, all ranks write theirs within a second. The environment variable
-    GRADWIRE_RECORDER does the same.
+    When a rank fails, all ranks write dumps within a second. The environment variable
+    GRADWIRE_RECORDER has the same effect.
 
     Args:
-        directory: Where all ranks write; made if there is none. Use a new one for each run.
-        prefix: What the files' names begin with; the rank follows.
+        directory: Directory that all ranks write to; created if missing. Use a new one per run.
+        prefix: Prefix of file names, followed by the rank.
 
     Raises:
-        ArgumentTypeError: `directory` is no path.
-        ArgumentError: It was started before, with another directory.
+        ArgumentTypeError: `directory` is not a path.
+        ArgumentError: The recorder was already started with another directory.
 
     Example:
         >>> import tempfile
@@ -50,7 +50,7 @@ def start(directory: str | os.PathLike[str], *, prefix: str = PREFIX) -> None:
 
 
 def stop() -> None:
-    """Write no more dumps; the ring goes on."""
+    """Stop writing dumps; collectives are still recorded."""
     while _box:
         _box.pop().stop()
 
@@ -58,17 +58,17 @@ def stop() -> None:
 def dump(directory: str | os.PathLike[str] | None = None, *, prefix: str = PREFIX) -> Path:
     """Write this rank's dump now.
 
-    Where collectives run on Gloo, it awaits for up to 0.2 s that they end.
+    On Gloo, this waits up to 0.2 s for collectives to end.
 
     Args:
-        directory: Where; that which `start` was given if None.
-        prefix: What the file's name begins with.
+        directory: Directory of the dump. Default: the directory passed to `start`.
+        prefix: Prefix of the file name.
 
     Returns:
-        The file, `<directory>/<prefix><rank>`.
+        Path of the dump, `<directory>/<prefix><rank>`.
 
     Raises:
-        ArgumentError: There is no directory, or this process is no rank.
+        ArgumentError: No directory was given, or this process has no rank.
 
     Example:
         >>> import tempfile
@@ -82,26 +82,26 @@ def dump(directory: str | os.PathLike[str] | None = None, *, prefix: str = PREFI
     """
     if directory is None and not _box:
         raise ArgumentError(
-            f"directory is None and none was given before: pass one, call recorder.start, or set "
-            f"{VARIABLE}"
+            f"directory is None and the recorder was not started: pass a directory, call "
+            f"recorder.start, or set {VARIABLE}"
         )
     box = _box[0] if directory is None else BlackBox(directory, prefix)
     path = box.write("call")
     if path is None:
         raise ArgumentError(
-            "this process is no rank: call dump() after torch.distributed.init_process_group"
+            "this process has no rank: call dump() after torch.distributed.init_process_group"
         )
     return path
 
 
 def start_from_environment() -> None:
-    """Start if GRADWIRE_RECORDER has a directory; "0" is none, as with the other variables."""
+    """Start if GRADWIRE_RECORDER contains a directory; "0" disables it like the other variables."""
     directory = os.environ.get(VARIABLE, "0")
     if directory not in ("", "0") and not _box:
         if "RANK" in os.environ and multiprocessing.parent_process() is None:
             os.environ.setdefault(OWNER, str(os.getpid()))
         try:
             start(directory)
-        except OSError as error:  # what is to explain failures is not to be one
+        except OSError as error:  # diagnosis must not stop the program
             message = f"{VARIABLE} is {directory!r}, which cannot be written to: {error}"
             warnings.warn(message, RuntimeWarning, stacklevel=2)

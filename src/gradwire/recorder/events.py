@@ -1,4 +1,4 @@
-"""What went wrong in this process, in order: the errors that a verdict begins with."""
+"""Errors of this process in order, from which a verdict starts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from gradwire.errors import GradwireError, MismatchError
 from gradwire.recorder.groups import GroupInfo, info_of
-from gradwire.recorder.lines import Line, Place, call_stack, read_stack
+from gradwire.recorder.lines import Line, Location, call_stack, read_stack
 from gradwire.recorder.origins import (
     called_by_user,
     came_from_loading,
@@ -24,24 +24,24 @@ from gradwire.recorder.origins import (
 from gradwire.recorder.recording import ERROR, GROUP, Entry
 
 _KEPT = 32
-_NOTED = "_gradwire_noted"  # on the error: another may get its address when it is gone
+_NOTED = "_gradwire_noted"  # attribute of the error: IDs are reused after deletion
 
 
 @dataclass
 class Event:
-    """An error of this rank.
+    """Error of this rank.
 
     Attributes:
-        kind: "error", or "uncaught" if it ends the process.
-        type, message: The error's.
-        parameters: Of the model, which the error names.
-        time: When; of CLOCK_MONOTONIC, in ns.
-        lines: Where; the user's own code first.
-        chain: The types of the errors that it was raised from, or while they were handled.
-        waited: Whether it, or one of the chain, came out of a call that waits for other ranks.
-        call: What of torch.distributed the user's line had called; "" if nothing.
-        values: Of ranks that disagree: what each has, by rank.
-        own: Whether it came out of code that waits for no other rank, wherever that was called.
+        kind: "error", or "uncaught" if the error ends the process.
+        type, message: Type name and message of the error.
+        parameters: Model parameters that the error names.
+        time: Time of the error on CLOCK_MONOTONIC, in ns.
+        lines: Stack of the error, the user's own code first.
+        chain: Type names of its causes and contexts.
+        waited: True if the error, or one of the chain, was raised by a call that waits for ranks.
+        call: Function of torch.distributed that the user's line called; "" if none.
+        values: Value of each rank, by rank, if ranks disagree.
+        own: True if the error was raised by code that never waits for other ranks.
     """
 
     kind: str
@@ -57,13 +57,13 @@ class Event:
     own: bool = False
 
     def as_dict(self) -> dict[str, Any]:
-        """Of plain containers and scalars."""
+        """Return a dict of plain containers and scalars."""
         return dict(vars(self), parameters=list(self.parameters))
 
 
 events: deque[Event] = deque(maxlen=_KEPT)
 on_failure: list[Callable[[Event], None]] = []
-"""Called after an error was noted; see `black_box`."""
+"""Functions called with each recorded error; see `black_box`."""
 
 
 def failed(
@@ -73,16 +73,15 @@ def failed(
     kind: str = "error",
     group: ProcessGroup | None = None,
 ) -> None:
-    """Note an error; whatever it is, nothing is raised here.
+    """Record an error; never raises.
 
-    An error that passes several places that note it is noted once, and again where it ends the
-    process.
+    An error that is passed several times is recorded once, and once more if it ends the process.
 
     Args:
-        error: The error.
-        entry: The collective that it ended.
-        kind: "uncaught" where it ends the process.
-        group: The group in which ranks disagree, if there is no entry.
+        error: Error to record.
+        entry: Collective that failed with it.
+        kind: "uncaught" if the error ends the process.
+        group: Group in which ranks disagree, if there is no entry.
     """
     if entry is not None:
         entry[ERROR] = f"{type(error).__name__}: {error}"
@@ -90,9 +89,9 @@ def failed(
         return
     vars(error)[_NOTED] = kind
     trace = trace_of(error)
-    places: list[Place] = trace[::-1]
+    locations: list[Location] = trace[::-1]
     if kind != "uncaught":
-        places += call_stack(sys._getframe(1))
+        locations += call_stack(sys._getframe(1))
     chain = list(causes_of(error))
     event = Event(
         kind,
@@ -100,10 +99,10 @@ def failed(
         _message(error),
         tuple(getattr(error, "parameters", ())) if isinstance(error, GradwireError) else (),
         time.perf_counter_ns(),
-        read_stack(places)[:8],
+        read_stack(locations)[:8],
         [type(each).__name__ for each in chain],
         any(map(came_from_waiting, [error, *chain])),
-        called_by_user(places),
+        called_by_user(locations),
         _values_by_rank(error, entry[GROUP].find_name() if entry else info_of(group)),
         came_from_loading(error),
     )
@@ -116,11 +115,11 @@ def _message(error: BaseException) -> str:
     try:
         return str(error)[:4000]
     except Exception as other:
-        return f"(its message cannot be read: {type(other).__name__})"
+        return f"(str() of this error raised {type(other).__name__})"
 
 
 def _values_by_rank(error: BaseException, info: GroupInfo | None) -> dict[int, str]:
-    """What each rank has, of ranks that disagree."""
+    """Return each rank's value if the error says that ranks disagree."""
     values = getattr(error, "values", ())
     if not isinstance(error, MismatchError) or info is None or len(values) != len(info.ranks):
         return {}

@@ -1,8 +1,8 @@
-"""The ring in the format of torch's flight recorder, which torch's analyser `torchfrtrace` reads.
+"""Dumps in the format of torch's flight recorder, which torch's analyzer `torchfrtrace` reads.
 
-Gloo and NCCL record themselves: their entries are taken from torch, and what gradwire knows of them
-(parameters, waits) is added to them, so that nothing is in a dump twice. What torch's format has no
-place for is under the key "gradwire", and in further keys of the entries.
+Gloo and NCCL record their own collectives. A dump takes these entries from torch and adds what
+gradwire knows of them (parameters, waits), so that no collective occurs twice. Data that torch's
+format lacks is under the key "gradwire" and in additional keys of entries.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from gradwire.recorder.lines import is_users, read_line
 from gradwire.recorder.load import loads
 from gradwire.recorder.recording import BucketRecord, Entry, Shapes, ring
 
-VERSION = "2.10"  # of torch's format
+VERSION = "2.10"  # version of torch's format
 Record = dict[str, Any]
 
-_NAMES = {  # those that all versions of the analyser know
+_NAMES = {  # names that all versions of the analyzer accept
     "all_gather_single": "_all_gather_base",
     "all_to_all_single": "all_to_all",
     "barrier": "all_reduce_barrier",
@@ -46,11 +46,11 @@ _DTYPES = {
 
 
 def await_gloos_ends(timeout: float = 0.2) -> None:
-    """Wait until Gloo has recorded the end of each collective that is over, at most `timeout` s.
+    """Wait up to `timeout` seconds until Gloo has recorded the ends of completed collectives.
 
-    Its threads record an end after `wait()` has returned, up to 10 ms later on busy cores: a rank
-    that left right then would seem to be in the collective still. What has not ended by then is
-    taken for running.
+    Gloo's threads record an end after `wait()` has returned, up to 10 ms later on busy cores.
+    Without this wait, a rank that just left a collective would appear to be in it. Collectives
+    without an end after the timeout count as running.
     """
     until = time.monotonic() + timeout
     while _gloo_has_open_ends() and time.monotonic() < until:
@@ -67,9 +67,9 @@ def _gloo_has_open_ends() -> bool:
 
 
 def flight_record() -> Record:
-    """What this process has recorded, of plain containers and scalars."""
+    """Return the records of this process as plain containers and scalars."""
     groups = known_groups()
-    # to the clock of the wall, which torch's entries have
+    # offset to the wall clock, which torch's entries use
     wall = time.time_ns() - time.perf_counter_ns()
     own, messages = _own_entries(groups, wall)
     on_shm = {entry["process_group"][0] for entry in own}
@@ -100,10 +100,10 @@ def flight_record() -> Record:
 
 
 def _own_entries(groups: dict[str, GroupInfo], wall: int) -> tuple[list[Record], list[Record]]:
-    """Collectives and messages on shm."""
+    """Return the collectives and messages on shm."""
     collectives, messages = [], []
     recorded = list(ring.entries)
-    latest: dict[str, object] = {}  # a name may be used again for a new group
+    latest: dict[str, object] = {}  # names are reused for new groups
     for entry in recorded:
         info = entry[r.GROUP].find_name()
         if info is not None:
@@ -126,7 +126,7 @@ def _entry(entry: Entry, info: GroupInfo, wall: int) -> Record:
     inputs, outputs = _sizes(entry[r.INPUTS]), _sizes(entry[r.OUTPUTS])
     if op == "all_gather":
         uneven = len({prod(size) for size in outputs}) > 1
-        # the analyser wants as many elements from each rank of an all_gather, of an all_to_all not
+        # the analyzer requires equal sizes in an all_gather, not in an all_to_all
         op, outputs = ("all_to_all", outputs) if uneven else (op, _as_one(outputs))
         inputs = inputs * len(entry[r.OUTPUTS]) if uneven else inputs
     if op == "reduce_scatter":
@@ -141,7 +141,7 @@ def _entry(entry: Entry, info: GroupInfo, wall: int) -> Record:
         "collective_seq_id": entry[r.NUMBER],
         "p2p_seq_id": 0,
         "op_id": entry[r.NUMBER],
-        "profiling_name": f"{analysed_backend()}:{op}",  # the analyser knows no shm
+        "profiling_name": f"{analysed_backend()}:{op}",  # the analyzer does not know shm
         "backend": "shm",
         "op": entry[r.OP],
         "time_created_ns": entry[r.CREATED] + wall,
@@ -164,7 +164,7 @@ def _entry(entry: Entry, info: GroupInfo, wall: int) -> Record:
 
 
 def _as_one(sizes: list[list[int]]) -> list[list[int]]:
-    """The size of a list's tensors, one after the other."""
+    """Return the size of the concatenated tensors."""
     return [[sum(map(prod, sizes))]]
 
 
@@ -173,11 +173,12 @@ def _sizes(shapes: Shapes) -> list[list[int]]:
 
 
 def _torchs_entries(groups: dict[str, GroupInfo], on_shm: set[str]) -> list[Record]:
-    """What Gloo and NCCL have recorded, of groups that are known.
+    """Return the entries of Gloo and NCCL for known groups.
 
     Args:
-        groups: These, by name.
-        on_shm: Those in which shm is in Gloo's place: what Gloo has of them was an earlier job's.
+        groups: Known groups, by name.
+        on_shm: Names of groups in which shm replaces Gloo. Gloo's entries for these names belong
+            to an earlier job.
     """
     found: dict[str, list[Record]] = {name: [] for name in groups}
     for data in torchs_flight_records():
@@ -187,7 +188,7 @@ def _torchs_entries(groups: dict[str, GroupInfo], on_shm: set[str]) -> list[Reco
             if of_group is None or (is_gloos and name in on_shm):
                 continue
             number = entry["collective_seq_id"]
-            if of_group and of_group[-1]["collective_seq_id"] > number:  # of an earlier group
+            if of_group and of_group[-1]["collective_seq_id"] > number:  # an earlier group's
                 of_group.clear()
             of_group.append(_torchs_entry(entry))
     return [
@@ -198,9 +199,9 @@ def _torchs_entries(groups: dict[str, GroupInfo], on_shm: set[str]) -> list[Reco
 
 
 def _of_this_job(entries: list[Record], count: int | None) -> list[Record]:
-    """Those of the group that there is, of which that many were sent.
+    """Return the last `count` entries, which belong to the current group of this name.
 
-    Torch keeps what an earlier group of the same name has sent, whose numbers began at 1 as well.
+    Torch keeps the entries of earlier groups of the same name, whose numbers also began at 1.
     """
     if count is None:
         return entries
@@ -217,19 +218,19 @@ def _of_this_job(entries: list[Record], count: int | None) -> list[Record]:
 
 def _torchs_entry(entry: Record) -> Record:
     backend, _, op = entry["profiling_name"].partition(":")
-    if backend == "gloo":  # the analyser of 2.11 refuses what Gloo records
+    if backend == "gloo":  # the analyzer of 2.11 rejects Gloo's entries
         name = f"{analysed_backend()}:{_NAMES.get(op, op)}"
         entry = entry | {"profiling_name": name, "backend": backend, "op": op}
     return entry | {"frames": _user_first(entry.get("frames", ()))}
 
 
 def _user_first(frames: Any) -> list[Any]:
-    """The user's own frames before those of packages."""
+    """Return the frames sorted: the user's own code before packages."""
     return sorted(frames, key=lambda frame: not is_users(str(frame["filename"])))
 
 
 def _dropped(entries: list[Record]) -> int:
-    """How many entries torch's ring has dropped before its first."""
+    """Return the number of entries that torch's ring has dropped."""
     return min((int(entry["record_id"]) for entry in entries), default=0)
 
 
@@ -244,7 +245,7 @@ def _bucket(bucket: BucketRecord, group: str, wall: int) -> Record:
 
 
 def _add_ends(entries: list[Record], references: dict[Any, str], wall: int) -> None:
-    """Give the collectives that gradwire has waited for their ends."""
+    """Set the end times of collectives that gradwire has waited for."""
     ends = {(references.get(ref), number): at + wall for ref, number, at in list(ring.ends)}
     for entry in entries:
         at = ends.get((entry["process_group"][0], entry["collective_seq_id"]))
@@ -253,7 +254,7 @@ def _add_ends(entries: list[Record], references: dict[Any, str], wall: int) -> N
 
 
 def _add_buckets(entries: list[Record], buckets: list[Record]) -> None:
-    """Give the collectives of buckets their parameters."""
+    """Set the parameters of the collectives that carried buckets."""
     by_number = {(e["process_group"][0], e["collective_seq_id"]): e for e in entries}
     for bucket in buckets:
         for number in range(bucket["first"], bucket["last"] + 1):

@@ -1,4 +1,8 @@
-"""What torch.distributed calls the groups, and which ranks are in them."""
+"""Names and ranks of torch.distributed's groups, and the end of the default group.
+
+Launchers may kill their processes after `destroy_process_group()` of the default group, as Ray does
+with its actors. Exit handlers do not run then, so `at_end_of_job` hooks into that call.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +22,13 @@ _at_end: list[Callable[[], None]] = []
 
 
 class GroupInfo:
-    """A group of torch.distributed.
+    """Group of torch.distributed.
 
     Attributes:
-        name, desc: As torch.distributed has them.
-        ranks: Its global ranks, in their order in the group.
-        reference: To the group: a name may be used again for another one.
-        world: To the default group that there was; None if there was none.
+        name, desc: Name and description in torch.distributed.
+        ranks: Global ranks, in the order of their ranks in the group.
+        reference: Weak reference to the group, since names are reused.
+        world: Weak reference to the default group at that time; None if there was none.
     """
 
     def __init__(self, name: str, desc: str, ranks: list[int], group: Any) -> None:
@@ -34,14 +38,14 @@ class GroupInfo:
         self.world = None if world is None else weakref.ref(world)
 
     def count(self) -> int | None:
-        """How many collectives torch has recorded of it.
+        """Return the number of collectives that torch has recorded on this group.
 
-        None if it is gone, does not count, or has several backends, which count apart.
+        None if the group was deleted, does not count, or has several backends with own counts.
         """
         group = self.reference()
         if group is None:
             return None
-        if type(group) is not ProcessGroup:  # shm's
+        if type(group) is not ProcessGroup:  # an shm group
             return 0
         try:
             if len({group._get_backend(d) for d in group._device_types}) > 1:
@@ -52,20 +56,20 @@ class GroupInfo:
 
 
 def reference_to(group: Any) -> weakref.ref[Any]:
-    """A weak reference that can be looked up in a dict when the group is gone, too."""
+    """Return a weak reference that stays a usable dict key after the group is deleted."""
     reference = weakref.ref(group)
-    hash(reference)  # it keeps that
+    hash(reference)  # cached in the reference
     return reference
 
 
 class RecordedGroup:
-    """A group as its backend knows it; its name is found when torch.distributed has it.
+    """Group of a backend, whose name is looked up once torch.distributed has registered it.
 
     Args:
-        backend: The backend, or a group that is written in Python.
+        backend: Backend, or a process group written in Python.
 
     Attributes:
-        named: Whether the name is known, or is not looked for any more.
+        named: True if the name is known or is no longer looked up.
     """
 
     def __init__(self, backend: object) -> None:
@@ -75,7 +79,7 @@ class RecordedGroup:
         self.named = False
 
     def find_name(self) -> GroupInfo | None:
-        """Look for the group among those of torch.distributed."""
+        """Look up the group in torch.distributed."""
         if self._info is None:
             self._tries += 1
             self._info = _find(self._backend())
@@ -84,30 +88,30 @@ class RecordedGroup:
 
 
 def known_groups() -> dict[str, GroupInfo]:
-    """All groups of this process that torch.distributed has, and those it had when last asked."""
+    """Return the groups in torch.distributed, and those known from earlier calls."""
     world = dist.distributed_c10d._world
     for group, name in list(world.pg_names.items()):
-        _note(group, name)  # anew: a name may be used again
+        _note(group, name)  # overwrites: names are reused
     return {name: info for name, info in list(_known.items()) if in_this_world(info)}
 
 
 def info_of(group: ProcessGroup | None) -> GroupInfo | None:
-    """What is known of a group; None if that is nothing."""
+    """Return the name and ranks of a group; None if torch.distributed does not know it."""
     name = dist.distributed_c10d._world.pg_names.get(group) if group is not None else None
     return None if name is None else _note(group, name)
 
 
 def in_this_world(info: GroupInfo) -> bool:
-    """Whether it belongs to the present default group, not to one of an earlier job.
+    """Return True if a group belongs to the current default group, not to an earlier job.
 
-    Without a default group, every group does: the last job is what a reader wants to see.
+    Without a default group, return True, so that a dump shows the last job.
     """
     return not dist.is_initialized() or info.world is None or info.world() is dist.group.WORLD
 
 
 def number_of_last(group: ProcessGroup | None) -> int:
-    """The number of a group's last collective; 0 on shm, whose own entries have it."""
-    # a group on shm is called as a Python object, whatever its class
+    """Return the number of a group's last collective; 0 on shm, which records it in its entries."""
+    # shm groups are instances of subclasses
     if type(group) is not ProcessGroup:
         return 0
     try:
@@ -117,7 +121,7 @@ def number_of_last(group: ProcessGroup | None) -> int:
 
 
 def this_rank() -> int | None:
-    """This process's global rank, also after its default group was destroyed; None if unknown."""
+    """Return this process's global rank; None if unknown. It outlives the default group."""
     if dist.is_initialized():
         _rank[:] = [dist.get_rank()]
     return _rank[0] if _rank else None
@@ -139,7 +143,7 @@ def _backend_for_cpu(group: Any) -> object:
         if cpu not in group._device_types:
             return None
         found = group._get_backend(cpu)
-    except (AttributeError, RuntimeError):  # a member of another group, or written in Python
+    except (AttributeError, RuntimeError):  # not a member, or a group written in Python
         return None
     return getattr(found, "wrapped_pg", found)
 
@@ -156,7 +160,7 @@ def _note(group: Any, name: str) -> GroupInfo | None:
 
 
 def at_end_of_job(callback: Callable[[], None]) -> None:
-    """Have something called each time before the default group is destroyed."""
+    """Register a function to call whenever the default group is about to be destroyed."""
     if not hasattr(dist.destroy_process_group, "gradwire_is_told"):
         _listen()
     _at_end.append(callback)
@@ -176,7 +180,7 @@ def _listen() -> None:
             if dist.is_initialized() and group in (None, dist.group.WORLD):
                 for callback in list(_at_end):
                     callback()
-        finally:  # whatever a callback raises, the group does not stay
+        finally:  # destroy the group even if a callback raises
             theirs(group)
 
     destroy.gradwire_is_told = True  # type: ignore[attr-defined]

@@ -1,7 +1,6 @@
-"""Which lines of the user's code led to a call: cheap to take, read in full when they are needed.
+"""Lines of the user's code: cheap to capture during a call, resolved when a dump is written.
 
-A frame is kept as its code object and its last instruction; the number of the line is found when
-somebody reads it.
+A frame is stored as its code object and last instruction; the line number is computed on reading.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from types import CodeType, FrameType
 
 import torch
 
-Place = tuple[CodeType, int]
-"""A code object and the instruction in it."""
+Location = tuple[CodeType, int]
+"""A code object and an instruction in it."""
 Line = dict[str, str | int]
-"""As torch's flight recorder has it: the function's "name", the "filename", and the "line"."""
+"""A line in the format of torch's flight recorder: keys "name" (function), "filename", "line"."""
 
 _USER, _LIBRARY, _OURS = 0, 1, 2
-_MAX_BYTES = 1 << 22  # of a source file that is read
-_LIMIT = 64  # frames that are looked at
+_MAX_BYTES = 1 << 22  # limit on source files to parse
+_LIMIT = 64  # maximum number of frames to visit
 _OUR_FOLDERS = (
     str(Path(torch.__file__).parent) + "/",
     str(Path(__file__).parents[1]) + "/",
@@ -35,30 +34,30 @@ _LIBRARY_FOLDERS = (
     *(sysconfig.get_path(name) + "/" for name in _INSTALLED),
 )
 _depths: dict[str, tuple[int, CodeType]] = {}
-"""For what is called: how far out the frame inside of the user's was, and its code."""
+"""Depth and code of the frame just inside the user's, by the name of the operation."""
 _kinds: dict[str, int] = {}
-"""By file name: a string knows its hash, a code object computes its own each time."""
+"""Kind of code by file name. Strings cache their hashes, code objects do not."""
 
 
-def caller(op: str, depth: int) -> Place:
-    """The innermost frame of the user's own code that led to a call.
+def caller(op: str, depth: int) -> Location:
+    """Return the innermost frame of the user's own code that led to a call.
 
     Args:
-        op: What is called. Most calls of it come through the same frames, so that the user's is
-            looked for where it was the last time: 2 µs less than a walk outwards, which makes an
-            object of each frame.
-        depth: How many frames to leave out, this function's caller being one.
+        op: Name of the operation. Most of its calls pass through the same frames, so the user's
+            frame is first looked up at the last depth. This saves 2 µs over a walk outwards,
+            which creates an object per frame.
+        depth: Number of frames to skip, including the caller of this function.
 
     Returns:
-        Where there is none of the user's, that of another package than PyTorch and gradwire, or
-        the innermost.
+        Frame of the user's code; else of a package other than PyTorch and gradwire; else the
+        innermost frame.
     """
     found = _depths.get(op)
     if found is not None:
         last, code = found
         try:
             frame = sys._getframe(last)
-        except ValueError:  # there are not so many
+        except ValueError:  # the stack is shallower
             return _walk(op, depth + 1)
         if frame.f_code is code:
             outer = frame.f_back
@@ -67,7 +66,7 @@ def caller(op: str, depth: int) -> Place:
     return _walk(op, depth + 1)
 
 
-def _walk(op: str, depth: int) -> Place:
+def _walk(op: str, depth: int) -> Location:
     at: FrameType | None = sys._getframe(depth)
     assert at is not None
     inner = innermost = at
@@ -77,7 +76,7 @@ def _walk(op: str, depth: int) -> Place:
         kind = _classify(code.co_filename)
         if kind == _USER:
             if inner is not at:
-                _depths[op] = number - 2, inner.f_code  # as seen from `caller`
+                _depths[op] = number - 2, inner.f_code  # depth relative to `caller`
             return code, at.f_lasti
         if kind == _LIBRARY and other is None:
             other = at
@@ -88,8 +87,8 @@ def _walk(op: str, depth: int) -> Place:
     return found.f_code, found.f_lasti
 
 
-def call_stack(frame: FrameType | None) -> list[Place]:
-    """All frames from this one outwards."""
+def call_stack(frame: FrameType | None) -> list[Location]:
+    """Return all frames from this one outwards."""
     found = []
     while frame is not None:
         found.append((frame.f_code, frame.f_lasti))
@@ -97,15 +96,15 @@ def call_stack(frame: FrameType | None) -> list[Place]:
     return found
 
 
-def read_stack(places: list[Place]) -> list[Line]:
-    """The lines, those of other packages last: the first is the user's own, if one is."""
-    ordered = sorted(places, key=lambda place: _classify(place[0].co_filename))
-    return [read_line(place) for place in ordered]
+def read_stack(locations: list[Location]) -> list[Line]:
+    """Return the lines with the user's own code first and other packages last."""
+    ordered = sorted(locations, key=lambda location: _classify(location[0].co_filename))
+    return [read_line(location) for location in ordered]
 
 
-def read_line(place: Place) -> Line:
-    """The line of a frame."""
-    code, instruction = place
+def read_line(location: Location) -> Line:
+    """Return the line of a frame."""
+    code, instruction = location
     line = code.co_firstlineno
     for start, end, number in code.co_lines():
         if start <= instruction < end and number is not None:
@@ -114,10 +113,10 @@ def read_line(place: Place) -> Line:
 
 
 def thread_stacks(*, without: str) -> dict[str, list[Line]]:
-    """Where each thread is: its frames, the innermost first; the main thread's first.
+    """Return the frames of each thread, innermost first; the main thread comes first.
 
     Args:
-        without: The name of a thread that is left out.
+        without: Name of a thread to omit.
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     stacks = {}
@@ -125,15 +124,15 @@ def thread_stacks(*, without: str) -> dict[str, list[Line]]:
         name = names.get(ident, str(ident))
         if name != without:
             stacks[name] = [
-                read_line(place) | {"user": is_users(place[0].co_filename)}
-                for place in call_stack(frame)
+                read_line(location) | {"user": is_users(location[0].co_filename)}
+                for location in call_stack(frame)
             ]
     main = threading.main_thread().name
     return dict(sorted(stacks.items(), key=lambda item: item[0] != main))
 
 
 def is_users(filename: str) -> bool:
-    """Whether a file is neither of PyTorch, gradwire, Python nor an installed package."""
+    """Return True if a file is not part of PyTorch, gradwire, Python or an installed package."""
     return _classify(filename) == _USER
 
 
@@ -145,19 +144,19 @@ def _classify(filename: str) -> int:
             kind = _OURS
         elif filename.startswith(_LIBRARY_FOLDERS) or "/site-packages/" in filename:
             kind = _LIBRARY
-        if len(_kinds) > 10_000:  # a program that compiles code under ever new names
+        if len(_kinds) > 10_000:  # the program compiles code under new names all the time
             _kinds.clear()
         _kinds[filename] = kind
     return kind
 
 
 def swallowing_handler(filename: str, line: int) -> int | None:
-    """The line of an `except` that goes on after an error in a line, if there is one."""
+    """Return the line of an `except` without `raise` that would catch an error in a line."""
     tree = _parse(filename)
     if tree is None:
         return None
     found = None
-    for node in ast.walk(tree):  # the innermost comes last
+    for node in ast.walk(tree):  # breadth-first: the innermost comes last
         if not isinstance(node, ast.Try) or not node.body:
             continue
         end = node.body[-1].end_lineno or 0

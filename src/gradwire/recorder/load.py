@@ -1,7 +1,7 @@
-"""Reading dumps: pickles of plain containers and scalars, and of nothing else.
+"""Loading of dumps: pickles that contain only plain containers and scalars.
 
-A pickle can name any function to be called when it is read; a dump is a file that others may have
-written. So names are refused.
+A pickle can call any function while it is loaded, and a dump may come from somebody else. So the
+unpickler rejects all names.
 """
 
 from __future__ import annotations
@@ -14,34 +14,34 @@ from typing import Any, ClassVar
 from gradwire.errors import ArgumentError
 
 MAX_BYTES = 1 << 28
-"""A larger file is no dump: those of 2,000 collectives take 2 MB."""
+"""Maximum size of a dump; dumps of 2,000 collectives take 2 MB."""
 
 
 class _PlainUnpickler(pickle._Unpickler):
-    """The one in Python: that in C takes as much memory as some bytes in a damaged file say."""
+    """Unpickler in Python: the one in C allocates whatever size a damaged file specifies."""
 
     dispatch: ClassVar[dict[int, Any]] = {
         code: read
         for code, read in pickle._Unpickler.dispatch.items()
-        if code != pickle.BYTEARRAY8[0]  # this one as well
+        if code != pickle.BYTEARRAY8[0]  # allocates likewise
     }
 
     def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"it names {module}.{name}, and a dump names nothing")
+        raise pickle.UnpicklingError(f"it refers to {module}.{name}; dumps contain plain data only")
 
     def persistent_load(self, pid: Any) -> Any:
-        raise pickle.UnpicklingError("it refers to something outside")
+        raise pickle.UnpicklingError("it has a persistent ID; dumps contain plain data only")
 
 
 def loads(data: bytes) -> dict[str, Any]:
-    """A dump from its bytes.
+    """Load a dump from bytes.
 
     Raises:
-        ArgumentError: They are no dump.
+        ArgumentError: The bytes are not a dump.
     """
     try:
         found = _PlainUnpickler(io.BytesIO(data)).load()
-    except Exception as error:  # pickle raises whatever its reader stumbles over
+    except Exception as error:  # damaged pickles raise errors of any type
         raise ArgumentError(f"not a dump of a flight recorder: {error}") from error
     if not isinstance(found, dict) or not isinstance(found.get("entries", []), list):
         raise ArgumentError("not a dump of a flight recorder: it has no list of entries")
@@ -49,13 +49,13 @@ def loads(data: bytes) -> dict[str, Any]:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """A dump from its file.
+    """Load a dump from a file.
 
     Raises:
-        ArgumentError: It is no dump.
+        ArgumentError: The file is not a dump.
     """
     if path.stat().st_size > MAX_BYTES:
-        raise ArgumentError(f"{path} has {path.stat().st_size} bytes: no dump of a flight recorder")
+        raise ArgumentError(f"{path} has {path.stat().st_size} bytes: not a flight recorder dump")
     try:
         return loads(path.read_bytes())
     except ArgumentError as error:

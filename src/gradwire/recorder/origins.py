@@ -1,7 +1,7 @@
-"""Where an error came from: whether it came out of a call that waits for other ranks.
+"""Origin of an error: a call that waits for other ranks, a data loader, or the user's code.
 
-Gloo's errors are plain RuntimeErrors, as are those of a wrong shape. They are told apart by what
-raised them, C or Python, and by what was being called.
+Gloo raises plain RuntimeErrors, like errors of wrong shapes. The raising code (C or Python) and the
+function being called tell them apart.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from types import CodeType
 
 import torch
 
-from gradwire.recorder.lines import Place, is_users
+from gradwire.recorder.lines import Location, is_users
 
-_MOST = 16  # errors of a chain
+_MOST = 16  # maximum length of a chain
 _COMMUNICATION = (
     str(Path(torch.__file__).parent / "distributed") + "/",
     str(Path(__file__).parents[1]) + "/",
 )
 _LOADING = str(Path(torch.__file__).parent / "utils" / "data") + "/"
 _WAITS = {"result", "synchronize", "value", "wait", "wait_all"}
-"""Methods of handles and futures, called from the user's own lines."""
+"""Methods of handles and futures that the user's own lines call."""
 _OF_ARGUMENTS = (AttributeError, TypeError, pickle.PicklingError)
-"""What C code raises for its arguments, such as an object that cannot be pickled."""
-_PLUMBING = {"wrapper", "inner", "_fn"}  # decorators' functions
+"""Errors that C code raises for its arguments, such as an object that cannot be pickled."""
+_PLUMBING = {"wrapper", "inner", "_fn"}  # functions of decorators
 _RAISE = {dis.opmap["RAISE_VARARGS"], dis.opmap["RERAISE"]}
 
 
 def causes_of(error: BaseException) -> Iterator[BaseException]:
-    """The errors that one was raised from, or while they were handled."""
+    """Yield the causes and contexts of an error, from the inside out."""
     for _ in range(_MOST):
         inner = error.__cause__ or error.__context__
         if inner is None:
@@ -40,8 +40,8 @@ def causes_of(error: BaseException) -> Iterator[BaseException]:
         error = inner
 
 
-def trace_of(error: BaseException) -> list[Place]:
-    """An error's frames, the outermost first."""
+def trace_of(error: BaseException) -> list[Location]:
+    """Return an error's frames, outermost first."""
     found, at = [], error.__traceback__
     while at is not None:
         found.append((at.tb_frame.f_code, at.tb_lasti))
@@ -50,9 +50,9 @@ def trace_of(error: BaseException) -> list[Place]:
 
 
 def came_from_waiting(error: BaseException) -> bool:
-    """Whether C code raised it, in a call that may wait for other ranks.
+    """Return True if C code raised the error in a call that may wait for other ranks.
 
-    Not said of errors out of backward, in which both may be.
+    False for errors from backward, where the origin cannot be decided.
     """
     trace = trace_of(error)
     if not trace or isinstance(error, _OF_ARGUMENTS):
@@ -66,23 +66,23 @@ def came_from_waiting(error: BaseException) -> bool:
 
 
 def came_from_loading(error: BaseException) -> bool:
-    """Whether a data loader raised it.
+    """Return True if a data loader raised the error.
 
-    It does so wherever the main thread is, in a collective, too: by a signal's handler, when a
-    worker has died.
+    When a worker has died, a signal handler raises it wherever the main thread is, even in a
+    collective.
     """
     trace = trace_of(error)
     return bool(trace) and trace[-1][0].co_filename.startswith(_LOADING)
 
 
-def called_by_user(places: Sequence[Place]) -> str:
-    """The function of torch.distributed that the user's innermost line had called; "" if none.
+def called_by_user(locations: Sequence[Location]) -> str:
+    """Return the torch.distributed function that the user's innermost line called; "" if none.
 
     Args:
-        places: The innermost first.
+        locations: Frames, innermost first.
     """
     called = ""
-    for code, _ in places:
+    for code, _ in locations:
         if is_users(code.co_filename):
             return called
         if code.co_name not in _PLUMBING:
@@ -91,8 +91,8 @@ def called_by_user(places: Sequence[Place]) -> str:
 
 
 def _names_on_line(code: CodeType, instruction: int) -> set[str]:
-    """What an instruction's line looks up."""
-    lines = list(code.co_lines())  # of one line there may be several
+    """Return the names that the line of an instruction looks up."""
+    lines = list(code.co_lines())  # a line may have several ranges
     own = {number for start, end, number in lines if start <= instruction < end}
     spans = [(start, end) for start, end, number in lines if number in own]
     return {

@@ -1,4 +1,4 @@
-"""Whether a rank's process is there, as /proc of its host has it."""
+"""State of a rank's process, read from /proc of its host."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _STATES = {
     "X": "dead",
 }
 OVER = ("gone", "dead")
-"""States of a process that runs no more."""
+"""States of a process that has ended."""
 
 
 @dataclass(frozen=True)
 class Process:
-    """A rank's process.
+    """Process of a rank.
 
     Attributes:
-        rank: The rank.
-        pid, started: Its number, and when the kernel started it: a number may be used again.
-        host, namespace: Where these numbers mean something.
+        rank: Rank of the process.
+        pid, started: Process ID and start time, since IDs are reused.
+        host, namespace: Host and PID namespace in which the ID is valid.
     """
 
     rank: int
@@ -38,13 +38,13 @@ class Process:
 
     @classmethod
     def this(cls, rank: int) -> Process:
-        """The process that calls."""
+        """Describe the calling process."""
         _, started = _stat(os.getpid()) or ("", 0)
         return cls(rank, os.getpid(), started, socket.gethostname(), _namespace())
 
 
 def state_of(process: Process) -> str:
-    """What a process does: "gone", "stopped", …; "" if it cannot be seen from here."""
+    """Return the state of a process: "gone", "stopped", …; "" if it is not visible from here."""
     if (process.host, process.namespace) != (socket.gethostname(), _namespace()):
         return ""
     found = _stat(process.pid)
@@ -54,7 +54,7 @@ def state_of(process: Process) -> str:
 
 
 def state_of_pid(pid: int) -> str:
-    """What a process of this host does, as in `state_of`."""
+    """Return the state of a process of this host, as in `state_of`."""
     found = _stat(pid)
     return "gone" if found is None else _STATES.get(found[0], found[0])
 
@@ -67,7 +67,7 @@ def _namespace() -> str:
 
 
 def _stat(pid: int) -> tuple[str, int] | None:
-    """A process's state, and when it was started."""
+    """Return the state and start time of a process."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,7 +1,7 @@
-"""The ring of the last collectives of this process: always on, of fixed length.
+"""Ring of the last collectives of this process: always on, with fixed length.
 
-What runs for each collective is here; everything else reads it later. Times are of CLOCK_MONOTONIC,
-which the processes of a host share. Tensors are not kept, their sizes are.
+This module is the part that runs for each collective; all other modules read the ring later. Times
+are of CLOCK_MONOTONIC, which the processes of a host share. The ring keeps sizes, not tensors.
 """
 
 from __future__ import annotations
@@ -21,44 +21,46 @@ from gradwire.recorder.groups import RecordedGroup, reference_to
 from gradwire.recorder.lines import caller
 
 LENGTH = 2000
-"""As many as torch's flight recorder keeps."""
+"""Number of entries, as in torch's flight recorder."""
 
 Shapes = torch.Size | tuple[torch.Size, ...]
-"""Of one tensor, or of several."""
+"""Shape of one tensor, or of several."""
 
 
 GROUP, NUMBER, OP, INPUTS, OUTPUTS, DTYPE, CODE, INSTRUCTION = range(8)
 CREATED, STARTED, ENDED, WAITS, ERROR, PEER, DONE = range(8, 15)
 
 Entry = list[Any]
-"""One collective of this rank, or one message between two. A list, because that takes 1 µs to make
-where an object takes 3. Its fields:
+"""One collective of this rank, or one message to or from another rank.
 
-- GROUP: its `RecordedGroup`; NUMBER: the group's count of collectives, equal on all ranks that are
-  in step; OP: its name.
-- INPUTS, OUTPUTS: the tensors' shapes; DTYPE: theirs, None where there are no tensors.
-- CODE, INSTRUCTION: where in the user's code it was called.
-- CREATED, STARTED, ENDED: when it was enqueued, began to run and ended; 0 if it has not.
-- WAITS: for each rank of the group that this rank had to wait for, how long, in ns; or None.
-- ERROR: what it failed with, or None.
-- PEER: of a message, the other rank, -1 for any; DONE: whether a message has ended; None of a
-  collective.
+It is a list because creating one takes 1 µs, where an object takes 3. Its fields:
+
+- GROUP: `RecordedGroup`.
+  - NUMBER: number of the collective in the group, equal on all ranks.
+- OP: name of the operation.
+- INPUTS, OUTPUTS, DTYPE: shapes and dtype of the tensors; the dtype is None without tensors.
+- CODE, INSTRUCTION: line of the user's code that called it.
+- CREATED, STARTED, ENDED: times when it was enqueued, began to run and ended; 0 if not yet.
+- WAITS: time spent waiting for each rank of the group, in ns; or None.
+- ERROR: error it failed with, or None.
+  - PEER: other rank of a message, -1 for any; None for a collective.
+  - DONE: function that returns True once a message has ended; None for a collective.
 """
 
 
 class BucketRecord:
-    """One bucket of one backward: what no backend knows.
+    """Bucket of a backward pass, which no backend knows.
 
     Attributes:
-        group: A reference to the group.
-        step: The reducer's count of backwards.
-        index: Of the bucket, in the order of launch.
-        names: Its parameters.
-        nbytes: What it sends; 0 where that is sparse.
-        first, last: The group's numbers of its collectives; `last < first` if it sent none.
-        ready, packed, sent: When all gradients were there, when they were copied together, and when
+        group: Weak reference to the group.
+        step: Number of the backward pass, counted by the reducer.
+        index: Index of the bucket in launch order.
+        names: Names of its parameters.
+        nbytes: Number of bytes sent; 0 if sparse.
+        first, last: Numbers of its first and last collective; `last < first` if it sent none.
+        ready, packed, sent: Times when all gradients were ready, when they were packed, and when
             the collective was enqueued.
-        waited, done: When this rank began to wait for it, and when it had it.
+        waited, done: Times when this rank began to wait for it, and when it was reduced.
     """
 
     __slots__ = (
@@ -85,13 +87,13 @@ class BucketRecord:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One backward that was reduced.
+    """Times of a reduced backward pass.
 
     Attributes:
-        step: The reducer's count.
-        forward, backward: When they began.
-        computed: When the last gradient was there.
-        reduced: When all of them were reduced.
+        step: Number of the backward pass, counted by the reducer.
+        forward, backward: Start times.
+        computed: Time when the last gradient was ready.
+        reduced: Time when all gradients were reduced.
     """
 
     step: int
@@ -102,14 +104,14 @@ class StepRecord:
 
 
 class Ring:
-    """The last collectives of a process.
+    """Recorder of the last collectives of a process.
 
     Attributes:
-        on: Whether collectives are recorded; off only where the cost of it is measured.
-        recorded: How many entries there were in all.
-        ends: When collectives had ended that a backend records itself, without saying when: a
-            reference to the group, the number, the time.
-        listener: Given each entry and bucket as it begins, and each step, if there is one; see
+        on: True if collectives are recorded; False to measure the cost of recording.
+        recorded: Total number of entries.
+        ends: End times of collectives on backends that record themselves without end times, as
+            tuples of group reference, number and time.
+        listener: Function called with each entry and bucket as it begins, and with each step; see
             `timeline`.
     """
 
@@ -129,7 +131,7 @@ class Ring:
         inputs: Sequence[Tensor],
         outputs: Sequence[Tensor],
     ) -> Entry | None:
-        """Record a collective that is being enqueued; whoever runs it sets the times."""
+        """Record a collective that is being enqueued."""
         if not self.on:
             return None
         first = inputs or outputs
@@ -151,19 +153,19 @@ class Ring:
         ]
         if not group.named:
             group.find_name()
-        self.entries.append(entry)  # inlined `_add`, here and below: each call is measurable
+        self.entries.append(entry)  # `_add`, inlined here and below since a call is measurable
         self.recorded += 1
         if self.listener is not None:
             self.listener(entry)
         return entry
 
     def begin_again(self, like: Entry, number: int, call: str) -> Entry | None:
-        """Record a collective that differs from an earlier one by its number, line and times alone.
+        """Record a collective that differs from an earlier one only in number, line and times.
 
         Args:
-            like: The earlier one, as it was begun.
-            number: Of this one.
-            call: What of gradwire's is called by the user, for `caller`.
+            like: Copy of the earlier entry from its beginning.
+            number: Number of this collective.
+            call: Name of the call for `caller`.
         """
         if not self.on:
             return None
@@ -191,7 +193,7 @@ class Ring:
         peer: int,
         done: Callable[[], bool],
     ) -> Entry | None:
-        """Record a message to a rank of the group, or from it; `peer` is -1 where it is any."""
+        """Record a message to or from a rank of the group; `peer` is -1 for any rank."""
         if not self.on:
             return None
         shape, at = tensor.shape, caller(op, 3)
@@ -203,14 +205,14 @@ class Ring:
         return entry
 
     def end(self, group: ProcessGroup, number: int) -> None:
-        """Note that the wait for a collective is over, on a backend that records itself."""
+        """Record the end of the wait for a collective, on a backend that records itself."""
         if self.on:
             self.ends.append((reference_to(group), number, perf_counter_ns()))
 
     def begin_bucket(
         self, group: ProcessGroup, step: int, index: int, names: Sequence[str]
     ) -> BucketRecord | None:
-        """Record a bucket whose gradients are all there."""
+        """Record a bucket whose gradients are all ready."""
         if not self.on:
             return None
         bucket = BucketRecord(group, step, index, names)
@@ -250,4 +252,4 @@ def _shapes(tensors: Sequence[Tensor]) -> Shapes:
 
 
 ring = Ring()
-"""This process's."""
+"""Ring of this process."""

@@ -1,4 +1,4 @@
-"""The timeline: where each rank's time goes, as a trace for Perfetto."""
+"""Timeline of each rank's steps, buckets, collectives and waits, as a trace for Perfetto."""
 
 from gradwire.recorder.trace.recording import VARIABLE, start_from_environment, timeline
 

@@ -1,4 +1,4 @@
-"""Records as a trace in Chrome's format: a process for each rank, a lane for each kind of thing."""
+"""Conversion of records to Chrome's trace format: a process per rank, a lane per kind of record."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Json = dict[str, Any]
 def part_of(
     rank: int, records: Sequence[Any], groups: Mapping[str, GroupInfo], offset: Offset
 ) -> Json:
-    """One rank's events, on rank 0's clock."""
+    """Return one rank's events on rank 0's clock."""
     events: list[Json] = []
     for record in records:
         if isinstance(record, StepRecord):
@@ -37,7 +37,7 @@ def part_of(
 
 
 def trace_of(parts: Sequence[Mapping[str, Any]]) -> Json:
-    """The trace of all ranks; times begin at 0."""
+    """Return the trace of all ranks; times begin at 0."""
     first = min((event["ts"] for part in parts for event in part["events"]), default=0.0)
     events: list[Json] = []
     for part in parts:
@@ -112,7 +112,7 @@ def _collective(entry: r.Entry) -> list[Json]:
     for peer, waited in (entry[r.WAITS] or {}).items():
         rank = info.ranks[peer] if info else peer
         wait = {"rank": rank, "op": entry[r.OP], "number": entry[r.NUMBER]}
-        # when within the collective is not recorded; most of it is at its beginning
+        # the time within the collective is not recorded; most waiting is at its beginning
         length = min(waited, end - start)
         events.append(_event(WAITS, f"rank {rank}", start, start + length, **wait))
         start += length

@@ -1,4 +1,4 @@
-"""The ranks' clocks on rank 0's scale: equal on one host, measured by round trips between hosts."""
+"""Offsets of ranks' clocks to rank 0's: zero on one host, measured by round trips between hosts."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _TIME = struct.Struct("<q")
 
 @dataclass(frozen=True)
 class Offset:
-    """What to add to a rank's times, and by how much they may then be wrong.
+    """Offset to add to a rank's times, with its error.
 
     Attributes:
-        ns: To add.
-        error_ns: At most; half of the shortest round trip.
+        ns: Offset.
+        error_ns: Maximum error, half of the shortest round trip.
     """
 
     ns: int
@@ -29,7 +29,7 @@ class Offset:
 
 
 def this_clock() -> str:
-    """A name that processes share whose clocks are one: CLOCK_MONOTONIC is a kernel's."""
+    """Return a name that is equal for processes with the same CLOCK_MONOTONIC, the kernel's."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -39,17 +39,17 @@ def this_clock() -> str:
 def find_offset(
     store: Store, rank: int, size: int, name: str, *, now: Callable[[], int] = perf_counter_ns
 ) -> Offset:
-    """Measure this rank's clock against rank 0's; all ranks call it.
+    """Measure the offset of this rank's clock to rank 0's; all ranks call it.
 
-    Rank 0 answers each rank whose clock is another in turn; a rank sends, and takes the middle of
-    the shortest trip as the moment of the answer.
+    Rank 0 answers each rank with a different clock, one rank after the other. A rank takes the
+    middle of its shortest round trip as the time of the answer.
 
     Args:
-        store: That all ranks reach, used by this call alone.
-        rank: This rank.
-        size: How many there are.
-        name: Of this rank's clock; those of equal names are one.
-        now: The clock.
+        store: Store that all ranks reach, used only by this call.
+        rank: Rank of this process.
+        size: Number of ranks.
+        name: Name of this rank's clock; equal names denote the same clock.
+        now: Clock.
     """
     store.set(f"clock/{rank}", name)
     names = [store.get(f"clock/{other}").decode() for other in range(size)]

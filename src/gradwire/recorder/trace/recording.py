@@ -1,7 +1,7 @@
-"""Recording a timeline: all that begins within a block, written by all ranks into one file.
+"""Recording of a timeline: everything that begins in a block, from all ranks, in one file.
 
-Each rank writes its part beside the file, and rank 0 puts them together: nothing is sent between
-ranks at the end, where one of them may have failed.
+Each rank writes a part file next to the output, and rank 0 merges them. Nothing is sent between
+ranks at the end, since a rank may have failed.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from gradwire.recorder.trace.chrome import part_of, trace_of
 from gradwire.recorder.trace.clocks import Offset, find_offset, this_clock
 
 VARIABLE = "GRADWIRE_TIMELINE"
-_WAIT_SECONDS = 30.0  # of rank 0, for the others' parts
-_MOST = 200_000  # records of a rank; later ones are counted
+_WAIT_SECONDS = 30.0  # rank 0's wait for the other ranks' parts
+_MOST = 200_000  # records per rank; later ones are only counted
 
 
 class Recording:
-    """What this rank does, from now on.
+    """Recording of this rank from now on.
 
     Args:
-        path: The file of all ranks.
+        path: Output file of all ranks.
     """
 
     def __init__(self, path: Path) -> None:
@@ -57,14 +57,14 @@ class Recording:
             self._left_out += 1
 
     def forget_earlier(self) -> None:
-        """Remove this rank's part of an earlier run that nobody has put together."""
+        """Remove this rank's part file of an earlier run that was not merged."""
         rank = this_rank()
         if rank is not None and os.getpid() == self._pid:
             with contextlib.suppress(OSError):
                 self._part(rank).unlink(missing_ok=True)
 
     def write(self) -> None:
-        """Write this rank's part, and on rank 0 the file, when all ranks have written theirs."""
+        """Write this rank's part; on rank 0, wait for all parts and merge them."""
         rank, count = this_rank(), len(self._records)
         if rank is None or os.getpid() != self._pid or count == self._written:
             return
@@ -78,7 +78,7 @@ class Recording:
             self._merge(size)
 
     def stop(self) -> None:
-        """Record no more."""
+        """Stop recording."""
         if ring.listener == self._take:
             ring.listener = None
 
@@ -98,20 +98,20 @@ class Recording:
 
 @contextmanager
 def timeline(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Record where each rank's time goes within a block; all ranks enter and leave it.
+    """Record a timeline of each rank within a block, which all ranks enter and leave.
 
-    Rank 0 writes one file for all, on a file system that all ranks see: a trace that Perfetto
-    (ui.perfetto.dev) and chrome://tracing open, and of which `gradwire timeline` makes a summary
-    and a page. Between hosts, clocks are compared when the block is entered. The first 200,000
-    records of each rank are kept; the trace and its summary say how many are missing.
+    Rank 0 writes one file for all ranks, on a shared file system. Perfetto (ui.perfetto.dev) and
+    chrome://tracing open this trace, and `gradwire timeline` converts it to a summary and a page.
+    Clocks of different hosts are compared on entry. The first 200,000 records of each rank are
+    kept; the trace and its summary contain the number of missing records.
 
     Args:
-        path: The file; "run.json".
+        path: Output file, such as "run.json".
 
     Raises:
-        ArgumentTypeError: `path` is no path.
-        ArgumentError: There is no default group, its folder does not exist, or a timeline is being
-            recorded.
+        ArgumentTypeError: `path` is not a path.
+        ArgumentError: There is no default group, the folder of `path` does not exist, or a timeline
+            is already being recorded.
 
     Example:
         >>> import json, pathlib, tempfile, gradwire
@@ -132,12 +132,12 @@ def timeline(path: str | os.PathLike[str]) -> Iterator[None]:
     if not dist.is_initialized():
         raise ArgumentError("there is no default group: call init_process_group first")
     if not file.parent.is_dir():
-        raise ArgumentError(f"path is {str(path)!r}, whose folder does not exist: make it first")
+        raise ArgumentError(f"path is {str(path)!r}, whose folder does not exist: create it first")
     if ring.listener is not None:
-        raise ArgumentError("a timeline is being recorded already: leave its block first")
+        raise ArgumentError("a timeline is already being recorded: leave its block first")
     recording = Recording(file)
     try:
-        recording.forget_earlier()  # before ranks meet to compare clocks
+        recording.forget_earlier()  # before ranks synchronize to compare clocks
         recording.offset = _offset()
         yield
     finally:
@@ -146,7 +146,7 @@ def timeline(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def start_from_environment() -> None:
-    """Record the whole process if GRADWIRE_TIMELINE has a file."""
+    """Record the whole process if GRADWIRE_TIMELINE is set to a file."""
     path = os.environ.get(VARIABLE)
     if not path or ring.listener is not None:
         return
@@ -155,8 +155,8 @@ def start_from_environment() -> None:
     def write() -> None:
         try:
             recording.write()
-        except OSError as error:  # the end of a program is no place to fail
-            print(f"gradwire: {VARIABLE}: no timeline is written: {error}", file=sys.stderr)
+        except OSError as error:  # must not fail the end of the program
+            print(f"gradwire: {VARIABLE}: no timeline was written: {error}", file=sys.stderr)
 
     at_end_of_job(write)
     atexit.register(write)
@@ -167,9 +167,9 @@ def _offset() -> Offset:
     store = None if world is None else find_store(world)
     if world is None or store is None:
         return Offset(0, 0)
-    count = store.add(f"gradwire/timelines/{world.rank()}", 1)  # as often as ranks entered one
-    place = PrefixStore(f"gradwire/timeline/{count}", store)
-    return find_offset(place, world.rank(), world.size(), this_clock())
+    count = store.add(f"gradwire/timelines/{world.rank()}", 1)  # equal on all ranks
+    own_store = PrefixStore(f"gradwire/timeline/{count}", store)
+    return find_offset(own_store, world.rank(), world.size(), this_clock())
 
 
 def _write_whole(path: Path, content: Any) -> None:

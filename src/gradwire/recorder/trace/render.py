@@ -13,11 +13,11 @@ from gradwire.recorder.trace.chrome import LANES
 
 
 def page_of(trace: Mapping[str, Any], title: str) -> str:
-    """The page.
+    """Return a trace as an HTML page with zoom and details on hover.
 
     Args:
-        trace: As `trace_of` makes it.
-        title: What it is called.
+        trace: Trace from `trace_of`.
+        title: Title of the page.
     """
     events = [
         [e["pid"], e["tid"], round(e["ts"], 1), round(e["dur"], 1), e["name"], e["args"]]
@@ -32,14 +32,14 @@ def page_of(trace: Mapping[str, Any], title: str) -> str:
         "events": events,
     }
     template = (files("gradwire.recorder.trace") / "page.html").read_text(encoding="utf-8")
-    # in a script, only "</" and "<!--" could end it: no "<" is left in the data
+    # only "</" and "<!--" could end the script: escape each "<"
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
-    before, _, after = template.partition("DATA")  # a title may have this word, too
+    before, _, after = template.partition("DATA")  # before the title, which may contain "DATA"
     return before.replace("TITLE", html.escape(title)) + text + after
 
 
 def draw(trace: Mapping[str, Any], path: Path) -> None:
-    """Draw the lanes of all ranks into a PNG.
+    """Draw the lanes of all ranks to a PNG file.
 
     Raises:
         ImportError: matplotlib is not installed.

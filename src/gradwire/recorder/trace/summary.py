@@ -1,4 +1,4 @@
-"""What a trace says in numbers: exposed communication, the slowest bucket, who was waited for."""
+"""Summary of a trace: exposed communication, slowest buckets, and ranks that others waited for."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ Event = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class RankTimes:
-    """Where a rank's time went, in ms.
+    """Times of a rank, in ms.
 
     Attributes:
-        rank: The rank.
-        steps: How many it took.
-        forward, backward, exposed: The median step: computing, and waiting for communication after
-            it.
-        waited: For other ranks in collectives, in all.
-        waited_for: By the other ranks, in all.
-        sent_mb: What it sent in collectives, in MB; of buckets where those are not recorded.
+        rank: Rank.
+        steps: Number of steps.
+        forward, backward, exposed: Median times per step of forward, of backward, and of waiting
+            for communication afterwards.
+        waited: Total time spent waiting for other ranks in collectives.
+        waited_for: Total time that other ranks spent waiting for this one.
+        sent_mb: MB sent in collectives, or in buckets if collectives are not recorded.
     """
 
     rank: int
@@ -42,14 +42,14 @@ class RankTimes:
 
 @dataclass(frozen=True)
 class BucketTimes:
-    """A bucket's way, in ms: the median of all steps and ranks.
+    """Times of a bucket, in ms: medians over all steps and ranks.
 
     Attributes:
-        index: In the order of launch.
-        parameters: Its parameters.
-        mb: What it sends.
-        packing, in_flight, waiting: Copying gradients together; from sent to done; of that, what
-            the end of the backward waited for.
+        index: Index in launch order.
+        parameters: Names of its parameters.
+        mb: MB sent.
+        packing, in_flight, waiting: Times of packing gradients, from launch to completion, and of
+            waiting at the end of backward.
     """
 
     index: int
@@ -62,13 +62,13 @@ class BucketTimes:
 
 @dataclass(frozen=True)
 class Summary:
-    """A trace in numbers.
+    """Summary of a trace.
 
     Attributes:
-        ranks: Each rank's times.
-        buckets: Each bucket's, the one that was waited for longest first.
-        clock_error_us: By how much ranks' times may differ, at most.
-        left_out: Number of records that are missing at the end, as a rank had more than it keeps.
+        ranks: Times of each rank.
+        buckets: Times of each bucket, sorted by waiting time, longest first.
+        clock_error_us: Maximum error between the clocks of ranks.
+        left_out: Number of records beyond the limit, which are missing at the end.
     """
 
     ranks: tuple[RankTimes, ...]
@@ -78,20 +78,20 @@ class Summary:
 
     @property
     def waited_for(self) -> RankTimes | None:
-        """The rank that others waited for longest; None if none was."""
+        """Rank that others waited for longest; None if there is none."""
         slowest = max(self.ranks, key=lambda rank: rank.waited_for, default=None)
         return slowest if slowest is not None and slowest.waited_for > 0 else None
 
     def as_dict(self) -> dict[str, Any]:
-        """Of what JSON has."""
+        """Return a dict that JSON can represent."""
         return asdict(self)
 
 
 def read_trace(path: Path) -> dict[str, Any]:
-    """A trace that `gradwire.timeline` wrote.
+    """Read a trace of `gradwire.timeline`.
 
     Raises:
-        ArgumentError: It is none.
+        ArgumentError: The file is not such a trace.
     """
     try:
         if path.stat().st_size > _MAX_BYTES:
@@ -101,13 +101,13 @@ def read_trace(path: Path) -> dict[str, Any]:
             raise KeyError("made by")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ArgumentError(
-            f"{path} is no trace of gradwire.timeline: {type(error).__name__}: {error}"
+            f"{path} is not a trace of gradwire.timeline: {type(error).__name__}: {error}"
         ) from error
     return dict(trace)
 
 
 def summarize(trace: Mapping[str, Any]) -> Summary:
-    """A trace in numbers."""
+    """Summarize a trace."""
     events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     errors = trace["otherData"]["clock error, us"].values()
     ranks = tuple(_rank(rank, events) for rank in trace["otherData"]["ranks"])
