@@ -118,7 +118,7 @@ def test_nothing_failed_and_a_slow_rank(tmp_path):
     write(tmp_path, ranks[0], [entry(n, at=100 * n + 40) for n in range(1, 9)])
     code, out = explained(tmp_path)
     assert code == 0
-    assert out.startswith("SLOW RANK\nrank 1 was slow: it came last to 8 of 8")
+    assert out.startswith("SLOW RANK\nrank 1 was slow: it was last in 8 of 8")
     assert "\x1b" not in out
 
 
@@ -303,7 +303,7 @@ def test_a_rank_that_came_when_the_others_had_given_up(tmp_path, called, after):
     assert (found["kind"], found["ranks"]) == ("missing", [1])
     said = "it called send at train.py:8 in stage 5.0 s after they had failed"
     assert found["summary"].endswith(said)
-    assert any("its last was the" in detail for detail in found["details"]) == called
+    assert any("its last call was the" in detail for detail in found["details"]) == called
 
 
 def test_ranks_that_found_that_they_differ(tmp_path):
@@ -332,7 +332,7 @@ def test_dumps_of_an_earlier_run_with_more_ranks_are_left_out(tmp_path, began):
     verdict = json.loads(out)
     if began:
         assert (code, verdict["world_size"], verdict["dumps"]) == (0, 2, [0, 1])
-        said = "the dumps of ranks [2] are of an earlier run, and left out"
+        said = "the dumps of ranks [2] belong to an earlier run and are ignored"
         assert verdict["notes"] == [said]
     else:
         assert (code, verdict["findings"][0]["ranks"]) == (1, [2])

@@ -37,14 +37,14 @@ EXPECTED = {
     "slow_link": {Kind.SLOW_TRANSFER},
 }
 WORDS = {
-    "skip": "left out the all_gather",
+    "skip": "skipped the all_gather",
     "order": "where ranks 0 and 2 called broadcast",
     "shape": "[[20]] instead of [[8]]",
     "endless_loop": "in load_batch",
     "sigstop": "stopped",
     "sigkill": "killed",
     "out_of_memory": "allocate",
-    "swallowed": "left out the all_reduce of [8]",
+    "swallowed": "skipped the all_reduce of [8]",
     "unused": "second.weight",
     "deadlock": "wait for each other",
     "slow_rank": "was slow",

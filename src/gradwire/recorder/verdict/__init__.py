@@ -1,8 +1,8 @@
-"""The verdict: from a directory of dumps to the rank and the cause.
+"""Verdict on a directory of dumps: the rank and the cause.
 
-What is looked for, in this order: ranks that called different things, or an error that nothing else
-explains, whichever came first; a process that crashed, was killed or stopped; ranks that wait for
-each other; a rank that is missing. If nothing failed: who was slow.
+The rules look for, in this order: ranks that called different operations, or an error that nothing
+else explains, whichever came first; a process that crashed, was killed or stopped; ranks that wait
+for each other; a missing rank. If nothing failed, they look for slow ranks and transfers.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ __all__ = ["Finding", "Kind", "Verdict", "explain"]
 
 
 def explain(directory: Path, prefix: str | None = None) -> Verdict:
-    """What a directory of dumps shows.
+    """Return the verdict on a directory of dumps.
 
     Args:
-        directory: The directory that ranks wrote to; torch's own dumps are read too.
-        prefix: What the files' names begin with; the one that most have, if None.
+        directory: Directory that ranks wrote to; dumps of torch's flight recorder work too.
+        prefix: Prefix of file names. Default: the most common one.
 
     Raises:
-        ArgumentError: It has no dumps, or none that is in torch's format.
+        ArgumentError: The directory has no dumps, or none in torch's format.
     """
     dumps = read_dumps(directory, prefix)
     findings = _failures(dumps) or find_slow(dumps)
     if not findings:
         calls = sum(len(of) for dump in dumps.ranks.values() for of in dump.calls.values())
-        text = f"nothing failed: all ranks called the same, and none was late ({calls} calls)"
+        text = f"nothing failed: all ranks made the same calls, and none was late ({calls} calls)"
         findings = [Finding(Kind.NOTHING, (), text)]
     return Verdict(findings, len(dumps.world), sorted(dumps.ranks), _notes(dumps))
 
@@ -71,13 +71,13 @@ def _notes(dumps: Dumps) -> list[str]:
     notes = []
     missing = [rank for rank in dumps.world if rank not in {*dumps.ranks, *dumps.damaged}]
     if dumps.earlier:
-        notes.append(f"the dumps of ranks {dumps.earlier} are of an earlier run, and left out")
+        notes.append(f"the dumps of ranks {dumps.earlier} belong to an earlier run and are ignored")
     if dumps.damaged:
         notes.append(f"the dumps of ranks {dumps.damaged} cannot be read")
     if missing:
         notes.append(f"no dump of ranks {missing}")
     if all(not dump.reason for dump in dumps.ranks.values()):
         notes.append(
-            "dumps of torch's own recorder: they have no stacks of waiting ranks, and no ends"
+            "dumps of torch's own recorder: they lack stacks of waiting ranks and end times"
         )
     return notes

@@ -1,4 +1,4 @@
-"""Ranks that others wait for: they are elsewhere, have ended, or wait in turn."""
+"""Rules about ranks that others wait for: they are in other code, have ended, or wait as well."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from gradwire.recorder.verdict.wording import (
 )
 
 _NOTICED_NS = 1_000_000_000
-"""Who waits for a process that ends learns of it in less."""
+"""Upper bound on the time until a waiting rank notices that a process has ended."""
 
 _Wait = tuple[str, str, tuple[int, ...]]
-"""What a rank waits in, as a name and in words, and for whom."""
+"""Wait of a rank: group name ("" for a message), description, and ranks that it waits for."""
 
 
 def find_deadlock(dumps: Dumps, gaps: Sequence[Gap]) -> Finding | None:
-    """Ranks that wait for each other: in different groups, or for messages."""
+    """Find ranks that wait for each other, in different groups or for messages."""
     waits = _waits(dumps, gaps)
     for rank in sorted(waits):
         path = _cycle(waits, rank)
@@ -61,14 +61,14 @@ def _waits(dumps: Dumps, gaps: Sequence[Gap]) -> dict[int, _Wait]:
 def _deadlock(dumps: Dumps, waits: Mapping[int, _Wait], path: Sequence[int]) -> Finding:
     stands = [at for rank in path if (at := standing_of(dumps, rank)) is not None]
     messages = any(not waits[rank][0] for rank in path)
-    why = "each in another group: their collectives on these groups come in different orders"
+    why = "each in another group: they call collectives on these groups in different orders"
     remedy = (
-        "use the groups in one order on all ranks that share them, or wait for async work "
-        "on one group before starting on the other"
+        "call the groups in the same order on all ranks, or wait for async work on one group "
+        "before starting on the other"
     )
     if messages:
-        why = "one for a message of the next: none gets as far as sending it"
-        remedy = "have one of two ranks send before it receives, or use batch_isend_irecv"
+        why = "each for a message of the next: no rank reaches its send"
+        remedy = "let one of two ranks send before it receives, or use batch_isend_irecv"
     return Finding(
         Kind.DEADLOCK,
         tuple(sorted(path)),
@@ -80,7 +80,7 @@ def _deadlock(dumps: Dumps, waits: Mapping[int, _Wait], path: Sequence[int]) -> 
 
 
 def _cycle(waits: Mapping[int, _Wait], start: int) -> list[int]:
-    """Ranks of which each waits for the next, and the last for the first; empty if none do."""
+    """Return ranks that each wait for the next, the last for the first; empty if there are none."""
     path: list[int] = []
     rank = start
     while rank not in path:
@@ -93,10 +93,10 @@ def _cycle(waits: Mapping[int, _Wait], start: int) -> list[int]:
 
 
 def find_elsewhere(dumps: Dumps, gaps: Sequence[Gap]) -> Finding | None:
-    """Fewer ranks wait in a collective while all others wait in another call of the whole group."""
+    """Find a minority of ranks in one call while all others wait in another call of the group."""
     for gap in gaps:
         if gap.silent or any(dumps.ranks[r].waits_in(gap.group) for r in gap.missing):
-            continue  # who has not left an earlier collective of the group is not elsewhere
+            continue  # a rank still in an earlier collective of the group is not elsewhere
         stands = {rank: standing_of(dumps, rank) for rank in (*gap.calls, *gap.missing)}
         ranks = dumps.groups[gap.group]
         if any(at is None or not at.op for at in stands.values()) or len(stands) < len(ranks):
@@ -114,7 +114,7 @@ def find_elsewhere(dumps: Dumps, gaps: Sequence[Gap]) -> Finding | None:
 
 
 def find_not_in_group_call(dumps: Dumps) -> Finding | None:
-    """The one rank that is not in a call in which all others wait, as for a new group."""
+    """Find the one rank that is not in a call in which all others wait, such as `new_group`."""
     stands = {rank: standing_of(dumps, rank) for rank in dumps.ranks}
     away = [rank for rank, at in stands.items() if at is None]
     there = {rank: at for rank, at in stands.items() if at is not None}
@@ -128,13 +128,13 @@ def find_not_in_group_call(dumps: Dumps) -> Finding | None:
         return None
     dump = dumps.ranks[away[0]]
     ended = dump.reason == "exit"
-    where = "had ended" if ended else f"was {innermost(dump.stack) or 'elsewhere'}"
+    where = "had ended" if ended else f"was {innermost(dump.stack) or 'in other code'}"
     return Finding(
         Kind.FINISHED if ended else Kind.MISSING,
         tuple(away),
         f"rank {away[0]} {where}, while {list_ranks(list(there))} waited {at.words}",
         (f"rank {away[0]}: {last_call(dumps, away[0], None)}",),
-        "call it on all ranks: look for a condition on the rank",
+        "make this call on all ranks: look for a condition on the rank",
         places=(f"{at.filename}:{at.line}",),
     )
 
@@ -154,14 +154,14 @@ def _elsewhere(
         tuple(few),
         f"{list_ranks(few)} waited {mine.words}, and {list_ranks(most)} {theirs.words}",
         (),
-        "call the same on all ranks, new_group() and barriers included: look for a condition on "
-        "the rank",
+        "make the same calls on all ranks, including new_group() and barriers: look for a "
+        "condition on the rank",
         places=(f"{mine.filename}:{mine.line}", f"{theirs.filename}:{theirs.line}"),
     )
 
 
 def find_missing(dumps: Dumps, gaps: Sequence[Gap]) -> Finding | None:
-    """Ranks that have not called a collective in which others wait, and wait for nobody."""
+    """Find ranks that have not called a collective in which others wait, and that do not wait."""
     for gap in gaps:
         away = [
             r for r in gap.missing if standing_of(dumps, r) is None and not _is_victim(dumps, r)
@@ -174,17 +174,17 @@ def find_missing(dumps: Dumps, gaps: Sequence[Gap]) -> Finding | None:
 
 
 def _may_wait_elsewhere(dumps: Dumps, rank: int, group: str) -> bool:
-    """Whether a rank of which there is no dump has other groups in which it may wait in turn."""
+    """Return True if a rank without a dump belongs to other groups, in which it may wait."""
     return any(rank in ranks for name, ranks in dumps.groups.items() if name != group)
 
 
 def _is_victim(dumps: Dumps, rank: int) -> bool:
-    """Whether a rank got an error that another rank's failure explains, and no other."""
+    """Return True if another rank's failure explains all errors of a rank."""
     dump = dumps.ranks[rank]
     if not dump.events or any(is_primary(event, dump) for event in dump.events):
         return False
     interrupted = [r for r, d in dumps.ranks.items() if d.events and was_interrupted(d.events[-1])]
-    return interrupted != [rank]  # who interrupts all of them may do so wherever they are
+    return interrupted != [rank]  # an interrupt of all ranks hits them anywhere
 
 
 def _silent(dumps: Dumps, gap: Gap, rank: int) -> Finding:
@@ -196,8 +196,8 @@ def _silent(dumps: Dumps, gap: Gap, rank: int) -> Finding:
         f"rank {rank} did not call the {name_call(call)} of group {gap.group}, in "
         f"which {_who_waits(gap)}, and left no dump",
         (f"its process is {state}",) if state else (),
-        "it died, hangs in C code that holds the GIL, or its host cannot be reached: look for "
-        "its process (py-spy dump --pid) and its log",
+        "it died, hangs in C code that holds the GIL, or its host is unreachable: check its "
+        "process (py-spy dump --pid) and its log",
         **_of(call),
     )
 
@@ -208,7 +208,7 @@ def _missing(dumps: Dumps, gap: Gap, away: Sequence[int]) -> Finding:
     ended = first.reason == "exit"
     interrupted = bool(first.events) and was_interrupted(first.events[-1])
     where = innermost(first.stack)
-    at = "had ended" if ended else f"was {where}" if where else "was elsewhere"
+    at = "had ended" if ended else f"was {where}" if where else "was in other code"
     if interrupted:
         at = f"was interrupted{at_line(first.events[-1].lines)}"
     details = [f"rank {r}: {last_call(dumps, r, gap.group)}" for r in away]
@@ -216,16 +216,16 @@ def _missing(dumps: Dumps, gap: Gap, away: Sequence[int]) -> Finding:
     details += counts_of(dumps, gap)
     handler = swallowing_handler(call.filename, call.line) if ended else None
     remedy = (
-        "see why its loop ended before the others': a shorter dataset, an early `break`; "
-        "or use model.join() for uneven inputs"
+        "find out why its loop ended before the others': a shorter dataset, an early "
+        "`break`; or use model.join() for uneven inputs"
         if ended
-        else "see what that line waits for or computes: a loop that does not end, a lock, a data "
-        "loader, a file system; `py-spy dump --pid` shows it live"
+        else "find out what that line waits for or computes: an endless loop, a lock, a data "
+        "loader, a file system; `py-spy dump --pid` shows the live stack"
     )
     if interrupted:
-        remedy = "see who sent it SIGINT: Ctrl-C in a terminal, a launcher, a debugger"
+        remedy = "find out what sent SIGINT: Ctrl-C in a terminal, a launcher, a debugger"
     if handler is not None:
-        details.append(f"line {call.line} is in a `try` whose `except` in line {handler} goes on")
+        details.append(f"line {call.line} is in a `try` whose `except` in line {handler} continues")
     return Finding(
         Kind.ERROR if interrupted else Kind.FINISHED if ended else Kind.MISSING,
         tuple(away),
@@ -252,10 +252,11 @@ def _of(call: Call) -> dict[str, Any]:
 
 
 def find_late(dumps: Dumps) -> Finding | None:
-    """Ranks whose error came long after all others had failed in waiting, and ended.
+    """Find ranks whose error came long after all others had given up waiting and ended.
 
-    They did not wait when the others left: it would have ended their wait, too. So messages, and
-    collectives that a rank called in the end, show who was missing, where no rank lacks a call.
+    They were not waiting when the others left, which would have ended their wait as well. This
+    finds a missing rank even if no rank lacks a collective: with messages, or if the rank made the
+    call in the end.
     """
     ranks = sorted(dumps.ranks, key=lambda rank: _failed_at(dumps, rank))
     waited = all(d.events and not is_primary(d.events[-1], d) for d in dumps.ranks.values())
@@ -276,18 +277,18 @@ def _failed_at(dumps: Dumps, rank: int) -> int:
 def _came_late(dumps: Dumps, first: list[int], late: list[int]) -> Finding:
     event = dumps.ranks[late[0]].events[-1]
     seconds = (event.time - max(_failed_at(dumps, rank) for rank in first)) * 1e-9
-    call = f" called {event.call}" if event.call else " came"
+    call = f" called {event.call}" if event.call else " arrived"
     who = "it" if len(late) == 1 else f"rank {late[0]}"
     return Finding(
         Kind.MISSING,
         tuple(late),
-        f"{list_ranks(late)} did not come while {list_ranks(first)} waited; {who}{call}"
+        f"{list_ranks(late)} did not arrive while {list_ranks(first)} waited; {who}{call}"
         f"{at_line(event.lines)} {seconds:.1f} s after they had failed",
         tuple(
             [f"rank {r}: {last_of(dumps.ranks[r])}" for r in first[:6]]
             + [f"rank {r}: {last_call(dumps, r, None)}" for r in late[:2] if dumps.ranks[r].calls]
         ),
-        "see what it does before that line: a long evaluation, a checkpoint, a data loader; or "
-        "give the group a longer timeout",
+        "find out what it does before that line: a long evaluation, a checkpoint, a data loader; "
+        "or set a longer timeout for the group",
         places=tuple(places_of(event.lines)[:1]),
     )

@@ -1,4 +1,4 @@
-"""Where the ranks' collectives first differ: another call on a rank, or none."""
+"""Rules about the first difference between ranks' collectives: another call, or none."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _TIMES = 2  # on each rank, before anything is expected
 
 @dataclass(frozen=True)
 class Gap:
-    """A collective that some ranks have called, and wait in, and others have not.
+    """Collective in which some ranks wait and that other ranks have not called.
 
     Attributes:
-        group, number: Which.
-        calls: Of the ranks that have called it.
-        missing: Those that had not, when they wrote their dumps.
-        silent: Those of which there is no dump, or one of before.
+        group, number: Group and number of the collective.
+        calls: Calls, by rank.
+        missing: Ranks that had not called it when they wrote their dumps.
+        silent: Ranks without a dump, or with an earlier one.
     """
 
     group: str
@@ -34,7 +34,7 @@ class Gap:
 
 
 def find_gaps(dumps: Dumps) -> list[Gap]:
-    """In each group, the first collective that not all ranks have called; the oldest first."""
+    """Return each group's first collective that not all ranks have called, oldest first."""
     gaps = []
     for group, ranks in dumps.groups.items():
         last = {
@@ -54,7 +54,7 @@ def find_gaps(dumps: Dumps) -> list[Gap]:
 
 
 def _was_written_since(dumps: Dumps, rank: int, calls: Mapping[int, Call]) -> bool:
-    """Whether there is a dump of a rank from after others had called something, or its last."""
+    """Return True if a rank wrote its dump after others' calls, or at its end."""
     dump = dumps.ranks.get(rank)
     if dump is None or dump.reason == "exit":
         return dump is not None
@@ -63,7 +63,7 @@ def _was_written_since(dumps: Dumps, rank: int, calls: Mapping[int, Call]) -> bo
 
 
 def find_mismatch(dumps: Dumps) -> tuple[Finding, int] | None:
-    """The oldest collective in which ranks call different things, and when it was."""
+    """Find the oldest collective in which ranks made different calls, and its time."""
     found: list[tuple[int, dict[int, Call], list[int]]] = []
     for group in dumps.groups:
         for recorded in dumps.calls(group).values():
@@ -83,8 +83,9 @@ def find_mismatch(dumps: Dumps) -> tuple[Finding, int] | None:
 
 
 def _with_crashed(dumps: Dumps, calls: dict[int, Call]) -> dict[int, Call]:
-    """Also what ranks called that crashed in it, by their line: Gloo ends a process that gets more
-    bytes than it expects, which may be any rank's.
+    """Add the calls of ranks that crashed in them, found by their lines.
+
+    Gloo aborts a process that receives more bytes than expected, from whichever rank.
     """
     if all(call.done for call in calls.values()):
         return calls
@@ -98,7 +99,7 @@ def _with_crashed(dumps: Dumps, calls: dict[int, Call]) -> dict[int, Call]:
 
 
 def _call_at(dumps: Dumps, frames: Sequence[Mapping[str, Any]]) -> Call | None:
-    """What some rank called, and ended, at a line of a stack."""
+    """Return a completed call of any rank at a line of a stack."""
     places = {(str(frame["filename"]), int(frame["line"])) for frame in frames}
     for dump in dumps.ranks.values():
         for calls in dump.calls.values():
@@ -130,7 +131,7 @@ def _mismatch(dumps: Dumps, calls: Mapping[int, Call], culprits: list[int]) -> F
             f"{who} called {name_call(mine)} with another {field} than "
             f"{list_ranks(others)}: {_value(mine, field)} instead of {_value(theirs, field)}",
             tuple(details),
-            f"give all ranks the same {field}: look at what decides it, such as the last batch",
+            f"use the same {field} on all ranks: check what determines it, such as the last batch",
             **common,
         )
     if _follows(dumps, theirs, mine):
@@ -142,7 +143,7 @@ def _mismatch(dumps: Dumps, calls: Mapping[int, Call], culprits: list[int]) -> F
         f"{name_call(theirs, number=False)} (number {theirs.number} of group {theirs.group})",
         tuple(details),
         "call the same collectives in the same order on all ranks: look for a condition on the "
-        "rank, or on data that differ, and for orders of sets and dicts",
+        "rank or on its data, and for iteration over sets and dicts",
         **common,
     )
 
@@ -152,19 +153,19 @@ def _skipped(
 ) -> Finding:
     who = list_ranks(culprits)
     step = f" of step {theirs.step}" if theirs.step is not None else ""
-    details = [f"it went on to the {name_call(mine, number=False)}", *details]
-    remedy = "look for a condition, `continue` or early `return` that is taken on this rank alone"
+    details = [f"it continued with the {name_call(mine, number=False)}", *details]
+    remedy = "look for a condition, `continue` or early `return` that only this rank takes"
     handler = swallowing_handler(theirs.filename, theirs.line)
     if handler is not None:
-        details.insert(0, f"that line is in a `try` whose `except` in line {handler} goes on")
+        details.insert(0, f"that line is in a `try` whose `except` in line {handler} continues")
         remedy = (
-            f"an error was probably swallowed: let the `except` in line {handler} of "
-            f"{theirs.filename} print it, and raise, or have all ranks skip the step"
+            f"an error was probably swallowed: print it in the `except` in line {handler} of "
+            f"{theirs.filename} and re-raise it, or skip the step on all ranks"
         )
     return Finding(
         Kind.SKIPPED,
         tuple(culprits),
-        f"{who} left out the {name_call(theirs)}{step}, which all other ranks called",
+        f"{who} skipped the {name_call(theirs)}{step}, which all other ranks called",
         tuple(details),
         remedy,
         **common,
@@ -172,18 +173,18 @@ def _skipped(
 
 
 def _undecided(calls: Mapping[int, Call]) -> Finding:
-    """As many ranks called one as the other, and nothing shows which was meant."""
+    """Return a finding without a culprit, for equally many ranks on both sides."""
     ranks, first = list(calls), next(iter(calls.values()))
     others = (call for call in calls.values() if call.what != first.what)
     other = next(others)
     return Finding(
         Kind.MISMATCH,
         (),
-        f"{list_ranks(ranks)} called different things (number {first.number} of group "
-        f"{first.group}), as many the one as the other: {name_call(first, number=False)}, and "
+        f"{list_ranks(ranks)} made different calls (number {first.number} of group "
+        f"{first.group}), equally many each: {name_call(first, number=False)}, and "
         f"{name_call(other, number=False)}",
         tuple(f"rank {rank}: {name_call(call)}" for rank, call in sorted(calls.items())),
-        "see which of them was meant: look for a condition on the rank, or on data that differ",
+        "decide which of them is right: look for a condition on the rank or on its data",
         first.op,
         first.group,
         first.number,
@@ -192,7 +193,7 @@ def _undecided(calls: Mapping[int, Call]) -> Finding:
 
 
 def _culprits(dumps: Dumps, calls: Mapping[int, Call]) -> list[int]:
-    """The ranks that are fewer; of as many, those that left out what always came next before."""
+    """Return the minority; if there is none, ranks that skipped the call that always came next."""
     groups: dict[object, list[int]] = {}
     for rank, call in sorted(calls.items()):
         groups.setdefault(call.what, []).append(rank)
@@ -206,10 +207,10 @@ def _culprits(dumps: Dumps, calls: Mapping[int, Call]) -> list[int]:
 
 
 def _elsewhere_in_program(dumps: Dumps, calls: Mapping[int, Call]) -> list[int]:
-    """Of a call that failed on all ranks, the few that made it at another line than the others.
+    """Return the minority that made a call at another line, if it failed on all ranks.
 
-    Sizes of some collectives may differ between ranks, so that they say nothing. Nor do lines that
-    went together before, as of a root and the others.
+    Sizes are no evidence where a collective allows different ones. Neither are lines that occurred
+    together before, such as those of a root and of the other ranks.
     """
     ((most, times),) = Counter(call.place for call in calls.values()).most_common(1)
     few = [rank for rank, call in sorted(calls.items()) if call.place != most]
@@ -227,10 +228,10 @@ def _elsewhere_in_program(dumps: Dumps, calls: Mapping[int, Call]) -> list[int]:
 
 
 def _expected(dumps: Dumps, call: Call) -> tuple[str, tuple[str, int]] | None:
-    """What came next on all ranks, each time, after the call before this one; None if that varied.
+    """Return the call that always followed the previous one, on all ranks; None if it varied.
 
-    A call of another size than before may be the right one, as of a last batch; so one that was
-    left out alone is judged by what was before.
+    A call with a new size may be right, such as that of a last batch. Only a skipped call is judged
+    by the calls before it.
     """
     following: Counter[tuple[str, tuple[str, int]]] = Counter()
     for dump in dumps.ranks.values():
@@ -248,7 +249,7 @@ def _expected(dumps: Dumps, call: Call) -> tuple[str, tuple[str, int]] | None:
 
 
 def _follows(dumps: Dumps, first: Call, second: Call) -> bool:
-    """Whether some rank called these two lines before, one after the other."""
+    """Return True if some rank made these two calls before, one after the other."""
     for dump in dumps.ranks.values():
         calls = dump.calls.get(first.group, [])
         for one, next_one in pairwise(calls):

@@ -1,4 +1,4 @@
-"""Ranks whose processes crashed, were killed, ended without a word, or are stopped."""
+"""Rules about processes that crashed, were killed, ended without a dump, or are stopped."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from gradwire.recorder.verdict.wording import (
 )
 
 _LONG_NS = 1_000_000_000
-"""The others notice a dead rank sooner than that; who was waited for longer was late before."""
+"""Upper bound on noticing a dead rank; a rank that was waited for longer was late before."""
 
 
 _AFTER_ALL = 1 << 63
 
 
 def find_crash(dumps: Dumps) -> tuple[Finding, int] | None:
-    """A rank whose process crashed in C, and when."""
+    """Find a rank whose process crashed in C, and the time."""
     if not dumps.crashes:
         return None
     own = {r: crash for r, crash in dumps.crashes.items() if not _by_message(crash)}
     rank, crash = min((own or dumps.crashes).items(), key=lambda item: item[1].time)
-    # what a backend does for another rank's message has a cause, whenever that was noted
+    # an abort caused by another rank's message ranks after its cause, whenever that was recorded
     return _crashed(dumps, rank, crash), crash.time if own else _AFTER_ALL
 
 
 def find_killed(dumps: Dumps) -> Finding | None:
-    """Ranks that somebody else ended or stopped: by a signal."""
+    """Find ranks that a signal ended or stopped."""
     for number in (signal.SIGKILL, None):
         killed = [
             rank
@@ -57,7 +57,7 @@ def find_killed(dumps: Dumps) -> Finding | None:
 
 
 def find_ended(dumps: Dumps, gaps: Sequence[Gap]) -> Finding | None:
-    """A rank whose process was gone when the others failed, and that wrote nothing."""
+    """Find a rank whose process had ended without a dump when the others failed."""
     states = states_of(dumps)
     failed = _first_failure(dumps)
     over = {rank for rank, state in states.items() if state in OVER}
@@ -75,7 +75,7 @@ def find_ended(dumps: Dumps, gaps: Sequence[Gap]) -> Finding | None:
 
 
 def _first_failure(dumps: Dumps) -> int:
-    """When the first rank failed that left a dump of it."""
+    """Return the time of the first failure in the dumps."""
     last = [dump.events[-1] for dump in dumps.ranks.values() if dump.events]
     uncaught = [event.time for event in last if event.kind == "uncaught"]
     times = uncaught or [event.time for event in last]
@@ -83,7 +83,7 @@ def _first_failure(dumps: Dumps) -> int:
 
 
 def _late_before(dumps: Dumps, gaps: Sequence[Gap]) -> bool:
-    """Whether others had waited for a rank that lives, for longer than it takes to notice death."""
+    """Return True if ranks had waited for a living rank for longer than a death goes unnoticed."""
     for gap in gaps:
         since = min(call.created for call in gap.calls.values())
         for rank in gap.missing:
@@ -94,13 +94,13 @@ def _late_before(dumps: Dumps, gaps: Sequence[Gap]) -> bool:
 
 
 def _ended_by_itself(dumps: Dumps, rank: int) -> bool:
-    """Whether the process wrote its last dump as Python ended, or raised an error."""
+    """Return True if the process wrote a dump at its end, or recorded an error."""
     dump = dumps.ranks.get(rank)
     return dump is not None and (dump.reason == "exit" or bool(dump.events))
 
 
 def _by_message(crash: Crash) -> bool:
-    """Whether a backend ended the process, which it does for what another rank sent."""
+    """Return True if a backend aborted the process, because of another rank's message."""
     autograd = any("/torch/autograd/" in str(frame["filename"]) for frame in crash.frames[:1])
     return crash.why.startswith("Aborted") and (autograd or waits_for_others(crash.frames))
 
@@ -108,33 +108,33 @@ def _by_message(crash: Crash) -> bool:
 def _crashed(dumps: Dumps, rank: int, crash: Crash) -> Finding:
     at = innermost(crash.frames)
     blamed = (rank,) if not _by_message(crash) else ()
-    whose = "" if blamed else "; another rank may have sent what it did not expect"
+    whose = "" if blamed else "; another rank may have sent an unexpected message"
     return Finding(
         Kind.CRASHED,
         blamed,
         f"rank {rank}'s process crashed in C ({crash.why}) while it was "
         f"{at or 'in no Python code'}{whose}",
         tuple(consequences(dumps, [rank])),
-        "an abort in Gloo means that a peer sent another size than expected: see whether ranks "
-        "call the same collective, or run with GRADWIRE_CHECKS=1 or on shm, which compare first",
+        "an abort in Gloo means that a peer sent an unexpected size: check that ranks call the "
+        "same collective, or run with GRADWIRE_CHECKS=1 or on shm, which compare calls first",
         places=tuple(places_of(crash.frames)[:1]),
     )
 
 
 def _killed(dumps: Dumps, ranks: Sequence[int]) -> Finding:
     exit_ = dumps.exits.get(ranks[0])
-    how = "was killed or ended without a word"
-    remedy = "see who sends the signal: the kernel's log (dmesg) names processes that it killed"
+    how = "was killed or ended without a dump"
+    remedy = "find out what sent the signal: the kernel's log (dmesg) lists processes it killed"
     if exit_ is not None and exit_.code >= 0:
-        how = f"ended with exit code {exit_.code}, and wrote nothing"
-        remedy = "see its log: something called os._exit, or ended it while Python did not run"
+        how = f"ended with exit code {exit_.code} without a dump"
+        remedy = "see its log: os._exit was called, or it ended while Python was not running"
     elif exit_ is not None:
         how = f"was ended by {_name_of(-exit_.code)}"
     if exit_ is not None and exit_.oom_killed:
-        how += ", by the kernel for lack of memory"
-        remedy = "give the container more memory, or use less: a smaller batch, fewer workers"
+        how += ", by the kernel's out-of-memory killer"
+        remedy = "raise the container's memory limit, or use less: a smaller batch, fewer workers"
     elif exit_ is None or exit_.code == -signal.SIGKILL:
-        remedy += "; SIGKILL without a sender is nearly always the out-of-memory killer"
+        remedy += "; SIGKILL without a sender is usually the out-of-memory killer"
     return Finding(
         Kind.DIED,
         tuple(ranks),
@@ -156,8 +156,8 @@ def _stopped(dumps: Dumps, rank: int, state: str) -> Finding:
     return Finding(
         Kind.STOPPED,
         (rank,),
-        f"rank {rank}'s process was {state}: it neither ran nor died, and the others waited",
+        f"rank {rank}'s process was {state}, neither running nor dead, and the others waited",
         tuple(consequences(dumps, [rank])),
-        "continue it (kill -CONT), and see who stopped it: SIGSTOP, a debugger, a terminal's "
-        "Ctrl-Z, a frozen container",
+        "continue it (kill -CONT), and find out what stopped it: SIGSTOP, a debugger, Ctrl-Z in "
+        "a terminal, a frozen container",
     )

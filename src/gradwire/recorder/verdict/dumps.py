@@ -1,4 +1,4 @@
-"""What dumps hold, as plain records that can be compared."""
+"""Contents of dumps, as plain records that can be compared."""
 
 from __future__ import annotations
 
@@ -11,18 +11,20 @@ _UNEVEN = {"all_to_all", "all_to_all_single", "all_gather", "gather", "scatter",
 
 @dataclass(frozen=True)
 class Call:
-    """One collective of one rank.
+    """Collective of one rank.
 
     Attributes:
-        group: Its group's name; `number` counts the group's collectives.
-        op: Its name.
-        sizes: Of what it sends; `dtypes` likewise.
-        filename, line, function: Where it was called; "" if that is not known.
-        done: Whether it has ended, well.
-        created, started, ended: In ns of the wall's clock; 0 if it has not.
-        waits: For whom it waited, in ns by global rank.
-        parameters: Of a bucket; `step` is the reducer's.
-        error: What it failed with.
+        group: Name of the group.
+        number: Number of the collective in the group.
+        op: Name of the operation.
+        sizes, dtypes: Sizes and dtypes of the tensors sent.
+        filename, line, function: Line that called it; "" if unknown.
+        done: True if it has ended without an error.
+        created, started, ended: Wall-clock times in ns; 0 if not yet.
+        waits: Time spent waiting for each global rank, in ns.
+        parameters: Parameters of its bucket.
+        step: Number of the reducer's backward pass.
+        error: Error it failed with.
     """
 
     group: str
@@ -44,17 +46,17 @@ class Call:
 
     @property
     def place(self) -> tuple[str, int]:
-        """The file and the line."""
+        """File and line."""
         return self.filename, self.line
 
     @property
     def what(self) -> tuple[Any, ...]:
-        """What must be equal on all ranks."""
+        """Properties that must be equal on all ranks."""
         return (self.op, self.dtypes) if self.op in _UNEVEN else (self.op, self.dtypes, self.sizes)
 
     @property
     def nbytes(self) -> int:
-        """What it sends."""
+        """Number of bytes sent."""
         width = _BYTES.get(self.dtypes[0], 4) if self.dtypes else 0
         return sum(_product(size) for size in self.sizes) * width
 
@@ -69,7 +71,7 @@ _BYTES = {
 
 @dataclass(frozen=True)
 class Event:
-    """An error of a rank; its fields are those of `recorder.events.Event`, in the wall's ns."""
+    """Error of a rank, with the fields of `recorder.events.Event` and wall-clock time in ns."""
 
     kind: str
     type: str
@@ -86,7 +88,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Exit:
-    """How a rank's process ended, as its launcher saw it: a negative code is a signal's number."""
+    """Exit of a rank's process, noted by its launcher; a negative code is a signal's number."""
 
     code: int
     time: int
@@ -95,12 +97,12 @@ class Exit:
 
 @dataclass(frozen=True)
 class Crash:
-    """What Python wrote when a process crashed in C.
+    """Report of faulthandler about a process that crashed in C.
 
     Attributes:
-        why: The signal, in words.
-        frames: The main thread, the innermost frame first.
-        time: When.
+        why: Description of the signal.
+        frames: Stack of the main thread, innermost frame first.
+        time: Time of the crash.
     """
 
     why: str
@@ -110,18 +112,18 @@ class Crash:
 
 @dataclass
 class RankDump:
-    """What one rank left.
+    """Dump of one rank.
 
     Attributes:
-        rank: The rank.
-        calls: Its collectives, by group, in order.
-        events: Its errors, in order.
-        stack: Its main thread, the innermost frame first, when the dump was written.
-        reason: Why it was written; "" in torch's own.
-        peers: What other ranks' processes did then.
-        taken: When it was written; 0 if that is not known.
-        alive: When other ranks' processes were last seen alive.
-        clock: A name that ranks share whose times can be compared; "" if that is not known.
+        rank: Rank that wrote it.
+        calls: Collectives by group, in order.
+        events: Errors, in order.
+        stack: Stack of the main thread when the dump was written, innermost frame first.
+        reason: Reason for writing it; "" in dumps of torch's recorder.
+        peers: States of other ranks' processes at that time.
+        taken: Time of writing; 0 if unknown.
+        alive: Times when other ranks' processes were last seen alive.
+        clock: Name of the clock, equal for ranks whose times are comparable; "" if unknown.
     """
 
     rank: int
@@ -136,29 +138,29 @@ class RankDump:
 
     @property
     def pending(self) -> list[Call]:
-        """The collectives that have not ended, the first first."""
+        """Collectives that have not ended, oldest first."""
         waiting = [call for calls in self.calls.values() for call in calls if not call.done]
         return sorted(waiting, key=lambda call: call.created)
 
     def waits_in(self, group: str) -> bool:
-        """Whether it has a collective of a group that has not ended."""
+        """Return True if a collective of a group has not ended."""
         return any(call.group == group for call in self.pending)
 
 
 @dataclass
 class Dumps:
-    """All that was found.
+    """Contents of a directory of dumps.
 
     Attributes:
-        ranks: The dumps, by rank.
-        groups: The global ranks of each group.
-        descriptions: Of the groups.
-        world: All ranks there should be.
-        exits: Of processes, by rank; empty if no launcher wrote them.
-        crashes: Of ranks that crashed in C.
-        messages: Between two ranks: each as its dump has it, with the rank.
-        damaged: Ranks whose dump cannot be read.
-        earlier: Ranks whose dump an earlier run left; it is not in `ranks`.
+        ranks: Dumps by rank.
+        groups: Global ranks of each group.
+        descriptions: Descriptions of the groups.
+        world: All ranks of the job.
+        exits: Exits of processes, by rank; empty if no launcher noted them.
+        crashes: Crashes in C, by rank.
+        messages: Messages between two ranks, each with the rank that recorded it.
+        damaged: Ranks whose dumps cannot be read.
+        earlier: Ranks whose dumps belong to an earlier run; they are not in `ranks`.
     """
 
     ranks: dict[int, RankDump]
@@ -172,11 +174,11 @@ class Dumps:
     earlier: list[int] = field(default_factory=list)
 
     def same_clock(self, ranks: Iterable[int]) -> bool:
-        """Whether the times of ranks can be compared; of torch's own dumps nothing is known."""
+        """Return True if times of ranks are comparable; assumed for dumps of torch's recorder."""
         return len({self.ranks[rank].clock for rank in ranks if rank in self.ranks}) <= 1
 
     def calls(self, group: str) -> dict[int, dict[int, Call]]:
-        """A group's collectives, by number and rank."""
+        """Return a group's collectives by number and rank."""
         found: dict[int, dict[int, Call]] = {}
         for rank, dump in self.ranks.items():
             for call in dump.calls.get(group, ()):

@@ -1,4 +1,4 @@
-"""Errors of ranks: which of them is a cause."""
+"""Rules about errors of ranks: find the cause among them."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from gradwire.recorder.verdict.wording import (
 
 _MEMORY = ("MemoryError", "OutOfMemoryError")
 _LONG_NS = 1_000_000_000
-"""A rank that raised so long after it had called a collective may have waited in it, in vain."""
+"""A rank that raised this long after calling a collective may have waited in it in vain."""
 
 
 def with_errors(dumps: Dumps) -> set[int]:
-    """Ranks with an error that no other rank's failure explains."""
+    """Return ranks with an error that no other rank's failure explains."""
     return {
         rank
         for rank, dump in dumps.ranks.items()
@@ -35,7 +35,7 @@ def with_errors(dumps: Dumps) -> set[int]:
 
 
 def find_error(dumps: Dumps, gaps: Sequence[Gap]) -> tuple[Finding, int] | None:
-    """The oldest error that no other rank's failure explains, and when it was."""
+    """Find the oldest error that no other rank's failure explains, and its time."""
     errors = [
         (event.time, rank, event)
         for rank, dump in dumps.ranks.items()
@@ -55,7 +55,7 @@ def find_error(dumps: Dumps, gaps: Sequence[Gap]) -> tuple[Finding, int] | None:
 
 
 def _may_follow(dumps: Dumps, gaps: Sequence[Gap], rank: int, event: Event) -> bool:
-    """Whether a rank raised an error after it had waited in vain for ranks that did not come."""
+    """Return True if a rank raised an error after waiting in vain for missing ranks."""
     for gap in gaps:
         call = gap.calls.get(rank)
         if call is None or call.done or call.created > event.time:
@@ -70,7 +70,7 @@ def _may_follow(dumps: Dumps, gaps: Sequence[Gap], rank: int, event: Event) -> b
 def _failed(dumps: Dumps, culprits: Sequence[int], event: Event) -> Finding:
     named = f" It names the parameters {', '.join(event.parameters)}." if event.parameters else ""
     at = at_line(event.lines)
-    ends = "and the process ended" if event.kind == "uncaught" else "as gradwire found"
+    ends = "and the process ended" if event.kind == "uncaught" else "raised by gradwire"
     message = " ".join(event.message.split())
     return Finding(
         Kind.ERROR,
@@ -87,15 +87,15 @@ def _either(dumps: Dumps, ranks: Sequence[int]) -> Finding:
     return Finding(
         Kind.UNCLEAR,
         (),
-        f"{list_ranks(ranks)} failed, on hosts whose clocks cannot be compared: one of the errors "
-        "is the cause of the others",
+        f"{list_ranks(ranks)} failed, on hosts whose clocks are not comparable: one of the errors "
+        "caused the others",
         tuple(f"rank {r}: {last_of(dumps.ranks[r])}" for r in ranks),
-        "see these errors, and which host's log has the first",
+        "compare these errors and the hosts' logs, which show the first one",
     )
 
 
 def find_disagreement(dumps: Dumps) -> tuple[Finding, int] | None:
-    """What ranks disagreed on when they compared their calls, beyond sizes and dtypes."""
+    """Find a disagreement that ranks recorded when comparing calls, beyond sizes and dtypes."""
     found = [
         (event.time, rank, event)
         for rank, dump in dumps.ranks.items()
@@ -111,36 +111,36 @@ def find_disagreement(dumps: Dumps) -> tuple[Finding, int] | None:
     ranks = () if tied else tuple(r for r, v in sorted(event.values.items()) if v != common)
     summary = " ".join(event.message.split())
     if ranks:
-        summary = f"{list_ranks(ranks)} called something else than the others: {summary}"
+        summary = f"{list_ranks(ranks)} made a different call from the others: {summary}"
     finding = Finding(
         Kind.MISMATCH,
         ranks,
         shortened(summary, 500),
         (),
-        "give all ranks the same",
+        "pass the same on all ranks",
         places=tuple(places_of(event.lines)[:1]),
     )
     return finding, when
 
 
 def find_unclear(dumps: Dumps, gaps: Sequence[Gap]) -> Finding | None:
-    """That something failed, where nothing shows whose doing it is."""
+    """Describe a failure whose cause the dumps do not show."""
     failed = sorted(rank for rank, dump in dumps.ranks.items() if dump.events)
     codes = {rank: exit_.code for rank, exit_ in dumps.exits.items() if exit_.code}
     stands = [standing_of(dumps, rank) for rank in dumps.ranks]
     stuck = any(at is not None and at.op in OF_WHOLE_GROUPS for at in stands)
     if not failed and not codes and not gaps and not stuck:
         return None
-    what = f"{list_ranks(failed)} failed" if failed else "the ranks do not go on"
+    what = f"{list_ranks(failed)} failed" if failed else "the ranks are stuck"
     differences = _differences(dumps)
     return Finding(
         Kind.MISMATCH if differences else Kind.UNCLEAR,
         (),
-        differences or f"{what}, and what was recorded does not show whose doing that is",
+        differences or f"{what}, and the recorded data does not show which rank caused it",
         _last_of_each(dumps, failed, codes),
-        "give all ranks the same"
+        "pass the same on all ranks"
         if differences
-        else "see the first of these errors, and the logs and hosts of ranks that left no dump",
+        else "check the first of these errors, and the logs and hosts of ranks without a dump",
         places=tuple(p for r in failed[:1] for p in places_of(dumps.ranks[r].events[-1].lines)[:1]),
     )
 
@@ -162,7 +162,7 @@ def _last_of_each(dumps: Dumps, failed: Sequence[int], codes: Mapping[int, int])
 
 
 def _differences(dumps: Dumps) -> str:
-    """What the ranks found when they compared their calls, if that is what they all failed with."""
+    """Return the ranks' comparison of their calls if all of them failed with a mismatch."""
     last = [dump.events[-1] for dump in dumps.ranks.values() if dump.events]
     if not last or any(event.type != "MismatchError" for event in last):
         return ""
@@ -171,7 +171,7 @@ def _differences(dumps: Dumps) -> str:
 
 def _remedy(event: Event) -> str:
     if event.type in _MEMORY or "allocate memory" in event.message:
-        return "use less memory on this rank: a smaller batch, fewer workers, no kept graphs."
+        return "use less memory on this rank: a smaller batch, fewer workers, no retained graphs."
     if event.parameters:
-        return "see the message: it has the remedy."
-    return "see that line: the other ranks' errors come from it."
+        return "follow the remedy in the message."
+    return "fix that line: it caused the other ranks' errors."

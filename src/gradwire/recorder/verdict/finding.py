@@ -1,4 +1,4 @@
-"""What a verdict consists of."""
+"""Findings and verdicts, and descriptions of ranks, lines and calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gradwire.recorder.verdict.dumps import Call
 
 
 class Kind:
-    """What findings are called."""
+    """Kinds of findings."""
 
     CRASHED = "crashed"
     DEADLOCK = "deadlock"
@@ -30,17 +30,17 @@ class Kind:
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong.
+    """One problem.
 
     Attributes:
-        kind: See `Kind`.
-        ranks: Whose doing it is; empty where the dumps do not show that.
-        summary: A sentence.
-        details: What shows it, and what came of it; a line each.
-        remedy: What to do.
-        op, group, number: The collective in which it showed.
-        places: Lines of the user's code, "file:line".
-        parameters: Of the model.
+        kind: One of `Kind`.
+        ranks: Ranks that caused it; empty if the dumps do not show them.
+        summary: Description in one sentence.
+        details: Evidence and consequences, one per line.
+        remedy: Advice in the imperative.
+        op, group, number: Collective in which it appeared.
+        places: Lines of the user's code, as "file:line".
+        parameters: Model parameters.
     """
 
     kind: str
@@ -57,12 +57,13 @@ class Finding:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What dumps show.
+    """Verdict on a directory of dumps.
 
     Attributes:
-        findings: The cause first; what else is wrong after it.
-        ranks: How many ranks there are, and whose dumps were read.
-        notes: What limits the verdict.
+        findings: Findings, the cause first.
+        world_size: Number of ranks.
+        dumps: Ranks whose dumps were read.
+        notes: Limits of the verdict.
     """
 
     findings: Sequence[Finding]
@@ -72,12 +73,12 @@ class Verdict:
 
     @property
     def healthy(self) -> bool:
-        """Whether nothing failed; a rank may still be slow."""
+        """True if nothing failed; a rank may still be slow."""
         calm = (Kind.NOTHING, Kind.SLOW_RANK, Kind.SLOW_TRANSFER)
         return all(finding.kind in calm for finding in self.findings)
 
     def as_dict(self) -> dict[str, Any]:
-        """Of what JSON has."""
+        """Return a dict that JSON can represent."""
         return {
             "findings": [asdict(finding) for finding in self.findings],
             "world_size": self.world_size,
@@ -87,7 +88,7 @@ class Verdict:
 
 
 def list_ranks(ranks: Sequence[int]) -> str:
-    """Ranks in words: "rank 1", "ranks 0 and 2", "ranks 0 to 6"."""
+    """Describe ranks: "rank 1", "ranks 0 and 2", "ranks 0 to 6"."""
     ordered = sorted(ranks)
     if len(ordered) == 1:
         return f"rank {ordered[0]}"
@@ -97,19 +98,19 @@ def list_ranks(ranks: Sequence[int]) -> str:
 
 
 def place_of(call: Call) -> str:
-    """Where it was called: "train.py:25 in step"; "" if that is not known."""
+    """Describe the line of a call: "train.py:25 in step"; "" if unknown."""
     if not call.filename:
         return ""
     return f"{Path(call.filename).name}:{call.line} in {call.function}"
 
 
 def name_place(frame: Mapping[str, Any]) -> str:
-    """A line in words: "at train.py:25 in step"."""
+    """Describe a line: "at train.py:25 in step"."""
     return f"at {Path(str(frame['filename'])).name}:{frame['line']} in {frame['name']}"
 
 
 def name_call(call: Call, *, number: bool = True) -> str:
-    """A call in words: "all_reduce of [10] Float (number 5) at train.py:25 in step"."""
+    """Describe a call: "all_reduce of [10] Float (number 5) at train.py:25 in step"."""
     text = call.op
     if call.sizes:
         sizes = ", ".join(str(list(size)) for size in call.sizes[:3])

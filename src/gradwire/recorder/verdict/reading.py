@@ -1,6 +1,6 @@
-"""Reads a directory of dumps, gradwire's or torch's own.
+"""Reading of a directory of dumps, written by gradwire or by torch's flight recorder.
 
-Dumps are files that others may have written: a field of the wrong type is an error, not a crash.
+Dumps may come from somebody else: fields of wrong types are errors of the dump.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gradwire.errors import ArgumentError
 from gradwire.recorder.load import load
 from gradwire.recorder.verdict.dumps import Call, Crash, Dumps, Event, Exit, RankDump
 
-_MOST_RANKS = 1 << 20  # whatever a damaged dump says
+_MOST_RANKS = 1 << 20  # limit for damaged dumps
 _NAME = re.compile(r"(.*?)(\d+)")
 _CRASH_LINE = re.compile(r'  File "(.+)", line (\d+) in (.+)')
 _CORES = {
@@ -31,14 +31,17 @@ def read_dumps(directory: Path, prefix: str | None = None) -> Dumps:
     """Read a directory of dumps.
 
     Args:
-        directory: The directory.
-        prefix: What the files' names begin with; the one that most have, if None.
+        directory: Directory to read.
+        prefix: Prefix of file names. Default: the most common one.
 
     Raises:
-        ArgumentError: It is none, or has no dumps.
+        ArgumentError: The directory does not exist or has no dumps.
     """
     if not directory.is_dir():
-        raise ArgumentError(f"{str(directory)!r} is no directory: give the one that ranks wrote to")
+        raise ArgumentError(
+            f"directory is {str(directory)!r}, which is not a directory: pass the one that ranks "
+            "wrote to"
+        )
     found = _files(directory, prefix)
     if not found:
         raise ArgumentError(
@@ -63,9 +66,9 @@ def read_dumps(directory: Path, prefix: str | None = None) -> Dumps:
 
 
 def _of_earlier_run(records: Mapping[int, dict[str, Any]]) -> list[int]:
-    """Ranks that were of a run with another number of ranks, before the newest dump began.
+    """Return ranks of an earlier run with another world size, which ended before the newest began.
 
-    Ranks that both runs have replace their dumps.
+    Ranks that exist in both runs have replaced their dumps.
     """
     extras = {rank: record.get("gradwire", {}) for rank, record in records.items()}
     newest = max(extras.values(), key=lambda extra: int(extra.get("taken_ns", 0)))
@@ -79,12 +82,12 @@ def _of_earlier_run(records: Mapping[int, dict[str, Any]]) -> list[int]:
 
 
 def _checked(path: Path, rank: int) -> dict[str, Any]:
-    """A dump that can be read alone: one that was cut off must not hide the others."""
+    """Load a dump and check it on its own, so that a damaged one does not hide the others."""
     record = load(path)
     try:
         _of_earlier_run({rank: record})
         _dumps({rank: record})
-    except Exception as error:  # whatever its reader stumbles over, a number without an end too
+    except Exception as error:  # damaged dumps raise errors of any type, such as OverflowError
         raise ArgumentError(
             f"{path} is not in torch's format: {type(error).__name__}: {error}"
         ) from error
@@ -92,7 +95,7 @@ def _checked(path: Path, rank: int) -> dict[str, Any]:
 
 
 def _files(directory: Path, prefix: str | None) -> list[dict[int, Path]]:
-    """Files that may be dumps, by rank; those with the prefix that most have first."""
+    """Return candidate files by rank, grouped by prefix, the most common prefix first."""
     found: dict[str, dict[int, Path]] = {}
     for path in directory.iterdir():
         match = _NAME.fullmatch(path.name)
@@ -102,7 +105,7 @@ def _files(directory: Path, prefix: str | None) -> list[dict[int, Path]]:
 
 
 def _dumps(records: Mapping[int, dict[str, Any]], directory: Path | None = None) -> Dumps:
-    """What ranks wrote, and the launchers, if there is a directory of it."""
+    """Combine the records of ranks with the files of launchers and of faulthandler."""
     groups, descriptions = _groups(records)
     extras = [record.get("gradwire", {}) for record in records.values()]
     sizes = [extra.get("world_size") or 0 for extra in extras]
@@ -110,7 +113,7 @@ def _dumps(records: Mapping[int, dict[str, Any]], directory: Path | None = None)
     exits, (crashes, nameless) = _exits(directory), _crashes(directory)
     world = {*range(min(max(sizes, default=0), _MOST_RANKS)), *in_groups, *records, *exits}
     silent = [r for r in world - records.keys() if not _files_of(directory, f"process-{r}.json")]
-    if len(silent) == len(nameless) == 1:  # the only one that can have crashed before it had a rank
+    if len(silent) == len(nameless) == 1:  # only this rank can have crashed before it had a rank
         crashes[silent[0]] = nameless[0]
     messages = [
         (rank, _message(message))
@@ -122,7 +125,7 @@ def _dumps(records: Mapping[int, dict[str, Any]], directory: Path | None = None)
 
 
 def _groups(records: Mapping[int, Any]) -> tuple[dict[str, list[int]], dict[str, str]]:
-    """The groups' ranks: as the dumps say, or else those that have called something in them."""
+    """Return the ranks of groups, from the dumps' configuration or else from recorded calls."""
     groups: dict[str, list[int]] = {}
     descriptions: dict[str, str] = {}
     callers: dict[str, set[int]] = {}
@@ -148,9 +151,9 @@ def _rank(rank: int, record: Mapping[str, Any]) -> RankDump:
             call = _call(entry)
             of_group = calls.setdefault(call.group, [])
             if of_group and of_group[-1].number >= call.number:
-                if of_group[-1].number == call.number:  # parts of one that torch has coalesced
+                if of_group[-1].number == call.number:  # part of a coalesced call
                     continue
-                of_group.clear()  # of an earlier group of this name
+                of_group.clear()  # an earlier group of this name
             of_group.append(call)
     extra = record.get("gradwire", {})
     wall = int(extra.get("wall_ns", 0))
@@ -170,9 +173,9 @@ def _rank(rank: int, record: Mapping[str, Any]) -> RankDump:
 
 
 def _reopen_last(calls: Mapping[str, list[Call]]) -> None:
-    """Of a rank that had an error, the last call has not ended, if nobody has seen its end.
+    """Mark the last call of a rank with an error as running, unless its end was recorded.
 
-    Gloo's recorder does not tell a call that failed from one that ended well.
+    Gloo's recorder does not distinguish failed calls from successful ones.
     """
     last = max((of[-1] for of in calls.values() if of), key=lambda c: c.created, default=None)
     if last is not None and not last.ended:
@@ -222,7 +225,7 @@ def _event(event: Mapping[str, Any], wall: int) -> Event:
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a message between two ranks, what is read."""
+    """Return the fields of a message between two ranks."""
     return {
         "op": _text(message["op"]),
         "peer": int(message["peer"]),
@@ -238,9 +241,9 @@ def _frame(frame: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _text(value: object) -> str:
-    """A string that a dump has; anything else is none, and may be endless in words."""
+    """Return a string of a dump; reject other types, whose str() may be huge."""
     if not isinstance(value, str):
-        raise TypeError(f"a {type(value).__name__} where a string is due")
+        raise TypeError(f"expected a string, got a {type(value).__name__}")
     return value
 
 
@@ -249,13 +252,13 @@ def _files_of(directory: Path | None, pattern: str) -> list[Path]:
 
 
 def _exits(directory: Path | None) -> dict[int, Exit]:
-    """What launchers wrote, one file for each host."""
+    """Return the exits that launchers noted, one file per host."""
     paths = _files_of(directory, "exits-*.json")
     return {rank: exit_ for path in paths for rank, exit_ in _json(path).items()}
 
 
 def _json(path: Path) -> dict[int, Exit]:
-    """A launcher's file; nothing if it was cut off, or is no launcher's."""
+    """Read a launcher's file; return an empty dict if it is invalid."""
     try:
         found = json.loads(path.read_text())
         return {
@@ -267,7 +270,7 @@ def _json(path: Path) -> dict[int, Exit]:
 
 
 def _crashes(directory: Path | None) -> tuple[dict[int, Crash], list[Crash]]:
-    """What faulthandler wrote, by rank, and of processes that had none yet."""
+    """Read faulthandler's reports: by rank, and of processes that had no rank yet."""
     found: dict[int, Crash] = {}
     nameless = []
     for path in _files_of(directory, "crash-*.txt"):

@@ -1,4 +1,4 @@
-"""Nothing failed: who was late, and whether transfers themselves are slow."""
+"""Rules for runs without failures: late ranks and slow transfers."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from statistics import median
 from gradwire.recorder.verdict.dumps import Call, Dumps
 from gradwire.recorder.verdict.finding import Finding, Kind, list_ranks, place_of
 
-_SHARE = 0.05  # of the time that the dumps cover
-_OFTEN = 0.6  # of all collectives: some rank is last in each
+_SHARE = 0.05  # fraction of the time that the dumps cover
+_OFTEN = 0.6  # fraction of all collectives, since some rank is last in each
 _CALLS = 3
 _TOGETHER = {"all_gather", "all_gather_single", "all_reduce", "all_to_all", "barrier"}
-"""Collectives that end on all ranks at about one time: none has its result before all have come."""
+"""Collectives that end on all ranks at about the same time, since no rank can finish early."""
 
 
 def find_slow(dumps: Dumps) -> list[Finding]:
-    """The rank that others waited for, and the transfers that took long."""
+    """Find the rank that others waited for, and slow transfers."""
     complete = [
         calls
         for group, ranks in dumps.groups.items()
@@ -36,9 +36,9 @@ def find_slow(dumps: Dumps) -> list[Finding]:
 
 
 def _aligned(calls: dict[int, Call]) -> dict[int, Call]:
-    """A collective on the first rank's clock: on hosts with other clocks it has ended at that time.
+    """Shift a collective's times to the first rank's clock, so that it ends at one time everywhere.
 
-    Empty where that is not known, or ends are not one, as of a broadcast.
+    Empty if an end is unknown, or if ends differ between ranks, such as those of a broadcast.
     """
     first = next(iter(calls.values()))
     if first.op not in _TOGETHER or not all(call.ended for call in calls.values()):
@@ -52,7 +52,7 @@ def _moved(call: Call, by: int) -> Call:
 
 
 def _late(complete: list[dict[int, Call]], covered: int) -> tuple[int, Finding] | None:
-    """The rank that came last, by how much later than the one before it."""
+    """Find the rank that was last most often, and by how much after the one before it."""
     late: dict[int, list[tuple[int, Call]]] = {}
     for calls in complete:
         *_, before, last = sorted(calls.items(), key=lambda item: item[1].created)
@@ -66,14 +66,14 @@ def _late(complete: list[dict[int, Call]], covered: int) -> tuple[int, Finding] 
     finding = Finding(
         Kind.SLOW_RANK,
         (rank,),
-        f"rank {rank} was slow: it came last to {len(times)} of {len(complete)} collectives, and "
+        f"rank {rank} was slow: it was last in {len(times)} of {len(complete)} collectives, and "
         f"the others waited {total / 1e9:.3g} s for it, {total / covered:.0%} of the time",
         (
             f"by {median(t for t, _ in times) / 1e6:.3g} ms each (median), {worst / 1e6:.3g} ms at "
             f"most, before the {call.op} at {place_of(call)}",
         ),
-        "see what this rank does more than the others before it: its data, its core (pinned with "
-        "another?), logging or saving on it alone; `gradwire timeline` shows each step",
+        "find out what this rank does before it that others do not: its data, a core shared with "
+        "another rank, logging or saving; `gradwire timeline` shows each step",
         call.op,
         call.group,
         call.number,
@@ -85,7 +85,7 @@ def _late(complete: list[dict[int, Call]], covered: int) -> tuple[int, Finding] 
 def _slow_transfer(
     dumps: Dumps, complete: list[dict[int, Call]], covered: int
 ) -> tuple[int, Finding] | None:
-    """Time in collectives after all ranks had come, by group: where, and with whom."""
+    """Find groups and ranks that spend long in collectives after all ranks have arrived."""
     spent: dict[str, list[tuple[int, int]]] = {}
     blamed: dict[int, int] = {}
     for calls in complete:
@@ -107,30 +107,30 @@ def _slow_transfer(
         Kind.SLOW_TRANSFER,
         tuple(ranks),
         f"the transfers{whose} were slow: {total / 1e9:.3g} s, {total / covered:.0%} of the time, "
-        f"after all ranks had come, at {rate / 1e6:.3g} MB/s",
+        f"after all ranks had arrived, at {rate / 1e6:.3g} MB/s",
         tuple(
             f"group {group} (ranks {dumps.groups[group]}): {value / 1e6:.3g} MB/s"
             for group, value in sorted(rates.items(), key=lambda item: item[1])[:5]
         ),
-        "see the link of that rank: its network interface (GLOO_SOCKET_IFNAME), its core, its "
-        "memory; `gradwire doctor` measures what the backends reach here",
+        "check that rank's network interface (GLOO_SOCKET_IFNAME), core and memory; `gradwire "
+        "doctor` measures the backends on this machine",
     )
     return total, finding
 
 
 def _blame(calls: Mapping[int, Call], came: int, blamed: dict[int, int]) -> None:
-    """Waits inside of a collective, after all had come, for the rank that was waited for."""
+    """Add up waits within a collective after all ranks had arrived, by the awaited rank."""
     for call in calls.values():
         late = max(0, came - (call.started or call.created))
         for rank, waited in call.waits.items():
-            # what was waited for others to come is no transfer
+            # waiting for late ranks is not part of the transfer
             blamed[rank] = blamed.get(rank, 0) + max(0, waited - late)
 
 
 def _ranks_of_slow(
     dumps: Dumps, rates: Mapping[str, float], blamed: Mapping[int, int]
 ) -> list[int]:
-    """The ranks that all slow groups have in common and no fast one; or that waits show."""
+    """Return the rank that waits show, or ranks in all slow groups and in no fast one."""
     if blamed:
         rank = max(blamed, key=lambda r: blamed[r])
         if blamed[rank] > 2 * sum(v for r, v in blamed.items() if r != rank):
@@ -144,5 +144,5 @@ def _ranks_of_slow(
 
 
 def _rate(times: list[tuple[int, int]]) -> float:
-    """Bytes a second."""
+    """Return the rate in bytes per second."""
     return sum(nbytes for _, nbytes in times) / (sum(took for took, _ in times) / 1e9)

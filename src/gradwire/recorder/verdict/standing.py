@@ -1,4 +1,4 @@
-"""Where each rank stands: in a call that waits for other ranks, or in its own code."""
+"""Position of each rank: in a call that waits for other ranks, or in its own code."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gradwire.recorder.verdict.dumps import Dumps, Event, RankDump
 from gradwire.recorder.verdict.finding import name_call, name_place
 from gradwire.recorder.verdict.wording import is_users
 
-_SECONDARY = {  # what other ranks' failures look like
+_SECONDARY = {  # errors caused by other ranks' failures
     "BrokenGroupError",
     "CheckedMismatchError",
     "CollectiveTimeoutError",
@@ -18,28 +18,28 @@ _SECONDARY = {  # what other ranks' failures look like
     "DistNetworkError",
     "DistStoreError",
     "KeyboardInterrupt",
-    "MismatchError",  # the ranks' calls show more
+    "MismatchError",  # the recorded calls show more
     "PeerFailedError",
     "PeerLostError",
     "SIGTERMException",
 }
 OF_WHOLE_GROUPS = {"barrier", "init_process_group", "monitored_barrier", "new_group"}
-"""Calls that end when all ranks have made them, and that may not be recorded."""
+"""Calls that end once all ranks have made them, and that may be missing from the records."""
 _OF_HANDLES = {"result", "synchronize", "value", "wait", "wait_all"}
-"""They end what was called before, which may be a message."""
+"""Methods that end an earlier call, which may be a message."""
 _STANDARD = ("/lib/python3", "<frozen ")
 _COMMUNICATION = ("/torch/distributed/", "/gradwire/", "gradwire_autoload.py")
 
 
 @dataclass(frozen=True)
 class Standing:
-    """A call in which a rank waits, or waited until it failed.
+    """Call in which a rank waits, or waited until it failed.
 
     Attributes:
-        op: Its name; "" if that is not known, as where a handle is waited for. `filename` and
-            `line` are where it was called.
-        words: It in words.
-        peer: The rank whose message it waits for; None of a call of a whole group.
+        op: Name of the operation; "" if unknown, such as for the wait of a handle.
+            filename, line: Line of the call.
+        words: Description of the call.
+        peer: Rank whose message it waits for; None for a call of a whole group.
     """
 
     op: str
@@ -50,7 +50,7 @@ class Standing:
 
 
 def standing_of(dumps: Dumps, rank: int) -> Standing | None:
-    """In which call a rank waits for others; None if it does not, or nothing is known of it."""
+    """Return the call in which a rank waits for others; None if it does not wait, or is unknown."""
     dump = dumps.ranks.get(rank)
     if dump is None:
         return None
@@ -66,7 +66,7 @@ def standing_of(dumps: Dumps, rank: int) -> Standing | None:
 
 
 def _failed_in(dump: RankDump) -> Standing | None:
-    """What a rank waited in when it got the error that ended it."""
+    """Return the call in which a rank waited when its last error was raised."""
     if not dump.events or is_primary(dump.events[-1], dump):
         return None
     event = dump.events[-1]
@@ -88,7 +88,7 @@ def _stands_in(stack: Sequence[Mapping[str, Any]]) -> Standing | None:
 
 
 def waits_for_others(stack: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a stack, innermost first, ends in code that communicates."""
+    """Return True if the innermost code of a stack communicates."""
     for frame in stack:
         filename = str(frame["filename"])
         if is_users(frame):
@@ -107,16 +107,16 @@ def _at(frame: Mapping[str, Any]) -> tuple[str, int]:
 
 
 def was_interrupted(event: Event) -> bool:
-    """Whether somebody interrupted a rank in its own code: it waited for nobody."""
+    """Return True if a rank was interrupted in its own code, not in a wait for others."""
     return event.type == "KeyboardInterrupt" and not event.call and not event.waited
 
 
 def is_primary(event: Event, dump: RankDump) -> bool:
-    """Whether no other rank's failure explains an error."""
+    """Return True if no other rank's failure explains an error."""
     if event.waited or not _SECONDARY.isdisjoint((event.type, *event.chain)):
         return False
     if event.own or "RuntimeError" not in (event.type, *event.chain):
         return True
-    # Gloo's own errors are plain RuntimeErrors; out of backward, nothing else shows whose it is
+    # Gloo raises plain RuntimeErrors; in backward, only the pending calls tell them apart
     waits_at = {call.place for call in dump.pending}
     return waits_at.isdisjoint(_at(line) for line in event.lines)

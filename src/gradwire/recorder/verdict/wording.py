@@ -1,4 +1,4 @@
-"""Parts of findings: what other ranks had to do with it, and places of the user's own code."""
+"""Text of findings: consequences on other ranks, last calls, and lines of the user's code."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gradwire.recorder.verdict.finding import list_ranks, name_call, name_place
 
 
 def counts_of(dumps: Dumps, gap: Gap) -> list[str]:
-    """How often ranks called what some of them lack: whether one took fewer steps."""
+    """Count each rank's calls of the line of a gap, which shows whether a rank took fewer steps."""
     call = next(iter(gap.calls.values()))
     counts: dict[int, list[int]] = {}
     for rank, dump in dumps.ranks.items():
@@ -24,7 +24,7 @@ def counts_of(dumps: Dumps, gap: Gap) -> list[str]:
 
 
 def states_of(dumps: Dumps) -> dict[int, str]:
-    """What other ranks saw of each process, by the newest dump."""
+    """Return the newest state of each process, as other ranks recorded it."""
     states: dict[int, str] = {}
     for dump in sorted(dumps.ranks.values(), key=lambda dump: dump.taken):
         states |= dump.peers
@@ -32,7 +32,7 @@ def states_of(dumps: Dumps) -> dict[int, str]:
 
 
 def consequences(dumps: Dumps, culprits: Sequence[int]) -> list[str]:
-    """What other ranks had to do with it."""
+    """Describe the consequences on other ranks."""
     lines = []
     for rank, dump in sorted(dumps.ranks.items()):
         pending = dump.pending
@@ -45,24 +45,24 @@ def consequences(dumps: Dumps, culprits: Sequence[int]) -> list[str]:
 
 
 def last_call(dumps: Dumps, rank: int, group: str | None) -> str:
-    """The last collective of a rank, in a group or in any, in words."""
+    """Describe a rank's last collective, in one group or in any."""
     dump = dumps.ranks.get(rank)
     if dump is None:
-        return "no dump of it"
+        return "no dump"
     calls = [c for g, of in dump.calls.items() if group in (None, g) for c in of]
     if not calls:
         return "it called nothing" + (f" on group {group}" if group else "")
-    return f"its last was the {name_call(max(calls, key=lambda call: call.created))}"
+    return f"its last call was the {name_call(max(calls, key=lambda call: call.created))}"
 
 
 def at_line(lines: Sequence[dict[str, Any]]) -> str:
-    """Where, in words: " at train.py:25 in step"; or nothing."""
+    """Describe the innermost line: " at train.py:25 in step"; "" if there is none."""
     now = innermost(lines)
     return f" at {now.removeprefix('at ')}" if now else ""
 
 
 def innermost(frames: Sequence[dict[str, Any]]) -> str:
-    """The innermost line of the user's own code."""
+    """Describe the innermost line of the user's own code."""
     for frame in frames:
         if is_users(frame):
             return name_place(frame)
@@ -70,12 +70,12 @@ def innermost(frames: Sequence[dict[str, Any]]) -> str:
 
 
 def places_of(frames: Sequence[dict[str, Any]]) -> list[str]:
-    """The lines of the user's own code, the innermost first."""
+    """Return the lines of the user's own code, innermost first."""
     return [f"{f['filename']}:{f['line']}" for f in frames if is_users(f)]
 
 
 def is_users(frame: Mapping[str, Any]) -> bool:
-    """Whether a frame is of the user's own code: as the rank said, or else as its name shows."""
+    """Return True if a frame is in the user's own code, as recorded or else by its file name."""
     if "user" in frame:
         return bool(frame["user"])
     parts = ("/site-packages/", "/torch/", "/gradwire/", "/lib/python3", "<frozen", "/bin/")
@@ -83,11 +83,11 @@ def is_users(frame: Mapping[str, Any]) -> bool:
 
 
 def last_of(dump: RankDump) -> str:
-    """A rank's last error, in words."""
+    """Describe a rank's last error."""
     event = dump.events[-1]
     return f"{event.type}{at_line(event.lines)}: {shortened(' '.join(event.message.split()), 120)}"
 
 
 def shortened(text: str, length: int) -> str:
-    """The beginning of a text."""
+    """Shorten a text to a length."""
     return text if len(text) <= length else text[: length - 1] + "…"
