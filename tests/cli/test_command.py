@@ -41,9 +41,9 @@ def refusal(*arguments: str) -> str:
         ("--hook none_such", "'none_such' is not one of 'none', 'all_reduce', 'fp16', 'bf16'"),
         ("--backend none_such", "--backend is 'none_such', which torch.distributed does not know"),
         ("--backend undefined", "--backend is 'undefined', which torch.distributed does not know"),
-        ("--batch-size 1", "--batch-size is 1; it must be at least --nproc (2)"),
-        ("--batch-size 1438", "--batch-size is 1438; it must be at least --nproc (2)"),
-        ("--batch-size 4 --nproc 5", "--batch-size is 4; it must be at least --nproc (5)"),
+        ("--batch-size 1", "--batch-size is 1: pass at least --nproc (2)"),
+        ("--batch-size 1438", "--batch-size is 1438: pass at least --nproc (2)"),
+        ("--batch-size 4 --nproc 5", "--batch-size is 4: pass at least --nproc (5)"),
         ("--seed -1", "-1 is not in the range"),
     ],
 )
@@ -54,21 +54,21 @@ def test_a_bad_option_is_named_with_its_value(arguments, said):
 
 @pytest.mark.usefixtures("no_launcher")
 def test_unusable_backends_come_with_the_usable_ones():
-    assert "it can use here: gloo" in refusal("--backend", "none_such")
+    assert "pass one of gloo" in refusal("--backend", "none_such")
 
 
 @pytest.mark.skipif(torch.cuda.device_count() > 1, reason="this machine has GPUs for nccl")
 @pytest.mark.usefixtures("no_launcher")
 def test_nccl_needs_gpus():
     found = torch.cuda.device_count()
-    said = f"needs a GPU for each process on a machine: 2 processes, {found} GPUs"
+    said = f"needs one GPU per process: 2 processes, {found} GPUs"
     assert said in refusal("--backend", "nccl")
 
 
 def test_another_nproc_than_torchruns_is_refused_once(monkeypatch):
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
-    assert "--nproc is 3, but 2 processes were started from outside" in refusal("--nproc", "3")
+    assert "--nproc is 3, but WORLD_SIZE is 2" in refusal("--nproc", "3")
     monkeypatch.setenv("RANK", "1")
     assert refusal("--nproc", "3") == ""
 
@@ -79,7 +79,7 @@ def test_an_environment_comes_whole_or_not_at_all(monkeypatch):
     for name in TORCHRUN:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("RANK", "0")
-    assert "RANK=0 is set, as in a process that torchrun started, without WORLD_SIZE" in refusal()
+    assert "RANK=0 is set without WORLD_SIZE" in refusal()
     for name, value in (TORCHRUN | {"WORLD_SIZE": "two"}).items():
         monkeypatch.setenv(name, value)
     assert "must be whole numbers (invalid literal for int() with base 10: 'two')" in refusal()
@@ -99,7 +99,7 @@ def test_without_the_extra_it_says_how_to_get_it(monkeypatch, arguments, missing
     monkeypatch.setattr(sys, "argv", ["gradwire", *arguments])
     with pytest.raises(SystemExit) as exit_:
         gradwire.cli.main()
-    assert f"needs {missing}, not installed here" in str(exit_.value)
+    assert f"needs {missing}, which are not installed" in str(exit_.value)
     assert f'pip install "gradwire[{extra}]"' in str(exit_.value)
 
 

@@ -68,7 +68,7 @@ def test_ctrl_c_ends_it(command):
         ("--nproc 2", "--nproc is 2, but --mode devices runs in one process"),
         ("--backend gloo", "--backend is gloo, but --mode devices runs in one process"),
         ("--hook none", "--hook is none, but --mode devices runs in one process"),
-        ("--batch-size 3", "--batch-size is 3; it must be at least the number of replicas (4)"),
+        ("--batch-size 3", "--batch-size is 3: pass at least the number of replicas (4)"),
         ("--epochs 0", "'--epochs': 0 is not in the range x>=1"),
     ],
 )
@@ -81,7 +81,7 @@ def test_torchrun_is_refused_once(monkeypatch):
     for name, value in zip(names, "00221", strict=True):
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    assert "2 processes were started from outside (WORLD_SIZE)" in refusal()
+    assert "WORLD_SIZE is 2" in refusal()
     monkeypatch.setenv("RANK", "1")
     assert refusal() == ""
 

@@ -89,8 +89,8 @@ def test_without_autoload_it_says_so(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nosuch.py"], "PROGRAM is 'nosuch.py', and there is no such file in"),
-        (["--nproc-per-node", "0", __file__], "--nproc-per-node is 0: give at least 1 process"),
+        (["nosuch.py"], "PROGRAM is 'nosuch.py', which does not exist in"),
+        (["--nproc-per-node", "0", __file__], "--nproc-per-node is 0: pass at least 1"),
         (["--nproc-per-node", "x", __file__], "--nproc-per-node is 'x': Unsupported"),
     ],
 )
@@ -205,7 +205,7 @@ def test_a_failing_rank_is_explained(command, program, environment, tmp_path):
     code, _, err = ended.end()
     assert code == 1
     assert f"gradwire explain {dumps}" in err
-    assert "Traceback" not in err.partition("See why")[2]
+    assert "Traceback" not in err.partition("To find the cause")[2]
     code, out, _ = command("-m", "gradwire", "explain", str(dumps), "--json").end()
     first = json.loads(out)["findings"][0]
     assert (code, first["kind"], first["ranks"]) == (1, "error", [1])
@@ -224,7 +224,7 @@ def test_an_interrupted_run_leaves_nothing_behind(command, program, environment,
     os.kill(started.process.pid, number)
     code, _, err = started.end()
     assert code == 128 + number, err
-    assert "every rank of this host has been ended" in err
+    assert "all ranks of this host have been stopped" in err
     end = time.monotonic() + 30
     while any(Path(f"/proc/{pid}").exists() for pid in ranks):
         assert time.monotonic() < end

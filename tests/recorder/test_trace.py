@@ -100,7 +100,9 @@ def test_the_command(trace, tmp_path):
     assert [rank["rank"] for rank in json.loads(result.stdout)["ranks"]] == [0, 1]
     result = CliRunner().invoke(app, ["timeline", str(trace), "--png", "run.gif"])
     assert result.exit_code == 2
-    assert "--png is 'run.gif': give a file that ends with .png" in " ".join(result.output.split())
+    assert "--png is 'run.gif': pass a file name that ends with .png" in " ".join(
+        result.output.split()
+    )
     other = tmp_path / "other.json"
     other.write_text("{}")
     result = CliRunner().invoke(app, ["timeline", str(other)])
@@ -134,7 +136,7 @@ def test_a_trace_that_was_cut_off_says_so(tmp_path, monkeypatch):
     assert left_out > 0
     assert f'"left_out":{left_out}' in page_of(trace, "run")
     result = CliRunner().invoke(app, ["timeline", str(tmp_path / "run.json")])
-    assert f"Cut off: {left_out} records at the end are missing" in result.stdout
+    assert f"Truncated: {left_out} records at the end are missing" in result.stdout
 
 
 def test_parts_of_an_earlier_run_are_not_taken_for_this_ones(tmp_path):

@@ -55,16 +55,14 @@ IDIOM = re.compile("|".join(IDIOMS), re.IGNORECASE)
 
 
 PENDING = (
-    "src/gradwire/cli",
+    "src/gradwire/cli/plan",
     "src/gradwire/collectives",
     "src/gradwire/compat",
     "src/gradwire/ddp",
     "src/gradwire/devices",
     "src/gradwire/hooks",
     "src/gradwire/local_sgd",
-    "src/gradwire/recorder",
     "src/gradwire/shm",
-    "src/gradwire_autoload.py",
     "docs",
 )
 """Places that are not rewritten yet."""

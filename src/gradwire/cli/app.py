@@ -1,4 +1,4 @@
-"""The commands of `gradwire`, by name; each lives in a package of its own."""
+"""Command group of `gradwire`; each command has its own module or package."""
 
 from __future__ import annotations
 

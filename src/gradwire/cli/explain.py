@@ -1,4 +1,4 @@
-"""The command `gradwire explain`: which rank, which line, which parameter, in one screen."""
+"""The command `gradwire explain`: rank, line and parameter that caused a failure, on one screen."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ import click
 
 from gradwire.errors import ArgumentError
 
-if TYPE_CHECKING:  # imported when the command runs: its help does without PyTorch
+if TYPE_CHECKING:  # imported when the command runs, so that its help does not import PyTorch
     from rich.console import Console
 
     from gradwire.recorder.verdict import Finding, Verdict
 
-_FOUND = 1  # the exit code where something failed
-_SHOWN = 3  # findings; later ones are mostly consequences
+_FOUND = 1  # exit code if something failed
+_SHOWN = 3  # number of findings shown; later ones are mostly consequences
 
 EXAMPLES = """\b
 Examples:
     gradwire run --nproc-per-node 4 --recorder dumps train.py
     gradwire explain dumps
-    gradwire explain /tmp --prefix nccl_trace_rank_    # PyTorch's own dumps
+    gradwire explain /tmp --prefix nccl_trace_rank_    # dumps of PyTorch's flight recorder
     gradwire explain dumps --json | jq .findings[0].ranks
 """
 
 
 @click.command(epilog=EXAMPLES)
 @click.argument("directory", type=click.Path(path_type=Path, exists=True, file_okay=False))
-@click.option("--prefix", help="What the files' names begin with; found out if not given.")
+@click.option("--prefix", help="Prefix of file names.  [default: the most common one]")
 @click.option("--json", "as_json", is_flag=True, help="Print the verdict as JSON.")
 def explain(directory: Path, prefix: str | None, as_json: bool) -> None:
-    """Name the rank and the cause, from the dumps in DIRECTORY.
+    """Name the rank and the cause of a failure from the dumps in DIRECTORY.
 
-    Reads the dumps of gradwire's recorder and those of PyTorch's flight recorder (Gloo, NCCL).
-    Ends with 0 if nothing failed, and with 1 if something did.
+    Reads dumps of gradwire's recorder and of PyTorch's flight recorder (Gloo, NCCL). The exit code
+    is 0 if nothing failed and 1 otherwise.
     """
     from rich.console import Console
 
@@ -54,7 +54,7 @@ def explain(directory: Path, prefix: str | None, as_json: bool) -> None:
 
 
 def show_verdict(console: Console, verdict: Verdict) -> None:
-    """Print it: the cause first."""
+    """Print a verdict, the cause first."""
     for number, finding in enumerate(verdict.findings[:_SHOWN]):
         if number:
             console.print("\nalso", style="dim")
@@ -73,4 +73,4 @@ def _show(console: Console, finding: Finding, style: str) -> None:
     for place in finding.places:
         console.print(Padding(place, (0, 0, 0, 2)), style="cyan", markup=False, soft_wrap=True)
     if finding.remedy:
-        console.print(f"To do: {finding.remedy}", markup=False)
+        console.print(f"Remedy: {finding.remedy}", markup=False)

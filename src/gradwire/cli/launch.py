@@ -1,8 +1,8 @@
-"""The launcher of the command and of the benchmarks: one job in several processes of this host.
+"""Launcher of the command and of the benchmarks: one job in several processes of this host.
 
-The parent keeps the ranks' store (on a port of its own, on the loopback interface only), receives
-what they send, and kills all of them when one fails. No rank outlives it. `run_ranks` of
-gradwire.testing is apart: it keeps its processes from call to call.
+The parent serves the ranks' store (on its own port of the loopback interface), receives their
+messages, and kills all ranks when one fails. No rank outlives it. `gradwire.testing.run_ranks` is
+separate because it reuses its processes between calls.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from gradwire.cli.rank_env import RankEnv, exit_rank
 Send = Callable[[Any], None]
 Job = Callable[[RankEnv, Send], None]
 
-_EXIT_SECONDS = 1.0  # how long a rank that reported an error may take to end
+_EXIT_SECONDS = 1.0  # time limit for the exit of a rank that reported an error
 
 
 class RankFailure(Exception):
-    """A rank raised or died, and the others were killed.
+    """Raised when a rank failed or died, after the others were killed.
 
     Args:
-        rank: The rank that failed first.
-        reason: Its error, or how its process ended.
-        details: Its traceback; "" if it died.
+        rank: Rank that failed first.
+        reason: Description of its error, or of the end of its process.
+        details: Traceback; "" if it died.
     """
 
     def __init__(self, rank: int, reason: str, details: str) -> None:
@@ -51,13 +51,13 @@ class RankFailure(Exception):
 
     @classmethod
     def of(cls, rank: int, error: Exception) -> RankFailure:
-        """The failure of a rank that raised `error`; called while that is being handled."""
+        """Create the failure of a rank that raised `error`; call it in the `except` block."""
         return cls(rank, f"failed: {type(error).__name__}: {error}", traceback.format_exc())
 
 
 @dataclass(frozen=True)
 class _Raised:
-    """The last message of a rank that raised."""
+    """Last message of a rank that raised."""
 
     when: float
     failure: RankFailure
@@ -65,7 +65,7 @@ class _Raised:
 
 @dataclass
 class _Rank:
-    """The parent's side of one rank's process."""
+    """Parent's side of one rank's process."""
 
     number: int
     process: multiprocessing.process.BaseProcess
@@ -73,11 +73,11 @@ class _Rank:
     raised: _Raised | None = None
 
     def read(self, receive: Send) -> None:
-        """Receive all messages that the rank has sent so far."""
+        """Receive all pending messages of the rank."""
         while not self.inbox.closed and self.inbox.poll():
             try:
                 message = self.inbox.recv()
-            except (EOFError, OSError):  # OSError: it died in the middle of a message
+            except (EOFError, OSError):  # OSError: it died within a message
                 self.inbox.close()
             else:
                 if isinstance(message, _Raised):
@@ -87,20 +87,20 @@ class _Rank:
 
     @property
     def died(self) -> bool:
-        """Whether it ended with an error that it did not report."""
+        """True if the process ended with an error that it did not report."""
         return self.raised is None and self.process.exitcode not in (None, 0)
 
 
 def launch(job: Job, nproc: int, receive: Send) -> None:
-    """Run `job(env, send)` in `nproc` new processes and wait until all have ended.
+    """Run `job(env, send)` in `nproc` new processes and wait for all of them.
 
     Args:
-        job: Called in each process; it is pickled, and so must be importable by its name.
-        nproc: How many processes.
-        receive: Called in this process with each object that a rank passes to its `send`.
+        job: Function to call in each process; it is pickled, so it must be importable by name.
+        nproc: Number of processes.
+        receive: Function called in this process with each object that a rank passes to `send`.
 
     Raises:
-        RankFailure: A rank raised or died. Whatever is raised, no process is left.
+        RankFailure: A rank raised or died. No process is left after any error.
     """
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
@@ -122,7 +122,7 @@ def launch(job: Job, nproc: int, receive: Send) -> None:
             rank.process.kill()
         for rank in ranks:
             rank.process.join()
-        del store  # only now: a rank that is still alive may be talking to it
+        del store  # last, since living ranks may be using it
 
 
 def _start(job: Job, env: RankEnv) -> _Rank:
@@ -130,15 +130,15 @@ def _start(job: Job, env: RankEnv) -> _Rank:
     inbox, outbox = context.Pipe(duplex=False)
     process = context.Process(target=_run, args=(job, env, outbox), daemon=True)
     process.start()
-    outbox.close()  # leaves the rank's copy alone, so that the pipe ends with the rank
+    outbox.close()  # only the rank's copy remains, so that the pipe ends with the rank
     return _Rank(env.rank, process, inbox)
 
 
 def _run(job: Job, env: RankEnv, outbox: Connection) -> None:
-    """The main function of a rank's process; ends it."""
+    """Run a rank and end its process."""
     exit_with_parent()
     if "lo" in (name for _, name in socket.if_nameindex()):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # or Gloo resolves the host's name
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else Gloo resolves the host's name
     try:
         job(env, outbox.send)
     except Exception as error:
@@ -148,7 +148,7 @@ def _run(job: Job, env: RankEnv, outbox: Connection) -> None:
 
 
 def exit_with_parent() -> None:
-    """End this process when the parent has ended, by SIGKILL too."""
+    """End this process when its parent ends, even by SIGKILL."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -161,8 +161,8 @@ def exit_with_parent() -> None:
 
 @contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """Block SIGINT; processes started meanwhile inherit that, as the parent ends them."""
-    resource_tracker.ensure_running()  # or the first start would do it, and unblock SIGINT
+    """Block SIGINT, also in processes started meanwhile: the parent ends them."""
+    resource_tracker.ensure_running()  # else the first start does it and unblocks SIGINT
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -171,7 +171,7 @@ def _interrupts_held() -> Iterator[None]:
 
 
 def _watch(ranks: list[_Rank], receive: Send) -> None:
-    """Receive messages until every rank has ended; raise as soon as one fails."""
+    """Receive messages until all ranks have ended; raise when one fails."""
     while True:
         running = [rank for rank in ranks if rank.process.exitcode is None]
         for rank in ranks:
@@ -189,11 +189,11 @@ def _wait_handles(ranks: list[_Rank]) -> list[Any]:
 
 
 def _first_failure(ranks: list[_Rank]) -> RankFailure:
-    """The failure that caused the others.
+    """Return the failure that caused the others.
 
-    When a rank dies, the errors that this causes on other ranks may arrive before its death is
-    seen. So ranks that reported an error get a second to end; then a death comes before any error,
-    and an earlier error before a later one.
+    When a rank dies, the resulting errors of other ranks may arrive before its death is noticed. So
+    ranks that reported an error get a second to end. Then a death takes precedence over errors, and
+    an earlier error over a later one.
     """
     deadline = time.monotonic() + _EXIT_SECONDS
     for rank in ranks:

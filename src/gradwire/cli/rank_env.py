@@ -1,7 +1,4 @@
-"""The environment of one rank: its ranks and sizes, and how it joins the other ranks.
-
-It comes from gradwire's own launcher or from torchrun's environment variables.
-"""
+"""Environment of one rank, from gradwire's launcher or from torchrun's environment variables."""
 
 from __future__ import annotations
 
@@ -22,15 +19,15 @@ _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADD
 
 @dataclass(frozen=True)
 class RankEnv:
-    """One rank of a job.
+    """Rank of a job.
 
     Args:
-        rank: Among all processes.
-        world_size: How many processes there are.
-        local_rank: The rank on this host.
-        local_size: How many processes this host has.
-        store_port: The port of the launcher's store on this host; None under torchrun, whose
-            environment variables have the address.
+        rank: Rank among all processes.
+        world_size: Number of processes.
+        local_rank: Rank on this host.
+        local_size: Number of processes on this host.
+        store_port: Port of the launcher's store on this host; None under torchrun, whose
+            environment variables contain the address.
     """
 
     rank: int
@@ -41,18 +38,18 @@ class RankEnv:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> RankEnv | None:
-        """The environment that torchrun gave this process; None if no launcher started it.
+        """Return torchrun's environment of this process; None if no launcher started it.
 
         Raises:
-            ArgumentError: RANK is set, but what torchrun sets with it is not, or is no number.
+            ArgumentError: RANK is set, but another variable of torchrun is missing or not a number.
         """
         if "RANK" not in environment:
             return None
         missing = [name for name in _TORCHRUN if name not in environment]
         if missing:
             raise ArgumentError(
-                f"RANK={environment['RANK']} is set, as in a process that torchrun started, "
-                f"without {', '.join(missing)}: start with torchrun, or unset RANK"
+                f"RANK={environment['RANK']} is set without {', '.join(missing)}: start with "
+                "torchrun, or unset RANK"
             )
         try:
             return cls(*(int(environment[name]) for name in _TORCHRUN[:4]))
@@ -63,7 +60,7 @@ class RankEnv:
             ) from error
 
     def device(self, backend: str) -> torch.device:
-        """The device for this rank's tensors on `backend`: the CPU, or the rank's own GPU."""
+        """Return the device of this rank's tensors on `backend`: the CPU, or the rank's GPU."""
         supported = dist.Backend.backend_capability.get(backend, ["cpu"])
         if "cpu" in supported:
             return torch.device("cpu")
@@ -71,7 +68,7 @@ class RankEnv:
 
 
 def join_group(env: RankEnv, backend: str, timeout: timedelta) -> dist.ProcessGroup:
-    """Initialize the default process group, and return it."""
+    """Initialize the default process group and return it."""
     store = None
     if env.store_port is not None:
         store = dist.TCPStore("127.0.0.1", env.store_port, is_master=False, timeout=timeout)
@@ -89,10 +86,10 @@ def join_group(env: RankEnv, backend: str, timeout: timedelta) -> dist.ProcessGr
 
 
 def exit_rank(exitcode: int) -> NoReturn:
-    """End a rank's process without finalizing the interpreter.
+    """Exit a rank's process without finalizing the interpreter.
 
-    torch's DistributedDataParallel keeps the group's threads alive even after
-    destroy_process_group, and one that frees a tensor after finalization aborts the process.
+    torch's DistributedDataParallel keeps the group's threads alive after destroy_process_group. A
+    thread that frees a tensor after finalization aborts the process.
     """
     sys.stdout.flush()
     sys.stderr.flush()

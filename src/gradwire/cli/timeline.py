@@ -1,4 +1,4 @@
-"""The command `gradwire timeline`: where the time of a run went."""
+"""The command `gradwire timeline`: summary, page and picture of a trace."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import click
 
 from gradwire.errors import ArgumentError
 
-if TYPE_CHECKING:  # imported when the command runs: its help does without PyTorch
+if TYPE_CHECKING:  # imported when the command runs, so that its help does not import PyTorch
     from rich.console import Console
     from rich.table import Table
 
     from gradwire.recorder.trace.summary import Summary
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
-_SHOWN = 5  # buckets
+_SHOWN = 5  # number of buckets shown
 
 EXAMPLES = """\b
 Examples:
@@ -31,19 +31,19 @@ Examples:
 
 @click.command(epilog=EXAMPLES)
 @click.argument("trace", type=click.Path(path_type=Path, dir_okay=False, exists=True))
-@click.option("--html", type=_FILE, help="Write a page that needs nothing else.")
-@click.option("--png", type=_FILE, help="Write a picture; needs matplotlib.")
+@click.option("--html", type=_FILE, help="Write a self-contained HTML page.")
+@click.option("--png", type=_FILE, help="Write a PNG picture; needs matplotlib.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
 def timeline(trace: Path, html: Path | None, png: Path | None, as_json: bool) -> None:
-    """Summarize TRACE, as gradwire.timeline() or `gradwire run --timeline` wrote it.
+    """Summarize TRACE, written by gradwire.timeline() or `gradwire run --timeline`.
 
-    Exposed communication per step, the slowest bucket, the rank that others waited for, and what
-    each rank sent. Perfetto (https://ui.perfetto.dev) opens TRACE as it is.
+    Prints exposed communication per step, the slowest buckets, the rank that others waited for, and
+    the bytes that each rank sent. Perfetto (https://ui.perfetto.dev) opens TRACE directly.
     """
     if png is not None and find_spec("matplotlib") is None:
         raise click.UsageError('--png needs matplotlib: pip install "gradwire[plot]"')
     if png is not None and png.suffix != ".png":
-        raise click.UsageError(f"--png is {str(png)!r}: give a file that ends with .png")
+        raise click.UsageError(f"--png is {str(png)!r}: pass a file name that ends with .png")
     from rich.console import Console
 
     from gradwire.recorder.trace.render import draw, page_of
@@ -60,7 +60,7 @@ def timeline(trace: Path, html: Path | None, png: Path | None, as_json: bool) ->
         if png is not None:
             draw(data, png)
     except OSError as error:
-        raise click.UsageError(f"it cannot be written: {error}") from error
+        raise click.UsageError(f"cannot write the file: {error}") from error
     if as_json:
         click.echo(json.dumps(summary.as_dict(), indent=2))
     else:
@@ -77,11 +77,11 @@ def _show(console: Console, summary: Summary) -> None:
         console.print(_buckets(summary))
     if summary.left_out:
         console.print(
-            f"\n[yellow]Cut off[/]: {summary.left_out:,} records at the end are missing, as ranks "
-            "keep their first 200,000."
+            f"\n[yellow]Truncated[/]: {summary.left_out:,} records at the end are missing, since "
+            "each rank keeps its first 200,000."
         )
     error = summary.clock_error_us
-    console.print(f"\nms; medians of steps. Ranks' clocks agree to {error:.3g} µs.", style="dim")
+    console.print(f"\nTimes in ms, medians per step. Clock error: {error:.3g} µs.", style="dim")
 
 
 def _ranks(summary: Summary) -> Table:

@@ -1,7 +1,6 @@
-"""The command `gradwire demo`: from options to exit code.
+"""The command `gradwire demo`, which launches processes, or is one of torchrun's processes.
 
-Started by hand it launches the processes and shows the messages of rank 0; started by torchrun it
-is one of the processes, and rank 0 shows its own.
+In both cases the messages of rank 0 are shown.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ from gradwire.cli.demo.options import (
 )
 from gradwire.errors import ArgumentError
 
-if TYPE_CHECKING:  # imported when the command runs: its help does without PyTorch
+if TYPE_CHECKING:  # imported when the command runs, so that its help does not import PyTorch
     from gradwire.cli.launch import Send
     from gradwire.cli.rank_env import RankEnv
 
 _POSITIVE = click.IntRange(min=1)
-_USAGE = 2  # click's exit code for options that cannot be used
-_INTERRUPTED = 130  # what a shell reports after Ctrl-C
+_USAGE = 2  # click's exit code for wrong options
+_INTERRUPTED = 130  # exit code that shells report after Ctrl-C
 
 
 @click.command(context_settings={"show_default": True})
@@ -40,20 +39,18 @@ _INTERRUPTED = 130  # what a shell reports after Ctrl-C
     "--mode",
     type=click.Choice([PROCESSES, DEVICES]),
     default=PROCESSES,
-    help="DistributedDataParallel over processes, or DataParallel on 4 replicas in one.",
+    help="DistributedDataParallel in processes, or DataParallel on 4 replicas in one process.",
 )
 @click.option(
-    "--nproc", type=_POSITIVE, show_default="2, or torchrun's", help="Processes that train."
+    "--nproc", type=_POSITIVE, show_default="2, or torchrun's", help="Number of processes."
 )
-@click.option("--backend", default="shm", help="Of torch.distributed.")
-@click.option("--epochs", type=_POSITIVE, default=12, help="Times each image is seen.")
+@click.option("--backend", default="shm", help="Backend of torch.distributed.")
+@click.option("--epochs", type=_POSITIVE, default=12, help="Number of passes over the data.")
+@click.option("--hook", type=click.Choice(HOOK_NAMES), default="none", help="Communication hook.")
 @click.option(
-    "--hook", type=click.Choice(HOOK_NAMES), default="none", help="The communication hook."
+    "--seed", type=click.IntRange(0, 2**32 - 1), default=0, help="Seed of parameters and order."
 )
-@click.option(
-    "--seed", type=click.IntRange(0, 2**32 - 1), default=0, help="Of initial parameters and order."
-)
-@click.option("--batch-size", type=int, default=64, help="Images per step, in all.")
+@click.option("--batch-size", type=int, default=64, help="Images per step, over all processes.")
 @click.pass_context
 def demo(context: click.Context, /, mode: str, nproc: int | None, **others: Any) -> None:
     """Train a small network on real data, with several processes or several replicas.
@@ -78,7 +75,7 @@ def demo(context: click.Context, /, mode: str, nproc: int | None, **others: Any)
             check_backend(options.backend, options.shares if env is None else env.local_size)
     except ArgumentError as error:
         if env is not None and env.rank != 0:
-            sys.exit(_USAGE)  # rank 0 shows the error for all
+            sys.exit(_USAGE)  # only rank 0 shows the error
         raise click.UsageError(str(error)) from error
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     exitcode = _run(options, env)
@@ -88,22 +85,22 @@ def demo(context: click.Context, /, mode: str, nproc: int | None, **others: Any)
 
 
 def _refuse_processes(context: click.Context, env: RankEnv | None) -> None:
-    """Refuse options for processes in mode "devices"."""
+    """Reject options for processes in mode "devices"."""
     for name in ("nproc", "backend", "hook"):
         if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
             raise ArgumentError(
-                f"--{name} is {context.params[name]}, but --mode devices runs in one process, "
-                f"without communication between processes: leave out --{name}"
+                f"--{name} is {context.params[name]}, but --mode devices runs in one process: "
+                f"omit --{name}"
             )
     if env is not None:
         raise ArgumentError(
-            f"{env.world_size} processes were started from outside (WORLD_SIZE), but --mode "
-            "devices runs in one: start it without torchrun"
+            f"WORLD_SIZE is {env.world_size}, but --mode devices runs in one process: start it "
+            "without torchrun"
         )
 
 
 def _run(options: DemoOptions, env: RankEnv | None) -> int:
-    """Run and show the demo, errors included; returns the exit code."""
+    """Run the demo, show results and errors, and return the exit code."""
     from gradwire.cli.demo.rank import run_devices, run_rank
     from gradwire.cli.launch import RankFailure, launch
 
@@ -132,14 +129,13 @@ def _process_count(nproc: int | None, env: RankEnv | None) -> int:
         return 2 if nproc is None else nproc
     if nproc not in (None, env.world_size):
         raise ArgumentError(
-            f"--nproc is {nproc}, but {env.world_size} processes were started from outside "
-            "(WORLD_SIZE): leave out --nproc under torchrun"
+            f"--nproc is {nproc}, but WORLD_SIZE is {env.world_size}: omit --nproc under torchrun"
         )
     return env.world_size
 
 
 def _run_here(options: DemoOptions, env: RankEnv, send: Send) -> None:
-    """Run as the rank that this process is."""
+    """Run this process's rank."""
     from gradwire.cli.demo.rank import run_rank
     from gradwire.cli.launch import RankFailure
 
@@ -150,7 +146,7 @@ def _run_here(options: DemoOptions, env: RankEnv, send: Send) -> None:
 
 
 def _show(options: DemoOptions, run: Callable[[Send], None]) -> int:
-    """Show the messages and the result of `run`; returns the exit code: 1 if it is wrong."""
+    """Show the messages and the result of `run`; return exit code 1 if the result is wrong."""
     from rich.console import Console
 
     from gradwire.cli.demo.rank import Result

@@ -1,4 +1,4 @@
-"""The demo's options, checked before any process is started."""
+"""Options of the demo, checked before any process is started."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from gradwire.errors import ArgumentError
 
-_NO_TRANSPORT = {"undefined", "fake"}  # torch lists them, but they send nothing
+_NO_TRANSPORT = {"undefined", "fake"}  # backends that torch lists but that send nothing
 
 
 PROCESSES, DEVICES = "processes", "devices"
@@ -17,20 +17,20 @@ TEST_IMAGES, TRAIN_IMAGES = 360, 1437
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """The demo's settings.
+    """Settings of the demo.
 
     Args:
-        shares: How many processes train, or how many replicas in mode "devices"; each has a share
-            of every batch.
-        backend: Of torch.distributed, for the processes' messages.
-        epochs: How often each training image is seen.
-        hook: The communication hook, by its name in `gradwire.cli.demo.wrap`.
-        seed: Of the initial parameters and of the order of the images.
-        batch_size: Images per step, over all shares together.
+        shares: Number of processes, or of replicas in mode "devices"; each gets a share of every
+            batch.
+        backend: Backend of torch.distributed.
+        epochs: Number of passes over the training images.
+        hook: Name of the communication hook in `gradwire.cli.demo.wrap`.
+        seed: Seed of the initial parameters and of the order of images.
+        batch_size: Images per step, over all shares.
         mode: `PROCESSES`, or `DEVICES`: replicas on the CPU of one process.
 
     Raises:
-        ArgumentError: A value cannot be used.
+        ArgumentError: A value is out of range.
     """
 
     shares: int = 2
@@ -47,8 +47,8 @@ class DemoOptions:
             if self.mode == DEVICES:
                 name, taker = "the number of replicas", "replica"
             raise ArgumentError(
-                f"--batch-size is {self.batch_size}; it must be at least {name} ({self.shares}), "
-                f"so that each {taker} has an image, and at most {TRAIN_IMAGES}, all there are"
+                f"--batch-size is {self.batch_size}: pass at least {name} ({self.shares}), so that "
+                f"each {taker} has an image, and at most {TRAIN_IMAGES}, the number of images"
             )
 
 
@@ -60,29 +60,29 @@ def _usable_backends() -> str:
 
 
 def check_backend(backend: str, local_size: int) -> None:
-    """Raise unless `local_size` processes of this host can use `backend`.
+    """Check that `local_size` processes of this host can use `backend`.
 
     Raises:
-        ArgumentError: Torch does not know it, comes without it, or finds too few GPUs for it.
+        ArgumentError: The backend is unknown, missing in this build of torch, or needs more GPUs.
     """
     import torch
     import torch.distributed as dist
 
     if backend in _NO_TRANSPORT or backend not in dist.Backend.backend_list:
         raise ArgumentError(
-            f"--backend is {backend!r}, which torch.distributed does not know; "
-            f"it can use here: {_usable_backends()}"
+            f"--backend is {backend!r}, which torch.distributed does not know: pass one of "
+            f"{_usable_backends()}"
         )
     supported = dist.Backend.backend_capability.get(backend, ["cpu"])
     if "cpu" not in supported:
         found = torch.accelerator.device_count()
         if found < local_size:
             raise ArgumentError(
-                f"--backend is {backend!r}, which needs a GPU for each process on a machine: "
-                f"{local_size} processes, {found} GPUs; use --backend gloo"
+                f"--backend is {backend!r}, which needs one GPU per process: {local_size} "
+                f"processes, {found} GPUs; use --backend gloo"
             )
     if not dist.is_backend_available(backend):
         raise ArgumentError(
-            f"--backend is {backend!r}, which this build of torch comes without; "
-            f"it can use here: {_usable_backends()}"
+            f"--backend is {backend!r}, which this build of torch lacks: pass one of "
+            f"{_usable_backends()}"
         )

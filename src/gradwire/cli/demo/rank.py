@@ -1,4 +1,4 @@
-"""The whole demo as one rank runs it; rank 0 sends the results."""
+"""The demo on one rank; rank 0 sends the results."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from gradwire.cli.launch import Send
 from gradwire.cli.rank_env import RankEnv, join_group
 from gradwire.collectives.wire.backends import backend_of
 
-_TIMEOUT = timedelta(minutes=2)  # longer than any epoch of the twin, for which the others wait
+_TIMEOUT = timedelta(minutes=2)  # longer than an epoch of the twin, which other ranks wait for
 
 
 @dataclass(frozen=True)
 class Backend:
-    """The backend that the group uses: Gloo in place of shm if ranks cannot share memory."""
+    """Message: backend that the group uses, which is Gloo if ranks cannot share memory."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class Round:
-    """How many rounds of timing are done; one in five is sent."""
+    """Message: number of completed rounds of timing; every fifth is sent."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class Result:
-    """The demo's result.
+    """Message: result of the demo.
 
     Args:
-        last: The last epoch.
-        same_bits: Whether all ranks ended with the same parameters, to the last bit.
-        times: As of `time_steps`.
+        last: Last epoch.
+        same_bits: True if all ranks have bitwise equal parameters.
+        times: Result of `time_steps`.
     """
 
     last: Epoch
@@ -50,7 +50,7 @@ class Result:
 
 
 def run_rank(options: DemoOptions, env: RankEnv, send: Send) -> None:
-    """Train, compare and time on one rank; rank 0 sends the Backend, Epochs, Rounds and the Result.
+    """Train, compare and time on one rank; rank 0 sends Backend, Epochs, Rounds and Result.
 
     Raises:
         DistributedError: A rank failed.
@@ -64,7 +64,7 @@ def run_rank(options: DemoOptions, env: RankEnv, send: Send) -> None:
 
 
 def run_devices(options: DemoOptions, send: Send) -> None:
-    """`run_rank` without other ranks: DataParallel on replicas, all on the CPU."""
+    """Run the demo without other ranks: DataParallel on replicas on the CPU."""
     _run(options, RankEnv(0, 1, 0, 1), None, torch.device("cpu"), send)
 
 
@@ -75,13 +75,13 @@ def _run(
     device: torch.device,
     send: Send,
 ) -> None:
-    torch.set_num_threads(1)  # the network is too small to gain from more
+    torch.set_num_threads(1)  # the network is too small for more
     digits = load_digits(options.seed, device)
     model, last = train(options, env, group, digits, on_epoch=send)
     same = group is None or same_bits(model, group)
 
     def on_round(number: int) -> None:
-        if env.rank == 0 and number % 5 == 1:  # to show each one would disturb the timing
+        if env.rank == 0 and number % 5 == 1:  # showing every round would disturb the timing
             send(Round(number))
 
     times = time_steps(options, env, group, digits, on_round)

@@ -1,4 +1,4 @@
-"""The demo's results: two tables, and whether they are right."""
+"""Report of the demo: two tables, and a check of the results."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from gradwire.cli.demo.train import TOLERANCE
 from gradwire.cli.demo.wrap import HOOKS
 
 _ROUNDING = (
-    "A sum in another order is rounded differently, in float32 at the 7th digit. A relative "
-    f"difference (its length over the parameter's) up to {TOLERANCE:.0e} counts as rounding; a "
-    "gradient lost in a single step would make 1e-04 or more."
+    "Sums in different orders round differently, in float32 at the 7th digit. A relative "
+    f"difference (norm of the difference over norm of the parameter) up to {TOLERANCE:.0e} counts "
+    "as rounding; a gradient lost in a single step would cause 1e-04 or more."
 )
 
 
 def failures(result: Result, options: DemoOptions) -> list[str]:
-    """What is wrong with the result, a sentence each; empty if nothing is."""
+    """Return descriptions of errors in the result; empty if it is right."""
     found = []
     if not result.same_bits:
         found.append("the processes ended with different parameters")
@@ -35,7 +35,7 @@ def failures(result: Result, options: DemoOptions) -> list[str]:
 
 
 def show_result(console: Console, result: Result, options: DemoOptions) -> None:
-    """Print the result and what it means."""
+    """Print the result with explanations."""
     for table, explanation in (
         (_training(result, options), _explained_difference(options)),
         (_times(result, options), _explained_times(result, options)),
@@ -55,7 +55,7 @@ def _training(result: Result, options: DemoOptions) -> Table:
     table.add_row("test accuracy", accuracy, f"{last.correct} of {TEST_IMAGES} digits recognized")
     table.add_row("training loss", f"{last.loss:.4f}", "mean over the last epoch")
     if options.mode != DEVICES:
-        same, meaning = ("equal", "to the last bit") if result.same_bits else _DIFFERENT
+        same, meaning = ("equal", "bit for bit") if result.same_bits else _DIFFERENT
         table.add_row("parameters in all processes", same, meaning)
     verdict = "[green]rounding[/]" if difference.is_rounding else "[red]more than rounding[/]"
     if HOOKS[options.hook].lossy:
@@ -65,14 +65,14 @@ def _training(result: Result, options: DemoOptions) -> Table:
     return table
 
 
-_DIFFERENT = ("differ", "[red]they must not[/]")
+_DIFFERENT = ("differ", "[red]must be equal[/]")
 
 
 def _explained_difference(options: DemoOptions) -> str:
     if HOOKS[options.hook].lossy:
         return (
-            f"The hook {options.hook} compresses gradients, to be faster on slow networks. The "
-            "twin's are not compressed, and so its parameters differ."
+            f"The hook {options.hook} compresses gradients for slow networks. The twin's gradients "
+            "are not compressed, so its parameters differ."
         )
     return _ROUNDING
 
@@ -89,17 +89,17 @@ def _times(result: Result, options: DemoOptions) -> Table:
 
 
 def _explained_times(result: Result, options: DemoOptions) -> str:
-    text = f"Medians of {TIMED_ROUNDS} steps, alternately. Compute is a step of the bare network; "
+    text = f"Medians of {TIMED_ROUNDS} alternating steps. Compute is a step of the bare network; "
     if options.mode == DEVICES:
         return text + (
-            "replicas is what a step takes longer than that: to scatter and gather the batch, to "
-            "copy parameters to the replicas and to add their gradients. The replicas share this "
-            "CPU, so that they save no time; torch's DataParallel refuses the CPU."
+            "replicas is the additional time to scatter and gather the batch, to copy parameters "
+            "to the replicas and to add their gradients. The replicas share this CPU and save no "
+            "time; torch's DataParallel does not run on the CPU."
         )
-    text += "exposed communication is what a step takes longer than that."
+    text += "exposed communication is the additional time of a step."
     if TORCH not in result.times:
         limit = HOOKS[options.hook].torch_limit
-        text += f" With {options.hook}, torch's DDP is left out: it {limit}."
+        text += f" With {options.hook}, torch's DDP is omitted: it {limit}."
     return text
 
 

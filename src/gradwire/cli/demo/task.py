@@ -29,7 +29,7 @@ class Digits:
 
 
 def load_digits(seed: int, device: torch.device) -> Digits:
-    """Load the digits; `seed` decides which ones are kept for the test."""
+    """Load the digits; `seed` selects the test images."""
     from sklearn import datasets
 
     bundle = datasets.load_digits()
@@ -44,9 +44,9 @@ def load_digits(seed: int, device: torch.device) -> Digits:
 
 
 def batches(seed: int, epoch: int, batch_size: int) -> Iterator[Tensor]:
-    """The training images' numbers in one epoch's order, `batch_size` at a time.
+    """Yield the indices of training images in one epoch's order, `batch_size` at a time.
 
-    Images that do not fill a last batch are left out; another epoch leaves out others.
+    An incomplete last batch is dropped; each epoch drops different images.
     """
     shuffle = torch.Generator().manual_seed(seed + 1 + epoch)
     order = torch.randperm(TRAIN_IMAGES, generator=shuffle)
@@ -55,7 +55,7 @@ def batches(seed: int, epoch: int, batch_size: int) -> Iterator[Tensor]:
 
 
 def build_model(seed: int, device: torch.device) -> nn.Module:
-    """The network with first parameters that follow from `seed`."""
+    """Return the network with initial parameters from `seed`."""
     torch.manual_seed(seed)
     return nn.Sequential(
         nn.Conv2d(1, 32, kernel_size=3, padding=1),
@@ -71,12 +71,12 @@ def build_model(seed: int, device: torch.device) -> nn.Module:
 
 
 def build_optimizer(model: nn.Module, batch_size: int) -> torch.optim.Optimizer:
-    """Plain SGD with momentum; small batches are noisy and take smaller steps."""
+    """Return SGD with momentum; the learning rate is smaller for small, noisy batches."""
     return torch.optim.SGD(model.parameters(), lr=0.1 * min(1.0, batch_size / 64), momentum=0.9)
 
 
 def parameter_count(model: nn.Module) -> int:
-    """How many numbers are trained."""
+    """Return the number of trained scalars."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -87,7 +87,7 @@ def train_step(
     labels: Tensor,
     weight: float,
 ) -> Tensor:
-    """One step on these images, each of which counts `weight` in the loss; returns the loss."""
+    """Train one step on images that each have a `weight` in the loss; return the loss."""
     optimizer.zero_grad()
     loss = nn.functional.cross_entropy(model(images), labels, reduction="sum") * weight
     loss.backward()

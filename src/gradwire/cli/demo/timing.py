@@ -1,7 +1,7 @@
-"""Time per step: of the model alone, in gradwire's class and in torch's.
+"""Time per step of the bare model, of gradwire's wrapper and of torch's.
 
-They run alternately, step by step, so that other work on the machine slows all of them alike. A
-step takes as long as on its slowest rank.
+Steps alternate between them, so that other work on the machine slows all of them equally. The time
+of a step is that of the slowest rank.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gradwire.cli.demo.task import Digits, build_model, build_optimizer, train_s
 from gradwire.cli.demo.wrap import wrap_ours, wrap_torch
 from gradwire.cli.rank_env import RankEnv
 
-_WARM_UP_ROUNDS = 15  # first steps allocate, and the classes rebuild their buckets
+_WARM_UP_ROUNDS = 15  # first steps allocate memory and rebuild buckets
 TIMED_ROUNDS = 100
 ROUNDS = _WARM_UP_ROUNDS + TIMED_ROUNDS
 
@@ -32,9 +32,9 @@ def time_steps(
     digits: Digits,
     on_round: Callable[[int], None],
 ) -> dict[str, float]:
-    """Median seconds per step: `COMPUTE` of the model alone, `OURS`, and `TORCH` if it can run.
+    """Return median seconds per step: `COMPUTE` of the bare model, `OURS`, and `TORCH` if it runs.
 
-    `on_round` is called with the number of each of `ROUNDS` rounds, once done.
+    `on_round` is called with the number of each of `ROUNDS` completed rounds.
     """
     device = digits.train_images.device
     model, inner, torchs = (build_model(options.seed, device) for _ in range(3))
@@ -50,7 +50,7 @@ def time_steps(
     ]
     rounds = []
     for number in range(1, ROUNDS + 1):
-        first = number % len(steps)  # no model always runs after the same other one
+        first = number % len(steps)  # rotate the order of models
         order = [*range(first, len(steps)), *range(first)]
         taken = {which: _seconds(steps[which], group, device) for which in order}
         rounds.append([taken[which] for which in range(len(steps))])
@@ -64,7 +64,7 @@ def time_steps(
 def _seconds(
     step: Callable[[], object], group: dist.ProcessGroup | None, device: torch.device
 ) -> float:
-    """The time of one step that all ranks begin together."""
+    """Return the time of one step that all ranks begin together."""
     if group is not None:
         dist.barrier(group)
     begin = time.perf_counter()

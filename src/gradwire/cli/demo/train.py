@@ -1,7 +1,7 @@
-"""The training of one rank, and beside it its twin: the same training in one process.
+"""Training on one rank, and its twin: the same training in one process.
 
-Each rank trains on its share of a batch, the twin, on rank 0 alone, on all of it. If the gradients
-are averaged correctly, the parameters of both differ by rounding only.
+Each rank trains on its share of a batch. The twin, on rank 0, trains on the whole batch. Correctly
+averaged gradients give parameters that differ from the twin's only by rounding.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ TOLERANCE = 1e-5
 
 @dataclass(frozen=True)
 class Difference:
-    """How far the parameters are from the twin's.
+    """Difference between the parameters and the twin's.
 
     Args:
-        absolute: The largest difference of two numbers.
-        relative: The largest length of a parameter's difference over the parameter's length.
+        absolute: Largest difference of two scalars.
+        relative: Largest norm of a parameter's difference over the parameter's norm.
     """
 
     absolute: float
@@ -36,19 +36,19 @@ class Difference:
 
     @property
     def is_rounding(self) -> bool:
-        """Whether rounding explains it (a NaN is never explained)."""
+        """True if rounding explains the difference; NaN is never explained."""
         return self.relative <= TOLERANCE
 
 
 @dataclass(frozen=True)
 class Epoch:
-    """The result of an epoch, on rank 0, where the twin is.
+    """Result of an epoch on rank 0, which has the twin.
 
     Args:
-        number: Of the epoch, from 1.
-        loss: The mean over the epoch's images and all ranks.
-        correct: How many test images were recognized.
-        difference: To the twin.
+        number: Number of the epoch, from 1.
+        loss: Mean loss over the epoch's images and all ranks.
+        correct: Number of correctly classified test images.
+        difference: Difference to the twin.
     """
 
     number: int
@@ -64,13 +64,13 @@ def train(
     digits: Digits,
     on_epoch: Callable[[Epoch], None],
 ) -> tuple[nn.Module, Epoch | None]:
-    """Train, and on rank 0 call `on_epoch` after each epoch.
+    """Train, and call `on_epoch` on rank 0 after each epoch.
 
     Returns:
-        The trained model, and the last epoch on rank 0, where the twin is, or None elsewhere.
+        The trained model, and the last epoch on rank 0 or None elsewhere.
     """
     device = digits.train_images.device
-    # only rank 0 starts with the twin's parameters: the others have to receive them
+    # only rank 0 starts with the twin's parameters: the others receive them
     model = build_model(options.seed + env.rank, device)
     wrapped = wrap_ours(model, options, group)
     twin = build_model(options.seed, device)
@@ -81,7 +81,7 @@ def train(
         for batch in batches(options.seed, number, options.batch_size):
             images, labels = digits.train_images[batch], digits.train_labels[batch]
             mine = slice(env.rank, None, env.world_size)
-            # DistributedDataParallel averages over ranks: the mean over the batch is wanted
+            # DistributedDataParallel averages over ranks, so this gives the mean over the batch
             weight = env.world_size / options.batch_size
             losses.append(train_step(wrapped, optimizer, images[mine], labels[mine], weight))
             if env.rank == 0:
@@ -98,14 +98,14 @@ def train(
 
 @torch.no_grad()
 def correct(model: nn.Module, digits: Digits) -> int:
-    """How many of the test images the model recognizes."""
+    """Return the number of test images that the model classifies correctly."""
     guesses = model(digits.test_images).argmax(dim=1)
     return int((guesses == digits.test_labels).sum())
 
 
 @torch.no_grad()
 def largest_difference(model: nn.Module, twin: nn.Module) -> Difference:
-    """The difference of two models' parameters, pair by pair."""
+    """Return the largest difference between two models' parameters."""
     absolute, relative = [], []
     for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         delta = ours - theirs
@@ -116,7 +116,7 @@ def largest_difference(model: nn.Module, twin: nn.Module) -> Difference:
 
 @torch.no_grad()
 def same_bits(model: nn.Module, group: dist.ProcessGroup) -> bool:
-    """Whether all ranks hold the same parameters, to the last bit."""
+    """Return True if all ranks have bitwise equal parameters."""
     digest = hashlib.sha256()
     for parameter in model.parameters():
         digest.update(parameter.contiguous().view(torch.uint8).cpu().numpy().tobytes())

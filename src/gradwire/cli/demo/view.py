@@ -1,4 +1,4 @@
-"""The demo while it runs: a line per epoch, and on a terminal a moving bar below."""
+"""Progress of the demo: a line per epoch, and a progress bar on terminals."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from gradwire.cli.demo.task import build_model, parameter_count
 from gradwire.cli.demo.timing import ROUNDS
 from gradwire.cli.demo.train import Epoch
 
-_LINES = 12  # about how many epochs get a line
+_LINES = 12  # approximate number of epochs with a line
 
 
 def _texts(options: DemoOptions) -> tuple[str, str, str]:
-    """What trains, the headline, and how the twin trains."""
+    """Return the workers, the headline and the twin's setup."""
     if options.mode == DEVICES:
         workers = f"{options.shares} replicas"
         return workers, f"{workers} on one CPU, by DataParallel", "without replicas"
@@ -29,14 +29,14 @@ def _texts(options: DemoOptions) -> tuple[str, str, str]:
 
 
 class View:
-    """Shows what the demo is, and then its messages.
+    """Display of the demo's setup and messages.
 
     Args:
-        console: Where to.
-        options: Of the demo.
+        console: Console to print to.
+        options: Options of the demo.
 
     Attributes:
-        progress: The bar below the lines; entered while the demo runs.
+        progress: Progress bar, entered while the demo runs.
     """
 
     def __init__(self, console: Console, options: DemoOptions) -> None:
@@ -56,7 +56,7 @@ class View:
         self._introduce()
 
     def show(self, message: Any) -> None:
-        """Show a message of rank 0: a Backend, an Epoch or a Round."""
+        """Show a message of rank 0: Backend, Epoch or Round."""
         if isinstance(message, Backend):
             self._console.print(f"[dim]  backend  {message.name}[/]")
         elif isinstance(message, Epoch):

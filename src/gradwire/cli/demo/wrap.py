@@ -1,4 +1,4 @@
-"""The model in gradwire's data-parallel class and in torch's, with the same hook."""
+"""Wrappers of the model: gradwire's and torch's data-parallel classes, with the same hook."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from gradwire.cli.demo.options import DemoOptions
 from gradwire.ddp import DistributedDataParallel
 from gradwire.devices import DataParallel
 
-BUCKET_CAP_MB = 0.25  # the network is small; two buckets show communication beside computation
+BUCKET_CAP_MB = 0.25  # small network: two buckets overlap communication with computation
 
 _StateAndHook = tuple[Any, Callable[..., Any]]
 
 
 @dataclass(frozen=True)
 class Hook:
-    """A communication hook of the demo: gradwire's and torch's.
+    """Communication hook of the demo, gradwire's and torch's.
 
     Args:
-        ours: Makes the state and the hook for gradwire's class, or is None for no hook.
-        torch: Likewise for torch's class.
-        lossy: Whether the gradients are compressed.
-        torch_limit: Why torch's class cannot be timed with it on CPU tensors, if it cannot.
+        ours: Function that returns state and hook for gradwire's class; None for no hook.
+        torch: The same for torch's class.
+        lossy: True if gradients are compressed.
+        torch_limit: Reason why torch's class cannot run it on CPU tensors; "" if it can.
     """
 
     ours: Callable[[dist.ProcessGroup], _StateAndHook] | None
@@ -63,7 +63,7 @@ HOOKS: dict[str, Hook] = {
         lambda group: (group, hooks.bf16),
         lambda group: (group, torch_hooks.bf16_compress_hook),
         lossy=True,
-        torch_limit="refuses it without NCCL",
+        torch_limit="rejects it without NCCL",
     ),
     "powersgd": Hook(
         _power_sgd,
@@ -75,7 +75,7 @@ HOOKS: dict[str, Hook] = {
 
 
 def wrap_ours(model: nn.Module, options: DemoOptions, group: dist.ProcessGroup | None) -> nn.Module:
-    """`model` in gradwire's DistributedDataParallel, or DataParallel if there is no group."""
+    """Wrap a model in gradwire's DistributedDataParallel, or in DataParallel without a group."""
     if group is None:
         return DataParallel(model, ["cpu"] * options.shares)
     wrapped = DistributedDataParallel(model, process_group=group, bucket_cap_mb=BUCKET_CAP_MB)
@@ -88,9 +88,9 @@ def wrap_ours(model: nn.Module, options: DemoOptions, group: dist.ProcessGroup |
 def wrap_torch(
     model: nn.Module, options: DemoOptions, group: dist.ProcessGroup | None
 ) -> nn.Module | None:
-    """`model` in torch's DistributedDataParallel; None if that cannot run the hook on the CPU.
+    """Wrap a model in torch's DistributedDataParallel; None if it cannot run the hook on the CPU.
 
-    None too if there is no group: torch's DataParallel does not run on the CPU.
+    Also None without a group, since torch's DataParallel does not run on the CPU.
     """
     hook = HOOKS[options.hook]
     on_cpu = next(model.parameters()).device.type == "cpu"

@@ -1,1 +1,1 @@
-"""`gradwire doctor`: what works on this machine, tried, and what will bite."""
+"""`gradwire doctor`: trials of the backends and checks of this machine."""

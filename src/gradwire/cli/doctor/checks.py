@@ -1,4 +1,4 @@
-"""What will bite: limits, cores, threads, interfaces, name look-ups; looked at, not tried."""
+"""Checks of limits, cores, threads, memory, interfaces and name lookups of this machine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from gradwire.shm.limits import check_available, cores
 from gradwire.shm.register import is_available
 
 GOOD, WARN, BAD = "ok", "warning", "problem"
-_DESCRIPTORS_A_RANK = 64  # of one group; each peer takes a socket and its regions' memory
+_DESCRIPTORS_A_RANK = 64  # per group; each peer needs a socket and descriptors of its memory
 _SLOW_LOOKUP = 1.0
 _LOOKUP_LIMIT = 6.0
 _LITTLE_MEMORY = 1 << 30
@@ -33,13 +33,13 @@ _SIOCGIFADDR, _SIOCGIFFLAGS, _IFF_UP = 0x8915, 0x8913, 1
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at.
+    """Result of one check.
 
     Attributes:
-        name: What.
+        name: Name of the check.
         state: `GOOD`, `WARN` or `BAD`.
-        found: What was found.
-        remedy: What to do, where it is not good.
+        found: Observed value.
+        remedy: Advice if the state is not `GOOD`.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Check:
 
 
 def run_checks(nproc: int) -> list[Check]:
-    """All checks, for that many processes on this machine."""
+    """Run all checks for `nproc` processes on this machine."""
     return [
         _versions(),
         _system(),
@@ -76,8 +76,8 @@ def _versions() -> Check:
 def _system() -> Check:
     found = f"{platform.system()} {platform.release()}, {' '.join(platform.libc_ver())}"
     if is_available():
-        return Check("shared memory", GOOD, f"{found}; /dev/shm is not used, its size is no limit")
-    remedy = "shm needs 64-bit Linux with glibc 2.30: use Gloo here"
+        return Check("shared memory", GOOD, f"{found}; independent of the size of /dev/shm")
+    remedy = "shm needs 64-bit Linux with glibc 2.30: use Gloo"
     return Check("shared memory", BAD, found, remedy)
 
 
@@ -86,17 +86,17 @@ def _autoload() -> Check:
     found = any(point.value.startswith("gradwire_autoload:") for point in points)
     on = os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "1"
     if found and on:
-        return Check("import torch", GOOD, "makes shm known and reads GRADWIRE_*")
+        return Check("import torch", GOOD, "registers shm and reads GRADWIRE_*")
     why = "gradwire is not installed" if not found else "TORCH_DEVICE_BACKEND_AUTOLOAD is not 1"
-    remedy = "install gradwire, or unset the variable; else programs must import gradwire"
-    return Check("import torch", WARN, f"does not find gradwire: {why}", remedy)
+    remedy = "install gradwire, or unset the variable, or import gradwire in programs"
+    return Check("import torch", WARN, f"does not load gradwire: {why}", remedy)
 
 
 def _cores(nproc: int) -> Check:
     usable = cores()
     found = f"{usable:g} usable (of {os.cpu_count()}), {nproc} ranks"
     if usable < nproc:
-        remedy = "ranks take turns on cores, and waits cost more: start fewer, or raise the limit"
+        remedy = "ranks share cores, so waits cost more: start fewer, or raise the limit"
         return Check("cores", WARN, found, remedy)
     return Check("cores", GOOD, found)
 
@@ -104,7 +104,7 @@ def _cores(nproc: int) -> Check:
 def _threads(nproc: int) -> Check:
     given = os.environ.get("OMP_NUM_THREADS")
     each = int(given) if given and given.isdigit() else torch.get_num_threads()
-    found = f"{each} of PyTorch's in each rank" + ("" if given else " (OMP_NUM_THREADS is not set)")
+    found = f"{each} PyTorch threads per rank" + ("" if given else " (OMP_NUM_THREADS is not set)")
     if each * nproc > max(cores(), nproc):
         remedy = f"{each * nproc} threads on {cores():g} cores: set OMP_NUM_THREADS (torchrun: 1)"
         return Check("threads", WARN, found, remedy)
@@ -115,7 +115,7 @@ def _memory() -> Check:
     try:
         check_available(_LITTLE_MEMORY)
     except MemoryError as error:
-        return Check("memory", WARN, str(error), "shm refuses what does not fit: raise the limit")
+        return Check("memory", WARN, str(error), "shm rejects what does not fit: raise the limit")
     return Check("memory", GOOD, "more than 1 GiB is available to this process")
 
 
@@ -123,11 +123,11 @@ def _descriptors(nproc: int) -> Check:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = _DESCRIPTORS_A_RANK + 8 * nproc
     unlimited = resource.RLIM_INFINITY
-    found = f"{soft} open files (at most {'any number' if hard == unlimited else hard})"
+    found = f"{soft} open files (hard limit: {'none' if hard == unlimited else hard})"
     if soft != unlimited and soft < needed:
         most = 4096 if hard == unlimited else min(hard, 4096)
         raised = f"ulimit -n {most}" if most >= needed else "raise the hard limit, as root"
-        return Check("limits", BAD, found, f"{nproc} ranks take about {needed}: {raised}")
+        return Check("limits", BAD, found, f"{nproc} ranks need about {needed}: {raised}")
     return Check("limits", GOOD, found)
 
 
@@ -135,39 +135,39 @@ def _temporary() -> Check:
     try:
         return Check("temporary files", GOOD, tempfile.gettempdir())
     except OSError:
-        remedy = "torchrun, data loaders and compilers need one: set TMPDIR to a folder"
-        return Check("temporary files", BAD, "no folder can be written to", remedy)
+        remedy = "set TMPDIR to a folder: torchrun, data loaders and compilers need one"
+        return Check("temporary files", BAD, "no writable folder", remedy)
 
 
 def _interface() -> Check:
-    """Which interface Gloo binds to: the one that is named, or that of the host's name."""
+    """Check the interface that Gloo binds to: the configured one, or that of the host's name."""
     up = dict(_interfaces())
     named = os.environ.get("GLOO_SOCKET_IFNAME")
     listed = ", ".join(f"{name} ({address})" for name, address in up.items()) or "none"
     if named:
         missing = [name for name in named.split(",") if name not in up]
         if missing:
-            remedy = f"interfaces that are up and have an address: {listed}"
-            found = f"GLOO_SOCKET_IFNAME is {named!r}, which is not up here"
+            remedy = f"set it to an interface that is up and has an address: {listed}"
+            found = f"GLOO_SOCKET_IFNAME is {named!r}, which is not up"
             return Check("interface", BAD, found, remedy)
         return Check("interface", GOOD, f"GLOO_SOCKET_IFNAME is {named!r}; up: {listed}")
     if not up:
-        remedy = "Gloo and torchrun need one, lo at least (ip link set lo up); shm needs none"
+        remedy = "Gloo and torchrun need at least lo (ip link set lo up); shm needs none"
         return Check("interface", BAD, "no interface is up", remedy)
     address = _address_of_host()
     by_address = {a: name for name, a in up.items()}
     if address in by_address or address.startswith("127."):
         found = f"Gloo binds to {by_address.get(address, 'lo')} ({address}); up: {listed}"
         if address.startswith("127.") and len(up) > 1:
-            remedy = "fine on one host; between hosts set GLOO_SOCKET_IFNAME"
+            remedy = "between hosts, set GLOO_SOCKET_IFNAME"
             return Check("interface", GOOD, found, remedy)
         return Check("interface", GOOD, found)
-    found = f"the host's name gives {address or 'no address'}, which no interface has; up: {listed}"
-    return Check("interface", WARN, found, "set GLOO_SOCKET_IFNAME to one of them")
+    found = f"the host's name resolves to {address or 'no address'}, on no interface; up: {listed}"
+    return Check("interface", WARN, found, "set GLOO_SOCKET_IFNAME to one that is up")
 
 
 def _name_lookup() -> Check:
-    """How long it takes to resolve the host's name, which Gloo does for each group."""
+    """Check the time to resolve the host's name, which Gloo does for each group."""
     name, since, errors = socket.gethostname(), time.perf_counter(), list[OSError]()
 
     def look_up() -> None:
@@ -176,7 +176,7 @@ def _name_lookup() -> Check:
         except OSError as error:
             errors.append(error)
 
-    thread = threading.Thread(target=look_up, daemon=True)  # it may take a minute, and is left
+    thread = threading.Thread(target=look_up, daemon=True)  # abandoned after the limit
     thread.start()
     thread.join(_LOOKUP_LIMIT)
     state = WARN
@@ -189,7 +189,7 @@ def _name_lookup() -> Check:
     if time.perf_counter() - since > _SLOW_LOOKUP:
         state = WARN
     remedy = f"add {name} to /etc/hosts, or set GLOO_SOCKET_IFNAME" if state == WARN else ""
-    return Check("name look-up", state, found, remedy)
+    return Check("name lookup", state, found, remedy)
 
 
 def _address_of_host() -> str:
@@ -200,7 +200,7 @@ def _address_of_host() -> str:
 
 
 def _interfaces() -> Iterator[tuple[str, str]]:
-    """Those that are up, with their address."""
+    """Yield interfaces that are up, with their addresses."""
     if sys.platform != "linux":
         return
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
@@ -210,7 +210,7 @@ def _interfaces() -> Iterator[tuple[str, str]]:
                 fcntl.ioctl(asking, _SIOCGIFFLAGS, request)
                 (flags,) = struct.unpack_from("<H", request, 16)
                 fcntl.ioctl(asking, _SIOCGIFADDR, request)
-            except OSError:  # it has no address
+            except OSError:  # no address
                 continue
             if flags & _IFF_UP:
                 yield name, socket.inet_ntoa(bytes(request[20:24]))

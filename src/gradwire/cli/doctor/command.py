@@ -1,4 +1,4 @@
-"""The command `gradwire doctor`: one screen, an exit code, JSON."""
+"""The command `gradwire doctor`: trials of backends and checks of this machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-if TYPE_CHECKING:  # imported when the command runs: its help does without PyTorch
+if TYPE_CHECKING:  # imported when the command runs, so that its help does not import PyTorch
     from rich.console import Console
     from rich.table import Table
 
@@ -26,31 +26,31 @@ EXAMPLES = """\b
 Examples:
     gradwire doctor
     gradwire doctor --nproc 4
-    gradwire doctor --backend gloo      # one of them alone
+    gradwire doctor --backend gloo      # one backend only
     gradwire doctor --json | jq .backends
 """
 
 
 @click.command(epilog=EXAMPLES, context_settings={"show_default": True})
-@click.option("--nproc", type=click.IntRange(min=2), default=2, help="Processes of each trial.")
+@click.option("--nproc", type=click.IntRange(min=2), default=2, help="Processes per trial.")
 @click.option(
-    "--backend", "names", multiple=True, type=click.Choice(BACKENDS), help="Only this; may repeat."
+    "--backend", "names", multiple=True, type=click.Choice(BACKENDS), help="Try only this backend."
 )
 @click.option(
-    "--gradients/--no-gradients", default=True, help="Check the gradient of every collective."
+    "--gradients/--no-gradients", default=True, help="Check gradients of all collectives."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print what was found as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print the results as JSON.")
 def doctor(nproc: int, names: Sequence[str], gradients: bool, as_json: bool) -> None:
-    """Try each backend between processes, and look for what will bite.
+    """Try each backend between processes, and check limits and settings of this machine.
 
-    Ends with 0 if each backend that this machine can have works, with right gradients, and no check
-    found a problem; else with 1.
+    The exit code is 0 if all backends that this machine supports work with right gradients and no
+    check found a problem, and 1 otherwise.
     """
     from rich.console import Console
 
     checks = run_checks(nproc)
     earlier = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    try:  # by its end, as by `timeout`'s signal, processes and folders of trials are gone
+    try:  # processes and folders of trials are removed on SIGTERM as well
         trials = [try_backend(name, nproc, gradients=gradients) for name in names or BACKENDS]
     finally:
         signal.signal(signal.SIGTERM, earlier)
@@ -63,7 +63,7 @@ def doctor(nproc: int, names: Sequence[str], gradients: bool, as_json: bool) -> 
 
 
 def run_checks(nproc: int) -> list[Check]:
-    """Run all checks, for that many processes on this machine."""
+    """Run all checks for `nproc` processes on this machine."""
     from gradwire.cli.doctor import checks
 
     return checks.run_checks(nproc)
@@ -77,7 +77,7 @@ def try_backend(name: str, nproc: int, *, gradients: bool) -> Trial:
 
 
 def problems(trials: Sequence[Trial], checks: Sequence[Check]) -> list[str]:
-    """What is wrong, by name."""
+    """Return the names of failed backends and checks."""
     from gradwire.cli.doctor.checks import BAD
 
     failed = [t.backend for t in trials if t.tried and (not t.works or t.wrong or t.warnings)]
@@ -114,7 +114,8 @@ def _backends(trials: Sequence[Trial]) -> Table:
         table.add_column(name, justify="right")
     for trial in trials:
         if not trial.works:
-            table.add_row(trial.backend, "[red]no[/]" if trial.tried else "not here", "", "", "")
+            works = "[red]no[/]" if trial.tried else "not available"
+            table.add_row(trial.backend, works, "", "", "")
             continue
         right, of = trial.gradients
         counted = f"{right} of {of}" if right or trial.wrong else "not checked"

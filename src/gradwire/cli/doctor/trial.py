@@ -1,6 +1,6 @@
-"""A backend, really tried: between processes, with a time limit, over a store in a file.
+"""Trial of a backend between processes, with a time limit and a store in a file.
 
-A store over TCP would need a network, which is one of the things that may be missing.
+A TCP store would need a network, which may be missing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LIMIT_SECONDS = 90.0
 _GROUP_SECONDS = 20.0
 _SMALL, _LARGE = 10, 1 << 22  # elements of 4 bytes
 _CALLS, _LARGE_CALLS = 200, 6
-_SHAPE = (2, 1)  # a rank's; each element is several calls
+_SHAPE = (2, 1)  # per rank; each element costs several calls
 
 
 def _pairs() -> list[tuple[int, int]]:
@@ -46,7 +46,7 @@ def _around(x: Tensor) -> Tensor:
 
 
 def _repeated(x: Tensor) -> Tensor:
-    """As many rows for each rank."""
+    """Return as many rows for each rank."""
     return x.repeat(dist.get_world_size(), 1)
 
 
@@ -84,18 +84,18 @@ OPS: Mapping[str, Callable[[Tensor], Any]] = {
 
 @dataclass
 class Trial:
-    """What came of trying a backend.
+    """Result of trying a backend.
 
     Attributes:
-        backend: Its name.
-        works: Whether ranks could use it.
-        reason: Why not; "" if they could. Of one that was not tried, what it needs.
-        tried: Whether it was.
-        latency_us: The median time of an all_reduce of 40 bytes.
-        bandwidth_mb: MB a second of an all_reduce of 16 MiB.
-        gradients: How many ops' gradients are right, and how many there are.
-        wrong: Those that are wrong, with why.
-        warnings: What it warned of.
+        backend: Name of the backend.
+        works: True if ranks could use it.
+        reason: Error, or the missing requirement if it was not tried; "" if it works.
+        tried: True if it was tried.
+        latency_us: Median time of an all_reduce of 40 bytes.
+        bandwidth_mb: MB per second of an all_reduce of 16 MiB.
+        gradients: Number of ops with right gradients, and number of ops.
+        wrong: Errors of wrong gradients, by op.
+        warnings: Warnings it raised.
     """
 
     backend: str
@@ -110,13 +110,13 @@ class Trial:
 
 
 def try_backend(backend: str, nproc: int, *, gradients: bool = True) -> Trial:
-    """Try a backend between new processes; none of them is left."""
+    """Try a backend between new processes, and kill them afterwards."""
     if reason := _lacks(backend, nproc):
         return Trial(backend, reason=reason, tried=False)
     context = multiprocessing.get_context("spawn")
     try:
         folder = tempfile.TemporaryDirectory(prefix="gradwire-doctor-")
-    except OSError:  # a missing folder is another problem than a backend's
+    except OSError:  # a missing temporary folder is reported by the checks
         folder = tempfile.TemporaryDirectory(prefix="gradwire-doctor-", dir="/dev/shm")
     with folder as place:
         ranks: list[tuple[Any, Connection]] = []
@@ -136,16 +136,16 @@ def try_backend(backend: str, nproc: int, *, gradients: bool = True) -> Trial:
 
 
 def _lacks(backend: str, nproc: int) -> str:
-    """What a backend needs and this machine has not."""
+    """Return a requirement of the backend that this machine lacks; "" if there is none."""
     if not dist.is_backend_available(backend):
         return "this build of PyTorch lacks it"
     if backend == "nccl" and torch.cuda.device_count() < nproc:
-        return f"it needs a GPU for each process: {nproc}; there are {torch.cuda.device_count()}"
+        return f"it needs {nproc} GPUs, one per process; there are {torch.cuda.device_count()}"
     return ""
 
 
 def _result(backend: str, ranks: list[tuple[Any, Connection]]) -> Trial:
-    """Rank 0's trial, or the first failure."""
+    """Return rank 0's trial, or the first failure."""
     end = time.monotonic() + _LIMIT_SECONDS
     waiting = {rank: inbox for rank, (_, inbox) in enumerate(ranks)}
     found: dict[int, Trial] = {}
@@ -167,9 +167,9 @@ def _result(backend: str, ranks: list[tuple[Any, Connection]]) -> Trial:
 def _rank(
     backend: str, rank: int, nproc: int, store: str, gradients: bool, outbox: Connection
 ) -> None:
-    """One process of a trial."""
+    """Run one process of a trial."""
     exit_with_parent()
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what a backend says comes in its error
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the reason contains the error
     torch.set_num_threads(1)
     trial = Trial(backend)
     try:
@@ -224,7 +224,7 @@ def _times(x: Tensor, calls: int) -> list[float]:
 
 
 def wrong_gradients() -> dict[str, str]:
-    """The ops whose gradient is wrong in the default group, with why. All ranks call it."""
+    """Return errors of ops with wrong gradients in the default group; all ranks call it."""
     wrong = {}
     for name, op in OPS.items():
         generator = torch.Generator().manual_seed(dist.get_rank())

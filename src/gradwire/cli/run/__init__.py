@@ -1,1 +1,1 @@
-"""`gradwire run`: torchrun, with gradwire behind the program's names."""
+"""`gradwire run`: torchrun with gradwire in place of PyTorch's classes and backends."""

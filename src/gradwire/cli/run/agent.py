@@ -1,4 +1,4 @@
-"""torchrun's agent, which waits for the ranks' dumps before it ends those that still run."""
+"""torchrun's agent, extended to wait for the ranks' dumps before ending ranks that still run."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from gradwire.recorder.black_box import PREFIX, REQUEST
 from gradwire.recorder.processes import state_of_pid
 from gradwire.shm.limits import CGROUPS, PROC, folders, text_of
 
-_WAIT_SECONDS = 3.0  # for dumps; a rank's thread looks for requests five times a second
+_WAIT_SECONDS = 3.0  # wait for dumps; a rank polls for requests five times per second
 
 
 def collecting_agent(directory: Path | None) -> type[LocalElasticAgent]:
-    """Torchrun's agent; with a directory for dumps, one that collects them.
+    """Return torchrun's agent, or a subclass that collects dumps if there is a directory.
 
     Args:
-        directory: Where ranks write their dumps.
+        directory: Directory that ranks write dumps to.
     """
     if directory is None:
         return LocalElasticAgent
-    place: Path = directory
+    dumps: Path = directory
 
     class CollectingAgent(LocalElasticAgent):
         _earlier: tuple[Path, list[int]] | None = None
@@ -34,19 +34,19 @@ def collecting_agent(directory: Path | None) -> type[LocalElasticAgent]:
         def _start_workers(self, worker_group: Any) -> dict[int, Any]:
             kills = _oom_kills()
             if self._earlier is not None:
-                _forget(place, *self._earlier, worker_group.workers[0].world_size)
+                _forget(dumps, *self._earlier, worker_group.workers[0].world_size)
             ranks = [worker.global_rank for worker in worker_group.workers]
-            self._earlier = _exits_file(place, worker_group), ranks
+            self._earlier = _exits_file(dumps, worker_group), ranks
             started: dict[int, Any] = super()._start_workers(worker_group)
             processes = self._pcontext
             assert processes is not None
             end = processes.close
-            # called as soon as a rank has failed, and when this process is interrupted
+            # called when a rank has failed and when this process is interrupted
 
             def close(*args: Any, **kwargs: Any) -> None:
                 try:
-                    with contextlib.suppress(OSError):  # the directory is full, or gone
-                        _collect(place, worker_group, processes, kills)
+                    with contextlib.suppress(OSError):  # the directory is full or was removed
+                        _collect(dumps, worker_group, processes, kills)
                 finally:
                     end(*args, **kwargs)
 
@@ -57,13 +57,13 @@ def collecting_agent(directory: Path | None) -> type[LocalElasticAgent]:
 
 
 def _forget(directory: Path, exits: Path, ranks: Iterable[int], world_size: int) -> None:
-    """Remove how this host's ranks ended before a restart: they are other processes now.
+    """Remove notes on this host's ranks before a restart, which starts new processes.
 
     Args:
-        directory: Where that is.
-        exits: What this launcher noted of it.
-        ranks: That this host had then.
-        world_size: From now on; ranks beyond it will not replace their dumps.
+        directory: Directory of the dumps.
+        exits: File in which this launcher noted exits.
+        ranks: Ranks that this host had before.
+        world_size: New world size; ranks beyond it will not replace their dumps.
     """
     exits.unlink(missing_ok=True)
     for rank in ranks:
@@ -78,7 +78,7 @@ def _exits_file(directory: Path, worker_group: Any) -> Path:
 
 
 def _collect(directory: Path, worker_group: Any, processes: Any, kills: int) -> None:
-    """Note how ranks have ended, and wait for the dumps of those that have not."""
+    """Note the exits of ranks, and wait for the dumps of ranks that still run."""
     ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
     handlers = getattr(processes, "subprocess_handlers", {})
     codes = {ranks[local]: handler.proc.poll() for local, handler in handlers.items()}
@@ -116,7 +116,7 @@ def _wait_until(done: Callable[[], bool]) -> None:
 
 
 def _oom_kills() -> int:
-    """How many processes of this container the kernel has killed for lack of memory."""
+    """Return the number of processes of this container that the out-of-memory killer ended."""
     for folder in folders("memory", PROC, CGROUPS):
         for file in ("memory.events", "memory.oom_control"):
             for line in text_of(folder / file).splitlines():

@@ -1,6 +1,6 @@
-"""Starts the ranks by torchrun's agent, and collects what they leave.
+"""Start of the ranks by torchrun's agent, and cleanup of files.
 
-What torchrun leaves behind in the temporary directory is removed, unless its options ask for logs.
+torchrun's files in the temporary directory are removed, unless options request logs.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from gradwire.cli.run.agent import collecting_agent
 from gradwire.errors import ArgumentError
 from gradwire.recorder.black_box import PREFIX, REQUEST
 
-_NO_LOGS = "0"  # torchrun's word for it
+_NO_LOGS = "0"  # torchrun's value for no logs
 _OURS = re.compile(
     rf"{PREFIX}\d+|process-\d+\.json|crash-(\d+|of-process-.+)\.txt|exits-\d+\.json|{REQUEST}"
-    r"|\.\d+\.\d+\.\d+\.part"  # of a dump, whose rank was killed amid it
+    r"|\.\d+\.\d+\.\d+\.part"  # partial dump of a killed rank
 )
-"""Names of files that ranks and launchers leave; a user's `rank_0.pt` beside them is none."""
+"""Names of files that ranks and launchers write; a user's `rank_0.pt` does not match."""
 
 
 def run_program(options: argparse.Namespace) -> None:
-    """Run the program on all ranks of this host, until they have ended.
+    """Run the program on all ranks of this host until they have ended.
 
     Raises:
-        ArgumentError: An option cannot be used.
+        ArgumentError: An option has an invalid value.
         ChildFailedError: A rank failed.
-        SignalException: This process was interrupted; the ranks have been ended.
+        SignalException: This process was interrupted, and the ranks were stopped.
     """
     _check_program(options)
     variables = _variables(options)
@@ -58,24 +58,24 @@ def run_program(options: argparse.Namespace) -> None:
 
 
 def _check_program(options: argparse.Namespace) -> None:
-    """Refuse what torchrun's agent would end with a traceback for, or would start for nothing."""
+    """Reject programs and process counts that torchrun's agent would fail on with a traceback."""
     program, processes = options.training_script, options.nproc_per_node
-    a_file = not (options.module or options.no_python or program == "-")  # that is standard input
+    a_file = not (options.module or options.no_python or program == "-")  # "-" is standard input
     if a_file and not os.path.exists(program):
         raise ArgumentError(
-            f"PROGRAM is {program!r}, and there is no such file in {os.getcwd()}: give its path, "
-            "or put -m before the name of a module"
+            f"PROGRAM is {program!r}, which does not exist in {os.getcwd()}: pass the path of a "
+            "file, or -m and a module"
         )
     try:
         count = determine_local_world_size(processes)
     except ValueError as error:
         raise ArgumentError(f"--nproc-per-node is {processes!r}: {error}") from error
     if count < 1:
-        raise ArgumentError(f"--nproc-per-node is {count}: give at least 1 process")
+        raise ArgumentError(f"--nproc-per-node is {count}: pass at least 1")
 
 
 def _variables(options: argparse.Namespace) -> dict[str, str]:
-    """What the ranks read at the end of their `import torch`."""
+    """Return the variables that ranks read at the end of `import torch`."""
     variables = {}
     if options.compat:
         variables["GRADWIRE_COMPAT"] = "1"
@@ -89,25 +89,25 @@ def _variables(options: argparse.Namespace) -> dict[str, str]:
 
 
 def _check_autoload() -> None:
-    """Whether `import torch` will run `gradwire_autoload`, which reads the variables."""
+    """Check that `import torch` will run `gradwire_autoload`, which reads the variables."""
     points = entry_points(group="torch.backends")
     if not any(point.value.startswith("gradwire_autoload:") for point in points):
         raise ArgumentError(
-            "gradwire is not installed, so that `import torch` does not find it: install it (pip "
-            "install gradwire), instead of adding it to PYTHONPATH"
+            "gradwire is not installed, so `import torch` does not load it: run `pip install "
+            "gradwire` instead of adding it to PYTHONPATH"
         )
     if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1" or not hasattr(
         torch, "_import_device_backends"
     ):
         raise ArgumentError(
             "TORCH_DEVICE_BACKEND_AUTOLOAD is "
-            f"{os.environ.get('TORCH_DEVICE_BACKEND_AUTOLOAD')!r}, with which `import torch` does "
-            "not look for gradwire: unset it"
+            f"{os.environ.get('TORCH_DEVICE_BACKEND_AUTOLOAD')!r}, which keeps `import torch` from "
+            "loading gradwire: unset it"
         )
 
 
 def _empty(directory: Path) -> None:
-    """Make the directory, and remove the dumps of an earlier run from it."""
+    """Create the directory, and remove the dumps of an earlier run from it."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     for path in list(directory.iterdir()):
         if _OURS.fullmatch(path.name) and not path.is_dir():
@@ -115,10 +115,10 @@ def _empty(directory: Path) -> None:
 
 
 def _prepare(timeline: Path) -> None:
-    """Remove parts of an earlier run's timeline, whose end has not come."""
+    """Remove the part files of an earlier run's timeline that was not finished."""
     if not timeline.parent.is_dir():
         raise ArgumentError(
-            f"--timeline is {str(timeline)!r}, whose folder does not exist: make it first"
+            f"--timeline is {str(timeline)!r}, whose folder does not exist: create it first"
         )
     part = re.compile(rf"{re.escape(timeline.name)}\.\d+\.part")
     for path in list(timeline.parent.iterdir()):
@@ -128,11 +128,11 @@ def _prepare(timeline: Path) -> None:
 
 @contextmanager
 def _temporary_logs(options: Any) -> Iterator[None]:
-    """Let torchrun's files lie where they are removed, unless they are asked for."""
+    """Put torchrun's files into a temporary folder, unless options request logs."""
     asked = options.log_dir or options.redirects != _NO_LOGS or options.tee != _NO_LOGS
     if asked:
         yield
         return
-    with tempfile.TemporaryDirectory(prefix="gradwire-run-") as place:
-        options.log_dir = place
+    with tempfile.TemporaryDirectory(prefix="gradwire-run-") as folder:
+        options.log_dir = folder
         yield
