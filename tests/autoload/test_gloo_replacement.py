@@ -48,7 +48,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.wide
-def test_groups_say_what_they_say_on_gloo(run, tmp_path):
+def test_groups_report_gloo(run, tmp_path):
     def with_variables(stores: str, **variables: str):
         (tmp_path / stores).mkdir()
         ended = run(GROUPS, ranks=2, STORES=str(tmp_path / stores), **variables)
@@ -61,7 +61,7 @@ def test_groups_say_what_they_say_on_gloo(run, tmp_path):
 
 
 @pytest.mark.wide
-def test_they_share_memory(run):
+def test_groups_share_memory(run):
     ended = run(SHM, ranks=2, **ON)
     assert ended.returncode == 0, ended.stderr
 
@@ -87,7 +87,7 @@ def test_off_by_default(run):
         ("cpu:mpi,cuda:gloo", "cpu:mpi,cuda:gloo"),
     ],
 )
-def test_what_a_backend_becomes_without_accelerators(monkeypatch, asked, instead):
+def test_backend_without_accelerators(monkeypatch, asked, instead):
     monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
     monkeypatch.setattr("torch.accelerator.current_accelerator", lambda *a, **k: None)
     monkeypatch.setattr("torch._C._get_accelerator", lambda: __import__("torch").device("cpu"))
@@ -97,7 +97,7 @@ def test_what_a_backend_becomes_without_accelerators(monkeypatch, asked, instead
 
 @pytest.mark.parametrize("asked", ["gloo", "cpu:gloo,cuda:nccl"])
 @pytest.mark.parametrize("routed", [True, False])
-def test_what_a_backend_becomes_with_a_gpu(monkeypatch, asked, routed):
+def test_backend_with_a_gpu(monkeypatch, asked, routed):
     """A Gloo group carries CUDA tensors too: one of shm alone would not."""
     import torch
 

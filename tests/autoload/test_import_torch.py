@@ -33,19 +33,19 @@ def test_it_has_no_import_of_the_package():
     assert not [name for name in modules if name and name.partition(".")[0] == "gradwire"]
 
 
-def test_torch_knows_shm_and_imports_nothing_of_gradwire(run):
+def test_import_torch_registers_shm_without_importing_gradwire(run):
     ended = run(BARE + "\nassert 'shm' in torch.distributed.Backend.backend_list")
     assert (ended.returncode, ended.stdout.strip(), ended.stderr) == (0, "[]", "")
 
 
-def test_an_unedited_script_runs_on_shm(run):
+def test_unmodified_script_runs_on_shm(run):
     ended = run(SHM_GROUP, ranks=2)
     assert ended.returncode == 0, ended.stderr
     assert "shm" in ended.stdout
 
 
 @pytest.mark.wide
-def test_importing_gradwire_afterwards_changes_nothing(run):
+def test_importing_gradwire_afterwards_has_no_effect(run):
     ended = run(
         "import torch\n"
         "plugin = torch.distributed.Backend._plugins['SHM']\n"
@@ -58,7 +58,7 @@ def test_importing_gradwire_afterwards_changes_nothing(run):
 
 
 @pytest.mark.wide
-def test_without_pytorch_s_autoload_importing_gradwire_registers_shm(run):
+def test_import_gradwire_registers_shm_without_autoload(run):
     ended = run(
         "import torch\n"
         "assert 'shm' not in torch.distributed.Backend.backend_list\n"
@@ -72,7 +72,7 @@ def test_without_pytorch_s_autoload_importing_gradwire_registers_shm(run):
 
 @pytest.mark.wide
 @pytest.mark.parametrize("backend", ["cpu:gloo", "cpu:gloo,meta:fake", "gloo"])
-def test_groups_that_shm_is_not_in_stay_what_they_were(run, backend):
+def test_groups_without_shm_are_unchanged(run, backend):
     """Before 2.14, torch gives a group of pairs no default backend once any plugin is listed."""
     told = """
 import torch, torch.distributed as dist
@@ -94,7 +94,7 @@ dist.destroy_process_group()
 
 @pytest.mark.wide
 @pytest.mark.parametrize("first", ["gradwire", "gradwire.shm.register"])
-def test_compat_is_installed_whatever_is_imported_first(run, first):
+def test_compat_is_installed_in_any_import_order(run, first):
     ended = run(
         f"import {first}\n"
         "from torch.nn.parallel import DistributedDataParallel as DDP\n"
@@ -107,7 +107,7 @@ def test_compat_is_installed_whatever_is_imported_first(run, first):
 
 
 @pytest.mark.wide
-def test_compat_comes_with_import_torch(run):
+def test_import_torch_installs_compat(run):
     ended = run(
         "from torch.nn.parallel import DistributedDataParallel as DDP\nprint(DDP.__module__)",
         GRADWIRE_COMPAT="1",
@@ -129,7 +129,7 @@ def test_compat_is_off_by_default(run, off):
     ("variable", "value", "legal"),
     [("GRADWIRE_COMPAT", "yes", "1"), ("GRADWIRE_BACKEND", "shmm", "shm")],
 )
-def test_an_unknown_value_is_a_warning(run, variable, value, legal):
+def test_unknown_value_is_a_warning(run, variable, value, legal):
     ended = run("import torch; print(torch.ones(1).item())", **{variable: value})
     assert (ended.returncode, ended.stdout) == (0, "1.0\n")
     assert f"{variable} is {value!r}" in ended.stderr
@@ -145,7 +145,7 @@ BROKEN = {
 
 @pytest.mark.wide
 @pytest.mark.parametrize("code", BROKEN.values(), ids=BROKEN)
-def test_a_broken_gradwire_does_not_break_import_torch(run, tmp_path: Path, code):
+def test_broken_gradwire_does_not_break_import_torch(run, tmp_path: Path, code):
     (tmp_path / "gradwire").mkdir()
     (tmp_path / "gradwire" / "__init__.py").write_text(code)
     ended = run(
@@ -162,7 +162,7 @@ def test_a_broken_gradwire_does_not_break_import_torch(run, tmp_path: Path, code
     assert ended.returncode == 1, "a group that should be on shm was made without it"
 
 
-def test_the_installed_package_has_the_entry_points():
+def test_installed_package_has_the_entry_points():
     try:
         files = importlib.metadata.distribution("gradwire")
     except importlib.metadata.PackageNotFoundError:

@@ -48,12 +48,12 @@ def refusal(*arguments: str) -> str:
     ],
 )
 @pytest.mark.usefixtures("no_launcher")
-def test_a_bad_option_is_named_with_its_value(arguments, said):
+def test_wrong_options_are_reported_with_their_values(arguments, said):
     assert said in refusal(*arguments.split())
 
 
 @pytest.mark.usefixtures("no_launcher")
-def test_unusable_backends_come_with_the_usable_ones():
+def test_unknown_backend_lists_usable_ones():
     assert "pass one of gloo" in refusal("--backend", "none_such")
 
 
@@ -65,7 +65,7 @@ def test_nccl_needs_gpus():
     assert said in refusal("--backend", "nccl")
 
 
-def test_another_nproc_than_torchruns_is_refused_once(monkeypatch):
+def test_nproc_different_from_torchruns_is_rejected_by_rank_0(monkeypatch):
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
     assert "--nproc is 3, but WORLD_SIZE is 2" in refusal("--nproc", "3")
@@ -73,7 +73,7 @@ def test_another_nproc_than_torchruns_is_refused_once(monkeypatch):
     assert refusal("--nproc", "3") == ""
 
 
-def test_an_environment_comes_whole_or_not_at_all(monkeypatch):
+def test_partial_torchrun_environment_is_rejected(monkeypatch):
     assert RankEnv.from_environment({"WORLD_SIZE": "8"}) is None
     assert RankEnv.from_environment(TORCHRUN) == RankEnv(0, 2, 0, 2)
     for name in TORCHRUN:
@@ -93,7 +93,7 @@ def test_version():
     ("arguments", "missing", "extra"),
     [(["demo"], "rich, sklearn", "demo"), (["run"], "rich", "cli"), ([], "rich", "cli")],
 )
-def test_without_the_extra_it_says_how_to_get_it(monkeypatch, arguments, missing, extra):
+def test_missing_extra_is_reported_with_the_command_to_install_it(monkeypatch, arguments, missing, extra):
     here = {"click": object(), "numpy": object()}
     monkeypatch.setattr(gradwire.cli, "find_spec", here.get)
     monkeypatch.setattr(sys, "argv", ["gradwire", *arguments])
@@ -117,11 +117,11 @@ for line in ("--help", "demo --help", "doctor -h", "explain --help", "plan --hel
 """
 
 
-def test_help_and_usage_errors_do_without_pytorch(run):
+def test_help_and_usage_errors_do_not_import_pytorch(run):
     assert run(HELP).returncode == 0
 
 
-def test_a_terminal_whose_encoding_lacks_a_sign_gets_another(monkeypatch):
+def test_unencodable_characters_are_replaced(monkeypatch):
     def show(prog_name):
         print("15 µs ─ …")
 
@@ -134,7 +134,7 @@ def test_a_terminal_whose_encoding_lacks_a_sign_gets_another(monkeypatch):
     assert written.getvalue() == b"15 \xb5s ? ?\n"
 
 
-def test_each_command_completes_in_a_shell_and_has_examples():
+def test_commands_have_shell_completion_and_examples():
     words = {"COMP_WORDS": "gradwire ", "COMP_CWORD": "1", "_GRADWIRE_COMPLETE": "bash_complete"}
     result = CliRunner().invoke(app, prog_name="gradwire", env=words)
     offered = {line.partition(",")[2] for line in result.stdout.splitlines()}

@@ -43,7 +43,7 @@ def ignores_ctrl_c(pid: int) -> bool:
 
 
 @pytest.mark.wide
-def test_two_processes_train_as_one(command):
+def test_two_processes_match_one_process(command):
     run = command("-m", "gradwire", "demo", "--epochs", "1")
     code, out, err = run.end()
     assert (code, err) == (0, "")
@@ -53,7 +53,7 @@ def test_two_processes_train_as_one(command):
 
 
 @pytest.mark.wide
-def test_the_same_under_torchrun(command):
+def test_demo_under_torchrun(command):
     run = command(
         *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
         *("-m", "gradwire", "demo", "--epochs", "1"),
@@ -65,7 +65,7 @@ def test_the_same_under_torchrun(command):
 
 
 @pytest.mark.wide
-def test_a_lossy_hook_is_no_failure(command):
+def test_difference_by_a_lossy_hook_is_not_a_failure(command):
     code, out, err = command("-m", "gradwire", "demo", "--epochs", "1", "--hook", "bf16").end()
     assert (code, err) == (0, "")
     assert "not rounding: bf16 is lossy" in out
@@ -73,7 +73,7 @@ def test_a_lossy_hook_is_no_failure(command):
 
 
 @pytest.mark.wide
-def test_ctrl_c_leaves_nothing(command):
+def test_ctrl_c_leaves_no_process(command):
     run = command(*FOREVER)
     run.read_until(FIRST_EPOCH)
     assert len(run.ranks()) == 2
@@ -86,7 +86,7 @@ def test_ctrl_c_leaves_nothing(command):
 
 
 @pytest.mark.wide
-def test_the_ranks_do_not_outlive_a_killed_parent(command):
+def test_ranks_end_with_a_killed_parent(command):
     run = command(*FOREVER)
     run.read_until(FIRST_EPOCH)
     assert len(run.ranks()) == 2
@@ -95,7 +95,7 @@ def test_the_ranks_do_not_outlive_a_killed_parent(command):
 
 
 @pytest.mark.wide
-def test_a_rank_that_dies_ends_the_demo(command):
+def test_death_of_a_rank_ends_the_demo(command):
     run = command(*FOREVER)
     run.read_until(FIRST_EPOCH)
     _, last = run.ranks()

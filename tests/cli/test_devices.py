@@ -31,7 +31,7 @@ def refusal(*arguments: str) -> str:
 
 
 @pytest.mark.wide
-def test_four_replicas_train_as_one(command):
+def test_four_replicas_match_one_model(command):
     run = command("-m", "gradwire", "demo", "--mode", "devices", "--epochs", "1")
     code, out, err = run.end()
     assert (code, err) == (0, "")
@@ -53,7 +53,7 @@ def test_four_replicas_train_as_one(command):
 
 
 @pytest.mark.wide
-def test_ctrl_c_ends_it(command):
+def test_ctrl_c_ends_the_demo(command):
     run = command("-m", "gradwire", "demo", "--mode", "devices", "--epochs", "100000")
     run.read_until("1/100000 ")
     run.process.send_signal(signal.SIGINT)
@@ -72,11 +72,11 @@ def test_ctrl_c_ends_it(command):
         ("--epochs 0", "'--epochs': 0 is not in the range x>=1"),
     ],
 )
-def test_what_has_no_meaning_there_is_refused(arguments, said):
+def test_options_for_processes_are_rejected(arguments, said):
     assert said in refusal(*arguments.split())
 
 
-def test_torchrun_is_refused_once(monkeypatch):
+def test_torchrun_is_rejected_by_rank_0(monkeypatch):
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT")
     for name, value in zip(names, "00221", strict=True):
         monkeypatch.setenv(name, value)
@@ -87,7 +87,7 @@ def test_torchrun_is_refused_once(monkeypatch):
 
 
 @pytest.mark.wide
-def test_a_replica_lost_in_one_step_is_no_rounding():
+def test_lost_replica_in_one_step_exceeds_rounding():
     steps = 0
 
     class Losing(wrap.DataParallel):
@@ -108,6 +108,6 @@ def test_a_replica_lost_in_one_step_is_no_rounding():
     assert "more than rounding" in said
 
 
-def test_rounding_is_no_failure():
+def test_rounding_is_not_a_failure():
     last = Epoch(1, 0.5, 300, Difference(1e-7, TOLERANCE))
     assert failures(Result(last, True, TIMES), OPTIONS) == []

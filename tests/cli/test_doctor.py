@@ -35,7 +35,7 @@ def found_by(*arguments, before=()):
 
 
 @pytest.mark.wide
-def test_ended_by_a_signal_it_leaves_nothing(tmp_path, monkeypatch):
+def test_sigterm_leaves_no_process_and_no_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     doctor = subprocess.Popen([*DOCTOR, "--backend", "gloo"], stdout=subprocess.PIPE)
     try:
@@ -59,7 +59,7 @@ def test_ended_by_a_signal_it_leaves_nothing(tmp_path, monkeypatch):
 
 
 @pytest.mark.wide
-def test_on_this_machine(monkeypatch):
+def test_doctor_on_this_machine(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     backends, problems = found_by()
     assert problems == []
@@ -71,7 +71,7 @@ def test_on_this_machine(monkeypatch):
 
 
 @pytest.mark.wide
-def test_a_backend_that_cannot_work(monkeypatch):
+def test_failing_backend_is_reported(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch")
     backends, problems = found_by("--backend", "gloo")
     assert problems == ["gloo", "interface"]
@@ -80,7 +80,7 @@ def test_a_backend_that_cannot_work(monkeypatch):
 
 
 @pytest.mark.wide
-def test_without_a_network(monkeypatch):
+def test_shm_works_without_a_network(monkeypatch):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     tried = [*NO_NETWORK, "true"]
     if not shutil.which("unshare") or subprocess.run(tried, check=False).returncode:
@@ -102,7 +102,7 @@ def test_every_differentiable_op_is_checked():
     assert named == set(collectives.__all__) - others - same_on_all_ranks
 
 
-def test_one_screen(monkeypatch):
+def test_output_fits_one_screen(monkeypatch):
     trials = {
         "shm": Trial("shm", True, latency_us=40, bandwidth_mb=5000, gradients=(28, 28)),
         "gloo": Trial("gloo", reason="RuntimeError: no interface"),
@@ -147,7 +147,7 @@ def test_few_open_files_few_cores_and_little_memory(monkeypatch):
     assert checks._memory().found == "the host leaves 5 bytes"
 
 
-def test_no_folder_for_temporary_files(monkeypatch):
+def test_missing_temporary_folder_is_reported(monkeypatch):
     def none():
         raise FileNotFoundError("No usable temporary directory found")
 
@@ -157,7 +157,7 @@ def test_no_folder_for_temporary_files(monkeypatch):
     assert "TMPDIR" in checks._temporary().remedy
 
 
-def test_the_interface_that_gloo_binds_to(monkeypatch):
+def test_interface_of_gloo(monkeypatch):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.setattr(checks, "_interfaces", lambda: [("lo", "127.0.0.1"), ("e0", "10.0.0.2")])
     monkeypatch.setattr(checks, "_address_of_host", lambda: "10.0.0.2")
@@ -171,7 +171,7 @@ def test_the_interface_that_gloo_binds_to(monkeypatch):
     assert checks._interface().found == "no interface is up"
 
 
-def test_a_name_without_an_answer(monkeypatch):
+def test_host_name_that_does_not_resolve(monkeypatch):
     def fail(*_):
         raise socket.gaierror(-2, "Name or service not known")
 
@@ -181,7 +181,7 @@ def test_a_name_without_an_answer(monkeypatch):
     assert "/etc/hosts" in found.remedy
 
 
-def test_what_cannot_be_tried_is_not(monkeypatch):
+def test_unavailable_backend_is_not_tried(monkeypatch):
     monkeypatch.setattr(trial.dist, "is_backend_available", lambda name: False)
     assert try_backend("nccl", 2) == Trial(
         "nccl", reason="this build of PyTorch lacks it", tried=False

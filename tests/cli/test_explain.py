@@ -47,7 +47,7 @@ def explained(directory, *options):
     return result.exit_code, result.output
 
 
-def test_torchs_own_dumps_without_groups(tmp_path):
+def test_torchs_dumps_without_groups(tmp_path):
     """As torch 2.13 writes them for Gloo: the configuration of groups is empty."""
     whole = [entry(1), entry(2), entry(3, done=False)]
     write(tmp_path, whole, whole[:2], whole)
@@ -61,7 +61,7 @@ def test_torchs_own_dumps_without_groups(tmp_path):
     assert (code, found["findings"][0]["ranks"], found["dumps"]) == (1, [1], [0, 1, 2])
 
 
-def test_another_size_and_whose_it_is(tmp_path):
+def test_different_size_names_the_minority(tmp_path):
     same = [entry(1), entry(2)]
     write(tmp_path, [*same, entry(3, size=9, done=False)], [*same, entry(3)], [*same, entry(3)])
     (first,) = json.loads(explained(tmp_path, "--json")[1])["findings"]
@@ -69,7 +69,7 @@ def test_another_size_and_whose_it_is(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["crash-2.txt", "crash-of-process-7.txt"])
-def test_a_process_that_crashed_says_by_its_line_what_it_called(tmp_path, name):
+def test_call_of_a_crashed_process_is_found_by_its_line(tmp_path, name):
     """Of two ranks that differ neither would be named; Gloo ended the third in the same call."""
     same = [entry(1), entry(2)]
     config = {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1, 2]"}}
@@ -86,7 +86,7 @@ def test_a_process_that_crashed_says_by_its_line_what_it_called(tmp_path, name):
     assert first["ranks"] == ([0] if name == "crash-2.txt" else [])  # it may be either's
 
 
-def test_a_call_that_was_left_out(tmp_path):
+def test_skipped_call(tmp_path):
     def step(n):
         return [entry(2 * n + 1, line=10), entry(2 * n + 2, size=8, line=20)]
 
@@ -98,7 +98,7 @@ def test_a_call_that_was_left_out(tmp_path):
     assert "all_reduce of [4]" in first["summary"]
 
 
-def test_two_groups_in_different_orders(tmp_path):
+def test_groups_in_different_orders_are_a_deadlock(tmp_path):
     both = [entry(1, group="1"), entry(1, group="2", at=2)]  # all know who is in them
     ranks = [
         [entry(1), *both, entry(2, group="1", done=False, at=6)],
@@ -109,7 +109,7 @@ def test_two_groups_in_different_orders(tmp_path):
     assert (first["kind"], first["ranks"]) == ("deadlock", [0, 1])
 
 
-def test_nothing_failed_and_a_slow_rank(tmp_path):
+def test_slow_rank_without_failure(tmp_path):
     ranks = [[entry(n, at=100 * n) for n in range(1, 9)] for _ in range(2)]
     write(tmp_path, *ranks)
     code, out = explained(tmp_path)
@@ -131,7 +131,7 @@ def test_nothing_failed_and_a_slow_rank(tmp_path):
         (pickle.dumps({"entries": [entry(1) | {"input_sizes": 3}]}), "not in torch's format"),
     ],
 )
-def test_what_is_no_dump(tmp_path, data, said):
+def test_files_that_are_not_dumps(tmp_path, data, said):
     if data is not None:
         (tmp_path / "rank_0").write_bytes(data)
     code, out = explained(tmp_path)
@@ -139,7 +139,7 @@ def test_what_is_no_dump(tmp_path, data, said):
     assert said in " ".join(out.split())
 
 
-def test_colour_only_where_it_is_wanted(tmp_path, monkeypatch):
+def test_color_only_on_request(tmp_path, monkeypatch):
     from rich.console import Console
 
     from gradwire.cli.explain import show_verdict
@@ -193,7 +193,7 @@ EVENT = {"kind": "uncaught", "type": "KeyError", "message": "", "parameters": []
         {"entries": [], "gradwire": {"events": [EVENT | {"lines": [LINE], "type": nested()}]}},
     ],
 )
-def test_a_field_of_a_wrong_type_does_not_hide_the_other_dumps(tmp_path, wrong):
+def test_field_of_a_wrong_type_does_not_hide_other_dumps(tmp_path, wrong):
     whole = [entry(1), entry(2), entry(3, done=False)]
     write(tmp_path, whole, whole[:2], whole, whole)
     (tmp_path / "nccl_trace_rank_3").write_bytes(pickle.dumps(wrong))
@@ -204,7 +204,7 @@ def test_a_field_of_a_wrong_type_does_not_hide_the_other_dumps(tmp_path, wrong):
     assert "the dumps of ranks [3] cannot be read" in verdict["notes"]
 
 
-def test_a_data_loader_that_fails_while_its_rank_is_in_a_collective(tmp_path):
+def test_data_loader_error_within_a_collective(tmp_path):
     """Gloo's errors are of the same type, and come out of the same line."""
     whole = [entry(1), entry(2), entry(3, done=False)]
     for rank, own in enumerate((False, True, False)):
@@ -233,7 +233,7 @@ def shm_entry(number, **more):
     return entry(number, **more) | {"time_discovered_completed_ns": end}
 
 
-def test_who_waits_by_a_handle_may_wait_for_a_message(tmp_path):
+def test_wait_of_a_handle_may_be_for_a_message(tmp_path):
     """Rank 1 did not send it, and went on to the all_reduce with rank 0."""
     before, after = [shm_entry(1), shm_entry(2)], shm_entry(3, line=30, done=False)
     line = {"name": "step", "filename": "/home/me/train.py", "line": 20}
@@ -249,7 +249,7 @@ def test_who_waits_by_a_handle_may_wait_for_a_message(tmp_path):
     assert "rank 2: CollectiveTimeoutError at train.py:20 in step" in first["details"][2]
 
 
-def test_the_dump_of_a_rank_that_had_ended_is_its_last_word(tmp_path):
+def test_dump_at_exit_counts_though_it_is_older(tmp_path):
     """It was written a moment before the others called what it never called."""
     whole = [shm_entry(1), shm_entry(2), shm_entry(3, done=False)]
     ended = {"reason": "exit", "taken_ns": 2_500_000}
@@ -264,7 +264,7 @@ def test_the_dump_of_a_rank_that_had_ended_is_its_last_word(tmp_path):
 
 
 @pytest.mark.parametrize("all_ranks", [False, True])
-def test_a_rank_that_was_interrupted_in_its_own_code_waited_for_nobody(tmp_path, all_ranks):
+def test_interrupt_in_own_code_is_not_a_wait(tmp_path, all_ranks):
     whole = [shm_entry(1), shm_entry(2), shm_entry(3, done=False)]
     line = {"name": "load", "filename": "/home/me/train.py", "line": 5}
     interrupt = EVENT | {"type": "KeyboardInterrupt", "lines": [line], "time": 4_000_000}
@@ -286,7 +286,7 @@ def test_a_rank_that_was_interrupted_in_its_own_code_waited_for_nobody(tmp_path,
 
 @pytest.mark.parametrize("called", [False, True])
 @pytest.mark.parametrize("after", [5_000, 500])
-def test_a_rank_that_came_when_the_others_had_given_up(tmp_path, called, after):
+def test_rank_that_arrives_after_others_have_given_up(tmp_path, called, after):
     """By messages, or by a collective that it called in the end, too."""
     line = {"name": "stage", "filename": "/home/me/train.py", "line": 5}
     event = EVENT | {"type": "CollectiveTimeoutError", "lines": [line], "call": "recv"}
@@ -306,7 +306,7 @@ def test_a_rank_that_came_when_the_others_had_given_up(tmp_path, called, after):
     assert any("its last call was the" in detail for detail in found["details"]) == called
 
 
-def test_ranks_that_found_that_they_differ(tmp_path):
+def test_mismatch_found_by_the_ranks(tmp_path):
     """What they compared is in the errors alone, where calls look alike."""
     line = {"name": "step", "filename": "/home/me/train.py", "line": 5}
     text = "ranks disagree on all_gather's number of elements: rank 0 has 3 for rank 1"
@@ -318,7 +318,7 @@ def test_ranks_that_found_that_they_differ(tmp_path):
 
 
 @pytest.mark.parametrize("began", [5_000_000_000, 0])
-def test_dumps_of_an_earlier_run_with_more_ranks_are_left_out(tmp_path, began):
+def test_dumps_of_an_earlier_run_with_more_ranks_are_ignored(tmp_path, began):
     """Not those of the same run, as of an elastic one that goes on with fewer."""
     line = {"name": "step", "filename": "/home/me/train.py", "line": 5}
     for rank, world in ((0, 2), (1, 2), (2, 3)):
@@ -338,7 +338,7 @@ def test_dumps_of_an_earlier_run_with_more_ranks_are_left_out(tmp_path, began):
         assert (code, verdict["findings"][0]["ranks"]) == (1, [2])
 
 
-def test_a_damaged_number_in_a_pickle_takes_no_memory(tmp_path):
+def test_damaged_pickle_allocates_no_memory(tmp_path):
     whole = [entry(1), entry(2), entry(3, done=False)]
     write(tmp_path, whole, whole[:2], whole, whole)
     memo = b"\x80\x02]r\xff\xff\xff\x00."
@@ -354,7 +354,7 @@ def test_a_damaged_number_in_a_pickle_takes_no_memory(tmp_path):
         assert (code, json.loads(out)["findings"][0]["ranks"]) == (1, [1])
 
 
-def test_other_files_with_numbers_do_not_hide_the_dumps(tmp_path):
+def test_other_files_with_numbers_do_not_hide_dumps(tmp_path):
     whole = [entry(1), entry(2), entry(3, done=False)]
     write(tmp_path, whole, whole[:2], whole, prefix="rank_")
     for step in range(4):
@@ -364,7 +364,7 @@ def test_other_files_with_numbers_do_not_hide_the_dumps(tmp_path):
 
 
 @pytest.mark.wide
-def test_a_damaged_dump_does_not_hide_the_others(tmp_path):
+def test_damaged_dump_does_not_hide_others(tmp_path):
     whole = [entry(1), entry(2), entry(3, done=False)]
     write(tmp_path, whole, whole[:2], whole, whole)
     good = (tmp_path / "nccl_trace_rank_3").read_bytes()

@@ -50,7 +50,7 @@ def jobs(tmp_path_factory):
         del sys.modules["gradwire_test_jobs"]
 
 
-def test_ranks_meet_and_what_they_send_arrives(jobs):
+def test_messages_of_ranks_arrive(jobs):
     received = []
     launch(jobs.send_sum, 2, received.append)
     envs = sorted((env for env, _ in received), key=lambda env: env.rank)
@@ -60,20 +60,20 @@ def test_ranks_meet_and_what_they_send_arrives(jobs):
 
 
 @pytest.mark.wide
-def test_a_rank_that_raises_ends_the_others(jobs):
+def test_rank_that_raises_ends_the_others(jobs):
     with pytest.raises(RankFailure, match=r"^rank 1 failed: ValueError: two\nlines$") as caught:
         launch(jobs.one_raises, 2, lambda message: None)
     assert "in one_raises" in caught.value.details
 
 
 @pytest.mark.wide
-def test_a_rank_that_exits_early_ends_the_others(jobs):
+def test_rank_that_exits_early_ends_the_others(jobs):
     with pytest.raises(RankFailure, match=r"^rank 1 ended with exit code 3 before its work"):
         launch(jobs.one_exits, 2, lambda message: None)
 
 
 @pytest.mark.wide
-def test_an_error_of_the_receiver_ends_the_ranks(jobs):
+def test_error_of_the_receiver_ends_the_ranks(jobs):
     def receive(message):
         raise LookupError("enough")
 

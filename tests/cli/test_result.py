@@ -39,7 +39,7 @@ def printed(result: Result, options: DemoOptions) -> str:
 
 @pytest.mark.wide
 @pytest.mark.parametrize("lost_in_step", [3, 44])
-def test_half_a_bucket_lost_in_one_step_is_no_rounding(lost_in_step):
+def test_lost_half_bucket_in_one_step_exceeds_rounding(lost_in_step):
     def main():
         calls = []
 
@@ -60,7 +60,7 @@ def test_half_a_bucket_lost_in_one_step_is_no_rounding(lost_in_step):
     assert not difference.is_rounding
 
 
-def test_a_difference_is_the_largest_and_nan_is_never_rounding():
+def test_largest_difference_with_nan_exceeds_rounding():
     model, twin = build_model(0, CPU), build_model(0, CPU)
     assert largest_difference(model, twin) == Difference(0.0, 0.0)
     with torch.no_grad():
@@ -74,7 +74,7 @@ def test_a_difference_is_the_largest_and_nan_is_never_rounding():
     assert not largest_difference(model, twin).is_rounding
 
 
-def test_what_counts_as_a_failure():
+def test_failures_of_a_result():
     options = DemoOptions()
     assert failures(RIGHT, options) == []
     assert failures(with_difference(TOLERANCE), options) == []
@@ -86,7 +86,7 @@ def test_what_counts_as_a_failure():
     assert "different parameters" in said
 
 
-def test_the_tables():
+def test_result_tables():
     lines = [line.split() for line in printed(RIGHT, DemoOptions()).splitlines()]
     assert ["gradwire", "3.00", "ms", "2.00", "ms", "1.00", "ms"] in lines
     assert ["torch's", "DDP", "4.00", "ms", "2.00", "ms", "2.00", "ms"] in lines
@@ -95,7 +95,7 @@ def test_the_tables():
     assert "FAILED: the difference to one process (5.0e-01) is more than rounding" in wrong
 
 
-def test_batches_are_the_same_everywhere_and_new_each_epoch():
+def test_batches_depend_only_on_seed_and_epoch():
     first, again, second = (list(batches(0, epoch, 100)) for epoch in (1, 1, 2))
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     assert not torch.equal(first[0], second[0])
@@ -104,7 +104,7 @@ def test_batches_are_the_same_everywhere_and_new_each_epoch():
 
 
 @pytest.mark.wide
-def test_the_split_keeps_every_digit_once():
+def test_split_has_every_digit_once():
     digits = load_digits(0, CPU)
     other = load_digits(1, CPU)
     assert digits.train_images.shape == (TRAIN_IMAGES, 1, 8, 8)

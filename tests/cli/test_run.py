@@ -61,7 +61,7 @@ def environment(site, tmp_path, monkeypatch) -> Path:
     return place
 
 
-def test_the_options_are_torchruns_and_ours_and_the_programs_are_its_own():
+def test_options_of_torchrun_gradwire_and_program():
     line = "--nnodes 2 --backend shm --recorder d train.py --backend gloo --compat"
     options = parse_options(line.split(" "))
     assert (options.nnodes, options.backend, options.recorder) == ("2", "shm", "d")
@@ -69,7 +69,7 @@ def test_the_options_are_torchruns_and_ours_and_the_programs_are_its_own():
     assert options.training_script_args == ["--backend", "gloo", "--compat"]
 
 
-def test_help_has_both_and_examples(monkeypatch):
+def test_help_lists_options_and_examples(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["gradwire", "run"])
     result = CliRunner().invoke(app, ["run", "--help"])
     assert result.exit_code == 0
@@ -77,7 +77,7 @@ def test_help_has_both_and_examples(monkeypatch):
         assert text in result.stdout
 
 
-def test_without_autoload_it_says_so(monkeypatch):
+def test_missing_autoload_is_reported(monkeypatch):
     monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     with pytest.raises(ArgumentError, match="TORCH_DEVICE_BACKEND_AUTOLOAD is '0'"):
         launch._check_autoload()
@@ -94,20 +94,20 @@ def test_without_autoload_it_says_so(monkeypatch):
         (["--nproc-per-node", "x", __file__], "--nproc-per-node is 'x': Unsupported"),
     ],
 )
-def test_what_cannot_be_run_is_refused_before_anything_is_started(arguments, message):
+def test_invalid_programs_are_rejected_before_start(arguments, message):
     result = CliRunner().invoke(app, ["run", *arguments])
     assert result.exit_code == 2
     assert message in result.output
 
 
-def test_what_python_runs_is_not_refused(monkeypatch, tmp_path):
+def test_programs_that_python_runs_are_accepted(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "with space").mkdir()
     for program in (["-"], ["with space"], ["-m", "nosuch"], ["--no-python", "nosuch"]):
         launch._check_program(parse_options(["--nproc-per-node", "cpu", *program]))
 
 
-def test_only_what_an_earlier_run_left_is_removed(tmp_path):
+def test_only_files_of_an_earlier_run_are_removed(tmp_path):
     """A directory of checkpoints may be that of the dumps, too."""
     theirs = {"rank_0.pt", "rank_1_optimizer", "crash-course.txt", "process-list.json", "requests"}
     ours = {"rank_0", "rank_12", "process-0.json", "crash-1.txt", "exits-0.json", "request"}
@@ -129,7 +129,7 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1"
 
 
 @pytest.mark.wide  # PyTorch is imported six times
-def test_how_ranks_ended_before_a_restart_is_not_the_verdict(command, environment, tmp_path):
+def test_exits_before_a_restart_do_not_affect_the_verdict(command, environment, tmp_path):
     program, dumps = tmp_path / "train.py", tmp_path / "dumps"
     program.write_text(RESTARTED)
     options = ("--max-restarts", "1", "--monitor-interval", "0.05", "--recorder", str(dumps))
@@ -163,7 +163,7 @@ class Started:
         self.agent._start_workers(SimpleNamespace(workers=workers, group_rank=0))
 
 
-def test_how_ranks_ended_before_a_restart_is_forgotten(tmp_path, monkeypatch):
+def test_exits_before_a_restart_are_removed(tmp_path, monkeypatch):
     group = Started(tmp_path, monkeypatch, world_size=2)
     group.agent._pcontext.close("now")
     assert set(json.loads((tmp_path / "exits-0.json").read_text())) == {"0", "1"}
@@ -174,7 +174,7 @@ def test_how_ranks_ended_before_a_restart_is_forgotten(tmp_path, monkeypatch):
     assert {path.name for path in tmp_path.iterdir()} == {"rank_0", "rank_1.pt"}
 
 
-def test_ranks_end_though_the_directory_of_dumps_is_gone(tmp_path, monkeypatch):
+def test_ranks_end_without_the_directory_of_dumps(tmp_path, monkeypatch):
     """A rank hangs in the program; the launcher is to end it, whatever its notes come to."""
     group = Started(tmp_path / "gone", monkeypatch)
     group.agent._pcontext.close("now")
@@ -182,7 +182,7 @@ def test_ranks_end_though_the_directory_of_dumps_is_gone(tmp_path, monkeypatch):
 
 
 @pytest.mark.wide
-def test_an_unedited_program_runs_on_gradwire(command, program, environment, tmp_path):
+def test_unmodified_program_runs_on_gradwire(command, program, environment, tmp_path):
     dumps = tmp_path / "dumps"
     dumps.mkdir()
     (dumps / "rank_7").write_text("of an earlier run")
@@ -199,7 +199,7 @@ def test_an_unedited_program_runs_on_gradwire(command, program, environment, tmp
 
 
 @pytest.mark.wide
-def test_a_failing_rank_is_explained(command, program, environment, tmp_path):
+def test_failing_rank_is_explained(command, program, environment, tmp_path):
     dumps = tmp_path / "dumps"
     ended = command(*RUN, "--recorder", str(dumps), str(program), "fail")
     code, _, err = ended.end()
@@ -216,7 +216,7 @@ def test_a_failing_rank_is_explained(command, program, environment, tmp_path):
 
 @pytest.mark.wide
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_run_leaves_nothing_behind(command, program, environment, number):
+def test_interrupted_run_leaves_no_process(command, program, environment, number):
     started = command(*RUN, "--compat", "--backend", "shm", str(program), "wait")
     started.read_until("gloo True")
     ranks = children_of(started.process.pid)
@@ -233,7 +233,7 @@ def test_an_interrupted_run_leaves_nothing_behind(command, program, environment,
 
 
 @pytest.mark.wide
-def test_ranks_end_with_a_launcher_that_is_killed(command, program, environment):
+def test_ranks_end_with_a_killed_launcher(command, program, environment):
     """Torchrun's live on."""
     started = command(*RUN, "--compat", "--backend", "shm", str(program), "wait")
     started.read_until("gloo True")

@@ -90,7 +90,7 @@ def marked_line(name: str) -> str:
 
 @pytest.mark.wide
 @pytest.mark.parametrize("name", EXPECTED)
-def test_the_verdict_names_rank_and_cause(staged, name):
+def test_verdict_names_rank_and_cause(staged, name):
     _, place = staged
     if not (place / name).is_dir():
         pytest.skip("no network namespaces here, in which a link can be slowed")
@@ -113,7 +113,7 @@ def test_the_verdict_names_rank_and_cause(staged, name):
 
 @pytest.mark.wide
 @pytest.mark.parametrize("name", EXPECTED)
-def test_torchs_analyser_reads_the_same_dumps_and_agrees(staged, name, caplog):
+def test_torchs_analyzer_agrees_on_the_same_dumps(staged, name, caplog):
     _, place = staged
     if not (place / name).is_dir():
         pytest.skip("no network namespaces here, in which a link can be slowed")

@@ -26,7 +26,7 @@ def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_dumping_again_and_again_leaves_no_file_open(tmp_path):
+def test_repeated_dumps_leave_no_file_open(tmp_path):
     def main():
         recorder.dump(tmp_path)
         before = open_files()
@@ -37,7 +37,7 @@ def test_dumping_again_and_again_leaves_no_file_open(tmp_path):
     assert run_ranks(main, world_size=1, backend="shm") == [0]
 
 
-def test_starting_and_stopping_leaves_no_file_open(tmp_path):
+def test_start_and_stop_leave_no_file_open(tmp_path):
     def main():
         before, threads = open_files(), threading.active_count()
         for _ in range(3):
@@ -52,7 +52,7 @@ def test_starting_and_stopping_leaves_no_file_open(tmp_path):
     assert run_ranks(main, world_size=1, backend="shm") == [0]
 
 
-def test_it_starts_with_more_than_1024_files_open(tmp_path):
+def test_start_with_more_than_1024_open_files(tmp_path):
     def main():
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if hard != resource.RLIM_INFINITY and hard < 1200:
@@ -75,7 +75,7 @@ def test_it_starts_with_more_than_1024_files_open(tmp_path):
     run_ranks(main, world_size=1, backend="shm")
 
 
-def test_dumps_go_where_they_were_to_go_when_the_program_changes_its_directory(tmp_path):
+def test_relative_directory_is_resolved_at_start(tmp_path):
     (tmp_path / "outputs").mkdir()
 
     def main():
@@ -94,7 +94,7 @@ def test_dumps_go_where_they_were_to_go_when_the_program_changes_its_directory(t
     assert run_ranks(main, world_size=1, backend="shm") == [tmp_path / "dumps" / "rank_0"]
 
 
-def test_containers_whose_processes_have_one_number_share_a_directory(tmp_path):
+def test_processes_with_equal_pids_share_a_directory(tmp_path):
     """Rank 1 writes its dump while rank 0 is about to put its own in place."""
 
     def main():
@@ -136,7 +136,7 @@ class Speechless(Exception):
         raise ValueError
 
 
-def test_whatever_an_error_is_like_it_is_noted_and_the_dump_can_be_read(tmp_path):
+def test_errors_with_unusual_attributes_are_recorded(tmp_path):
     def main():
         had = len(noted.events)
         for error in (OfTheUser(None), OfTheUser(3), OfTheUser([torch.ones(2)]), Speechless()):
@@ -149,7 +149,7 @@ def test_whatever_an_error_is_like_it_is_noted_and_the_dump_can_be_read(tmp_path
     assert "cannot be read: ValueError" in found[3]["message"]
 
 
-def test_an_error_is_noted_once_and_another_in_its_place_in_memory_too():
+def test_each_error_is_recorded_once_even_at_a_reused_address():
     def main():
         had = len(noted.events)
         for number in range(4):
@@ -163,7 +163,7 @@ def test_an_error_is_noted_once_and_another_in_its_place_in_memory_too():
     assert run_ranks(main, world_size=1, backend="shm") == [["0", "1", "2", "3"]]
 
 
-def test_a_launchers_variable_that_is_no_number_does_not_matter(tmp_path):
+def test_non_numeric_launcher_variable_is_ignored(tmp_path):
     def main():
         os.environ["WORLD_SIZE"] = "two"
         dist.destroy_process_group()
@@ -172,7 +172,7 @@ def test_a_launchers_variable_that_is_no_number_does_not_matter(tmp_path):
     assert run_ranks(main, world_size=1, backend="shm") == ["rank_0"]
 
 
-def test_a_directory_that_cannot_be_is_a_warning_and_the_program_goes_on(tmp_path, monkeypatch):
+def test_unwritable_directory_is_a_warning(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("GRADWIRE_RECORDER", str(tmp_path / "file" / "dumps"))
     with pytest.warns(RuntimeWarning, match="GRADWIRE_RECORDER is .* cannot be written to"):
@@ -180,7 +180,7 @@ def test_a_directory_that_cannot_be_is_a_warning_and_the_program_goes_on(tmp_pat
     assert not control._box
 
 
-def test_a_fork_that_stops_its_recorder_leaves_its_parents(tmp_path):
+def test_stop_in_a_fork_leaves_the_parents_recorder(tmp_path):
     def main():
         recorder.start(tmp_path)
         try:
@@ -200,7 +200,7 @@ def test_a_fork_that_stops_its_recorder_leaves_its_parents(tmp_path):
     run_ranks(main, world_size=1, backend="shm", timeout=60)
 
 
-def test_a_signals_handler_that_raises_while_a_dump_is_written_does_not_end_that(tmp_path):
+def test_raising_signal_handler_does_not_stop_a_dump(tmp_path):
     """As a data loader's does, once for each of its workers that has died."""
 
     def main():
@@ -226,7 +226,7 @@ def test_a_signals_handler_that_raises_while_a_dump_is_written_does_not_end_that
     assert (tmp_path / black_box.REQUEST).exists()
 
 
-def test_an_error_of_a_data_loader_is_its_own_wherever_it_was_raised():
+def test_data_loader_errors_are_recognized():
     handler = Path(torch.utils.data.__file__).parent / "_utils" / "signal_handling.py"
     names: dict = {}
     exec(compile("def handler(): int('none')", str(handler), "exec"), names)
@@ -236,7 +236,7 @@ def test_an_error_of_a_data_loader_is_its_own_wherever_it_was_raised():
         assert came_from_loading(caught.value) is own
 
 
-def test_an_object_that_cannot_be_sent_is_no_other_ranks_doing():
+def test_unpicklable_object_is_not_a_wait():
     def main():
         try:
             dist.all_gather_object([None] * 2, lambda: 0 if dist.get_rank() else 3)

@@ -18,10 +18,10 @@ def first_column(heading: str) -> set[str]:
     return {name.strip(" `") for cell in cells[1:] for name in cell.split(",")}
 
 
-def test_each_verdict_is_on_the_page():
+def test_page_lists_all_verdicts():
     kinds = {value for name, value in vars(Kind).items() if name.isupper()}
     assert first_column("Verdicts") == kinds
 
 
-def test_each_error_is_on_the_page():
+def test_page_lists_all_errors():
     assert first_column("Errors") == set(errors.__all__) - BASES

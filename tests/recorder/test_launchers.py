@@ -62,7 +62,7 @@ def check(dumps: Path, trace: Path) -> None:
     ("package", "program", "args"),
     [("lightning", "lightning_trainer.py", []), ("ray", "ray_trainer.py", ["TMP"])],
 )
-def test_of_frameworks(run, places, tmp_path, package, program, args):
+def test_frameworks(run, places, tmp_path, package, program, args):
     """Ray kills its workers: what they have recorded is written before that."""
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
@@ -103,14 +103,14 @@ def end(tasks):
             task.kill()
 
 
-def test_of_slurm(site, places, tmp_path):
+def test_slurm(site, places, tmp_path):
     variables, dumps, trace = places
     ended = end(start_tasks(site, tmp_path, variables))
     assert [code for _, code in ended] == [0, 0], ended
     check(dumps, trace)
 
 
-def test_of_slurm_where_a_task_fails(site, places, tmp_path):
+def test_slurm_with_a_failing_task(site, places, tmp_path):
     variables, dumps, _ = places
     ended = end(start_tasks(site, tmp_path, variables, "fail"))
     assert [code for _, code in ended] == [1, 1], ended

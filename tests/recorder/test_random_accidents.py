@@ -38,7 +38,7 @@ NAMED = {
 """Accidents that the dumps of three or more ranks explain: the verdict must name the culprit."""
 
 
-def test_the_verdict_never_names_a_wrong_rank(tmp_path):
+def test_verdict_never_names_an_innocent_rank(tmp_path):
     command = [sys.executable, str(PROGRAM), str(tmp_path)]
     started = [
         subprocess.Popen(

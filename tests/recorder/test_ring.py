@@ -61,7 +61,7 @@ def fresh_processes() -> None:
 
 
 @pytest.mark.wide
-def test_torchs_analyser_matches_every_op(each_backend, tmp_path):
+def test_torchs_analyzer_matches_every_op(each_backend, tmp_path):
     def main():
         every_op()
         return recorder.dump(tmp_path)
@@ -73,7 +73,7 @@ def test_torchs_analyser_matches_every_op(each_backend, tmp_path):
     assert not any(collective.missing_ranks for collective in found), found
 
 
-def test_an_entry_has_sizes_line_times_and_waits(tmp_path):
+def test_entry_has_sizes_line_times_and_waits(tmp_path):
     def main():
         if dist.get_rank() == 1:
             time.sleep(0.2)
@@ -98,7 +98,7 @@ def test_an_entry_has_sizes_line_times_and_waits(tmp_path):
 
 
 @pytest.mark.wide
-def test_a_dump_shows_the_end_of_what_was_waited_for(tmp_path):
+def test_dump_has_the_ends_of_awaited_collectives(tmp_path):
     """Gloo's threads record it later: one in ten or twenty times, a dump was quicker."""
 
     def main():
@@ -113,7 +113,7 @@ def test_a_dump_shows_the_end_of_what_was_waited_for(tmp_path):
     run_ranks(main, backend="gloo")
 
 
-def test_a_dump_does_not_wait_long_for_what_runs_on(tmp_path):
+def test_dump_waits_briefly_for_running_collectives(tmp_path):
     def main():
         if dist.get_rank() == 0:
             running = dist.all_reduce(torch.ones(1), async_op=True)
@@ -129,7 +129,7 @@ def test_a_dump_does_not_wait_long_for_what_runs_on(tmp_path):
 
 
 @pytest.mark.narrow({"each_backend": ["gloo", "shm"]})
-def test_a_bucket_has_its_parameters(each_backend, tmp_path):
+def test_bucket_entries_have_parameters(each_backend, tmp_path):
     def main():
         from gradwire import DistributedDataParallel
 
@@ -148,7 +148,7 @@ def test_a_bucket_has_its_parameters(each_backend, tmp_path):
     assert times == sorted(times)
 
 
-def test_ranks_that_disagree_differ_for_torchs_analyser_too(tmp_path, caplog):
+def test_torchs_analyzer_finds_a_mismatch(tmp_path, caplog):
     def main():
         with pytest.raises(MismatchError):
             dist.all_reduce(torch.ones(3 + dist.get_rank()))
@@ -160,7 +160,7 @@ def test_ranks_that_disagree_differ_for_torchs_analyser_too(tmp_path, caplog):
     assert list(wrong.mismatch_collectives) == [1]
 
 
-def test_messages_are_apart(tmp_path):
+def test_messages_are_separate_from_collectives(tmp_path):
     def main():
         x = torch.ones(2)
         if dist.get_rank() == 0:
@@ -174,7 +174,7 @@ def test_messages_are_apart(tmp_path):
     assert (message["op"], message["peer"], message["state"]) == ("recv", 0, "completed")
 
 
-def test_the_ring_keeps_no_tensor_and_ends_its_oldest():
+def test_ring_keeps_no_tensors_and_drops_the_oldest_entry():
     def main():
         recorder.ring.entries = type(recorder.ring.entries)(maxlen=4)
         x = torch.ones(5)
@@ -186,7 +186,7 @@ def test_the_ring_keeps_no_tensor_and_ends_its_oldest():
     assert run_ranks(main, backend="shm") == [(True, 4, True)] * 2
 
 
-def test_off_it_records_nothing():
+def test_ring_switched_off_records_nothing():
     def main():
         recorder.ring.on = False
         before = recorder.ring.recorded
@@ -209,7 +209,7 @@ def in_a_package_alone(run):
 """
 
 
-def test_the_line_is_the_users_by_whichever_way_the_call_came(monkeypatch):
+def test_line_is_the_users_through_any_wrapper(monkeypatch):
     monkeypatch.setattr(lines, "_depths", {})
     monkeypatch.setitem(lines._kinds, "a package", lines._LIBRARY)
     names: dict = {"caller": lines.caller}
@@ -227,7 +227,7 @@ def test_the_line_is_the_users_by_whichever_way_the_call_came(monkeypatch):
     assert one("op") == "op"
 
 
-def test_a_pickle_that_names_anything_is_refused(tmp_path):
+def test_pickles_with_names_are_rejected(tmp_path):
     class Bad:
         def __reduce__(self):
             return os.system, ("true",)
@@ -298,7 +298,7 @@ def ended(processes):
 
 
 @pytest.mark.wide
-def test_a_failing_rank_has_all_others_dump_and_the_end_does_too(tmp_path):
+def test_all_ranks_dump_on_a_failure_and_at_the_end(tmp_path):
     """Rank 1 is in a loop of its own when rank 0 fails."""
     more = """
 if dist.get_rank() == 0:
@@ -324,7 +324,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.wide
-def test_sigusr2_reaches_a_rank_that_waits_in_c(tmp_path):
+def test_sigusr2_dumps_while_the_main_thread_waits_in_c(tmp_path):
     more = """
 if dist.get_rank() == 0:
     dist.all_reduce(torch.ones(1))
@@ -353,7 +353,7 @@ else:
             process.communicate()
 
 
-def test_a_group_that_is_gone_can_still_be_looked_up() -> None:
+def test_reference_to_a_deleted_group_is_a_dict_key() -> None:
     group = type("Group", (), {})()
     reference = reference_to(group)
     del group
@@ -363,7 +363,7 @@ def test_a_group_that_is_gone_can_still_be_looked_up() -> None:
 
 
 @pytest.mark.parametrize("value", ["", "0"])
-def test_no_directory_in_the_environment_writes_nothing(tmp_path, monkeypatch, value):
+def test_empty_or_zero_variable_disables_dumps(tmp_path, monkeypatch, value):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GRADWIRE_RECORDER", value)
     control.start_from_environment()
@@ -371,7 +371,7 @@ def test_no_directory_in_the_environment_writes_nothing(tmp_path, monkeypatch, v
     assert not list(tmp_path.iterdir())
 
 
-def test_a_group_is_destroyed_though_what_its_end_calls_raises():
+def test_group_is_destroyed_even_if_a_callback_raises():
     def main():
         def fails():
             raise OSError("full")
@@ -406,7 +406,7 @@ def then_with_few(tmp_path: Path, calls: int) -> None:
 @pytest.mark.parametrize(
     ("ranks", "earlier", "calls"), [(2, 1, 1), (4, 3, 1), (2, 2, 0), (2, 1, 3)]
 )
-def test_groups_of_an_earlier_job_are_left_out(tmp_path, backend, ranks, earlier, calls) -> None:
+def test_groups_of_an_earlier_job_are_omitted(tmp_path, backend, ranks, earlier, calls) -> None:
     run_ranks(with_many, ranks, backend=backend, args=(earlier,), timeout=30)
     run_ranks(then_with_few, 2, backend=backend, args=(tmp_path, calls), timeout=30)
     for record in (load(path) for path in tmp_path.iterdir() if path.suffix != ".json"):

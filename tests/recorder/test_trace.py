@@ -48,7 +48,7 @@ def trace(tmp_path_factory) -> Path:
     return path
 
 
-def test_every_rank_has_its_lanes_on_one_clock(trace):
+def test_ranks_have_lanes_on_one_clock(trace):
     data = json.loads(trace.read_text())
     names = [e["args"]["name"] for e in data["traceEvents"] if e["name"] == "process_name"]
     assert names == ["rank 0", "rank 1"]
@@ -76,7 +76,7 @@ def test_every_rank_has_its_lanes_on_one_clock(trace):
         assert theirs["ts"] < mine["ts"] + mine["dur"]
 
 
-def test_the_summary_names_the_rank_that_was_waited_for(trace):
+def test_summary_names_the_rank_that_others_waited_for(trace):
     summary = summarize(read_trace(trace))
     assert summary.waited_for is not None
     assert summary.waited_for.rank == 1
@@ -87,7 +87,7 @@ def test_the_summary_names_the_rank_that_was_waited_for(trace):
     assert [sorted(b.parameters) for b in summary.buckets][:1] == [["bias", "weight"]]
 
 
-def test_the_command(trace, tmp_path):
+def test_command(trace, tmp_path):
     page, picture = tmp_path / "run.html", tmp_path / "run.png"
     arguments = ["timeline", str(trace), "--html", str(page), "--png", str(picture)]
     result = CliRunner().invoke(app, arguments)
@@ -110,7 +110,7 @@ def test_the_command(trace, tmp_path):
     assert "is not a trace of gradwire.timeline" in " ".join(result.output.split())
 
 
-def test_names_with_markup_are_shown_as_they_are(tmp_path):
+def test_names_with_markup_are_escaped(tmp_path):
     bucket = {"step": 0, "bucket": 0, "parameters": ["[/bold]weight"], "bytes": 4}
     event = {"ph": "X", "pid": 0, "tid": 1, "ts": 0, "dur": 1, "args": bucket}
     data = {
@@ -124,7 +124,7 @@ def test_names_with_markup_are_shown_as_they_are(tmp_path):
     assert "[/bold]weight" in result.stdout
 
 
-def test_a_trace_that_was_cut_off_says_so(tmp_path, monkeypatch):
+def test_truncated_trace_is_reported(tmp_path, monkeypatch):
     def main():
         with monkeypatch.context() as patch:
             patch.setattr("gradwire.recorder.trace.recording._MOST", 2)
@@ -139,7 +139,7 @@ def test_a_trace_that_was_cut_off_says_so(tmp_path, monkeypatch):
     assert f"Truncated: {left_out} records at the end are missing" in result.stdout
 
 
-def test_parts_of_an_earlier_run_are_not_taken_for_this_ones(tmp_path):
+def test_part_files_of_an_earlier_run_are_ignored(tmp_path):
     """That run was killed before rank 0 had put them together; now rank 0 is at the end first."""
     path = tmp_path / "run.json"
     earlier = json.dumps({"rank": 1, "events": [], "error_us": 12345.0})
@@ -159,7 +159,7 @@ def test_parts_of_an_earlier_run_are_not_taken_for_this_ones(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["run.json"]
 
 
-def test_by_the_environment_too(tmp_path, monkeypatch):
+def test_environment_variable_starts_a_timeline(tmp_path, monkeypatch):
     monkeypatch.setattr(recording.ring, "listener", None)
     monkeypatch.setattr(recording, "this_rank", lambda: 1)
     monkeypatch.setattr(recording, "at_end_of_job", lambda write: None)
@@ -177,7 +177,7 @@ def test_by_the_environment_too(tmp_path, monkeypatch):
     assert not part.exists()
 
 
-def test_a_page_is_not_ended_by_a_name():
+def test_names_cannot_end_the_pages_script():
     event = {"ph": "X", "pid": 0, "tid": 0, "ts": 0, "dur": 1, "name": "</script><b>", "args": {}}
     trace = {"traceEvents": [event], "otherData": {"ranks": [0], "clock error, us": {"0": 0}}}
     assert "<title>DATA.json</title>" in page_of(trace, "DATA.json")
@@ -207,7 +207,7 @@ def test_wrong_arguments(tmp_path):
     run_ranks(main)
 
 
-def test_nothing_is_recorded_after_the_block():
+def test_recording_stops_after_the_block():
     def main():
         from gradwire.recorder import ring
 
@@ -217,7 +217,7 @@ def test_nothing_is_recorded_after_the_block():
 
 
 @pytest.mark.parametrize("skew", [0, 12_345_678, -5_000_000_000])
-def test_clocks_of_two_hosts(skew):
+def test_clock_offset_between_hosts_is_within_its_error(skew):
     """The offset is within its error of the truth."""
     store = dist.HashStore()
     found = {}
@@ -238,7 +238,7 @@ def test_clocks_of_two_hosts(skew):
     assert abs(found[1].ns + skew) <= found[1].error_ns
 
 
-def test_a_profiler_has_ranges_of_buckets():
+def test_profiler_has_ranges_of_buckets():
     def main():
         model = gradwire.DistributedDataParallel(torch.nn.Linear(4, 4))
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:
@@ -332,7 +332,7 @@ class Browser:
 
 @pytest.mark.wide
 @pytest.mark.skipif(not CHROMIUM, reason="no Chromium: set CHROMIUM to one")
-def test_the_page_in_a_browser(trace, tmp_path):
+def test_page_in_a_browser(trace, tmp_path):
     page = tmp_path / "run.html"
     page.write_text(page_of(json.loads(trace.read_text()), "run.json"), encoding="utf-8")
     browser = Browser(tmp_path / "profile")

@@ -26,7 +26,7 @@ def line_of(mark: str) -> str:
     ("backend", "wrapper", "accident"),
     [("gloo", "fsdp", "loop"), ("shm", "fsdp", "raise"), ("shm", "compiled", "skip")],
 )
-def test_names_rank_and_line(tmp_path, backend, wrapper, accident):
+def test_verdict_names_rank_and_line(tmp_path, backend, wrapper, accident):
     launch = [sys.executable, "-m", "gradwire", "run", "--standalone", "--nproc-per-node", "3"]
     command = [*launch, "--recorder", str(tmp_path), str(PROGRAM), backend, wrapper, accident]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
