@@ -1,4 +1,4 @@
-"""GRADWIRE_BACKEND=shm: programs that name Gloo run on shm, and are told that it is Gloo."""
+"""GRADWIRE_BACKEND=shm: programs that name Gloo run on shm, which reports the name Gloo."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_backend_without_accelerators(monkeypatch, asked, instead):
 @pytest.mark.parametrize("asked", ["gloo", "cpu:gloo,cuda:nccl"])
 @pytest.mark.parametrize("routed", [True, False])
 def test_backend_with_a_gpu(monkeypatch, asked, routed):
-    """A Gloo group carries CUDA tensors too: one of shm alone would not."""
+    """Gloo groups carry CUDA tensors as well, unlike groups of shm alone."""
     import torch
 
     monkeypatch.setattr("torch.accelerator.is_available", lambda: True)

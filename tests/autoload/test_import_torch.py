@@ -1,4 +1,4 @@
-"""What `import torch` does where gradwire is installed."""
+"""Effects of `import torch` if gradwire is installed."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_import_gradwire_registers_shm_without_autoload(run):
 @pytest.mark.wide
 @pytest.mark.parametrize("backend", ["cpu:gloo", "cpu:gloo,meta:fake", "gloo"])
 def test_groups_without_shm_are_unchanged(run, backend):
-    """Before 2.14, torch gives a group of pairs no default backend once any plugin is listed."""
+    """Before 2.14, a group of pairs gets no default backend once any plugin is listed."""
     told = """
 import torch, torch.distributed as dist
 if "fake" in "BACKEND":

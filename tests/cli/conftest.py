@@ -1,4 +1,4 @@
-"""Commands in sessions of their own, so that whatever they leave behind can be found."""
+"""Commands in their own sessions, so that leftover processes can be found."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR
 
 
 class Command:
-    """A Python command that runs in a session of its own, read line by line."""
+    """Python command in its own session, read line by line."""
 
     def __init__(self, arguments: list[str], environment: Mapping[str, str]) -> None:
         self.process = subprocess.Popen(
@@ -31,7 +31,7 @@ class Command:
         )
 
     def read_until(self, text: str) -> None:
-        """Return once a line with `text` is out."""
+        """Read output up to a line with `text`."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if text in line:
@@ -39,30 +39,30 @@ class Command:
         pytest.fail(f"no {text!r}; stderr: {self.process.communicate()[1]}")
 
     def end(self) -> tuple[int, str, str]:
-        """Wait for the end; returns the exit code and the rest of stdout and stderr."""
+        """Wait for the end; return the exit code and the rest of stdout and stderr."""
         out, err = self.process.communicate(timeout=LIMIT)
         return self.process.returncode, out, err
 
     def alive(self) -> dict[int, str]:
-        """The command lines of the session's living processes, by process number."""
+        """Return the command lines of the session's living processes, by process ID."""
         found = {}
         for folder in Path("/proc").glob("[0-9]*"):
             try:
                 status = (folder / "stat").read_text().rpartition(")")[2].split()
                 line = (folder / "cmdline").read_text().replace("\0", " ")
             except (FileNotFoundError, ProcessLookupError):
-                continue  # it ended while we looked
+                continue  # ended meanwhile
             state, session = status[0], int(status[3])
             if session == self.process.pid and state != "Z":
                 found[int(folder.name)] = line
         return found
 
     def ranks(self) -> list[int]:
-        """The process numbers of the ranks, in the order in which they were started."""
+        """Return the process IDs of the ranks, in the order of their start."""
         return sorted(pid for pid, line in self.alive().items() if "spawn_main" in line)
 
     def survivors(self) -> dict[int, str]:
-        """What is still there of the session, when what is ending has had time to end."""
+        """Return processes of the session that remain after some time."""
         deadline = time.monotonic() + LIMIT
         while (left := self.alive()) and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -71,7 +71,7 @@ class Command:
 
 @pytest.fixture
 def command() -> Iterator[Callable[..., Command]]:
-    """Start `python ARGUMENTS...`; whatever is left of it at the test's end is killed."""
+    """Start `python ARGUMENTS...`; kill its session at the end of the test."""
     started = []
     environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
 
@@ -88,6 +88,6 @@ def command() -> Iterator[Callable[..., Command]]:
 
 @pytest.fixture
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No environment as torchrun makes it."""
+    """Remove torchrun's environment variables."""
     for name in LAUNCHER:
         monkeypatch.delenv(name, raising=False)

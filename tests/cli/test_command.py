@@ -1,4 +1,4 @@
-"""Options and what is said about bad ones; nothing is started here."""
+"""Options and their errors, without starting any process."""
 
 from __future__ import annotations
 
@@ -93,7 +93,9 @@ def test_version():
     ("arguments", "missing", "extra"),
     [(["demo"], "rich, sklearn", "demo"), (["run"], "rich", "cli"), ([], "rich", "cli")],
 )
-def test_missing_extra_is_reported_with_the_command_to_install_it(monkeypatch, arguments, missing, extra):
+def test_missing_extra_is_reported_with_the_command_to_install_it(
+    monkeypatch, arguments, missing, extra
+):
     here = {"click": object(), "numpy": object()}
     monkeypatch.setattr(gradwire.cli, "find_spec", here.get)
     monkeypatch.setattr(sys, "argv", ["gradwire", *arguments])

@@ -1,4 +1,4 @@
-"""The demo as its users start it: by hand and by torchrun, to the end and interrupted."""
+"""The demo, started directly and by torchrun, completed and interrupted."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def cells(line: str) -> list[str]:
 
 
 def check_output(out: str) -> None:
-    """One epoch's output is complete, and printed once."""
+    """Check that the output of one epoch is complete and printed once."""
     rows = [cells(line) for line in out.splitlines()]
     (epoch,) = [row for row in rows if row[0] == "1/1"]
     (difference,) = [row for row in rows if row[0] == "largest difference to the twin"]
     assert epoch[3] == difference[1]
     assert difference[2] == "rounding"
-    assert 0 < float(difference[1]) < 1e-5  # two ranks and one process do round differently
+    assert 0 < float(difference[1]) < 1e-5  # two ranks and one process round differently
     assert ["parameters in all processes", "equal", "bit for bit"] in rows
     (accuracy,) = [row for row in rows if row[0] == "test accuracy"]
     assert accuracy[1] == epoch[2]
@@ -77,8 +77,8 @@ def test_ctrl_c_leaves_no_process(command):
     run = command(*FOREVER)
     run.read_until(FIRST_EPOCH)
     assert len(run.ranks()) == 2
-    assert all(ignores_ctrl_c(pid) for pid in run.ranks())  # stopping them is the parent's task
-    os.killpg(run.process.pid, signal.SIGINT)  # as a terminal does
+    assert all(ignores_ctrl_c(pid) for pid in run.ranks())  # the parent stops them
+    os.killpg(run.process.pid, signal.SIGINT)  # like a terminal
     code, _, err = run.end()
     assert code == 130
     assert err == "Interrupted; every process of the demo has been stopped.\n"

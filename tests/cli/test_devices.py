@@ -1,4 +1,4 @@
-"""The demo's mode "devices": replicas in one process, beside the network without them."""
+"""The demo's mode "devices": replicas in one process, compared with the bare network."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_lost_replica_in_one_step_exceeds_rounding():
     steps = 0
 
     class Losing(wrap.DataParallel):
-        """Its last replica's gradients are lost in the third step."""
+        """Wrapper that loses the last replica's gradients in the third step."""
 
         def gather(self, outputs, output_device):
             nonlocal steps

@@ -1,4 +1,4 @@
-"""`gradwire doctor`: right where all is well, where a backend cannot work, without a network."""
+"""`gradwire doctor` with working backends, with failing ones, and without a network."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_every_differentiable_op_is_checked():
     from gradwire import collectives
 
     others = {"Handle", "Premul", "all_gather_object", "barrier", "checks", "recv", "send", "tie"}
-    same_on_all_ranks = {"invariant", "vary"}  # finite differences change one rank alone
+    same_on_all_ranks = {"invariant", "vary"}  # finite differences change only one rank
     named = {name.split(" ")[0] for name in OPS}
     assert named == set(collectives.__all__) - others - same_on_all_ranks
 

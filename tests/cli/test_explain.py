@@ -1,4 +1,4 @@
-"""`gradwire explain`: one screen, JSON, exit codes; on dumps made by hand."""
+"""`gradwire explain` on synthetic dumps: text, JSON and exit codes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gradwire.cli.app import app
 
 
 def entry(number, op="all_reduce", size=4, line=10, *, group="0", done=True, at=None):
-    """As torch's recorder of Gloo writes it."""
+    """Return an entry in the format of torch's recorder for Gloo."""
     created = (number if at is None else at) * 1_000_000
     return {
         "record_id": number,
@@ -48,7 +48,7 @@ def explained(directory, *options):
 
 
 def test_torchs_dumps_without_groups(tmp_path):
-    """As torch 2.13 writes them for Gloo: the configuration of groups is empty."""
+    """Torch 2.13 writes an empty configuration of groups for Gloo."""
     whole = [entry(1), entry(2), entry(3, done=False)]
     write(tmp_path, whole, whole[:2], whole)
     code, out = explained(tmp_path)
@@ -70,7 +70,7 @@ def test_different_size_names_the_minority(tmp_path):
 
 @pytest.mark.parametrize("name", ["crash-2.txt", "crash-of-process-7.txt"])
 def test_call_of_a_crashed_process_is_found_by_its_line(tmp_path, name):
-    """Of two ranks that differ neither would be named; Gloo ended the third in the same call."""
+    """Two differing ranks name no culprit; the third was aborted by Gloo in the same call."""
     same = [entry(1), entry(2)]
     config = {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1, 2]"}}
     for rank, size in enumerate((9, 4)):
@@ -83,7 +83,7 @@ def test_call_of_a_crashed_process_is_found_by_its_line(tmp_path, name):
     assert (first["kind"], first["ranks"], first["number"]) == ("mismatch", [0], 3)
     (tmp_path / "crash-of-process-8.txt").write_text(f"Fatal Python error: Aborted\n\n{crash}")
     first = json.loads(explained(tmp_path, "--json")[1])["findings"][0]
-    assert first["ranks"] == ([0] if name == "crash-2.txt" else [])  # it may be either's
+    assert first["ranks"] == ([0] if name == "crash-2.txt" else [])  # either may be wrong
 
 
 def test_skipped_call(tmp_path):
@@ -99,7 +99,7 @@ def test_skipped_call(tmp_path):
 
 
 def test_groups_in_different_orders_are_a_deadlock(tmp_path):
-    both = [entry(1, group="1"), entry(1, group="2", at=2)]  # all know who is in them
+    both = [entry(1, group="1"), entry(1, group="2", at=2)]  # reveals the groups' ranks
     ranks = [
         [entry(1), *both, entry(2, group="1", done=False, at=6)],
         [entry(1), *both, entry(2, group="2", done=False, at=6)],
@@ -157,7 +157,7 @@ def test_color_only_on_request(tmp_path, monkeypatch):
 
 
 def damage(data: bytes, seed: int) -> bytes:
-    """Cut off, or with some bytes that are others."""
+    """Return truncated or altered bytes."""
     draw = random.Random(seed)
     if seed % 3 == 0:
         return data[: draw.randrange(len(data))]
@@ -168,7 +168,7 @@ def damage(data: bytes, seed: int) -> bytes:
 
 
 def nested() -> list:
-    """Small in a pickle, and without an end in words."""
+    """Return an object that is small in a pickle and endless as text."""
     found: list = ["x"]
     for _ in range(40):
         found = [found, found]
@@ -205,7 +205,7 @@ def test_field_of_a_wrong_type_does_not_hide_other_dumps(tmp_path, wrong):
 
 
 def test_data_loader_error_within_a_collective(tmp_path):
-    """Gloo's errors are of the same type, and come out of the same line."""
+    """Gloo's errors have the same type and line."""
     whole = [entry(1), entry(2), entry(3, done=False)]
     for rank, own in enumerate((False, True, False)):
         line = {"name": "step", "filename": "/home/me/train.py", "line": 10}
@@ -218,7 +218,7 @@ def test_data_loader_error_within_a_collective(tmp_path):
 
 
 def three_ranks(directory, *ranks):
-    """Each rank's calls, errors and more, on one clock."""
+    """Write each rank's calls, errors and more, on one clock."""
     config = {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1, 2]"}}
     for rank, (entries, events, more) in enumerate(ranks):
         extra = {"world_size": 3, "clock": "one", "events": events, **more}
@@ -228,13 +228,13 @@ def three_ranks(directory, *ranks):
 
 
 def shm_entry(number, **more):
-    """Shm notes the end of a call."""
+    """Return a call with an end, as shm records it."""
     end = None if more.get("done") is False else number * 1_000_000 + 1
     return entry(number, **more) | {"time_discovered_completed_ns": end}
 
 
 def test_wait_of_a_handle_may_be_for_a_message(tmp_path):
-    """Rank 1 did not send it, and went on to the all_reduce with rank 0."""
+    """Rank 1 did not send the message, and is in the all_reduce with rank 0."""
     before, after = [shm_entry(1), shm_entry(2)], shm_entry(3, line=30, done=False)
     line = {"name": "step", "filename": "/home/me/train.py", "line": 20}
     late = EVENT | {"type": "CollectiveTimeoutError", "lines": [line], "call": "wait"}
@@ -250,7 +250,7 @@ def test_wait_of_a_handle_may_be_for_a_message(tmp_path):
 
 
 def test_dump_at_exit_counts_though_it_is_older(tmp_path):
-    """It was written a moment before the others called what it never called."""
+    """The dump is slightly older than the call that its rank never made."""
     whole = [shm_entry(1), shm_entry(2), shm_entry(3, done=False)]
     ended = {"reason": "exit", "taken_ns": 2_500_000}
     first = three_ranks(
@@ -271,7 +271,7 @@ def test_interrupt_in_own_code_is_not_a_wait(tmp_path, all_ranks):
     lost = interrupt | {"type": "PeerLostError", "call": "all_reduce"}
     theirs = interrupt | {"call": "all_reduce"} if all_ranks else lost
     more = {"reason": "exit", "taken_ns": 9_000_000}
-    if all_ranks:  # rank 2 was computing, too
+    if all_ranks:  # rank 2 was also computing
         ranks = [(whole, [theirs], more), (whole[:2], [interrupt], more)]
         first = three_ranks(tmp_path, *ranks, (whole[:2], [interrupt], more))
         assert (first["kind"], first["ranks"]) == ("unclear", [])
@@ -287,7 +287,7 @@ def test_interrupt_in_own_code_is_not_a_wait(tmp_path, all_ranks):
 @pytest.mark.parametrize("called", [False, True])
 @pytest.mark.parametrize("after", [5_000, 500])
 def test_rank_that_arrives_after_others_have_given_up(tmp_path, called, after):
-    """By messages, or by a collective that it called in the end, too."""
+    """The late rank calls send, or makes the collective in the end."""
     line = {"name": "stage", "filename": "/home/me/train.py", "line": 5}
     event = EVENT | {"type": "CollectiveTimeoutError", "lines": [line], "call": "recv"}
     event["time"] = 1_000_000_000
@@ -297,7 +297,7 @@ def test_rank_that_arrives_after_others_have_given_up(tmp_path, called, after):
     last = [lost], {"reason": "exit", "taken_ns": lost["time"] + 1}
     calls = [shm_entry(1), shm_entry(2, done=False)] if called else []
     found = three_ranks(tmp_path, (calls, *first), (calls, *last), (calls, *first))
-    if after == 500:  # it may have waited, too
+    if after == 500:  # it may have waited as well
         assert (found["kind"], found["ranks"]) == ("unclear", [])
         return
     assert (found["kind"], found["ranks"]) == ("missing", [1])
@@ -307,7 +307,7 @@ def test_rank_that_arrives_after_others_have_given_up(tmp_path, called, after):
 
 
 def test_mismatch_found_by_the_ranks(tmp_path):
-    """What they compared is in the errors alone, where calls look alike."""
+    """Only the errors show the disagreement; the recorded calls look alike."""
     line = {"name": "step", "filename": "/home/me/train.py", "line": 5}
     text = "ranks disagree on all_gather's number of elements: rank 0 has 3 for rank 1"
     error = EVENT | {"type": "MismatchError", "message": text, "lines": [line]}
@@ -319,7 +319,7 @@ def test_mismatch_found_by_the_ranks(tmp_path):
 
 @pytest.mark.parametrize("began", [5_000_000_000, 0])
 def test_dumps_of_an_earlier_run_with_more_ranks_are_ignored(tmp_path, began):
-    """Not those of the same run, as of an elastic one that goes on with fewer."""
+    """Dumps of the same run are kept, such as of an elastic one that shrinks."""
     line = {"name": "step", "filename": "/home/me/train.py", "line": 5}
     for rank, world in ((0, 2), (1, 2), (2, 3)):
         config = {"0": {"name": "0", "desc": "default_pg", "ranks": str([*range(world)])}}

@@ -1,4 +1,4 @@
-"""The launcher: what ranks send arrives, and one bad end ends all."""
+"""The launcher: messages arrive, and the failure of one rank ends all."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def one_exits(env, send):
 
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory):
-    """A module of jobs that new processes can import."""
+    """Module of jobs that new processes can import."""
     folder = tmp_path_factory.mktemp("jobs")
     (folder / "gradwire_test_jobs.py").write_text(textwrap.dedent(JOBS))
     with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""The comparison with the twin: what it finds, and what it makes of that."""
+"""Comparison with the twin: differences, failures and report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`gradwire run`: an unedited program on gradwire, and nothing left behind."""
+"""`gradwire run`: an unmodified program on gradwire, and cleanup."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def program(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def environment(site, tmp_path, monkeypatch) -> Path:
-    """As where gradwire is installed; returns the directory for temporary files."""
+    """Set up an environment with gradwire installed; return its temporary directory."""
     paths = [str(site), str(Path(__file__).parents[2] / "src")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     place = tmp_path / "temporary"
@@ -108,7 +108,7 @@ def test_programs_that_python_runs_are_accepted(monkeypatch, tmp_path):
 
 
 def test_only_files_of_an_earlier_run_are_removed(tmp_path):
-    """A directory of checkpoints may be that of the dumps, too."""
+    """The directory of dumps may also contain checkpoints."""
     theirs = {"rank_0.pt", "rank_1_optimizer", "crash-course.txt", "process-list.json", "requests"}
     ours = {"rank_0", "rank_12", "process-0.json", "crash-1.txt", "exits-0.json", "request"}
     for name in theirs | ours | {"crash-of-process-host-7.txt", ".1.234.0.part", "run.json.1.part"}:
@@ -143,7 +143,7 @@ def test_exits_before_a_restart_do_not_affect_the_verdict(command, environment, 
 
 
 class Started:
-    """A worker group as torchrun's agent knows it, whose processes have ended with an error."""
+    """Worker group of torchrun's agent whose processes have failed."""
 
     def __init__(self, directory, monkeypatch, world_size=1):
         kind = collecting_agent(directory)
@@ -169,13 +169,13 @@ def test_exits_before_a_restart_are_removed(tmp_path, monkeypatch):
     assert set(json.loads((tmp_path / "exits-0.json").read_text())) == {"0", "1"}
     for name in ("rank_0", "rank_1", "process-1.json", "crash-0.txt", "crash-1.txt", "rank_1.pt"):
         (tmp_path / name).write_text("")
-    group.world_size = 1  # a host is gone
+    group.world_size = 1  # a host was lost
     group.start()
     assert {path.name for path in tmp_path.iterdir()} == {"rank_0", "rank_1.pt"}
 
 
 def test_ranks_end_without_the_directory_of_dumps(tmp_path, monkeypatch):
-    """A rank hangs in the program; the launcher is to end it, whatever its notes come to."""
+    """The launcher must end a hanging rank even if it cannot write its notes."""
     group = Started(tmp_path / "gone", monkeypatch)
     group.agent._pcontext.close("now")
     assert group.ended == ["now"]
@@ -234,7 +234,7 @@ def test_interrupted_run_leaves_no_process(command, program, environment, number
 
 @pytest.mark.wide
 def test_ranks_end_with_a_killed_launcher(command, program, environment):
-    """Torchrun's live on."""
+    """Ranks of torchrun survive it."""
     started = command(*RUN, "--compat", "--backend", "shm", str(program), "wait")
     started.read_until("gloo True")
     ranks = children_of(started.process.pid)
@@ -255,7 +255,7 @@ def is_running(pid: int) -> bool:
 
 
 def children_of(pid: int) -> list[int]:
-    """The ranks have sessions of their own."""
+    """Ranks have their own sessions."""
     return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 

@@ -1,7 +1,7 @@
-"""The verdict on twelve accidents of rank 1 among three ranks, on shm and on Gloo.
+"""Verdicts on twelve accidents of rank 1 among three ranks, on shm and on Gloo.
 
-The oracle for the dumps is torch's own analyser: it reads them all, and where it finds ranks that
-are missing or differ, they are those of the verdict.
+torch's analyzer is the reference for the dumps: it reads all of them, and the missing or differing
+ranks that it finds must agree with the verdict.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.distributed.flight_recorder.components import builder, config_manager
 
 from gradwire.recorder.verdict import Kind, explain
 
-pytestmark = pytest.mark.timeout(600)  # the first of a backend waits for all of its accidents
+pytestmark = pytest.mark.timeout(600)  # the first test of a backend stages all of its accidents
 PROGRAM = Path(__file__).parent / "programs" / "accidents.py"
 BACKENDS = ("gloo", "shm")
 IN_NETWORK = ["unshare", "--map-root-user", "--net"]
@@ -51,7 +51,7 @@ WORDS = {
     "slow_link": "the transfers with rank 1 were slow",
 }
 NOT_SEEN_BY_TORCH = {"slow_rank", "slow_link"}
-"""Nothing is missing in these."""
+"""Accidents without missing ranks."""
 
 
 def can_have_a_network() -> bool:
@@ -67,7 +67,7 @@ def can_have_a_network() -> bool:
 
 @pytest.fixture(scope="module", params=BACKENDS)
 def staged(request, tmp_path_factory):
-    """A backend, and the directory of all its accidents."""
+    """A backend, and the directory with all of its accidents."""
     backend, place = request.param, tmp_path_factory.mktemp(request.param)
     alone = ["slow_link"] if backend == "gloo" else []
     runs = [([], [name for name in EXPECTED if name not in alone])]
@@ -81,7 +81,7 @@ def staged(request, tmp_path_factory):
 
 
 def marked_line(name: str) -> str:
-    """The line of the program that has a comment with this name."""
+    """Return the line of the program with a comment of this name."""
     for number, line in enumerate(PROGRAM.read_text().splitlines(), 1):
         if line.endswith(f"# here: {name}"):
             return f"{PROGRAM}:{number}"
@@ -131,7 +131,7 @@ def test_torchs_analyzer_agrees_on_the_same_dumps(staged, name, caplog):
     }
     if name in NOT_SEEN_BY_TORCH:
         assert not culprits
-    # a rank that left no dump is named as one whose is missing
+    # the analyzer reports ranks without a dump as missing
     lacking = {0, 1, 2} - set(map(int, (dump["rank"] for dump in details.values())))
     seen = culprits | lacking
     assert not seen or 1 in seen or name == "unused", (culprits, lacking)

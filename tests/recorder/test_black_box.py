@@ -1,4 +1,4 @@
-"""Where dumps go, what else lies there, and what may not stop a rank from writing its own."""
+"""Directories of dumps, and conditions under which a rank must still write its dump."""
 
 from __future__ import annotations
 
@@ -95,12 +95,12 @@ def test_relative_directory_is_resolved_at_start(tmp_path):
 
 
 def test_processes_with_equal_pids_share_a_directory(tmp_path):
-    """Rank 1 writes its dump while rank 0 is about to put its own in place."""
+    """Rank 1 writes its dump while rank 0 is about to rename its own."""
 
     def main():
         replace = os.replace
         own = os.getpid
-        os.getpid = lambda: 7  # as in each container
+        os.getpid = lambda: 7  # equal in each container
 
         def replace_late(*paths):
             if dist.get_rank() == 0:
@@ -124,7 +124,7 @@ def test_processes_with_equal_pids_share_a_directory(tmp_path):
 
 
 class OfTheUser(Exception):
-    """An exception with attributes and words of its own."""
+    """Exception with its own attributes and message."""
 
     def __init__(self, parameters: object) -> None:
         super().__init__("of the user")
@@ -201,7 +201,7 @@ def test_stop_in_a_fork_leaves_the_parents_recorder(tmp_path):
 
 
 def test_raising_signal_handler_does_not_stop_a_dump(tmp_path):
-    """As a data loader's does, once for each of its workers that has died."""
+    """The handler of a data loader raises once for each dead worker."""
 
     def main():
         recorder.start(tmp_path)

@@ -1,4 +1,4 @@
-"""The page "When something goes wrong" has each error and each verdict."""
+"""The page "When something goes wrong" lists all errors and verdicts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BASES = {"DistributedError", "GradwireError"}  # never raised themselves
 
 
 def first_column(heading: str) -> set[str]:
-    """What the first column of a section's table has, separated by commas."""
+    """Return the names in the first column of a section's table."""
     section = PAGE.read_text().partition(f"## {heading}\n")[2].partition("\n## ")[0]
     cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| ")]
     return {name.strip(" `") for cell in cells[1:] for name in cell.split(",")}

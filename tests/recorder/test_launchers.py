@@ -1,4 +1,4 @@
-"""Launchers that are not ours: recorder and timeline by environment alone, programs unedited."""
+"""Other launchers: recorder and timeline by environment variables, with unmodified programs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.wide, pytest.mark.timeout(400)]
 
 @pytest.fixture
 def places(tmp_path):
-    """The environment, and where dumps and the timeline go."""
+    """Environment, directory of dumps and file of the timeline."""
     dumps, trace = tmp_path / "dumps", tmp_path / "run.json"
     variables = {"GRADWIRE_RECORDER": str(dumps), "GRADWIRE_TIMELINE": str(trace)}
     return variables | {"GRADWIRE_COMPAT": "1", "GRADWIRE_BACKEND": "shm"}, dumps, trace
@@ -63,7 +63,7 @@ def check(dumps: Path, trace: Path) -> None:
     [("lightning", "lightning_trainer.py", []), ("ray", "ray_trainer.py", ["TMP"])],
 )
 def test_frameworks(run, places, tmp_path, package, program, args):
-    """Ray kills its workers: what they have recorded is written before that."""
+    """Ray kills its workers, so their records must be written before that."""
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
     variables, dumps, trace = places
@@ -75,7 +75,7 @@ def test_frameworks(run, places, tmp_path, package, program, args):
 
 
 def start_tasks(site, tmp_path, variables, *arguments):
-    """As srun does: a process for each task, told by SLURM_PROCID which one it is."""
+    """Start a process per task with its SLURM_PROCID, like srun."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{free.getsockname()[1]}"

@@ -1,4 +1,4 @@
-"""The ring: what each collective leaves in it, and in a dump of it."""
+"""Entries of the ring for each collective, and their dumps."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from gradwire.testing.pool import close_pool
 
 
 def every_op():
-    """Each op once, on the default group and on one more."""
+    """Call each op once, on the default group and on another."""
     x, whole, world = torch.ones(2), torch.ones(4), dist.get_world_size()
     parts, rank = list(torch.ones(2 * world).chunk(world)), dist.get_rank()
     dist.all_reduce(x)
@@ -48,7 +48,7 @@ def every_op():
 
 
 def analysed(directory: str):
-    """What torch's analyser makes of a directory of dumps."""
+    """Return the analysis of a directory of dumps by torch's analyzer."""
     arguments = config_manager.JobConfig().parse_args([directory])
     details, version = loader.read_dir(arguments)
     return builder.build_db(details, arguments, version)
@@ -56,7 +56,7 @@ def analysed(directory: str):
 
 @pytest.fixture(autouse=True, scope="module")
 def fresh_processes() -> None:
-    """Torch keeps what it recorded of other tests' groups, which have the same names."""
+    """Torch keeps the entries of other tests' groups, which have the same names."""
     close_pool()
 
 
@@ -99,7 +99,7 @@ def test_entry_has_sizes_line_times_and_waits(tmp_path):
 
 @pytest.mark.wide
 def test_dump_has_the_ends_of_awaited_collectives(tmp_path):
-    """Gloo's threads record it later: one in ten or twenty times, a dump was quicker."""
+    """Gloo's threads record ends later: one in ten to twenty dumps was faster."""
 
     def main():
         patient = partial(await_gloos_ends, timeout=30)  # however busy the cores are
@@ -223,7 +223,7 @@ def test_line_is_the_users_through_any_wrapper(monkeypatch):
 
     ways = [(one, "op"), (one, "op"), (one, "wrapped"), (other, "wrapped"), (other, "op")] * 2
     assert [f(way) for f, way in ways] == [f.__name__ for f, _ in ways]
-    monkeypatch.setitem(lines._kinds, __file__, lines._LIBRARY)  # none is the user's
+    monkeypatch.setitem(lines._kinds, __file__, lines._LIBRARY)  # no user code
     assert one("op") == "op"
 
 
@@ -247,7 +247,7 @@ def test_wrong_arguments(tmp_path, monkeypatch):
         recorder.dump()
     recorder.start(tmp_path / "a")
     try:
-        recorder.start(tmp_path / "a")  # again is nothing
+        recorder.start(tmp_path / "a")  # no effect
         with pytest.raises(ArgumentError, match="already"):
             recorder.start(tmp_path / "b")
     finally:
@@ -268,7 +268,7 @@ print("ready", flush=True)
 
 
 def start_ranks(directory: Path, more: str, count: int = 2):
-    """Processes as a launcher starts them, without a store's port: the store is a file."""
+    """Start processes like a launcher, with a store in a file."""
     script = SCRIPT.replace(
         "dist.init_process_group(sys.argv[1])",
         "dist.init_process_group(sys.argv[1], store=dist.FileStore(sys.argv[2], "
@@ -299,7 +299,7 @@ def ended(processes):
 
 @pytest.mark.wide
 def test_all_ranks_dump_on_a_failure_and_at_the_end(tmp_path):
-    """Rank 1 is in a loop of its own when rank 0 fails."""
+    """Rank 1 is in a loop when rank 0 fails."""
     more = """
 if dist.get_rank() == 0:
     raise KeyError("here")

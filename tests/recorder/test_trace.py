@@ -1,4 +1,4 @@
-"""The timeline: lanes of both ranks on one clock, a summary, a page and a picture."""
+"""Timelines: lanes of both ranks on one clock, summary, page and picture."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_ranks_have_lanes_on_one_clock(trace):
         for first, second in pairwise(parts):
             assert first["ts"] + first["dur"] == pytest.approx(second["ts"], abs=0.01)
     reduced = [e for e in slices if e["name"] == "all_reduce"]
-    # a collective overlaps itself on the other rank: the clocks are one
+    # a collective overlaps on both ranks, since they share a clock
     for mine in (e for e in reduced if e["pid"] == 0):
         theirs = next(
             e for e in reduced if e["pid"] == 1 and e["args"]["number"] == mine["args"]["number"]
@@ -140,7 +140,7 @@ def test_truncated_trace_is_reported(tmp_path, monkeypatch):
 
 
 def test_part_files_of_an_earlier_run_are_ignored(tmp_path):
-    """That run was killed before rank 0 had put them together; now rank 0 is at the end first."""
+    """The earlier run was killed before rank 0 merged its parts; now rank 0 ends first."""
     path = tmp_path / "run.json"
     earlier = json.dumps({"rank": 1, "events": [], "error_us": 12345.0})
 
@@ -218,7 +218,7 @@ def test_recording_stops_after_the_block():
 
 @pytest.mark.parametrize("skew", [0, 12_345_678, -5_000_000_000])
 def test_clock_offset_between_hosts_is_within_its_error(skew):
-    """The offset is within its error of the truth."""
+    """The error of the offset bounds its deviation from the truth."""
     store = dist.HashStore()
     found = {}
 
@@ -251,7 +251,7 @@ def test_profiler_has_ranges_of_buckets():
 
 
 class Browser:
-    """A headless Chromium, by its own protocol over two pipes."""
+    """Headless Chromium, controlled over two pipes."""
 
     def __init__(self, profile: Path) -> None:
         read_by_it, self._write = os.pipe()
@@ -359,7 +359,7 @@ def test_page_in_a_browser(trace, tmp_path):
         tip = browser.value("tip.style.display == 'block' ? tip.textContent : ''")
         assert tip.startswith("rank 0: rank 1")
         assert "op: all_reduce" in tip
-        # zoom, and all again
+        # zoom in and out
         for _ in range(12):
             browser.mouse("mouseWheel", *at, deltaX=0, deltaY=-100)
         assert browser.value("(to - from) / whole") < 0.1

@@ -1,4 +1,4 @@
-"""Verdicts where the collectives are those of FSDP, or of a compiled module: the user's lines."""
+"""Verdicts with the user's lines if FSDP or a compiled module calls the collectives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Twelve accidents of rank 1 among three, as users make them.
+"""Twelve typical accidents of rank 1 among three ranks.
 
     python accidents.py BACKEND DIRECTORY NAME...
 
@@ -112,7 +112,7 @@ def unused(rank):
     for step in range(3):
         model(torch.ones(1, 4), both=rank != 1 or step < 2).sum().backward()
         model.zero_grad()
-    model(torch.ones(1, 4), both=True)  # the error of the backward before is raised here
+    model(torch.ones(1, 4), both=True)  # raises the error of the previous backward pass
 
 
 def deadlock(rank):
@@ -128,7 +128,7 @@ def slow_rank(rank):
 
 
 def slow_link(rank):
-    """Messages to and from rank 1 take long; each pair of ranks has a group."""
+    """Slow down messages to and from rank 1; each pair of ranks has a group."""
     pairs = [(0, 1), (0, 2), (1, 2)]
     groups = {pair: dist.new_group(pair, timeout=timedelta(seconds=30)) for pair in pairs}
     if rank == 1 and dist.get_backend() == "shm":
@@ -141,7 +141,7 @@ def slow_link(rank):
 
 
 def leave_network(rank, directory):
-    """Give rank 1 a network that a slow link connects to that of the others."""
+    """Put rank 1 into a network that a slow link connects to the others' network."""
     if rank == 1:
         if ctypes.CDLL(None, use_errno=True).unshare(0x40000000) != 0:  # CLONE_NEWNET
             raise OSError(ctypes.get_errno(), "unshare")
@@ -171,7 +171,7 @@ INSIDE tc qdisc add dev link1 root tbf rate 40mbit burst 64kb latency 200ms"""
 
 
 def slow_down_shared_memory():
-    """Let each step of this rank through shared memory take long, as on a starved core."""
+    """Slow down each shared-memory step of this rank, as on a starved core."""
     from gradwire.shm.group_semaphores import Semaphores
 
     post = Semaphores.post
@@ -188,10 +188,10 @@ def stage(name, backend, directory):
         if name == "slow_link" and backend == "gloo":
             leave_network(rank, directory)
 
-    # nothing fails on a slow link; the rank that is not of a pair waits for it
+    # nothing fails on a slow link
     timeout = timedelta(seconds=60) if name == "slow_link" else TIMEOUT
     ranks = Ranks(globals()[name], directory, RANKS, backend, timeout, before)
-    ranks.wait(lambda ranks: set(ranks.left) <= {1})  # it hangs or is stopped, as it is to
+    ranks.wait(lambda ranks: set(ranks.left) <= {1})  # rank 1 hangs or is stopped on purpose
     ranks.collect()
     ranks.kill()
 

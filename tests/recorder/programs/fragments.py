@@ -12,7 +12,7 @@ __all__ = ["Branches", "HangingData", "failing_hook"]
 
 
 class Branches(torch.nn.Module):
-    """Two layers, of which one may be left out."""
+    """Two layers, of which the second is optional."""
 
     def __init__(self):
         super().__init__()
@@ -24,7 +24,7 @@ class Branches(torch.nn.Module):
 
 
 class HangingData(torch.utils.data.Dataset):
-    """Its worker never comes back from one item."""
+    """Dataset whose worker hangs in one item."""
 
     def __init__(self, hangs, at):
         self.hangs, self.at = hangs, at
@@ -39,7 +39,7 @@ class HangingData(torch.utils.data.Dataset):
 
 
 def failing_hook(fails, at):
-    """A communication hook that raises at one of its calls."""
+    """Return a communication hook that raises in one of its calls."""
     calls = []
 
     def hook(state, bucket):

@@ -17,7 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
-import torch._dynamo  # and what else the first use of a module imports: forks have no time
+import torch._dynamo  # imported before forking, like the following modules, to save time
 import torch.distributed as dist
 import torch.distributed.fsdp
 import torch.distributed.tensor
@@ -34,12 +34,12 @@ LIMIT = 20.0
 
 
 def run(case: Case, directory: Path) -> dict:
-    """Stage one, and judge the verdict."""
+    """Stage an accident and judge the verdict."""
     program = directory.with_suffix(".py")
     program.write_text(case.source)
 
     def again(rank, calls):
-        """End this job, and begin another under the same names."""
+        """End this job and begin another with the same names."""
         for _ in range(calls):
             dist.all_reduce(torch.ones(2))
         dist.barrier()
@@ -65,7 +65,7 @@ def run(case: Case, directory: Path) -> dict:
         alone = set(ranks.left) <= {case.culprit}
         if failed or alone:
             seen.append(time.monotonic())
-        # as a launcher, which ends the others when one has failed; else all wait for the timeout
+        # like a launcher: end the other ranks when one has failed; else wait for the timeout
         patience = 0 if case.launched and failed else SECONDS if alone else 3 * SECONDS
         return bool(seen) and time.monotonic() > seen[0] + patience
 
@@ -90,7 +90,7 @@ def run(case: Case, directory: Path) -> dict:
 
 
 def put_on_two_hosts(case: Case, directory: Path) -> None:
-    """Have some ranks' dumps be of another host, which another clock has and no other sees."""
+    """Move some ranks' dumps to another host with another clock."""
     for path in directory.glob("rank_*"):
         record, rank = load(path), int(path.name[5:])
         away = rank in case.away
@@ -112,7 +112,7 @@ def put_on_two_hosts(case: Case, directory: Path) -> None:
 
 
 def shift(record, by: int) -> None:
-    """Move all times of the wall's clock."""
+    """Shift all wall-clock times."""
     for entry in record["entries"]:
         for name, value in entry.items():
             if name.startswith("time_") and name.endswith("_ns") and value:
@@ -124,7 +124,7 @@ def shift(record, by: int) -> None:
 
 
 def judge(case: Case, directory: Path, well: bool) -> dict:
-    """What the verdict says, and whether that is right, wrong or nothing.
+    """Return the verdict and a judgement: right, wrong or unsaid.
 
     "missed" is a verdict that nothing failed where something did, and nothing of it is lost.
     """
@@ -132,7 +132,7 @@ def judge(case: Case, directory: Path, well: bool) -> dict:
     first = verdict.findings[0]
     named = set(first.ranks)
     if verdict.healthy:
-        # a machine with other things to do makes any rank slow, but another clock must not
+        # a busy machine may slow down any rank, but a different clock must not
         calm = named <= case.allowed or first.kind == "slow transfer" or not case.skew
         result = ("right" if calm else "wrong") if well else "unsaid" if case.lost else "missed"
     elif not named:

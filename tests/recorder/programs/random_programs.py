@@ -37,17 +37,17 @@ def main(rank):
 
 @dataclass
 class Case:
-    """One accident.
+    """Accident.
 
     Attributes:
-        seed: That it was drawn from.
-        world, culprit, backend: Of the ranks, the one to blame, and of the default group.
-        accident: What happens.
-        away: Ranks of another host, whose clock differs by `skew` ns.
-        lost: Whether what they wrote is.
-        launched: Whether a launcher notes how processes end.
-        source: The program.
-        allowed: Ranks that the verdict may name, all or some; none is always allowed.
+        seed: Seed that generated it.
+        world, culprit, backend: Number of ranks, culprit, and backend of the default group.
+        accident: Kind of accident.
+        away: Ranks on another host, whose clock differs by `skew` ns.
+        lost: True if the dumps of these ranks are lost.
+        launched: True if a launcher notes exits of processes.
+        source: Source of the program.
+        allowed: Ranks that the verdict may name; naming none is always allowed.
     """
 
     seed: int
@@ -67,7 +67,7 @@ class Case:
 
 
 class _Draw:
-    """The parts of one program."""
+    """Generator of one program."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -132,7 +132,7 @@ class _Draw:
         ]
 
     def on_world(self) -> list[int]:
-        """The calls that all ranks make on the default group."""
+        """Return the calls that all ranks make on the default group."""
         return [i for i, c in enumerate(self.calls) if "if rank in" not in c[0]]
 
 
@@ -150,13 +150,13 @@ def _here(case: Case) -> str:
 
 
 def _insert(d: _Draw, case: Case, statement: str) -> None:
-    """A statement of the culprit's, before one of the calls."""
+    """Insert a statement of the culprit before one of the calls."""
     at = d.random.randrange(len(d.calls))
     d.calls.insert(at, [f"if {_here(case)}:", f"    {statement}"])
 
 
 def _world_call(d: _Draw) -> int:
-    """Where a new call on the default group is put."""
+    """Return the position of a new call on the default group."""
     return d.random.randrange(len(d.calls) + 1)
 
 
@@ -292,7 +292,7 @@ def swallowed(d: _Draw, case: Case) -> None:
 
 @accident
 def errors_wrapped_by_all(d: _Draw, case: Case) -> None:
-    """Everybody wraps what it gets in an error of its own."""
+    """All ranks wrap received errors in errors of their own."""
     _insert(d, case, d.random.choice(["raise KeyError('bad')", "os._exit(1)", "while True: pass"]))
     case.lines = ["except Exception as error:", "    raise TrainingError('step failed') from error"]
 
@@ -305,7 +305,7 @@ def others_fail_while_they_clean_up(d: _Draw, case: Case) -> None:
 
 @accident
 def others_go_on_after_errors(d: _Draw, case: Case) -> None:
-    """What the others get is swallowed, and something else is raised later."""
+    """The other ranks swallow their errors and raise others later."""
     _insert(d, case, d.random.choice(["os._exit(1)", "while True: pass"]))
     case.lines = [
         "except RuntimeError:",
@@ -439,7 +439,7 @@ def objects(d: _Draw, case: Case) -> None:
 
 @accident
 def a_second_job(d: _Draw, case: Case) -> None:
-    """After one that had other groups under the same names."""
+    """Run after another job that had groups with the same names."""
     _insert(d, case, d.random.choice(["raise KeyError('bad')", "os._exit(1)", "while True: pass"]))
     d.setup.insert(0, f"again(rank, {d.random.randint(1, 12)})")
     if d.subgroup:
@@ -460,7 +460,7 @@ def _want_ddp(d: _Draw, cls: str = "") -> None:
 
 
 def draw(seed: int, names: Sequence[str] = ()) -> Case:
-    """The accident of a seed."""
+    """Return the accident of a seed."""
     d = _Draw(seed)
     name = d.random.choice(list(names) or list(ACCIDENTS))
     case = Case(seed, d.world, d.culprit, d.backend, name, at=d.at)

@@ -1,4 +1,4 @@
-"""Rank 1 of three goes another way in step 3, under FSDP or in compiled DistributedDataParallel.
+"""Rank 1 of three deviates in step 3, under FSDP or in compiled DistributedDataParallel.
 
 python -m gradwire run --nproc-per-node 3 sharded.py BACKEND WRAPPER ACCIDENT
 """

@@ -1,4 +1,4 @@
-"""Ranks as forks of one process that has imported PyTorch, up to the end of their processes."""
+"""Ranks as forks of one process that has imported PyTorch."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ _COLLECT_SECONDS = 15.0
 
 
 class Ranks:
-    """The processes of one accident; its dumps are in `directory`.
+    """Processes of one accident, with dumps in `directory`.
 
     Args:
-        main: What each rank runs, given its rank.
-        directory: Made here.
-        count: How many ranks.
-        backend: Of the default group.
-        timeout: Of its collectives.
-        before: Run by each rank before there is a group.
+        main: Function that each rank runs with its rank.
+        directory: Directory to create.
+        count: Number of ranks.
+        backend: Backend of the default group.
+        timeout: Timeout of collectives.
+        before: Function that each rank runs before the group exists.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Ranks:
         os._exit(code)
 
     def wait(self, until: Callable[[Ranks], bool], limit: float = LIMIT) -> None:
-        """Wait for their end, or until a condition holds, or for a limited time."""
+        """Wait until all ranks have ended or a condition holds, for a limited time."""
         end = time.monotonic() + limit
         while time.monotonic() < end:
             for rank, pid in list(self.left.items()):
@@ -108,13 +108,13 @@ class Ranks:
             time.sleep(0.02)
 
     def collect(self) -> None:
-        """Wait for the dumps of those that still run, which others have asked for."""
+        """Wait for requested dumps of ranks that still run."""
         running = [r for r, pid in self.left.items() if state_of_pid(pid) != "stopped"]
         files = [self.directory / f"rank_{rank}" for rank in running]
         wait_until(lambda: all(file.exists() for file in files), _COLLECT_SECONDS)
 
     def kill(self) -> None:
-        """End those that still run."""
+        """Kill ranks that still run."""
         for pid in self.left.values():
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
@@ -123,20 +123,20 @@ class Ranks:
 
 
 def end_session(pid: int) -> None:
-    """End what a rank has left, such as a data loader's worker."""
+    """Kill children that a rank has left, such as data loader workers."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
 
 
 def wait_until(done: Callable[[], bool], seconds: float = LIMIT) -> None:
-    """Wait until something holds, or for that long."""
+    """Wait until a condition holds, for a limited time."""
     end = time.monotonic() + seconds
     while not done() and time.monotonic() < end:
         time.sleep(0.02)
 
 
 def wait_for_announcements() -> None:
-    """Until every rank's process can be looked up."""
+    """Wait until every rank has announced its process."""
     directory, world = Path(os.environ["DUMPS"]), dist.get_world_size()
     wait_until(lambda: len(list(directory.glob("process-*.json"))) >= world)
     dist.all_reduce(torch.ones(1))
