@@ -161,7 +161,7 @@ def _note(group: Any, name: str) -> GroupInfo | None:
 
 def at_end_of_job(callback: Callable[[], None]) -> None:
     """Register a function to call whenever the default group is about to be destroyed."""
-    if not hasattr(dist.destroy_process_group, "gradwire_is_told"):
+    if not hasattr(dist.destroy_process_group, "gradwire_calls_back"):
         _listen()
     _at_end.append(callback)
 
@@ -183,6 +183,6 @@ def _listen() -> None:
         finally:  # destroy the group even if a callback raises
             theirs(group)
 
-    destroy.gradwire_is_told = True  # type: ignore[attr-defined]
+    destroy.gradwire_calls_back = True  # type: ignore[attr-defined]
     for module in (dist, dist.distributed_c10d):
         vars(module)["destroy_process_group"] = destroy
