@@ -20,15 +20,6 @@ from torch.utils import _pytree as pytree
 
 from gradwire.errors import ArgumentError, ArgumentTypeError
 
-__all__ = [
-    "OneLevel",
-    "flatten_one_level",
-    "leaves",
-    "map_tensors",
-    "register_container",
-    "tensors_in",
-]
-
 T = TypeVar("T")
 Unflatten: TypeAlias = Callable[[Sequence[Any]], Any]
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gradwire import compat
-from gradwire.compat import early_imports
+from gradwire.compat import replacements
 from gradwire.errors import BoundEarlyWarning
 
 THEIRS = (torch.nn.parallel.DistributedDataParallel,)  # not a name that holds the class
@@ -21,8 +21,8 @@ PIECES = "fake_framework.wrapping"
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     # other test modules import what they compare, more of them than a warning names
-    others = {name.partition(".")[0] for name in early_imports.modules_holding(THEIRS)}
-    monkeypatch.setattr(early_imports, "OWN", early_imports.OWN | others)
+    others = {name.partition(".")[0] for name in replacements.modules_holding(THEIRS)}
+    monkeypatch.setattr(replacements, "OWN", replacements.OWN | others)
     made = ModuleType(PIECES)
     sys.modules[PIECES] = made
     yield made
@@ -44,7 +44,7 @@ def test_a_name_that_was_imported_early_is_named_in_a_warning(module: ModuleType
 def test_a_module_that_takes_names_later_is_not(module: ModuleType, value: object) -> None:
     module.held = value
     module.names = ["DistributedDataParallel"]
-    assert PIECES not in early_imports.modules_holding(THEIRS)
+    assert PIECES not in replacements.modules_holding(THEIRS)
 
 
 def test_neither_is_one_that_has_gradwire_s(module: ModuleType) -> None:
@@ -54,13 +54,13 @@ def test_neither_is_one_that_has_gradwire_s(module: ModuleType) -> None:
         )  # other test modules import what they compare
         with compat.installed():
             module.DDP = torch.nn.parallel.DistributedDataParallel
-            assert PIECES not in early_imports.modules_holding(THEIRS)
+            assert PIECES not in replacements.modules_holding(THEIRS)
 
 
 def test_neither_are_pytorch_and_gradwire() -> None:
     import gradwire.cli.demo.wrap  # noqa: F401  # compares with PyTorch's class, which it holds
 
-    found = {name.partition(".")[0] for name in early_imports.modules_holding(THEIRS)}
+    found = {name.partition(".")[0] for name in replacements.modules_holding(THEIRS)}
     assert not found & {"torch", "gradwire"}
 
 
@@ -70,7 +70,7 @@ def test_a_long_list_is_cut(module: ModuleType, monkeypatch: pytest.MonkeyPatch)
         other.DDP = THEIRS[0]
         monkeypatch.setitem(sys.modules, other.__name__, other)
     with pytest.warns(BoundEarlyWarning, match=r"part1 .* and \d+ more\. Call install"):
-        early_imports.warn_of_early_imports(THEIRS, stacklevel=1)
+        replacements.warn_of_early_imports(THEIRS, stacklevel=1)
 
 
 def test_modules_of_pytorch_take_collectives_whenever_they_are_imported() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradwire.devices.accelerators import nccl_broadcast, nccl_takes
+from gradwire.devices.copying import nccl_broadcast, nccl_takes
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (3, 2)])

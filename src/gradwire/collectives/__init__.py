@@ -3,8 +3,11 @@
 from gradwire.collectives.args.reductions import Premul
 from gradwire.collectives.autograd.handles import Handle
 from gradwire.collectives.checks.consistency import checks
-from gradwire.collectives.ops.all_gather_list import all_gather_list
-from gradwire.collectives.ops.all_gather_reduce_scatter import all_gather, reduce_scatter
+from gradwire.collectives.ops.all_gather_reduce_scatter import (
+    all_gather,
+    all_gather_list,
+    reduce_scatter,
+)
 from gradwire.collectives.ops.all_reduce import all_reduce, invariant, vary
 from gradwire.collectives.ops.all_to_all import all_to_all
 from gradwire.collectives.ops.broadcast_reduce import broadcast, reduce
@@ -16,9 +19,8 @@ from gradwire.collectives.ops.coalesced import (
     reduce_scatter_coalesced,
 )
 from gradwire.collectives.ops.gather_scatter import gather, scatter
-from gradwire.collectives.ops.halo import halo_exchange
 from gradwire.collectives.ops.objects import all_gather_object, barrier
-from gradwire.collectives.ops.permute import ppermute, shift
+from gradwire.collectives.ops.permute import halo_exchange, ppermute, shift
 from gradwire.collectives.ops.point_to_point import recv, send, send_recv, tie
 from gradwire.collectives.ops.prefix import exscan, scan
 from gradwire.collectives.ops.statistics import logsumexp, mean, norm, softmax, var

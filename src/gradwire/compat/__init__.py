@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from gradwire.compat import early_imports, replacements
+from gradwire.compat import replacements
 from gradwire.compat.collectives import TABLE as _COLLECTIVES
 from gradwire.compat.ddp import TABLE as _DDP
 from gradwire.compat.devices import TABLE as _DEVICES
@@ -62,4 +62,4 @@ def installed() -> Iterator[None]:
 def _install(stacklevel: int) -> None:
     if not replacements.is_installed():
         replacements.replace(entry for table in _TABLES for entry in table)
-        early_imports.warn_of_early_imports(replacements.originals(), stacklevel + 1)
+        replacements.warn_of_early_imports(replacements.originals(), stacklevel + 1)

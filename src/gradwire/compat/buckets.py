@@ -18,8 +18,6 @@ from gradwire.compat.replacements import Replacement
 from gradwire.errors import ArgumentError, ArgumentTypeError, NotSupportedError
 from gradwire.hooks import StatefulHook
 
-__all__ = ["BUCKET_TABLE"]
-
 Hook = Callable[[Any, Any], Any]
 EMPTY = "(PyTorch's message: !tensors.empty() INTERNAL ASSERT FAILED)"
 

@@ -25,8 +25,6 @@ from gradwire.hooks import (
 )
 from gradwire.hooks.stateful import DelegatingHook
 
-__all__ = ["adapt_hook"]
-
 BUCKETS = (dist.GradBucket, GradBucket, Any)
 RETURNS = (torch.futures.Future[Tensor], torch.futures.Future[Any], HookReturn, Any)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.nn import Parameter
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from gradwire import ddp as ours
@@ -35,21 +36,16 @@ from gradwire.compat.error_messages import (
     unexpected_gradient,
     unfinished_reduction,
 )
-from gradwire.compat.join import JoinHook
-from gradwire.compat.logging_data import logging_dict
-from gradwire.compat.parameters import data_parallel_parameters, ignore_for_model
 from gradwire.compat.replacements import Replacement
 from gradwire.ddp.buckets.hook_state import Layout
 from gradwire.ddp.hook_handles import WeakHook
-from gradwire.ddp.join import ShadowHook
+from gradwire.ddp.join import ShadowHook, agree_on_rank
 from gradwire.errors import (
     ArgumentError,
     ArgumentTypeError,
     NotSupportedError,
     ReductionError,
 )
-
-__all__ = ["TABLE", "DistributedDataParallel"]
 
 BROADCAST_BYTES = 250 << 20
 
@@ -94,8 +90,24 @@ class DistributedDataParallel(ours.DistributedDataParallel):
 
     # -- parameters and buffers ------------------------------------------------------------
 
-    _set_params_and_buffers_to_ignore_for_model = staticmethod(ignore_for_model)
-    _get_data_parallel_params = staticmethod(data_parallel_parameters)
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(
+        module: nn.Module, params_and_buffers_to_ignore: Sequence[str]
+    ) -> None:
+        """Leave out the parameters and buffers of these names, in a module yet to be wrapped."""
+        module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore  # type: ignore[assignment]
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+            if name in params_and_buffers_to_ignore:
+                tensor._ddp_ignored = True  # type: ignore[attr-defined]
+
+    @staticmethod
+    def _get_data_parallel_params(
+        module: nn.Module, named_params: bool = False
+    ) -> Iterator[Parameter | tuple[str, Parameter]]:
+        """The parameters that are not left out, or names and parameters."""
+        for name, parameter in module.named_parameters():
+            if not hasattr(parameter, "_ddp_ignored"):
+                yield (name, parameter) if named_params else parameter
 
     @property
     def forward_sync_buffers(self) -> bool:
@@ -280,6 +292,72 @@ class DistributedDataParallel(ours.DistributedDataParallel):
         if self._builtin_hook is not None:
             logged["comm_hook"] = str(self._builtin_hook)
         return logged | ({"has_error": 1, "error": self._error} if self._error else {})
+
+
+class JoinHook(ShadowHook):
+    """As gradwire's; at the end it reports the rank whose parameters were broadcast.
+
+    Args:
+        net: The wrapped module.
+        report_rank: Called with that rank.
+    """
+
+    def __init__(
+        self, net: ours.DistributedDataParallel, report_rank: Callable[[int], None]
+    ) -> None:
+        super().__init__(net)
+        self._wrapped, self._report_rank = net, report_rank
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Called when all ranks have run out of inputs."""
+        super().post_hook(is_last_joiner)
+        self._report_rank(agree_on_rank(self._wrapped.process_group, candidate=is_last_joiner))
+
+
+C10_NAMES = {torch.float32: "float", torch.float64: "double"}
+
+
+def logging_dict(net: DistributedDataParallel) -> dict[str, str | int]:
+    """What PyTorch logs of a wrapped module and its last step; times in ns."""
+    data = net.logging_data()
+    ignored = net.parameters_to_ignore
+    named = [
+        (n, p) for n, p in net.module.named_parameters() if p.requires_grad and n not in ignored
+    ]
+    numbers = {n: i for i, (n, _) in enumerate(named)}
+    sizes = ", ".join(str(b.bytes) for b in data.buckets)
+    dtypes = {C10_NAMES.get(p.dtype, str(p.dtype).removeprefix("torch.")) for _, p in named}
+    members = (" ".join(str(numbers.get(n, -1)) for n in b.parameters) for b in data.buckets)
+    logged: dict[str, str | int] = {
+        "world_size": net.process_group.size(),
+        "rank": net.process_group.rank(),
+        "module_name": type(net.module).__name__,
+        "backend_name": dist.get_backend(net.process_group),
+        "iteration": max(0, data.steps - 1),
+        "broadcast_buffers": int(net.broadcast_buffers),
+        "find_unused_parameters": int(net.find_unused_parameters),
+        "gradient_as_bucket_view": int(net.gradient_as_bucket_view),
+        "static_graph": int(net.static_graph),
+        "dtypes": ", ".join(sorted(dtypes)),
+        "num_parameter_tensors": len(named),
+        "total_parameter_size_bytes": sum(p.nbytes for _, p in named),
+        "bucket_sizes": sizes,
+        "num_buckets_reduced": data.buckets_sent,
+        "has_rebuilt_buckets": int(data.rebuilt),
+        "has_sync_bn": int(any(isinstance(m, torch.nn.SyncBatchNorm) for m in net.modules())),
+        "forward_compute_time": int(data.forward_seconds * 1e9),
+        "backward_compute_time": int(data.backward_seconds * 1e9),
+        "backward_comm_time": int(data.communication_seconds * 1e9),
+        "backward_compute_comm_overlap_time": int(
+            max(0.0, data.communication_seconds - data.exposed_seconds) * 1e9
+        ),
+    }
+    if data.rebuilt:
+        logged["rebuilt_bucket_sizes"] = sizes
+        logged["rebuilt_per_bucket_param_indices"] = ", ".join(members)
+    if data.hook is not None:
+        logged["comm_hook"] = data.hook
+    return logged
 
 
 TABLE = (

@@ -19,8 +19,6 @@ from gradwire.devices.copying import HOST
 from gradwire.devices.placement import Device, default_devices
 from gradwire.devices.scatter_gather import SCALARS_WARNING
 
-__all__ = ["TABLE"]
-
 T = TypeVar("T")
 
 

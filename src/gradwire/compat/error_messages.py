@@ -17,14 +17,6 @@ from torch.nn.parameter import is_lazy
 
 from gradwire.errors import ArgumentError, ReductionError
 
-__all__ = [
-    "RefusedError",
-    "as_runtime_error",
-    "constructor_error",
-    "unexpected_gradient",
-    "unfinished_reduction",
-]
-
 T = TypeVar("T")
 
 UNFINISHED = "Expected to have finished reduction in the prior iteration"

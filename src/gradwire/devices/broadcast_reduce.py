@@ -8,14 +8,12 @@ import torch
 from torch import Tensor
 
 from gradwire.devices import checks
+from gradwire.devices.checks import check_apart, check_writable, same_place, share_memory
 from gradwire.devices.copying import copy_into
 from gradwire.devices.functional import BUFFER_SIZE, broadcast_lists, reduce_lists
-from gradwire.devices.overlaps import check_apart, check_writable, same_place, share_memory
 from gradwire.devices.placement import Device, as_destination, as_devices
 from gradwire.devices.summing import sum_into
 from gradwire.errors import ArgumentError, ArgumentTypeError
-
-__all__ = ["broadcast", "broadcast_coalesced", "reduce_add", "reduce_add_coalesced"]
 
 
 def broadcast(

@@ -15,8 +15,6 @@ from torch.nn import Module
 from gradwire.devices.copying import local
 from gradwire.errors import ArgumentError
 
-__all__ = ["BufferPolicy", "BufferTracker", "check_policy"]
-
 BufferPolicy: TypeAlias = Literal["first", "mean", "error"]
 
 

@@ -5,6 +5,8 @@ Copies keep a tensor's strides where those leave no gaps, and never its conjugat
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -13,25 +15,7 @@ from torch import Tensor
 from gradwire import _memory
 from gradwire.buckets.pack import views
 from gradwire.buckets.plan import plan_buckets
-from gradwire.devices.accelerators import (
-    from_host,
-    has_streams,
-    nccl_broadcast,
-    nccl_takes,
-    wait_for,
-)
 from gradwire.devices.placement import own_place
-
-__all__ = [
-    "HOST",
-    "buckets_of",
-    "copies",
-    "copies_coalesced",
-    "copy_into",
-    "copy_to",
-    "local",
-    "packed",
-]
 
 HOST = torch.device("cpu")
 
@@ -143,3 +127,142 @@ def _bucket_copies(members: list[Tensor], devices: Sequence[torch.device]) -> li
         replicas.insert(first, inside)
     # `.data` gives each view a version counter of its own.
     return [[view.data for view in replica] for replica in replicas]
+
+
+# --- accelerators: side streams, pinned memory, NCCL ---
+#
+# PyTorch's copy between two accelerators orders the streams of both. Between the host and an
+# accelerator, these functions do.
+
+
+# --- accelerators: side streams, pinned memory, NCCL ---
+#
+# PyTorch's copy between two accelerators orders the streams of both. Between the host and an
+# accelerator, these functions do.
+
+
+def has_streams(device: torch.device) -> bool:
+    """Whether copies to and from a device can run beside other work."""
+    return device.type in ("cuda", "xpu")
+
+
+@functools.cache
+def _copy_stream(device: torch.device) -> torch.Stream:
+    """The one side stream on which a device receives copies from the host."""
+    return torch.Stream(device)
+
+
+def from_host(source: Tensor, target: Tensor, stream: torch.Stream | None) -> None:
+    """Copy a CPU tensor into an accelerator's tensor, on a side stream.
+
+    The copy starts after what is queued on the device's current stream, and what is queued there
+    afterwards waits for the copy. From pinned memory the call returns before the copy is done: the
+    source must not be written until the device has been synchronised.
+
+    Args:
+        source: On the CPU.
+        target: On an accelerator; written.
+        stream: The side stream, one of the target's device; a shared one if None.
+    """
+    side = stream or _copy_stream(target.device)
+    current = torch.accelerator.current_stream(target.device)
+    side.wait_stream(current)
+    with side:
+        target.copy_(source, non_blocking=True)
+    # the target was allocated on the current stream: the allocator must not reuse its memory before
+    # the side stream is done with it
+    target.record_stream(side)
+    current.wait_stream(side)
+
+
+def wait_for(devices: set[torch.device]) -> None:
+    """Block the host until the work on each device's current stream is done."""
+    for device in devices:
+        torch.accelerator.current_stream(device).synchronize()
+
+
+def nccl_takes(tensors: Sequence[Tensor]) -> bool:
+    """Whether NCCL can copy these: on different CUDA devices, dense, contiguous and not lazy."""
+    return all(
+        t.is_cuda and t.numel() and not t.is_conj() and not t.is_neg() for t in tensors
+    ) and bool(torch.cuda.nccl.is_available(tensors))
+
+
+def nccl_broadcast(source: Tensor, targets: Sequence[Tensor]) -> None:
+    """Copy one GPU's tensor into those of other GPUs through NCCL, on their current streams.
+
+    It travels as bytes: NCCL knows neither complex numbers nor all integers.
+    """
+    flat = [t.view(-1).view(torch.uint8) for t in (source, *targets)]
+    torch.cuda.nccl.broadcast(flat, root=0)
+
+
+# --- chunks ---
+
+# --- chunks ---
+
+_FORMATS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
+
+
+def cut(tensor: Tensor, sizes: Sequence[int], dim: int) -> list[Tensor]:
+    """Views of a tensor, one after another along `dim`.
+
+    Unlike those of torch.split they may be written where gradients are recorded.
+    """
+    ends = itertools.accumulate(sizes)
+    return [tensor.narrow(dim, end - size, size) for end, size in zip(ends, sizes, strict=True)]
+
+
+def chunk_copies(
+    tensor: Tensor,
+    devices: Sequence[torch.device],
+    sizes: Sequence[int],
+    dim: int,
+    streams: Sequence[torch.Stream | None] | None,
+) -> list[Tensor]:
+    """For each place, its chunk: at the tensor's own place a view of it, elsewhere a copy."""
+    chunks = cut(tensor, sizes, dim)
+    own = own_place(tensor.device, devices)
+    others = [place for place in range(len(devices)) if place != own]
+    pinned = has_streams(tensor.device)
+    targets = [
+        _memory.empty_like(chunks[i], devices[i], pinned=pinned and devices[i] == HOST)
+        for i in others
+    ]
+    chosen = [streams[i] for i in others] if streams else None
+    copy_into(targets, [chunks[i] for i in others], chosen)
+    for place, target in zip(others, targets, strict=True):
+        chunks[place] = target
+    return chunks
+
+
+def concat(tensors: Sequence[Tensor], dim: int, device: torch.device) -> Tensor:
+    """One tensor on a device: the others one after another along `dim`, in their memory format."""
+    first = tensors[0]
+    shape = list(first.shape)
+    shape[dim] = sum(t.shape[dim] for t in tensors)
+    result = _memory.empty(
+        torch.Size(shape),
+        first,
+        device,
+        memory_format=_common_format(tensors),
+        pinned=device == HOST and any(has_streams(t.device) for t in tensors),
+    )
+    concat_into(result, tensors, dim)
+    return result
+
+
+def concat_into(result: Tensor, tensors: Sequence[Tensor], dim: int) -> None:
+    """Write tensors one after another along `dim` into another."""
+    copy_into(cut(result, [t.shape[dim] for t in tensors], dim), tensors)
+
+
+def _common_format(tensors: Sequence[Tensor]) -> torch.memory_format:
+    """The memory format that all of the tensors have."""
+    for memory_format in _FORMATS:
+        rank = {torch.channels_last: 4, torch.channels_last_3d: 5}.get(memory_format)
+        if rank in (None, tensors[0].dim()) and all(
+            t.is_contiguous(memory_format=memory_format) for t in tensors
+        ):
+            return memory_format
+    return torch.contiguous_format

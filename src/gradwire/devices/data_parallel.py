@@ -15,8 +15,6 @@ from gradwire.devices.placement import Device, as_destination, as_devices, defau
 from gradwire.devices.replicate import check_home, replicate
 from gradwire.errors import ArgumentError, ArgumentTypeError
 
-__all__ = ["DataParallel", "data_parallel"]
-
 M = TypeVar("M", bound=Module)
 Scatter: TypeAlias = Callable[
     [tuple[Any, ...], dict[str, Any], Sequence[Device]],

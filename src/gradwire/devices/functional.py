@@ -15,12 +15,9 @@ from torch import Tensor
 from torch.autograd import Function, forward_ad
 
 from gradwire._torch import nested_forward_mode
-from gradwire.devices.chunks import chunk_copies, concat
-from gradwire.devices.copying import copies_coalesced
+from gradwire.devices.copying import chunk_copies, concat, copies_coalesced
 from gradwire.devices.placement import own_place
 from gradwire.devices.summing import summed_coalesced
-
-__all__ = ["BUFFER_SIZE", "broadcast_lists", "gather_chunks", "reduce_lists", "scatter_chunks"]
 
 BUFFER_SIZE = 10 << 20
 """Bytes after which a buffer of coalesced tensors is closed, by default."""

@@ -16,8 +16,6 @@ from gradwire.devices.placement import Device, as_device, as_devices
 from gradwire.devices.scatter_gather import gather
 from gradwire.errors import ArgumentError, NotSupportedError
 
-__all__ = ["gather_nested", "scatter_kwargs", "scatter_nested"]
-
 
 def scatter_nested(inputs: Any, devices: Iterable[Device], dim: int = 0) -> list[Any]:
     """Cut every tensor of a nested container into chunks: one container for each device.

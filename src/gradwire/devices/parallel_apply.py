@@ -15,8 +15,6 @@ from gradwire._torch import run_as_written
 from gradwire.devices.placement import Device, as_device
 from gradwire.errors import ArgumentError, NotSupportedError
 
-__all__ = ["parallel_apply", "refuse_in_transforms"]
-
 
 def parallel_apply(
     modules: Sequence[Callable[..., Any]],

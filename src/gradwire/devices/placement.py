@@ -14,8 +14,6 @@ import torch
 
 from gradwire.errors import ArgumentError, ArgumentTypeError
 
-__all__ = ["Device", "as_destination", "as_device", "as_devices", "default_devices", "own_place"]
-
 _COUNTED = ("cuda", "xpu", "mps")
 """Types of devices of which torch can tell how many there are."""
 

@@ -18,8 +18,6 @@ from gradwire.devices.functional import broadcast_lists
 from gradwire.devices.placement import Device, as_devices
 from gradwire.errors import ArgumentError, NotSupportedError
 
-__all__ = ["check_home", "replicate"]
-
 M = TypeVar("M", bound=Module)
 
 

@@ -10,14 +10,11 @@ import torch
 from torch import Tensor
 
 from gradwire.devices import checks
-from gradwire.devices.chunks import concat_into, cut
-from gradwire.devices.copying import copy_into
+from gradwire.devices.checks import check_apart
+from gradwire.devices.copying import concat_into, copy_into, cut
 from gradwire.devices.functional import gather_chunks, scatter_chunks
-from gradwire.devices.overlaps import check_apart
 from gradwire.devices.placement import Device, as_destination, as_devices
 from gradwire.errors import ArgumentError
-
-__all__ = ["SCALARS_WARNING", "gather", "scatter"]
 
 SCALARS_WARNING = ContextVar(
     "gradwire_scalars_warning",

@@ -15,8 +15,6 @@ from gradwire import _memory
 from gradwire.buckets.pack import memory_strides, views
 from gradwire.devices.copying import buckets_of, copy_to, local, packed
 
-__all__ = ["PIECE", "sum_into", "summed", "summed_coalesced"]
-
 PIECE = 2 << 20
 """Bytes of the result that are worked on at a time on the CPU: they fit the caches of two cores."""
 

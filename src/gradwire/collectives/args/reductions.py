@@ -9,12 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.collectives.args.tensors import check_dense
+from gradwire.collectives.args.validation import check_dense
 from gradwire.collectives.wire import reduce_locally
-from gradwire.collectives.wire.computable import Reduction, check_computable
+from gradwire.collectives.wire.reductions import Reduction, check_computable
 from gradwire.errors import ArgumentError, ArgumentTypeError
-
-__all__ = ["BITWISE", "Op", "Premul", "check_reducible", "reducible"]
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypedDict, TypeVar
 
 import torch
 from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import Function
+from torch.distributed import ProcessGroup
 
-from gradwire.collectives.args.transforms import refuse_split
+from gradwire.collectives.args.validation import refuse_split
 from gradwire.collectives.autograd.linear_collective import (
     LinearCollective,
     apply_linear,
@@ -25,8 +26,6 @@ from gradwire.collectives.autograd.linear_collective import (
 )
 from gradwire.collectives.checks.consistency import CheckContext
 from gradwire.collectives.wire import Pending
-
-__all__ = ["AsyncState", "Handle", "apply_or_start", "handle_of_token", "then"]
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -202,3 +201,20 @@ def handle_of_token(
 def then(result: Any, fn: Callable[[Any], Any]) -> Any:
     """`fn` of a result; of a handle, a handle of `fn` of its result."""
     return result.then(fn) if isinstance(result, Handle) else fn(result)
+
+
+class _Options(TypedDict, total=False):
+    group: ProcessGroup | None
+    check: bool | None
+
+
+class Sync(_Options, total=False):
+    """The options of a call that returns its result."""
+
+    async_op: Literal[False]
+
+
+class Async(_Options):
+    """The options of a call that returns a handle: `async_op=True` is given."""
+
+    async_op: Literal[True]

@@ -24,18 +24,6 @@ from torch.distributed import ProcessGroup
 from gradwire.collectives.checks.consistency import UNCHECKED, CheckContext
 from gradwire.collectives.wire import Pending
 
-__all__ = [
-    "LinearCollective",
-    "apply_linear",
-    "compiling",
-    "decode_plan",
-    "eager_apply",
-    "graph_is_needed",
-    "is_transformed",
-    "register_plan",
-    "result_like",
-]
-
 P = TypeVar("P", bound="LinearCollective")
 
 _NONE, _INT, _TUPLE = range(3)

@@ -18,8 +18,6 @@ from torch.autograd import Function
 from gradwire.collectives.autograd.linear_collective import compiling, eager_apply, is_transformed
 from gradwire.collectives.wire.backends import empty_rows
 
-__all__ = ["concat", "unstack"]
-
 
 class _Unstack(Function):
     @staticmethod

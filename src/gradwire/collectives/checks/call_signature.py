@@ -12,20 +12,6 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = [
-    "ABSENT",
-    "MAX_DIMS",
-    "CallSignature",
-    "PeerSignature",
-    "decode",
-    "description",
-    "detailed",
-    "encode",
-    "first_difference",
-    "in_full",
-    "signature_hash",
-]
-
 MAX_DIMS = 8
 _DTYPES = sorted((d for d in vars(torch).values() if isinstance(d, torch.dtype)), key=str)
 ABSENT = -1

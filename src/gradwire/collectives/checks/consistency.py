@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from gradwire.collectives.args.transforms import refuse_in_transforms
+from gradwire.collectives.args.validation import refuse_in_transforms
 from gradwire.collectives.checks.call_signature import (
     MAX_DIMS,
     CallSignature,
@@ -33,28 +33,10 @@ from gradwire.collectives.checks.call_signature import (
     first_difference,
     in_full,
 )
-from gradwire.collectives.checks.texts import gather_different, gather_texts
 from gradwire.collectives.wire.backends import dense, in_bytes, placeholder
-from gradwire.collectives.wire.ints import gather_ints
+from gradwire.collectives.wire.movement import gather_ints
 from gradwire.errors import ArgumentError, ArgumentTypeError, MismatchError
 from gradwire.recorder import failed
-
-__all__ = [
-    "UNCHECKED",
-    "CheckContext",
-    "Checked",
-    "Refusal",
-    "agree",
-    "agree_with_root",
-    "checks",
-    "digest",
-    "enabled",
-    "exchange",
-    "next_number",
-    "requested",
-    "tensor_fields",
-    "wants_grad",
-]
 
 ENVIRONMENT = "GRADWIRE_CHECKS"
 
@@ -298,3 +280,24 @@ def _raise_refusal(group: ProcessGroup, root: int, op: str, refusal: Refusal | N
     error = refusal.kind(refusal.message)
     failed(error, group=group)
     raise error
+
+
+_SHOWN = 200
+_LONGEST = 1 << 16
+"""Bytes that are sent of a text; each is an int on the wire."""
+
+
+def gather_different(text: str, group: ProcessGroup) -> list[str]:
+    """Each rank's text; of long ones what is around the first difference."""
+    size = max(size for (size,) in gather_ints([len(text.encode())], group))
+    texts = gather_texts(text, group, min(size, _LONGEST))
+    columns = enumerate(zip(*texts, strict=False))
+    same = next((i for i, column in columns if len({*column}) > 1), min(map(len, texts)))
+    start = max(0, same - _SHOWN // 2) if max(map(len, texts)) > _SHOWN else 0
+    return ["… " * (start > 0) + text[start : start + _SHOWN] for text in texts]
+
+
+def gather_texts(text: str, group: ProcessGroup, size: int) -> list[str]:
+    """Each rank's text, of which so many bytes are sent."""
+    everyone = gather_ints(list(text.encode()[:size].ljust(size)), group)
+    return [bytes(row).decode(errors="replace").rstrip() for row in everyone]

@@ -14,11 +14,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from gradwire.collectives.args.options import Async, Sync
-from gradwire.collectives.args.ranks import resolve_group
 from gradwire.collectives.args.reductions import Op, reducible
-from gradwire.collectives.args.tensors import check_dense
-from gradwire.collectives.autograd.handles import Handle, apply_or_start
+from gradwire.collectives.args.validation import check_dense, resolve_group
+from gradwire.collectives.autograd.handles import Async, Handle, Sync, apply_or_start
 from gradwire.collectives.autograd.linear_collective import apply_linear
 from gradwire.collectives.checks import consistency
 from gradwire.collectives.checks.call_signature import CallSignature
@@ -30,8 +28,6 @@ from gradwire.errors import ArgumentError
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-__all__ = ["all_reduce", "invariant", "vary"]
 
 
 @overload

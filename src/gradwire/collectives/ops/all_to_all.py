@@ -9,31 +9,28 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from gradwire.collectives.args.lists import pieces_of
-from gradwire.collectives.args.options import Async, Sync
-from gradwire.collectives.args.ranks import resolve_group
 from gradwire.collectives.args.sizes import (
     equal_sizes,
     move_back,
     move_to_front,
+    pieces_of,
     sizes_of_split,
     valid_dim,
     valid_sizes,
 )
-from gradwire.collectives.autograd.handles import Handle, apply_or_start, then
+from gradwire.collectives.args.validation import resolve_group
+from gradwire.collectives.autograd.handles import Async, Handle, Sync, apply_or_start, then
 from gradwire.collectives.autograd.unstack import concat, unstack
 from gradwire.collectives.checks import consistency
 from gradwire.collectives.checks.call_signature import CallSignature
 from gradwire.collectives.checks.consistency import CheckContext
 from gradwire.collectives.ops.checked import run_checked
 from gradwire.collectives.ops.plans import AllToAll
-from gradwire.collectives.wire.ints import exchange_ints
+from gradwire.collectives.wire.movement import exchange_ints
 from gradwire.errors import ArgumentError
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-__all__ = ["all_to_all"]
 
 
 class _Splits(TypedDict, total=False):

@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, Any, overload
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from gradwire.collectives.args.options import Async, Sync
-from gradwire.collectives.args.ranks import resolve_group, root_of
 from gradwire.collectives.args.reductions import Op, reducible
-from gradwire.collectives.args.tensors import check_dense, check_has_data
-from gradwire.collectives.args.transforms import refuse_in_transforms
-from gradwire.collectives.autograd.handles import Handle, apply_or_start
+from gradwire.collectives.args.validation import (
+    check_dense,
+    check_has_data,
+    refuse_in_transforms,
+    resolve_group,
+    root_of,
+)
+from gradwire.collectives.autograd.handles import Async, Handle, Sync, apply_or_start
 from gradwire.collectives.checks import consistency
 from gradwire.collectives.checks.call_signature import CallSignature
 from gradwire.collectives.checks.consistency import CheckContext, Refusal
@@ -25,8 +28,6 @@ from gradwire.errors import ArgumentError, ArgumentTypeError
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-__all__ = ["broadcast", "reduce"]
 
 
 @overload

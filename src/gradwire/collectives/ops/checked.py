@@ -25,8 +25,6 @@ from gradwire.collectives.checks.consistency import CheckContext, Checked
 from gradwire.collectives.wire.backends import backend_of
 from gradwire.errors import CheckedMismatchError
 
-__all__ = ["run_checked"]
-
 T = TypeVar("T")
 
 _WILL_EXCHANGE = 1

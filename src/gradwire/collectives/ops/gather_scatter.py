@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any, overload
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from gradwire.collectives.args.options import Async, Sync
-from gradwire.collectives.args.ranks import resolve_group, root_of
 from gradwire.collectives.args.sizes import (
     KnownSizes,
     Sizes,
@@ -21,8 +19,8 @@ from gradwire.collectives.args.sizes import (
     move_to_front,
     resolve_sizes,
 )
-from gradwire.collectives.args.transforms import refuse_in_transforms
-from gradwire.collectives.autograd.handles import Handle, apply_or_start, then
+from gradwire.collectives.args.validation import refuse_in_transforms, resolve_group, root_of
+from gradwire.collectives.autograd.handles import Async, Handle, Sync, apply_or_start, then
 from gradwire.collectives.checks import consistency
 from gradwire.collectives.checks.consistency import CheckContext, Refusal
 from gradwire.collectives.ops.all_gather_reduce_scatter import checked_gather
@@ -32,8 +30,6 @@ from gradwire.errors import ArgumentError, ArgumentTypeError
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-__all__ = ["gather", "scatter"]
 
 
 @overload

@@ -15,7 +15,7 @@ from torch.autograd import Function
 
 from gradwire._torch import nested_forward_mode
 from gradwire.collectives.args.reductions import BITWISE
-from gradwire.collectives.args.transforms import refuse_split
+from gradwire.collectives.args.validation import refuse_split
 from gradwire.collectives.autograd.handles import (
     AsyncState,
     Handle,
@@ -31,11 +31,9 @@ from gradwire.collectives.autograd.linear_collective import (
 )
 from gradwire.collectives.checks.consistency import CheckContext
 from gradwire.collectives.ops.plans import AllReduce, ReductionCollective
-from gradwire.collectives.ops.sharded import exclusive_product
+from gradwire.collectives.ops.prefix import exclusive_product
 from gradwire.collectives.wire import Pending
 from gradwire.collectives.wire.backends import without_tangent
-
-__all__ = ["apply_reduction"]
 
 
 def apply_reduction(

@@ -10,14 +10,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from gradwire.collectives import wire
-from gradwire.collectives.args.ranks import resolve_group
-from gradwire.collectives.args.tensors import check_dense
+from gradwire.collectives.args.validation import check_dense, resolve_group
 from gradwire.collectives.autograd.linear_collective import apply_linear
 from gradwire.collectives.ops.plans import Barrier
 from gradwire.collectives.wire.backends import device_of
-from gradwire.collectives.wire.ints import gather_ints
-
-__all__ = ["all_gather_object", "barrier"]
+from gradwire.collectives.wire.movement import gather_ints
 
 
 def all_gather_object(obj: Any, *, group: ProcessGroup | None = None) -> list[Any]:

@@ -26,23 +26,6 @@ from gradwire.collectives.autograd.linear_collective import (
 from gradwire.collectives.wire import Pending
 from gradwire.collectives.wire.backends import contiguous_copy
 
-__all__ = [
-    "AllGather",
-    "AllReduce",
-    "AllToAll",
-    "Barrier",
-    "Broadcast",
-    "Gather",
-    "Invariant",
-    "Permute",
-    "Reduce",
-    "ReduceScatter",
-    "ReductionCollective",
-    "Scatter",
-    "SendReceive",
-    "Vary",
-]
-
 
 class ReductionCollective(LinearCollective):
     """A collective that sums or averages, and can do the same with another reduction."""

@@ -17,13 +17,10 @@ from torch.distributed import ProcessGroup
 from gradwire._groups import rank_in_group
 from gradwire._torch import nested_forward_mode
 from gradwire.collectives import wire
-from gradwire.collectives.args.ranks import resolve_group, root_of
-from gradwire.collectives.args.tensors import check_dense
+from gradwire.collectives.args.validation import check_dense, resolve_group, root_of
 from gradwire.collectives.autograd.linear_collective import apply_linear
 from gradwire.collectives.ops.plans import SendReceive
 from gradwire.errors import ArgumentError
-
-__all__ = ["recv", "send", "send_recv", "tie"]
 
 
 class _Send(Function):

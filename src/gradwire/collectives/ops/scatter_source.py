@@ -9,17 +9,19 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from gradwire.collectives.args.lists import piece_sizes, pieces_of
-from gradwire.collectives.args.sizes import move_to_front, sizes_of_split, valid_sizes
-from gradwire.collectives.args.tensors import check_dense, check_has_data
-from gradwire.collectives.args.transforms import refuse_in_transforms
+from gradwire.collectives.args.sizes import (
+    move_to_front,
+    piece_sizes,
+    pieces_of,
+    sizes_of_split,
+    valid_sizes,
+)
+from gradwire.collectives.args.validation import check_dense, check_has_data, refuse_in_transforms
 from gradwire.collectives.autograd.unstack import concat
 from gradwire.collectives.checks import consistency
 from gradwire.collectives.checks.call_signature import CallSignature
 from gradwire.collectives.checks.consistency import CheckContext, Refusal
 from gradwire.collectives.wire.backends import placeholder
-
-__all__ = ["ScatterSource", "agree_on_source"]
 
 
 @dataclass(frozen=True)

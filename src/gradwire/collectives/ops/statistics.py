@@ -12,15 +12,12 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from gradwire.collectives.args.ranks import resolve_group
 from gradwire.collectives.args.reductions import check_reducible
 from gradwire.collectives.args.sizes import valid_dim
-from gradwire.collectives.args.tensors import check_dense
+from gradwire.collectives.args.validation import check_dense, resolve_group
 from gradwire.collectives.ops.all_reduce import all_reduce
 from gradwire.collectives.wire import wider
 from gradwire.errors import ArgumentError
-
-__all__ = ["logsumexp", "mean", "norm", "softmax", "var"]
 
 Dims = int | Sequence[int]
 

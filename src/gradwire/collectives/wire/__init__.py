@@ -5,6 +5,7 @@ Only the first dim is split or concatenated. Every function starts its collectiv
 (`backends.Backend`); what one lacks is composed of other collectives.
 """
 
+from gradwire.collectives.wire.backends import Pending, done
 from gradwire.collectives.wire.movement import (
     all_gather,
     all_gather_list,
@@ -16,7 +17,6 @@ from gradwire.collectives.wire.movement import (
     scatter,
     send,
 )
-from gradwire.collectives.wire.pending import Pending, done
 from gradwire.collectives.wire.reductions import (
     all_reduce,
     reduce,

@@ -4,36 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.distributed import ProcessGroup, Work
 from torch.distributed.distributed_c10d import AllgatherOptions
 
 from gradwire._torch import ALL_GATHER_SINGLE, ALL_TO_ALL_SINGLE
 from gradwire.collectives.wire.backends import (
     Backend,
+    Pending,
     by_rows,
     callee_of,
     contiguous_copy,
     dense,
+    device_of,
+    done,
     empty_like,
     empty_rows,
     flat,
     options,
 )
-from gradwire.collectives.wire.pending import Pending, done
-
-__all__ = [
-    "all_gather",
-    "all_gather_list",
-    "all_to_all",
-    "barrier",
-    "broadcast",
-    "gather",
-    "receive",
-    "scatter",
-    "send",
-]
 
 _LARGE, _FEW = 1 << 20, 4
 _TAG = 0x6777
@@ -200,3 +192,20 @@ def receive(shaped: Tensor, source: int, group: ProcessGroup) -> Pending:
 
 def _nothing(x: Tensor, rows: int) -> bool:
     return rows * x.shape[1:].numel() == 0
+
+
+def gather_ints(mine: Sequence[int], group: ProcessGroup) -> list[list[int]]:
+    """all_gather of lists of the same length."""
+    # Within torch.func's transforms every new tensor would belong to them.
+    with temporarily_clear_interpreter_stack():
+        own = torch.tensor([mine], dtype=torch.int64, device=device_of(group))
+        rows: list[list[int]] = all_gather(own, None, group, blocking=True).wait().tolist()
+    return rows
+
+
+def exchange_ints(mine: Sequence[int], group: ProcessGroup) -> list[int]:
+    """all_to_all of one integer for each rank."""
+    with temporarily_clear_interpreter_stack():
+        own = torch.tensor(mine, dtype=torch.int64, device=device_of(group))
+        theirs: list[int] = all_to_all(own, None, None, group, blocking=True).wait().tolist()
+    return theirs

@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.distributed import ProcessGroup
+from torch.utils._python_dispatch import _disable_current_modes
 
 from gradwire._torch import REDUCE_SCATTER_SINGLE
-from gradwire.collectives.wire import float_order
 from gradwire.collectives.wire.backends import (
     CARRIED,
     Backend,
+    Pending,
     callee_of,
     contiguous_copy,
     dense,
+    done,
     empty_rows,
     options,
     without_tangent,
 )
-from gradwire.collectives.wire.computable import check_computable
 from gradwire.collectives.wire.movement import all_gather, all_to_all
-from gradwire.collectives.wire.pending import Pending, done
-
-__all__ = ["all_reduce", "reduce", "reduce_locally", "reduce_scatter", "split_sizes", "wider"]
+from gradwire.errors import ArgumentError
 
 _OPS: dict[str, Any] = {
     "sum": dist.ReduceOp.SUM,
@@ -145,8 +146,8 @@ def _reduction_buffer(
 ) -> tuple[Tensor, str, Callable[[], Tensor]]:
     """Return what the backend reduces in place, by which op, and what makes it the result."""
     if op in ("max", "min") and x.is_floating_point() and not backend.max_keeps_nan:
-        buffer = float_order.encode(without_tangent(x), op)
-        return buffer, op, lambda: float_order.decode(buffer, x.dtype)
+        buffer = _to_ordered_ints(without_tangent(x), op)
+        return buffer, op, lambda: _from_ordered_ints(buffer, x.dtype)
     scaled = op == "avg" and not _averages(x, backend)
     out = _scaled(x, world) if scaled else contiguous_copy(x)
     buffer = out
@@ -200,3 +201,71 @@ def _all_reduce_by_parts(x: Tensor, op: str, group: ProcessGroup, blocking: bool
     gathered = all_gather(mine, sizes, group, blocking)
     # Not a view, which could not be changed in place: autograd knows nothing of its base.
     return Pending((), lambda: gathered.wait().view(x.shape).data)
+
+
+Reduction = Callable[[Tensor, str], Any]
+
+_COMPUTABLE = CARRIED | {torch.int16, torch.bool, torch.complex64, torch.complex128}
+"""Whatever a reduction is defined for, PyTorch computes for these."""
+
+
+def check_computable(x: Tensor, op: str, reduction: Reduction) -> None:
+    """Raise if PyTorch has no such reduction of the tensor's dtype.
+
+    Args:
+        x: The tensor.
+        op: The name of the operation.
+        reduction: From all ranks' pieces, stacked, and the name to the reduced ones.
+
+    Raises:
+        ArgumentError: It has none.
+    """
+    if x.dtype in _COMPUTABLE or _computes(reduction, op, x.dtype, x.device):
+        return
+    wider = torch.float32 if x.is_floating_point() else torch.int64
+    wider = torch.complex64 if x.is_complex() else wider
+    raise ArgumentError(
+        f"op is {op}, tensor is {x.dtype}: PyTorch cannot compute it on {x.device.type}; convert "
+        f"the tensor, for instance to {wider}"
+    )
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _computes(reduction: Reduction, op: str, dtype: torch.dtype, device: torch.device) -> bool:
+    return _try(reduction, op, dtype, device)
+
+
+@lru_cache(maxsize=256)
+def _try(reduction: Reduction, op: str, dtype: torch.dtype, device: torch.device) -> bool:
+    # Neither torch.func's transforms nor modes, such as that of fake tensors, may see the trial.
+    with temporarily_clear_interpreter_stack(), _disable_current_modes():
+        try:
+            # of one element, because float8 can be multiplied only from two on
+            reduction(torch.zeros((2, 1), dtype=dtype, device=device), op)
+        except (RuntimeError, TypeError):
+            return False
+    return True
+
+
+_INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
+
+
+def _to_ordered_ints(x: Tensor, op: str) -> Tensor:
+    """Integers whose maximum (minimum) stands for that of `x`: a fresh, contiguous tensor."""
+    wide = x if x.dtype in _INTEGERS else x.float()
+    integer = _INTEGERS[wide.dtype]
+    limits = torch.iinfo(integer)
+    keys = _flipped(wide.contiguous().resolve_neg().view(integer))
+    return keys.masked_fill_(wide.isnan(), limits.max if op == "max" else limits.min)
+
+
+def _from_ordered_ints(keys: Tensor, dtype: torch.dtype) -> Tensor:
+    """The numbers that integers of `_to_ordered_ints` stand for."""
+    wide = torch.float64 if keys.dtype == torch.int64 else torch.float32
+    return _flipped(keys).view(wide).to(dtype)
+
+
+def _flipped(bits: Tensor) -> Tensor:
+    """All bits but the sign's, inverted where the sign is set; its own inverse."""
+    limits = torch.iinfo(bits.dtype)
+    return (bits >> (limits.bits - 1)).bitwise_and_(limits.max).bitwise_xor_(bits)
