@@ -30,11 +30,11 @@ from benchmarks.progress import say
 from benchmarks.results import CaseResult, Measure
 from benchmarks.stats import Spread, ratio, scaled, spread
 from gradwire import hooks
-from gradwire.cli.plan.here import predict_here, profile_here
 from gradwire.ddp import DistributedDataParallel
-from gradwire.hooks.auto.candidates import PLAIN, candidate
 from gradwire.testing import run_ranks
 from gradwire.testing.hosts import Hosts
+from gradwire.tuning.candidates import PLAIN, candidate
+from gradwire.tuning.plan.predict import predict_here, profile_here
 
 __all__ = ["BENCHMARK", "Case", "measure"]
 

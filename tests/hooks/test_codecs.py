@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradwire.hooks import BlockQuantization, LowRank, ParameterMemory, Sign, TopK
-from gradwire.hooks.compression.chain import chain
-from gradwire.hooks.compression.orthogonal import orthonormal, random_basis, renewed
+from gradwire.hooks.compression.low_rank import orthonormal, random_basis, renewed
 from gradwire.hooks.compression.top_k import largest
-from gradwire.hooks.host_groups import teams
+from gradwire.hooks.hosts import teams
+from gradwire.hooks.result import chain
 from gradwire.testing import FakeBucket
 
 CPU = torch.device("cpu")

@@ -17,7 +17,7 @@ from gradwire.ddp import DistributedDataParallel, MixedPrecision
 from gradwire.errors import ArgumentError, BrokenGroupError, DistributedError
 from gradwire.hooks import host_groups
 from gradwire.hooks.compression import wire as wire_module
-from gradwire.hooks.host_groups import _make
+from gradwire.hooks.hosts import _make
 from gradwire.testing import FakeBucket, run_ranks
 
 pytestmark = pytest.mark.usefixtures("each_backend")
@@ -431,8 +431,8 @@ def test_a_step_that_failed_counts_on_no_rank():
     assert first == second
 
 
-def test_what_the_rank_that_failed_cannot_join_is_not_waited_for():
-    """Rank 0 waits in an all_to_all: it did so for the group's timeout, or 300 s."""
+def test_an_error_amid_the_collectives_of_a_hook_ends_the_step_on_all_ranks():
+    """Rank 0 is in the hook's first collective: it once waited there for the group's timeout."""
 
     def main():
         hook = hooks.BlockQuantization(8)
@@ -440,7 +440,7 @@ def test_what_the_rank_that_failed_cannot_join_is_not_waited_for():
         train(net, range(1))
         if dist.get_rank() == 1:
             hook.run_hook = lambda bucket: 1 / 0
-        with pytest.raises(BrokenGroupError, match="cannot join"):
+        with pytest.raises(BrokenGroupError):
             train(net, range(1, 2))
 
     run_ranks(main, 2)

@@ -12,7 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
 from gradwire import hooks
 from gradwire.ddp import DistributedDataParallel, MixedPrecision
 from gradwire.errors import ArgumentTypeError, MismatchError
-from gradwire.hooks.host_groups import _make
+from gradwire.hooks.hosts import _make
 from gradwire.testing import run_ranks
 
 pytestmark = pytest.mark.usefixtures("each_backend")

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gradwire import DistributedDataParallel, hooks
-from gradwire.hooks.host_groups import _make
+from gradwire.hooks.hosts import _make
 from gradwire.local_sgd import LocalSGD
 from gradwire.testing import run_ranks
 

@@ -32,7 +32,7 @@ from gradwire.ddp.outputs import beginnings, with_own_nodes
 from gradwire.ddp.precision import resolve_precision
 from gradwire.ddp.reduced_module import Change, ReducerOptions
 from gradwire.ddp.verify import verify_replicas
-from gradwire.hooks import Auto, Compressor, all_reduce, bf16, fp16
+from gradwire.hooks import StatefulHook, all_reduce, bf16, fp16
 
 __all__ = ["DistributedDataParallel"]
 
@@ -293,8 +293,10 @@ class DistributedDataParallel(UnevenInputs):
             return True
         state = self.reducer.hook_state
         group = getattr(state, "process_group", state)
-        ours = self._hook in (all_reduce, bf16, fp16) or isinstance(self._hook, Auto | Compressor)
-        return ours and (group is self._group or not isinstance(group, ProcessGroup))
+        averages = self._hook in (all_reduce, bf16, fp16) or (
+            isinstance(self._hook, StatefulHook) and self._hook.averages
+        )
+        return averages and (group is self._group or not isinstance(group, ProcessGroup))
 
     def _to_device(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device, non_blocking=True)

@@ -29,7 +29,7 @@ from gradwire.ddp.verify import describe, verify_same
 from gradwire.errors import ArgumentTypeError
 from gradwire.hooks import CommHook, GradBucket, StatefulHook, all_reduce, bind_hook, get_hook, wrap
 from gradwire.hooks.bucket import with_buffer
-from gradwire.hooks.group_name import group_from, name_if_group
+from gradwire.hooks.stateful import group_from, name_if_group
 
 __all__ = ["Change", "ReducedModule", "ReducerOptions"]
 

@@ -15,7 +15,7 @@ from torch.nn.parameter import UninitializedParameter
 from gradwire._groups import check_group
 from gradwire.collectives import all_reduce
 from gradwire.errors import ArgumentError
-from gradwire.hooks.group_name import group_from, name_if_group
+from gradwire.hooks.stateful import group_from, name_if_group
 
 __all__ = ["SyncBatchNorm"]
 

@@ -1,15 +1,17 @@
-"""Communication hooks: what they receive, what they are, and those that come with gradwire."""
+"""Communication hooks: their interface, and the hooks that come with gradwire."""
 
-from gradwire.hooks.across_hosts import AcrossHosts, across_hosts
-from gradwire.hooks.auto import Auto, auto, measure_cluster
+from importlib import import_module
+from typing import Any
+
 from gradwire.hooks.averaging import all_reduce
 from gradwire.hooks.bucket import GradBucket
-from gradwire.hooks.cast import bf16, compress, fp16
 from gradwire.hooks.compression import (
     BlockQuantization,
+    Collective,
     Compressor,
     CompressorState,
     LowRank,
+    Message,
     ParameterMemory,
     Reduction,
     Sign,
@@ -18,17 +20,25 @@ from gradwire.hooks.compression import (
     TwoPhase,
     Wire,
 )
-from gradwire.hooks.host_groups import HostGroups, host_groups
-from gradwire.hooks.protocol import CommHook, HookReturn, check_hook, hook_name
+from gradwire.hooks.hosts import AcrossHosts, HostGroups, across_hosts, host_groups
 from gradwire.hooks.registry import get_hook, noop
 from gradwire.hooks.result import as_future, parse_hook_result
-from gradwire.hooks.stateful import StatefulHook, bind_hook, compose
-from gradwire.hooks.wrapping import wrap
+from gradwire.hooks.stateful import (
+    CommHook,
+    HookReturn,
+    StatefulHook,
+    bind_hook,
+    check_hook,
+    compose,
+    hook_name,
+)
+from gradwire.hooks.wrapping import bf16, compress, fp16, wrap
 
 __all__ = [
     "AcrossHosts",
     "Auto",
     "BlockQuantization",
+    "Collective",
     "CommHook",
     "Compressor",
     "CompressorState",
@@ -36,6 +46,7 @@ __all__ = [
     "HookReturn",
     "HostGroups",
     "LowRank",
+    "Message",
     "ParameterMemory",
     "Reduction",
     "Sign",
@@ -62,3 +73,12 @@ __all__ = [
     "parse_hook_result",
     "wrap",
 ]
+
+_TUNING = ("Auto", "auto", "measure_cluster")
+
+
+def __getattr__(name: str) -> Any:
+    # imported by name on first use: the package is above this one
+    if name not in _TUNING:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module("gradwire.tuning"), name)

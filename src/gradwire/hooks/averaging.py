@@ -5,13 +5,10 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Work
 
 from gradwire.hooks.bucket import GradBucket
 from gradwire.hooks.result import after, as_future
-from gradwire.hooks.sparse import SparseSum
-
-__all__ = ["all_reduce"]
 
 
 def all_reduce(group: ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
@@ -45,6 +42,10 @@ def all_reduce(group: ProcessGroup | None, bucket: GradBucket) -> torch.futures.
     return after(dist.all_reduce(wire, group=group, async_op=True), lambda: buffer)
 
 
+all_reduce.single_collective = all_reduce.takes_group = True  # type: ignore[attr-defined]
+all_reduce.linear = True  # type: ignore[attr-defined]
+
+
 def _all_reduce_sparse(group: ProcessGroup, gradient: Tensor) -> torch.futures.Future[Tensor]:
     total = SparseSum(gradient / group.size(), group)
     total.counting.wait()
@@ -54,5 +55,77 @@ def _all_reduce_sparse(group: ProcessGroup, gradient: Tensor) -> torch.futures.F
     return after(work, total.result)
 
 
-all_reduce.single_collective = all_reduce.takes_group = True  # type: ignore[attr-defined]
-all_reduce.linear = True  # type: ignore[attr-defined]
+class SparseSum:
+    """The sum of one sparse COO tensor, in three steps: `counting`, `exchange`, `result`.
+
+    Args:
+        tensor: Coalesced or not; the same shape, dtype and number of sparse dimensions on every
+            rank. Sent: 8 bytes, then N bytes for the longest rank's N bytes of indices and values.
+        group: The process group.
+
+    Attributes:
+        counting: The exchange of the numbers of entries, which begins at once.
+
+    Example:
+        >>> from gradwire.testing import run_ranks
+        >>> def main():
+        ...     rank = dist.get_rank()
+        ...     own = torch.sparse_coo_tensor([[rank]], [1.0], (3,))
+        ...     total = SparseSum(own, dist.group.WORLD)
+        ...     total.counting.wait()
+        ...     total.exchange().wait()
+        ...     return total.result().to_dense().tolist()
+        >>> run_ranks(main, world_size=2)
+        [[1.0, 1.0, 0.0], [1.0, 1.0, 0.0]]
+    """
+
+    def __init__(self, tensor: Tensor, group: ProcessGroup) -> None:
+        self._group = group
+        self._own = tensor.coalesce()
+        device = tensor.device
+        count = torch.tensor([self._own._nnz()], dtype=torch.int64, device=device)
+        self._counts = [torch.empty_like(count) for _ in range(group.size())]
+        self._received: list[Tensor] = []
+        self.counting = _all_gather(self._counts, count, group)
+
+    def exchange(self) -> Work | None:
+        """Send indices and values; to be called when `counting` has ended."""
+        self._lengths = [int(c) for c in self._counts]
+        size = max(self._lengths) * self._entry_bytes()
+        if not size:
+            return None
+        wire = torch.zeros(size, dtype=torch.uint8, device=self._own.device)
+        at = 0
+        for part in (self._own.indices().t(), self._own.values()):
+            flat = part.reshape(-1).clone(memory_format=torch.contiguous_format)
+            wire[at : at + part.nbytes] = flat.view(torch.uint8)
+            at += part.nbytes
+        self._received = [torch.empty_like(wire) for _ in range(self._group.size())]
+        return _all_gather(self._received, wire, self._group)
+
+    def _entry_bytes(self) -> int:
+        values = self._own.values()
+        return 8 * self._own.sparse_dim() + values.element_size() * values[:1].shape[1:].numel()
+
+    def result(self) -> Tensor:
+        """The sum, coalesced; to be called when what `exchange` returned has ended."""
+        own, indices, values = self._own, [], []
+        for wire, length in zip(self._received, self._lengths, strict=False):
+            cut = 8 * own.sparse_dim() * length
+            end = self._entry_bytes() * length
+            indices.append(wire[:cut].view(torch.int64).view(length, own.sparse_dim()))
+            values.append(
+                wire[cut:end].clone().view(own.dtype).view(length, *own.values().shape[1:])
+            )
+        if not indices:
+            return own
+        total = torch.sparse_coo_tensor(
+            torch.cat(indices).t(), torch.cat(values), own.shape, check_invariants=False
+        )
+        return total.coalesce()
+
+
+def _all_gather(received: list[Tensor], own: Tensor, group: ProcessGroup) -> Work:
+    work = dist.all_gather(received, own, group=group, async_op=True)
+    assert isinstance(work, Work)
+    return work

@@ -11,8 +11,6 @@ from gradwire.buckets import views
 from gradwire.buckets.flat import is_as_read
 from gradwire.errors import ArgumentError, ArgumentTypeError
 
-__all__ = ["GradBucket", "with_buffer"]
-
 
 class GradBucket:
     """One bucket of gradients, flat, with views that have the parameters' shapes.

@@ -1,23 +1,21 @@
-"""Hooks by name, for scripts that take one from the command line or a configuration."""
+"""Hooks by name, for command lines and configurations."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradwire.errors import ArgumentError
-from gradwire.hooks.auto.candidates import COMPRESSING
-from gradwire.hooks.auto.hook import auto
 from gradwire.hooks.averaging import all_reduce
 from gradwire.hooks.bucket import GradBucket
-from gradwire.hooks.cast import bf16, fp16
-from gradwire.hooks.protocol import CommHook
+from gradwire.hooks.compression import BlockQuantization, Compressor, LowRank, Sign, TopK
 from gradwire.hooks.result import as_future
-
-__all__ = ["get_hook", "noop"]
+from gradwire.hooks.stateful import CommHook
+from gradwire.hooks.wrapping import bf16, fp16
 
 
 def noop(state: Any, bucket: GradBucket) -> torch._C.Future[Tensor]:
@@ -28,8 +26,21 @@ def noop(state: Any, bucket: GradBucket) -> torch._C.Future[Tensor]:
 noop.single_collective = noop.linear = True  # type: ignore[attr-defined]
 
 
+def _auto() -> CommHook:
+    # imported by name: gradwire.tuning is above this package
+    made: CommHook = import_module("gradwire.tuning").auto()
+    return made
+
+
 PLAIN: dict[str, CommHook] = {h.__name__: h for h in (all_reduce, bf16, fp16, noop)}
-MADE: dict[str, Callable[[], CommHook]] = {**COMPRESSING, "auto": auto}
+COMPRESSING: dict[str, Callable[[], Compressor]] = {
+    "int8": lambda: BlockQuantization(8),
+    "int4": lambda: BlockQuantization(4),
+    "low_rank": LowRank,
+    "sign": Sign,
+    "top_k": TopK,
+}
+MADE: dict[str, Callable[[], CommHook]] = {**COMPRESSING, "auto": _auto}
 
 
 def get_hook(name: str) -> CommHook:

@@ -7,21 +7,83 @@ adapted to it.
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Work
+from torch.futures import Future
 
 from gradwire.errors import ArgumentError, ArgumentTypeError, HookError
 from gradwire.hooks.bucket import GradBucket
-from gradwire.hooks.group_name import group_from, name_if_group
-from gradwire.hooks.protocol import CommHook, HookReturn, check_hook, hook_name
 
-__all__ = ["DelegatingHook", "StatefulHook", "bind_hook", "compose", "run_in_group", "tensor_in"]
+HookReturn: TypeAlias = "Future[Any] | Tensor | list[Tensor] | Work"
+"""What a hook may return: of a future or a work handle, the result is a tensor or a list of one."""
+
+
+@runtime_checkable
+class CommHook(Protocol):
+    """A communication hook: takes a bucket of local gradients, gives the reduced ones.
+
+    Called once for each bucket of a backward, in the same order on every rank. It divides by the
+    world size itself. Functions, `functools.partial` and callable objects will do.
+    """
+
+    def __call__(self, state: Any, bucket: Any, /) -> Any:
+        """Start communicating `bucket`; return a `HookReturn` with a tensor like its buffer."""
+        ...
+
+
+def check_hook(hook: object) -> CommHook:
+    """The hook, if it can be called with a state and a bucket.
+
+    Raises:
+        ArgumentTypeError: Not callable, a coroutine function, or with other parameters.
+    """
+    if not callable(hook):
+        raise ArgumentTypeError(f"hook is {hook!r}: pass a callable hook(state, bucket)")
+    if inspect.iscoroutinefunction(hook) or inspect.iscoroutinefunction(type(hook).__call__):
+        raise ArgumentTypeError(
+            f"hook {hook_name(hook)} is a coroutine function: return a torch.futures.Future instead"
+        )
+    try:
+        inspect.signature(hook).bind(None, None)
+    except ValueError:
+        return hook  # a built-in without a signature
+    except TypeError as error:
+        raise ArgumentTypeError(
+            f"hook {hook_name(hook)} cannot be called as hook(state, bucket): {error}"
+        ) from None
+    return hook
+
+
+def hook_name(hook: Callable[..., object]) -> str:
+    """A hook's name for messages."""
+    inner = getattr(hook, "func", hook)
+    return str(getattr(inner, "__qualname__", type(inner).__qualname__))
+
+
+class GroupName(str):
+    """Stands for a process group in a pickle."""
+
+    __slots__ = ()
+
+
+def name_if_group(value: Any) -> Any:
+    """A group's name in its place; anything else as it is."""
+    return GroupName(value.group_name) if isinstance(value, ProcessGroup) else value
+
+
+def group_from(value: Any) -> Any:
+    """The group that a name stands for, where the pickle is read; anything else as it is."""
+    if not isinstance(value, GroupName):
+        return value
+    return dist.distributed_c10d._resolve_process_group(value)  # type: ignore[arg-type]
+
 
 S = TypeVar("S")
 
@@ -74,6 +136,7 @@ class StatefulHook(ABC, Generic[S]):
 
     single_collective: bool = False
     linear: bool = False
+    averages: bool = False
     withdrawn: bool = False
 
     def __init__(self, state: S) -> None:

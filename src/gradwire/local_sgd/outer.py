@@ -23,14 +23,10 @@ from gradwire.ddp.faults.fault_domain import FaultDomain
 from gradwire.ddp.verify import describe, verify_same
 from gradwire.errors import ArgumentError, ArgumentTypeError
 from gradwire.hooks import CommHook, all_reduce, bind_hook, get_hook
-from gradwire.hooks.group_name import group_from, name_if_group
-from gradwire.hooks.stateful import run_in_group
-from gradwire.local_sgd.exchange import reduce_bucket
-from gradwire.local_sgd.fragments import assign_fragments, due
+from gradwire.hooks.stateful import group_from, name_if_group, run_in_group
+from gradwire.local_sgd.exchange import assign_fragments, due, reduce_bucket
 from gradwire.local_sgd.parameters import Named, TrackedParameters
 from gradwire.local_sgd.wrapped_optimizer import WrappedOptimizer
-
-__all__ = ["LocalSGD", "diloco"]
 
 REMEDY = "Make LocalSGD with the same parameters and arguments on every rank"
 IN_STEP = (

@@ -17,8 +17,6 @@ from gradwire.ddp.buckets.hook_state import Part
 from gradwire.errors import ArgumentError, ArgumentTypeError
 from gradwire.hooks import GradBucket
 
-__all__ = ["Description", "Named", "TrackedParameters"]
-
 BUCKET_BYTES = 25 << 20
 Named = Iterable[tuple[str, Tensor]]
 Description = list[tuple[str, str]]

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["WrappedOptimizer"]
-
 
 class WrappedOptimizer(Optimizer):
     """Base of an optimizer whose parameters and state are those of a wrapped one.

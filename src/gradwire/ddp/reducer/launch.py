@@ -30,7 +30,7 @@ from gradwire.ddp.group import broadcast_options, cpu_capable, message_device
 from gradwire.ddp.reducer.tally import Tally
 from gradwire.errors import BrokenGroupError, DistributedError, NotSupportedError, ReductionError
 from gradwire.hooks import GradBucket, StatefulHook, as_future, parse_hook_result
-from gradwire.hooks.sparse import SparseSum
+from gradwire.hooks.averaging import SparseSum
 from gradwire.recorder import BucketRecord
 
 __all__ = ["Launched", "Launcher"]

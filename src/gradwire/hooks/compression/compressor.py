@@ -17,18 +17,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from gradwire._groups import check_group, default_group
-from gradwire.cost_model import Message
 from gradwire.errors import ArgumentError
 from gradwire.hooks.averaging import all_reduce
 from gradwire.hooks.bucket import GradBucket, with_buffer
-from gradwire.hooks.compression.chain import chain
 from gradwire.hooks.compression.state import CompressorState
-from gradwire.hooks.compression.wire import Traffic, Wire
-from gradwire.hooks.protocol import HookReturn
-from gradwire.hooks.stateful import StatefulHook
-
-__all__ = ["Compressor", "Reduction"]
-
+from gradwire.hooks.compression.wire import Message, Traffic, Wire
+from gradwire.hooks.result import chain
+from gradwire.hooks.stateful import HookReturn, StatefulHook
 
 _NOTHING: Mapping[str, Tensor] = MappingProxyType({})
 
@@ -125,6 +120,8 @@ class Compressor(StatefulHook[CompressorState]):
         group: The group; None: that of the module it is registered for.
         start: How many steps are averaged without compression, before the first with it.
     """
+
+    averages = True
 
     grows_with_world = False
     """Whether what it computes on each rank grows with the number of ranks."""

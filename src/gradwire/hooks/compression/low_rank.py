@@ -12,18 +12,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from gradwire.buckets import memory_strides
-from gradwire.cost_model import Message
 from gradwire.errors import ArgumentError
-from gradwire.hooks.compression.chain import chain
 from gradwire.hooks.compression.compressor import Compressor, Reduction
-from gradwire.hooks.compression.orthogonal import (
-    empty_columns,
-    orthonormal,
-    random_basis,
-    renewed,
-)
-
-__all__ = ["LowRank"]
+from gradwire.hooks.compression.wire import Message
+from gradwire.hooks.result import chain
 
 
 @dataclass
@@ -228,3 +220,48 @@ def _rows(parameter: Tensor) -> int:
         return parameter.shape[0] if parameter.dim() else 1
     outermost = max(range(parameter.dim()), key=lambda d: (strides[d], parameter.shape[d]))
     return parameter.shape[outermost]
+
+
+def orthonormal(matrices: Tensor) -> Tensor:
+    """(…, n, r), n >= r, orthonormal columns that span at least those of each matrix.
+
+    NaN in all of a matrix that is not finite.
+
+    Example:
+        >>> basis = orthonormal(torch.tensor([[1.0, 1.0], [1.0, 1.0], [0.0, 0.0]]))  # of rank 1
+        >>> (basis.t() @ basis).round(decimals=4).abs()
+        tensor([[1., 0.],
+                [0., 1.]])
+    """
+    finite = matrices.isfinite().flatten(-2).all(-1)
+    if bool(finite.all()):
+        basis: Tensor = torch.linalg.qr(matrices).Q
+        return basis
+    finite = finite[..., None, None]
+    # LAPACK's answer to NaN is undefined
+    basis = torch.linalg.qr(matrices.where(finite, 0)).Q
+    return torch.where(finite, basis, float("nan"))
+
+
+def random_basis(like: Tensor, seed: int) -> Tensor:
+    """Normal random numbers, the same on every rank for the same seed."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(like.shape, dtype=torch.float32, generator=generator).to(like)
+
+
+def renewed(matrix: Tensor, seed: int) -> Tensor:
+    """The matrix; random columns where its own are zero, or nothing beside the largest.
+
+    A direction that has found nothing would look for nothing ever after.
+    """
+    empty = empty_columns(matrix)
+    if not bool(empty.any()):
+        return matrix
+    return torch.where(empty, random_basis(matrix, seed), matrix)
+
+
+def empty_columns(matrices: Tensor) -> Tensor:
+    """Which columns of (…, n, r) are zero, or nothing beside the largest: (…, r)."""
+    norms: Tensor = torch.linalg.vector_norm(matrices, dim=-2)
+    largest = norms.amax(-1, keepdim=True)
+    return norms <= largest * torch.finfo(matrices.dtype).eps

@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from gradwire.cost_model import Message
 from gradwire.errors import ArgumentError, HookError
 from gradwire.hooks.bucket import GradBucket
-from gradwire.hooks.compression.chain import chain
 from gradwire.hooks.compression.compressor import (
     Compressor,
     Reduction,
@@ -22,11 +20,10 @@ from gradwire.hooks.compression.compressor import (
     is_compressible,
     is_finite,
 )
-from gradwire.hooks.compression.memory import ParameterMemory
-from gradwire.hooks.compression.wire import values_in
-from gradwire.hooks.protocol import HookReturn
-
-__all__ = ["TopK"]
+from gradwire.hooks.compression.state import ParameterMemory
+from gradwire.hooks.compression.wire import Message, values_in
+from gradwire.hooks.result import chain
+from gradwire.hooks.stateful import HookReturn
 
 SAMPLES = 1 << 14
 """How many elements the threshold is found from, at least: 1 % of them are known to some 8 %."""

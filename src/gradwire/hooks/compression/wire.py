@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,20 @@ from torch.distributed import ProcessGroup
 
 from gradwire.hooks.result import after
 
-__all__ = ["Traffic", "Wire", "looked_up", "values_in"]
+Collective: TypeAlias = Literal["all_reduce", "all_gather", "all_to_all"]
+
+
+@dataclass(frozen=True)
+class Message:
+    """A collective.
+
+    Attributes:
+        collective: Name of the collective.
+        nbytes: Bytes of a rank's input tensor.
+    """
+
+    collective: Collective
+    nbytes: float
 
 
 @dataclass

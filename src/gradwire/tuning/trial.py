@@ -8,11 +8,9 @@ from typing import TypeAlias
 
 from torch.distributed import ProcessGroup
 
-from gradwire.cost_model import Choice, Cluster, Cost, end_of_step
-from gradwire.hooks.auto.candidates import PLAIN
-from gradwire.hooks.auto.meter import agree_on_largest
-
-__all__ = ["MIN_GAIN", "TRY_GAIN", "Names", "Trial", "contenders"]
+from gradwire.tuning.candidates import PLAIN
+from gradwire.tuning.cost_model import Choice, Cluster, Cost, end_of_step
+from gradwire.tuning.meter import agree_on_largest
 
 Names: TypeAlias = tuple[str, ...]
 """The candidate of each bucket."""

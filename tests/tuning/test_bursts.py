@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradwire.cost_model import (
+from gradwire.errors import ArgumentError
+from gradwire.tuning.cost_model import (
     Burst,
     Cluster,
     Cost,
@@ -18,8 +19,7 @@ from gradwire.cost_model import (
     end_of_step,
     find_burst,
 )
-from gradwire.cost_model.timeline import _Clock
-from gradwire.errors import ArgumentError
+from gradwire.tuning.cost_model.timeline import _Clock
 
 
 class Tokens:

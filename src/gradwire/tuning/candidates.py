@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 from time import perf_counter
@@ -11,27 +11,27 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.futures import Future
 
-from gradwire.cost_model import Collective, Cost, Message
 from gradwire.errors import ArgumentError
-from gradwire.hooks.auto.local_wire import LocalWire
-from gradwire.hooks.averaging import all_reduce
-from gradwire.hooks.bucket import GradBucket
-from gradwire.hooks.cast import bf16, fp16
-from gradwire.hooks.compression import (
-    BlockQuantization,
+from gradwire.hooks import (
+    Collective,
+    CommHook,
     Compressor,
     CompressorState,
-    LowRank,
+    GradBucket,
+    Message,
     Reduction,
-    Sign,
-    TopK,
+    StatefulHook,
+    Wire,
+    all_reduce,
+    bf16,
+    bind_hook,
+    fp16,
 )
 from gradwire.hooks.compression.compressor import as_real
-from gradwire.hooks.protocol import CommHook
-from gradwire.hooks.stateful import StatefulHook, bind_hook
-
-__all__ = ["PLAIN", "Candidate", "Computing", "candidate", "interpolated", "largest_of"]
+from gradwire.hooks.registry import COMPRESSING
+from gradwire.tuning.cost_model import Cost
 
 PLAIN = "all_reduce"
 """The name of what is taken where nothing else pays."""
@@ -46,13 +46,6 @@ Ranks that share cores have them by turns of some ms: one run of 2 ms is seldom 
 says half of what a run takes where all ranks compute. The mean of many says it; the median of three
 such means leaves out what disturbs one.
 """
-COMPRESSING: dict[str, Callable[[], Compressor]] = {
-    "int8": lambda: BlockQuantization(8),
-    "int4": lambda: BlockQuantization(4),
-    "low_rank": LowRank,
-    "sign": Sign,
-    "top_k": TopK,
-}
 CASTS: dict[str, tuple[CommHook, torch.dtype]] = {
     "bf16": (bf16, torch.bfloat16),
     "fp16": (fp16, torch.float16),
@@ -271,3 +264,37 @@ def interpolated(points: Sequence[tuple[int, Computing]], numel: int) -> Computi
         return max(0.0, a + (b - a) * part)
 
     return Computing(between(low.before, high.before), between(low.after, high.after))
+
+
+class LocalWire(Wire):
+    """As if all ranks had what this one has; futures are done at once.
+
+    Args:
+        size: How many ranks there would be.
+
+    Attributes:
+        started: When the first collective was, in seconds of `perf_counter`; 0: not yet.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size, self.rank, self.started = size, 0, 0.0
+
+    def all_reduce(self, tensor: Tensor) -> torch._C.Future[Tensor]:
+        """The tensor as it is."""
+        return self._done(tensor)
+
+    def all_gather(self, own: Tensor) -> torch._C.Future[Tensor]:
+        """As many copies, as would be received."""
+        return self._done(own.repeat(self.size, *[1] * own.dim()).view(self.size, *own.shape))
+
+    def all_to_all(self, rows: Tensor) -> torch._C.Future[Tensor]:
+        """The rows themselves."""
+        return self._done(rows)
+
+    def _done(self, value: Tensor) -> torch._C.Future[Tensor]:
+        self.started = self.started or perf_counter()
+        future: Future[Tensor] = Future(
+            devices=None if value.device.type == "cpu" else [value.device]
+        )
+        future.set_result(value)
+        return future

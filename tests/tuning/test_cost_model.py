@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradwire.cost_model import (
+from gradwire.errors import ArgumentError
+from gradwire.tuning.cost_model import (
     Cluster,
     Cost,
     Curve,
@@ -20,8 +21,7 @@ from gradwire.cost_model import (
     fit_link,
     undisturbed,
 )
-from gradwire.cost_model.timeline import _Clock
-from gradwire.errors import ArgumentError
+from gradwire.tuning.cost_model.timeline import _Clock
 
 SLOW = Cluster(4, Link(1e-3, 1e6))
 sizes = st.floats(0, 1e7)

@@ -13,16 +13,17 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gradwire import hooks
-from gradwire.cost_model import Cluster, Cost, Curve, Link, Message, choose
 from gradwire.ddp import DistributedDataParallel
 from gradwire.errors import ArgumentError, PeerFailedError
-from gradwire.hooks.auto import hook as auto_module
-from gradwire.hooks.auto.candidates import COMPRESSING, Computing, candidate, interpolated
-from gradwire.hooks.auto.sending import SIZES, sizes_of
-from gradwire.hooks.auto.trial import STEPS, TRY_GAIN, Trial, contenders
-from gradwire.hooks.host_groups import _make
+from gradwire.hooks.hosts import _make
+from gradwire.hooks.registry import COMPRESSING
 from gradwire.testing import FakeBucket, run_ranks
 from gradwire.testing.hosts import Hosts, why_no_hosts
+from gradwire.tuning import hook as auto_module
+from gradwire.tuning.candidates import Computing, candidate, interpolated
+from gradwire.tuning.cost_model import Cluster, Cost, Curve, Link, Message, choose
+from gradwire.tuning.measure import SIZES, sizes_of
+from gradwire.tuning.trial import STEPS, TRY_GAIN, Trial, contenders
 
 pytestmark = pytest.mark.usefixtures("each_backend")
 

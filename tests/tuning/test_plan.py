@@ -6,13 +6,12 @@ import pytest
 from click.testing import CliRunner
 
 from gradwire.cli.app import app
-from gradwire.cli.plan.here import predict_here, profile_here
-from gradwire.cli.plan.predict import Speeds, predict
-from gradwire.cli.plan.profile import given, load_factory, profile
-from gradwire.cli.plan.report import milliseconds, rate, taken
-from gradwire.cost_model import Cluster, Link
-from gradwire.hooks.auto.candidates import PLAIN, Computing, candidate
 from gradwire.testing import run_ranks
+from gradwire.tuning.candidates import PLAIN, Computing, candidate
+from gradwire.tuning.cost_model import Cluster, Link
+from gradwire.tuning.plan.predict import Speeds, predict, predict_here, profile_here
+from gradwire.tuning.plan.profile import given, load_factory, profile
+from gradwire.tuning.plan.report import milliseconds, rate, taken
 
 MODULE = """
 import torch

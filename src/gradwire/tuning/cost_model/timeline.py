@@ -8,15 +8,12 @@ finish (`Launcher`), and backward waits with it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from gradwire.cost_model.bursts import Burst
-from gradwire.cost_model.links import Cluster
-from gradwire.cost_model.messages import Message, collective_seconds
-
-__all__ = ["Cost", "end_of_step", "undisturbed"]
+from gradwire.hooks import Message
+from gradwire.tuning.cost_model.links import Burst, Cluster, collective_seconds
 
 MOST_STEPS = 20
 """Maximum number of simulated steps until a link's credit at their beginning is constant."""
@@ -94,7 +91,7 @@ def end_of_step(
         Seconds on the clock of `ready`.
 
     Example:
-        >>> from gradwire.cost_model import Link
+        >>> from gradwire.tuning.cost_model import Link
         >>> cluster = Cluster(2, Link(latency=0.0, bandwidth=1e6))
         >>> plain = Cost(0.0, (Message("all_reduce", 1e6),), single=True)
         >>> end_of_step([0.5, 1.0], [plain, plain], cluster)  # 1 s each, one after the other
@@ -140,7 +137,7 @@ def undisturbed(
         The argument `ready` of `end_of_step`; its first entry is 0.
 
     Example:
-        >>> from gradwire.cost_model import Curve, Link
+        >>> from gradwire.tuning.cost_model import Curve, Link
         >>> taken = {"all_reduce": Curve(((0, 0.0), (1e6, 1.0)))}
         >>> cluster = Cluster(2, Link(latency=0.0, bandwidth=1e6), taken=taken)
         >>> plain = Cost(0.0, (Message("all_reduce", 1e6),), single=True)
@@ -241,3 +238,73 @@ class _Clock:
         seconds = max(0.0, end - self.now)
         self.now = max(self.now, end)
         return seconds
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Predicted best candidates.
+
+    Attributes:
+        names: The candidate of each bucket.
+        plain_seconds: Predicted end of the step with the first candidate for all buckets.
+        seconds: Predicted end of the step with `names`.
+    """
+
+    names: tuple[str, ...]
+    plain_seconds: float
+    seconds: float
+
+
+def choose(
+    ready: Sequence[float],
+    candidates: Mapping[str, Sequence[Cost]],
+    cluster: Cluster,
+    *,
+    min_gain: float = 0.0,
+    idle: float = inf,
+) -> Choice:
+    """Return the candidate for each bucket with which the step ends earliest.
+
+    Start from the best candidate for all buckets, then change single buckets as long as the step
+    gets shorter. The choice is deterministic.
+
+    Args:
+        ready: See `end_of_step`.
+        candidates: Costs of each bucket, by candidate; the first candidate is kept if no other
+            choice gains enough.
+        cluster: See `end_of_step`.
+        min_gain: Minimum gain in seconds over the first candidate.
+        idle: See `end_of_step`.
+
+    Example:
+        >>> from gradwire.tuning.cost_model import Link, Message
+        >>> plain = Cost(0.0, (Message("all_reduce", 1e6),), single=True)
+        >>> small = Cost(0.1, (Message("all_reduce", 1e5),), after=0.1)
+        >>> candidates = {"plain": [plain], "small": [small]}
+        >>> slow, fast = (Cluster(2, Link(0.0, bandwidth)) for bandwidth in (1e6, 1e8))
+        >>> choose([0.0], candidates, slow).names, choose([0.0], candidates, fast).names
+        (('small',), ('plain',))
+    """
+    names = list(candidates)
+    plain = [names[0]] * len(ready)
+
+    def seconds(chosen: Sequence[str]) -> float:
+        costs = [candidates[name][i] for i, name in enumerate(chosen)]
+        return end_of_step(ready, costs, cluster, idle=idle)
+
+    best, end = plain, seconds(plain)
+    before = end
+    for name in names[1:]:
+        if (alike := seconds([name] * len(ready))) < end:
+            best, end = [name] * len(ready), alike
+    changed = True
+    while changed:
+        changed = False
+        for bucket in range(len(ready)):
+            for name in names:
+                other = [*best[:bucket], name, *best[bucket + 1 :]]
+                if (after := seconds(other)) < end * (1 - 1e-9):
+                    best, end, changed = other, after, True
+    if before - end <= min_gain:
+        best, end = plain, before
+    return Choice(tuple(best), before, end)

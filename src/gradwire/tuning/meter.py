@@ -9,8 +9,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-__all__ = ["Meter", "agree_on_largest", "device_of"]
-
 SOME_SECONDS = 0.06
 """How long something is repeated to be measured, after a first time; at least twice.
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
 
-from gradwire.cli.plan.profile import Profile
-from gradwire.cost_model import Cluster, choose, end_of_step
-from gradwire.hooks.auto.candidates import PLAIN, Candidate, Computing, interpolated
-from gradwire.hooks.auto.trial import MIN_GAIN
-
-__all__ = ["Row", "Speeds", "measure", "predict"]
+from gradwire.tuning.candidates import PLAIN, Candidate, Computing, interpolated, largest_of
+from gradwire.tuning.cost_model import Cluster, choose, end_of_step
+from gradwire.tuning.measure import measure_cluster
+from gradwire.tuning.meter import agree_on_largest
+from gradwire.tuning.plan.profile import Profile, profile
+from gradwire.tuning.trial import MIN_GAIN
 
 FEW, MORE = 2, 8
 """Ranks for which computing is measured; the second where it grows with them, on a line."""
@@ -106,3 +110,44 @@ def predict(
     gain = MIN_GAIN * seconds[PLAIN]
     choice = choose(profile.ready, costs, cluster, min_gain=gain, idle=beside)
     return Row(mbit, ranks, seconds, Counter(choice.names), beside + choice.seconds)
+
+
+def predict_here(group: ProcessGroup, found: Profile, candidates: Sequence[Candidate]) -> Row:
+    """A step's time on the group's own link; every rank calls.
+
+    What is measured is collectives of sizes of their own, and what hooks compute: no step.
+    """
+    buckets = [*found.buckets, *([] if found.plain is None else found.plain.buckets)]
+    cluster = measure_cluster(group, largest_of(candidates, buckets, group.size()))
+    own = measure(found, candidates, (group.size(),))
+    numbers = [x for line in own.points.values() for _, c in line for x in (c.before, c.after)]
+    agreed = iter(agree_on_largest(group, numbers))
+    speeds = Speeds(
+        {
+            key: [(numel, Computing(next(agreed), next(agreed))) for numel, _ in line]
+            for key, line in own.points.items()
+        }
+    )
+    return predict(found, candidates, speeds, cluster)
+
+
+def profile_here(
+    group: ProcessGroup, model: nn.Module, inputs: Sequence[Any], optimizer: Optimizer | None
+) -> Profile:
+    """The slowest rank's profile, while all ranks run theirs: they may share cores."""
+    agree_on_largest(group, [0.0])  # all begin together
+    own = profile(model, inputs, optimizer)
+    agreed = iter(agree_on_largest(group, _numbers(own)))
+    return _with(own, agreed)
+
+
+def _numbers(found: Profile) -> list[float]:
+    plain = [] if found.plain is None else _numbers(found.plain)
+    return [found.forward, found.update, *found.ready, *plain]
+
+
+def _with(found: Profile, numbers: Iterator[float]) -> Profile:
+    forward, update = next(numbers), next(numbers)
+    ready = tuple(next(numbers) for _ in found.ready)
+    plain = None if found.plain is None else _with(found.plain, numbers)
+    return replace(found, forward=forward, update=update, ready=ready, plain=plain)

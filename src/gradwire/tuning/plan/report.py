@@ -8,12 +8,10 @@ from pathlib import Path
 from rich.box import SIMPLE
 from rich.table import Table
 
-from gradwire.cli.plan.predict import Row
-from gradwire.cli.plan.profile import Profile
-from gradwire.hooks.auto.candidates import PLAIN
-from gradwire.hooks.auto.trial import MIN_GAIN
-
-__all__ = ["draw", "rate", "table"]
+from gradwire.tuning.candidates import PLAIN
+from gradwire.tuning.plan.predict import Row
+from gradwire.tuning.plan.profile import Profile
+from gradwire.tuning.trial import MIN_GAIN
 
 
 def rate(mbit: float | None) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from time import perf_counter
@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from gradwire._groups import check_group, default_group
-from gradwire.cost_model import Choice, Cost, choose, end_of_step, undisturbed
 from gradwire.errors import ArgumentError
-from gradwire.hooks.auto.candidates import (
+from gradwire.hooks import Compressor, GradBucket, HookReturn, StatefulHook, all_reduce
+from gradwire.hooks.stateful import group_from, name_if_group
+from gradwire.tuning.candidates import (
     PLAIN,
     Candidate,
     Computing,
@@ -25,17 +26,66 @@ from gradwire.hooks.auto.candidates import (
     interpolated,
     largest_of,
 )
-from gradwire.hooks.auto.measure import measure_cluster
-from gradwire.hooks.auto.meter import agree_on_largest
-from gradwire.hooks.auto.state import AutoState
-from gradwire.hooks.auto.trial import TRY_GAIN, Names, Trial, contenders
-from gradwire.hooks.averaging import all_reduce
-from gradwire.hooks.bucket import GradBucket
-from gradwire.hooks.compression import Compressor
-from gradwire.hooks.protocol import HookReturn
-from gradwire.hooks.stateful import StatefulHook
+from gradwire.tuning.cost_model import Choice, Cost, choose, end_of_step, undisturbed
+from gradwire.tuning.measure import measure_cluster
+from gradwire.tuning.meter import agree_on_largest
+from gradwire.tuning.trial import TRY_GAIN, Names, Trial, contenders
 
-__all__ = ["Auto", "auto"]
+
+class AutoState:
+    """What an `Auto` has found out.
+
+    Attributes:
+        process_group: The group; None: the default one.
+        step: How many backwards have been reduced.
+        choices: The hook of each bucket, by the names of its parameters; empty until measured.
+        choice: The prediction behind it, with the names in the order of buckets; None if it was
+            not made in this process.
+        settling: Whether the next step is the first by these choices: what other hooks, which were
+            on trial, have kept goes with its gradients.
+        hooks: Those that may be chosen, by name.
+    """
+
+    depends_on_buckets = True
+
+    def __init__(self, group: ProcessGroup | None, hooks: Mapping[str, StatefulHook[Any]]) -> None:
+        self.process_group, self.hooks = group, dict(hooks)
+        self.step = 0
+        self.choices: dict[tuple[str, ...], str] = {}
+        self.choice: Choice | None = None
+        self.settling = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """The choices, and what the hooks keep; while a choice is on trial, as if it were final."""
+        kept = {n: h.state.state_dict() for n, h in self.hooks.items() if isinstance(h, Compressor)}
+        choices = [[list(names), chosen] for names, chosen in self.choices.items()]
+        return {"step": self.step, "choices": choices, "hooks": kept}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Go on with what `state_dict` gave: nothing is measured again.
+
+        Raises:
+            ArgumentError: Other hooks were allowed.
+        """
+        own = {n: h for n, h in self.hooks.items() if isinstance(h, Compressor)}
+        if saved["hooks"].keys() != own.keys():
+            raise ArgumentError(
+                f"the saved state is of auto with {sorted(saved['hooks'])}, this one has "
+                f"{sorted(own)}: allow the same hooks"
+            )
+        self.step = saved["step"]
+        self.choices = {tuple(names): chosen for names, chosen in saved["choices"]}
+        self.settling = bool(self.choices)  # it may have been saved during a trial
+        for name, hook in own.items():
+            hook.state.load_state_dict(saved["hooks"][name])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: name_if_group(value) for name, value in self.__dict__.items()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update({name: group_from(value) for name, value in state.items()})
+        self.settling = bool(self.choices)  # a copy goes on without the trial
+
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +108,8 @@ class Auto(StatefulHook[AutoState]):
     Attributes:
         withdrawn: Whether nothing pays for any bucket: from then on there is no hook.
     """
+
+    averages = True
 
     def __init__(self, candidates: Sequence[Candidate], group: ProcessGroup | None) -> None:
         self._candidates = {c.name: c for c in candidates}

@@ -22,8 +22,6 @@ from gradwire._containers import tensors_in
 from gradwire.buckets import plan_buckets
 from gradwire.errors import ArgumentError
 
-__all__ = ["Profile", "given", "load_factory", "profile"]
-
 CAPS = [1 << 20, 25 << 20]
 """As `DistributedDataParallel` has them where a hook is registered. Where none is, on the CPU, the
 last alone."""

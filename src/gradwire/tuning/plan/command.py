@@ -17,13 +17,12 @@ if TYPE_CHECKING:  # imported when the command runs: its help does without PyTor
     from torch import nn
     from torch.optim import Optimizer
 
-    from gradwire.cli.plan.predict import Row
-    from gradwire.cli.plan.profile import Profile
-    from gradwire.hooks.auto.candidates import Candidate
+    from gradwire.tuning.candidates import Candidate
+    from gradwire.tuning.plan.predict import Row
+    from gradwire.tuning.plan.profile import Profile
 
     Made: TypeAlias = tuple[nn.Module, tuple[Any, ...] | None, Optimizer | None]
 
-__all__ = ["plan"]
 
 HOOKS = ["bf16", "int8", "int4", "low_rank", "top_k", "sign"]
 RANKS = (2, 8, 64, 512, 4096)
@@ -103,9 +102,9 @@ def plan(
     import torch
     from rich.console import Console
 
-    from gradwire.cli.plan.profile import load_factory
-    from gradwire.cli.plan.report import draw, table
-    from gradwire.hooks.auto.candidates import PLAIN, candidate
+    from gradwire.tuning.candidates import PLAIN, candidate
+    from gradwire.tuning.plan.profile import load_factory
+    from gradwire.tuning.plan.report import draw, table
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -138,8 +137,8 @@ def _predicted(
     ranks: Sequence[int],
 ) -> list[Row]:
     """Return a row for each link, of a rate in Mbit/s and a latency in s, and number of ranks."""
-    from gradwire.cli.plan.predict import measure, predict
-    from gradwire.cost_model import Cluster, Link
+    from gradwire.tuning.cost_model import Cluster, Link
+    from gradwire.tuning.plan.predict import measure, predict
 
     speeds = measure(found, candidates)
     return [
@@ -153,7 +152,7 @@ def _profile(
     factory: str, made: Made, forward_ms: float | None, backward_ms: float | None
 ) -> Profile:
     """Measured, or as given."""
-    from gradwire.cli.plan.profile import given, profile
+    from gradwire.tuning.plan.profile import given, profile
 
     model, inputs, optimizer = made
     if backward_ms is not None:
@@ -167,7 +166,7 @@ def _here(
     """The profile, and on rank 0 the row of the link that was measured."""
     import torch.distributed as dist
 
-    from gradwire.cli.plan.here import predict_here, profile_here
+    from gradwire.tuning.plan.predict import predict_here, profile_here
 
     model, inputs, optimizer = made
     inputs = _inputs(factory, inputs)
