@@ -1,4 +1,4 @@
-"""GradBucket, and the parsing of what hooks return."""
+"""GradBucket, and parsing of results of hooks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_gradients_keep_dense_strides():
     assert gradient.stride() == param.stride()
 
 
-def test_the_buffer_can_be_replaced_by_its_like_only():
+def test_set_buffer_refuses_other_shapes_and_devices():
     bucket = FakeBucket(torch.ones(3))
     other = torch.zeros(3)
     bucket.set_buffer(other)
@@ -48,13 +48,16 @@ def test_the_buffer_can_be_replaced_by_its_like_only():
 @pytest.mark.parametrize(
     ("buffer", "message"),
     [
-        (torch.zeros(8)[::2], r"buffer has stride 2: .* pass buffer\.contiguous\(\)"),
+        (torch.zeros(8)[::2], r"buffer has stride 2, .* pass buffer\.contiguous\(\)"),
         (torch.zeros(1).expand(4), "buffer has stride 0"),
-        (torch.zeros(4, dtype=torch.complex64).conj(), r"conjugated .* buffer\.resolve_conj\(\)"),
-        (torch._neg_view(torch.zeros(4)), r"negated .* buffer\.resolve_neg\(\)"),
+        (
+            torch.zeros(4, dtype=torch.complex64).conj(),
+            r"conjugate .* buffer\.resolve_conj\(\)",
+        ),
+        (torch._neg_view(torch.zeros(4)), r"negative bit .* buffer\.resolve_neg\(\)"),
     ],
 )
-def test_a_buffer_whose_memory_is_not_what_is_read(buffer, message):
+def test_strided_and_lazily_conjugated_buffers_are_refused(buffer, message):
     with pytest.raises(ArgumentError, match=message):
         FakeBucket(torch.ones(4)).set_buffer(buffer)
     with pytest.raises(ArgumentError, match=message):
@@ -67,12 +70,12 @@ def test_a_buffer_of_one_element_is_contiguous_by_any_stride():
     assert bucket.gradients() == [torch.tensor([3.0])]
 
 
-def test_a_buffer_that_is_too_short():
+def test_a_short_buffer_is_refused():
     with pytest.raises(ArgumentError, match="at least 4"):
         GradBucket(0, torch.zeros(3), [torch.zeros(4)], is_last=True)
 
 
-def test_a_sparse_bucket_gives_its_one_gradient():
+def test_a_sparse_bucket_has_one_gradient():
     sparse = torch.eye(2).to_sparse()
     bucket = GradBucket(0, sparse, [torch.zeros(2, 2)], is_last=True)
     assert bucket.gradients() == [sparse]
@@ -96,18 +99,18 @@ def double(factor, state, bucket):
 
 
 @pytest.mark.parametrize("hook", [Callable(), partial(double, 2), lambda s, b: None, max])
-def test_hooks(hook):
+def test_check_hook_accepts_callables(hook):
     assert check_hook(hook) is hook
     assert isinstance(hook, CommHook)
 
 
 @pytest.mark.parametrize("hook", [None, 3, "hook", lambda: None, lambda a, b, c: None])
-def test_no_hooks(hook):
+def test_check_hook_refuses_other_objects(hook):
     with pytest.raises(ArgumentTypeError, match="hook"):
         check_hook(hook)
 
 
-def test_futures_of_everything_a_hook_may_return():
+def test_as_future_of_every_return_type():
     value = torch.ones(2)
     future = torch.futures.Future()
     future.set_result(value)
@@ -117,7 +120,7 @@ def test_futures_of_everything_a_hook_may_return():
         assert parse_hook_result(result, bucket, len) is value
 
 
-def test_a_result_becomes_flat_and_is_copied_only_where_it_must_be():
+def test_results_are_flattened_and_copied_only_if_needed():
     bucket = FakeBucket(torch.zeros(4))
     numbers = torch.arange(4.0)
     for value in (numbers, numbers.view(4, 1), numbers.view(2, 2)):
@@ -131,7 +134,7 @@ def test_a_result_becomes_flat_and_is_copied_only_where_it_must_be():
 
 
 @pytest.mark.parametrize("returned", [None, 3, "tensor", len])
-def test_what_is_no_result(returned):
+def test_invalid_return_values(returned):
     with pytest.raises(HookError, match="returned"):
         as_future(returned, len)
 
@@ -141,12 +144,12 @@ def test_what_is_no_result(returned):
     [
         (None, "the result is None"),
         ([torch.zeros(2)] * 2, r"the result is \["),
-        (torch.zeros(3), "of 3 elements, the bucket of 2"),
+        (torch.zeros(3), "has 3 elements, the bucket 2"),
         (torch.zeros(2).half(), "float16"),
         (torch.zeros(2, device="meta"), "meta"),
         (torch.eye(2).to_sparse(), "layout"),
     ],
 )
-def test_results_that_do_not_fit(result, message):
+def test_results_that_do_not_match_the_bucket(result, message):
     with pytest.raises(HookError, match=message):
         parse_hook_result(result, FakeBucket(torch.zeros(2)), len)

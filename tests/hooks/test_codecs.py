@@ -1,4 +1,4 @@
-"""What compressing hooks are made of, in one process: codes, choices, bases, memories."""
+"""Parts of compressing hooks in one process: codes, choice of elements, bases, memories."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def coded(hook, blocks):
 
 @given(st.lists(st.lists(floats, min_size=16, max_size=16), min_size=1, max_size=3))
 @settings(deadline=None, max_examples=30)
-def test_integers_are_off_by_half_a_scale(rows):
+def test_integer_rounding_error_is_at_most_half_a_scale(rows):
     blocks = torch.tensor(rows)
     for hook in CODECS[:3]:
         scale = blocks.abs().amax(1, keepdim=True) / (127 if hook.bits == 8 else 7)
@@ -45,7 +45,7 @@ def test_integers_are_off_by_half_a_scale(rows):
 
 @given(st.lists(floats, min_size=16, max_size=16))
 @settings(deadline=None, max_examples=30)
-def test_a_sign_s_error_is_shorter_than_what_it_stands_for(row):
+def test_the_error_of_signs_is_smaller_than_the_values(row):
     block = torch.tensor([row], dtype=torch.float64)
     off = coded(Sign(block=16), block) - block
     rest = block.square().sum() - 16 * block.abs().mean() ** 2
@@ -72,7 +72,7 @@ def test_the_size_of_codes(hook, nbytes):
     assert hook.encode(torch.ones(3, 16), hook.generator(0, 0, 0)).shape == (3, nbytes)
 
 
-def test_stochastic_rounding_is_right_on_average_and_follows_from_its_seed():
+def test_stochastic_rounding_is_unbiased_and_reproducible():
     hook = BlockQuantization(4, block=8, stochastic=True, seed=3)
     block = torch.tensor([[7.0, 0.3, -0.3, 2.5, 0, 1, -6.9, 0.01]])
 
@@ -101,23 +101,23 @@ def test_the_largest_are_chosen(values, ratio):
             assert tensor[rest].abs().max() <= tensor[chosen].abs().min()
 
 
-def test_the_largest_of_many_by_a_sample():
+def test_the_largest_are_chosen_by_a_sampled_threshold():
     torch.manual_seed(0)
     values = torch.randn(300_000)
     values[7], values[9] = float("nan"), float("inf")
     chosen = largest(values, 3000)
     assert 2400 < len(chosen) < 3600
     assert {7, 9} <= set(chosen.tolist())
-    assert len(largest(torch.ones(300_000), 3000)) == 3000  # all alike
+    assert len(largest(torch.ones(300_000), 3000)) == 3000  # all equal
     assert len(largest(torch.zeros(300_000), 3000)) == 0
     values = torch.zeros(300_000)
-    values[5] = 1e-30  # which the sample does not see
+    values[5] = 1e-30  # not in the sample
     assert largest(values, 3000).tolist() == [5]
 
 
 @pytest.mark.parametrize("scale", [1e-25, 1.0, 1e25])
 @pytest.mark.parametrize("rank", [0, 1, 3, 4])
-def test_bases_of_matrices_that_lack_rank(rank, scale):
+def test_bases_of_rank_deficient_matrices(rank, scale):
     torch.manual_seed(0)
     matrix = scale * torch.randn(40, rank) @ torch.randn(rank, 4)
     basis = orthonormal(matrix)
@@ -125,11 +125,11 @@ def test_bases_of_matrices_that_lack_rank(rank, scale):
     torch.testing.assert_close(basis @ (basis.t() @ matrix), matrix, atol=1e-5 * scale, rtol=1e-4)
 
 
-def test_a_base_of_what_is_not_finite_is_not_finite():
+def test_a_basis_of_a_nonfinite_matrix_is_not_finite():
     assert orthonormal(torch.tensor([[1.0], [float("nan")], [0.0]])).isnan().all()
 
 
-def test_a_direction_that_found_nothing_is_replaced():
+def test_empty_columns_are_replaced():
     matrix = torch.tensor([[1.0, 0.0], [2.0, 0.0]])
     found = renewed(matrix, seed=1)
     assert torch.equal(found[:, 0], matrix[:, 0])
@@ -142,7 +142,7 @@ def test_a_direction_that_found_nothing_is_replaced():
 
 @given(st.data())
 @settings(deadline=None, max_examples=30)
-def test_memories_follow_parameters_through_any_buckets(data):
+def test_memories_follow_parameters_to_other_buckets(data):
     sizes = data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=6))
     names = [f"p{i}" for i in range(len(sizes))]
     memory, want = ParameterMemory(), {}
@@ -169,13 +169,13 @@ def test_memories_follow_parameters_through_any_buckets(data):
     assert memory.nbytes == 4 * sum(sizes)
 
 
-def test_a_memory_of_a_parameter_that_has_another_size_now_is_none():
+def test_a_memory_is_dropped_when_the_parameter_changes_its_size():
     memory = ParameterMemory()
     memory.put(FakeBucket(torch.zeros(2), names=["p"]), torch.ones(2))
     assert memory.flat(FakeBucket(torch.zeros(3), names=["p"]), torch.float32).tolist() == [0, 0, 0]
 
 
-def test_names_tell_parameters_apart_where_none_are_given():
+def test_default_names_are_unique():
     buckets = [FakeBucket(torch.zeros(1), torch.zeros(1), index=i) for i in range(2)]
     names = [name for bucket in buckets for name in bucket.names()]
     assert len(set(names)) == 4
@@ -183,7 +183,7 @@ def test_names_tell_parameters_apart_where_none_are_given():
         FakeBucket(torch.zeros(1), torch.zeros(1), names=["p"])
 
 
-def test_steps_that_have_not_run_are_not_dropped_by_the_thread_that_failed():
+def test_a_failed_chain_keeps_the_steps_that_have_not_run():
     first, held, alive = torch.futures.Future(), lambda value: value, []
     reference = weakref.ref(held)
     end = chain(CPU, first, held)
@@ -203,7 +203,7 @@ def test_steps_that_have_not_run_are_not_dropped_by_the_thread_that_failed():
     assert reference() is None
 
 
-def test_chains_pass_values_and_errors_on():
+def test_chains_forward_values_and_errors():
     first, second = torch.futures.Future(), torch.futures.Future()
     seen = []
     end = chain(CPU, first, lambda x: seen.append(x) or second, lambda x: x + 1)
@@ -223,8 +223,8 @@ def test_chains_pass_values_and_errors_on():
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_chain_that_is_done_holds_no_step(fails):
-    """What steps hold, a process group, must not be dropped last by a backend's thread."""
+def test_a_finished_chain_holds_no_step(fails):
+    """A backend's thread must not drop the last reference to a process group."""
 
     class Held:
         pass
@@ -270,20 +270,20 @@ def test_hosts_are_in_the_order_of_their_first_ranks():
         (lambda: LowRank(group=3), "group is 3"),
     ],
 )
-def test_what_is_refused(make, said):
+def test_invalid_arguments(make, said):
     with pytest.raises((ValueError, TypeError), match=said):
         make()
 
 
 @pytest.mark.wide
 @pytest.mark.parametrize(("numel", "ratio"), [(300_000, 0.01), (300_000, 0.003), (10_000, 0.01)])
-def test_the_rank_that_chooses_most_is_foreseen(numel, ratio):
+def test_the_largest_count_of_ranks_is_predicted(numel, ratio):
     torch.manual_seed(0)
     world, count, hook = 4, round(ratio * numel), TopK(ratio)
     _, pairs = hook.messages([torch.zeros(numel)], world)
     most = [max(len(largest(torch.randn(numel), count)) for _ in range(world)) for _ in range(40)]
     assert pairs.nbytes == pytest.approx(8 * sum(most) / len(most), rel=0.03)
-    assert (pairs.nbytes == 8 * count) == (numel == 10_000)  # all are looked at
+    assert (pairs.nbytes == 8 * count) == (numel == 10_000)  # no sampling
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])

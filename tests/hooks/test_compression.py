@@ -36,7 +36,7 @@ SOME = ["low_rank", "top_k", "int8"]
 
 
 class Net(nn.Module):
-    """Matrices, a convolution in channels_last, biases, and a branch that is used now and then."""
+    """Matrices, a convolution in channels_last, biases, and a branch that is used in some steps."""
 
     def __init__(self):
         super().__init__()
@@ -96,8 +96,8 @@ def result_of(hook, bucket):
 @pytest.mark.narrow({"world": 2, "name": "int8"})
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("name", [name for name in HOOKS if name != "momentum"])
-def test_what_arrives_and_what_is_kept_are_what_was_given(name, world):
-    """The mean over ranks of all gradients = all results + the mean of what ranks still keep."""
+def test_results_plus_errors_are_the_gradients(name, world):
+    """The mean over ranks of all gradients is the sum of all results plus the mean error."""
 
     def main():
         @given(
@@ -134,7 +134,7 @@ def as_doubles(tensor):
 @pytest.mark.narrow({"world": 2, "name": ["low_rank", "top_k"]}, {"world": 1, "name": "int8"})
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @each_hook
-def test_all_ranks_have_the_same_bits_whatever_happens(name, world):
+def test_all_ranks_have_the_same_bits(name, world):
     """Buckets rebuilt, branches unused, no_sync, uneven inputs."""
 
     def main():
@@ -156,7 +156,7 @@ def test_all_ranks_have_the_same_bits_whatever_happens(name, world):
 
 @pytest.mark.narrow({"name": "stochastic"})
 @each_hook
-def test_a_resumed_run_goes_on_bit_for_bit(name):
+def test_a_resumed_run_continues_bit_for_bit(name):
     def main():
         net = wrapped(HOOKS[name]())
         train(net, range(3))
@@ -170,10 +170,10 @@ def test_a_resumed_run_goes_on_bit_for_bit(name):
         net.load_comm_hook_state_dict(hook)
         assert same(train(net, range(3, 6)), want)
 
-        net = wrapped(HOOKS[name]())  # without its state it goes elsewhere
+        net = wrapped(HOOKS[name]())  # without its state the result differs
         net.load_state_dict(model)
         assert not same(train(net, range(3, 6)), want)
-        again = copy.deepcopy(net)  # with buckets as they are before the first backward
+        again = copy.deepcopy(net)  # with the buckets of the first backward
         train(again, range(1))
         assert again._hook.state.step == net._hook.state.step + 1
 
@@ -183,7 +183,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(name):
 @pytest.mark.narrow({"name": ["low_rank", "int8"], "bad": float("inf")})
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @each_hook
-def test_what_is_not_finite_arrives_and_leaves_no_trace(name, bad):
+def test_nonfinite_gradients_arrive_and_do_not_change_the_state(name, bad):
     def main():
         hook = HOOKS[name]()
 
@@ -229,8 +229,8 @@ def test_a_bucket_of_parameters_without_elements(name):
 
 @pytest.mark.narrow({"name": "top_k"})
 @each_hook
-def test_ranks_that_have_nothing(name):
-    """As a rank has that ran out of input: the others' gradients arrive, or nobody's."""
+def test_ranks_with_zero_gradients(name):
+    """A rank without input sends zeros: the others' gradients arrive."""
 
     def main():
         hook = HOOKS[name]()
@@ -244,7 +244,7 @@ def test_ranks_that_have_nothing(name):
 
 
 def expected_bytes(name, matrix, vector, world):
-    """What leaves a rank for a gradient of these sizes, by hand."""
+    """Return the bytes that a rank sends for a gradient of these sizes, calculated by hand."""
     n, m = matrix
     numel = n * m + vector
     share = -(-numel // (world * 64)) * 64
@@ -259,7 +259,7 @@ def expected_bytes(name, matrix, vector, world):
 @pytest.mark.parametrize("world", [2, 3])
 @each_hook
 @pytest.mark.narrow({"world": 2, "name": ["low_rank", "top_k", "int4"]})
-def test_bytes_are_counted_as_they_are_given(name, world, monkeypatch):
+def test_traffic_counts_the_bytes_given_to_collectives(name, world, monkeypatch):
     def main():
         given_, real = [], wire_module.dist
 
@@ -297,8 +297,8 @@ def test_bytes_are_counted_as_they_are_given(name, world, monkeypatch):
             assert sent == pytest.approx(want)
 
 
-def test_momentum_is_corrected():
-    """With all elements chosen it is SGD's momentum; what waits has it, too, when it comes."""
+def test_momentum_correction():
+    """With all elements chosen it is SGD's momentum; delayed elements have it, too."""
 
     def main():
         x = torch.tensor([3.0, 2.0, 1.0, 0.5])
@@ -326,7 +326,7 @@ def test_momentum_on_one_rank_and_before_the_start():
     alone, several = run_ranks(main, 1, args=(0, 12))[0], run_ranks(main, 2, args=(0, 12))[0]
     torch.testing.assert_close(alone, several)
     assert alone.min() > 17  # 12 without momentum
-    # SGD's momentum where nothing is kept back: 1 + 1.9 + 2.71, then that velocity goes on
+    # SGD's momentum without errors: 1 + 1.9 + 2.71, then the velocity continues
     for world_size in (1, 2):
         first = run_ranks(main, world_size, args=(12, 3))[0]
         assert first.tolist() == pytest.approx([1 + 1.9 + 2.71] * 4)
@@ -334,7 +334,7 @@ def test_momentum_on_one_rank_and_before_the_start():
         assert later.max().item() == pytest.approx(3.439)
 
 
-def test_momentum_across_hosts_where_there_is_one():
+def test_momentum_across_a_single_host():
     def main():
         groups = _make(dist.group.WORLD, [[0, 1]], None, None)
         hook = hooks.across_hosts(hooks.TopK(1.0, momentum=0.9, start=9), groups)
@@ -344,8 +344,8 @@ def test_momentum_across_hosts_where_there_is_one():
     assert run_ranks(main, 2) == [pytest.approx([1, 1.9, 2.71])] * 2
 
 
-def test_momentum_is_not_for_auto():
-    with pytest.raises(ArgumentError, match="leave momentum to the optimizer"):
+def test_auto_refuses_momentum():
+    with pytest.raises(ArgumentError, match="use the optimizer's momentum"):
         hooks.auto([hooks.TopK(momentum=0.5)])
 
 
@@ -397,7 +397,7 @@ def test_mixed_dtypes_sparse_and_accumulated_gradients(name):
     assert first == second
 
 
-def test_steps_before_the_start_are_plain():
+def test_steps_before_start_are_not_compressed():
     def main():
         plain, late = wrapped(None), wrapped(hooks.Sign(start=2))
         assert same(train(plain, range(2)), train(late, range(2)))
@@ -406,7 +406,7 @@ def test_steps_before_the_start_are_plain():
     run_ranks(main, 2)
 
 
-def test_a_step_that_failed_counts_on_no_rank():
+def test_a_failed_step_counts_on_no_rank():
     """Rank 1 fails at the first bucket, when rank 0 may have sent its last one."""
 
     def main():
@@ -503,7 +503,7 @@ def test_across_hosts(name, layout):
     assert all(other == first for other in others)
 
 
-def test_hosts_are_found_by_their_ranks():
+def test_host_groups_of_all_ranks():
     def main():
         groups = host_groups(between="gloo")
         assert groups.inside.size() == dist.get_world_size()
@@ -519,7 +519,7 @@ def test_hosts_are_found_by_their_ranks():
 @pytest.mark.wide
 @pytest.mark.parametrize("layout", ["2 + 2", "1 + 3"])
 def test_ranks_can_be_divided_again(layout):
-    """Groups of some ranks are named by how many groups each is in: hung, where these differed."""
+    """It hung: torch names groups of some ranks by each rank's number of groups."""
 
     def main():
         seen = []
@@ -537,7 +537,7 @@ def test_ranks_can_be_divided_again(layout):
 def test_across_hosts_refuses_a_hook_with_a_group():
     def main():
         groups = host_groups()
-        with pytest.raises(ArgumentError, match="make it without a group"):
+        with pytest.raises(ArgumentError, match="construct it without a group"):
             hooks.across_hosts(hooks.Sign(group=dist.group.WORLD), groups)
         inner = hooks.bind_hook(dist.group.WORLD, hooks.all_reduce)
         with pytest.raises(ArgumentError, match="no process_group"):

@@ -1,4 +1,4 @@
-"""A small network learns digits as well with hooks that compress as without one."""
+"""A small network learns digits as well with compressing hooks as without a hook."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HOOKS = {
 
 
 def learn(seed, step_of):
-    """Accuracy on images that were not learned, after `STEPS` steps."""
+    """Return the accuracy on test images after `STEPS` steps."""
     digits = load_digits(seed, torch.device("cpu"))
     torch.manual_seed(seed)
     net = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10))
@@ -76,7 +76,7 @@ def test_accuracy_is_within_the_spread_of_plain_training(name, plain):
     if name == "outer":
         step_of = with_outer_steps
     else:
-        # with its own momentum, the optimizer has none
+        # the hook has momentum, so the optimizer has none
         step_of = with_hook(HOOKS[name], 0.0 if name == "momentum" else 0.9)
     first, second = accuracies(step_of)
     assert first == second

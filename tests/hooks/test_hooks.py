@@ -1,4 +1,4 @@
-"""Our hooks and PyTorch's own, unchanged, in our DistributedDataParallel."""
+"""Gradwire's and PyTorch's hooks in gradwire's DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def mlp():
 
 
 def train(net, steps=3):
-    """Gradients of each step, and what the mean over ranks would have been."""
+    """Return the gradients of each step, and the means over ranks."""
     torch.manual_seed(10 + dist.get_rank())
     twin = copy.deepcopy(net.module)
     for _ in range(steps):
@@ -102,7 +102,7 @@ LOSSY = {
 @pytest.mark.parametrize("view", [False, True])
 @pytest.mark.parametrize("cap", [None, 1e-4])
 @pytest.mark.parametrize("name", EXACT)
-def test_hooks_that_take_the_mean(name, cap, view):
+def test_averaging_hooks(name, cap, view):
     def main():
         net = DistributedDataParallel(mlp(), bucket_cap_mb=cap, gradient_as_bucket_view=view)
         net.register_comm_hook(None, EXACT[name])
@@ -112,7 +112,7 @@ def test_hooks_that_take_the_mean(name, cap, view):
 
 
 @pytest.mark.parametrize("name", LOSSY)
-def test_hooks_that_round(name):
+def test_rounding_hooks(name):
     def main():
         net = DistributedDataParallel(mlp(), bucket_cap_mb=1e-4)
         net.register_comm_hook(dist.group.WORLD, LOSSY[name])
@@ -159,7 +159,7 @@ def test_the_noop_hook_leaves_local_gradients():
 
 @pytest.mark.skipif(PYTHON_BACKENDS, reason="this torch's hooks read Gloo's results")
 def test_a_stock_hook_that_cannot_read_gloos_results_is_reported():
-    """The quantization hooks take apart what NCCL's all_gather gives; Gloo's is another list."""
+    """The quantization hooks expect the result of NCCL's all_gather; Gloo's has another format."""
 
     def main():
         net = DistributedDataParallel(mlp())
@@ -170,7 +170,7 @@ def test_a_stock_hook_that_cannot_read_gloos_results_is_reported():
     run_ranks(main, 2)
 
 
-def test_hooks_can_be_replaced_and_taken_away():
+def test_hooks_can_be_replaced_and_removed():
     def main():
         net = DistributedDataParallel(mlp(), bucket_cap_mb=1e-4)
         calls = []
@@ -190,7 +190,7 @@ def test_hooks_can_be_replaced_and_taken_away():
     assert run_ranks(main, 2) == [True, True]
 
 
-def test_a_hook_sees_what_accumulated_under_no_sync():
+def test_a_hook_receives_gradients_accumulated_under_no_sync():
     def main():
         net = DistributedDataParallel(nn.Linear(1, 1, bias=False))
         seen = []
@@ -241,13 +241,13 @@ def test_complex_gradients_compress_as_pairs_of_reals():
         lambda x: torch._neg_view(-x),
     ],
 )
-def test_what_is_compressed_may_come_back_in_any_strides(lay_out):
+def test_results_of_compressed_buckets_may_have_any_strides(lay_out):
     gradient = torch.tensor([1 + 2j, 3 - 4j])
     hook = hooks.compress(lambda _, bucket: lay_out(bucket.buffer() * 2), torch.bfloat16)
     assert torch.equal(hook(None, FakeBucket(gradient)).wait(), gradient * 2)
 
 
-def test_integers_pass_uncompressed():
+def test_integer_buckets_are_not_compressed():
     result = hooks.compress(lambda s, b: b.buffer() + 1, torch.float16)(
         None, FakeBucket(torch.tensor([40000]))
     )
@@ -260,7 +260,7 @@ def test_compression_is_bounded_by_the_dtypes_rounding():
     assert (result.wait() - gradient).abs().max() <= gradient.abs().max() * 2**-8
 
 
-def test_bad_compressors():
+def test_invalid_dtypes_and_hooks():
     with pytest.raises(ArgumentError, match=r"torch\.int32"):
         hooks.compress(hooks.all_reduce, torch.int32)
     with pytest.raises(ArgumentTypeError, match="hook is 3"):

@@ -1,4 +1,4 @@
-"""Which ranks share a host, and the groups that are made of them, whatever was made before."""
+"""Groups of the ranks of each host, after other groups were created in any order."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from gradwire.hooks import host_groups
 from gradwire.shm import Options
 from gradwire.testing import run_ranks
 
-# groups that are made, by all ranks or by their own, and divided
+# groups that are created, by all ranks or by their members only, and divided
 ORDERS = {
     "one of two, then another of all": ["make 01", "divide 01", "make 0123", "divide 0123"],
     "those that overlap": ["make 012", "make 13", "divide 012", "divide 13", "divide 012"],
     "by its own ranks": ["make 01 alone", "divide 01", "divide", "divide 01"],
-    "by turns": ["make 01", "make 23", "divide 23", "divide", "make 123", "divide 123"],
+    "alternating": ["make 01", "make 23", "divide 23", "divide", "make 123", "divide 123"],
 }
 
 
@@ -23,7 +23,7 @@ ORDERS = {
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 @pytest.mark.parametrize("order", ORDERS)
 def test_groups_of_some_ranks_are_divided_in_any_order(order, backend):
-    """Hung: torch 2.15 counts what own ranks make, and names by it what all ranks make next."""
+    """It hung: torch 2.15 names groups by a counter that groups of some ranks advance, too."""
 
     def main():
         made = {}
@@ -41,7 +41,7 @@ def test_groups_of_some_ranks_are_divided_in_any_order(order, backend):
                 dist.all_reduce(total, group=divided.inside)
                 assert (divided.hosts, total.item()) == (1, sum(members))
         if any("alone" in step for step in ORDERS[order]):
-            return  # torch's own numbers differ, on 2.15
+            return  # torch's counters differ between ranks, on 2.15
         last = torch.ones(1)
         dist.all_reduce(last, group=dist.new_group([0, 1, 2, 3]))
         assert last.item() == 4
@@ -50,7 +50,7 @@ def test_groups_of_some_ranks_are_divided_in_any_order(order, backend):
 
 
 @pytest.mark.wide
-def test_on_shm_hosts_are_its_teams():
+def test_hosts_on_shm_are_the_backends_teams():
     def main():
         groups = host_groups()
         some = dist.new_group([0, 2, 3], pg_options=Options(host=str(dist.get_rank() < 2)))

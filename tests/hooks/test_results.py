@@ -1,4 +1,4 @@
-"""What hooks return is read as its values are, however it lies in memory."""
+"""Results of hooks with any strides, conjugate bits and dtypes."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ def every_second_real(x):
     return every_second(torch.view_as_real(x).flatten())
 
 
-# the same values each
+# different layouts of the same values
 LAID_OUT = [every_second, transposed, negated_in_place]
 COMPLEX = [conjugated_in_place, reals_at_an_odd_place, every_second_real]
 
 
 def mean(bucket):
-    """The mean over ranks, in the bucket's buffer."""
+    """Return the mean over ranks, in the bucket's buffer."""
     return hooks.all_reduce(None, bucket).wait()
 
 
 def gradients(hook, dtype=torch.float32, view=False):
-    """Of one step of a model with an even number of elements."""
+    """Return the gradients of a step of a model with an even number of elements."""
     torch.manual_seed(0)
     model = nn.ParameterList(torch.randn(n, 4, dtype=dtype) for n in (2, 3))
     net = DistributedDataParallel(Product(model), gradient_as_bucket_view=view)
@@ -87,7 +87,7 @@ def test_results_of_any_strides(dtype, view):
 
 
 @pytest.mark.parametrize("view", [False, True])
-def test_another_dtype_in_the_buffers_own_memory(view):
+def test_results_of_another_dtype_in_the_buffers_memory(view):
     def in_half_the_memory(state, bucket):
         small = mean(bucket).half()
         bucket.set_buffer(bucket.buffer().view(torch.float16)[: len(small)].copy_(small))
@@ -101,7 +101,7 @@ def test_another_dtype_in_the_buffers_own_memory(view):
     run_ranks(main, 2)
 
 
-def test_another_dtype_for_a_parameter_that_another_rank_uses():
+def test_results_of_another_dtype_for_a_parameter_used_on_one_rank():
     def halved(state, bucket):
         bucket.set_buffer(mean(bucket).half())
         return bucket.buffer()
@@ -119,7 +119,7 @@ def test_another_dtype_for_a_parameter_that_another_rank_uses():
 
 @pytest.mark.parametrize("lay_out", [*LAID_OUT, conjugated_in_place])
 def test_results_between_hosts(lay_out):
-    """Each rank as a host of its own."""
+    """Each rank is a host."""
 
     def main():
         group = dist.group.WORLD

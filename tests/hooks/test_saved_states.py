@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("each_backend")
 
 
 class Remembering:
-    """A hook's state without state_dict: nested data, generators, a group, and more."""
+    """State of a hook without state_dict: nested data, generators, a group, and more."""
 
     def __init__(self):
         self.process_group = dist.group.WORLD
@@ -34,7 +34,7 @@ class Remembering:
 
 
 def remembering(state, bucket):
-    """Average, with noise, and errors by bucket and by name: all must be saved."""
+    """Average with noise, and keep errors by bucket and by name, which must be saved."""
     buffer = bucket.buffer()
     buffer += torch.rand(len(buffer), generator=state.noise) * float(state.draws.rand())
     buffer += state.kept["sums"][0].sum() + len(state.kept["seen"]) + (state.scale or 0.0)
@@ -48,7 +48,7 @@ def remembering(state, bucket):
 
 
 def in_a_dict(state, bucket):
-    """As `remembering`, with a dictionary as its state."""
+    """Same as `remembering`, with a dictionary as its state."""
     buffer = bucket.buffer()
     buffer += state.get("count", 0) + state.setdefault("errors", torch.zeros(1))
     state["count"] = state.get("count", 0) + 1
@@ -57,7 +57,7 @@ def in_a_dict(state, bucket):
 
 
 def by_bucket(state, bucket):
-    """As `in_a_dict`, by the bucket's index."""
+    """Same as `in_a_dict`, by the bucket's index."""
     buffer = bucket.buffer()
     buffer += state.setdefault(bucket.index(), torch.zeros(len(buffer)))
     state[bucket.index()] += 0.5
@@ -121,7 +121,7 @@ def test_a_resumed_run_continues_bit_for_bit(name, made):
                 torch.save((net.state_dict(), save()), file)
                 held = save()
         file.seek(0)
-        values, saved = torch.load(file, weights_only=True)  # no other than plain data
+        values, saved = torch.load(file, weights_only=True)  # plain data only
         again, resumed, _, load = made(network(), name)
         again.load_state_dict(values)
         load(saved)
@@ -133,7 +133,7 @@ def test_a_resumed_run_continues_bit_for_bit(name, made):
 
 
 @pytest.mark.narrow({"each_backend": "shm"})
-def test_what_cannot_be_saved_is_a_warning():
+def test_entries_that_cannot_be_saved_are_a_warning():
     class Locked:
         def __init__(self):
             self.count, self.lock, self.kept = 1, threading.Lock(), {"deep": [object()]}

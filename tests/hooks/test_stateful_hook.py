@@ -1,4 +1,4 @@
-"""Hooks that are objects with a state of their own, and read their results themselves."""
+"""Hooks that are objects with a state and read their results themselves."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("each_backend")
 
 
 class Halving(StatefulHook):
-    """Its future holds a dict with halves; `bad` ranks read it in another way."""
+    """Hook whose future holds a dict with halves, which `bad` ranks read wrongly."""
 
     single_collective = True
 
@@ -70,7 +70,7 @@ def composed(hook):
 @pytest.mark.narrow({"mixed": True})
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize(("wrap", "factor"), [(lambda hook: hook, 1), (composed, 2)])
-def test_gradients_are_what_it_reads(wrap, factor, mixed):
+def test_gradients_are_read_by_parse_hook_result(wrap, factor, mixed):
     def main():
         config = MixedPrecision(reduce_dtype=torch.bfloat16) if mixed else None
         net = made(wrap(Halving()), mixed_precision=config)
@@ -80,9 +80,9 @@ def test_gradients_are_what_it_reads(wrap, factor, mixed):
     assert run_ranks(main, 2) == [want, want]
 
 
-def test_a_wrapper_that_does_something_before_lets_the_hook_read_its_result():
+def test_the_inner_hook_of_a_before_wrapper_reads_its_result():
     class Summing(StatefulHook):
-        """As of two ranks with the same gradients: it divides when it reads."""
+        """Hook that acts as two ranks with the same gradients, and divides when it reads."""
 
         def run_hook(self, bucket):
             return bucket.buffer() * 2
@@ -119,13 +119,13 @@ def test_a_result_that_cannot_be_read_ends_the_backward_on_every_rank(bad, how):
         with pytest.raises(DistributedError) as caught:
             step(net)
         hook.bad = ()
-        assert step(net) == [[1.5, 1.5]]  # the next step is as if nothing had been
+        assert step(net) == [[1.5, 1.5]]  # the next step is not affected
         return type(caught.value)
 
     assert run_ranks(main, 2) == [HookError if r in bad else PeerFailedError for r in (0, 1)]
 
 
-def test_its_state_is_saved_rekeyed_and_copied_with_it():
+def test_the_state_is_saved_rekeyed_and_copied():
     class Remembering(Halving):
         def run_hook(self, bucket):
             self.state["memory"][bucket.index()] = bucket.buffer().clone()
@@ -153,7 +153,7 @@ def test_its_state_is_saved_rekeyed_and_copied_with_it():
     assert run_ranks(main, 2) == [[[1.5, 1.5]]] * 2
 
 
-def test_a_group_that_is_replaced():
+def test_the_states_group_is_replaced():
     def main():
         hook = Halving(dist.group.WORLD)
         net = made(composed(hook))
@@ -184,7 +184,7 @@ def precision_of(hook):
 
 @pytest.mark.narrow({"hook": "int8"}, {"hook": "function"}, {"hook": "precision"})
 @pytest.mark.parametrize("hook", HOOKS)
-def test_without_a_group_it_runs_in_the_module_s(hook):
+def test_a_hook_without_a_group_runs_in_the_modules_group(hook):
     def main():
         rank = dist.get_rank()
         halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
@@ -205,7 +205,7 @@ def test_without_a_group_it_runs_in_the_module_s(hook):
 
 @pytest.mark.narrow({"hook": "bf16"}, {"hook": "int8"})
 @pytest.mark.parametrize("hook", HOOKS)
-def test_without_a_group_it_follows_the_module_out_of_the_default_one(hook):
+def test_a_hook_without_a_group_follows_the_module_to_another_group(hook):
     def main():
         rank = dist.get_rank()
         halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
@@ -233,7 +233,7 @@ def test_a_copy_of_a_module_has_its_hook_in_the_same_group():
     assert run_ranks(main, 4) == [[[1.5, 1.5]]] * 2 + [[[3.5, 3.5]]] * 2
 
 
-def test_a_state_that_cannot_be_changed_is_the_caller_s():
+def test_a_read_only_state_is_accepted():
     def main():
         half = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         net = DistributedDataParallel(nn.Linear(2, 1, bias=False), process_group=half)
@@ -244,7 +244,7 @@ def test_a_state_that_cannot_be_changed_is_the_caller_s():
     assert run_ranks(main, 2) == [[[2.0, 2.0]], [[4.0, 4.0]]]
 
 
-def test_in_the_default_group_a_hook_is_left_without_one():
+def test_a_hook_in_the_default_group_gets_no_group():
     def main():
         net = made(hook := hooks.BlockQuantization(8))
         return step(net), hook.state.process_group
@@ -252,7 +252,7 @@ def test_in_the_default_group_a_hook_is_left_without_one():
     assert run_ranks(main, 2)[0] == ([[1.5, 1.5]], None)
 
 
-def test_under_compat_errors_are_its_own():
+def test_errors_under_compat():
     def main():
         with compat.installed():
             net = nn.parallel.DistributedDataParallel(nn.Linear(2, 1, bias=False))
@@ -279,8 +279,8 @@ def test_functions_are_adapted():
     assert bind_hook(None, hook) is hook
 
 
-def test_what_is_refused():
-    with pytest.raises(ArgumentError, match="state of its own"):
+def test_invalid_arguments():
+    with pytest.raises(ArgumentError, match="its own state"):
         bind_hook(3, Halving(4))
     with pytest.raises(ArgumentTypeError, match="an instance"):
         bind_hook(None, Halving)
@@ -289,7 +289,7 @@ def test_what_is_refused():
 
     def main():
         net = DistributedDataParallel(nn.Linear(2, 1, bias=False))
-        with pytest.raises(ArgumentError, match="state of its own"):
+        with pytest.raises(ArgumentError, match="its own state"):
             net.register_comm_hook(3, Halving(4))
         return step(net)  # nothing was registered
 
@@ -298,8 +298,8 @@ def test_what_is_refused():
 
 @pytest.mark.narrow({"failing": (1,)})
 @pytest.mark.parametrize("failing", [(0, 1), (1,)])
-def test_an_error_after_a_backward_leaves_nothing_of_it(failing):
-    """The next backward was refused: the parameters had their gradients already."""
+def test_an_error_after_backward_does_not_affect_the_next_one(failing):
+    """The next backward pass raised, because the parameters already had gradients."""
 
     class Raises(StatefulHook):
         committed_steps = 0
@@ -336,8 +336,8 @@ def test_an_error_after_a_backward_leaves_nothing_of_it(failing):
 
 @pytest.mark.narrow({"error": KeyError})
 @pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
-def test_a_rank_that_fails_among_collectives_after_a_backward_sends_no_more(error):
-    """Its next step met what the others had gone on to: on Gloo that aborted their processes."""
+def test_a_rank_that_fails_after_backward_sends_no_more(error):
+    """Its next step met later collectives of the others, which aborted processes on Gloo."""
 
     class Sends(StatefulHook):
         def run_hook(self, bucket):

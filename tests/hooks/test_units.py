@@ -1,4 +1,4 @@
-"""What a hook keeps from step to step has the same unit in each, whatever steps weigh."""
+"""The unit of a hook's state does not depend on the weights of steps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("each_backend")
 
 
 class Delayed(hooks.StatefulHook):
-    """A user's hook: sends in each step what the step before has left."""
+    """A user's hook that sends the rest of the previous step."""
 
     def __init__(self):
         super().__init__(None)
@@ -69,11 +69,11 @@ LINEAR = {
     "noop": lambda: (None, "noop"),
 }
 WEIGHTS = [(1000, 10), (10, 70_000), (None, None), (0.5, 3), (0, 7), (1000, 1000), (1, 2)]
-"""Of the ranks, in each step."""
+"""Weights of the ranks in each step."""
 
 
 def train(hook, *, weighted, **options):
-    """The reduced gradients of steps with weights, or with gradients that are weighted by hand."""
+    """Return reduced gradients of steps with weights, applied by gradwire or by hand."""
     torch.manual_seed(0)
     net = DistributedDataParallel(nn.Linear(8, 8, bias=False), **options)
     net.register_comm_hook(*hook())
@@ -92,7 +92,7 @@ def train(hook, *, weighted, **options):
 
 
 @pytest.mark.parametrize("names", [HOOKS, LINEAR], ids=["kept", "linear"])
-def test_weights_do_not_scale_what_a_hook_has_kept(names):
+def test_weights_do_not_scale_a_hooks_state(names):
     def main():
         wrong = []
         for name, hook in names.items():
@@ -106,7 +106,7 @@ def test_weights_do_not_scale_what_a_hook_has_kept(names):
 
 
 def test_weights_with_a_smaller_dtype_for_reduction():
-    """1000 × 100 is more than float16 holds."""
+    """1000 × 100 exceeds the range of float16."""
 
     def main():
         mixed = MixedPrecision(reduce_dtype=torch.float16)
@@ -120,8 +120,8 @@ def test_weights_with_a_smaller_dtype_for_reduction():
     assert run_ranks(main, 2) == [True, True]
 
 
-def test_ranks_that_leave_do_not_scale_what_a_hook_has_kept():
-    """Rank 0 has one batch, of which half is kept back: it arrives as it is in the second step."""
+def test_ranks_that_leave_join_do_not_scale_a_hooks_state():
+    """Rank 0 has one batch, half of which is delayed and arrives unscaled in the second step."""
 
     def main():
         net = DistributedDataParallel(nn.Linear(2, 1, bias=False))
@@ -134,11 +134,11 @@ def test_ranks_that_leave_do_not_scale_what_a_hook_has_kept():
                 found.append(net.module.weight.grad.tolist()[0])
         return found
 
-    # rank 1: 4 is kept and 4 × 2 / 1 comes, while rank 0 sends the 4 that it has kept
+    # rank 1 keeps 4 and sends 4 × 2 / 1, while rank 0 sends the 4 that it kept
     assert run_ranks(main, 2) == [[[5.0, 0.0]], [[5.0, 0.0], [0.0, 8.0]]]
 
 
-def test_what_auto_releases_is_not_scaled_by_the_weights_of_the_step():
+def test_errors_released_by_auto_are_not_scaled_by_weights():
     def main():
         hook = hooks.auto(["top_k", "int8"])
         net = DistributedDataParallel(nn.Linear(4, 1, bias=False))
@@ -159,7 +159,7 @@ def test_what_auto_releases_is_not_scaled_by_the_weights_of_the_step():
 @pytest.mark.narrow({"hook": "top_k"}, {"hook": None, "reduce_dtype": None})
 @pytest.mark.parametrize("hook", [None, "bf16", "top_k"])
 @pytest.mark.parametrize("reduce_dtype", [None, torch.bfloat16])
-def test_gradients_that_are_changed_before_and_after_the_reduction(hook, reduce_dtype):
+def test_before_reduce_and_after_reduce_change_gradients(hook, reduce_dtype):
     def main():
         seen = []
 
@@ -187,7 +187,7 @@ def test_gradients_that_are_changed_before_and_after_the_reduction(hook, reduce_
     assert run_ranks(main, 2) == [9.0, 9.0]
 
 
-def test_changes_of_gradients_are_given_on_every_rank():
+def test_before_reduce_and_after_reduce_must_be_set_on_every_rank():
     def main():
         clips = clip if dist.get_rank() else None
         with pytest.raises(MismatchError, match="before_reduce"):

@@ -1,4 +1,4 @@
-"""LocalSGD where PyTorch expects an optimizer: schedulers, GradScaler, hooks, pickles."""
+"""LocalSGD as a torch optimizer: schedulers, GradScaler, hooks, pickles."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def loss(net, step, rank):
     return net(torch.randn(4, 3, generator=generator)).square().sum()
 
 
-def test_schedulers_step_it():
+def test_schedulers():
     def main():
         net, optimizer = made()
         _, plain = made()
@@ -61,7 +61,7 @@ def test_schedulers_step_it():
 @pytest.mark.parametrize("inner", INNER)
 @pytest.mark.narrow({"inner": "adamw", "unscaled": False}, {"inner": "fused", "unscaled": True})
 def test_a_step_that_one_rank_skips_counts(inner, unscaled):
-    """Beside a twin that steps by hand; the gradient overflows on rank 1 in the second step."""
+    """Compared with steps by hand; the gradient overflows on rank 1 in the second step."""
 
     def main():
         net, optimizer = made(inner)
@@ -140,7 +140,7 @@ def test_copies_continue(how):
     run_ranks(main, 2)
 
 
-def test_states_of_others_are_refused():
+def test_states_of_other_optimizers_are_refused():
     def main():
         _, optimizer = made()
         with pytest.raises(ArgumentError, match=r"lacks \['anchors', 'hook', 'outer', 'steps'\]"):
@@ -149,7 +149,7 @@ def test_states_of_others_are_refused():
     run_ranks(main, 1)
 
 
-def test_made_in_inference_mode():
+def test_construction_in_inference_mode():
     def main():
         net = nn.Linear(3, 2)
         with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""Gradients in every step within a host, parameters now and then between hosts."""
+"""Gradients are averaged in every step within a host, parameters every few steps between hosts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def backward(model, step):
 
 @pytest.mark.wide
 @pytest.mark.parametrize("layout", TEAMS)
-def test_hosts_are_together_after_an_exchange_and_can_resume(layout):
+def test_hosts_agree_after_an_exchange_and_can_resume(layout):
     teams = TEAMS[layout]
 
     def made(model):

@@ -1,4 +1,4 @@
-"""Which parameters are exchanged together, and when."""
+"""Fragments of the parameters, and the steps in which they are exchanged."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_fragments_are_a_partition_in_order(sizes, data):
 
 
 @given(st.integers(1, 40), st.data())
-def test_each_fragment_is_due_once_in_every_round(every, data):
+def test_each_fragment_is_due_once_in_every_steps(every, data):
     fragments = data.draw(st.integers(1, every))
     for begin in (1, 1 + every):
         turns = [f for step in range(begin, begin + every) for f in due(step, every, fragments)]

@@ -1,4 +1,4 @@
-"""Steps of each rank alone, and outer steps of all: beside a naive twin, with equal bits."""
+"""Local steps and outer steps, compared with a naive implementation, bit for bit."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def backward(model, step, rank=None):
 
 
 def across_hosts():
-    """A hook for ranks on one host."""
+    """Return a hook for ranks on one host."""
     return hooks.across_hosts(hooks.all_reduce, hooks.host_groups())
 
 
@@ -47,7 +47,7 @@ def close(one, other):
 
 
 def mean_of(model):
-    """Every parameter's mean over ranks, by one all_reduce each."""
+    """Average each parameter over ranks with one all_reduce."""
     found = []
     for p in parameters(model):
         dist.all_reduce(p)
@@ -56,7 +56,7 @@ def mean_of(model):
 
 
 def naive_diloco(model, optimizer, step, anchors, velocity, lr=0.7, momentum=0.9):
-    """An outer step, as the paper's algorithm 1 has it, with Nesterov's momentum."""
+    """Outer step of the paper's algorithm 1, with Nesterov momentum."""
     with torch.no_grad():
         for i, (p, mean) in enumerate(zip(model.parameters(), mean_of(model), strict=True)):
             gradient = anchors[i] - mean
@@ -89,7 +89,7 @@ def test_every_step_with_an_outer_rate_of_1_is_plain_averaging(world):
 
 @pytest.mark.parametrize("inner", [torch.optim.AdamW, torch.optim.SGD])
 @pytest.mark.narrow({"inner": torch.optim.AdamW})
-def test_diloco_is_the_paper_s(inner):
+def test_diloco_follows_the_papers_algorithm(inner):
     def main():
         model, twin = mlp(), mlp()
         optimizer = diloco(inner(model.parameters(), lr=0.01), model.named_parameters(), every=3)
@@ -121,7 +121,7 @@ HOOKS = {
 @pytest.mark.narrow({"name": "int4", "fragments": 3})
 @pytest.mark.parametrize("fragments", [1, 3])
 @pytest.mark.parametrize("name", HOOKS)
-def test_ranks_are_together_after_their_exchange_and_can_resume(name, fragments):
+def test_ranks_agree_after_an_exchange_and_can_resume(name, fragments):
     def made(model):
         return diloco(
             torch.optim.AdamW(model.parameters(), lr=0.01),
@@ -163,7 +163,7 @@ def test_ranks_are_together_after_their_exchange_and_can_resume(name, fragments)
 
 @pytest.mark.wide
 def test_compressed_outer_gradients_lose_nothing():
-    """With an outer rate of 1: anchors + the mean of errors = where plain averaging would be."""
+    """With an outer rate of 1, anchors plus the mean error are the plain average."""
 
     def main():
         model, twin = mlp(), mlp()
@@ -247,8 +247,8 @@ def test_ranks_of_a_group_exchange_with_each_other_only(hook):
     assert run_ranks(main, 4) == pytest.approx([0.5, 0.5, 2.5, 2.5], rel=1e-2)
 
 
-def test_buckets_of_fragments_have_numbers_of_their_own():
-    """By which PyTorch's PowerSGD keeps its errors: those of a fragment were added to another."""
+def test_buckets_are_numbered_over_all_fragments():
+    """PyTorch's PowerSGD keeps errors by number: they were added to another fragment."""
 
     def main():
         weights = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
@@ -268,7 +268,7 @@ def test_buckets_of_fragments_have_numbers_of_their_own():
     run_ranks(main, 1)
 
 
-def test_an_exchange_that_failed_leaves_nothing_to_a_later_one():
+def test_a_failed_exchange_does_not_affect_a_later_one():
     def main():
         dtypes = (torch.float32, torch.float64, torch.float32, torch.float32)
         weights = [nn.Parameter(torch.zeros(1, dtype=d)) for d in dtypes]
@@ -291,7 +291,7 @@ def test_an_exchange_that_failed_leaves_nothing_to_a_later_one():
     run_ranks(main, 1)
 
 
-def test_what_is_refused():
+def test_invalid_arguments():
     def main():
         model = mlp()
         sgd = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -299,7 +299,7 @@ def test_what_is_refused():
         for bad in ({"every": 0}, {"every": 2, "fragments": 3}, {"every": 9, "fragments": 9}):
             with pytest.raises(ArgumentError, match="fragments"):
                 LocalSGD(sgd, named, **bad)
-        with pytest.raises(ArgumentError, match="empty"):
+        with pytest.raises(ArgumentError, match="no trainable parameter"):
             LocalSGD(sgd, [], every=1)
         with pytest.raises(TypeError, match="optimizer is 3"):
             LocalSGD(3, named, every=1)

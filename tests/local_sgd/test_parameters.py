@@ -1,4 +1,4 @@
-"""Parameters that are thawed, replaced or added after LocalSGD was made."""
+"""Parameters that are thawed, replaced or added after LocalSGD was constructed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def values(net):
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.narrow({"momentum": 0.9})
 def test_thawed_parameters_are_exchanged(momentum):
-    """As if they had been exchanged, unchanged, from the beginning."""
+    """The result is the same as if they had been exchanged from the beginning."""
 
     def main():
         net, twin = model(), model()
@@ -87,7 +87,7 @@ def test_a_state_with_thawed_parameters_is_loaded():
     run_ranks(main, 2)
 
 
-def test_what_only_one_rank_thaws_is_named_on_all():
+def test_a_parameter_thawed_on_one_rank_is_named_on_all():
     def main():
         net = model()
         net[0].requires_grad_(False)
@@ -149,7 +149,7 @@ def test_parameters_that_only_the_optimizer_has_are_refused():
     run_ranks(main, 2)
 
 
-def test_ranks_with_other_numbers_of_steps_are_told():
+def test_different_numbers_of_steps_are_an_error_on_all_ranks():
     def main():
         net = model()
         optimizer = LocalSGD(torch.optim.SGD(net.parameters(), lr=0.1), net, every=2)
@@ -172,7 +172,7 @@ def test_ranks_with_other_numbers_of_steps_are_told():
     run_ranks(checked, 2)
 
 
-def test_states_of_different_runs_are_told():
+def test_states_of_different_runs_are_an_error_on_all_ranks():
     def main():
         net = model()
         optimizer = LocalSGD(torch.optim.SGD(net.parameters(), lr=0.1), net, every=1)
@@ -188,7 +188,7 @@ def test_states_of_different_runs_are_told():
 
 
 @pytest.mark.narrow({"each_backend": "gloo"})
-def test_names_and_entries_that_cannot_be_used():
+def test_invalid_names_and_entries():
     def main():
         one, other = nn.Linear(1, 1), nn.Linear(1, 1)
         both = [*one.named_parameters(), *other.named_parameters()]

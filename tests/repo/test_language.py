@@ -60,8 +60,6 @@ PENDING = (
     "src/gradwire/compat",
     "src/gradwire/ddp",
     "src/gradwire/devices",
-    "src/gradwire/hooks",
-    "src/gradwire/local_sgd",
     "src/gradwire/shm",
     "docs",
 )

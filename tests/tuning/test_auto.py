@@ -1,4 +1,4 @@
-"""Choosing a hook: what is predicted is what is sent, all ranks choose alike, and may resume."""
+"""Auto: predictions match messages, all ranks make the same choice, and runs can be resumed."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def train(net, steps):
 
 
 class MeasuredAs:
-    """For a while, the link is measured to be this one, and hooks to compute for a millisecond."""
+    """Context in which measurements return this link, and a millisecond of computing per hook."""
 
     def __init__(self, link, seconds=1e-3):
         self._link, self._seconds = link, seconds
@@ -59,7 +59,7 @@ class MeasuredAs:
         self._real = {name: getattr(auto_module, name) for name in names}
         auto_module.measure_cluster = lambda group, given, *, thorough: self._link
         auto_module.measured = self._measured
-        # nothing is tried: that would depend on time
+        # without a trial, which would depend on time
         auto_module.contenders = lambda choice, *others: [choice.names]
 
     def __exit__(self, *raised):
@@ -87,7 +87,7 @@ def test_a_slow_link_gets_the_fewest_bytes_and_a_fast_one_no_hook(world):
         assert hook.state.hooks["int8"].traffic.collectives == 0
         assert net.reducer.has_hook
         with MeasuredAs(FAST):
-            hook = hooks.auto(["int8"])  # which costs computing alone
+            hook = hooks.auto(["int8"])  # which costs computing only
             net = wrapped(hook)
             plain = wrapped(None)
             assert train(net, range(6)) == train(plain, range(6)) or world > 2
@@ -101,17 +101,17 @@ def test_a_slow_link_gets_the_fewest_bytes_and_a_fast_one_no_hook(world):
 
 
 def told(monkeyed, seconds):
-    """A trial's `add`, to which each kind of step takes as long as is told."""
+    """Return a trial's `add` with given times for each kind of step."""
 
     def add(trial, _):
-        monkeyed(trial, seconds[trial.present[0]] if dist.get_rank() == 0 else 0.1)
+        monkeyed(trial, seconds[trial.current[0]] if dist.get_rank() == 0 else 0.1)
 
     return add
 
 
 @pytest.mark.wide
 @pytest.mark.parametrize("fastest", ["all_reduce", "int8", "int4"])
-def test_the_fastest_of_a_trial_is_taken_and_nothing_that_others_have_kept_is_lost(fastest):
+def test_the_fastest_contender_is_chosen_and_no_error_is_lost(fastest):
     kinds = ["int4", "int8", "all_reduce"]
 
     def main():
@@ -140,7 +140,7 @@ def test_the_fastest_of_a_trial_is_taken_and_nothing_that_others_have_kept_is_lo
     run_ranks(main, 2)
 
 
-def test_what_was_kept_is_added_once():
+def test_released_errors_are_added_once():
     def main():
         hook = hooks.BlockQuantization(4)
         gradient = torch.randn(300) * (1 + dist.get_rank())
@@ -157,7 +157,7 @@ def test_what_was_kept_is_added_once():
 
 
 def cluster_of(**seconds):
-    """A link on which plain, bf16 and int8 take so long, and what they send."""
+    """Return a link on which plain, bf16 and int8 take these times, and their messages."""
     curves = {"all_reduce": Curve(((1, seconds["bf16"]), (2, seconds["plain"])))}
     curves["all_to_all"] = Curve(((1, seconds["int8"]), (2, seconds["int8"])))
     costs = {
@@ -177,12 +177,12 @@ def cluster_of(**seconds):
         ({"plain": 9.0, "bf16": 4.5, "int8": 1.0}, ["int8"]),  # too slow to be tried
     ],
 )
-def test_what_may_be_the_fastest_is_tried(seconds, able):
+def test_contenders_are_close_to_the_fastest(seconds, able):
     cluster, costs = cluster_of(**seconds)
-    step = seconds["plain"]  # and nothing beside it
+    step = seconds["plain"]  # without forward and update
     choice = choose([0.0], costs, cluster, min_gain=TRY_GAIN * step)
     assert contenders(choice, [0.0], costs, cluster, 0.0) == [(name,) for name in able]
-    # what all steps have brings them closer together
+    # the common part of steps reduces the ratio
     assert len(contenders(choice, [0.0], costs, cluster, 99.0)) in (1, 3)
 
 
@@ -207,8 +207,8 @@ def test_ranks_that_measure_differently_choose_alike():
     assert "int4" not in first
 
 
-def test_a_rank_that_fails_before_it_could_choose_has_chosen():
-    """The others measured in that step's first bucket, and waited for it there."""
+def test_a_failed_rank_has_made_the_same_choice():
+    """The others measured at the next step's first bucket, and waited there for this rank."""
 
     def main():
         with MeasuredAs(SLOW):
@@ -228,14 +228,14 @@ def test_a_rank_that_fails_before_it_could_choose_has_chosen():
     assert first == second
 
 
-def test_a_resumed_run_goes_on_with_the_same_choice():
+def test_a_resumed_run_keeps_the_choice():
     def main():
         with MeasuredAs(SLOW):
             net = wrapped(hooks.auto([hooks.BlockQuantization(4, stochastic=True)]))
             train(net, range(6))
         model, saved = copy.deepcopy(net.state_dict()), net.comm_hook_state_dict()
         want = train(net, range(6, 9))
-        with MeasuredAs(None):  # and does not measure
+        with MeasuredAs(None):  # without measuring
             again = wrapped(hooks.auto([hooks.BlockQuantization(4, stochastic=True)]))
             again.load_state_dict(model)
             again.load_comm_hook_state_dict(saved)
@@ -248,12 +248,12 @@ def test_a_resumed_run_goes_on_with_the_same_choice():
     run_ranks(main, 2)
 
 
-def test_a_run_that_is_resumed_in_a_trial_loses_nothing_of_what_was_kept():
+def test_a_run_resumed_from_a_trial_loses_no_error():
     def main():
         with MeasuredAs(SLOW):
             auto_module.contenders = lambda choice, *others: [("int8",) * 4, ("int4",) * 4]
             net = wrapped(hooks.auto(["int8", "int4"]))
-            train(net, range(5))  # of which the last two are on trial
+            train(net, range(5))  # the last two are part of a trial
         again = hooks.auto(["int8", "int4"])
         loaded = wrapped(again)
         loaded.load_comm_hook_state_dict(net.comm_hook_state_dict())
@@ -269,8 +269,8 @@ def test_a_run_that_is_resumed_in_a_trial_loses_nothing_of_what_was_kept():
     run_ranks(main, 2)
 
 
-def test_between_hosts_those_choose_that_run_the_hook():
-    """Ranks that never saw a bucket measured too, with all ranks, who did not."""
+def test_across_hosts_only_ranks_that_run_the_hook_measure():
+    """Ranks that run no hook must not take part in the measurement."""
 
     def main():
         groups = _make(dist.group.WORLD, [[0, 1], [2]], None, None)
@@ -293,7 +293,7 @@ def test_a_bucket_without_elements_is_not_computed(name):
 
 
 @pytest.mark.wide
-def test_other_buckets_are_measured_again():
+def test_new_buckets_are_measured_again():
     def main():
         with MeasuredAs(SLOW):
             net = wrapped(hooks.auto(["int8"]))
@@ -315,7 +315,7 @@ BY_NAME = ["bf16", "int8", "int4", "low_rank", "sign", "top_k"]
 @pytest.mark.narrow({"world": 2, "name": ["bf16", "int8", "low_rank"]})
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("name", [*BY_NAME, "all_reduce"])
-def test_the_bytes_of_predictions_are_those_that_are_given(name, world):
+def test_predicted_bytes_are_the_bytes_sent(name, world):
     def main():
         chosen = candidate(hooks.TopK(0.1) if name == "top_k" else name)
         parameters = [torch.zeros(s) for s in SHAPES]
@@ -336,7 +336,7 @@ def test_the_bytes_of_predictions_are_those_that_are_given(name, world):
             assert found is True or found[0] == found[1]
 
 
-def test_what_was_not_measured_lies_between():
+def test_interpolated_times():
     points = [(10, Computing(1.0, 0.0)), (20, Computing(2.0, 4.0))]
     assert interpolated(points, 15) == Computing(1.5, 2.0)
     assert interpolated(points, 30) == Computing(3.0, 8.0)
@@ -345,7 +345,7 @@ def test_what_was_not_measured_lies_between():
 
 
 @pytest.mark.parametrize("allowed", [[], ["int8", "int8"], ["none_such"], [3]])
-def test_what_is_refused(allowed):
+def test_invalid_arguments(allowed):
     with pytest.raises(ArgumentError, match="allowed"):
         hooks.auto(allowed)
 
@@ -354,7 +354,7 @@ COLLECTIVES = ["all_reduce", "all_gather", "all_to_all"]
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
-def test_sizes_that_are_measured_differ_with_any_number_of_ranks(collective):
+def test_measured_sizes_are_distinct(collective):
     for world in (2, 3, 90, 100, 4096, 8191):
         for largest in (1, 1023, 300_000, 10**9, math.inf):
             sizes = sizes_of(collective, world, largest)
@@ -365,7 +365,7 @@ def test_sizes_that_are_measured_differ_with_any_number_of_ranks(collective):
 
 
 @given(st.sampled_from(COLLECTIVES), st.integers(2, 64), st.integers(1, 2 * SIZES[-1]))
-def test_no_size_is_measured_that_is_larger_than_any_that_is_sent(name, world, largest):
+def test_measured_sizes_are_not_larger_than_messages(name, world, largest):
     every, chosen = sizes_of(name, world), sizes_of(name, world, largest)
     assert chosen[:-1] == [size for size in every if size < chosen[-1]]
     assert chosen[-1] >= every[1]  # not too near to the smallest
@@ -374,13 +374,13 @@ def test_no_size_is_measured_that_is_larger_than_any_that_is_sent(name, world, l
 
 
 SLOW_LINK = 4e6
-"""Bits a second."""
+"""Bits per second."""
 
 
 @pytest.mark.wide
 @pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())
 @pytest.mark.parametrize("thorough", [False, True])
-def test_what_is_beyond_a_burst_takes_as_long_as_its_bytes(each_backend, thorough):
+def test_messages_beyond_a_burst_take_as_long_as_their_bytes(each_backend, thorough):
     if each_backend != "shm":
         pytest.skip("ranks of several hosts are on shm")
 

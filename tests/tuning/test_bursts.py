@@ -1,4 +1,4 @@
-"""Links that are faster after a rest: held against buckets of tokens, byte by byte."""
+"""Links that are faster after a rest, compared with a simulated token bucket."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from gradwire.tuning.cost_model.timeline import _Clock
 
 
 class Tokens:
-    """The naive twin: a bucket fills with bytes at a rate, and what is sent needs as many."""
+    """Token bucket that fills with bytes at a rate; sending a byte takes one."""
 
     def __init__(self, rate, size):
         self.rate, self.size, self.now, self._has = rate, size, 0.0, size
@@ -45,7 +45,7 @@ class Tokens:
 
 
 def cluster_of(rate, size):
-    """What would be measured on such a link, after a rest."""
+    """Return the measured curve of such a link, after a rest."""
     rested = Curve(((0.0, 0.0), (max(size, 1e-3), 0.0)), 1 / rate)
     burst = Burst(size / rate, {"all_reduce": 1 / rate})
     return Cluster(2, Link(0.0, rate), {"all_reduce": rested}, burst=burst)
@@ -62,7 +62,7 @@ parts = st.lists(st.tuples(st.floats(0, 1), amounts), min_size=1, max_size=3)
 
 @settings(deadline=None)
 @given(rates, bursts, st.lists(st.tuples(st.floats(0, 3), amounts), min_size=1, max_size=6))
-def test_messages_and_rests_take_as_long_as_with_a_bucket_of_tokens(rate, size, steps):
+def test_messages_and_rests_match_a_token_bucket(rate, size, steps):
     tokens, cluster = Tokens(rate, size), cluster_of(rate, size)
     clock = _Clock(cluster.burst)
     for rest, nbytes in steps:
@@ -77,7 +77,7 @@ def test_messages_and_rests_take_as_long_as_with_a_bucket_of_tokens(rate, size, 
 @pytest.mark.wide
 @settings(deadline=None)
 @given(rates, bursts, parts, st.floats(0, 2))
-def test_a_step_is_one_of_many(rate, size, buckets, idle):
+def test_steps_with_idle_times_match_a_token_bucket(rate, size, buckets, idle):
     tokens, cluster = Tokens(rate, size), cluster_of(rate, size)
     ready = list(itertools.accumulate(gap for gap, _ in buckets))
     each = []
@@ -98,7 +98,7 @@ def test_a_step_is_one_of_many(rate, size, buckets, idle):
 
 @settings(deadline=None)
 @given(rates, bursts, st.floats(0.3, 20), st.integers(3, 8))
-def test_the_credit_is_found_again(rate, size, part, count):
+def test_find_burst_recovers_the_credit(rate, size, part, count):
     nbytes = size / min(part, count / 2)  # it is used up in the first half
     tokens = Tokens(rate, size)
     each, credit = find_burst([tokens.send(nbytes) for _ in range(count)])
@@ -111,11 +111,11 @@ def test_the_credit_is_found_again(rate, size, part, count):
 
 @settings(deadline=None)
 @given(st.lists(st.floats(1.0, 1.3), min_size=2, max_size=9))
-def test_noise_is_no_credit(times):
+def test_noise_is_not_taken_for_credit(times):
     assert find_burst(times)[1] == 0.0
 
 
-def test_computing_lets_a_link_save_up():
+def test_a_link_gains_credit_during_computing():
     cluster = cluster_of(rate=1.0, size=2.0)
     costs = [sent(2.0), sent(2.0), sent(0.0)]
     # the second finds none of the credit, half of it, or all
@@ -128,13 +128,13 @@ def test_computing_lets_a_link_save_up():
 
 @settings(deadline=None)
 @given(st.floats(0, 10), st.floats(0, 10), st.floats(0, 10), st.floats(0, 1))
-def test_what_is_missing_is_never_more_than_was_used(credit, seconds, busy, part):
+def test_missing_time_is_at_most_the_used_credit(credit, seconds, busy, part):
     missing = Burst(credit, {}).missing(seconds, busy, credit * part)
     assert 0 <= missing <= credit * (1 - part) + 1e-12
     assert Burst(credit, {}).missing(seconds, busy, credit) == 0
 
 
-def test_what_is_refused():
+def test_invalid_arguments():
     with pytest.raises(ArgumentError, match="negative"):
         Burst(-1.0, {})
     with pytest.raises(ArgumentError, match="negative"):

@@ -1,4 +1,4 @@
-"""Predictions: by hand where they are simple, by all choices where those are few."""
+"""Predictions, compared with calculations by hand and with all choices."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_collectives_step_by_step(message, want):
 
 @settings(deadline=None)
 @given(links, st.integers(2, 4096), st.integers(0, 10**5), st.integers(10**6, 10**8))
-def test_a_link_is_found_again_from_what_it_takes(link, ranks, small, large):
+def test_fit_link_recovers_a_link(link, ranks, small, large):
     cluster = Cluster(ranks, link)
     samples = [(n, collective_seconds(Message("all_reduce", n), cluster)) for n in (small, large)]
     if samples[1][1] - samples[0][1] > 1e-6 * samples[1][1]:
@@ -63,20 +63,20 @@ def plain(nbytes):
     return Cost(0.0, (Message("all_reduce", nbytes),), single=True)
 
 
-def test_backward_hides_what_it_can():
+def test_backward_hides_communication():
     cluster = Cluster(2, Link(0.0, 1e6))
     assert end_of_step([1.0, 5.0], [plain(2e6), plain(1e6)], cluster) == 6.0
     assert end_of_step([], [], cluster) == 0.0
 
 
-def test_a_hook_of_several_collectives_holds_the_next_launch_up():
+def test_a_hook_of_several_collectives_delays_the_next_launch():
     cluster = Cluster(2, Link(0.0, 1e6))
     two = Cost(0.5, (Message("all_reduce", 1e6), Message("all_reduce", 1e6)), after=0.25)
     # launched at 1, sent at 1.5, back at 3.75: backward, at 2, waits for it, and ends at 5.75
     assert end_of_step([1.0, 2.0, 4.0], [two, plain(0), plain(0)], cluster) == 5.75
 
 
-def test_what_was_measured_comes_before_what_follows_from_the_link():
+def test_measured_times_are_preferred_to_the_links():
     curve = Curve(((1e3, 0.5), (2e3, 1.0)))
     cluster = Cluster(4, SLOW.link, {"all_gather": curve})
     for nbytes, seconds in ((0, 0.5), (1e3, 0.5), (1.5e3, 0.75), (2e3, 1.0), (4e3, 2.0)):
@@ -87,7 +87,7 @@ def test_what_was_measured_comes_before_what_follows_from_the_link():
 
 
 @pytest.mark.parametrize(("taken", "end"), [(0, 5.0), (1, 6.0), (2, 7.0), (4, 9.0)])
-def test_what_a_collective_takes_from_backward(taken, end):
+def test_time_that_a_collective_takes_from_backward(taken, end):
     # launched at 2; it takes 2 s, in which backward has 3 s of work, and then nothing is sent
     curve = Curve(((0, 0.0), (2e6, taken)))
     cluster = Cluster(2, Link(0.0, 1e6), taken={"all_reduce": curve})
@@ -98,14 +98,14 @@ def test_what_a_collective_takes_from_backward(taken, end):
 
 
 @pytest.mark.parametrize(("spare", "end"), [(1.0, 6.0), (0.5, 6.5), (0.0, 7.0)])
-def test_what_a_hook_computes_beside_backward(spare, end):
+def test_computing_of_a_hook_during_backward(spare, end):
     hook = Cost(1.0, (Message("all_reduce", 0),), after=1.0, single=True)
     cluster = Cluster(2, Link(0.0, 1e6), spare=spare)
     # before its message in backward's thread, afterwards in another one
     assert end_of_step([2.0, 5.0], [hook, plain(0)], cluster) == pytest.approx(end)
 
 
-def test_two_on_their_way_are_beside_backward_in_their_order():
+def test_two_concurrent_collectives_take_time_from_backward_in_order():
     taken = {"all_reduce": Curve(((0, 0.0), (1e6, 1.0)))}
     cluster = Cluster(2, Link(0.0, 1e6), taken=taken)
     # of 4 s of backward after the second launch, 2 s are beside messages and take 4 s
@@ -115,7 +115,7 @@ def test_two_on_their_way_are_beside_backward_in_their_order():
 
 @settings(deadline=None)
 @given(st.lists(st.floats(0, 3), min_size=1, max_size=4), st.floats(0, 3), st.floats(0, 0.5))
-def test_backward_is_found_again_from_when_buckets_were_launched(gaps, taken, packs):
+def test_undisturbed_recovers_backward_from_launch_times(gaps, taken, packs):
     cluster = Cluster(2, Link(0.0, 1e6), taken={"all_reduce": Curve(((0, 0.0), (1e6, taken)))})
     cost = Cost(packs, (Message("all_reduce", 1e6),), single=True)
     clock, launched = _Clock(), []
@@ -129,7 +129,7 @@ def test_backward_is_found_again_from_when_buckets_were_launched(gaps, taken, pa
 
 
 @pytest.mark.parametrize("seconds", [5e-324, 1e-320, 1e-300, 0.1])
-def test_the_shortest_time_passes(seconds):
+def test_tiny_times_terminate(seconds):
     cluster = Cluster(2, Link(0.0, 1e6), taken={"all_reduce": Curve(((0, 0.0), (1e6, 3.0)))})
     clock = _Clock()
     clock.start(plain(1e6).in_flight(cluster))
@@ -168,7 +168,7 @@ def test_a_choice_is_not_worse_than_any_for_all_and_never_than_plain(ready, link
     assert some.names == ("plain",) * len(ready) or some.plain_seconds - some.seconds > 0.5
 
 
-def test_what_does_not_pay_is_not_taken():
+def test_choices_that_gain_too_little_are_not_made():
     fast = Cluster(2, Link(1e-6, 1e11))
     candidates = {"plain": [plain(26e6)], "int8": [Cost(0.01, (Message("all_to_all", 7e6),), 0.01)]}
     assert choose([0.0], candidates, fast).names == ("plain",)
@@ -186,6 +186,6 @@ def test_what_does_not_pay_is_not_taken():
         lambda: Curve(((2, 1.0), (1, 1.0))),
     ],
 )
-def test_what_is_refused(make):
+def test_invalid_arguments(make):
     with pytest.raises(ArgumentError):
         make()

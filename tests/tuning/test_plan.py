@@ -1,4 +1,4 @@
-"""`gradwire plan`: predictions of models that the user's own modules build."""
+"""`gradwire plan`: predictions of models built by user code."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def run(*arguments, code=0):
 
 
 @pytest.mark.parametrize("file", ["plan.txt", "plan", "none/plan.svg"])
-def test_a_plot_that_cannot_be_written_is_refused_before_anything_is_measured(file):
+def test_an_unwritable_plot_is_refused_before_measuring(file):
     pytest.importorskip("matplotlib")
     result = CliRunner().invoke(app, ["plan", "no_module:build", "--plot", file])
     assert result.exit_code == 2
@@ -100,13 +100,13 @@ def test_a_table_and_a_plot(here):
     assert "<svg" in (here / "plan.svg").read_text()
 
 
-def test_times_may_be_given_instead_of_inputs():
+def test_times_as_options():
     output = run(
         *("planned_models:bare", "--backward-ms", "20", "--forward-ms", "10"),
         *("--ranks", "2", "--mbit", "1000", "--hook", "int8"),
     )
     assert "forward 10, backward 20" in output
-    assert "what gains 5% of a step" in output  # as auto has it
+    assert "hooks that gain 5% of a step" in output  # the same threshold as auto
 
 
 @pytest.mark.parametrize(
@@ -117,21 +117,21 @@ def test_times_may_be_given_instead_of_inputs():
         ("none_such_module:build", "cannot be loaded"),
         ("planned_models:number", "returned int"),
         ("math:sqrt", "cannot be called without arguments"),
-        ("math:pi", "is a float: name a function"),
-        ("planned_models:frozen", "without parameters to train"),
-        ("planned_models:of_nothing", "without parameters to train"),
-        ("planned_models:lazy", "have no sizes yet: run a forward first"),
+        ("math:pi", "is a float: pass a function"),
+        ("planned_models:frozen", "without trainable parameters"),
+        ("planned_models:of_nothing", "without trainable parameters"),
+        ("planned_models:lazy", "uninitialized parameters: run a forward first"),
         ("planned_models:meta", "on the meta device"),
         ("planned_models:named", "inputs that are dict: return a tuple"),
-        ("planned_models:several_times_a_step", "LBFGS runs forward and backward itself"),
+        ("planned_models:several_times_a_step", "LBFGS runs forward and backward several times"),
         ("planned_models:bare", "returns no inputs"),
     ],
 )
-def test_what_is_refused(factory, said):
+def test_invalid_factories(factory, said):
     assert said in run(factory, code=2)
 
 
-def test_outputs_may_be_deep_in_containers_and_complex():
+def test_nested_and_complex_outputs():
     model, inputs, _ = load_factory("planned_models:nested")
     assert profile(model, inputs).ready[-1] > 0
 
@@ -146,7 +146,7 @@ def test_a_profile_s_buckets_are_ready_in_order_and_the_last_at_the_end():
     assert given(model, 1.0, 2.0).ready[-1] == 2.0
 
 
-def test_a_slow_link_makes_it_worth_while_and_a_fast_one_not():
+def test_hooks_gain_on_a_slow_link_only():
     found = given(load_factory("planned_models:bare")[0], 0.0, 0.01)
     candidates = [candidate(PLAIN), candidate("int8")]
     speeds = Speeds({(c.name, 2): [(1, Computing(1e-3, 1e-3))] for c in candidates})
@@ -176,7 +176,7 @@ def predicted_here():
 
 
 @pytest.mark.wide  # some seconds of measuring
-def test_all_ranks_predict_the_same_of_the_link_that_they_are_on():
+def test_all_ranks_predict_the_same_for_their_link():
     first, second = run_ranks(predicted_here, 2)
     assert first == second
     assert first[1].mbit is None
@@ -185,9 +185,9 @@ def test_all_ranks_predict_the_same_of_the_link_that_they_are_on():
 
 def test_here_needs_ranks(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
-    assert "start it on each" in run("planned_models:build", "--here", code=2)
+    assert "start each with gradwire run" in run("planned_models:build", "--here", code=2)
 
 
-def test_numbers_as_people_read_them():
+def test_number_formats():
     assert [rate(m) for m in (10, 1000, 2500)] == ["10 Mbit/s", "1 Gbit/s", "2.5 Gbit/s"]
     assert [milliseconds(s) for s in (0.0012345, 0.5, 12.0)] == ["1.23", "500", "12,000"]

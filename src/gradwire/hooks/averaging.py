@@ -1,4 +1,4 @@
-"""The mean over ranks by one all_reduce, as without a hook."""
+"""The mean over ranks: one all_reduce for dense gradients, a gather of entries for sparse ones."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from gradwire.hooks.result import after, as_future
 
 
 def all_reduce(group: ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """Average a bucket over the ranks with one all_reduce; state is the process group.
+    """Average a bucket over the ranks with one all_reduce; the state is the process group.
 
     Args:
-        group: The process group; None means the default one.
-        bucket: The local gradients; the buffer is overwritten. Sent: its N bytes.
+        group: Process group; None for the default group.
+        bucket: Local gradients of N bytes. The buffer is overwritten. The all_reduce sends N bytes.
 
     Returns:
-        A future of the buffer with (Σ over ranks) / W.
+        Future of the buffer with (Σ over ranks) / W.
 
     Example:
         >>> from gradwire.ddp import DistributedDataParallel
@@ -56,15 +56,20 @@ def _all_reduce_sparse(group: ProcessGroup, gradient: Tensor) -> torch.futures.F
 
 
 class SparseSum:
-    """The sum of one sparse COO tensor, in three steps: `counting`, `exchange`, `result`.
+    """Sum over ranks of a sparse COO tensor, in three steps: `counting`, `exchange`, `result`.
+
+    Only Gloo sums sparse tensors, and not in every dtype. So ranks exchange their numbers of
+    entries, then indices and values as bytes, padded to the longest. Every rank sums them in rank
+    order, so that all ranks get the same bits.
 
     Args:
-        tensor: Coalesced or not; the same shape, dtype and number of sparse dimensions on every
-            rank. Sent: 8 bytes, then N bytes for the longest rank's N bytes of indices and values.
-        group: The process group.
+        tensor: Tensor, coalesced or not, with the same shape, dtype and number of sparse dimensions
+            on every rank. Each rank sends 8 bytes, then as many bytes as the longest rank's indices
+            and values have.
+        group: Process group.
 
     Attributes:
-        counting: The exchange of the numbers of entries, which begins at once.
+        counting: Exchange of the numbers of entries, started by the constructor.
 
     Example:
         >>> from gradwire.testing import run_ranks
@@ -89,7 +94,7 @@ class SparseSum:
         self.counting = _all_gather(self._counts, count, group)
 
     def exchange(self) -> Work | None:
-        """Send indices and values; to be called when `counting` has ended."""
+        """Send indices and values. Call this when `counting` has ended."""
         self._lengths = [int(c) for c in self._counts]
         size = max(self._lengths) * self._entry_bytes()
         if not size:
@@ -108,7 +113,7 @@ class SparseSum:
         return 8 * self._own.sparse_dim() + values.element_size() * values[:1].shape[1:].numel()
 
     def result(self) -> Tensor:
-        """The sum, coalesced; to be called when what `exchange` returned has ended."""
+        """Return the coalesced sum. Call this when the work returned by `exchange` has ended."""
         own, indices, values = self._own, [], []
         for wire, length in zip(self._received, self._lengths, strict=False):
             cut = 8 * own.sparse_dim() * length

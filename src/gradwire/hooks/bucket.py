@@ -1,4 +1,4 @@
-"""GradBucket: what a communication hook receives."""
+"""GradBucket: the argument of a communication hook."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from gradwire.errors import ArgumentError, ArgumentTypeError
 
 
 class GradBucket:
-    """One bucket of gradients, flat, with views that have the parameters' shapes.
+    """Bucket of gradients in a flat buffer, with views that have the parameters' shapes.
 
-    The methods are those of `torch.distributed.GradBucket`, so that hooks written for it run
-    unchanged. All but the buffer is fixed.
+    The methods are the same as those of `torch.distributed.GradBucket`, so hooks written for it run
+    unchanged. Only the buffer can be replaced.
 
     Args:
-        index: The bucket's number in the order of launch, from 0.
-        buffer: 1-d and contiguous, the gradients of `parameters` one after another, not yet divided
-            by the world size. A single sparse COO gradient for a sparse parameter.
-        parameters: The parameters, in the order in which their gradients lie in the buffer.
-        is_last: Whether no other bucket follows in this backward.
-        names: The parameters' names in the module, by which a hook keeps what belongs to them;
-            None: made of the bucket's number and the parameters' places.
-        like: Tensors with the shapes and strides by which gradients lie in the buffer; None: the
+        index: Number of the bucket in launch order, from 0.
+        buffer: Concatenated gradients of `parameters`, 1-d and contiguous, not yet divided by the
+            world size. For a sparse parameter, one sparse COO gradient.
+        parameters: Parameters, in the order of their gradients in the buffer.
+        is_last: True if no other bucket follows in this backward pass.
+        names: Names of the parameters in the module. Hooks use them as keys of per-parameter state.
+            If None, names are made from the bucket's number and the parameters' indices.
+        like: Tensors with the shapes and strides of the gradients in the buffer. If None, the
             parameters.
 
     Raises:
-        ArgumentError: The buffer is not 1-d and contiguous, is conjugated or negated when read, or
-            has fewer elements than the parameters; or there are more or fewer names than
-            parameters.
+        ArgumentError: The buffer is not 1-d and contiguous, has its conjugate or negative bit set,
+            or has fewer elements than the parameters; or the numbers of names and parameters
+            differ.
 
     Example:
         >>> weight, bias = torch.zeros(2, 2), torch.zeros(2)
@@ -75,24 +75,24 @@ class GradBucket:
         self._is_last = is_last
 
     def index(self) -> int:
-        """The bucket's number in the order of launch, from 0."""
+        """Return the number of the bucket in launch order, from 0."""
         return self._index
 
     def buffer(self) -> Tensor:
-        """The flat gradients, 1-d; or one sparse COO gradient."""
+        """Return the flat gradients, 1-d, or one sparse COO gradient."""
         return self._buffer
 
     def set_buffer(self, buffer: Tensor) -> None:
-        """Put other values in the bucket; `buffer` must have the shape and device it had.
+        """Replace the buffer; shape, device and layout must be the same.
 
-        It is not copied: what is written to `gradients()` is written to it. The dtype may be
-        another: the hook's result then has that dtype too, and is converted when it is copied into
-        the gradients.
+        The new buffer is not copied: `gradients()` are views into it. The dtype may differ. The
+        hook's result then has the new dtype, too, and is converted when it is copied into the
+        gradients.
 
         Raises:
-            ArgumentTypeError: Not a tensor.
-            ArgumentError: Shape, device or layout differ, or the buffer is not contiguous, or is
-                conjugated or negated when read.
+            ArgumentTypeError: `buffer` is not a tensor.
+            ArgumentError: Shape, device or layout differ, or the buffer is not contiguous, or has
+                its conjugate or negative bit set.
         """
         if not isinstance(buffer, Tensor):
             raise ArgumentTypeError(f"buffer is a {type(buffer).__name__}: pass a tensor")
@@ -107,26 +107,29 @@ class GradBucket:
         self._buffer = buffer
 
     def gradients(self) -> list[Tensor]:
-        """Views into the buffer, one for each parameter, with its shape (and strides if dense).
+        """Return views into the buffer, one for each parameter, with its shape and strides.
 
-        They have the buffer's dtype. For a sparse bucket, the one sparse gradient.
+        They have the buffer's dtype. For a sparse bucket, return the sparse gradient.
         """
         if self._buffer.layout != torch.strided:
             return [self._buffer]
         return views(self._buffer, self._like, keep_strides=True)
 
     def parameters(self) -> list[Tensor]:
-        """The parameters, in the order of `gradients`."""
+        """Return the parameters, in the order of `gradients`."""
         return list(self._parameters)
 
     def names(self) -> list[str]:
-        """The parameters' names, in the order of `gradients`: the same in any other bucket."""
+        """Return the parameters' names, in the order of `gradients`.
+
+        A parameter keeps its name when buckets are assigned again.
+        """
         if self._names is None:
             return [f"bucket {self._index}, {i}" for i in range(len(self._parameters))]
         return list(self._names)
 
     def is_last(self) -> bool:
-        """Whether this bucket is the last to be communicated in this backward."""
+        """Return True if this bucket is the last one of the backward pass."""
         return self._is_last
 
     def __repr__(self) -> str:
@@ -135,11 +138,11 @@ class GradBucket:
 
 
 def with_buffer(bucket: GradBucket, buffer: Tensor) -> GradBucket:
-    """A bucket with another buffer: its values in another dtype, complex ones as pairs of reals."""
+    """Return a copy of a bucket with a buffer of another dtype, or of pairs of reals if complex."""
     params = bucket.parameters()
     like: Sequence[Tensor] | None = None
     names: Sequence[str] | None = None
-    if isinstance(bucket, GradBucket):  # torch's own, under torch's wrapper, has neither
+    if isinstance(bucket, GradBucket):  # torch.distributed.GradBucket has neither
         like, names = bucket._like, bucket.names()
     if bucket.buffer().is_complex():
         params = [torch.view_as_real(p.detach()) for p in params]
@@ -150,13 +153,13 @@ def with_buffer(bucket: GradBucket, buffer: Tensor) -> GradBucket:
 
 
 def _check_memory(buffer: Tensor) -> None:
-    """Refuse a dense buffer whose memory is not what is read: backends send memory as it lies."""
+    """Raise if the memory of a dense buffer differs from its values: backends send the memory."""
     if buffer.layout != torch.strided or is_as_read(buffer):
         return
     if not buffer.is_contiguous():
         found, remedy = f"has stride {buffer.stride(0)}", "contiguous"
     elif buffer.is_conj():
-        found, remedy = "is conjugated when it is read", "resolve_conj"
+        found, remedy = "has its conjugate bit set", "resolve_conj"
     else:
-        found, remedy = "is negated when it is read", "resolve_neg"
-    raise ArgumentError(f"buffer {found}: its memory is sent as it lies, pass buffer.{remedy}()")
+        found, remedy = "has its negative bit set", "resolve_neg"
+    raise ArgumentError(f"buffer {found}, but backends send its memory: pass buffer.{remedy}()")

@@ -1,4 +1,8 @@
-"""Which ranks of a group share a host, and the groups that follow from it."""
+"""Hooks that communicate between hosts only, and the process groups for them.
+
+Within a host, ranks sum their gradients. Then one rank of each host runs the hook with the ranks
+of the other hosts, and broadcasts the result within its host.
+"""
 
 from __future__ import annotations
 
@@ -34,20 +38,20 @@ from gradwire.hooks.stateful import (
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 NETWORK = Path("/proc/self/ns/net")
 _divisions = itertools.count(1)
-"""Of this process; the first rank's number is part of the new groups' names."""
+"""Counter of calls in this process. The first rank's count is part of the new groups' names."""
 
 
 class HostGroups:
-    """The two groups of this rank, for collectives in two levels.
+    """Two groups of this rank, for collectives in two levels.
 
     Args:
-        whole: The group that is divided.
-        inside: The ranks of this host.
-        between: The rank of each host that is the first in `inside`; None on all other ranks.
-        hosts: How many hosts there are.
+        whole: Group that is divided.
+        inside: Group of the ranks of this host.
+        between: Group of the first rank of each host; None on all other ranks.
+        hosts: Number of hosts.
 
     Attributes:
-        whole, inside, between, hosts: The same.
+        whole, inside, between, hosts: See Args.
     """
 
     def __init__(
@@ -69,19 +73,19 @@ def host_groups(
     inside: str | None = None,
     between: str | None = None,
 ) -> HostGroups:
-    """Divide a group by which of its ranks share a host: every rank of it calls.
+    """Divide a group by hosts. Every rank of the group must call this.
 
-    On shm, ranks share a host if they share memory, as `gradwire.shm.teams` has them. On any other
-    backend they do if they run on one kernel, in one network namespace: so that what one sends
-    another does not leave the host.
+    On shm, ranks share a host if they share memory (see `gradwire.shm.teams`). On other backends
+    they share a host if they run on one kernel and in one network namespace: messages between them
+    then do not leave the host.
 
     Args:
-        group: The group; None: the default one.
-        inside: The backend within a host; None: the group's own, which on shm shares memory there.
-        between: The backend between hosts; None: Gloo.
+        group: Process group; None for the default group.
+        inside: Backend within a host; None for the group's backend.
+        between: Backend between hosts; None for the group's backend, or Gloo if that is shm.
 
     Returns:
-        The groups that this rank is in.
+        Groups that this rank is in.
 
     Example:
         >>> from gradwire.testing import run_ranks
@@ -97,7 +101,7 @@ def host_groups(
 
 
 def teams(hosts: Sequence[bytes]) -> list[list[int]]:
-    """The ranks of each host, in the order of their first ranks.
+    """Return the ranks of each host, in the order of their first ranks.
 
     Example:
         >>> teams([b"a", b"b", b"a", b"b", b"b"])
@@ -114,23 +118,23 @@ def _make(
 ) -> HostGroups:
     backend = dist.get_backend(group)
     first, *_ = _from_all(group, next(_divisions).to_bytes(8, "little"))
-    # the ranks, too: groups that only some ranks make may share a name
+    # with the ranks: groups that are created by some ranks only may share a name
     ranks = ",".join(map(str, dist.get_process_group_ranks(group)))
     name = f"{group.group_name} of {ranks}, by hosts, {int.from_bytes(first, 'little')}"
     inner = _group_of_mine(group, teams, inside or backend, f"{name}, inside")
-    # every rank gets one, so that all are in as many groups as before: torch counts them to name
-    # those that only their own ranks make
+    # Every rank gets one, so that all are in the same number of groups: torch (up to 2.14) derives
+    # the names of groups with use_local_synchronization from that number.
     longest = max(map(len, teams))
-    places = [[team[k] for team in teams if k < len(team)] for k in range(longest)]
+    across = [[team[k] for team in teams if k < len(team)] for k in range(longest)]
     outer_backend = between or ("gloo" if backend == "shm" else backend)
-    outer = _group_of_mine(group, places, outer_backend, f"{name}, between")
-    return HostGroups(group, inner, outer if group.rank() in places[0] else None, len(teams))
+    outer = _group_of_mine(group, across, outer_backend, f"{name}, between")
+    return HostGroups(group, inner, outer if group.rank() in across[0] else None, len(teams))
 
 
 def _group_of_mine(
     group: ProcessGroup, divided: Sequence[Sequence[int]], backend: str, name: str
 ) -> ProcessGroup:
-    """Make groups of a group's ranks, each of which is in one of them; the one of this rank."""
+    """Create the group of this rank, one of several into which a group's ranks are divided."""
     ranks = dist.get_process_group_ranks(group)
     number = next(i for i, members in enumerate(divided) if group.rank() in members)
     with group_named(f"{name} {number}"):
@@ -141,18 +145,18 @@ def _group_of_mine(
 
 
 def _from_all(group: ProcessGroup, own: bytes) -> list[bytes]:
-    """What each rank gives: as many bytes on all."""
+    """Gather bytes from all ranks; each rank passes the same number of bytes."""
     device = torch.device("cpu")
     if device not in group._device_types:
         device = group._device_types[0]
-    told = torch.tensor(list(own), dtype=torch.uint8).to(device)
-    every = [torch.empty_like(told) for _ in range(group.size())]
-    dist.all_gather(every, told, group=group)
+    sent = torch.tensor(list(own), dtype=torch.uint8).to(device)
+    every = [torch.empty_like(sent) for _ in range(group.size())]
+    dist.all_gather(every, sent, group=group)
     return [bytes(each.tolist()) for each in every]
 
 
 def _teams_of_backend(group: ProcessGroup) -> Sequence[Sequence[int]]:
-    """The teams of a shm group over several hosts; none of other groups."""
+    """Return the ranks of each host of a shm group over several hosts; () for other groups."""
     backend: Any = group
     cpu = torch.device("cpu")
     if PYTHON_BACKENDS and cpu in group._device_types:
@@ -163,26 +167,26 @@ def _teams_of_backend(group: ProcessGroup) -> Sequence[Sequence[int]]:
 
 
 def _this_host() -> bytes:
-    """16 bytes that processes have alike if what they send each other does not leave the host."""
+    """Return 16 bytes that are equal for processes with one kernel and network namespace."""
     found = BOOT_ID.read_text() if BOOT_ID.exists() else os.uname().nodename
     network = os.readlink(NETWORK) if NETWORK.is_symlink() else ""
     return hashlib.blake2b(f"{found} {network}".encode(), digest_size=16).digest()
 
 
 def across_hosts(hook: CommHook, groups: HostGroups, state: Any = None) -> AcrossHosts:
-    """Let a hook communicate between hosts, once for each host.
+    """Return a hook that runs another hook between hosts, on one rank of each host.
 
-    Its buckets are means over a host's ranks; hosts with more ranks weigh more. Where there is one
-    host, the hook is not used, unless it has an effect without others, as momentum.
+    The inner hook's buckets are means over the ranks of a host, weighted by their number. On a
+    single host the inner hook is not used, unless it changes gradients by itself, as momentum does.
 
     Args:
-        hook: A `StatefulHook` whose state has a `process_group`, as those that compress have, or a
-            function whose state is a group, as `all_reduce`.
-        groups: Of `host_groups`, or made by hand.
-        state: For a function, its state; the group between hosts if None.
+        hook: `StatefulHook` whose state has a `process_group`, such as a `Compressor`, or a
+            function whose state is a group, such as `all_reduce`.
+        groups: Groups from `host_groups`, or constructed directly.
+        state: State of a function; None for the group between hosts.
 
     Raises:
-        ArgumentError: A `StatefulHook` that has another group already, or none to be set.
+        ArgumentError: `hook` is a `StatefulHook` that has another group, or no `process_group`.
 
     Example:
         >>> from gradwire.ddp import DistributedDataParallel
@@ -205,35 +209,35 @@ def across_hosts(hook: CommHook, groups: HostGroups, state: Any = None) -> Acros
 def _set_group(hook: StatefulHook[Any], groups: HostGroups) -> None:
     if not hasattr(hook.state, "process_group"):
         raise ArgumentError(
-            f"hook is {hook!r}: its state has no process_group, which across_hosts would set to "
-            "the group between hosts"
+            f"hook is {hook!r}, whose state has no process_group: pass a hook whose group "
+            "across_hosts can set"
         )
     if hook.state.process_group not in (None, groups.between):
         raise ArgumentError(
-            f"hook has group {hook.state.process_group!r}: make it without a group; it gets the "
-            "group between hosts"
+            f"hook has group {hook.state.process_group!r}: construct it without a group; "
+            "across_hosts sets the group between hosts"
         )
     hook.state.process_group = groups.between
 
 
 class AcrossHosts(DelegatingHook):
-    """What `across_hosts` makes.
+    """Hook returned by `across_hosts`.
 
     Attributes:
-        hook: The hook between hosts; on a host's other ranks it keeps nothing.
-        groups: The groups.
+        hook: Hook between hosts. It keeps state on one rank of each host only.
+        groups: Process groups.
     """
 
     def __init__(self, hook: StatefulHook[Any], groups: HostGroups) -> None:
         super().__init__(hook)
-        self.single_collective = False  # whatever the hook's is: there are up to two more
+        self.single_collective = False  # the inner hook's, and up to two more
         self.groups = groups
 
     def run_in(self, group: ProcessGroup) -> None:
-        """The groups are given."""
+        """Do nothing: the groups are fixed."""
 
     def run_hook(self, bucket: GradBucket) -> HookReturn:
-        """Sum inside, the hook between, broadcast inside."""
+        """Sum within the host, run the hook between hosts, broadcast within the host."""
         groups, buffer = self.groups, bucket.buffer()
         inside, between, ranks = groups.inside, groups.between, groups.whole.size()
         if buffer.layout != torch.strided:
@@ -242,12 +246,12 @@ class AcrossHosts(DelegatingHook):
         unused = groups.hosts == 1 and not getattr(self.hook, "changes_mean", False)
 
         def exchange(_: object) -> Any:
-            """What one rank of each host does with the sums."""
+            """Average the sums between hosts, on one rank of each host."""
             if unused:
                 return buffer.div_(ranks)
             if between is None:
                 return buffer
-            # hosts count alike in the hook's mean over them, their ranks do not
+            # the hook's mean weights hosts equally; here ranks are weighted equally
             buffer.mul_(groups.hosts / ranks)
             return as_future(self.hook.run_hook(bucket), self.hook)
 
@@ -270,5 +274,5 @@ class AcrossHosts(DelegatingHook):
         return chain(buffer.device, work.get_future(), exchange, spread)
 
     def parse_hook_result(self, result: Any) -> Tensor:
-        """The hook's own is read between hosts already."""
+        """Read the result as a tensor: `run_hook` has already read the inner hook's result."""
         return StatefulHook.parse_hook_result(self, result)

@@ -19,7 +19,7 @@ from gradwire.hooks.wrapping import bf16, fp16
 
 
 def noop(state: Any, bucket: GradBucket) -> torch._C.Future[Tensor]:
-    """Communicate nothing: gradients stay local, to measure what communication costs."""
+    """Leave gradients local, to measure the cost of communication."""
     return as_future(bucket.buffer(), noop)
 
 
@@ -44,14 +44,14 @@ MADE: dict[str, Callable[[], CommHook]] = {**COMPRESSING, "auto": _auto}
 
 
 def get_hook(name: str) -> CommHook:
-    """A hook of this package by its name.
+    """Return a hook of gradwire by its name.
 
     Args:
-        name: "all_reduce", "bf16", "fp16" or "noop"; or, of those that compress, "int8", "int4",
-            "low_rank", "sign" or "top_k", and "auto": a new one each time, with its defaults.
+        name: "all_reduce", "bf16", "fp16" or "noop"; or, for a new hook with its defaults, "int8",
+            "int4", "low_rank", "sign", "top_k" or "auto".
 
     Raises:
-        ArgumentError: There is no such hook; the message lists those there are.
+        ArgumentError: There is no hook of this name. The message lists the names.
 
     Example:
         >>> get_hook("bf16").__name__
@@ -63,5 +63,5 @@ def get_hook(name: str) -> CommHook:
         return MADE[name]()
     if name not in PLAIN:
         named = ", ".join([*PLAIN, *MADE])
-        raise ArgumentError(f"hook is {name!r}: the hooks by name are {named}")
+        raise ArgumentError(f"hook is {name!r}: choose one of {named}")
     return PLAIN[name]

@@ -1,7 +1,7 @@
-"""What a hook returns, and how it is read.
+"""Return values of hooks as futures, and chains of futures.
 
-A hook may return a future, a tensor or a work handle; `as_future` makes a future of each, and
-`parse_hook_result` takes the tensor out of it and compares it with the bucket.
+A hook returns a future, a tensor or a work handle. `as_future` converts each into a future;
+`parse_hook_result` extracts the tensor from its value and checks it against the bucket.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from gradwire.hooks.stateful import StatefulHook, hook_name, tensor_in
 
 
 def as_future(returned: object, hook: Callable[..., object]) -> torch._C.Future[Any]:
-    """A future of what a hook returned.
+    """Return a future of a hook's return value.
 
     Raises:
-        HookError: The hook returned None or something else that is no result.
+        HookError: The hook returned None or another object that is not a result.
 
     Example:
         >>> as_future(torch.ones(2), len).wait()
@@ -47,16 +47,16 @@ def as_future(returned: object, hook: Callable[..., object]) -> torch._C.Future[
 
 
 def after(work: Work | None, result: Callable[[], Tensor]) -> Future[Tensor]:
-    """A future of what a function gives when a collective is done; of its error, if it failed.
+    """Return a future of a function's value after a collective, or of the collective's error.
 
     Args:
-        work: The collective's handle, on a rank that takes part.
-        result: Called in a thread of the backend's.
+        work: Handle of the collective, on a participating rank.
+        result: Function, called in a thread of the backend.
     """
     assert work is not None
 
     def give(done: Future[Any]) -> Tensor:
-        done.value()  # a callback that did not ask would hide what ended the collective
+        done.value()  # raises the collective's error, which would be lost otherwise
         return result()
 
     future: Future[Tensor] = work.get_future().then(give)
@@ -64,21 +64,22 @@ def after(work: Work | None, result: Callable[[], Tensor]) -> Future[Tensor]:
 
 
 def parse_hook_result(result: object, bucket: GradBucket, hook: Callable[..., object]) -> Tensor:
-    """The reduced tensor in what a hook's future held.
+    """Return the reduced tensor from the value of a hook's future.
 
     Args:
-        result: What a `StatefulHook` reads; from others, a tensor, or a list or tuple of one, of
-            any shape and strides. For a complex bucket, real and imaginary parts in turn will do:
-            Gloo's futures hold the real view that it has sent.
-        bucket: The bucket the hook was called with.
-        hook: The hook, which may read the result itself, and is named in messages.
+        result: Value of the future. A `StatefulHook` reads it itself. For other hooks, a tensor of
+            any shape and strides, or a list or tuple of one. For a complex bucket, a tensor of
+            alternating real and imaginary parts is accepted, because Gloo's futures hold the real
+            view that it has sent.
+        bucket: Bucket that the hook was called with.
+        hook: Hook, for reading the result and for messages.
 
     Returns:
-        The tensor: the bucket's dtype, device and number of elements; of a dense bucket 1-d and
-            contiguous, copied only where the hook's is not so.
+        Tensor with the bucket's dtype, device and number of elements. For a dense bucket it is 1-d
+            and contiguous, and a copy only if the hook's tensor is not.
 
     Raises:
-        HookError: No such tensor.
+        HookError: The result is not such a tensor.
 
     Example:
         >>> bucket = GradBucket(0, torch.zeros(2), [torch.zeros(2)], is_last=True)
@@ -89,29 +90,29 @@ def parse_hook_result(result: object, bucket: GradBucket, hook: Callable[..., ob
         result = hook.parse_hook_result(result)
     result = tensor_in(result, hook)
     buffer = bucket.buffer()
-    prefix = f"hook {hook_name(hook)}, bucket {bucket.index()}: the result is"
+    prefix = f"hook {hook_name(hook)}, bucket {bucket.index()}: the result"
     if buffer.is_complex() and result.dtype == buffer.dtype.to_real():
         result = _as_complex(result, buffer)
     if result.layout != buffer.layout:
-        raise HookError(f"{prefix} of layout {result.layout}, the bucket of {buffer.layout}")
+        raise HookError(f"{prefix} has layout {result.layout}, the bucket {buffer.layout}")
     if result.dtype != buffer.dtype or result.device != buffer.device:
         raise HookError(
-            f"{prefix} {result.dtype} on {result.device}, the bucket is {buffer.dtype} on "
-            f"{buffer.device}: convert it back before returning it"
+            f"{prefix} is {result.dtype} on {result.device}, the bucket {buffer.dtype} on "
+            f"{buffer.device}: convert the result before returning it"
         )
     if result.layout != torch.strided:
         return result
     if result.numel() != buffer.numel():
-        raise HookError(f"{prefix} of {result.numel()} elements, the bucket of {buffer.numel()}")
+        raise HookError(f"{prefix} has {result.numel()} elements, the bucket {buffer.numel()}")
     return flatten(result)
 
 
 def read_future(
     returned: object, bucket: GradBucket, hook: Callable[..., object]
 ) -> torch._C.Future[Any]:
-    """As `as_future`, of the reduced tensor where the hook reads its results itself.
+    """Return a future of a hook's return value, read by the hook if it is a `StatefulHook`.
 
-    For what runs a hook inside of another: only the outer one's results are read by the reducer.
+    Used by hooks that run another hook: the reducer reads the results of the outer hook only.
     """
     future = as_future(returned, hook)
     if not isinstance(hook, StatefulHook):
@@ -120,34 +121,37 @@ def read_future(
 
 
 def _as_complex(result: Tensor, buffer: Tensor) -> Tensor:
-    """Pairs of reals as a bucket's complex numbers; another tensor as it is."""
+    """Return pairs of reals as complex numbers of a bucket; return other tensors unchanged."""
     if result.layout != torch.strided or result.numel() != 2 * buffer.numel():
         return result
     pairs = flatten(result)
-    if pairs.storage_offset() % 2:  # a complex number cannot begin there
+    if pairs.storage_offset() % 2:  # a complex view needs an even offset
         pairs = pairs.clone()
     return torch.view_as_complex(pairs.view(-1, 2))
 
 
 _NOT_RUN: list[Sequence[Callable[[Any], Any]]] = []
-"""Steps of chains that failed: a thread of the backend's must not drop them (see `_Chain`)."""
+"""Steps of failed chains. A thread of the backend must not drop them (see `_Chain`)."""
 
 Step: TypeAlias = Callable[[Any], Any]
-"""Takes what the step before gave; returns a value, or a future of one."""
+"""Function of the previous step's value; returns a value, or a future of one."""
 
 
 def chain(device: torch.device, first: Any, *steps: Step) -> Future[Any]:
-    """A future of what the last step gives.
+    """Run functions one after another, each when the previous one's future is done.
+
+    `Future.then` would give a future of a future where a callback starts another collective, and a
+    callback that waited for it would block one of the backend's few threads. Here no thread waits.
 
     Args:
-        device: Of the tensors in it: an accelerator's futures synchronize its streams.
-        first: A future, or a value.
-        *steps: The first is given `first`'s value. They run on whichever thread completes the
-            future before; without a future among them, here and at once. Each is let go of when
-            it has run.
+        device: Device of the tensors in the futures: an accelerator's futures synchronize its
+            streams.
+        first: Future or value that the first step receives.
+        *steps: Functions. Each runs on the thread that completes the previous future, or on the
+            calling thread if there was no future before it. Each is released after it has run.
 
     Returns:
-        A future. It has the first exception of a step or of a future, if there is one.
+        Future of the last step's value, or of the first exception of a step or a future.
 
     Example:
         >>> chain(torch.device("cpu"), 1, lambda x: x + 1, lambda x: x * 10).wait()
@@ -161,11 +165,11 @@ def chain(device: torch.device, first: Any, *steps: Step) -> Future[Any]:
 
 
 class _Chain:
-    """The steps that are left.
+    """Remaining steps of a chain.
 
-    When the future is done, nobody may hold a step any more: steps hold a process group, whose
-    last reference must not be dropped by a thread of that group. It would wait for itself, and
-    abort the process.
+    When the future is done, no reference to a step may be left. Steps refer to a process group,
+    whose last reference must not be dropped by a thread of that group: the thread would wait for
+    itself, and the process would be aborted.
     """
 
     def __init__(self, device: torch.device, steps: Sequence[Step]) -> None:
@@ -173,7 +177,7 @@ class _Chain:
         self._steps = list(steps)
 
     def advance(self, value: Any) -> None:
-        """Run steps until one gives a future, or none is left."""
+        """Run steps until one returns a future, or none is left."""
         failure: Exception | None = None
         try:
             while self._steps and not isinstance(value, torch._C.Future):
@@ -206,7 +210,7 @@ class _Chain:
 
 
 class _Traceback(Exception):
-    """An exception's traceback as text, in place of frames, which hold what steps hold."""
+    """Traceback of an exception as text. Frames would hold references to what steps refer to."""
 
 
 def _without_frames(error: Exception) -> Exception:

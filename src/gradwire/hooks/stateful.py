@@ -1,8 +1,8 @@
-"""StatefulHook: a communication hook and its state in one object, as the reducer runs it.
+"""Interface of communication hooks: functions (`CommHook`), and objects with state.
 
-The interface has two parts, as `CommHookInterface` of PyTorch's C++ has: one starts communication,
-the other takes the reduced tensor out of what the communication's future holds. Functions are
-adapted to it.
+The reducer runs every hook as a `StatefulHook`; functions are adapted. As PyTorch's
+`CommHookInterface` in C++, it has two parts: one starts communication, the other extracts the
+reduced tensor from the result of the communication's future.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from gradwire.errors import ArgumentError, ArgumentTypeError, HookError
 from gradwire.hooks.bucket import GradBucket
 
 HookReturn: TypeAlias = "Future[Any] | Tensor | list[Tensor] | Work"
-"""What a hook may return: of a future or a work handle, the result is a tensor or a list of one."""
+"""Return type of a hook. A future or work handle holds a tensor or a list of one tensor."""
 
 
 @runtime_checkable
 class CommHook(Protocol):
-    """A communication hook: takes a bucket of local gradients, gives the reduced ones.
+    """Communication hook: a callable that reduces a bucket of local gradients.
 
-    Called once for each bucket of a backward, in the same order on every rank. It divides by the
-    world size itself. Functions, `functools.partial` and callable objects will do.
+    It is called once for each bucket of a backward pass, in the same order on every rank. It
+    divides by the world size itself. Functions, `functools.partial` and callable objects are
+    accepted.
     """
 
     def __call__(self, state: Any, bucket: Any, /) -> Any:
@@ -39,10 +40,11 @@ class CommHook(Protocol):
 
 
 def check_hook(hook: object) -> CommHook:
-    """The hook, if it can be called with a state and a bucket.
+    """Return the hook after checking that it can be called with a state and a bucket.
 
     Raises:
-        ArgumentTypeError: Not callable, a coroutine function, or with other parameters.
+        ArgumentTypeError: The hook is not callable, is a coroutine function, or has other
+            parameters.
     """
     if not callable(hook):
         raise ArgumentTypeError(f"hook is {hook!r}: pass a callable hook(state, bucket)")
@@ -62,24 +64,24 @@ def check_hook(hook: object) -> CommHook:
 
 
 def hook_name(hook: Callable[..., object]) -> str:
-    """A hook's name for messages."""
+    """Return a hook's name for messages."""
     inner = getattr(hook, "func", hook)
     return str(getattr(inner, "__qualname__", type(inner).__qualname__))
 
 
 class GroupName(str):
-    """Stands for a process group in a pickle."""
+    """Name of a process group, which replaces the group in a pickle."""
 
     __slots__ = ()
 
 
 def name_if_group(value: Any) -> Any:
-    """A group's name in its place; anything else as it is."""
+    """Return the name of a process group; return any other value unchanged."""
     return GroupName(value.group_name) if isinstance(value, ProcessGroup) else value
 
 
 def group_from(value: Any) -> Any:
-    """The group that a name stands for, where the pickle is read; anything else as it is."""
+    """Return the process group of a `GroupName`; return any other value unchanged."""
     if not isinstance(value, GroupName):
         return value
     return dist.distributed_c10d._resolve_process_group(value)  # type: ignore[arg-type]
@@ -89,30 +91,33 @@ S = TypeVar("S")
 
 
 class StatefulHook(ABC, Generic[S]):
-    """A communication hook as an object, which also reads its own results.
+    """Communication hook as an object, which also reads its own results.
 
-    Register it without another state: `model.register_comm_hook(None, hook)`. As every hook, it
-    divides by the world size itself, and runs once for each bucket, in the same order on every
-    rank. It can be called as a function, too, and so be given to `hooks.compress` and
+    Register it without a separate state: `model.register_comm_hook(None, hook)`. Like every hook,
+    it divides by the world size itself, and runs once for each bucket, in the same order on every
+    rank. It can also be called as a function, and so be passed to `hooks.compress` and
     `hooks.wrap`.
 
     Args:
-        state: What the hook keeps: saved by `comm_hook_state_dict`, and exchanged where it is, or
-            has as `process_group`, a group that is replaced.
+        state: State that the hook keeps between steps. `comm_hook_state_dict` saves it. If it is a
+            process group, or has one as `process_group`, that group is replaced when the module's
+            is.
 
     Attributes:
-        state: The same.
-        single_collective: Whether each bucket has one collective, which is started at once: the
-            next bucket then need not wait for it.
-        linear: Whether the hook keeps nothing and its result grows in proportion to the bucket, so
-            that weights may be applied to the result. Otherwise the ranks add up their weights
-            before the first bucket of each backward, in one small message, and the hook gets
-            gradients that are weighted already. What it keeps then has the same unit in each step.
-        withdrawn: Whether the mean is to be computed without a hook from the next step on; from
-            the same step on on all ranks.
+        state: See Args.
+        single_collective: True if the hook starts exactly one collective for each bucket, before it
+            returns. The next bucket then does not wait for this one.
+        linear: True if the hook keeps no state and its result is proportional to the bucket.
+            Weights are then applied to the result. Otherwise ranks sum their weights in one small
+            message before the first bucket of each backward pass, and the hook receives weighted
+            gradients. Its state then has the same unit in every step.
+        averages: True if all ranks of the hook's group receive the same bits, an approximation of
+            the mean.
+        withdrawn: True if the mean is computed without a hook from the next step on. It becomes
+            True in the same step on all ranks.
 
     Example:
-        The future holds what was reduced in half precision; it becomes float32 when it is read.
+        The future holds the reduced buffer in half precision; reading converts it to float32.
 
         >>> import torch
         >>> import torch.distributed as dist
@@ -147,34 +152,36 @@ class StatefulHook(ABC, Generic[S]):
         """Start communicating a bucket of local gradients.
 
         Returns:
-            Best a `torch.futures.Future`; what it holds goes to `parse_hook_result`.
+            Preferably a `torch.futures.Future`. Its value is passed to `parse_hook_result`.
         """
 
     def parse_hook_result(self, result: Any) -> Tensor:
-        """The reduced buffer in what the future held: a tensor, or a list or tuple of one.
+        """Return the reduced buffer from the future's value: a tensor, or a list or tuple of one.
 
-        The reducer then compares it with the bucket: dtype, device and number of elements.
+        The reducer then checks its dtype, device and number of elements against the bucket.
 
         Raises:
-            HookError: No such thing. Whatever it raises ends the backward on all ranks.
+            HookError: The value is anything else. Any exception ends the backward pass on all
+                ranks.
         """
         return tensor_in(result, self)
 
     def committed(self) -> None:
-        """A backward has ended on all ranks: one that failed on a rank has ended on none.
+        """Update state after a backward pass that has ended on all ranks.
 
-        What decides which collectives a hook runs must be counted here, not when buckets come:
-        after an error, ranks may have come to different ones.
+        A backward pass that failed on one rank counts as ended on none. State that decides which
+        collectives a hook runs must be updated here, not in `run_hook`: after an error, ranks may
+        have run the hook for different numbers of buckets.
         """
 
     def run_in(self, group: ProcessGroup) -> None:
-        """Use a group where the state has none: that of the module which the hook is for."""
-        if getattr(self.state, "process_group", group) is None:  # PyTorch's own have it, too
-            with suppress(AttributeError):  # a caller's state that cannot be changed: its own
+        """Set the state's group, if it has none, to the group of the module."""
+        if getattr(self.state, "process_group", group) is None:  # states of PyTorch's hooks have it
+            with suppress(AttributeError):  # a read-only state of the caller's
                 self.state.process_group = group  # type: ignore[attr-defined]
 
     def __call__(self, state: None, bucket: Any, /) -> Any:
-        """Run as a function of a state, which is None, and a bucket."""
+        """Run the hook as a function of a state, which is ignored, and a bucket."""
         return self.run_hook(bucket)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -185,27 +192,27 @@ class StatefulHook(ABC, Generic[S]):
 
 
 class _FunctionHook(StatefulHook[Any]):
-    """A hook that is a function of a state and a bucket."""
+    """Adapter for a hook that is a function of a state and a bucket."""
 
     def __init__(self, state: Any, func: Callable[[Any, Any], Any]) -> None:
         super().__init__(state)
-        self.func = func  # by this name `hook_name` finds the function's
+        self.func = func  # `hook_name` looks for an attribute of this name
         self.single_collective = getattr(func, "single_collective", False)
-        self.linear = getattr(func, "linear", False) or _is_linear_of_torchs(func)
+        self.linear = getattr(func, "linear", False) or _is_linear_in_torch(func)
 
     def run_in(self, group: ProcessGroup) -> None:
-        """Use a group where there is no state, and the function takes a group as its state."""
+        """Set the state, if it is None, to the group, for a function whose state is a group."""
         if self.state is None and getattr(self.func, "takes_group", False):
             self.state = group
         super().run_in(group)
 
     def run_hook(self, bucket: GradBucket) -> HookReturn:
-        """Calls the function."""
+        """Call the function."""
         returned: HookReturn = self.func(self.state, bucket)
         return returned
 
 
-def _is_linear_of_torchs(func: Callable[..., Any]) -> bool:
+def _is_linear_in_torch(func: Callable[..., Any]) -> bool:
     module = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
     names = ("allreduce_hook", "bf16_compress_hook")
     return getattr(func, "__module__", "") == module and getattr(func, "__name__", "") in names
@@ -215,23 +222,23 @@ Run = Callable[[CommHook, Any, GradBucket], Any]
 
 
 class DelegatingHook(StatefulHook[Any]):
-    """A wrapper of a `StatefulHook`, whose state is that hook's."""
+    """Wrapper of a `StatefulHook` that shares the wrapped hook's state."""
 
     def __init__(self, hook: StatefulHook[Any]) -> None:
         self.hook = hook
         self.single_collective, self.linear = hook.single_collective, hook.linear
 
     def committed(self) -> None:
-        """Tells the inner hook."""
+        """Forward the call to the inner hook."""
         self.hook.committed()
 
     def run_in(self, group: ProcessGroup) -> None:
-        """Tells the inner hook."""
+        """Forward the call to the inner hook."""
         self.hook.run_in(group)
 
     @property
     def state(self) -> Any:
-        """The inner hook's."""
+        """State of the inner hook."""
         return self.hook.state
 
     @state.setter
@@ -240,14 +247,14 @@ class DelegatingHook(StatefulHook[Any]):
 
 
 class _ComposedHook(DelegatingHook):
-    """A function that wraps a `StatefulHook`."""
+    """`StatefulHook` that is run by a function."""
 
     def __init__(self, run: Run, hook: StatefulHook[Any], *, linear: bool) -> None:
         super().__init__(hook)
         self.run, self.linear = run, linear
 
     def run_hook(self, bucket: GradBucket) -> HookReturn:
-        """Calls the function with the hook."""
+        """Call the function with the inner hook."""
         returned: HookReturn = self.run(self.hook, None, bucket)
         return returned
 
@@ -255,16 +262,16 @@ class _ComposedHook(DelegatingHook):
 def compose(run: Run, hook: CommHook, *, linear: bool = False) -> CommHook:
     """Return a hook that runs `run(hook, state, bucket)`, with the inner hook's state.
 
-    What `run` returns is read as a function's result: where the inner hook reads its results
-    itself, `run` lets it, by `parse_hook_result(result, bucket, hook)`.
+    The result of `run` is read like a function's result. If the inner hook is a `StatefulHook`,
+    `run` must read the inner result with `parse_hook_result(result, bucket, hook)`.
 
     Args:
         run: Function that runs the inner hook.
         hook: Inner hook.
-        linear: Whether the result is linear, as `StatefulHook` has it, if the inner hook is.
+        linear: True if the result is linear whenever the inner hook is (see `StatefulHook`).
 
     Raises:
-        ArgumentTypeError: Not a hook.
+        ArgumentTypeError: `hook` is not a hook.
     """
     check_hook(hook)
     linear = linear and bind_hook(None, hook).linear
@@ -281,22 +288,22 @@ def compose(run: Run, hook: CommHook, *, linear: bool = False) -> CommHook:
 
 
 def tensor_in(result: Any, hook: Callable[..., object]) -> Tensor:
-    """A tensor, or the only element of a list or tuple; raises HookError for anything else."""
+    """Return a tensor, or the only tensor in a list or tuple; raise HookError for anything else."""
     if isinstance(result, list | tuple) and len(result) == 1:
         result = result[0]
     if not isinstance(result, Tensor):
         raise HookError(
-            f"hook {hook_name(hook)}: the result is {result!r}: give one tensor, or a list of one"
+            f"hook {hook_name(hook)}: the result is {result!r}: return one tensor, or a list of one"
         )
     return result
 
 
 def bind_hook(state: Any, hook: object) -> StatefulHook[Any]:
-    """A hook and its state as one object; a `StatefulHook` is one already.
+    """Return a hook and its state as one object; return a `StatefulHook` unchanged.
 
     Raises:
-        ArgumentTypeError: Not a hook.
-        ArgumentError: A `StatefulHook` is given another state than its own.
+        ArgumentTypeError: `hook` is not a hook.
+        ArgumentError: `hook` is a `StatefulHook` and `state` is neither None nor its state.
 
     Example:
         >>> from gradwire.testing import FakeBucket
@@ -313,17 +320,17 @@ def bind_hook(state: Any, hook: object) -> StatefulHook[Any]:
         return _FunctionHook(state, checked)
     if state is not None and state is not checked.state:
         raise ArgumentError(
-            f"state is {state!r}, and hook {hook_name(checked)} has a state of its own: pass None"
+            f"state is {state!r}, but hook {hook_name(checked)} has its own state: pass None"
         )
     return checked
 
 
 def run_in_group(hook: StatefulHook[Any], group: ProcessGroup) -> None:
-    """Let a hook run in the group of what it is registered for, where the caller names none.
+    """Let a hook without a group run in the group of the module that it is registered for.
 
-    A hook without a group uses the default one, whose other ranks may have other modules: it would
-    average their gradients with this one's. One that is in the default group is left alone, as the
-    next default group may be another.
+    Otherwise it would use the default group, whose other ranks may have other modules, and average
+    their gradients with this module's. If the module is in the default group, the hook is not
+    changed, because the default group may be replaced later.
     """
     if not (dist.is_initialized() and group is dist.group.WORLD):
         hook.run_in(group)

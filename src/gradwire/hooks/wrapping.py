@@ -1,4 +1,4 @@
-"""A function before a hook, on the local gradients, or after it, on its result."""
+"""Hooks around other hooks: functions before and after, and casts to a smaller dtype."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def wrap(
     """Wrap a hook; the result is a hook, so that wrappers compose.
 
     Args:
-        hook: The hook that communicates; its state is passed through. Of a `StatefulHook` the
-            result is one, with the same state.
-        before: Gets the bucket of local gradients; may change the buffer in place, or set another.
-        after: Gets the reduced buffer and the bucket, and returns the result.
+        hook: Hook that communicates. Its state is passed through. If it is a `StatefulHook`, so is
+            the result, with the same state.
+        before: Function of the bucket of local gradients. It may change the buffer or replace it.
+        after: Function of the reduced buffer and the bucket that returns the result.
 
     Raises:
-        ArgumentError: Neither is given.
-        ArgumentTypeError: `hook` is no hook.
+        ArgumentError: Neither `before` nor `after` is given.
+        ArgumentTypeError: `hook` is not a hook.
 
     Example:
         >>> from gradwire.testing import FakeBucket
@@ -63,23 +63,23 @@ def wrap(
 
 
 def compress(hook: CommHook, dtype: torch.dtype) -> CommHook:
-    """Let any hook work on gradients cast to a smaller dtype.
+    """Run any hook on gradients that are cast to a smaller dtype.
 
-    The inner hook sees a bucket with the same index, parameters and `is_last`, whose buffer is the
-    cast copy; its result is cast back into the bucket. Two passes over the bucket: N bytes read
-    and N/2 written, then the reverse.
+    The inner hook receives a bucket with the same index, parameters and `is_last`, whose buffer is
+    the cast copy. Its result is cast back into the bucket. This takes two passes over the bucket: N
+    bytes are read and N/2 written, then the reverse.
 
     Args:
-        hook: The hook that communicates; its state is passed through.
-        dtype: A floating-point dtype.
+        hook: Hook that communicates. Its state is passed through.
+        dtype: Floating-point dtype.
 
     Returns:
-        A hook, a `StatefulHook` of the same state where `hook` is one. Complex buckets are cast as
-        pairs of reals; integer ones are passed as they are.
+        Hook; a `StatefulHook` with the same state if `hook` is one. Complex buckets are cast as
+        pairs of reals; integer buckets are not cast.
 
     Raises:
         ArgumentError: `dtype` is not floating-point.
-        ArgumentTypeError: `hook` is no hook.
+        ArgumentTypeError: `hook` is not a hook.
 
     Example:
         >>> from gradwire.testing import FakeBucket
@@ -94,7 +94,7 @@ def compress(hook: CommHook, dtype: torch.dtype) -> CommHook:
         [torch.bfloat16]
     """
     if not dtype.is_floating_point:
-        raise ArgumentError(f"dtype is {dtype}: give a floating-point one, such as torch.bfloat16")
+        raise ArgumentError(f"dtype is {dtype}: pass a floating-point one, such as torch.bfloat16")
 
     def run(hook: CommHook, state: Any, bucket: GradBucket) -> torch._C.Future[Tensor]:
         buffer = bucket.buffer()
@@ -113,7 +113,7 @@ def compress(hook: CommHook, dtype: torch.dtype) -> CommHook:
 
         return as_future(hook(state, small), hook).then(decompress)
 
-    # what float16 cannot hold would be lost before the weights were applied
+    # values outside the range of float16 would be lost before the weights are applied
     wide = torch.finfo(dtype).max >= torch.finfo(torch.bfloat16).max
     return compose(run, hook, linear=wide)
 
@@ -123,27 +123,27 @@ _bf16 = compress(all_reduce, torch.bfloat16)
 
 
 def fp16(group: ProcessGroup | None, bucket: GradBucket) -> torch._C.Future[Tensor]:
-    """Average a bucket in float16: half the bytes; 11 significant bits, largest value 65504.
+    """Average a bucket in float16: half the bytes, 11 significant bits, maximum 65504.
 
     Args:
-        group: The process group; None means the default one.
-        bucket: The local gradients; the buffer is overwritten. Sent: N/2 bytes for float32.
+        group: Process group; None for the default group.
+        bucket: Local gradients. The buffer is overwritten. N bytes of float32 are sent as N/2.
 
     Returns:
-        A future of the buffer with the mean over ranks, each addend divided by W first.
+        Future of the buffer with the mean over ranks. Each addend is divided by W first.
     """
     return _fp16(group, bucket)  # type: ignore[no-any-return]
 
 
 def bf16(group: ProcessGroup | None, bucket: GradBucket) -> torch._C.Future[Tensor]:
-    """Average a bucket in bfloat16: half the bytes; 8 significant bits, the range of float32.
+    """Average a bucket in bfloat16: half the bytes, 8 significant bits, the range of float32.
 
     Args:
-        group: The process group; None means the default one.
-        bucket: The local gradients; the buffer is overwritten. Sent: N/2 bytes for float32.
+        group: Process group; None for the default group.
+        bucket: Local gradients. The buffer is overwritten. N bytes of float32 are sent as N/2.
 
     Returns:
-        A future of the buffer with the mean over ranks, each addend divided by W first.
+        Future of the buffer with the mean over ranks. Each addend is divided by W first.
     """
     return _bf16(group, bucket)  # type: ignore[no-any-return]
 

@@ -1,4 +1,4 @@
-"""Fewer exchanges: ranks take steps of their own, and average their parameters now and then."""
+"""Local SGD and DiLoCo: ranks train alone and average their parameters every few steps."""
 
 from gradwire.local_sgd.exchange import assign_fragments, due
 from gradwire.local_sgd.outer import LocalSGD, diloco

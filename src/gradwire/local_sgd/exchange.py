@@ -1,4 +1,4 @@
-"""One bucket through a hook, waited for; a backend's error becomes gradwire's."""
+"""Schedule of the exchanged parameters, and the reduction of one bucket of them."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from gradwire.hooks import GradBucket, StatefulHook, as_future, hook_name, parse
 
 
 def reduce_bucket(hook: StatefulHook[Any], bucket: GradBucket, domain: FaultDomain) -> Tensor:
-    """What the hook makes of a bucket.
+    """Reduce a bucket with a hook, wait for it, and return the result.
 
     Args:
-        hook: The hook.
-        bucket: The bucket.
-        domain: The group's, by which ranks tell each other that the group has failed.
+        hook: Communication hook.
+        bucket: Bucket to reduce.
+        domain: Fault domain of the group, which reports a failure to the other ranks.
 
     Raises:
-        PeerLostError, CollectiveTimeoutError: Another rank is gone, or stayed away.
+        PeerLostError, CollectiveTimeoutError: Another rank was lost, or did not take part in time.
         HookError: The hook failed in another way.
         BrokenGroupError: The group failed before.
     """
@@ -51,17 +51,17 @@ def reduce_bucket(hook: StatefulHook[Any], bucket: GradBucket, domain: FaultDoma
 
 
 def assign_fragments(sizes: Sequence[int], count: int) -> list[list[int]]:
-    """Cut a sequence into runs of about equal size.
+    """Divide a sequence into contiguous runs of about equal size.
 
     Args:
-        sizes: Of each entry, ≥ 0.
-        count: How many runs, from 1 to the number of entries.
+        sizes: Size of each entry, ≥ 0.
+        count: Number of runs, from 1 to the number of entries.
 
     Returns:
-        The indices in each run, at least one.
+        Indices in each run, at least one.
 
     Raises:
-        ArgumentError: There cannot be so many.
+        ArgumentError: `count` is out of its range.
 
     Example:
         >>> assign_fragments([5, 1, 1, 1, 4], 2)
@@ -69,15 +69,16 @@ def assign_fragments(sizes: Sequence[int], count: int) -> list[list[int]]:
     """
     if not 1 <= count <= len(sizes):
         raise ArgumentError(
-            f"fragments is {count}: give 1 to {len(sizes)}, as there are {len(sizes)} parameters"
+            f"fragments is {count} for {len(sizes)} parameters: pass 1 to {len(sizes)}"
         )
     total = max(1, sum(sizes))
     runs: list[list[int]] = [[]]
     passed = 0
     for index, size in enumerate(sizes):
-        left = len(sizes) - index  # entries, this one included
-        needed = count - len(runs)  # runs that are yet to begin
-        # the run that the entry's middle lies in, were all of the same size to the byte
+        left = len(sizes) - index  # remaining entries, including this one
+        needed = count - len(runs)  # remaining runs, excluding the current one
+        # True if the middle of the entry is beyond the end of the run, for runs of exactly equal
+        # size
         beyond = (2 * passed + size) * count >= 2 * total * len(runs)
         if runs[-1] and needed and (beyond or left == needed):
             runs.append([])
@@ -87,9 +88,10 @@ def assign_fragments(sizes: Sequence[int], count: int) -> list[list[int]]:
 
 
 def due(step: int, every: int, fragments: int) -> list[int]:
-    """The fragments that are exchanged after this step, the first of which is 1.
+    """Return the fragments that are exchanged after a step. Steps are counted from 1.
 
-    Each is exchanged once in `every` steps; their turns are spread evenly over these.
+    Each fragment is exchanged once in `every` steps, and the exchanges are spread evenly over
+    these.
 
     Example:
         >>> [due(step, every=4, fragments=2) for step in range(1, 9)]

@@ -1,8 +1,8 @@
-"""An optimizer of two levels: steps on each rank alone, and now and then one that all take.
+"""LocalSGD: an optimizer with inner steps on each rank and outer steps of all ranks together.
 
-Between two exchanges a rank moves away from where all were together, the anchor. The way back,
-anchor minus parameters, averaged over ranks, is the gradient of the outer step: which moves the
-anchor, and every rank to it.
+The anchor is the value of the parameters after the last exchange, the same on all ranks. At the
+next exchange, anchor minus parameters, averaged over ranks, is the gradient of an outer step. The
+outer step updates the anchor, and every rank sets its parameters to it.
 """
 
 from __future__ import annotations
@@ -30,44 +30,44 @@ from gradwire.local_sgd.wrapped_optimizer import WrappedOptimizer
 
 REMEDY = "Make LocalSGD with the same parameters and arguments on every rank"
 IN_STEP = (
-    "Take the same number of steps on every rank (skip() counts one that a rank leaves out), thaw "
-    "parameters on all of them, and load states that were saved together"
+    "Take the same number of steps on every rank (call skip() for a step that a rank omits), "
+    "thaw parameters on all ranks, and load states that were saved together"
 )
 Outer = Callable[[list[Tensor]], Optimizer]
 
 
 class LocalSGD(WrappedOptimizer):
-    """Wraps an optimizer: after every few steps, ranks average what they have done since the last.
+    """Optimizer wrapper that averages the ranks' changes of the parameters every few steps.
 
-    It is a `torch.optim.Optimizer` itself, for schedulers, `GradScaler` and others that ask for
-    one: its `param_groups`, `state` and `defaults` are those of the wrapped optimizer. The module
-    is not wrapped in `DistributedDataParallel`: its gradients are this rank's. After an exchange
-    all ranks have the same bits of the parameters that were exchanged. All take the same number of
-    steps; a step that `GradScaler` skips on a rank counts. Buffers stay each rank's own.
+    It is a `torch.optim.Optimizer`, so that it works with schedulers and `GradScaler`. Its
+    `param_groups`, `state` and `defaults` are those of the wrapped optimizer. Gradients stay local:
+    the module is not wrapped in `DistributedDataParallel`. After an exchange all ranks have the
+    same bits of the exchanged parameters. All ranks must take the same number of steps; a step that
+    `GradScaler` skips on a rank counts. Buffers are not exchanged.
 
-    A frozen parameter is exchanged as soon as it is thawed, between the same steps on all ranks.
-    If the optimizer or the module has parameters that are not exchanged, added or replaced later,
-    the next exchange raises an error on all ranks, as ranks would differ.
+    A frozen parameter is exchanged from the time it is thawed, which must be between the same steps
+    on all ranks. If parameters are added to the optimizer or the module later, or replaced, the
+    next exchange raises an error on all ranks, because these parameters would differ between ranks.
 
     Args:
-        optimizer: Takes the steps of this rank; any of torch's.
-        named_parameters: The module, its `named_parameters()`, or pairs of a name and a parameter:
-            all that the optimizer has. All start with rank 0's values.
-        every: How many steps lie between two exchanges of a parameter.
-        outer: Makes the optimizer of the outer steps from the anchors, one for each parameter;
-            None: SGD with a learning rate of 1, which is the plain mean of the ranks' parameters.
-        hook: Averages the outer gradients, in buckets: a communication hook, or its name; None: an
-            all_reduce. One that compresses keeps its errors by the parameters' names.
-        hook_state: For a function, its state; the group if None.
-        group: The ranks; None: the default group.
-        fragments: Parts that are exchanged in turn, spread over `every` steps: the same bytes in
-            smaller messages.
+        optimizer: Optimizer of this rank's steps, any `torch.optim.Optimizer`.
+        named_parameters: Module, its `named_parameters()`, or pairs of a name and a parameter. They
+            must include all parameters of the optimizer. All ranks start with rank 0's values.
+        every: Number of steps between two exchanges of a parameter.
+        outer: Function that returns the optimizer of the outer steps for a list of anchors. If
+            None, SGD with a learning rate of 1, which averages the ranks' parameters.
+        hook: Communication hook that averages the outer gradients, or its name. If None, an
+            all_reduce. A compressing hook keeps its errors by the parameters' names.
+        hook_state: State of a hook that is a function. If None, the group.
+        group: Process group; None for the default group.
+        fragments: Number of parts of the parameters that are exchanged one after another, spread
+            over `every` steps. More parts send the same bytes in smaller messages.
 
     Raises:
         ArgumentError: A number is out of its range, there are no parameters, two have the same
-            name, or the optimizer has others.
-        MismatchError: The ranks' parameters or arguments differ.
-        NotSupportedError: The group is that of an elastic run.
+            name, or the optimizer has other parameters.
+        MismatchError: Parameters or arguments differ between ranks.
+        NotSupportedError: The group belongs to an elastic run.
 
     Example:
         >>> from gradwire.testing import run_ranks
@@ -87,7 +87,7 @@ class LocalSGD(WrappedOptimizer):
 
     Source:
         S. U. Stich, Local SGD converges fast and communicates little, arXiv 1805.09767; DiLoCo,
-        A. Douillard et al., arXiv 2311.08105; in fragments, arXiv 2501.18512.
+        A. Douillard et al., arXiv 2311.08105; fragments, arXiv 2501.18512.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class LocalSGD(WrappedOptimizer):
         check_lasting(self.group, "group", "LocalSGD")
         if not 1 <= fragments <= every:
             raise ArgumentError(
-                f"every is {every} and fragments {fragments}: 1 to every are needed"
+                f"fragments is {fragments} and every {every}: pass fragments from 1 to every"
             )
         super().__init__(optimizer)
         self.every, self.steps = every, 0
@@ -127,13 +127,13 @@ class LocalSGD(WrappedOptimizer):
         self._assign()
         self.outer = (outer or partial(torch.optim.SGD, lr=1.0))(self._parameters.anchors)
 
-    # -- what an optimizer has ---------------------------------------------------------------
+    # -- interface of an optimizer -----------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters to the wrapped optimizer: of `named_parameters` only.
+        """Add a group of parameters, which must be in `named_parameters`, to the wrapped optimizer.
 
         Raises:
-            ArgumentError: It has others.
+            ArgumentError: The group has other parameters.
         """
         self.optimizer.add_param_group(param_group)
         try:
@@ -143,13 +143,14 @@ class LocalSGD(WrappedOptimizer):
             raise
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take a step of this rank; then exchange what is due.
+        """Take a step of this rank, then exchange the fragments that are due.
 
         Raises:
             ArgumentError: The optimizer or the module has parameters that are not exchanged.
             MismatchError: The ranks have taken different numbers of steps, or thawed different
                 parameters.
-            PeerLostError, CollectiveTimeoutError: Another rank is gone, or stayed away.
+            PeerLostError, CollectiveTimeoutError: Another rank was lost, or did not take part in
+                time.
             HookError: The hook failed.
             BrokenGroupError: The group failed before.
         """
@@ -159,24 +160,24 @@ class LocalSGD(WrappedOptimizer):
         return result
 
     def skip(self) -> None:
-        """Count a step that this rank leaves out, and exchange what is due.
+        """Count a step that this rank omits, and exchange the fragments that are due.
 
-        For a batch whose loss is not finite, say, while the other ranks take theirs. A step that
-        `GradScaler` skips is counted by `step`.
+        Use it for a batch whose loss is not finite, for example, while the other ranks take the
+        step. If `GradScaler` skips a step, `step` counts it.
 
         Raises:
-            DistributedError: As `step`.
+            DistributedError: See `step`.
         """
         self._take_in_thawed()
         self._count_step()
 
     def synchronize(self) -> None:
-        """Exchange everything now, whatever is due: every rank calls.
+        """Exchange all parameters now. Every rank must call this.
 
-        After it all ranks have the same parameters, to be evaluated or saved once.
+        Afterwards all ranks have the same parameters, for example to evaluate or save them.
 
         Raises:
-            DistributedError: As `step`.
+            DistributedError: See `step`.
         """
         self._take_in_thawed()
         for fragment in range(len(self._fragments)):
@@ -191,12 +192,12 @@ class LocalSGD(WrappedOptimizer):
 
     @torch.no_grad()
     def _exchange(self, fragment: int, occasion: str) -> None:
-        """Take an outer step of these parameters."""
+        """Take an outer step of a fragment."""
         self._agree(f"fragment {fragment} at {occasion}")
         anchors, parameters = self._parameters.anchors, self._parameters.tensors
         buckets, indices = self._buckets[fragment], self._fragments[fragment]
         domain = FaultDomain.of(self.group)
-        # not their numbers in this exchange: a hook may keep by them what belongs to a bucket
+        # numbers over all fragments, because a hook may keep state by bucket number
         first = sum(map(len, self._buckets[:fragment]))
         gradients: dict[int, Tensor] = {}
         for number, chosen in enumerate(buckets, first):
@@ -206,7 +207,7 @@ class LocalSGD(WrappedOptimizer):
             bucket.set_buffer(reduced.to(anchors[chosen[0]].dtype))
             gradients.update(zip(chosen, bucket.gradients(), strict=True))
         self._hook.committed()
-        # not before all are there: what an exchange that failed left would be in a later step
+        # after all buckets are reduced: a failed exchange must not leave gradients behind
         for index, gradient in gradients.items():
             anchors[index].grad = gradient
         self.outer.step()
@@ -215,7 +216,7 @@ class LocalSGD(WrappedOptimizer):
             anchors[index].grad = None
 
     def _agree(self, occasion: str) -> None:
-        """Compare what is exchanged with the other ranks; raise on all where anything is wrong."""
+        """Compare the exchanged parameters between ranks; raise on all ranks if they differ."""
         own = [("exchange", occasion), *self._parameters.describe()]
         verify_same(
             self.group,
@@ -236,9 +237,9 @@ class LocalSGD(WrappedOptimizer):
     def _raise_problem(self) -> None:
         for name, problem in self._parameters.problems(self.optimizer):
             raise ArgumentError(
-                f"parameter {name!r} is not exchanged ({problem}): pass all parameters of the "
-                "optimizer to a new LocalSGD, after a call of synchronize(), or step those that "
-                "are this rank's alone with an optimizer of their own"
+                f"parameter {name!r} is not exchanged ({problem}): call synchronize() and pass "
+                "all parameters of the optimizer to a new LocalSGD, or use a separate optimizer "
+                "for parameters that are local to this rank"
             )
 
     def _take_in_thawed(self) -> None:
@@ -262,13 +263,13 @@ class LocalSGD(WrappedOptimizer):
     # -- saving ------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what has to be saved beside the parameters, on each rank its own.
+        """Return the state to save with the parameters, on each rank its own.
 
-        It is the wrapped optimizer's state, with entries of the exchange beside. Between two
-        exchanges ranks differ, in their parameters too.
+        It is the wrapped optimizer's state, with additional entries. Between exchanges the state
+        and the parameters differ between ranks.
 
         Warns:
-            NotSavedWarning: The hook keeps something that cannot be saved.
+            NotSavedWarning: The hook's state has entries that cannot be saved.
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
@@ -286,10 +287,10 @@ class LocalSGD(WrappedOptimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue with what `state_dict` returned, on every rank with its own.
+        """Restore a state that `state_dict` returned on this rank.
 
         Raises:
-            ArgumentError: It is of other parameters, or of another optimizer.
+            ArgumentError: The state is of other parameters, or of another optimizer.
         """
         saved = state_dict
         for before in self._optimizer_load_state_dict_pre_hooks.values():
@@ -297,15 +298,18 @@ class LocalSGD(WrappedOptimizer):
             saved = saved if changed is None else changed
         if missing := sorted(_OWN - saved.keys()):
             raise ArgumentError(
-                f"the saved state lacks {missing}: save all of state_dict(), on each rank its own; "
-                "load the state of a plain optimizer into the attribute optimizer"
+                f"the saved state lacks {missing}: save all of state_dict() on each rank. To load "
+                "the state of another optimizer, use self.optimizer.load_state_dict"
             )
         tracked = self._parameters
         kept: Mapping[str, Tensor] = saved["anchors"]
         ours = {tracked.names[i] for i in tracked.active}
         if not ours <= kept.keys() <= set(tracked.names):
             differing = sorted(kept.keys() ^ ours)
-            raise ArgumentError(f"the saved state is of other parameters: {differing} differ")
+            raise ArgumentError(
+                f"the saved state is of other parameters, {differing} differ: load it with the "
+                "parameters that it was saved with"
+            )
         tracked.activate([i for i in tracked.frozen if tracked.names[i] in kept])
         self._assign()
         self.steps = saved["steps"]
@@ -324,14 +328,14 @@ class LocalSGD(WrappedOptimizer):
             return
         if not has_state(self._hook.state):
             raise ArgumentError(
-                "the saved state has that of a hook, and this LocalSGD has no hook that keeps one: "
-                "make it with the same hook"
+                "the saved state includes a hook's state, but this LocalSGD has no hook with a "
+                "state: construct it with the same hook"
             )
         layout = [[part.name for part in bucket] for bucket in self._layout]
         if saved.get("buckets") and saved["layout"] != layout:
             raise ArgumentError(
-                f"the hook's state was saved by buckets of {saved['layout']}, these are of {layout}"
-                ": make LocalSGD with the same parameters and fragments"
+                f"the hook's state was saved for buckets {saved['layout']}, but the buckets are "
+                f"{layout}: construct LocalSGD with the same parameters and fragments"
             )
         load_state(self._hook.state, saved, self._layout)
 
@@ -361,15 +365,15 @@ def diloco(
     momentum: float = 0.9,
     **others: Any,
 ) -> LocalSGD:
-    """`LocalSGD` whose outer optimizer is SGD with Nesterov momentum, as DiLoCo has it.
+    """Return a `LocalSGD` whose outer optimizer is SGD with Nesterov momentum (DiLoCo).
 
     Args:
-        optimizer: Takes the steps of this rank; AdamW in the paper.
-        named_parameters: As `LocalSGD` has them.
-        every: How many steps lie between two exchanges.
-        lr: The outer learning rate.
-        momentum: The outer momentum.
-        **others: As `LocalSGD` has them: hook, hook_state, group, fragments.
+        optimizer: Optimizer of this rank's steps; AdamW in the paper.
+        named_parameters: See `LocalSGD`.
+        every: Number of steps between two exchanges.
+        lr: Outer learning rate.
+        momentum: Outer momentum.
+        **others: Other arguments of `LocalSGD`: hook, hook_state, group, fragments.
 
     Source:
         DiLoCo, A. Douillard et al., arXiv 2311.08105.

@@ -1,4 +1,4 @@
-"""The parameters that LocalSGD exchanges, their anchors, and what ranks must agree on."""
+"""Parameters that LocalSGD exchanges: their anchors, and the properties that ranks compare."""
 
 from __future__ import annotations
 
@@ -23,20 +23,21 @@ Description = list[tuple[str, str]]
 
 
 class TrackedParameters:
-    """Named parameters, each with an anchor: its value after the last exchange, on all ranks.
+    """Named parameters, each with an anchor, its value on all ranks after the last exchange.
 
-    A parameter is active, and exchanged, from the first step on in which it may be changed. The
-    anchor of a frozen parameter shares its memory.
+    A parameter is active, that is, exchanged, from the first step that may change it. The anchor of
+    a frozen parameter shares its memory.
 
     Args:
-        source: A module, or names and parameters. A module, or the generator that
-            `module.named_parameters()` returned, is asked again at every exchange.
+        source: Module, or names and parameters. If it is a module, or the generator that
+            `module.named_parameters()` returned, its parameters are listed again at every
+            exchange.
 
     Attributes:
-        everything: All names and parameters, those that can never need a gradient included.
+        everything: All names and parameters, including those that can never need a gradient.
         names: Names of the parameters that may need a gradient.
         tensors: These parameters.
-        anchors: Their anchors, empty until `set_anchors`.
+        anchors: Anchors of `tensors`, empty until `set_anchors`.
         frozen: Indices of the parameters that are not active.
         unshared: Indices of the anchors that ranks have not compared yet.
 
@@ -55,18 +56,18 @@ class TrackedParameters:
         self.frozen = [i for i, p in enumerate(self.tensors) if not _may_change(p)]
         self.unshared: list[int] = []
         if not self.active:
-            raise ArgumentError("named_parameters is empty: there is nothing to exchange")
+            raise ArgumentError("named_parameters has no trainable parameter: pass at least one")
 
     @property
     def active(self) -> list[int]:
-        """Indices of the parameters that are exchanged."""
+        """Indices of the exchanged parameters."""
         frozen = set(self.frozen)
         return [i for i in range(len(self.tensors)) if i not in frozen]
 
-    @torch.inference_mode(False)  # anchors are written outside of it, too
+    @torch.inference_mode(False)  # anchors are also written outside of inference mode
     @torch.no_grad()
     def set_anchors(self) -> None:
-        """Take the present values, which all ranks have, as the anchors."""
+        """Set the anchors to the current values, which are the same on all ranks."""
         frozen = set(self.frozen)
         own = [p.detach() for p in self.tensors]
         self.anchors = [a if i in frozen else a.clone() for i, a in enumerate(own)]
@@ -74,7 +75,7 @@ class TrackedParameters:
     def activate_thawed(self) -> bool:
         """Activate parameters that a step may change from now on; return True if there are any.
 
-        Called before that step, while the parameter still has its value of all ranks.
+        Call it before that step, while the parameters still have the same values on all ranks.
         """
         thawed = [i for i in self.frozen if _may_change(self.tensors[i])]
         self.activate(thawed)
@@ -83,14 +84,14 @@ class TrackedParameters:
     @torch.inference_mode(False)
     @torch.no_grad()
     def activate(self, indices: Iterable[int]) -> None:
-        """Exchange these parameters, too; their present values become their anchors."""
+        """Mark parameters as active; their current values become their anchors."""
         for index in indices:
             self.anchors[index].data = self.tensors[index].detach().clone()
             self.frozen.remove(index)
             self.unshared.append(index)
 
     def buckets(self, indices: Sequence[int]) -> list[list[int]]:
-        """Group parameters that travel in one message."""
+        """Assign parameters to buckets, each of which is sent as one message."""
         anchors = [self.anchors[i] for i in indices]
         plan = plan_buckets(
             [a.nbytes for a in anchors],
@@ -110,18 +111,18 @@ class TrackedParameters:
         first, numel = parameters[0], sum(p.numel() for p in parameters)
         flat = torch.empty(numel, dtype=first.dtype, device=first.device)
         names = [self.names[i] for i in indices]
-        # the anchors' strides are the same on all ranks, those of the parameters may have changed
+        # by the anchors' strides, which are the same on all ranks; the parameters' may have changed
         bucket = GradBucket(number, flat, parameters, is_last=is_last, names=names, like=anchors)
         for anchor, parameter, view in zip(anchors, parameters, bucket.gradients(), strict=True):
             torch.sub(anchor, parameter, out=view)
         return bucket
 
     def describe(self) -> Description:
-        """Names of the active parameters, and what has to be the same on all ranks."""
+        """Return names and properties of the active parameters that must be equal on all ranks."""
         found = []
         for i in self.active:
             p = self.tensors[i]
-            # strides may differ, as gradients are sent in the order of the anchors' elements
+            # without strides, because gradients are sent in the order of the anchors' elements
             found.append((self.names[i], f"{p.dtype}, shape {tuple(p.shape)}"))
         for i in self.unshared:
             found.append(
@@ -130,7 +131,7 @@ class TrackedParameters:
         return found
 
     def problems(self, optimizer: Optimizer) -> Description:
-        """Parameters that are trained or will be, and are not exchanged: names and reasons."""
+        """Return names of trainable parameters that are not exchanged, with the reasons."""
         found = []
         own = dict(self.everything)
         for name, p in [] if self._ask is None else self._ask():
@@ -151,9 +152,9 @@ def _may_change(parameter: Tensor) -> bool:
 
 
 def _current_parameters(source: object) -> Callable[[], Iterator[tuple[str, Tensor]]] | None:
-    """Return a function that lists a module's parameters as they are then; None for other sources.
+    """Return a function that lists a module's current parameters; None for other sources.
 
-    `module.named_parameters()` is a generator, whose arguments tell which module it is of.
+    The module of a generator from `module.named_parameters()` is found from its arguments.
     """
     if isinstance(source, nn.Module):
         return source.named_parameters
@@ -163,7 +164,7 @@ def _current_parameters(source: object) -> Callable[[], Iterator[tuple[str, Tens
     ):
         return None
     given = inspect.getgeneratorlocals(source)
-    if not isinstance(given.get("self"), nn.Module):  # it has ended
+    if not isinstance(given.get("self"), nn.Module):  # the generator is exhausted
         return None
     return _NamedParameters(
         given["self"], given["prefix"], given["recurse"], given["remove_duplicate"]
@@ -171,7 +172,7 @@ def _current_parameters(source: object) -> Callable[[], Iterator[tuple[str, Tens
 
 
 class _NamedParameters:
-    """A call of `module.named_parameters` that can be repeated, and pickled."""
+    """Repeatable and picklable call of `module.named_parameters`."""
 
     def __init__(self, module: nn.Module, *arguments: object) -> None:
         self.module, self.arguments = module, arguments
@@ -198,13 +199,13 @@ def _check_named(named: list[tuple[str, Tensor]]) -> None:
             or not isinstance(entry[1], Tensor)
         ):
             raise ArgumentTypeError(
-                f"named_parameters has {type(entry).__name__} as an entry: pass pairs of a name "
-                "and a parameter, as module.named_parameters() gives them"
+                f"named_parameters has an entry of type {type(entry).__name__}: pass pairs of a "
+                "name and a parameter, such as module.named_parameters()"
             )
         if entry[0] in names:
             raise ArgumentError(
-                f"named_parameters has two parameters {entry[0]!r}: give each module's a prefix, "
-                "as module.named_parameters(prefix=...) does"
+                f"named_parameters has two parameters {entry[0]!r}: use "
+                "module.named_parameters(prefix=...) to make the names of several modules unique"
             )
         names.add(entry[0])
 

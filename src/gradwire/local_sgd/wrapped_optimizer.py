@@ -1,4 +1,4 @@
-"""An optimizer that wraps another: PyTorch's interface, and steps under `torch.amp.GradScaler`."""
+"""Base of optimizers that wrap another: PyTorch's interface, and `torch.amp.GradScaler`."""
 
 from __future__ import annotations
 
@@ -11,28 +11,30 @@ from torch.optim import Optimizer
 
 
 class WrappedOptimizer(Optimizer):
-    """Base of an optimizer whose parameters and state are those of a wrapped one.
+    """Base of an optimizer that shares the parameters and the state of a wrapped one.
 
-    It has hooks of its own. A subclass defines `step`.
+    It has its own optimizer hooks. A subclass defines `step`.
 
     Args:
-        optimizer: The wrapped optimizer.
+        optimizer: Wrapped optimizer.
 
     Attributes:
-        optimizer: The same.
+        optimizer: Wrapped optimizer.
     """
 
     _step_supports_amp_scaling = True
-    """GradScaler then calls `step` in every step, so that a skipped one is counted, too. It sets
-    `found_inf`, and `grad_scale`, which is None where gradients are unscaled already."""
+    """Makes GradScaler call `step` in every step, so that skipped steps are counted.
+
+    GradScaler sets `found_inf`, and `grad_scale`, which is None if gradients are already unscaled.
+    """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
-        super().__setstate__({})  # makes the hooks alone; Optimizer.__init__ would add parameters
+        super().__setstate__({})  # creates the hooks only; Optimizer.__init__ would add parameters
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Those of the wrapped optimizer."""
+        """Parameter groups of the wrapped optimizer."""
         return self.optimizer.param_groups
 
     @param_groups.setter
@@ -41,7 +43,7 @@ class WrappedOptimizer(Optimizer):
 
     @property
     def state(self) -> Any:
-        """That of the wrapped optimizer."""
+        """State of the wrapped optimizer."""
         return self.optimizer.state
 
     @state.setter
@@ -50,7 +52,7 @@ class WrappedOptimizer(Optimizer):
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """Those of the wrapped optimizer."""
+        """Defaults of the wrapped optimizer."""
         return self.optimizer.defaults
 
     @defaults.setter
@@ -58,11 +60,11 @@ class WrappedOptimizer(Optimizer):
         self.optimizer.defaults = defaults
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset gradients, as the wrapped optimizer does."""
+        """Reset gradients with the wrapped optimizer's `zero_grad`."""
         self.optimizer.zero_grad(set_to_none)
 
     def _inner_step(self, closure: Callable[[], Any] | None) -> Any:
-        """Step the wrapped optimizer as `GradScaler.step` would, if the scaler called."""
+        """Step the wrapped optimizer as `GradScaler.step` would."""
         found: Tensor | None = getattr(self, "found_inf", None)
         scale: Tensor | None = getattr(self, "grad_scale", None)
         inner = self.optimizer

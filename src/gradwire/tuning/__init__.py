@@ -1,4 +1,4 @@
-"""Choice of the communication hook: by measuring while a model trains, or by prediction.
+"""Choice of communication hooks by measurement and prediction (provisional).
 
 `hooks.auto` finds this package by name, and the command `gradwire plan` runs it. No other package
 imports it.

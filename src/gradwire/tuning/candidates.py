@@ -1,4 +1,4 @@
-"""What may be chosen, and what each costs on this machine: measured, with nothing sent."""
+"""Candidate hooks, and the measurement of their computing time without communication."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ from gradwire.hooks.registry import COMPRESSING
 from gradwire.tuning.cost_model import Cost
 
 PLAIN = "all_reduce"
-"""The name of what is taken where nothing else pays."""
+"""Name of the candidate that is chosen if no hook gains enough: the mean without a hook."""
 VOTE = Message("all_reduce", 40)
-"""By which ranks agree that no hook has failed, where there is one."""
+"""Message at the end of a backward pass with a hook, by which ranks agree that none failed."""
 WEIGHTS = Message("all_reduce", 32)
-"""By which ranks add up their weights before the first bucket of a hook."""
+"""Message before the first bucket of a hook, by which ranks sum their weights."""
 PARTS, PART_SECONDS = 3, 0.03
-"""A part is as many runs as take so long, or one; the median of the parts' means counts.
+"""Number of parts of a measurement, and their duration. The result is the median of their means.
 
-Ranks that share cores have them by turns of some ms: one run of 2 ms is seldom interrupted, and
-says half of what a run takes where all ranks compute. The mean of many says it; the median of three
-such means leaves out what disturbs one.
+The scheduler switches between ranks that share cores every few ms. A single run of 2 ms is seldom
+interrupted, and takes half of the time that it takes on average while all ranks compute. The mean
+of many runs includes the interruptions; the median of three means excludes disturbances.
 """
 CASTS: dict[str, tuple[CommHook, torch.dtype]] = {
     "bf16": (bf16, torch.bfloat16),
@@ -61,13 +61,13 @@ class Computing:
 
 
 class Candidate(ABC):
-    """A hook that may be chosen.
+    """Hook that may be chosen.
 
     Attributes:
-        name: What it is called in choices.
-        hook: The hook.
-        single: Whether it has one collective.
-        grows_with_world: Whether it computes more with more ranks.
+        name: Name in choices.
+        hook: Hook.
+        single: True if it has one collective for each bucket.
+        grows_with_world: True if its computing time grows with the number of ranks.
     """
 
     single = True
@@ -78,31 +78,31 @@ class Candidate(ABC):
 
     @abstractmethod
     def messages(self, parameters: Sequence[Tensor], world: int) -> list[Message]:
-        """What it sends of a bucket."""
+        """Return the collectives for a bucket."""
 
     @abstractmethod
     def compute(self, bucket: GradBucket, world: int) -> Computing:
-        """What it computes for a bucket, whose values it may change: run once, and timed."""
+        """Time the computation for a bucket once. The bucket's values may change."""
 
     def measure(self, parameters: Sequence[Tensor], world: int, *, parts: int = PARTS) -> Computing:
-        """What a run takes on gradients like these parameters, in the mean of many.
+        """Return the mean computing time for gradients like these parameters.
 
         Args:
-            parameters: Of a bucket.
-            world: How many ranks there are.
-            parts: Of how many parts' means the median counts.
+            parameters: Parameters of a bucket.
+            world: Number of ranks.
+            parts: Number of parts whose means give the median.
         """
         first = parameters[0]
         flat = torch.randn(sum(p.numel() for p in parameters), dtype=first.dtype)
-        if not len(flat):  # hooks are not used for it
+        if not len(flat):  # hooks are not called for an empty bucket
             return Computing(0.0, 0.0)
         bucket = GradBucket(0, flat.to(first.device), list(parameters), is_last=True)
-        self.compute(bucket, world)  # in the first, memory is touched for the first time
+        self.compute(bucket, world)  # the first run has page faults
         means = [self._mean(bucket, world) for _ in range(parts)]
         return Computing(median(m.before for m in means), median(m.after for m in means))
 
     def _mean(self, bucket: GradBucket, world: int) -> Computing:
-        """Of the runs of a part."""
+        """Return the mean of the runs of one part."""
         runs: list[Computing] = []
         start = perf_counter()
         while not runs or perf_counter() - start < PART_SECONDS:
@@ -116,13 +116,13 @@ class Candidate(ABC):
         packing: Sequence[float],
         world: int,
     ) -> list[Cost]:
-        """Return the costs of each bucket, with the small messages before the first and at the end.
+        """Return the costs of each bucket, including the messages for weights and failures.
 
         Args:
-            buckets: The parameters of each.
-            computing: What this computes for each.
-            packing: Seconds that it takes to make each, for any hook.
-            world: How many ranks there are.
+            buckets: Parameters of each bucket.
+            computing: Computing time of this candidate for each bucket.
+            packing: Seconds for packing each bucket, the same for any hook.
+            world: Number of ranks.
         """
         found = []
         for i, (parameters, computes, packs) in enumerate(
@@ -140,7 +140,7 @@ class Candidate(ABC):
 
 
 class _Plain(Candidate):
-    """The mean by one all_reduce, without a hook: what it computes is what hooks add to that."""
+    """Mean by one all_reduce, without a hook. Its computing time is the packing of other hooks."""
 
     def messages(self, parameters: Sequence[Tensor], world: int) -> list[Message]:
         return [Message("all_reduce", sum(p.nbytes for p in parameters))]
@@ -161,7 +161,7 @@ class _Plain(Candidate):
 
 
 class _Cast(Candidate):
-    """The mean in a smaller dtype."""
+    """Mean in a smaller dtype."""
 
     def __init__(self, name: str, hook: StatefulHook[Any], dtype: torch.dtype) -> None:
         super().__init__(name, hook)
@@ -182,7 +182,7 @@ class _Cast(Candidate):
 
 
 class _Compressing(Candidate):
-    """A hook with error feedback."""
+    """Hook with error feedback."""
 
     single = False
     hook: Compressor
@@ -192,7 +192,7 @@ class _Compressing(Candidate):
         self._scratch: CompressorState | None = None
 
     def measure(self, parameters: Sequence[Tensor], world: int, *, parts: int = PARTS) -> Computing:
-        """As for all, with an error of its own."""
+        """Measure with a temporary state instead of the hook's."""
         try:
             return super().measure(parameters, world, parts=parts)
         finally:
@@ -215,16 +215,16 @@ class _Compressing(Candidate):
 
 
 def candidate(allowed: str | Compressor) -> Candidate:
-    """What is allowed, by a hook's name, or a hook that compresses.
+    """Return the candidate for a hook's name or a compressing hook.
 
     Raises:
-        ArgumentError: It is neither.
+        ArgumentError: `allowed` is neither, or is a hook with momentum.
     """
     if isinstance(allowed, Compressor):
         if allowed.changes_mean:
             raise ArgumentError(
-                f"allowed has {allowed!r} with momentum, which steps without it would lack: leave "
-                "momentum to the optimizer"
+                f"allowed has {allowed!r} with momentum, which steps with other hooks would lack: "
+                "use the optimizer's momentum"
             )
         return _Compressing(type(allowed).__name__, allowed)
     if allowed == PLAIN:
@@ -236,17 +236,17 @@ def candidate(allowed: str | Compressor) -> Candidate:
         return _Compressing(allowed, COMPRESSING[allowed]())
     named = ", ".join([*CASTS, *COMPRESSING])
     raise ArgumentError(
-        f"allowed has {allowed!r}: the hooks to choose from by name are {named}; or give one that "
-        "compresses, such as hooks.LowRank(8)"
+        f"allowed has {allowed!r}: pass names out of {named}, or compressing hooks such as "
+        "hooks.LowRank(8)"
     )
 
 
 def largest_of(
     candidates: Iterable[Candidate], buckets: Sequence[Sequence[Tensor]], world: int
 ) -> dict[Collective, float]:
-    """The most bytes that a rank gives to a collective, for each that any of them sends.
+    """Return the maximum input size in bytes of each collective that any candidate uses.
 
-    In an order that is the same on all ranks.
+    The order of the entries is the same on all ranks.
     """
     found: dict[Collective, float] = {}
     for c in candidates:
@@ -256,7 +256,7 @@ def largest_of(
 
 
 def interpolated(points: Sequence[tuple[int, Computing]], numel: int) -> Computing:
-    """The time for a bucket between, or beyond, the smallest and the largest that were measured."""
+    """Interpolate or extrapolate the time for a bucket from the smallest and the largest bucket."""
     (small, low), (large, high) = points[0], points[-1]
     part = (numel - small) / (large - small) if large > small else 0.0
 
@@ -267,28 +267,30 @@ def interpolated(points: Sequence[tuple[int, Computing]], numel: int) -> Computi
 
 
 class LocalWire(Wire):
-    """As if all ranks had what this one has; futures are done at once.
+    """Wire that sends nothing: all ranks are assumed to have this rank's tensors.
+
+    Its futures are done immediately, so that only a hook's computation takes time.
 
     Args:
-        size: How many ranks there would be.
+        size: Assumed number of ranks.
 
     Attributes:
-        started: When the first collective was, in seconds of `perf_counter`; 0: not yet.
+        started: Time of the first collective, in seconds of `perf_counter`; 0 before it.
     """
 
     def __init__(self, size: int) -> None:
         self.size, self.rank, self.started = size, 0, 0.0
 
     def all_reduce(self, tensor: Tensor) -> torch._C.Future[Tensor]:
-        """The tensor as it is."""
+        """Return the tensor."""
         return self._done(tensor)
 
     def all_gather(self, own: Tensor) -> torch._C.Future[Tensor]:
-        """As many copies, as would be received."""
+        """Return copies of the tensor for all ranks."""
         return self._done(own.repeat(self.size, *[1] * own.dim()).view(self.size, *own.shape))
 
     def all_to_all(self, rows: Tensor) -> torch._C.Future[Tensor]:
-        """The rows themselves."""
+        """Return the rows."""
         return self._done(rows)
 
     def _done(self, value: Tensor) -> torch._C.Future[Tensor]:

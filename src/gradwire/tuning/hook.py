@@ -1,4 +1,4 @@
-"""Auto: plain for a few steps, which it measures; then what was predicted to be fastest."""
+"""Auto: a hook that measures a few steps, then chooses the hook for each bucket."""
 
 from __future__ import annotations
 
@@ -33,17 +33,16 @@ from gradwire.tuning.trial import TRY_GAIN, Names, Trial, contenders
 
 
 class AutoState:
-    """What an `Auto` has found out.
+    """State of an `Auto` hook: the choice, and the states of the hooks.
 
     Attributes:
-        process_group: The group; None: the default one.
-        step: How many backwards have been reduced.
-        choices: The hook of each bucket, by the names of its parameters; empty until measured.
-        choice: The prediction behind it, with the names in the order of buckets; None if it was
-            not made in this process.
-        settling: Whether the next step is the first by these choices: what other hooks, which were
-            on trial, have kept goes with its gradients.
-        hooks: Those that may be chosen, by name.
+        process_group: Process group; None for the default group.
+        step: Number of reduced backward passes.
+        choices: Hook of each bucket, by the names of its parameters; empty before the choice.
+        choice: Prediction that led to the choices; None if the choice was made in another process.
+        settling: True if the next step is the first with these choices. The errors that
+            other hooks kept during a trial are added to its gradients.
+        hooks: Candidate hooks, by name.
     """
 
     depends_on_buckets = True
@@ -56,26 +55,26 @@ class AutoState:
         self.settling = False
 
     def state_dict(self) -> dict[str, Any]:
-        """The choices, and what the hooks keep; while a choice is on trial, as if it were final."""
+        """Return choices and hook states. A choice that is on trial is saved as final."""
         kept = {n: h.state.state_dict() for n, h in self.hooks.items() if isinstance(h, Compressor)}
         choices = [[list(names), chosen] for names, chosen in self.choices.items()]
         return {"step": self.step, "choices": choices, "hooks": kept}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Go on with what `state_dict` gave: nothing is measured again.
+        """Restore a state that `state_dict` returned. Nothing is measured again.
 
         Raises:
-            ArgumentError: Other hooks were allowed.
+            ArgumentError: Other hooks were allowed when the state was saved.
         """
         own = {n: h for n, h in self.hooks.items() if isinstance(h, Compressor)}
         if saved["hooks"].keys() != own.keys():
             raise ArgumentError(
-                f"the saved state is of auto with {sorted(saved['hooks'])}, this one has "
+                f"the saved state is of auto with {sorted(saved['hooks'])}, this hook has "
                 f"{sorted(own)}: allow the same hooks"
             )
         self.step = saved["step"]
         self.choices = {tuple(names): chosen for names, chosen in saved["choices"]}
-        self.settling = bool(self.choices)  # it may have been saved during a trial
+        self.settling = bool(self.choices)  # the state may have been saved during a trial
         for name, hook in own.items():
             hook.state.load_state_dict(saved["hooks"][name])
 
@@ -84,18 +83,18 @@ class AutoState:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update({name: group_from(value) for name, value in state.items()})
-        self.settling = bool(self.choices)  # a copy goes on without the trial
+        self.settling = bool(self.choices)  # a copy does not continue the trial
 
 
 logger = logging.getLogger(__name__)
 
 MEASURED_STEPS = 3
-"""How many steps are plain: in the first, buckets are not yet as they stay."""
+"""Number of steps without a hook that are measured. Buckets are assigned again after the first."""
 
 
 @dataclass
 class _Seen:
-    """A bucket of the steps before the choice, and when it was launched in them."""
+    """Bucket of the measured steps, and the seconds from the step's first bucket to its launch."""
 
     names: tuple[str, ...]
     parameters: Sequence[Tensor]
@@ -103,10 +102,11 @@ class _Seen:
 
 
 class Auto(StatefulHook[AutoState]):
-    """What `auto` makes.
+    """Hook returned by `auto`.
 
     Attributes:
-        withdrawn: Whether nothing pays for any bucket: from then on there is no hook.
+        withdrawn: True if no hook gains enough for any bucket. The mean is then computed without a
+            hook.
     """
 
     averages = True
@@ -114,39 +114,39 @@ class Auto(StatefulHook[AutoState]):
     def __init__(self, candidates: Sequence[Candidate], group: ProcessGroup | None) -> None:
         self._candidates = {c.name: c for c in candidates}
         super().__init__(AutoState(group, {c.name: c.hook for c in candidates}))
-        self._looked = 0  # steps
+        self._looked = 0  # measured steps
         self._seen: list[_Seen] = []
         self._last: list[_Seen] = []
         self._trial: Trial | None = None
-        self._places: dict[tuple[str, ...], int] = {}  # of buckets, by names, in a trial
+        self._indices: dict[tuple[str, ...], int] = {}  # of buckets, by parameter names, in a trial
         self._packing = 0.0
-        self._index = sys.maxsize  # of the bucket before, in a step
+        self._index = sys.maxsize  # of the previous bucket in this step
         self._step_began = self._step_ended = self._step_seconds = 0.0
 
     def __getstate__(self) -> dict[str, Any]:
-        # parameters would be copied; a copy looks at its own
+        # without references to parameters, which would be copied; a copy measures again
         return super().__getstate__() | {
             "_looked": 0,
             "_seen": [],
             "_last": [],
             "_trial": None,
-            "_places": {},
+            "_indices": {},
             "_index": sys.maxsize,
         }
 
     @property
     def settled(self) -> bool:
-        """Whether the choice is made, and nothing is on trial."""
+        """Return True if the choice is final."""
         return bool(self.state.choices) and self._trial is None
 
     def run_hook(self, bucket: GradBucket) -> HookReturn:
-        """By the choice for the bucket; plain as long as there is none."""
+        """Run the hook chosen for the bucket, or an all_reduce before the choice."""
         state = self.state
         group = self._group()
         names = tuple(bucket.names())
         if state.choices and names not in state.choices:
             self._start_over()
-        if bucket.index() <= self._index:  # also where the step before was given up
+        if bucket.index() <= self._index:  # True also if the previous step failed midway
             self._begin_step()
         self._index = bucket.index()
         if not state.choices:
@@ -154,7 +154,7 @@ class Auto(StatefulHook[AutoState]):
             self._seen.append(_Seen(names, bucket.parameters(), launched))
         chosen = state.choices.get(names, PLAIN)
         if self._trial is not None:
-            chosen = self._trial.present[self._places[names]]
+            chosen = self._trial.current[self._indices[names]]
         elif state.settling:
             self._release(bucket, chosen)
         self.single_collective = self._candidates[chosen].single
@@ -163,15 +163,15 @@ class Auto(StatefulHook[AutoState]):
         return self._run(chosen, group, bucket)
 
     def _begin_step(self) -> None:
-        """At its first bucket."""
+        """Start the clock of a step at its first bucket."""
         self._seen = []
         self._step_began = perf_counter()
 
     def committed(self) -> None:
-        """Counts the step, takes its time, from the end of the one before, and may choose.
+        """Count the step, measure its time since the end of the previous one, and choose if due.
 
-        Here, not at the next step's first bucket: which a rank that fails before it does not come
-        to, while the others measure and wait for it.
+        The choice is not made at the next step's first bucket: a rank that fails before that bucket
+        would not take part in the measurement, and the others would wait for it.
         """
         now = perf_counter()
         self._step_seconds, self._step_ended = now - self._step_ended, now
@@ -181,7 +181,7 @@ class Auto(StatefulHook[AutoState]):
             self._trial.add(self._step_seconds)
             if self._trial.is_over:
                 self._conclude(self._group(), self._trial)
-        elif self.state.settling:  # what others had kept is with this step's gradients
+        elif self.state.settling:  # the other hooks' errors were added to this step's gradients
             self.state.settling = False
             self.withdrawn = set(self.state.choices.values()) == {PLAIN}
         elif not self.state.choices:
@@ -191,33 +191,33 @@ class Auto(StatefulHook[AutoState]):
         return self.state.process_group or default_group("group")
 
     def _look(self) -> None:
-        """A plain step has ended: what it has shown, and after the last one the choice."""
-        if not self._seen:  # others run the hook, as one rank of each host: with whom they measure
+        """Record a measured step; after the last one, choose."""
+        if not self._seen:  # under AcrossHosts, only one rank of each host runs the hook
             return
         self._looked += 1
         same = [s.names for s in self._last] == [s.names for s in self._seen]
-        if same:  # whichever was disturbed less
+        if same:  # the minimum is the least disturbed
             for seen, before in zip(self._seen, self._last, strict=True):
                 seen.launched = min(seen.launched, before.launched)
         self._last = self._seen
         if self._looked >= MEASURED_STEPS:
             self._decide(self._group())
-            self._step_ended = perf_counter()  # measuring is no part of a step
+            self._step_ended = perf_counter()  # excludes the measurement
 
     def _conclude(self, group: ProcessGroup, trial: Trial) -> None:
-        """Take what was fastest."""
+        """Choose the fastest contender of the trial."""
         best, seconds = trial.fastest(group, self._packing)
-        logger.info("auto: %s; seconds of a step: %s", best, seconds)
+        logger.info("auto: final choice %s; seconds per step: %s", best, seconds)
         self._trial = None
         self._settle(best)
 
     def _settle(self, chosen: Names) -> None:
-        """Reduce so from this step on."""
-        self.state.choices = {names: chosen[place] for names, place in self._places.items()}
+        """Use a choice from the next step on."""
+        self.state.choices = {names: chosen[index] for names, index in self._indices.items()}
         self.state.settling = True
 
     def _release(self, bucket: GradBucket, chosen: str) -> None:
-        """Add to the gradients what other hooks than theirs have kept of them."""
+        """Add the errors of the hooks that were not chosen to a bucket's gradients."""
         for name, other in self._candidates.items():
             if name != chosen and isinstance(other.hook, Compressor):
                 other.hook.release(bucket)
@@ -232,28 +232,28 @@ class Auto(StatefulHook[AutoState]):
         return hook.run_hook(bucket)
 
     def _start_over(self) -> None:
-        """Buckets are others: the module has changed."""
+        """Discard the choice, because the module's buckets have changed."""
         self.state.choices, self.state.choice = {}, None
         self._looked, self._seen, self._last, self._trial = 0, [], [], None
         self._index = sys.maxsize
 
     def _decide(self, group: ProcessGroup) -> None:
-        """Measure, agree, and choose: every rank at the same bucket of the same step."""
+        """Measure and choose, on all ranks after the same step."""
         plain = (PLAIN,) * len(self._last)
-        choice, able = Choice(plain, 0.0, 0.0), [plain]
+        choice, close = Choice(plain, 0.0, 0.0), [plain]
         if group.size() > 1:
-            choice, able = self._choose(group)
-        logger.info("auto: %s, of %d that may be as fast", choice, len(able))
+            choice, close = self._choose(group)
+        logger.info("auto: predicted choice %s, %d contenders", choice, len(close))
         self.state.choice = choice
-        self._places = {seen.names: place for place, seen in enumerate(self._last)}
+        self._indices = {seen.names: index for index, seen in enumerate(self._last)}
         self._last = []
         self._settle(choice.names)
-        # by agreed numbers alone: all ranks try, or none
-        if len(able) > 1:
-            self._trial = Trial(able)
+        # the same on all ranks, because it depends on agreed numbers only
+        if len(close) > 1:
+            self._trial = Trial(close)
 
     def _choose(self, group: ProcessGroup) -> tuple[Choice, list[Names]]:
-        """What is predicted to be fastest, and what else may be: the same on all ranks."""
+        """Return the predicted choice and the contenders, the same on all ranks."""
         world, buckets = group.size(), [seen.parameters for seen in self._last]
         candidates = list(self._candidates.values())
         cluster = measure_cluster(group, largest_of(candidates, buckets, world), thorough=False)
@@ -261,7 +261,7 @@ class Auto(StatefulHook[AutoState]):
         numbers = [self._step_seconds, *(seen.launched for seen in self._last)]
         for of_hook in own.values():
             numbers += [number for c in of_hook for number in (c.before, c.after)]
-        # what one rank has measured another has measured differently
+        # all ranks use the largest measured values
         agreed = iter(agree_on_largest(group, numbers))
         step = next(agreed)
         launched = list(accumulate((next(agreed) for _ in buckets), max))
@@ -275,13 +275,13 @@ class Auto(StatefulHook[AutoState]):
             name: candidate.costs(buckets, computing[name], packing, world)
             for name, candidate in self._candidates.items()
         }
-        # they were sent by a hook, as one is registered
+        # the measured steps had a hook, and so packed their buckets
         sent = [
             Cost(packs, c.messages, single=True)
             for packs, c in zip(packing, costs[PLAIN], strict=True)
         ]
         ready = undisturbed(launched, sent, cluster)
-        # forward and update, which all have
+        # forward and update, which do not depend on the choice
         beside = max(0.0, step - end_of_step(ready, sent, cluster))
         choice = choose(ready, costs, cluster, min_gain=TRY_GAIN * step, idle=beside)
         return choice, contenders(choice, ready, costs, cluster, beside)
@@ -290,7 +290,10 @@ class Auto(StatefulHook[AutoState]):
 def measured(
     candidates: Sequence[Candidate], buckets: Sequence[Sequence[Tensor]], world: int
 ) -> dict[str, list[Computing]]:
-    """What each candidate computes for each bucket: measured for the smallest and the largest."""
+    """Return each candidate's computing time for each bucket.
+
+    It is measured for the smallest and the largest bucket, and interpolated for the others.
+    """
     sizes = [sum(p.numel() for p in parameters) for parameters in buckets]
     chosen = dict.fromkeys((sizes.index(min(sizes)), sizes.index(max(sizes))))
     found = {}
@@ -306,23 +309,24 @@ def auto(
     *,
     group: ProcessGroup | None = None,
 ) -> Auto:
-    """Take for each bucket what is fastest of what is allowed; where nothing pays, no hook at all.
+    """Return a hook that chooses the fastest allowed hook for each bucket, or no hook.
 
-    Three steps are plain. Then every rank measures the group's link and what each hook computes,
-    in a few seconds; they agree on the numbers, and predict when a step would end. Where that gains
-    2 % of a step, what is predicted to be close to the fastest is tried: six steps each, by turns.
-    A choice is kept if it gains 5 % of a step without a hook.
+    The first three steps run without compression. Then the ranks measure the group's link and the
+    computing time of each hook in a few seconds, agree on the numbers, and predict the time of a
+    step. If a choice is predicted to gain 2 % of a step, the choices that are predicted to be close
+    to the fastest are tried in turn, six steps each. The fastest is kept if it gains 5 % over steps
+    without a hook; otherwise the hook is withdrawn.
 
     Args:
         allowed: Names of hooks ("bf16", "fp16", "int8", "int4", "low_rank", "sign", "top_k"), or
-            hooks that compress, as `LowRank(8)`. What they lose is yours to allow.
-        group: The group; None: that of the module it is registered for.
+            compressing hooks such as `LowRank(8)`. Their loss of precision must be acceptable.
+        group: Process group; None for the group of the module that the hook is registered for.
 
     Raises:
-        ArgumentError: Something else is allowed, or nothing, or something twice.
+        ArgumentError: `allowed` is empty, or has duplicates or unknown hooks.
 
     Example:
-        On two ranks of one host nothing pays:
+        On two ranks of one host no hook gains enough:
 
         >>> from gradwire.ddp import DistributedDataParallel
         >>> from gradwire.testing import run_ranks
@@ -338,7 +342,7 @@ def auto(
 
     Source:
         S. Agarwal et al., On the utility of gradient compression in distributed training systems,
-        MLSys 2022: of 200 set-ups, 6 gained.
+        MLSys 2022: compression gained time in 6 of 200 setups.
     """
     if group is not None:
         check_group(group)
@@ -346,6 +350,6 @@ def auto(
     names = [c.name for c in candidates]
     if len(names) == 1 or len(set(names)) < len(names):
         raise ArgumentError(
-            f"allowed is {names[1:]}: give at least one hook, and each kind at most once"
+            f"allowed is {names[1:]}: pass at least one hook, and each kind at most once"
         )
     return Auto(candidates, group)

@@ -1,4 +1,4 @@
-"""The collectives of a group, measured: the same numbers on all ranks."""
+"""Measurement of a group's collectives, with the same result on all ranks."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from gradwire.tuning.cost_model import Burst, Cluster, Collective, Curve, Link, 
 from gradwire.tuning.meter import Meter, device_of
 
 BEFORE_SECONDS = 0.01
-"""How long ranks compute before each collective that is measured, as in a step.
+"""Duration of computing before each measured collective, as in a training step.
 
-Right after another one it takes half as long: threads are awake, and ranks come at the same time.
+Directly after another collective it would take half as long, because threads are awake and ranks
+arrive at the same time.
 """
 SLOWER = 1.1
-"""A collective that takes so much longer right after another one: the link may save up credit."""
+"""Ratio of a collective's times, after another one and after a rest, that indicates credit."""
 REST_SECONDS = 0.3
-"""A rest after which it has credit."""
+"""Idle time after which a link has credit."""
 BUSY_SECONDS, LEAST = 0.6, 3
-"""How long collectives follow each other, to see what they take without credit; at least three."""
+"""Duration and minimum number of collectives in a row that measure the time without credit."""
 LONG_SECONDS = 0.1
-"""What takes so long on a link takes little beside that from computing: it need not be measured."""
+"""Duration above which the slowdown of concurrent computing is small, and not measured."""
 
 
 def measure_cluster(
@@ -37,18 +38,20 @@ def measure_cluster(
     *,
     thorough: bool = True,
 ) -> Cluster:
-    """What collectives on the group cost: every rank calls, and gets the same.
+    """Measure collectives on a group. Every rank must call this, and gets the same result.
 
-    Each takes a few messages of each size, from 1 KiB up to 16 MiB or until one takes 0.1 s, each
-    after some computing, as in a step. Then some of the smallest and the largest are sent beside
-    as much computing, which shows what that loses by them. Where one that takes 0.1 s takes longer
-    right after another, several follow each other, until the link has used up what it had saved.
+    Each collective is run with several sizes, from 1 KiB to 16 MiB or until one takes 0.1 s, after
+    some computing, as in a step. The smallest and the largest size are then run during computing,
+    to measure by how much they slow it down. If a collective of 0.1 s takes longer directly after
+    another one, several are run in a row, until the link has used up its credit (see `Burst`).
 
     Args:
-        group: At least two ranks.
-        collectives: Which; or, for each, the most bytes that a rank will give: none larger is sent.
-        thorough: Whether it may take some seconds; else about one: each size is sent twice, none
-            after one that takes 0.03 s. Where a link saves up credit, it takes longer.
+        group: Process group of at least two ranks.
+        collectives: Collectives to measure, or a mapping of collectives to the maximum input size
+            in bytes.
+        thorough: True for a measurement of several seconds. If False, it takes about one second:
+            each size is sent twice, and none after one that takes 0.03 s. Links with credit take
+            longer.
 
     Example:
         >>> import torch.distributed as dist
@@ -80,14 +83,14 @@ def measure_cluster(
 
 @dataclass
 class _Line:
-    """One kind of collective, over the group's link.
+    """Measurement of one kind of collective on the group's link.
 
     Attributes:
-        meter: What measures.
-        name: Which.
-        sizes: Bytes that a rank gives, those that are measured.
-        credit: Seconds that the link saves up while it rests, as far as known.
-        busy: Seconds that a byte takes it without credit, or about so many; 0: unknown.
+        meter: Meter of the group.
+        name: Collective.
+        sizes: Input sizes in bytes to measure.
+        credit: Credit of the link after a rest, in seconds, as far as known.
+        busy: Approximate seconds per byte without credit; 0 if unknown.
     """
 
     meter: Meter
@@ -98,11 +101,11 @@ class _Line:
 
     @property
     def widest(self) -> int:
-        """Bytes of its largest tensor, for each that a rank gives."""
+        """Ratio of the size of the largest tensor to the input size."""
         return self.meter.group.size() if self.name == "all_gather" else 1
 
     def points(self) -> list[tuple[float, float]]:
-        """What each size takes, with all credit that there is."""
+        """Return (size, seconds) for each size, with full credit."""
         sleep(self.credit)
         points: list[tuple[float, float]] = []
         before = self.meter.computing(BEFORE_SECONDS)
@@ -114,7 +117,7 @@ class _Line:
                 before()
                 send()
 
-            # more bytes do not take less, whatever the noise says
+            # enforces times that do not decrease with the size, despite noise
             least = max(least, self.meter.mean(step, self._rest(given)) - computing)
             points.append((given, least))
             if least >= self.meter.enough and len(points) > 1:
@@ -122,12 +125,15 @@ class _Line:
         return points
 
     def find_credit(self, points: list[tuple[float, float]]) -> float:
-        """What the link saves up, or 0; with the last of the points, measured after a rest."""
+        """Return the link's credit, or 0, from collectives of the last point's size in a row.
+
+        The last point is replaced by a measurement after a rest if there is credit.
+        """
         nbytes, once = points[-1]
         if once < self.meter.enough:
             return 0.0
         send = sender(self.meter.group, self.name, int(nbytes))
-        # where smaller ones were repeated, they may have used it up before this point
+        # in a thorough measurement, the repeated smaller sizes may have used up the credit
         if not self.meter.thorough and self.meter.timed(send) < SLOWER * once:
             return 0.0
         sleep(REST_SECONDS)
@@ -139,14 +145,14 @@ class _Line:
         return self.credit
 
     def curve(self, points: Sequence[tuple[float, float]]) -> Curve:
-        """Through these points, and beyond by what a byte takes without credit: it sets `busy`."""
+        """Return the curve through the points, continued at the rate without credit; set `busy`."""
         nbytes, seconds = points[-1]
         if seconds >= self.meter.enough and self.busy * nbytes > self.credit > 0:
-            self.busy = (seconds + self.credit) / nbytes  # it has used up what was saved
+            self.busy = (seconds + self.credit) / nbytes  # the credit was used up
         return Curve(tuple(points), self.busy or None)
 
     def taken(self, curve: Curve) -> Curve:
-        """What the smallest and the largest of these take from computing beside them."""
+        """Return the time that the smallest and the largest size take from concurrent computing."""
         sleep(self.credit)
         first, *others = curve.points
         short = [point for point in others if self.meter.thorough or point[1] < LONG_SECONDS]
@@ -169,20 +175,20 @@ class _Line:
         return Curve(tuple(points), None if last == others[-1] else 0.0)
 
     def _rest(self, given: float) -> float:
-        """After which the link has all credit again."""
+        """Return the idle seconds after which the link has full credit again."""
         return min(self.credit, self.busy * given)
 
 
 def _link(meter: Meter, curve: Curve) -> Link:
-    """As two numbers, for what was not measured."""
+    """Fit latency and bandwidth, for collectives that were not measured."""
     first, (last, seconds) = curve.points[0], curve.points[-1]
-    if curve.beyond is not None:  # up to there, credit makes it look faster
+    if curve.beyond is not None:  # the points are too fast, because of credit
         last, seconds = 2 * last, curve.seconds(2 * last)
     return fit_link(meter.group.size(), [(int(n), s) for n, s in (first, (last, seconds))])
 
 
 def _spare(meter: Meter) -> float:
-    """How much of a second thread's computing costs the first one nothing."""
+    """Return the fraction of a second thread's computing that does not slow down the first."""
     multiply = meter.computing(meter.enough / 2)
 
     def both() -> None:
@@ -196,13 +202,13 @@ def _spare(meter: Meter) -> float:
 
 
 SIZES = (1 << 10, 1 << 15, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
-"""Bytes of the largest tensor of a collective: what a rank gives, or gets."""
+"""Sizes in bytes of a collective's largest tensor, its input or output."""
 
 
 def sizes_of(name: Collective, world: int, largest: float = inf) -> list[int]:
-    """Bytes that a rank gives, at least two, up to the largest of interest.
+    """Return at least two input sizes in bytes, up to the largest of interest.
 
-    With many ranks, some are rounded up to the same.
+    With many ranks, several sizes may be rounded up to the same value.
     """
     unit = 4 * world if name == "all_to_all" else 4
 
@@ -211,14 +217,14 @@ def sizes_of(name: Collective, world: int, largest: float = inf) -> list[int]:
 
     shares = (nbytes // world if name == "all_gather" else nbytes for nbytes in SIZES)
     every = list(dict.fromkeys(whole(share) for share in shares))
-    # two that are next to each other would differ by noise alone
+    # two adjacent sizes would differ by noise only
     top = whole(max(every[1], min(every[-1], largest)))
     return [*(size for size in every if size < top), top]
 
 
 def starter(group: ProcessGroup, name: Collective, nbytes: int) -> Callable[[], Work | None]:
-    """Starts a collective of tensors of which a rank gives so many bytes."""
-    # ones: their memory has been touched
+    """Return a function that starts a collective with an input of this size."""
+    # ones, so that the memory has been touched
     own = torch.ones(nbytes // 4, dtype=torch.float32, device=device_of(group))
     others: dict[str, Any] = {"group": group, "async_op": True}
     if name == "all_reduce":
@@ -231,12 +237,12 @@ def starter(group: ProcessGroup, name: Collective, nbytes: int) -> Callable[[], 
 
 
 def wait(work: Work | None) -> None:
-    """Until it is done, with a future, as hooks do."""
+    """Wait for a collective through its future, as hooks do."""
     assert work is not None
     work.get_future().then(lambda done: done.value()).wait()
 
 
 def sender(group: ProcessGroup, name: Collective, nbytes: int) -> Callable[[], None]:
-    """Starts such a collective, and waits for it."""
+    """Return a function that starts a collective and waits for it."""
     start = starter(group, name, nbytes)
     return lambda: wait(start())

@@ -1,4 +1,4 @@
-"""How long something takes on a group: all ranks begin together, and the slowest one counts."""
+"""Timing on a group: all ranks start together, and the slowest rank's time counts."""
 
 from __future__ import annotations
 
@@ -10,30 +10,33 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 SOME_SECONDS = 0.06
-"""How long something is repeated to be measured, after a first time; at least twice.
+"""Duration of repeated calls in a measurement, after a first call. There are at least two.
 
-The mean counts: ranks that share cores have them by turns.
+The result is the mean, because ranks may share cores.
 """
 ENOUGH_SECONDS, ENOUGH_AT_ONCE = 0.1, 0.03
-"""What takes so long is not repeated; nor need what takes longer be sent."""
+"""Measurements longer than this are not repeated, and larger messages are skipped.
+
+The second value is for measurements that are not thorough.
+"""
 PRODUCTS = 20
 WIDTH = 192
-"""Of the matrices that are multiplied beside a collective."""
+"""Size of the square matrices that are multiplied during a collective."""
 
 
 class Meter:
-    """Times what every rank of a group does.
+    """Timer of calls that every rank of a group makes.
 
     Args:
-        group: The group.
-        thorough: Whether there is time to repeat things; else each is done twice.
+        group: Process group.
+        thorough: True to repeat calls; False to call each twice.
 
     Attributes:
-        group: The group.
-        thorough: The same.
-        enough: What takes so many seconds is not repeated; nor need what takes longer be sent.
-        device: Where it communicates.
-        product: Seconds that a unit of computing takes while all ranks compute.
+        group: Process group.
+        thorough: See Args.
+        enough: Seconds above which calls are not repeated and larger messages are skipped.
+        device: Device of the group's tensors.
+        product: Seconds of a unit of computing while all ranks compute.
     """
 
     def __init__(self, group: ProcessGroup, *, thorough: bool) -> None:
@@ -45,11 +48,11 @@ class Meter:
         self.product = max(1e-6, self.mean(self.multiplying(many)) / many)
 
     def computing(self, seconds: float) -> Callable[[], None]:
-        """Some computing that takes about so long."""
+        """Return a function that computes for about this long."""
         return self.multiplying(max(1, round(seconds / self.product)))
 
     def multiplying(self, times: int) -> Callable[[], None]:
-        """Some computing: products of matrices that stay in a core's cache."""
+        """Return a function that multiplies matrices that stay in a core's cache."""
         a = torch.ones(WIDTH, WIDTH, dtype=torch.float32, device=self.device)
 
         def multiply() -> None:
@@ -59,13 +62,13 @@ class Meter:
         return multiply
 
     def mean(self, call: Callable[[], object], rest: float = 0.0) -> float:
-        """Seconds of a call.
+        """Return the mean seconds of a call.
 
         Args:
-            call: What.
-            rest: For how long ranks sleep before each.
+            call: Function to time.
+            rest: Seconds that ranks sleep before each call.
         """
-        first = self.timed(call, rest)  # which may have memory to touch
+        first = self.timed(call, rest)  # may include page faults
         if first >= self.enough:
             return first
         if not self.thorough:
@@ -81,14 +84,15 @@ class Meter:
         return self.timed(repeat) / times
 
     def timed(self, call: Callable[[], object], rest: float = 0.0) -> float:
-        """Seconds of a call, once."""
+        """Return the seconds of a single call."""
         (seconds,) = self.each(call, 1, rest)
         return seconds
 
     def each(self, call: Callable[[], object], times: int, rest: float = 0.0) -> list[float]:
-        """Seconds of each of some calls, one after another."""
+        """Return the seconds of each of several calls in a row."""
         if self.thorough:
-            agree_on_largest(self.group, [0.0])  # all begin together; else as the last has ended
+            # a barrier; without it, ranks start when their previous measurement has ended
+            agree_on_largest(self.group, [0.0])
         taken = []
         for _ in range(times):
             if rest > 0:
@@ -102,13 +106,13 @@ class Meter:
 
 
 def agree_on_largest(group: ProcessGroup, numbers: Sequence[float]) -> list[float]:
-    """The largest of each over ranks."""
+    """Return the maximum over ranks of each number."""
     every = torch.tensor(numbers, dtype=torch.float64, device=device_of(group))
     dist.all_reduce(every, dist.ReduceOp.MAX, group=group)
     return every.tolist()
 
 
 def device_of(group: ProcessGroup) -> torch.device:
-    """Where it communicates: the CPU, if it can."""
+    """Return the device of a group's tensors, the CPU if supported."""
     cpu = torch.device("cpu")
     return cpu if cpu in group._device_types else group._device_types[0]

@@ -1,4 +1,4 @@
-"""Which of a few ways to reduce buckets is fastest: steps with each, by turns."""
+"""Trial of a few choices of hooks in training steps."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from gradwire.tuning.cost_model import Choice, Cluster, Cost, end_of_step
 from gradwire.tuning.meter import agree_on_largest
 
 Names: TypeAlias = tuple[str, ...]
-"""The candidate of each bucket."""
+"""Candidate of each bucket, by name."""
 
 TRY_GAIN = 0.02
-"""The part of a step that a choice has to gain by prediction, or no other is tried."""
+"""Minimum predicted gain for a trial, as a fraction of a step."""
 MIN_GAIN = 0.05
-"""The part of a step that it has to gain in steps.
+"""Minimum measured gain for a choice, as a fraction of a step.
 
-What is sent approximately has to be worth it; and steps differ by as much for other reasons.
+A smaller gain does not justify approximate gradients, and is within the variation of steps.
 """
 CLOSE = 1.3
-"""What is predicted to take this much longer than the fastest may still be the fastest."""
+"""Factor of the fastest predicted time up to which choices are tried."""
 CLOSE_PLAIN = 2.0
-"""As `CLOSE`, for no hook: its steps are tried where they do not take too long."""
+"""Same as `CLOSE`, for no hook."""
 MOST = 4
-"""How many are tried."""
+"""Maximum number of contenders."""
 STEPS = 6
-"""How many steps of each a trial has; the first is not counted."""
+"""Number of steps of each contender. The first is not counted."""
 
 
 def contenders(
@@ -39,14 +39,16 @@ def contenders(
     cluster: Cluster,
     beside: float,
 ) -> list[Names]:
-    """What may be the fastest, from what is predicted to be on; alone: it needs no trial.
+    """Return the choices that may be the fastest, in order of predicted time.
+
+    A single choice needs no trial.
 
     Args:
-        choice: The fastest by prediction.
-        ready: As `end_of_step` has it.
-        costs: Of each candidate for each bucket.
-        cluster: As `end_of_step` has it.
-        beside: Seconds of a step that all have: forward and update.
+        choice: Choice with the shortest predicted time.
+        ready: See `end_of_step`.
+        costs: Costs of each candidate for each bucket.
+        cluster: See `end_of_step`.
+        beside: Seconds of forward and update.
     """
     plain = (PLAIN,) * len(ready)
     if choice.names == plain:
@@ -68,41 +70,41 @@ def contenders(
 
 
 class Trial:
-    """Steps with each of some contenders.
+    """Trial of several contenders, which alternate from step to step.
 
     Args:
-        contenders: The candidate of each bucket; those of a bucket by its place.
+        contenders: Choices to try.
 
     Attributes:
-        present: The contender of this step.
+        current: Contender of this step.
     """
 
     def __init__(self, contenders: Sequence[Names]) -> None:
         self._seconds: dict[Names, list[float]] = {names: [] for names in contenders}
         self._order = list(contenders)
-        self.present = self._order[0]
+        self.current = self._order[0]
 
     def add(self, seconds: float) -> None:
-        """A step of the present contender has taken so long; the next has its turn."""
-        self._seconds[self.present].append(seconds)
-        at = self._order.index(self.present) + 1
-        self.present = self._order[at % len(self._order)]
+        """Record the time of a step of the current contender, and continue with the next one."""
+        self._seconds[self.current].append(seconds)
+        at = self._order.index(self.current) + 1
+        self.current = self._order[at % len(self._order)]
 
     @property
     def is_over(self) -> bool:
-        """Whether there are enough steps of each."""
+        """Return True if there are enough steps of each contender."""
         return all(len(taken) >= STEPS for taken in self._seconds.values())
 
     def medians(self) -> list[float]:
-        """Of each contender, in their order."""
+        """Return the median seconds of each contender's steps, in order."""
         return [median(taken[1:]) for taken in self._seconds.values()]
 
     def fastest(self, group: ProcessGroup, packing: float) -> tuple[Names, dict[Names, float]]:
-        """The contender to take, the same on all ranks, and the seconds of each.
+        """Return the chosen contender, the same on all ranks, and the seconds of each.
 
         Args:
-            group: Whose ranks agree.
-            packing: Seconds that a plain step took for having a hook at all.
+            group: Process group whose ranks agree.
+            packing: Seconds that packing buckets for a hook added to steps without compression.
         """
         agreed = agree_on_largest(group, self.medians())
         seconds = dict(zip(self._order, agreed, strict=True))

@@ -1,4 +1,4 @@
-"""Hooks that send fewer bytes, and keep what they have not sent for the next step."""
+"""Compressing hooks, which add the part of a gradient that they did not send to the next one."""
 
 from gradwire.hooks.compression.compressor import Compressor, Reduction
 from gradwire.hooks.compression.low_rank import LowRank

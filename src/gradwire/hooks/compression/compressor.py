@@ -1,8 +1,8 @@
-"""What all compressing hooks share: error feedback, and what is not compressed.
+"""Base of the compressing hooks: error feedback, and averaging of incompressible gradients.
 
-A step adds to each gradient what earlier steps did not send, sends an approximation of that, and
-keeps the difference. So everything arrives, some of it later (error feedback; Seide et al. 2014,
-Karimireddy et al., arXiv 1901.09847).
+With error feedback (Seide et al. 2014; Karimireddy et al., arXiv 1901.09847), a step adds the error
+of earlier steps to each gradient, sends an approximation of the sum, and keeps the difference as
+the new error. So all of a gradient arrives eventually.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _NOTHING: Mapping[str, Tensor] = MappingProxyType({})
 
 
 class Reduction:
-    """One bucket on its way through a compressing hook.
+    """Reduction of one bucket by a compressing hook.
 
     Args:
-        bucket: Of reals.
-        state: The hook's.
-        wire: Where collectives are started.
+        bucket: Bucket of real numbers.
+        state: State of the hook.
+        wire: Wire that starts the collectives.
 
     Attributes:
-        sent: Gradient and error, in float32 at least: what is to be approximated. It is memory of
-            its own, which becomes the error.
+        sent: Sum of gradient and error, in float32 or float64: the tensor that is approximated. Its
+            memory is not shared with the bucket, and becomes the error.
     """
 
     def __init__(self, bucket: GradBucket, state: CompressorState, wire: Wire) -> None:
@@ -56,28 +56,28 @@ class Reduction:
         others: Mapping[str, Tensor] = _NOTHING,
         bases: Mapping[str, Tensor] = _NOTHING,
     ) -> Tensor:
-        """Put the result into the bucket, and keep what was not sent.
+        """Write the result to the bucket, and keep the error.
 
-        Where the result is not finite, memories stay as they were, on all ranks as the result is
-        the same on all: such a step is skipped by whoever looks at gradients, and its error would
-        stay for good.
+        If the result is not finite, the kept state does not change, on all ranks, because the
+        result is the same on all ranks. Such a step is usually skipped, and a NaN in the error
+        would never leave it.
 
         Args:
-            mean: What the ranks got, the same on all: like the buffer.
-            error: What this rank has not sent.
-            others: What else is to be kept like the buffer, by its use.
-            bases: What is to be kept by parameter, of other sizes than the parameter's.
+            mean: Result, the same on all ranks, like the buffer.
+            error: Difference of `sent` and what this rank has sent.
+            others: Other tensors like the buffer that are kept, by use.
+            bases: Tensors of other sizes that are kept, by parameter.
 
         Returns:
-            The buffer.
+            Buffer of the bucket.
         """
         self.put(0, mean, error)
         return self.keep(error, others=others, bases=bases)
 
     def put(self, at: int, mean: Tensor, error: Tensor) -> None:
-        """Put a part of the result into the bucket, from an element on.
+        """Write a part of the result to the bucket, beginning at element `at`.
 
-        The part of the error takes what the bucket's dtype cannot hold of it, on every rank.
+        The rounding error of the bucket's dtype is added to this part of the error on every rank.
         """
         into = self.bucket.buffer()[at : at + len(mean)]
         into.copy_(mean)
@@ -91,7 +91,7 @@ class Reduction:
         others: Mapping[str, Tensor] = _NOTHING,
         bases: Mapping[str, Tensor] = _NOTHING,
     ) -> Tensor:
-        """As `finish`, where all of the result is in the bucket already."""
+        """Keep the error as `finish` does, when the result is already in the bucket."""
         buffer = self.bucket.buffer()
         if is_finite(buffer):
             self.state.errors.put(self.bucket, error)
@@ -102,48 +102,48 @@ class Reduction:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether all elements are: in one pass, a twentieth of what isfinite takes."""
+    """Return True if all elements are finite, in one pass: a twentieth of isfinite's time."""
     total = tensor.sum(dtype=torch.float64 if tensor.dtype == torch.float64 else torch.float32)
-    # finite elements may have a sum that is not
+    # the sum of finite elements may overflow
     return bool(total.isfinite()) or all(bool(t.isfinite()) for t in tensor.aminmax())
 
 
 class Compressor(StatefulHook[CompressorState]):
-    """A hook that approximates the mean, with error feedback.
+    """Hook that approximates the mean, with error feedback.
 
-    A subclass says in `reduce` how a bucket travels. Integer and sparse gradients are averaged as
-    without a hook, complex ones travel as pairs of reals; on one rank nothing is changed. The
-    error is kept in float32 for float16 and bfloat16 gradients, one float for each element of a
+    A subclass implements `reduce`. Integer and sparse gradients are averaged without compression;
+    complex gradients are reduced as pairs of reals. On one rank gradients do not change. The error
+    is kept in float32 for float16 and bfloat16 gradients, one float for each element of a
     parameter.
 
     Args:
-        group: The group; None: that of the module it is registered for.
-        start: How many steps are averaged without compression, before the first with it.
+        group: Process group; None for the group of the module that the hook is registered for.
+        start: Number of first steps without compression.
     """
 
     averages = True
 
     grows_with_world = False
-    """Whether what it computes on each rank grows with the number of ranks."""
+    """True if its computation on each rank grows with the number of ranks."""
 
     changes_mean = False
-    """Whether it has an effect where nothing is compressed, on one rank and before `start`."""
+    """True if it changes gradients without compression, too: on one rank and before `start`."""
 
     def __init__(self, group: ProcessGroup | None = None, *, start: int = 0) -> None:
         if group is not None:
             check_group(group)
         if start < 0:
-            raise ArgumentError(f"start is {start}: give the number of steps before compression")
+            raise ArgumentError(f"start is {start}: pass a number of steps, at least 0")
         super().__init__(CompressorState(type(self).__name__, group))
         self.start = start
 
     @property
     def traffic(self) -> Traffic:
-        """What this rank has given to collectives so far."""
+        """Counters of this rank's collectives so far."""
         return self.state.traffic
 
     def run_hook(self, bucket: GradBucket) -> HookReturn:
-        """Start a bucket."""
+        """Start reducing a bucket."""
         state, step = self.state, self.state.step
         group = state.process_group or default_group("group")
         buffer = bucket.buffer()
@@ -165,25 +165,25 @@ class Compressor(StatefulHook[CompressorState]):
         return all_reduce(group, bucket)
 
     def committed(self) -> None:
-        """Counts the step."""
+        """Count the step."""
         self.state.step += 1
 
     def release(self, bucket: GradBucket) -> None:
-        """Add to a bucket, on its way by another hook, what this one has not sent of it."""
+        """Add this hook's error to a bucket that another hook reduces, and clear it."""
         if bucket.buffer().layout == torch.strided:
             self.state.errors.move(as_real(bucket))
 
     @abstractmethod
     def reduce(self, reduction: Reduction, step: int) -> torch._C.Future[Any]:
-        """Start what ends with `reduction.finish`."""
+        """Start the reduction of a bucket, which ends with `reduction.finish`."""
 
     @abstractmethod
     def messages(self, parameters: Sequence[Tensor], world: int) -> list[Message]:
-        """What `reduce` sends of a bucket of these parameters, for predictions."""
+        """Return the collectives of `reduce` for a bucket of these parameters, for predictions."""
 
     @staticmethod
     def extent(parameters: Sequence[Tensor]) -> tuple[int, int]:
-        """How many reals a bucket of these parameters has, and the bytes of each as it is sent."""
+        """Return the number of reals in a bucket of parameters, and the bytes sent for each."""
         numel = sum(p.numel() * (2 if p.is_complex() else 1) for p in parameters)
         double = parameters[0].dtype in (torch.float64, torch.complex128)
         return numel, 8 if double else 4
@@ -196,7 +196,7 @@ def is_compressible(buffer: Tensor) -> bool:
 
 
 def as_real(bucket: GradBucket) -> GradBucket:
-    """The bucket, or one of pairs of reals in its memory."""
+    """Return the bucket, or for complex numbers a bucket of pairs of reals in the same memory."""
     buffer = bucket.buffer()
     if not buffer.is_complex():
         return bucket

@@ -1,4 +1,4 @@
-"""Matrices of gradients as products of two thin ones."""
+"""Low-rank approximation of gradients: matrices as products of two thin factors."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from gradwire.hooks.result import chain
 
 @dataclass
 class _Batch:
-    """Matrices (n, m) of one shape, and their factors: thin, and so each in one tensor.
+    """Matrices (n, m) of one shape, and their factors, each in one tensor.
 
-    Factors are transposed, Pᵀ (k, r, n) and Qᵀ (k, r, m): products with them take half the time.
+    The factors are transposed, Pᵀ (k, r, n) and Qᵀ (k, r, m), which halves the time of products.
     """
 
     names: list[str]
@@ -32,29 +32,30 @@ class _Batch:
 
 
 class LowRank(Compressor):
-    """Average an approximation of low rank: of a matrix (n, m), r (n + m) numbers.
+    """Average a low-rank approximation: r (n + m) numbers for a matrix (n, m).
 
-    Each step is one step of a power iteration that goes on where the last one ended: P = M Q,
-    averaged and made orthonormal, then Q = Mᵀ P, averaged; the mean is P Qᵀ. Two all_reduces a
-    bucket; what is not compressed travels with the first. A gradient of more than two dims is the
-    matrix of its first by all others. A NaN or an infinity makes all that is compressed with it not
-    finite, on every rank; then nothing is kept of that step.
+    Each training step is one step of a power iteration: P = M Q is averaged and orthonormalized,
+    then Q = Mᵀ P is averaged. The mean is approximated by P Qᵀ, and Q is kept for the next step.
+    There are two all_reduces per bucket; gradients that are not compressed are part of the first. A
+    gradient of more than two dims is a matrix of its first dim by all others. A NaN or an infinity
+    makes its whole matrix NaN or infinite on every rank; the state of that step is then not kept.
 
-    All ranks compute P Qᵀ from the same bits; they get the same if they have the same kind of
-    processor and number of threads.
+    All ranks compute P Qᵀ from the same bits. The results are equal if the ranks have the same kind
+    of processor and the same number of threads.
 
     Args:
-        rank: The rank of approximations, at least 1.
-        min_saving: What is not made smaller by this factor is sent as it is; so are 1-d tensors.
-        seed: Of the first Q.
-        group: The group; None: that of the module it is registered for.
-        start: How many steps are averaged without compression, before the first with it.
+        rank: Rank r of approximations, at least 1.
+        min_saving: Minimum factor by which compression reduces a gradient's size. Other gradients,
+            and 1-d ones, are sent without compression.
+        seed: Seed of the first Q.
+        group: Process group; None for the group of the module that the hook is registered for.
+        start: Number of first steps without compression.
 
     Raises:
         ArgumentError: `rank` or `min_saving` is less than 1.
 
     Example:
-        A gradient of rank 1 arrives whole:
+        A gradient of rank 1 is averaged without error:
 
         >>> from gradwire.ddp import DistributedDataParallel
         >>> from gradwire.testing import run_ranks
@@ -81,13 +82,13 @@ class LowRank(Compressor):
     ) -> None:
         super().__init__(group, start=start)
         if rank < 1:
-            raise ArgumentError(f"rank is {rank}: give at least 1")
+            raise ArgumentError(f"rank is {rank}: pass at least 1")
         if min_saving < 1:
-            raise ArgumentError(f"min_saving is {min_saving}: give a factor of at least 1")
+            raise ArgumentError(f"min_saving is {min_saving}: pass a factor of at least 1")
         self.rank, self.min_saving, self.seed = rank, min_saving, seed
 
     def reduce(self, reduction: Reduction, step: int) -> torch._C.Future[Any]:
-        """P and what stays as it is, by one all_reduce; then Q by another."""
+        """Sum P and the uncompressed gradients in one all_reduce, then Q in another."""
         wire = reduction.wire
         cut = _Cut(self, reduction)
         for batch in cut.batches:
@@ -102,7 +103,7 @@ class LowRank(Compressor):
                 batch.left = orthonormal(batch.left.mT).mT
                 for value, left, right in zip(batch.values, batch.left, batch.right, strict=True):
                     torch.mm(left, value, out=right)
-            # what this rank has sent is its own Q, which the sum overwrites
+            # for this rank's error: the all_reduce overwrites its own Q
             own = [batch.right.clone() for batch in cut.batches]
             summing = wire.all_reduce(cut.second)
             for batch, sent in zip(cut.batches, own, strict=True):
@@ -114,7 +115,7 @@ class LowRank(Compressor):
         return chain(cut.first.device, whole, multiply_back, lambda _: cut.finish())
 
     def messages(self, parameters: Sequence[Tensor], world: int) -> list[Message]:
-        """All P with what is not compressed, then all Q."""
+        """Return an all_reduce of all P and uncompressed gradients, and one of all Q."""
         left = right = 0
         for parameter in parameters:
             numel = parameter.numel() * (2 if parameter.is_complex() else 1)
@@ -127,7 +128,7 @@ class LowRank(Compressor):
         return [Message("all_reduce", size * itemsize) for size in sizes]
 
     def _bases(self, batch: _Batch, reduction: Reduction, step: int) -> Tensor:
-        """Qᵀ as the step before left it, orthonormal; random where that has found nothing."""
+        """Return orthonormal Qᵀ from the previous step, with random vectors for empty columns."""
         seeds = [self.seed + zlib.crc32(f"{name} {step}".encode()) for name in batch.names]
         found = []
         for name, like, seed in zip(batch.names, batch.right, seeds, strict=True):
@@ -141,18 +142,18 @@ class LowRank(Compressor):
         return orthonormal(bases).mT
 
     def fits(self, rows: int, columns: int) -> int:
-        """The rank by which a matrix is approximated; 0: it is sent as it is."""
+        """Return the rank of a matrix's approximation; 0 for no compression."""
         rank = min(self.rank, rows, columns)
         return rank if rows * columns >= self.min_saving * rank * (rows + columns) else 0
 
 
 class _Cut:
-    """A bucket, cut into matrices that are compressed and pieces that are not.
+    """Division of a bucket into matrices that are compressed and pieces that are not.
 
     Attributes:
-        batches: What is compressed, by shape.
-        first: All P, then the pieces: what the first all_reduce sums.
-        second: All Q.
+        batches: Compressed matrices, by shape.
+        first: All P, then the pieces: input of the first all_reduce.
+        second: All Q: input of the second all_reduce.
     """
 
     def __init__(self, hook: LowRank, reduction: Reduction) -> None:
@@ -185,7 +186,7 @@ class _Cut:
         ]
 
     def finish(self) -> Tensor:
-        """P Qᵀ and the pieces' mean in their places; matrices hold what was not sent."""
+        """Write P Qᵀ and the pieces' mean to the bucket, and keep the errors and Q."""
         self.second.div_(self._reduction.wire.size)
         for batch in self.batches:
             for value, left, right in zip(batch.values, batch.left, batch.right, strict=True):
@@ -194,7 +195,7 @@ class _Cut:
         for piece in self._pieces:
             mean = self.first[at : at + len(piece)].div_(self._reduction.wire.size)
             piece.zero_()
-            self._reduction.put(self._place(piece), mean, piece)
+            self._reduction.put(self._offset(piece), mean, piece)
             at += len(piece)
         bases = {
             n: q for batch in self.batches for n, q in zip(batch.names, batch.right, strict=True)
@@ -202,19 +203,19 @@ class _Cut:
         return self._reduction.keep(self._reduction.sent, bases=bases)
 
     def _put_product(self, value: Tensor, left: Tensor, right: Tensor) -> None:
-        buffer, at = self._reduction.bucket.buffer(), self._place(value)
-        if buffer.dtype == left.dtype:  # without a pass over memory of its own
+        buffer, at = self._reduction.bucket.buffer(), self._offset(value)
+        if buffer.dtype == left.dtype:  # directly into the bucket, without a copy
             torch.mm(left.t(), right, out=buffer[at : at + value.numel()].view(value.shape))
         else:
             self._reduction.put(at, (left.t() @ right).view(-1), value.view(-1))
 
-    def _place(self, part: Tensor) -> int:
-        """Where in the bucket it begins."""
+    def _offset(self, part: Tensor) -> int:
+        """Return the first element of a part in the bucket."""
         return int(part.storage_offset() - self._reduction.sent.storage_offset())
 
 
 def _rows(parameter: Tensor) -> int:
-    """The size of the dim that lies outermost in memory: any other order permutes columns."""
+    """Return the size of the dim that is outermost in memory, which is the matrix's first."""
     strides = memory_strides(parameter)
     if parameter.dim() < 2 or strides is None:
         return parameter.shape[0] if parameter.dim() else 1
@@ -223,9 +224,11 @@ def _rows(parameter: Tensor) -> int:
 
 
 def orthonormal(matrices: Tensor) -> Tensor:
-    """(…, n, r), n >= r, orthonormal columns that span at least those of each matrix.
+    """Return orthonormal columns (…, n, r), n >= r, that span the columns of each matrix.
 
-    NaN in all of a matrix that is not finite.
+    The result is NaN for a matrix with values that are not finite. Householder's QR is used because
+    its columns are orthonormal for any finite matrix, even zero. Gram-Schmidt divides rounding
+    errors by their norm if a matrix lacks rank.
 
     Example:
         >>> basis = orthonormal(torch.tensor([[1.0, 1.0], [1.0, 1.0], [0.0, 0.0]]))  # of rank 1
@@ -238,21 +241,21 @@ def orthonormal(matrices: Tensor) -> Tensor:
         basis: Tensor = torch.linalg.qr(matrices).Q
         return basis
     finite = finite[..., None, None]
-    # LAPACK's answer to NaN is undefined
+    # LAPACK's result for NaN is undefined
     basis = torch.linalg.qr(matrices.where(finite, 0)).Q
     return torch.where(finite, basis, float("nan"))
 
 
 def random_basis(like: Tensor, seed: int) -> Tensor:
-    """Normal random numbers, the same on every rank for the same seed."""
+    """Return normal random numbers, the same on every rank for the same seed."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(like.shape, dtype=torch.float32, generator=generator).to(like)
 
 
 def renewed(matrix: Tensor, seed: int) -> Tensor:
-    """The matrix; random columns where its own are zero, or nothing beside the largest.
+    """Return the matrix with its empty columns (see `empty_columns`) replaced by random ones.
 
-    A direction that has found nothing would look for nothing ever after.
+    Otherwise an empty column would stay empty in all later steps of the power iteration.
     """
     empty = empty_columns(matrix)
     if not bool(empty.any()):
@@ -261,7 +264,7 @@ def renewed(matrix: Tensor, seed: int) -> Tensor:
 
 
 def empty_columns(matrices: Tensor) -> Tensor:
-    """Which columns of (…, n, r) are zero, or nothing beside the largest: (…, r)."""
+    """Return a mask (…, r) of the columns of (…, n, r) that are zero or negligible."""
     norms: Tensor = torch.linalg.vector_norm(matrices, dim=-2)
     largest = norms.amax(-1, keepdim=True)
     return norms <= largest * torch.finfo(matrices.dtype).eps

@@ -1,4 +1,4 @@
-"""What a compressing hook keeps from step to step, and how it is saved."""
+"""State of a compressing hook: tensors by parameter, step count, traffic."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ from gradwire.hooks.stateful import group_from, name_if_group
 
 
 class CompressorState:
-    """The state of one module's compressing hook, on this rank: it differs between ranks.
+    """State of a compressing hook of one module, on this rank. It differs between ranks.
 
     Args:
-        kind: Which hook it belongs to.
-        group: The group; None: that of the module, or the default one.
+        kind: Class name of the hook.
+        group: Process group; None for the group of the module.
 
     Attributes:
-        process_group: The group.
-        step: How many backwards have been reduced.
-        memories: What is kept by parameter, by its use: "errors", in every hook.
-        bases: Tensors by parameter of other sizes than the parameter's.
-        traffic: What was given to collectives.
+        process_group: Process group.
+        step: Number of reduced backward passes.
+        memories: Tensors by parameter, by use. Every hook has "errors".
+        bases: Tensors by parameter whose sizes differ from the parameter's.
+        traffic: Counters of collectives.
     """
 
     depends_on_buckets = True
-    """The bits of later steps depend on which parameters share a bucket: so that a resumed run
-    goes on as if it had not been interrupted, its buckets become those of the run before."""
+    """True: the bits of later steps depend on which parameters share a bucket. Loading the state
+    therefore restores the buckets of the saved run, so that a resumed run repeats an uninterrupted
+    one."""
 
     def __init__(self, kind: str, group: ProcessGroup | None) -> None:
         self.kind, self.process_group = kind, group
@@ -42,18 +43,18 @@ class CompressorState:
         self.traffic = Traffic()
 
     def empty(self) -> CompressorState:
-        """A new state of the same hook, which keeps nothing yet."""
+        """Return a new, empty state of the same hook."""
         made = CompressorState(self.kind, self.process_group)
         made.memories = {use: ParameterMemory() for use in self.memories}
         return made
 
     @property
     def errors(self) -> ParameterMemory:
-        """What was not sent yet."""
+        """Errors: the parts of gradients that were not sent."""
         return self.memories["errors"]
 
     def state_dict(self) -> dict[str, Any]:
-        """What has to be saved, on each rank its own."""
+        """Return the state to save, on each rank its own."""
         return {
             "kind": self.kind,
             "step": self.step,
@@ -62,16 +63,16 @@ class CompressorState:
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Go on with what `state_dict` gave.
+        """Restore a state that `state_dict` returned.
 
         Raises:
-            ArgumentError: It is another hook's.
+            ArgumentError: The state is of another hook.
         """
         kind = saved.get("kind")
         if kind != self.kind or saved["memories"].keys() != self.memories.keys():
             raise ArgumentError(
-                f"the saved state is of {kind}, the hook is {self.kind}: register the hook that it "
-                "was saved with, with the same options"
+                f"the saved state is of {kind}, the hook is {self.kind}: register the hook that "
+                "was saved, with the same options"
             )
         self.step = saved["step"]
         for use, memory in self.memories.items():
@@ -86,7 +87,11 @@ class CompressorState:
 
 
 class ParameterMemory:
-    """Flat tensors by bucket, whose parts belong to parameters.
+    """Tensors by parameter, kept flat in the order of the buckets that use them.
+
+    Buckets are assigned again after the first backward pass, and when the model changes. The
+    tensors are kept by the parameters' names, so that they follow their parameters to other
+    buckets.
 
     Example:
         >>> from gradwire.testing import FakeBucket
@@ -103,9 +108,9 @@ class ParameterMemory:
         self._spares: dict[tuple[str, ...], Tensor] = {}
 
     def flat(self, bucket: GradBucket, dtype: torch.dtype) -> Tensor:
-        """What is kept for a bucket's parameters, like its buffer but for the dtype.
+        """Return the kept tensor of a bucket's parameters, like its buffer except for the dtype.
 
-        It is what is kept, not a copy; zeros where nothing is, or for another size of parameter.
+        It is not a copy. It is zero for parameters that have no kept values, or had another size.
         """
         buffer, names = bucket.buffer(), tuple(bucket.names())
         kept = self._flats.get(names)
@@ -122,16 +127,16 @@ class ParameterMemory:
         return made
 
     def plus(self, bucket: GradBucket, dtype: torch.dtype) -> Tensor:
-        """The sum of what is kept and of the bucket's buffer, in memory that may be `put`."""
+        """Return the kept tensor plus the bucket's buffer, in memory that may go to `put`."""
         kept = self.flat(bucket, dtype)
-        # new memory costs its pages: as much as three sums
+        # the page faults of new memory take as long as three sums
         spare = self._spares.pop(tuple(bucket.names()), None)
         if spare is None or not _is_like(spare, bucket.buffer(), dtype):
             spare = torch.empty_like(kept)
         return torch.add(kept, bucket.buffer(), out=spare)
 
     def put(self, bucket: GradBucket, flat: Tensor) -> None:
-        """Keep this for a bucket's parameters from now on: it is the memory's alone."""
+        """Keep a tensor for a bucket's parameters, without a copy: ownership is transferred."""
         names = tuple(bucket.names())
         if names not in self._flats:
             stale = [key for key in self._flats if not set(names).isdisjoint(key)]
@@ -146,7 +151,7 @@ class ParameterMemory:
         self._parts.update(zip(names, parts, strict=True))
 
     def move(self, bucket: GradBucket) -> None:
-        """Add what is kept for a bucket's parameters to its buffer, and keep nothing of them."""
+        """Add the kept tensors of a bucket's parameters to its buffer, and forget them."""
         buffer, at = bucket.buffer(), 0
         for name, parameter in zip(bucket.names(), bucket.parameters(), strict=True):
             part, count = self._parts.pop(name, None), parameter.numel()
@@ -158,11 +163,11 @@ class ParameterMemory:
         self._spares = {key: flat for key, flat in self._spares.items() if gone.isdisjoint(key)}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Copies, by parameter, 1-d."""
+        """Return copies by parameter, 1-d."""
         return {name: part.clone() for name, part in self._parts.items()}
 
     def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
-        """Keep what `state_dict` gave, and nothing else."""
+        """Replace all kept tensors by those that `state_dict` returned."""
         self._flats.clear()
         self._spares.clear()
         self._parts = {name: part.clone().view(-1) for name, part in saved.items()}
@@ -172,7 +177,7 @@ class ParameterMemory:
 
     @property
     def nbytes(self) -> int:
-        """How much memory what is kept takes; as much again is held for the next step's."""
+        """Bytes of the kept tensors. The same amount is reserved for the next step's."""
         return sum(part.nbytes for part in self._parts.values())
 
 

@@ -1,4 +1,4 @@
-"""Only the largest gradients of a bucket, and where they are."""
+"""Sparsification: the largest elements of a bucket, and their indices."""
 
 from __future__ import annotations
 
@@ -26,29 +26,32 @@ from gradwire.hooks.result import chain
 from gradwire.hooks.stateful import HookReturn
 
 SAMPLES = 1 << 14
-"""How many elements the threshold is found from, at least: 1 % of them are known to some 8 %."""
+"""Minimum size of the sample that gives the threshold.
+
+For a ratio of 1 %, the number of chosen elements then varies by about 8 %.
+"""
 
 
 CACHED = 1 << 18
-"""Elements among which some are chosen at a time."""
+"""Number of elements that are compared with the threshold at a time."""
 
 
 class TopK(Compressor):
-    """Average the largest of each rank's gradients, and keep the rest for later steps.
+    """Average the largest elements of each rank's gradients, and keep the rest for later steps.
 
-    The threshold is that of a sample of the bucket; a rank sends at most twice as many elements as
-    the ratio says. Ranks exchange their counts, then 4 bytes of index and the value for each, by
-    all_gather: more than without compression where W times the ratio is large. A NaN counts as
-    largest, and arrives; then nothing is kept of that step.
+    The threshold is estimated from a sample of the bucket. A rank sends at most twice as many
+    elements as `ratio` specifies. Ranks exchange their counts, then a 4-byte index and the value of
+    each chosen element, by all_gather. If W times the ratio is large, this is more than without
+    compression. A NaN is always chosen; the errors of that step are then not kept.
 
     Args:
-        ratio: The part of a bucket's elements that a rank sends; 0 < ratio <= 1.
-        momentum: Of SGD, if more than 0: it is then applied here, before elements are chosen, so
-            that those which wait have the momentum that they would have had (momentum correction).
-            It is applied on one rank and before `start`, too; not to sparse and integer gradients.
-            Leave the optimizer's own at 0.
-        group: The group; None: that of the module it is registered for.
-        start: How many steps are averaged without compression, before the first with it.
+        ratio: Fraction of a bucket's elements that a rank sends; 0 < ratio <= 1.
+        momentum: Momentum of SGD, applied before elements are chosen (momentum correction), so that
+            delayed elements have the same momentum as without compression. It is also applied on
+            one rank and before `start`, but not to sparse and integer gradients. Set the
+            optimizer's momentum to 0.
+        group: Process group; None for the group of the module that the hook is registered for.
+        start: Number of first steps without compression.
 
     Raises:
         ArgumentError: `ratio` or `momentum` is out of its range.
@@ -65,7 +68,7 @@ class TopK(Compressor):
         ...         net(torch.tensor([[5.0, 1.0, 4.0, 0.0]])).sum().backward()
         ...         gradients.append(net.module.weight.grad.tolist())
         ...     return gradients
-        >>> run_ranks(main, world_size=2)[0]  # what was kept back is the largest of the next step
+        >>> run_ranks(main, world_size=2)[0]  # the kept elements are the largest of the next step
         [[[5.0, 0.0, 0.0, 0.0]], [[0.0, 0.0, 8.0, 0.0]]]
 
     Source:
@@ -84,16 +87,16 @@ class TopK(Compressor):
     ) -> None:
         super().__init__(group, start=start)
         if not 0 < ratio <= 1:
-            raise ArgumentError(f"ratio is {ratio}: give a part of the elements, such as 0.01")
+            raise ArgumentError(f"ratio is {ratio}: pass a fraction of the elements, such as 0.01")
         if not 0 <= momentum < 1:
-            raise ArgumentError(f"momentum is {momentum}: give at least 0, and less than 1")
+            raise ArgumentError(f"momentum is {momentum}: pass at least 0 and less than 1")
         self.ratio, self.momentum = ratio, momentum
         if momentum:
             self.state.memories["momentum"] = ParameterMemory()
             self.changes_mean = True
 
     def average(self, group: ProcessGroup, bucket: GradBucket) -> HookReturn:
-        """Start the mean without compression, with momentum."""
+        """Start averaging without compression, with momentum."""
         buffer = bucket.buffer()
         if not (self.momentum and is_compressible(buffer)):
             return super().average(group, bucket)
@@ -111,7 +114,7 @@ class TopK(Compressor):
         return chain(buffer.device, super().average(group, bucket), keep)
 
     def reduce(self, reduction: Reduction, step: int) -> torch._C.Future[Any]:
-        """Choose, exchange counts, then indices and values."""
+        """Choose elements, exchange their counts, then their indices and values."""
         wire, error = reduction.wire, reduction.sent
         others = self._with_momentum(reduction)
         count = max(1, round(self.ratio * error.numel()))
@@ -119,7 +122,7 @@ class TopK(Compressor):
         values = error[indices]
         error[indices] = 0
         for velocity in others.values():
-            velocity[indices] = 0  # what has arrived has its momentum in the step that it makes
+            velocity[indices] = 0  # sent elements include their momentum
         integer = torch.int32 if error.numel() < 2**31 else torch.int64
         width = integer.itemsize + error.element_size()
         own = _joined(indices.to(integer), values)
@@ -127,10 +130,13 @@ class TopK(Compressor):
         def exchange(counts: Tensor) -> Any:
             lengths.extend(counts.view(-1).tolist())
             if min(lengths) < 0 or max(lengths) > error.numel():
-                raise HookError(f"ranks sent {lengths} of {error.numel()} elements")
+                raise HookError(
+                    f"ranks sent counts {lengths} for {error.numel()} elements: use the same "
+                    "module and hook on all ranks"
+                )
             padded = own.new_zeros(max(lengths) * width)
             padded[: own.numel()] = own
-            # where nobody has anything, nothing is sent
+            # skipped if no rank has chosen anything
             return wire.all_gather(padded) if len(padded) else padded.view(1, 0)
 
         def finish(received: Tensor) -> Tensor:
@@ -149,7 +155,7 @@ class TopK(Compressor):
         return chain(error.device, wire.all_gather(counts), exchange, finish)
 
     def messages(self, parameters: Sequence[Tensor], world: int) -> list[Message]:
-        """The count, and what is expected of the rank that chooses most: all send as much."""
+        """Return an all_gather of counts, and one of the expected largest count of elements."""
         numel, itemsize = self.extent(parameters)
         index = 4 if numel < 2**31 else 8
         count = max(1, round(self.ratio * numel))
@@ -157,7 +163,7 @@ class TopK(Compressor):
         return [Message("all_gather", 8), Message("all_gather", pairs)]
 
     def _with_momentum(self, reduction: Reduction) -> dict[str, Tensor]:
-        """Adds the momentum of earlier steps to what is sent; the velocity, to be kept."""
+        """Add the momentum of earlier steps to `sent`; return the velocity to keep."""
         if not self.momentum:
             return {}
         kept = reduction.state.memories["momentum"].flat(reduction.bucket, reduction.dtype)
@@ -166,7 +172,7 @@ class TopK(Compressor):
 
 
 def largest(values: Tensor, count: int) -> Tensor:
-    """Indices of about `count` elements of the largest magnitude: more than 0, at most 2 * count.
+    """Return the indices of about `count` elements of the largest magnitude, at most 2 * count.
 
     Example:
         >>> largest(torch.tensor([1.0, -5.0, 3.0, 0.0]), 2)
@@ -176,7 +182,7 @@ def largest(values: Tensor, count: int) -> Tensor:
     found = []
     for lo in range(0, values.numel(), CACHED):
         magnitudes = values[lo : lo + CACHED].abs()
-        # "not below" and "not zero" are true for NaN
+        # both comparisons choose NaN
         chosen = ~(magnitudes < threshold) if threshold > 0 else magnitudes != 0
         found.append(positions(chosen).add_(lo))
     indices = torch.cat(found)
@@ -187,7 +193,9 @@ def largest(values: Tensor, count: int) -> Tensor:
 
 
 def positions(mask: Tensor) -> Tensor:
-    """Where a mask of few is true: by words of eight first, a fifth of what nonzero takes.
+    """Return the indices of a sparse mask's true elements, in a fifth of `nonzero`'s time.
+
+    Words of eight elements are tested first.
 
     Example:
         >>> mask = torch.zeros(20, dtype=torch.bool)
@@ -197,15 +205,16 @@ def positions(mask: Tensor) -> Tensor:
     """
     whole = mask.numel() // 8 * 8
     words = mask[:whole].view(torch.uint8).view(torch.int64).nonzero().view(-1)
-    row, place = mask[:whole].view(-1, 8)[words].nonzero().unbind(1)
-    return torch.cat((words[row] * 8 + place, mask[whole:].nonzero().view(-1) + whole))
+    row, column = mask[:whole].view(-1, 8)[words].nonzero().unbind(1)
+    return torch.cat((words[row] * 8 + column, mask[whole:].nonzero().view(-1) + whole))
 
 
 def _most(numel: int, count: int, world: int) -> float:
-    """How many times `count` the rank is expected to choose that chooses most.
+    """Return the expected number of elements, in units of `count`, of the rank that chooses most.
 
-    Of a sample, as many as are to be above the threshold say how many of all are, give or take
-    their root; of W such, the largest is where Blom has it.
+    The number that a rank chooses varies because its threshold is estimated from a sample: the
+    standard deviation is the root of the number of sampled elements above the threshold. Blom's
+    formula gives the expected maximum of W normal variables.
 
     Source:
         G. Blom, Statistical estimates and transformed beta-variables, 1958.
@@ -218,7 +227,7 @@ def _most(numel: int, count: int, world: int) -> float:
 
 
 def _threshold(values: Tensor, count: int) -> float:
-    """Which magnitude, of a sample's, the largest `count` of all are expected to reach."""
+    """Return the magnitude that the largest `count` elements reach, estimated from a sample."""
     stride = max(1, values.numel() // max(SAMPLES, 1))
     sample = values[::stride].abs()
     wanted = max(1, round(count * len(sample) / values.numel()))
@@ -226,7 +235,7 @@ def _threshold(values: Tensor, count: int) -> float:
 
 
 def _joined(indices: Tensor, values: Tensor) -> Tensor:
-    """Bytes of pairs: as many for each element, wherever a rank's message ends."""
+    """Return the bytes of (index, value) pairs, interleaved so that messages may be truncated."""
     pairs = (indices.view(-1, 1).view(torch.uint8), values.view(-1, 1).view(torch.uint8))
     return torch.cat(pairs, 1).view(-1)
 

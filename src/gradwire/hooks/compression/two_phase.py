@@ -1,9 +1,9 @@
-"""An all_reduce of codes: each rank sums a share of the bucket, in floats, and sends it to all.
+"""Quantizing hooks: an all_reduce of codes, as 8- or 4-bit integers or as signs.
 
-Every rank encodes its gradients and sends each share to the rank that owns it (all_to_all); the
-owner decodes what it got from all, adds it up in rank order, encodes the mean and sends that to
-all (all_gather). Codes are never added to codes, so nothing overflows, and each element is encoded
-twice, however many ranks there are. All decode the same bytes, so that all have the same bits.
+Every rank encodes its gradients and sends one share of the codes to each rank (all_to_all). Each
+rank decodes the codes of its share, sums them in rank order in floating point, encodes the mean and
+sends it to all ranks (all_gather). Codes are never added to codes, so nothing overflows, and each
+element is encoded twice for any number of ranks. All ranks decode the same bytes to the same bits.
 """
 
 from __future__ import annotations
@@ -23,45 +23,47 @@ from gradwire.hooks.compression.wire import Message, looked_up, values_in
 from gradwire.hooks.result import chain
 
 CACHED = 1 << 18
-"""Elements that are encoded or decoded at a time: with all of 6 million at once, each of some 25
-ops passes through memory, and a step of int8 takes 1.5 times as long."""
+"""Number of elements that are encoded or decoded at a time, so that they stay in a core's cache.
+
+With 6 million elements at once, a step of int8 takes 1.5 times as long.
+"""
 
 
 class TwoPhase(Compressor):
-    """A hook whose subclass says how blocks of floats become bytes, and bytes blocks.
+    """Base of hooks that encode blocks of floats as bytes.
 
-    The owner of a share keeps what its code of the mean lacks, times W, as its own error: so that
-    it arrives in the next mean.
+    The rank that sums a share adds the rounding error of the encoded mean, times W, to its own
+    error, so that it arrives in the next mean.
 
     Args:
-        block: How many elements are encoded together; a multiple of 8.
-        group: The group; None: that of the module it is registered for.
-        start: How many steps are averaged without compression, before the first with it.
+        block: Number of elements that are encoded together, a multiple of 8.
+        group: Process group; None for the group of the module that the hook is registered for.
+        start: Number of first steps without compression.
     """
 
     def __init__(self, block: int, group: ProcessGroup | None = None, *, start: int = 0) -> None:
         super().__init__(group, start=start)
         if block < 8 or block % 8:
-            raise ArgumentError(f"block is {block}: give a multiple of 8, such as 256")
+            raise ArgumentError(f"block is {block}: pass a multiple of 8, such as 256")
         self.block = block
 
     @abstractmethod
     def encode(self, blocks: Tensor, generator: torch.Generator | None) -> Tensor:
-        """Bytes of (n, block) floats: (n, b), uint8; not finite floats become such codes.
+        """Encode (n, block) floats as (n, b) uint8, and subtract the decoded values from `blocks`.
 
-        Afterwards the blocks hold what the code lacks.
+        Blocks with values that are not finite must decode to values that are not finite.
         """
 
     @abstractmethod
     def decode(self, code: Tensor, dtype: torch.dtype) -> Tensor:
-        """The (n, block) floats that bytes stand for."""
+        """Decode (n, b) bytes to (n, block) floats."""
 
     def generator(self, rank: int, step: int, bucket: int) -> torch.Generator | None:
-        """The random numbers of one bucket's rounding, if there are any."""
+        """Return the random number generator for rounding one bucket, or None."""
         return None
 
     def messages(self, parameters: Sequence[Tensor], world: int) -> list[Message]:
-        """All shares' codes, then the own share's."""
+        """Return an all_to_all of all shares' codes, and an all_gather of one share's."""
         numel, itemsize = self.extent(parameters)
         dtype = torch.float64 if itemsize == 8 else torch.float32
         code = self.encode(torch.zeros(1, self.block, dtype=dtype), self.generator(0, 0, 0)).numel()
@@ -72,10 +74,10 @@ class TwoPhase(Compressor):
         ]
 
     def reduce(self, reduction: Reduction, step: int) -> torch._C.Future[Any]:
-        """Encode, all_to_all, mean, encode, all_gather."""
+        """Encode, all_to_all, average, encode, all_gather."""
         wire, sent, block = reduction.wire, reduction.sent, self.block
         size = wire.size
-        share = -(-sent.numel() // (size * block))  # in blocks
+        share = -(-sent.numel() // (size * block))  # number of blocks
         generator = self.generator(wire.rank, step, reduction.bucket.index())
         code = torch.cat(
             [
@@ -106,12 +108,12 @@ class TwoPhase(Compressor):
         return chain(sent.device, wire.all_to_all(code.view(size, -1)), mean_of_share, finish)
 
     def _parts(self, blocks: int, like: Tensor) -> list[tuple[int, int]]:
-        """What is worked on at a time: as many blocks as stay in a core's cache from op to op."""
+        """Divide blocks into ranges that stay in a core's cache from one op to the next."""
         step = max(1, CACHED // self.block) if like.device.type == "cpu" else blocks
         return [(lo, min(lo + step, blocks)) for lo in range(0, blocks, step)]
 
     def _encode_part(self, part: Tensor, blocks: int, generator: torch.Generator | None) -> Tensor:
-        """The code of so many blocks, filled up with zeros; the part then holds what it lacks."""
+        """Encode a part, padded with zeros to whole blocks, and leave the rounding error in it."""
         if len(part) == blocks * self.block:
             return self.encode(part.view(blocks, -1), generator)
         filled = part.new_zeros(blocks, self.block)
@@ -122,28 +124,27 @@ class TwoPhase(Compressor):
 
 
 LARGEST = {8: 127, 4: 7}
-"""Of a code's integers, by its bits; its negative is the smallest."""
+"""Largest integer of a code, by its number of bits. The smallest is its negative."""
 
 
 class BlockQuantization(TwoPhase):
-    """Average in 8 or 4 bits an element, rounded in blocks that have a scale each.
+    """Average in 8 or 4 bits per element, quantized in blocks with one scale each.
 
-    A block's largest magnitude becomes the largest integer. Ranks exchange codes by all_to_all,
-    add in float32, encode again, and all_gather. What rounding leaves is kept for the next step.
-    A NaN or an infinity makes all of its block not finite, on every rank; then nothing is kept of
-    that step.
+    A block's largest magnitude is encoded as the largest integer. Ranks exchange codes by
+    all_to_all, sum in float32, encode again, and all_gather. The rounding error is kept for the
+    next step. A NaN or an infinity makes its whole block NaN or infinite on every rank; the errors
+    of that step are then not kept.
 
     Args:
-        bits: 8 or 4.
-        block: How many elements share a scale: an even number, a multiple of 8.
-        stochastic: Round up or down at random, so that the mean of many roundings is the value
-            itself; if not, to the nearest.
-        seed: Of the random numbers; those of a rank, step and bucket follow from it.
-        group: The group; None: that of the module it is registered for.
-        start: How many steps are averaged without compression, before the first with it.
+        bits: Number of bits, 8 or 4.
+        block: Number of elements that share a scale, a multiple of 8.
+        stochastic: True for unbiased stochastic rounding, False for rounding to nearest.
+        seed: Seed from which the random numbers of each rank, step and bucket are derived.
+        group: Process group; None for the group of the module that the hook is registered for.
+        start: Number of first steps without compression.
 
     Raises:
-        ArgumentError: `bits` is another number, or `block` no multiple of 8.
+        ArgumentError: `bits` is not 8 or 4, or `block` is not a multiple of 8.
 
     Example:
         >>> from gradwire.ddp import DistributedDataParallel
@@ -157,8 +158,8 @@ class BlockQuantization(TwoPhase):
         [1.5, 1.5]
 
     Source:
-        ZeRO++'s qgZ, G. Wang et al., arXiv 2306.10209; stochastic rounding as QSGD, D. Alistarh
-        et al., arXiv 1610.02132.
+        qgZ of ZeRO++, G. Wang et al., arXiv 2306.10209; stochastic rounding of QSGD, D. Alistarh et
+        al., arXiv 1610.02132.
     """
 
     def __init__(
@@ -172,40 +173,40 @@ class BlockQuantization(TwoPhase):
         start: int = 0,
     ) -> None:
         if bits not in LARGEST:
-            raise ArgumentError(f"bits is {bits}: give 8 or 4")
+            raise ArgumentError(f"bits is {bits}: pass 8 or 4")
         super().__init__(block, group, start=start)
         self.bits, self.stochastic, self.seed = bits, stochastic, seed
 
     def generator(self, rank: int, step: int, bucket: int) -> torch.Generator | None:
-        """Follows from the arguments alone, so that a resumed run rounds as an uninterrupted."""
+        """Return a generator seeded by the arguments only, so that a resumed run rounds alike."""
         if not self.stochastic:
             return None
         mixed = hashlib.blake2b(f"{self.seed} {rank} {step} {bucket}".encode(), digest_size=7)
         return torch.Generator().manual_seed(int.from_bytes(mixed.digest(), "little"))
 
     def encode(self, blocks: Tensor, generator: torch.Generator | None) -> Tensor:
-        """Integers, then the block's scale."""
+        """Encode as integers, followed by the block's scale."""
         largest = LARGEST[self.bits]
-        # two reductions that read take less than one of magnitudes, which are written first
+        # faster than one reduction of magnitudes, which would be written to memory first
         highest, lowest = blocks.amax(1, keepdim=True), blocks.amin(1, keepdim=True)
         scales = torch.maximum(highest, lowest.neg_()).div_(largest)
-        # a block of zeros has a scale, too; NaN stays NaN
+        # avoids division by zero for a block of zeros; NaN stays NaN
         scales.clamp_min_(torch.finfo(blocks.dtype).tiny)
         integers = blocks / scales
         if generator is None:
             integers.round_()
         else:
             noise = torch.rand(blocks.shape, dtype=blocks.dtype, generator=generator)
-            # the quotient may be a rounding error above the largest, and would be one more
+            # the quotient may exceed the largest integer by a rounding error
             integers.add_(noise.to(blocks.device)).floor_().clamp_(-largest, largest)
         blocks.addcmul_(integers, scales, value=-1)
-        # what NaN becomes is undefined: its scale says that the block is not finite
+        # the integer for NaN is undefined, but the block's scale is then NaN, too
         codes = integers.to(torch.int8)
         packed = codes.view(torch.uint8) if self.bits == 8 else _pack_halves(codes)
         return torch.cat((packed, scales.view(torch.uint8)), 1)
 
     def decode(self, code: Tensor, dtype: torch.dtype) -> Tensor:
-        """Integers times their block's scale."""
+        """Decode as integers times the block's scale."""
         split = self.block * self.bits // 8
         scales = values_in(code[:, split:], dtype)
         if self.bits == 8:
@@ -214,31 +215,31 @@ class BlockQuantization(TwoPhase):
 
 
 def _pack_halves(codes: Tensor) -> Tensor:
-    """Two integers from -7 to 7 in each byte, the first in its lower half."""
+    """Pack two integers from -7 to 7 into each byte, the first in the lower half."""
     pairs = (codes + 8).view(torch.int16)
     return (pairs | (pairs >> 4)).to(torch.uint8)
 
 
 def _pairs(device: torch.device, dtype: torch.dtype) -> Tensor:
-    """The two integers in each byte."""
+    """Return the two integers of each of the 256 bytes."""
     byte = torch.arange(256, dtype=torch.int64, device=device)
     return torch.stack(((byte & 15) - 8, (byte >> 4) - 8), 1).to(dtype)
 
 
 class Sign(TwoPhase):
-    """Average in one bit an element: signs, times the mean magnitude of their block.
+    """Average in one bit per element: signs, scaled by the mean magnitude of their block.
 
-    Ranks exchange codes by all_to_all, add in float32, encode again, and all_gather. Without its
-    error feedback this would not converge. A NaN or an infinity makes all of its block not finite,
-    on every rank; then nothing is kept of that step.
+    Ranks exchange codes by all_to_all, sum in float32, encode again, and all_gather. Convergence
+    depends on error feedback. A NaN or an infinity makes its whole block NaN or infinite on every
+    rank; the errors of that step are then not kept.
 
     Args:
-        block: How many elements share a magnitude; a multiple of 8.
-        group: The group; None: that of the module it is registered for.
-        start: How many steps are averaged without compression, before the first with it.
+        block: Number of elements that share a magnitude, a multiple of 8.
+        group: Process group; None for the group of the module that the hook is registered for.
+        start: Number of first steps without compression.
 
     Raises:
-        ArgumentError: `block` is no multiple of 8.
+        ArgumentError: `block` is not a multiple of 8.
 
     Example:
         >>> from gradwire.ddp import DistributedDataParallel
@@ -252,8 +253,8 @@ class Sign(TwoPhase):
         [[4.0, -4.0, 4.0, -4.0, 4.0, -4.0, 4.0, -4.0]]
 
     Source:
-        EF-SignSGD, S. P. Karimireddy et al., arXiv 1901.09847; both ways, as DoubleSqueeze,
-        H. Tang et al., arXiv 1905.05957.
+        EF-SignSGD, S. P. Karimireddy et al., arXiv 1901.09847; compression in both phases as in
+        DoubleSqueeze, H. Tang et al., arXiv 1905.05957.
     """
 
     def __init__(
@@ -262,28 +263,28 @@ class Sign(TwoPhase):
         super().__init__(block, group, start=start)
 
     def encode(self, blocks: Tensor, generator: torch.Generator | None) -> Tensor:
-        """A bit each, then the block's mean magnitude."""
+        """Encode as one bit per element, followed by the block's mean magnitude."""
         means = blocks.abs().mean(1, keepdim=True)
         negative = blocks.signbit()
         blocks.sub_(torch.copysign(means, blocks))
         return torch.cat((_pack_bits(negative), means.view(torch.uint8)), 1)
 
     def decode(self, code: Tensor, dtype: torch.dtype) -> Tensor:
-        """The mean magnitude, with the signs."""
+        """Decode as signs times the block's mean magnitude."""
         split = self.block // 8
         means = values_in(code[:, split:], dtype)
         return looked_up(_signs(code.device, dtype), code[:, :split]).mul_(means)
 
 
 def _pack_bits(negative: Tensor) -> Tensor:
-    """Eight booleans in each byte, the first in its lowest bit."""
-    eight = negative.view(torch.uint8).view(torch.int64)  # a byte each
-    # the product has byte i's bit at 56 + i, for each of the factor's bits at 56 - 7 i; no two of
-    # all products of bits lie at the same place, so that nothing is carried
+    """Pack eight booleans into each byte, the first in the lowest bit."""
+    eight = negative.view(torch.uint8).view(torch.int64)  # one byte per boolean
+    # The factor has bits at 56 - 7 i, so that the product has the bit of byte i at 56 + i. No two
+    # products of bits have the same position, so there is no carry.
     return (eight.mul_(0x0102040810204080) >> 56).to(torch.uint8)
 
 
 def _signs(device: torch.device, dtype: torch.dtype) -> Tensor:
-    """The eight signs in each byte."""
-    byte, place = (torch.arange(n, dtype=torch.int64, device=device) for n in (256, 8))
-    return (1 - (byte[:, None] >> place & 1) * 2).to(dtype)
+    """Return the eight signs of each of the 256 bytes."""
+    byte, bit = (torch.arange(n, dtype=torch.int64, device=device) for n in (256, 8))
+    return (1 - (byte[:, None] >> bit & 1) * 2).to(dtype)

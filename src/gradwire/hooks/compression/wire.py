@@ -1,4 +1,4 @@
-"""The collectives of the compressing hooks, as futures, with a count of the bytes given to them."""
+"""Collectives of the compressing hooks, as futures, with counters of their bytes."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class Message:
 
 @dataclass
 class Traffic:
-    """What a hook has given to collectives on this rank.
+    """Counters of a hook's collectives on this rank.
 
     Attributes:
-        collectives: How many.
-        given_bytes: The bytes of the tensors given to them.
-        sent_bytes: The bytes that leave this rank for them, with the algorithms that send the
-            fewest: 2 N (W - 1) / W of an all_reduce of N bytes, N (W - 1) of an all_gather and
-            N (W - 1) / W of an all_to_all.
+        collectives: Number of collectives.
+        given_bytes: Bytes of their input tensors.
+        sent_bytes: Bytes that this rank sends with bandwidth-optimal algorithms: 2 N (W - 1) / W
+            for an all_reduce of N bytes, N (W - 1) for an all_gather and N (W - 1) / W for an
+            all_to_all.
     """
 
     collectives: int = 0
@@ -52,11 +52,11 @@ class Traffic:
 
 
 class Wire:
-    """Starts collectives on a group.
+    """Collectives on a group that are counted.
 
     Args:
-        group: The group.
-        traffic: Where they are counted.
+        group: Process group.
+        traffic: Counters.
 
     Example:
         >>> from gradwire.testing import run_ranks
@@ -74,20 +74,20 @@ class Wire:
         self.size, self.rank = group.size(), group.rank()
 
     def all_reduce(self, tensor: Tensor) -> torch._C.Future[Tensor]:
-        """Sum over ranks, in place: a future of the tensor."""
+        """Sum over ranks in place; return a future of the tensor."""
         self._traffic.add(tensor.nbytes, 2 * tensor.nbytes * (self.size - 1) / self.size)
         work = dist.all_reduce(tensor, group=self.group, async_op=True)
         return after(work, lambda: tensor)
 
     def all_gather(self, own: Tensor) -> torch._C.Future[Tensor]:
-        """A future of all ranks' tensors, of shape (W, *own.shape)."""
+        """Return a future of all ranks' tensors, of shape (W, *own.shape)."""
         self._traffic.add(own.nbytes, own.nbytes * (self.size - 1))
         received = own.new_empty(self.size, *own.shape)
         work = dist.all_gather(list(received.unbind()), own, group=self.group, async_op=True)
         return after(work, lambda: received)
 
     def all_to_all(self, rows: Tensor) -> torch._C.Future[Tensor]:
-        """Row i goes to rank i; a future of the rows that the ranks sent here, in their order."""
+        """Send row i to rank i; return a future of the received rows, in rank order."""
         self._traffic.add(rows.nbytes, rows.nbytes * (self.size - 1) / self.size)
         received = torch.empty_like(rows)
         work = dist.all_to_all_single(received, rows, group=self.group, async_op=True)
@@ -95,15 +95,15 @@ class Wire:
 
 
 def values_in(columns: Tensor, dtype: torch.dtype) -> Tensor:
-    """What (n, b) bytes among others are in a dtype: (n, b / its size)."""
-    # always a copy: one row of many counts as contiguous, wherever in memory it begins
+    """Reinterpret (n, b) bytes, columns of a larger tensor, in a dtype: (n, b / itemsize)."""
+    # always a copy: a single row is contiguous even if its offset is not aligned to the dtype
     return columns.clone(memory_format=torch.contiguous_format).view(dtype)
 
 
 def looked_up(table: Tensor, columns: Tensor) -> Tensor:
-    """(n, b) bytes, each replaced by its row of a table of 256: (n, b * the row's length)."""
+    """Replace each of (n, b) bytes by its row of a table of 256: (n, b * row length)."""
     index = columns.reshape(-1).int()
-    if table[0].nbytes == 8:  # half the time of a row of two
+    if table[0].nbytes == 8:  # as one int64: half the time of selecting rows of two
         found = table.view(torch.int64).view(-1).index_select(0, index).view(table.dtype)
     else:
         found = table.index_select(0, index)

@@ -1,1 +1,1 @@
-"""`gradwire plan`: what a step would take on other links, with more ranks, by each hook."""
+"""`gradwire plan`: prediction of a step on other links and numbers of ranks, for each hook."""

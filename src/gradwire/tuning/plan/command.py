@@ -13,7 +13,7 @@ import click
 
 from gradwire.errors import ArgumentError
 
-if TYPE_CHECKING:  # imported when the command runs: its help does without PyTorch
+if TYPE_CHECKING:  # imported when the command runs, so that --help does not import PyTorch
     from torch import nn
     from torch.optim import Optimizer
 
@@ -32,20 +32,24 @@ RATES = (100.0, 1000.0, 10_000.0, 100_000.0)
 @click.command(context_settings={"show_default": True})
 @click.argument("factory", metavar="MODULE:FACTORY")
 @click.option(
-    "--ranks", multiple=True, type=click.IntRange(2, 4096), default=RANKS, help="How many; repeat."
+    "--ranks",
+    multiple=True,
+    type=click.IntRange(2, 4096),
+    default=RANKS,
+    help="Number of ranks; may be repeated.",
 )
 @click.option(
     "--mbit",
     multiple=True,
     type=click.FloatRange(min=0, min_open=True),
     default=RATES,
-    help="Rates of links in Mbit/s; repeat.",
+    help="Rate of the link in Mbit/s; may be repeated.",
 )
 @click.option(
     "--latency-us",
     type=click.FloatRange(min=0),
     default=100.0,
-    help="What a message takes beside its bytes, in µs.",
+    help="Latency of a message in µs.",
 )
 @click.option(
     "--hook",
@@ -53,21 +57,25 @@ RATES = (100.0, 1000.0, 10_000.0, 100_000.0)
     multiple=True,
     type=click.Choice(HOOKS),
     default=HOOKS,
-    help="Hooks beside the plain mean; repeat.",
+    help="Hook to compare with the plain mean; may be repeated.",
 )
-@click.option("--forward-ms", type=click.FloatRange(min=0), help="Instead of measuring it.")
-@click.option("--backward-ms", type=click.FloatRange(min=0), help="Instead of measuring it.")
+@click.option(
+    "--forward-ms", type=click.FloatRange(min=0), help="Time of forward, instead of measuring it."
+)
+@click.option(
+    "--backward-ms", type=click.FloatRange(min=0), help="Time of backward, instead of measuring it."
+)
 @click.option(
     "--here",
     is_flag=True,
-    help="Measure the link instead, too: of the ranks that a launcher started this on.",
+    help="Measure the link between the ranks that a launcher has started.",
 )
-@click.option("--backend", default="shm", help="Of the group that --here measures.")
+@click.option("--backend", default="shm", help="Backend of the group that --here measures.")
 @click.option(
     "--plot",
     type=click.Path(dir_okay=False, writable=True, path_type=Path),
     show_default=False,
-    help="Draw it, too: a file that ends with .svg or .png.",
+    help="File for a plot, ending with .svg or .png.",
 )
 def plan(
     factory: str,
@@ -81,24 +89,24 @@ def plan(
     backend: str,
     plot: Path | None,
 ) -> None:
-    """Predict a training step on other links, with more ranks, by each communication hook.
+    """Predict the time of a training step for links, numbers of ranks and communication hooks.
 
-    FACTORY() returns a module; or a module and the inputs of one rank's forward, and an optimizer:
-    then forward, backward and update are measured here, in one thread. What hooks compute is
-    measured here in any case. Ranks of one host count as one where the hierarchical group or
-    across_hosts adds up their gradients first.
+    FACTORY() returns a module, or a tuple of a module, the inputs of one rank's forward, and
+    optionally an optimizer. Forward, backward and update are then measured in this process, in one
+    thread. The computing time of hooks is always measured. Count the ranks of one host as one if
+    the hierarchical group or across_hosts sums their gradients first.
 
-    With --here, this runs on every rank, started by `gradwire run` or torchrun: what is measured
-    then is a step while all ranks compute, and collectives on the link that is between them.
+    With --here, start the command on every rank with `gradwire run` or torchrun. It then measures a
+    step while all ranks compute, and collectives on the link between them.
     """
     if plot is not None and find_spec("matplotlib") is None:
         raise click.UsageError('--plot needs matplotlib: pip install "gradwire[plot]"')
     if plot is not None and plot.suffix not in (".svg", ".png"):
-        raise click.UsageError(f"--plot is {str(plot)!r}: give a file that ends with .svg or .png")
+        raise click.UsageError(f"--plot is {str(plot)!r}: pass a file that ends with .svg or .png")
     if plot is not None and not plot.parent.is_dir():
-        raise click.UsageError(f"--plot is {str(plot)!r}, whose folder does not exist")
+        raise click.UsageError(f"--plot is {str(plot)!r}, whose folder does not exist: create it")
     if here and "RANK" not in os.environ:
-        raise click.UsageError("--here needs ranks: start it on each with gradwire run or torchrun")
+        raise click.UsageError("--here needs ranks: start each with gradwire run or torchrun")
     import torch
     from rich.console import Console
 
@@ -122,7 +130,7 @@ def plan(
     finally:
         torch.set_num_threads(threads)
     if not rows:
-        return  # another rank prints
+        return  # rank 0 prints
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
     console.print(table(rows, found))
     if plot is not None:
@@ -151,7 +159,7 @@ def _predicted(
 def _profile(
     factory: str, made: Made, forward_ms: float | None, backward_ms: float | None
 ) -> Profile:
-    """Measured, or as given."""
+    """Return the measured profile, or one with the given times."""
     from gradwire.tuning.plan.profile import given, profile
 
     model, inputs, optimizer = made
@@ -163,7 +171,7 @@ def _profile(
 def _here(
     backend: str, factory: str, made: Made, candidates: Sequence[Candidate]
 ) -> tuple[Profile, list[Row]]:
-    """The profile, and on rank 0 the row of the link that was measured."""
+    """Return the profile, and on rank 0 the row of the measured link."""
     import torch.distributed as dist
 
     from gradwire.tuning.plan.predict import predict_here, profile_here
@@ -184,7 +192,7 @@ def _here(
 def _inputs(factory: str, inputs: tuple[Any, ...] | None) -> tuple[Any, ...]:
     if inputs is None:
         raise ArgumentError(
-            f"{factory!r} returns no inputs: return (module, inputs), or give --backward-ms and "
+            f"{factory!r} returns no inputs: return (module, inputs), or pass --backward-ms and "
             "--forward-ms"
         )
     return inputs

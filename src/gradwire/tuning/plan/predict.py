@@ -1,4 +1,4 @@
-"""A step's time for each link, number of ranks and hook: from a profile and measured hooks."""
+"""Prediction of a step's time for a link, a number of ranks and each hook."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from gradwire.tuning.plan.profile import Profile, profile
 from gradwire.tuning.trial import MIN_GAIN
 
 FEW, MORE = 2, 8
-"""Ranks for which computing is measured; the second where it grows with them, on a line."""
+"""Numbers of ranks for which computing is measured; the second if it grows with the ranks."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One link and number of ranks.
+    """Prediction for one link and number of ranks.
 
     Attributes:
-        mbit: The link's rate, in Mbit/s; None: that of the link that was measured.
-        ranks: How many.
-        seconds: Of a step, by the hook for all buckets.
-        chosen: What `auto` would take: for how many buckets each hook.
-        chosen_seconds: Of a step, with that.
+        mbit: Rate of the link in Mbit/s; None for the measured link.
+        ranks: Number of ranks.
+        seconds: Seconds of a step, by the hook for all buckets.
+        chosen: Number of buckets for which `auto` would choose each hook.
+        chosen_seconds: Seconds of a step with that choice.
     """
 
     mbit: float | None
@@ -43,18 +43,22 @@ class Row:
 
     @property
     def pays(self) -> bool:
-        """Whether any hook is to be taken."""
+        """Return True if any hook gains enough."""
         return set(self.chosen) != {PLAIN}
 
 
 @dataclass(frozen=True)
 class Speeds:
-    """What each candidate computes for the smallest and the largest bucket."""
+    """Computing time of each candidate for the smallest and the largest bucket.
+
+    Attributes:
+        points: Number of elements and computing time, by candidate and number of ranks.
+    """
 
     points: Mapping[tuple[str, int], Sequence[tuple[int, Computing]]]
 
     def of(self, name: str, numel: int, ranks: int) -> Computing:
-        """For a bucket of this many elements, and this many ranks."""
+        """Return the interpolated time for a bucket of `numel` elements."""
         line = [(n, interpolated(p, numel)) for (c, n), p in self.points.items() if c == name]
         return interpolated(line, ranks)
 
@@ -62,12 +66,13 @@ class Speeds:
 def measure(
     profile: Profile, candidates: Sequence[Candidate], ranks: Sequence[int] = (FEW, MORE)
 ) -> Speeds:
-    """Run each candidate on gradients like the model's, with nothing sent.
+    """Measure the computing time of each candidate on gradients like the model's.
 
     Args:
-        profile: The model's.
-        candidates: The candidates.
-        ranks: As if there were so many; the first alone for those that compute the same for any.
+        profile: Profile of the model.
+        candidates: Candidates.
+        ranks: Assumed numbers of ranks. Only the first is used for candidates whose computing time
+            does not depend on it.
     """
     sizes = [sum(p.numel() for p in bucket) for bucket in profile.buckets]
     chosen = dict.fromkeys((sizes.index(min(sizes)), sizes.index(max(sizes))))
@@ -88,7 +93,7 @@ def predict(
     cluster: Cluster,
     mbit: float | None = None,
 ) -> Row:
-    """A step's time by each candidate, and by what would be chosen for each bucket."""
+    """Predict a step's time with each candidate, and with the best choice for each bucket."""
     sizes = [sum(p.numel() for p in bucket) for bucket in profile.buckets]
     ranks = cluster.ranks
     packing = [speeds.of(PLAIN, numel, ranks).before for numel in sizes]
@@ -113,9 +118,9 @@ def predict(
 
 
 def predict_here(group: ProcessGroup, found: Profile, candidates: Sequence[Candidate]) -> Row:
-    """A step's time on the group's own link; every rank calls.
+    """Predict a step's time on a group's link. Every rank must call this.
 
-    What is measured is collectives of sizes of their own, and what hooks compute: no step.
+    The prediction is made from measured collectives and computing times. No step is measured.
     """
     buckets = [*found.buckets, *([] if found.plain is None else found.plain.buckets)]
     cluster = measure_cluster(group, largest_of(candidates, buckets, group.size()))
@@ -134,8 +139,8 @@ def predict_here(group: ProcessGroup, found: Profile, candidates: Sequence[Candi
 def profile_here(
     group: ProcessGroup, model: nn.Module, inputs: Sequence[Any], optimizer: Optimizer | None
 ) -> Profile:
-    """The slowest rank's profile, while all ranks run theirs: they may share cores."""
-    agree_on_largest(group, [0.0])  # all begin together
+    """Return the slowest rank's profile, measured on all ranks at once: they may share cores."""
+    agree_on_largest(group, [0.0])  # a barrier
     own = profile(model, inputs, optimizer)
     agreed = iter(agree_on_largest(group, _numbers(own)))
     return _with(own, agreed)

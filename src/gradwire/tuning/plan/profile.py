@@ -1,4 +1,4 @@
-"""One step of a model in this process: its times, and when each bucket would be ready."""
+"""Profile of a model's training step in this process: its times and its buckets."""
 
 from __future__ import annotations
 
@@ -23,23 +23,28 @@ from gradwire.buckets import plan_buckets
 from gradwire.errors import ArgumentError
 
 CAPS = [1 << 20, 25 << 20]
-"""As `DistributedDataParallel` has them where a hook is registered. Where none is, on the CPU, the
-last alone."""
+"""Bucket capacities of `DistributedDataParallel` with a hook.
+
+Without a hook, on the CPU, it uses the last one only.
+"""
 PARTS, PART_STEPS, PART_SECONDS = 3, 3, 0.1
-"""A part is as many steps as take so long, or three; the median of the parts' means counts: ranks
-may share cores, and have them by turns (as for hooks, `auto.candidates`)."""
+"""Number of parts of a measurement, minimum number of steps in each, and their duration.
+
+The result is the median of their means (see `candidates.PARTS`).
+"""
 
 
 @dataclass(frozen=True)
 class Profile:
-    """A model's step.
+    """Profile of a model's step.
 
     Attributes:
-        forward: Seconds.
-        ready: For each bucket, seconds from the beginning of backward; the last is backward's end.
-        buckets: The parameters in each, in the order of launch.
+        forward: Seconds of forward.
+        ready: Seconds from the beginning of backward until each bucket is ready. The last is the
+            end of backward.
+        buckets: Parameters of each bucket, in launch order.
         update: Seconds of the optimizer's step and `zero_grad`, which frees the gradients' memory.
-        plain: As `ready` and `buckets`, where no hook is registered; None: the same.
+        plain: Profile without a hook, whose buckets may differ; None if it is the same.
     """
 
     forward: float
@@ -50,19 +55,19 @@ class Profile:
 
     @property
     def numel(self) -> int:
-        """How many numbers are trained."""
+        """Number of trained elements."""
         return sum(p.numel() for bucket in self.buckets for p in bucket)
 
 
 def load_factory(name: str) -> tuple[nn.Module, tuple[Any, ...] | None, Optimizer | None]:
-    """The module that MODULE:FACTORY makes; its inputs and its optimizer, if it makes them too.
+    """Call MODULE:FACTORY; return its module, and its inputs and optimizer or None.
 
     Raises:
-        ArgumentError: There is no such factory, or it returns something else.
+        ArgumentError: There is no such factory, or it returns other objects.
     """
     module_name, _, attribute = name.partition(":")
     if not attribute:
-        raise ArgumentError(f"{name!r} has no colon: give MODULE:FACTORY, such as models:build")
+        raise ArgumentError(f"{name!r} has no colon: pass MODULE:FACTORY, such as models:build")
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
@@ -70,7 +75,7 @@ def load_factory(name: str) -> tuple[nn.Module, tuple[Any, ...] | None, Optimize
     except (ImportError, AttributeError) as error:
         raise ArgumentError(f"{name!r} cannot be loaded: {error}") from error
     if not callable(factory):
-        raise ArgumentError(f"{name!r} is a {type(factory).__name__}: name a function")
+        raise ArgumentError(f"{name!r} is a {type(factory).__name__}: pass a function")
     try:
         inspect.signature(factory).bind()
     except ValueError:  # a built-in without a signature
@@ -94,16 +99,18 @@ def load_factory(name: str) -> tuple[nn.Module, tuple[Any, ...] | None, Optimize
 def _check_parameters(name: str, parameters: Sequence[Tensor]) -> None:
     if any(torch.nn.parameter.is_lazy(p) for p in parameters):
         raise ArgumentError(
-            f"{name!r} returned a module whose parameters have no sizes yet: run a forward first"
+            f"{name!r} returned a module with uninitialized parameters: run a forward first"
         )
     if not any(p.numel() for p in parameters):
-        raise ArgumentError(f"{name!r} returned a module without parameters to train")
+        raise ArgumentError(
+            f"{name!r} returned a module without trainable parameters: return a module to train"
+        )
     if any(p.is_meta for p in parameters):
-        raise ArgumentError(f"{name!r} returned a module on the meta device: make it on the CPU")
+        raise ArgumentError(f"{name!r} returned a module on the meta device: create it on the CPU")
 
 
 def profile(model: nn.Module, inputs: Sequence[Any], optimizer: Optimizer | None = None) -> Profile:
-    """Run some steps, and take their means. The model's values are afterwards as they were."""
+    """Measure some steps. The states of the model and the optimizer are restored afterwards."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     kept = copy.deepcopy(model.state_dict())
     kept_too = None if optimizer is None else copy.deepcopy(optimizer.state_dict())
@@ -125,7 +132,7 @@ def profile(model: nn.Module, inputs: Sequence[Any], optimizer: Optimizer | None
 
 
 def given(model: nn.Module, forward: float, backward: float) -> Profile:
-    """A profile of times that are given: gradients come evenly, by their number of elements."""
+    """Return a profile with the given times, and gradients that become ready at a constant rate."""
     parameters = [p for p in model.parameters() if p.requires_grad]
 
     def made(caps: Sequence[int]) -> Profile:
@@ -142,7 +149,7 @@ def _plain_caps(parameters: Sequence[Tensor]) -> list[int]:
 
 
 def _buckets(parameters: Sequence[Tensor], caps: Sequence[int]) -> tuple[tuple[Tensor, ...], ...]:
-    """In the reverse of their registration, as before the first backward."""
+    """Assign parameters to buckets in reverse order of registration, as in the first step."""
     order = list(reversed(parameters))
     plan = plan_buckets(
         [p.nbytes for p in order], [p.dtype for p in order], [p.device for p in order], caps
@@ -152,7 +159,7 @@ def _buckets(parameters: Sequence[Tensor], caps: Sequence[int]) -> tuple[tuple[T
 
 @dataclass
 class _Times:
-    """Seconds of a step's parts, and when in backward each gradient came."""
+    """Seconds of a step's parts, and of each gradient's arrival in backward."""
 
     forward: float
     backward: float
@@ -166,7 +173,7 @@ def _part(
     parameters: Sequence[Tensor],
     optimizer: Optimizer | None,
 ) -> _Times:
-    """The means of some steps."""
+    """Return the mean times of some steps."""
     steps: list[_Times] = []
     start = perf_counter()
     while len(steps) < PART_STEPS or perf_counter() - start < PART_SECONDS:
@@ -210,8 +217,8 @@ def _update(optimizer: Optimizer) -> None:
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ArgumentError(
-            f"{type(optimizer).__name__} runs forward and backward itself, several times a step: "
-            "return (module, inputs) without it"
+            f"{type(optimizer).__name__} runs forward and backward several times per step: return "
+            "(module, inputs) without it"
         )
     optimizer.step()
 
@@ -224,5 +231,7 @@ def _tensors(output: Any) -> list[Tensor]:
     """Return the tensors at which backward can begin."""
     found = [t for t in tensors_in(output) if t.requires_grad]
     if not found:
-        raise ArgumentError("the model's output has no tensor that requires a gradient")
+        raise ArgumentError(
+            "the model's output has no tensor that requires grad: return one from forward"
+        )
     return found

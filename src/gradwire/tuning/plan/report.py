@@ -1,4 +1,4 @@
-"""The prediction as a table, and as a plot."""
+"""Table and plot of a prediction."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from gradwire.tuning.trial import MIN_GAIN
 
 
 def rate(mbit: float | None) -> str:
-    """A link's rate, as people say it: "100 Mbit/s", "10 Gbit/s"."""
+    """Format a link's rate, such as "100 Mbit/s" or "10 Gbit/s"."""
     if mbit is None:
         return "this link"
     return f"{mbit / 1000:g} Gbit/s" if mbit >= 1000 else f"{mbit:g} Mbit/s"
 
 
 def milliseconds(seconds: float) -> str:
-    """Three digits or so."""
+    """Format seconds as milliseconds with about three digits."""
     value = seconds * 1e3
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def table(rows: Sequence[Row], profile: Profile) -> Table:
-    """One row for each link and number of ranks, the fastest hook of each in bold."""
+    """Return a table with a row for each link and number of ranks, the fastest hook in bold."""
     names = list(rows[0].seconds)
     made = Table(
         box=SIMPLE,
         padding=(0, 1, 0, 0),
-        title=f"Predicted ms a step: forward {milliseconds(profile.forward)}, backward "
+        title=f"Predicted ms per step: forward {milliseconds(profile.forward)}, backward "
         f"{milliseconds(profile.ready[-1])}, update {milliseconds(profile.update)}, "
         f"{profile.numel:,} parameters in {len(profile.buckets)} buckets",
-        caption=f"take: what gains {MIN_GAIN:.0%} of a step, or more; factor: plain over that",
+        caption=f"take: hooks that gain {MIN_GAIN:.0%} of a step; factor: speedup over plain",
     )
     for name in ("link", "ranks", *names):
         title = "plain" if name == PLAIN else name.replace("_", " ")
@@ -58,7 +58,7 @@ def _cell(seconds: float, fastest: float) -> str:
 
 
 def taken(row: Row) -> str:
-    """What to take."""
+    """Format the recommended hooks."""
     if not row.pays:
         return "nothing"
     if len(row.chosen) == 1:
@@ -68,7 +68,7 @@ def taken(row: Row) -> str:
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """A plot for each link: a step's time over the number of ranks, a line for each hook."""
+    """Plot a step's time over the number of ranks, for each link, with a line for each hook."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -88,7 +88,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
             ranks, [row.chosen_seconds * 1e3 for row in chosen], "k:", linewidth=2, label="auto"
         )
         axis.set(title=rate(mbit), xscale="log", yscale="log", xlabel="ranks")
-    axes[0][0].set_ylabel("predicted ms a step")
+    axes[0][0].set_ylabel("predicted ms per step")
     axes[0][-1].legend(fontsize="small")
     figure.savefig(path)
     pyplot.close(figure)
