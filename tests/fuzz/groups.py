@@ -35,6 +35,7 @@ class Wrapper:
     hook: str
     sparse: bool
     small_buckets: bool
+    rebuild: bool | None
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,7 @@ def make_groups_plan(seed: int) -> GroupsPlan:
             hook=rng.choice(["", "", "one", "chain"]),
             sparse=rng.random() < 0.15,
             small_buckets=rng.random() < 0.5,
+            rebuild=rng.choice([None, None, True, False]),
         )
         for place in places
     )
@@ -133,8 +135,7 @@ def run_plan(plan: GroupsPlan) -> list[str]:
             process_group=made[w.group],
             bucket_cap_mb=cap,
             find_unused_parameters=w.find_unused,
-            # the forward after the first backward would wait for rank 0's order, as PyTorch's does
-            rebuild_buckets=False,
+            rebuild_buckets=w.rebuild,
         )
         if w.hook and not w.sparse:
             nets[i].register_comm_hook(made[w.group], HOOKS[w.hook])

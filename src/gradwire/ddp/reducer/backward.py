@@ -54,8 +54,8 @@ class Backward:
             backward have come to theirs.
         arrivals: Indices of parameters as their gradients come in this backward; None once buckets
             are as they stay.
-        ready_order: The arrivals of the first backward that was reduced, and of its repetitions,
-            by which buckets are to be rebuilt; None before it, and once they are as they stay.
+        to_rebuild: True from the end of the first backward that was reduced until buckets are made
+            for good.
         had_undefined: Whether autograd passed a parameter no gradient.
         takes_part: Whether the backward is this rank's part even if no parameter gets a gradient.
         ranks: How many ranks gradients are divided by.
@@ -84,7 +84,7 @@ class Backward:
         self.task, self.has_turn, self.parked = -1, True, False
         self.predecessors: set[Backward] = set()
         self.arrivals: list[int] | None = []
-        self.ready_order: Sequence[int] | None = None
+        self.to_rebuild = False
         self.had_undefined = self.takes_part = False
         self.skip_unused = self.manual = self.rebuild = self.has_rebuilt = False
         self.shadowed = False
@@ -188,33 +188,29 @@ class Backward:
 
     def reassign_buckets(self, order: Sequence[int], *, keep_state: bool = True) -> None:
         """Assign buckets for this order of readiness, until a backward has shown a better one."""
-        self.arrivals, self.ready_order = [], None
+        self.arrivals, self.to_rebuild = [], False
+        self.launcher.forget_order()
         self._make_buckets(order, keep_state=keep_state)
         if self.state is BackwardState.EXPECTED:
             self.prepare_buckets()
 
     def rebuild_once(self) -> None:
         """After the first backward that was reduced: assign buckets in its order, or never."""
-        if self.arrivals is None or self.ready_order is None:
+        if not self.to_rebuild:
             return
         self.has_rebuilt = self.rebuild
         if self.rebuild:
-            self._rebuild_buckets(self.ready_order)
+            self._make_for_good(self.launcher.receive_order())
             self.domain.raise_deferred()  # an error that was reported during the broadcast
         elif self.usage.static:
             self._make_for_good(self.assigner.first_order())  # by what the first one has shown
         else:
-            self.arrivals = self.ready_order = None
-
-    def _rebuild_buckets(self, order: Sequence[int]) -> None:
-        """Assign buckets for good, in the order in which rank 0's gradients became ready."""
-        # what was left out of the first backward comes last, in the first order
-        own = [*dict.fromkeys([*order, *self.assigner.first_order()])]
-        self._make_for_good(self.launcher.broadcast_order(own))
+            self.arrivals, self.to_rebuild = None, False
 
     def _make_for_good(self, order: Sequence[int]) -> None:
         self._clear()
-        self.arrivals = self.ready_order = None
+        self.arrivals, self.to_rebuild = None, False
+        self.launcher.forget_order()
         never = self.usage.unused if self.usage.static else frozenset()
         self._make_buckets([i for i in order if i not in never])
 
@@ -273,8 +269,14 @@ class Backward:
     def commit(self, used: Sequence[int]) -> None:
         """Gradients hold what was reduced."""
         self.domain.committed(self.end)
-        if self.arrivals is not None:
-            self.ready_order = [*dict.fromkeys([*(self.ready_order or ()), *self.arrivals])]
+        if self.arrivals is not None and not self.to_rebuild:
+            self.to_rebuild = True
+            if self.rebuild:
+                # sent now, as all ranks end the reducers of a backward in one order, while their
+                # next forwards may be in different orders: ranks would wait there in a circle.
+                # What was left out of the backward comes last, in the first order
+                order = dict.fromkeys([*self.arrivals, *self.assigner.first_order()])
+                self.launcher.start_order([*order])
         if self.usage.recording:
             self.usage.record(used)
         self.weights.clear()
@@ -348,7 +350,6 @@ class Backward:
         if self.unfinished and not self.interrupted:
             self._give_up_gradients()
         self.transition(Event.RESET)
-        self.launcher.forget()
         self._clear()
 
     def _give_up_gradients(self) -> None:

@@ -197,27 +197,23 @@ class Launcher:
         except Exception as error:
             self._domain.hook_failed(error, launched.bucket.what)
 
-    def broadcast_order(self, order: Sequence[int]) -> list[int]:
-        """Rank 0's order. After an exception during the wait, the next call waits for the same.
+    def start_order(self, order: Sequence[int]) -> None:
+        """Begin to broadcast rank 0's order: ranks do this where they end a backward together."""
+        device = message_device(self._group)
+        theirs = torch.tensor(order, dtype=torch.int64, device=device)
+        self._order = theirs, self._group.broadcast([theirs], broadcast_options(0))
+        self._domain.sent(broadcast_entry(theirs, root=0), self._order[1])
 
-        Rank 0, which has it, waits for nobody: ranks may come here for several groups in different
-        orders.
-        """
-        if self._order is None:
-            device = message_device(self._group)
-            theirs = torch.tensor(order, dtype=torch.int64, device=device)
-            self._order = theirs, self._group.broadcast([theirs], broadcast_options(0))
-            self._domain.sent(broadcast_entry(theirs, root=0), self._order[1])
+    def receive_order(self) -> list[int]:
+        """Return rank 0's order. After an exception during the wait, the next call waits again."""
+        assert self._order is not None
         theirs, work = self._order
-        if self._group.rank() == 0:
-            self._order = None
-            return list(order)
-        self.wait_small(work)
-        self._order = None
+        if self._group.rank() != 0:
+            self.wait_small(work)
         return theirs.tolist()
 
-    def forget(self) -> None:
-        """The order in flight was overwritten with zeros when the ranks resynchronized."""
+    def forget_order(self) -> None:
+        """Forget the order: buckets are made, or start over."""
         self._order = None
 
     def start_sum(self, flags: Tensor) -> tuple[Tensor, Work]:
