@@ -204,8 +204,9 @@ def sum_of_forwards(nets, edges, order):
 
 @pytest.mark.usefixtures("each_backend")
 @pytest.mark.parametrize("find_unused", [True, False])
-@pytest.mark.narrow({"find_unused": True}, {"find_unused": False, "each_backend": "shm"})
-def test_forwards_of_two_groups_in_another_order_on_each_rank(find_unused):
+@pytest.mark.parametrize("world", [2, 3])  # three: two that are not rank 0, in two orders
+@pytest.mark.narrow({"find_unused": True, "world": 2}, {"find_unused": False, "world": 3})
+def test_forwards_of_two_groups_in_another_order_on_each_rank(find_unused, world):
     def main():
         torch.manual_seed(0)
         nets = {
@@ -214,10 +215,11 @@ def test_forwards_of_two_groups_in_another_order_on_each_rank(find_unused):
             )
             for i in range(2)
         }
-        order = [0, 1] if dist.get_rank() == 0 else [1, 0]
-        sum_of_forwards(nets, [(0, 1), (0, 1)], order)
+        everyone = tuple(range(world))
+        order = [0, 1] if dist.get_rank() % 2 == 0 else [1, 0]
+        sum_of_forwards(nets, [everyone, everyone], order)
 
-    run_ranks(main, 2)
+    run_ranks(main, world)
 
 
 @pytest.mark.usefixtures("each_backend")
