@@ -31,7 +31,7 @@ from gradwire.ddp.join import StepInfo, UnevenInputs, agree_on_rank
 from gradwire.ddp.outputs import beginnings, with_own_nodes
 from gradwire.ddp.precision import resolve_precision
 from gradwire.ddp.reduced_module import Change, ReducerOptions
-from gradwire.ddp.verify import verify_replicas
+from gradwire.ddp.verify import Replica
 from gradwire.hooks import StatefulHook, all_reduce, bf16, fp16
 
 __all__ = ["DistributedDataParallel"]
@@ -183,6 +183,7 @@ class DistributedDataParallel(UnevenInputs):
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.require_backward_grad_sync = self.require_forward_param_sync = True
         self._buffers_synced = Buffers(module, ignored)
+        self._replica: Replica | None = None
         self.sync_buffers_in_eval = sync_buffers_in_eval
         self.check_replicas = check_interval(check_replicas)
         self.broadcast_buffers, at_start = resolve_buffers(broadcast_buffers, forward_sync_buffers)
@@ -237,6 +238,7 @@ class DistributedDataParallel(UnevenInputs):
         step: StepInfo | None = None
         if torch.is_grad_enabled():
             self.reducer.begin_forward()
+            self._note_replica(changes=not syncing)
         buffers, joining = self._buffers_synced, self._join_config.enable
         sends_buffers = self._syncs_buffers(torch.is_grad_enabled())
         if not syncing and (joining or sends_buffers):
@@ -255,6 +257,7 @@ class DistributedDataParallel(UnevenInputs):
         shadowed = step is not None and step.ranks < self._group.size()
         if syncing and not shadowed:  # ranks that have run out of input keep old parameters
             self._verify_replicas()
+        self._replica = None if syncing else self._replica
         if syncing and step is None:
             self.reducer.prepare()
         elif syncing and step is not None:
@@ -272,20 +275,35 @@ class DistributedDataParallel(UnevenInputs):
         if self.find_unused_parameters and torch.is_grad_enabled():
             output = with_own_nodes(output, self._forward_began)
         if syncing:
-            self.reducer.expect(beginnings(output, self._forward_began))
+            outputs = beginnings(output, self._forward_began)
+            self.reducer.expect(outputs, counted=self.module.training)
         elif torch.is_grad_enabled():
             self.reducer.expect_local(beginnings(output, self._forward_began))
         return output
 
+    def _note_replica(self, *, changes: bool) -> None:
+        """Digest the parameters if it is time to verify them, before the step's first forward.
+
+        A program may change them on each rank until the forward whose gradients are averaged, where
+        ranks meet: in sharpness-aware minimization each rank climbs by its own gradient.
+        """
+        if not self._is_time_to_verify():
+            self._replica = None
+        elif self._replica is None or self._replica.step != self.reducer.step:
+            self._replica = Replica(self._replicated, self.reducer.step, changes=changes)
+
     def _verify_replicas(self) -> None:
         """Verify that parameters are equal on all ranks, if it is time to."""
+        if self._is_time_to_verify():
+            assert self._replica is not None
+            self.reducer.verified()
+            self._replica.verify(self._group, self.reducer.forward_counts)
+
+    def _is_time_to_verify(self) -> bool:
         every = self.check_replicas
         if every is None:
             every = REPLICAS_CHECKED_EVERY if self._averages_over_all_ranks() else 0
-        if self.reducer.is_time_to_verify(every):
-            steps = self.reducer.logging_data().steps
-            skipped = self.reducer.skipped_forwards
-            verify_replicas(self._group, self._replicated, skipped, f"after step {steps}")
+        return self.reducer.is_time_to_verify(every)
 
     def _averages_over_all_ranks(self) -> bool:
         """Return True if all ranks are known to receive the same gradients."""

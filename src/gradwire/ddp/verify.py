@@ -22,7 +22,7 @@ from gradwire.ddp.group import backend_errors, message_device
 from gradwire.errors import MismatchError
 from gradwire.recorder import failed
 
-__all__ = ["describe", "digest", "verify_replicas", "verify_same"]
+__all__ = ["Replica", "describe", "digest", "verify_same"]
 
 MODEL_REMEDY = (
     "Build the same module, in the same order and dtype, on every rank, and wrap it with the same "
@@ -84,15 +84,25 @@ def _verify(
     describe_own: Callable[[], Description],
     what: str,
     remedy: str,
+    either: Sequence[int] = (),
 ) -> None:
-    """Raise on every rank if digests differ, with the first difference of the descriptions."""
+    """Raise on every rank if digests differ, with the first difference of the descriptions.
+
+    Of the numbers in `either`, ranks have to agree in one.
+    """
     device = message_device(group)
-    mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(device)
+    sent = digest + b"".join(number.to_bytes(8, "big") for number in either)
+    mine = torch.frombuffer(bytearray(sent), dtype=torch.uint8).to(device)
     everyones = [torch.empty_like(mine) for _ in range(group.size())]
     work = dist.all_gather(everyones, mine, group=group, async_op=True)
     on_cpu = device.type == "cpu"
     wait_for_message(group, work, f"comparing {what}", on_cpu=on_cpu, from_all=True)
-    if all(torch.equal(d, everyones[0]) for d in everyones):
+    size = len(digest)
+    differing = [
+        {tuple(d[at : at + 8].tolist()) for d in everyones} for at in range(size, len(sent), 8)
+    ]
+    same = all(torch.equal(d[:size], everyones[0][:size]) for d in everyones)
+    if same and (not differing or any(len(values) == 1 for values in differing)):
         return
     everyone: list[Description] = [[] for _ in range(group.size())]
     with backend_errors(group, f"comparing {what}"):
@@ -102,29 +112,45 @@ def _verify(
     raise error
 
 
-def verify_replicas(
-    group: ProcessGroup, named: Iterable[tuple[str, Parameter]], skipped: int, when: str
-) -> None:
-    """Raise on every rank if the ranks' parameters are not equal, bit by bit.
+class Replica:
+    """One rank's parameters as they are now, to be compared with the others' by `verify`.
 
     Args:
-        group: The ranks.
         named: The parameters by name; those of other types than torch's own are left out.
-        skipped: How many forwards without a backward this rank has had.
-        when: The step, for the message.
-
-    Raises:
-        MismatchError: Names the first parameter that differs and each rank's digest of it.
-        PeerLostError, CollectiveTimeoutError: Another rank is gone, or stayed away.
+        step: The step after which they are compared.
+        changes: True if they may have changed when they are compared.
     """
-    chosen = [(n, p) for n, p in named if type(p) is Parameter and not p.is_meta]
 
-    def describe_own() -> Description:
-        held = [(name, f"digest {digest([p]).hex()[:8]}") for name, p in chosen]
-        return [*held, ("(forwards without a backward)", str(skipped))]
+    def __init__(self, named: Iterable[tuple[str, Parameter]], step: int, *, changes: bool) -> None:
+        self.step = step
+        chosen = [(n, p) for n, p in named if type(p) is Parameter and not p.is_meta]
+        self._digest = digest([p for _, p in chosen])
 
-    own = digest([p for _, p in chosen]) + skipped.to_bytes(8, "big")
-    _verify(group, own, describe_own, f"replicas {when}", REPLICAS_REMEDY)
+        def describe() -> Description:
+            return [(name, f"digest {digest([p]).hex()[:8]}") for name, p in chosen]
+
+        held = describe() if changes else None
+        self._describe = describe if held is None else lambda: held
+
+    def verify(self, group: ProcessGroup, forwards: tuple[int, int]) -> None:
+        """Raise on every rank if the ranks' parameters are not equal, bit by bit.
+
+        Args:
+            group: The ranks.
+            forwards: How many forwards without a backward this rank has had, and how many in all:
+                ranks may differ in one of them.
+
+        Raises:
+            MismatchError: Names the first parameter that differs and each rank's digest of it.
+            PeerLostError, CollectiveTimeoutError: Another rank is gone, or stayed away.
+        """
+        text = f"{forwards[0]} of {forwards[1]}"
+
+        def describe_own() -> Description:
+            return [*self._describe(), ("(forwards without a backward)", text)]
+
+        what = f"replicas after step {self.step}"
+        _verify(group, self._digest, describe_own, what, REPLICAS_REMEDY, either=forwards)
 
 
 def digest(tensors: Sequence[Tensor]) -> bytes:

@@ -245,7 +245,7 @@ class Backward:
 
     def tally(self) -> Tally:
         """Return the numbers that this rank adds to those of the others in this backward."""
-        return self.weights.tally(self.forwards.count())
+        return self.weights.tally(*self.forwards.count())
 
     def check_in_step(self, sums: Tally) -> None:
         """Raise on every rank if the ranks' gradients are those of different steps.
@@ -255,7 +255,7 @@ class Backward:
         """
         if sums.in_step:
             return
-        counts = self.domain.exchange("skipped forwards", self.forwards.count())
+        counts = self.domain.exchange("skipped forwards", self.forwards.count()[0])
         held = "; ".join(f"rank {r}: {n}" for r, n in enumerate(counts or ()))
         self.domain.fail(
             MismatchError(

@@ -24,8 +24,11 @@ class Forwards:
 
     A rank that goes on to its next batch after a forward, as its loss is NaN for instance, is a
     step ahead of the others from then on. Not counted is what a program runs to look at its result:
-    a forward before the first reduction, and one of which nothing is left when the next one ends
-    (the loss of a step is still in a variable then).
+    a forward before the first reduction, one of which nothing is left when the next one ends
+    (the loss of a step is still in a variable then), and one that is kept until after the step.
+
+    Where a program chooses among several forwards, ranks skip others, but run equally many: they
+    are in other steps only if both numbers differ.
 
     Attributes:
         skipped: How many were skipped in the steps that have been reduced.
@@ -37,10 +40,10 @@ class Forwards:
         >>> first, second = forwards.begin(), forwards.begin()
         >>> forwards.reach(second.number)
         >>> forwards.count()  # the first one's graph may still be part of the loss
-        0
+        (0, 3)
         >>> del first
         >>> forwards.count()
-        1
+        (1, 3)
     """
 
     def __init__(self) -> None:
@@ -48,7 +51,7 @@ class Forwards:
 
     def clear(self) -> None:
         """Forget everything: all ranks start over."""
-        self.skipped = self._last = self._reached = 0
+        self.skipped = self._last = self._reached = self._first = 0
         self._open: dict[int, weakref.ref[Forward]] = {}
         self._counting = False
 
@@ -65,16 +68,24 @@ class Forwards:
         if self._open.pop(number, None) is not None:
             self._reached = max(self._reached, number)
 
-    def count(self) -> int:
-        """Return the number to be sent: of forwards that are known to be skipped by now."""
+    @property
+    def begun(self) -> int:
+        """How many have begun since the first reduction."""
+        return self._last - self._first if self._counting else 0
+
+    def count(self) -> tuple[int, int]:
+        """Return the numbers to be sent: of forwards known to be skipped by now, and of all."""
         if not self._counting:
-            return 0
-        gone = sum(ref() is None for number, ref in self._open.items() if number < self._reached)
-        return (self.skipped + gone) % MODULUS
+            return 0, 0
+        return (self.skipped + self._gone()) % MODULUS, self.begun % MODULUS
 
     def commit(self) -> None:
         """Note that the backward was reduced."""
         if self._counting:
-            self.skipped += sum(number < self._reached for number in self._open)
+            self.skipped += self._gone()
+        else:
+            self._counting, self._first = True, self._last
         self._open.clear()
-        self._counting = True
+
+    def _gone(self) -> int:
+        return sum(ref() is None for number, ref in self._open.items() if number < self._reached)

@@ -251,17 +251,23 @@ class Reducer:
         backward.weights.give(weight)
 
     def is_time_to_verify(self, every: int) -> bool:
-        """Return True once after this many reduced backwards: on all ranks after the same one."""
-        backward = self._backward
-        if not 0 < every <= backward.unverified:
-            return False
-        backward.unverified = 0
-        return True
+        """Return True from this many reduced backwards on, until `verified`: on all ranks."""
+        return 0 < every <= self._backward.unverified
+
+    def verified(self) -> None:
+        """Count reduced backwards from here on."""
+        self._backward.unverified = 0
 
     @property
-    def skipped_forwards(self) -> int:
-        """How many forwards were skipped, by `Forwards`."""
-        return self._backward.forwards.skipped
+    def step(self) -> int:
+        """How many backwards were prepared."""
+        return self._backward.step
+
+    @property
+    def forward_counts(self) -> tuple[int, int]:
+        """How many forwards were skipped, and how many have begun, by `Forwards`."""
+        forwards = self._backward.forwards
+        return forwards.skipped, forwards.begun
 
     def begin_forward(self) -> None:
         """A forward begins, of a backward that is reduced or not: it has a weight of its own."""
@@ -296,8 +302,10 @@ class Reducer:
         """No rank takes part by `shadow` from now on."""
         self._backward.shadowed = False
 
-    def expect(self, outputs: Iterable[Tensor]) -> None:
+    def expect(self, outputs: Iterable[Tensor], *, counted: bool = True) -> None:
         """The backward begins at these outputs of a forward, each time it is run.
+
+        Ranks may run other numbers of forwards that are not `counted`, such as evaluations.
 
         Without this it begins at the first gradient of a parameter; and where that comes from a
         reentrant checkpoint, it is not known what is unused.
@@ -306,11 +314,13 @@ class Reducer:
         begun = [t for t in outputs if t.requires_grad and t.grad_fn is not None]
         if not begun:
             return
-        forward = backward.forwards.begin()
-        call = partial(on_output, weakref.ref(backward), forward=forward.number)
+        forward = backward.forwards.begin() if counted else None
+        number = 0 if forward is None else forward.number
+        call = partial(on_output, weakref.ref(backward), forward=number)
         for tensor in begun:
             tensor.register_hook(call)
-            mark_output(tensor, forward)
+            if forward is not None:
+                mark_output(tensor, forward)
 
     def expect_local(self, outputs: Iterable[Tensor]) -> None:
         """A forward has run under `no_sync`: its backward is not the one that is expected."""

@@ -25,6 +25,8 @@ class Tally(NamedTuple):
         unweighted: 1 on a rank that takes part and gave none.
         skipped: Training forwards that no backward has reached, by `Forwards`.
         skipped_squared: The square of that number.
+        begun: All training forwards.
+        begun_squared: The square of that number.
     """
 
     weight: float = 0.0
@@ -32,12 +34,17 @@ class Tally(NamedTuple):
     unweighted: float = 0.0
     skipped: float = 0.0
     skipped_squared: float = 0.0
+    begun: float = 0.0
+    begun_squared: float = 0.0
 
     @property
     def in_step(self) -> bool:
-        """True if all ranks that take part have skipped the same number of forwards."""
+        """True if ranks that take part have skipped, or begun, the same number of forwards."""
         ranks = self.weighted + self.unweighted
-        return ranks * self.skipped_squared == self.skipped**2
+        return (
+            ranks * self.skipped_squared == self.skipped**2
+            or ranks * self.begun_squared == self.begun**2
+        )
 
     def message(self, *before: float) -> Tensor:
         """Return the numbers as a message of their own, after some others."""

@@ -106,12 +106,13 @@ class Weights:
         """A forward can have no backward: its samples count, with gradients of zero."""
         self._count()
 
-    def tally(self, skipped: int = 0) -> Tally:
-        """Return what this rank adds to the ranks' sums, with the number of skipped forwards."""
+    def tally(self, skipped: int = 0, begun: int = 0) -> Tally:
+        """Return what this rank adds to the ranks' sums, with the numbers of its forwards."""
+        forwards = skipped, skipped**2, begun, begun**2
         if self.given is None:
-            return Tally(0.0, 0.0, 1.0, skipped, skipped**2)
+            return Tally(0.0, 0.0, 1.0, *forwards)
         self._count()
-        return Tally(self.total, 1.0, 0.0, skipped, skipped**2)
+        return Tally(self.total, 1.0, 0.0, *forwards)
 
     def factor(self, sums: Tally, ranks: int) -> float | None:
         """What sums of gradients that were divided by `ranks` are multiplied by; None: nothing.
