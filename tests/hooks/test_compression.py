@@ -503,6 +503,18 @@ def test_across_hosts(name, layout):
     assert all(other == first for other in others)
 
 
+@pytest.mark.parametrize("layout", ["2 + 2", "one"])
+def test_float16_means_across_hosts_do_not_overflow(layout):
+    def main():
+        groups = _make(dist.group.WORLD, TEAMS[layout], None, None)
+        net = DistributedDataParallel(nn.Linear(1, 1, bias=False).half())
+        net.register_comm_hook(None, hooks.across_hosts(hooks.all_reduce, groups))
+        net(torch.full((1, 1), 40000.0, dtype=torch.float16)).sum().backward()
+        return net.module.weight.grad.item()
+
+    assert set(run_ranks(main, sum(map(len, TEAMS[layout])))) <= {40000.0, 39968.0, 40032.0}
+
+
 def test_host_groups_of_all_ranks():
     def main():
         groups = host_groups(between="gloo")

@@ -245,14 +245,14 @@ class AcrossHosts(DelegatingHook):
         real = as_real(bucket).buffer()
         unused = groups.hosts == 1 and not getattr(self.hook, "changes_mean", False)
 
+        # the hook's mean weights hosts equally; here ranks are weighted equally. Before the sum
+        # within the host, which may overflow.
+        buffer.div_(ranks if unused else ranks / groups.hosts)
+
         def exchange(_: object) -> Any:
             """Average the sums between hosts, on one rank of each host."""
-            if unused:
-                return buffer.div_(ranks)
-            if between is None:
+            if unused or between is None:
                 return buffer
-            # the hook's mean weights hosts equally; here ranks are weighted equally
-            buffer.mul_(groups.hosts / ranks)
             return as_future(self.hook.run_hook(bucket), self.hook)
 
         def spread(result: Any) -> Any:
