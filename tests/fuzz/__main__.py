@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from fuzz import collectives_plan, collectives_run, collectives_shrink, local_sgd
 from fuzz.groups import make_groups_plan, run_groups_plan
 from fuzz.plan import make_plan
+from fuzz.programs import make_program, run_programs
 from fuzz.run import run_many, run_one
 from fuzz.shrink import shown, shrink
 from gradwire.testing.pool import close_pool
@@ -34,7 +35,10 @@ def main() -> int:
     parser.add_argument("--collectives-seed", type=int, help="as --seed, of these")
     parser.add_argument("--local-sgd", type=int, help="runs of LocalSGD, not models")
     parser.add_argument("--groups", type=int, help="programs with wrappers in several groups")
+    parser.add_argument("--programs", type=int, help="programs around the wrapper, not models")
     arguments = parser.parse_args()
+    if arguments.programs is not None:
+        return max(many_wrapped(arguments, backend) for backend in arguments.backends)
     if arguments.local_sgd is not None:
         return max(many_local_sgd(arguments, backend) for backend in arguments.backends)
     if arguments.groups is not None:
@@ -148,6 +152,21 @@ def many_groups(arguments: argparse.Namespace, backend: str) -> int:
     print(
         f"{backend}: {seed + 1 - arguments.first} ran, {failed} failed; {taken:.0f} s", flush=True
     )
+    return int(failed > 0)
+
+
+def many_wrapped(arguments: argparse.Namespace, backend: str) -> int:
+    """Run many programs around the wrapper; return 1 if one fails."""
+    failed, last = 0, arguments.first + arguments.programs
+    for first in range(arguments.first, last, STEP):
+        seeds = range(first, min(first + STEP, last))
+        for seed, found in run_programs(map(make_program, seeds), backend).items():
+            if found:
+                failed += 1
+                print(f"FAILED --programs 1 --first {seed} --backends {backend}: {found[0][:600]}")
+        print(f"{backend}: to seed {seeds[-1]}: {failed} failed", flush=True)
+        if failed >= arguments.stop_after:
+            break
     return int(failed > 0)
 
 

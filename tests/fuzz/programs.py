@@ -1,0 +1,633 @@
+"""Random programs around the wrapper, held against one process that computes every rank's part.
+
+A program mixes plain steps with transforms of torch.func, evaluation on one rank, edits of buffers
+and batches that all ranks leave out. The model has parameters of subclasses of Tensor, batch norms
+over one rank or all, and containers of any class around inputs and outputs.
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.func import functional_call, grad, hessian, jacrev, jvp, vmap
+from torch.testing._internal.subclasses import WrapperSubclass
+
+from fuzz.containers import plain, wrapped
+from gradwire import hooks
+from gradwire.ddp import DistributedDataParallel, SyncBatchNorm
+from gradwire.hooks import GradBucket
+from gradwire.testing import run_ranks
+
+__all__ = ["Action", "Program", "make_program", "run_programs"]
+
+WIDTH, BATCH = 5, 3
+TIMEOUT = 60.0
+HOOKS: dict[str, Callable[[], Any]] = {
+    "all_reduce": lambda: "all_reduce",
+    "top_k": lambda: hooks.TopK(1.0),
+    "low_rank": lambda: hooks.LowRank(WIDTH, min_saving=1),
+    "half": lambda: "bf16",
+}
+"""With these ratios and ranks nothing is lost but to rounding."""
+ERRORS = {"low_rank": 1e-4, "half": 2e-2}
+EDITS = ("none", "deleted", "new", "expanded", "sparse", "inference", "written")
+
+
+class Named(Tensor):
+    """A class of its own, and no more."""
+
+
+SUBCLASSES: dict[str, Callable[[Tensor], Tensor]] = {
+    "plain": lambda t: t,
+    "named": lambda t: t.as_subclass(Named),
+    "wrapper": WrapperSubclass,
+}
+
+
+@dataclass(frozen=True)
+class Action:
+    """A part of a program.
+
+    Attributes:
+        kind: "step", "transform", "evaluate", "edit" or "skip".
+        what: Which transform or edit, the mode of an evaluation, or the form of a backward: "two"
+            forwards, a "penalty" that has a transform's result in the loss, or "both".
+        rank: The rank that acts alone; None: all ranks.
+        zero: How gradients are reset before: "none", "zeros" or "keep".
+        local: Number of backwards in `no_sync`.
+        weights: Weights of each rank's backwards; None: without.
+        unused: Ranks that leave a layer out.
+    """
+
+    kind: str
+    what: str = ""
+    rank: int | None = None
+    zero: str = "none"
+    local: int = 0
+    weights: tuple[tuple[int, ...], ...] | None = None
+    unused: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program: the model, how it is wrapped, and what is done with it."""
+
+    seed: int
+    ranks: int
+    dtype: str = "float64"
+    default_dtype: str = "float32"
+    subclass: str = "plain"
+    norm: str = "none"
+    hook: str | None = None
+    changes: tuple[str, ...] = ()
+    containers: int | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    actions: tuple[Action, ...] = ()
+
+
+def make_program(seed: int) -> Program:
+    """Draw a program."""
+    rng = random.Random(f"program {seed}")
+    unused, static = rng.choice([(False, False)] * 3 + [(True, False)] * 2 + [(False, True)])
+    options: dict[str, Any] = {
+        "find_unused_parameters": unused,
+        "static_graph": static,
+        "gradient_as_bucket_view": rng.random() < 0.3,
+        "bucket_cap_mb": rng.choice([None, None, 1e-4, 2e-4]),
+        "check_replicas": rng.choice([None, None, 0, 1, 2]),
+        "broadcast_buffers": rng.random() < 0.8,
+        "sync_buffers_in_eval": rng.random() < 0.5,
+        "lazy_bucket_allocation": rng.random() < 0.2,
+    }
+    program = Program(
+        seed,
+        ranks=rng.choice([2, 2, 2, 3]),
+        dtype=rng.choice(["float64", "float64", "float32", "float32", "bfloat16"]),
+        default_dtype=rng.choice(["float32", "float64", "bfloat16"]),
+        subclass=rng.choice(["plain", "named", "wrapper"]),
+        norm=rng.choice(["none", "none", "batch", "sync"]),
+        hook=rng.choice([None, None, None, *HOOKS]),
+        changes=tuple(c for c in ("before", "after") if rng.random() < 0.25),
+        containers=rng.randrange(10**6) if rng.random() < 0.5 else None,
+        options=options,
+    )
+    if program.dtype == "bfloat16":  # a rounding more or less would show
+        program = replace(program, norm="none", hook=None, changes=())
+    actions = [draw_action(rng, program) for _ in range(rng.randint(3, 9))]
+    return replace(program, actions=(*actions, Action("step")))
+
+
+def draw_action(rng: random.Random, program: Program) -> Action:
+    """Draw a part of a program."""
+    some = tuple(r for r in range(program.ranks) if rng.random() < 0.5)
+    unused = some if program.options["find_unused_parameters"] else ()
+    alone = rng.choice([None, *range(program.ranks)])
+    kind = rng.choice(["step"] * 5 + ["transform"] * 3 + ["evaluate", "edit", "edit", "skip"])
+    if kind == "transform":
+        return Action(kind, rng.choice([*TRANSFORMS]), alone)
+    if kind == "evaluate":
+        if program.options["sync_buffers_in_eval"] and program.options["broadcast_buffers"]:
+            alone = None
+        modes = ["eval", "inference"] + ["train"] * (program.norm != "sync")
+        return Action(kind, rng.choice(modes), alone)
+    if kind == "edit":
+        return Action(kind, rng.choice(EDITS))
+    if kind == "skip":
+        return Action(kind, rank=alone, unused=unused)
+    local = rng.choice([0, 0, 0, 1, 2])
+    zero = rng.choice(["none", "none", "none", "zeros", "keep"])
+    weights = None
+    if program.dtype != "bfloat16" and program.norm != "sync" and rng.random() < 0.35:
+        scale = rng.choice([1, 1, 1000])
+        drawn = [
+            [rng.randint(0, 4) * scale for _ in range(local + 1)] for _ in range(program.ranks)
+        ]
+        weights = tuple(map(tuple, drawn))
+    if (weights is not None or program.changes) and zero == "keep":
+        zero = "none"
+    forms = ["", "", "", "two"]
+    if program.norm == "none" and program.dtype != "bfloat16":
+        forms += ["penalty", "both"]
+    form = "" if program.options["static_graph"] else rng.choice(forms)
+    return Action(kind, form, None, zero, local, weights, unused)
+
+
+class Net(nn.Module):
+    """Layers with buffers that may be missing, and one layer that may be left out."""
+
+    def __init__(self, program: Program, *, norm: type[nn.Module]) -> None:
+        super().__init__()
+        dtype, generator = (
+            getattr(torch, program.dtype),
+            torch.Generator().manual_seed(program.seed),
+        )
+
+        def drawn(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) / 2
+
+        self.first = nn.Parameter(SUBCLASSES[program.subclass](drawn(WIDTH, WIDTH)))
+        self.second, self.third = (
+            nn.Linear(WIDTH, WIDTH, dtype=dtype),
+            nn.Linear(WIDTH, 2, dtype=dtype),
+        )
+        with torch.no_grad():
+            for p in (*self.second.parameters(), *self.third.parameters()):
+                p.copy_(drawn(*p.shape))
+        self.norm = nn.Identity() if program.norm == "none" else norm(WIDTH, dtype=dtype)
+        self.register_buffer("gain", torch.full((WIDTH,), 1.5, dtype=dtype))
+        self.register_buffer("shift", torch.full((WIDTH,), 0.25, dtype=dtype))
+
+    def before_norm(self, x: Tensor) -> Tensor:
+        """The part before the batch norm."""
+        return x @ self.first
+
+    def after_norm(self, h: Tensor, whole: bool) -> Tensor:
+        """The part after it."""
+        for name in ("gain", "shift"):
+            buffer = self._buffers.get(name)
+            if buffer is not None:
+                dense = buffer.to_dense() if buffer.is_sparse else buffer
+                h = torch.tanh(h) * dense if name == "gain" else h + dense
+        return self.third(torch.tanh(self.second(h)) if whole else h)
+
+    def forward(self, x: Tensor, whole: bool = True) -> Tensor:
+        """All of it."""
+        single = x.dim() == 1
+        h = self.norm(self.before_norm(x.unsqueeze(0) if single else x))
+        out = self.after_norm(h, whole)
+        return out[0] if single else out
+
+
+class Boxed(nn.Module):
+    """A model whose inputs and outputs are in containers."""
+
+    def __init__(self, net: Net, seed: int) -> None:
+        super().__init__()
+        self.net, self.seed = net, seed
+
+    def forward(self, value: Any, whole: bool = True) -> Any:
+        """Unpack, call the model, pack."""
+        x = plain(value)["x"]
+        return wrapped({"out": self.net(x, whole), "given": [x, 3]}, self.seed + 1, int(whole))
+
+
+def penalty(call: Any, x: Tensor) -> Tensor:
+    """Return the squared norm of the gradient of the input."""
+    return grad(lambda v: call(v).sin().sum())(x).square().mean()
+
+
+def transformed(call: Any, net: Net, name: str, x: Tensor) -> Any:
+    """Apply a transform to `call(x)`, a function of the net or of the wrapper around it."""
+    return TRANSFORMS[name](lambda v: call(v).sin().sum(), call, x)
+
+
+TRANSFORMS: dict[str, Callable[[Any, Any, Tensor], Any]] = {
+    "grad": lambda f, call, x: grad(f)(x),
+    "jvp": lambda f, call, x: jvp(call, (x,), (x.cos(),)),
+    "vmap": lambda f, call, x: vmap(call)(x),
+    "vmap_grad": lambda f, call, x: vmap(grad(f))(x),
+    "jacrev": lambda f, call, x: jacrev(call)(x),
+    "hessian": lambda f, call, x: hessian(f)(x[0]),
+    "hvp": lambda f, call, x: jvp(grad(f), (x,), (x.cos(),)),
+    "hvp_reverse": lambda f, call, x: grad(lambda v: (grad(f)(v) * x.cos()).sum())(x),
+    "functional_call": lambda f, call, x: None,
+    "functional_grad": lambda f, call, x: None,
+    "functional_hvp": lambda f, call, x: None,
+}
+"""The last ones take parameters; see `of_parameters`."""
+
+
+def of_parameters(module: nn.Module, call: Any, name: str, x: Tensor) -> Any:
+    """Apply a transform to a function of the module's parameters."""
+    own = {n: p.detach() for n, p in module.named_parameters()}
+
+    def loss(parameters: dict[str, Tensor]) -> Tensor:
+        return call(x, lambda *args: functional_call(module, parameters, args)).square().sum()
+
+    if name == "functional_call":
+        with torch.no_grad():
+            return loss({n: 2 * p for n, p in own.items()})
+    if name == "functional_grad":
+        return grad(loss)(own)
+    return jvp(grad(loss), (own,), ({n: p.cos() for n, p in own.items()},))
+
+
+class Trainer:
+    """One rank's run of a program, with a plain model for each rank as the reference."""
+
+    def __init__(self, program: Program) -> None:
+        self.program, self.rank = program, dist.get_rank()
+        self.net = Net(program, norm=SyncBatchNorm if program.norm == "sync" else nn.BatchNorm1d)
+        boxed = program.containers is not None
+        inner = Boxed(self.net, program.containers or 0) if boxed else self.net
+        changes = {f"{c}_reduce": CHANGES[c] for c in program.changes}
+        self.ddp = DistributedDataParallel(inner, **program.options, **changes)
+        if program.hook is not None:
+            self.ddp.register_comm_hook(None, HOOKS[program.hook]())
+        base = replace(program, subclass="plain")
+        self.twins = [Net(base, norm=nn.BatchNorm1d) for _ in range(program.ranks)]
+        self.generator = torch.Generator().manual_seed(program.seed)
+        self.synced_next, self.wrong, self.count = True, [], 0
+
+    def run(self) -> list[str]:
+        """Run all actions, or those until something is wrong."""
+        for number, action in enumerate(self.program.actions):
+            getattr(self, action.kind)(action)
+            if not self.wrong:
+                self.compare_buffers()
+            if self.wrong:
+                return [f"action {number} ({action.kind} {action.what}): {w}" for w in self.wrong]
+        return []
+
+    def batches(self) -> list[Tensor]:
+        """Draw a batch for each rank."""
+        shape, dtype = (BATCH, WIDTH), getattr(torch, self.program.dtype)
+        drawn = torch.randn(
+            self.program.ranks, *shape, generator=self.generator, dtype=torch.float64
+        )
+        return list(drawn.to(dtype))
+
+    def call(self, x: Tensor, function: Any = None, whole: bool = True) -> Tensor:
+        """Call the wrapper, or another function of the same arguments."""
+        function = self.ddp if function is None else function
+        if self.program.containers is None:
+            return function(x, whole)
+        value = wrapped({"x": x, "more": [1, 2]}, self.program.containers, self.rank)
+        return plain(function(value, whole))["out"]
+
+    # ---- the reference
+
+    def sync_buffers(self) -> None:
+        """All twins take the first one's buffers, in tensors that no graph has saved."""
+        for twin in self.twins[1:]:
+            for name, buffer in list(self.twins[0].named_buffers()):
+                owner, _, last = name.rpartition(".")
+                module = twin.get_submodule(owner)
+                if module._buffers.get(last) is not None:
+                    module._buffers[last] = buffer.clone()
+
+    def expect_forward(self, *, syncing: bool, grads: bool = True) -> None:
+        """Do what a forward of the wrapper does to buffers."""
+        options = self.program.options
+        in_eval = options["sync_buffers_in_eval"]
+        if options["broadcast_buffers"] and self.synced_next and (grads or in_eval):
+            self.sync_buffers()
+        if grads or in_eval:
+            self.synced_next = syncing
+
+    def reference(self, xs: list[Tensor], unused: tuple[int, ...]) -> list[Tensor]:
+        """Return the outputs of all ranks."""
+        own = [t.before_norm(x) for t, x in zip(self.twins, xs, strict=True)]
+        if self.program.norm == "sync":
+            parts = self.twins[0].norm(torch.cat(own)).split(BATCH)
+            for twin in self.twins[1:]:
+                for name, buffer in self.twins[0].norm.named_buffers():
+                    twin.norm._buffers[name] = buffer.clone()
+        else:
+            parts = [t.norm(h) for t, h in zip(self.twins, own, strict=True)]
+        return [
+            t.after_norm(h, r not in unused)
+            for r, (t, h) in enumerate(zip(self.twins, parts, strict=True))
+        ]
+
+    # ---- actions
+
+    def step(self, action: Action) -> None:
+        """Backwards in `no_sync`, one that is reduced, and the optimizer's step."""
+        self.reset(action.zero)
+        for i in range(action.local + 1):
+            syncing, weights = i == action.local, None
+            if action.weights is not None:
+                weights = [own[i] for own in action.weights]
+            with ExitStack() as stack:
+                stack.enter_context(self.ddp.no_sync(enabled=not syncing))
+                if weights is not None:
+                    self.ddp.weight(weights[self.rank])
+                self.backward(action, syncing, weights)
+        self.check_gradients(action)
+        self.optimize()
+
+    def backward(self, action: Action, syncing: bool, weights: list[int] | None) -> None:
+        """The forwards and the backward of both."""
+        losses, expected = [], []
+        whole = self.rank not in action.unused
+        if action.what in ("penalty", "both"):
+            xs = self.batches()
+            losses.append(penalty(lambda x: self.call(x, whole=whole), xs[self.rank]))
+            expected.append(
+                [
+                    penalty(lambda x, t=t, r=r: t(x, r not in action.unused), x)
+                    for r, (t, x) in enumerate(zip(self.twins, xs, strict=True))
+                ]
+            )
+            self.compare("penalty", losses[0], expected[0][self.rank])
+        for _ in range({"two": 2, "penalty": 0}.get(action.what, 1)):
+            xs = self.batches()
+            self.expect_forward(syncing=syncing)
+            outs = self.reference(xs, action.unused)
+            out = self.call(xs[self.rank], whole=whole)
+            self.compare("output", out, outs[self.rank])
+            losses.append(out.square().mean())
+            expected.append([o.square().mean() for o in outs])
+        sum(losses).backward()
+        factors = [1] * self.program.ranks if weights is None else weights
+        sum(f * e for row in expected for f, e in zip(factors, row, strict=True)).backward()
+
+    def transform(self, action: Action) -> None:
+        """A transform through the wrapper, beside the same through the module."""
+        xs = self.batches()
+        if action.rank not in (None, self.rank):
+            return
+        x, name = xs[self.rank], action.what
+        modes = [m for m in self.ddp.modules() if m.training]
+        self.ddp.train(self.program.norm == "none")
+        try:
+            alone = self.apply_transform(self.ddp.module, name, x)
+        except Exception:  # PyTorch cannot transform this module
+            alone = None
+        if name == "functional_call":
+            with self.ddp.no_sync():
+                got = self.apply_transform(self.ddp, name, x) if alone is not None else None
+        else:
+            got = self.apply_transform(self.ddp, name, x) if alone is not None else None
+        for m in modes:
+            m.training = True
+        leaves = torch.utils._pytree.tree_leaves
+        for a, b in zip(leaves(got), leaves(alone), strict=True):
+            if isinstance(a, Tensor):
+                self.compare(name, a, b)
+
+    def apply_transform(self, module: nn.Module, name: str, x: Tensor) -> Any:
+        """Apply a transform to a module."""
+        if name.startswith("functional"):
+            return of_parameters(module, self.call, name, x)
+        return transformed(lambda v: self.call(v, module), self.net, name, x)
+
+    def evaluate(self, action: Action) -> None:
+        """A forward without gradients, on one rank or all."""
+        xs = self.batches()
+        mode = torch.inference_mode if action.what == "inference" else torch.no_grad
+        for module in (self.ddp, *self.twins):
+            module.train(action.what == "train")
+        with torch.no_grad():
+            self.expect_forward(syncing=False, grads=False)
+        for rank, twin in enumerate(self.twins):
+            if action.rank in (None, rank):
+                with torch.no_grad():
+                    want = twin(xs[rank])
+                if rank == self.rank:
+                    with mode():
+                        self.compare("evaluation", self.call(xs[rank]), want)
+        for module in (self.ddp, *self.twins):
+            module.train()
+
+    def edit(self, action: Action) -> None:
+        """Change a buffer of all ranks, with other values on each."""
+        self.count += 1
+        name = "shift" if action.what == "inference" or self.count % 2 else "gain"
+        for rank, twin in enumerate(self.twins):
+            modules = [twin, self.net] if rank == self.rank else [twin]
+            for module in modules:
+                value = 1 + 0.5 * rank + 0.1 * self.count
+                edit_buffer(module, name, action.what, value, module is twin)
+
+    def skip(self, action: Action) -> None:
+        """A forward whose backward all ranks leave out, if any of them asks for it."""
+        self.reset("none")
+        xs, losses = self.batches(), []
+        self.expect_forward(syncing=True)
+        outs = self.reference(xs, action.unused)
+        out = self.call(xs[self.rank], whole=self.rank not in action.unused)
+        self.compare("output", out, outs[self.rank])
+        if self.ddp.skip_if_any(action.rank == self.rank) != (action.rank is not None):
+            self.wrong.append("skip_if_any is not what any rank asked for")
+        if action.rank is None:
+            losses = [o.square().mean() for o in outs]
+            sum(losses).backward()
+            out.square().mean().backward()
+            self.check_gradients(action)
+            self.optimize()
+
+    # ---- gradients and parameters
+
+    def reset(self, zero: str) -> None:
+        """Reset gradients, or keep them."""
+        for module in (self.net, *self.twins):
+            for p in module.parameters():
+                if zero == "none" or (zero == "zeros" and p.grad is None):
+                    p.grad = None
+                elif zero == "zeros":
+                    p.grad.zero_()
+
+    def expected(self, index: int, action: Action) -> Tensor | None:
+        """Return the mean over ranks of a parameter's gradients."""
+        size = self.program.ranks
+        own = [[*t.parameters()][index] for t in self.twins]
+        grads = [p.grad for p in own]
+        if all(g is None for g in grads):
+            return None
+        total = 1.0 if action.weights is None else sum(map(sum, action.weights)) / size
+        parts = [torch.zeros_like(own[0]) if g is None else g for g in grads]
+        parts = [part.double() / total if total else torch.zeros_like(part) for part in parts]
+        name = [n for n, _ in self.twins[0].named_parameters()][index]
+        if "before" in self.program.changes:
+            parts = [part.clamp(-0.05, 0.05) for part in parts]
+        if (
+            name.startswith("norm")
+            and self.program.norm == "sync"
+            and "before" in (self.program.changes)
+        ):
+            return None  # the twins do not have each rank's part
+        mean = sum(parts) / size
+        if "after" in self.program.changes and name.endswith("third.bias"):
+            mean = mean * 2
+        return mean
+
+    def check_gradients(self, action: Action) -> None:
+        """Compare gradients with the mean over ranks, and give the twins the mean."""
+        named = [*self.net.named_parameters()]
+        for index, (name, p) in enumerate(named):
+            want = self.expected(index, action)
+            if want is None and name.startswith("norm") and "before" in self.program.changes:
+                want = None if p.grad is None else p.grad.double()
+            self.compare(f"gradient of {name}", p.grad, want)
+            for twin in self.twins:
+                own = [*twin.parameters()][index]
+                own.grad = None if want is None else want.to(own.dtype).clone()
+
+    def optimize(self) -> None:
+        """A step of the first twin, which the others follow."""
+        with torch.no_grad():
+            for p, *others in zip(
+                *(t.parameters() for t in self.twins), self.net.parameters(), strict=True
+            ):
+                if p.grad is not None:
+                    p -= 0.1 * p.grad / max(1.0, p.grad.abs().max().item())
+                for other in others:
+                    other.copy_(p)
+
+    # ---- comparison
+
+    def compare(self, what: str, got: Tensor | None, want: Tensor | None) -> None:
+        """Note a difference."""
+        if got is None or want is None:
+            if got is not want:
+                self.wrong.append(f"{what}: {got} for {want}")
+            return
+        got = got.a if isinstance(got, WrapperSubclass) else got.as_subclass(Tensor)
+        want = want.a if isinstance(want, WrapperSubclass) else want.as_subclass(Tensor)
+        got, want = got.detach().double(), want.detach().double()
+        eps = 16 * torch.finfo(getattr(torch, self.program.dtype)).eps
+        if what.startswith("gradient"):
+            eps = max(eps, ERRORS.get(self.program.hook or "", 0.0))
+        size = max(1e-2, want.abs().max().item() if want.numel() else 0.0)
+        if got.shape != want.shape or not ((got - want).abs() <= eps * size * WIDTH).all():
+            self.wrong.append(f"{what}: {got.tolist()} for {want.tolist()}"[:400])
+
+    def compare_buffers(self) -> None:
+        """Compare the buffers with those of this rank's twin."""
+        own = dict(self.net.named_buffers())
+        want = dict(self.twins[self.rank].named_buffers())
+        if own.keys() != want.keys():
+            self.wrong.append(f"buffers {sorted(own)} for {sorted(want)}")
+        for name in own.keys() & want.keys():
+            self.compare(f"buffer {name}", own[name].to_dense(), want[name].to_dense())
+
+
+def clamp(bucket: GradBucket) -> None:
+    """Clamp gradients."""
+    for gradient in bucket.gradients():
+        gradient.clamp_(-0.05, 0.05)
+
+
+def double_one(bucket: GradBucket) -> None:
+    """Double the gradient of one parameter."""
+    for name, gradient in zip(bucket.names(), bucket.gradients(), strict=True):
+        if name.endswith("third.bias"):
+            gradient.mul_(2)
+
+
+CHANGES = {"before": clamp, "after": double_one}
+
+
+def edit_buffer(module: nn.Module, name: str, edit: str, value: float, is_twin: bool) -> None:
+    """Change a buffer; the twin's is dense and in memory of its own."""
+    dtype = next(iter(module.parameters())).dtype
+    buffer = module._buffers.get(name)
+    if edit == "none" and name in module._buffers:
+        setattr(module, name, None)
+    elif edit == "deleted":
+        module._buffers.pop(name, None)
+    elif edit == "written":
+        if (
+            buffer is not None
+            and not is_twin
+            and buffer.is_sparse is False
+            and (buffer.is_contiguous() and not buffer.is_inference())
+        ):
+            buffer.fill_(value)
+        elif buffer is not None:
+            module.register_buffer(name, torch.full((WIDTH,), value, dtype=dtype))
+    elif edit in ("new", "none") or is_twin:
+        module.register_buffer(name, torch.full((WIDTH,), value, dtype=dtype))
+    elif edit == "expanded":
+        module.register_buffer(name, torch.full((1,), value, dtype=dtype).expand(WIDTH))
+    elif edit == "sparse":
+        module.register_buffer(name, torch.full((WIDTH,), value, dtype=dtype).to_sparse())
+    else:
+        with torch.inference_mode():
+            module.register_buffer(name, torch.full((WIDTH,), value, dtype=dtype))
+
+
+def run_on_rank(programs: list[Program]) -> list[list[str]]:
+    """Run programs up to one that fails; return what is wrong with each."""
+    found = []
+    for program in programs:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(getattr(torch, program.default_dtype))
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                found.append(Trainer(program).run())
+        finally:
+            torch.set_default_dtype(before)
+        differ = torch.tensor([float(bool(found[-1]))])
+        dist.all_reduce(differ)
+        if differ.item():
+            break
+    return found
+
+
+def run_programs(programs: Iterable[Program], backend: str) -> dict[int, list[str]]:
+    """Run programs, many in one call of the ranks; return what is wrong with each, by seed."""
+    by_ranks: dict[int, list[Program]] = {}
+    for program in programs:
+        by_ranks.setdefault(program.ranks, []).append(program)
+    found: dict[int, list[str]] = {}
+    for ranks, waiting in by_ranks.items():
+        while waiting:
+            try:
+                results = run_ranks(
+                    run_on_rank, ranks, backend=backend, timeout=TIMEOUT, args=(waiting,)
+                )
+                texts = [
+                    [f"rank {r}: {text}" for r, own in enumerate(rows) for text in own]
+                    for rows in zip(*results, strict=True)
+                ]
+            except Exception as error:
+                if len(waiting) > 1:  # find the one that fails
+                    for program in waiting:
+                        found |= run_programs([program], backend)
+                    break
+                texts = [[f"{type(error).__name__}: {error}"]]
+            found |= {p.seed: t for p, t in zip(waiting, texts, strict=False)}
+            waiting = waiting[len(texts) :]
+    return found
