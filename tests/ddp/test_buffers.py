@@ -164,6 +164,19 @@ def test_a_graph_keeps_the_buffer_that_it_has_saved(view, hooked):
     assert run_ranks(main, 2) == [([scale, scale], [total, total])] * 2
 
 
+def test_a_graph_keeps_the_buffer_that_it_has_saved_when_modules_were_made_since():
+    def main():
+        net, x = DistributedDataParallel(Scaled()), torch.ones(1, 2)
+        first = net(x)
+        nn.BatchNorm1d(2)  # registers buffers, here or elsewhere
+        if dist.get_rank() == 0:
+            net.module.scale = net.module.scale + 1
+        (first + net(x)).sum().backward()
+        return net.module.layer.bias.grad.tolist()
+
+    assert run_ranks(main, 2) == [[3.0, 3.0]] * 2
+
+
 def test_a_saved_buffer_in_shared_memory_is_an_error():
     """It can neither be replaced, as another buffer is in the same memory, nor be overwritten."""
 

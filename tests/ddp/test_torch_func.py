@@ -369,3 +369,38 @@ def test_a_transform_on_one_rank_alone():
             step(net, twin, number)
 
     run_ranks(main, 2)
+
+
+def test_a_local_backward_of_what_a_transform_returned():
+    """After a transform on one rank, after a batch that was left out, and after weights."""
+
+    def main():
+        net, twin = DistributedDataParallel(Net(buffers=False)), Net(buffers=False)
+        step(net, twin, 0)
+        if dist.get_rank() == 1:
+            grad_of_input(net, inputs())
+        net.zero_grad()
+        twin.zero_grad()
+        local_penalty(net, inputs())
+        local_penalty(twin, inputs())
+        check_gradients(net, twin, "after a transform on one rank")
+        net(inputs())
+        assert net.skip_if_any(True)
+        net.zero_grad()
+        net.weight(2)
+        with net.no_sync():
+            penalty(net, inputs())
+        net.weight(2)
+        net(inputs()).sum().backward()
+        twin.zero_grad()
+        local_penalty(twin, inputs())
+        for p in twin.parameters():
+            p.grad /= 2
+        check_gradients(net, twin, "after a batch that was left out")
+        net.zero_grad()
+        twin.zero_grad()
+        for model in (net, twin):
+            penalty(model, inputs())
+        check_gradients(net, twin, "without a weight, after one with weights")
+
+    run_ranks(main, 2)

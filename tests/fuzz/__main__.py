@@ -161,9 +161,8 @@ def many_wrapped(arguments: argparse.Namespace, backend: str) -> int:
     for first in range(arguments.first, last, STEP):
         seeds = range(first, min(first + STEP, last))
         for seed, found in run_programs(map(make_program, seeds), backend).items():
-            if found:
-                failed += 1
-                print(f"FAILED --programs 1 --first {seed} --backends {backend}: {found[0][:600]}")
+            failed += 1
+            print(f"FAILED --programs 1 --first {seed} --backends {backend}: {found[:900]}")
         print(f"{backend}: to seed {seeds[-1]}: {failed} failed", flush=True)
         if failed >= arguments.stop_after:
             break

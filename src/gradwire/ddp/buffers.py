@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -37,11 +38,13 @@ class Buffers:
         self._module, self._ignored = module, ignored
         self.hook: BufferHook | None = None
         self.after_forward = False
+        self._seen: dict[str, weakref.ref[Tensor]] = {}
+        self._aliased: set[str] = set()
         self._find()
         self._watch()
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__.copy()
+        return {**self.__dict__, "_seen": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -71,7 +74,18 @@ class Buffers:
         self._changed = False
         named = {n: b for n, b in self._module.named_buffers() if n not in self._ignored}
         self._paths = {name: name.split(".") for name in named}
-        self._aliased = {name for name, buffer in named.items() if _is_aliased(buffer)}
+        self._aliased = {name for name, buffer in named.items() if self._shares(name, buffer)}
+        self._seen = {name: weakref.ref(buffer) for name, buffer in named.items()}
+
+    def _shares(self, name: str, buffer: Tensor) -> bool:
+        """Return True if a buffer shares its memory with other tensors.
+
+        One that was looked at before is not looked at again: now a graph may have saved it.
+        """
+        seen = self._seen.get(name)
+        if seen is not None and seen() is buffer:
+            return name in self._aliased
+        return _is_aliased(buffer)
 
     def named(self) -> dict[str, Tensor]:
         """Return the buffers by name; those that were deleted or set to None are left out."""

@@ -203,8 +203,7 @@ class DistributedDataParallel(UnevenInputs):
             BrokenGroupError: The group cannot be used again after an earlier error.
         """
         if in_transform() and not self._join_config.enable:
-            if self.require_backward_grad_sync:
-                self.reducer.expect_after_transform()
+            self.reducer.expect_after_transform(local=not self.require_backward_grad_sync)
             return self._call(inputs, kwargs)
         syncing = torch.is_grad_enabled() and self.require_backward_grad_sync
         recomputing = self.reducer.in_backward  # by a checkpoint around this module

@@ -192,7 +192,9 @@ class UnevenInputs(ReducedModule, Joinable):
             )
         flags = torch.tensor([bool(flag)], dtype=torch.int64, device=message_device(self._group))
         _all_reduce(flags, self._group, dist.ReduceOp.MAX, "skip_if_any()")
-        return bool(flags)
+        if skipped := bool(flags):
+            self.reducer.skip()
+        return skipped
 
     def join_hook(self, **kwargs: Any) -> ShadowHook:
         """What `Join` runs on a rank that has run out."""

@@ -14,7 +14,7 @@ __all__ = ["TRANSITIONS", "BackwardState", "Event", "after"]
 class BackwardState(Enum):
     """Where a reducer's backward is."""
 
-    LOCAL = "no forward was prepared yet: gradients stay local"
+    LOCAL = "no backward is expected: gradients stay local"
     EXPECTED = "a forward was prepared, its backward has not begun"
     RUNNING = "autograd is in it, and calls when it ends"
     RUNNING_AGAIN = "as RUNNING, through outputs whose gradients were reduced before"
@@ -33,6 +33,7 @@ class Event(Enum):
     """What happens to a backward."""
 
     PREPARE = "a forward is about to run whose backward is to be reduced"
+    SKIP = "all ranks leave that backward out"
     BEGIN = "the first gradient, or an output, is reached"
     BEGIN_AGAIN = "an output is reached whose backward was reduced before"
     END_UNTOUCHED = "it ended without a gradient of a parameter"
@@ -61,6 +62,7 @@ TRANSITIONS = MappingProxyType(
         # SEND_LAST without BEGIN: a rank that has run out of inputs takes part with zeros
         S.EXPECTED: {
             E.PREPARE: S.EXPECTED,
+            E.SKIP: S.LOCAL,
             E.BEGIN: S.RUNNING,
             E.SEND_LAST: S.COMMITTING,
             E.INTERRUPT: S.INTERRUPTED,

@@ -23,7 +23,7 @@ from gradwire._scope import runs_outside_contexts
 from gradwire.ddp.buckets.assignment import BucketAssigner, BucketLayout, check_layout
 from gradwire.ddp.buckets.hook_state import Part, replace_group
 from gradwire.ddp.buckets.ownership import Registration
-from gradwire.ddp.faults.backward_state import BackwardState
+from gradwire.ddp.faults.backward_state import BackwardState, Event
 from gradwire.ddp.hook_handles import remove_hooks_with
 from gradwire.ddp.outputs import mark_output
 from gradwire.ddp.reducer.arrival import on_gradient, on_local_output, on_nested_output, on_output
@@ -338,12 +338,23 @@ class Reducer:
         if constant:
             backward.weights.on_constant()
 
-    def expect_after_transform(self) -> None:
-        """A forward has run in a transform of `torch.func`: its results may have a backward.
+    def expect_after_transform(self, *, local: bool) -> None:
+        """A forward runs in a transform of `torch.func`: its results may have a backward.
 
         Nothing is prepared before that is there: as a rule they have none.
+
+        Args:
+            local: If True, that backward is not reduced.
         """
-        self._backward.prepare_late = weakref.WeakMethod(self.prepare)
+        self._backward.weights.on_forward()
+        self._backward.prepare_late = None if local else weakref.WeakMethod(self.prepare)
+
+    def skip(self) -> None:
+        """Expect no backward of the last forward: all ranks leave it out."""
+        backward = self._backward
+        backward.prepare_late = backward.weights.given = None
+        if backward.state is BackwardState.EXPECTED:
+            backward.transition(Event.SKIP)
 
     @property
     def in_backward(self) -> bool:
