@@ -60,7 +60,6 @@ PENDING = (
     "src/gradwire/compat",
     "src/gradwire/ddp",
     "src/gradwire/devices",
-    "src/gradwire/shm",
     "docs",
 )
 """Places that are not rewritten yet."""

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 import gradwire.shm
 from gradwire.errors import BrokenGroupError, DistributedError, PeerFailedError
-from gradwire.shm import segment
-from gradwire.shm.limits import check_available, cores
+from gradwire.shm.memory import segment
+from gradwire.shm.runtime.limits import check_available, cores
 from gradwire.testing import run_ranks
 
 GIB = 1 << 30

@@ -27,10 +27,10 @@ from gradwire.errors import (
     PeerFailedError,
     PeerLostError,
 )
-from gradwire.shm.forming import Forming, of_ranks
+from gradwire.shm.meeting.forming import Forming, of_ranks
+from gradwire.shm.meeting.rendezvous import Listener, connect_by_name
 from gradwire.shm.register import make_backend, member_of
-from gradwire.shm.rendezvous import Listener, connect_by_name
-from gradwire.shm.sync import Deadline
+from gradwire.shm.runtime.sync import Deadline
 from gradwire.testing import run_ranks
 
 SOON_S = 5.0

@@ -26,11 +26,11 @@ from gradwire.errors import (
     PeerFailedError,
     PeerLostError,
 )
-from gradwire.shm import links as links_module
-from gradwire.shm.links import Kind, Links, Message
-from gradwire.shm.regions import Regions
+from gradwire.shm.meeting import links as links_module
+from gradwire.shm.meeting.links import Kind, Links, Message
+from gradwire.shm.meeting.regions import Regions
 from gradwire.shm.register import make_backend, member_of
-from gradwire.shm.sync import Deadline
+from gradwire.shm.runtime.sync import Deadline
 from gradwire.testing import run_ranks
 
 SOON_S = 5.0  # far below the group's timeout: a machine may be busy

@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradwire.shm import sync
-from gradwire.shm.group_semaphores import PLACE_BYTES, Placement
+from gradwire.shm.memory.group_semaphores import PLACE_BYTES, Placement
 from gradwire.shm.register import member_of
-from gradwire.shm.sync import SEMAPHORE_BYTES, Semaphore, spins_beside
+from gradwire.shm.runtime import sync
+from gradwire.shm.runtime.sync import SEMAPHORE_BYTES, Semaphore, spins_beside
 from gradwire.testing import run_ranks
 
 TWO_CORES = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")

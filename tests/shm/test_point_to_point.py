@@ -24,10 +24,12 @@ from gradwire.errors import (
     NotSupportedError,
     PeerLostError,
 )
-from gradwire.shm import arrivals, group_base, message_ring, outgoing, point_to_point, segment
-from gradwire.shm.incoming import Incoming
-from gradwire.shm.mailbox import Mailbox
-from gradwire.shm.message_ring import RING_BYTES, SLOT_BYTES, MessageRing
+from gradwire.shm.group import group_base, point_to_point
+from gradwire.shm.memory import segment
+from gradwire.shm.messages import arrivals, message_ring, outgoing
+from gradwire.shm.messages.incoming import Incoming
+from gradwire.shm.messages.mailbox import Mailbox
+from gradwire.shm.messages.message_ring import RING_BYTES, SLOT_BYTES, MessageRing
 from gradwire.shm.register import member_of
 from gradwire.testing import run_ranks
 

@@ -19,7 +19,7 @@ from gradwire.errors import (
     PeerFailedError,
     PeerLostError,
 )
-from gradwire.shm.reconfigure import ReconfigurableGroup
+from gradwire.shm.group.reconfigure import ReconfigurableGroup
 from gradwire.testing import run_ranks
 
 

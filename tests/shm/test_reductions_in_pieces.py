@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 
 import gradwire.shm
-from gradwire.shm import group_state, reduce_algorithms
-from gradwire.shm.regions import RINGS
+from gradwire.shm.algorithms import group_state, reduce
+from gradwire.shm.meeting.regions import RINGS
 from gradwire.shm.register import member_of
 from gradwire.testing import run_ranks
 
-BYTES = reduce_algorithms._UNCUT_BYTES
+BYTES = reduce._UNCUT_BYTES
 OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX}
 
 
@@ -64,8 +64,8 @@ def test_reductions_in_pieces(dtype, op):
 def test_only_long_shares_are_cut():
     whole = torch.arange(BYTES // 4)
     assert whole.nbytes == 2 * BYTES
-    assert len(reduce_algorithms._in_pieces([whole[: BYTES // 8]])) == 1
-    pieces = reduce_algorithms._in_pieces([whole, -whole])
+    assert len(reduce._in_pieces([whole[: BYTES // 8]])) == 1
+    pieces = reduce._in_pieces([whole, -whole])
     assert len(pieces) > 2
     for column, tensor in zip(zip(*pieces, strict=True), (whole, -whole), strict=True):
         assert torch.equal(torch.cat(column), tensor)

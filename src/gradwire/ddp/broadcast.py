@@ -24,7 +24,7 @@ from gradwire.buckets import plan_buckets
 from gradwire.ddp.faults.other_messages import wait_for_message
 from gradwire.ddp.group import broadcast_options, message_device
 from gradwire.errors import ArgumentError, ArgumentTypeError
-from gradwire.shm.process_group import Operations
+from gradwire.shm.group.process_group import Operations
 from gradwire.shm.register import member_of
 
 __all__ = ["broadcast_coalesced", "broadcast_values", "check_not_expanded", "dense_parts"]

@@ -21,7 +21,8 @@ from torch.distributed.distributed_c10d import BarrierOptions
 import gradwire_autoload
 from gradwire._torch import PYTHON_BACKENDS, BackendBase, wants_reconfigure
 from gradwire.errors import ArgumentError, ArgumentTypeError, DistributedError
-from gradwire.shm.forming import Forming
+from gradwire.shm.group.process_group import Operations, ShmBackend, ShmProcessGroup
+from gradwire.shm.group.reconfigure import ReconfigurableGroup
 from gradwire.shm.hierarchy.context import Context
 from gradwire.shm.hierarchy.engine import Options, Transport
 from gradwire.shm.hierarchy.group import (
@@ -30,11 +31,10 @@ from gradwire.shm.hierarchy.group import (
     AcrossHostsProcessGroup,
 )
 from gradwire.shm.hierarchy.team import Team
-from gradwire.shm.process_group import Operations, ShmBackend, ShmProcessGroup
-from gradwire.shm.reconfigure import ReconfigurableGroup
-from gradwire.shm.rendezvous import connect_all, report_failure
-from gradwire.shm.sync import Deadline, has_semaphores
-from gradwire.shm.teams import Teams
+from gradwire.shm.meeting.forming import Forming
+from gradwire.shm.meeting.rendezvous import connect_all, report_failure
+from gradwire.shm.meeting.teams import Teams
+from gradwire.shm.runtime.sync import Deadline, has_semaphores
 
 _members: WeakKeyDictionary[ProcessGroup, Operations | None] = WeakKeyDictionary()
 

@@ -13,7 +13,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 
 from gradwire.recorder.black_box import PREFIX, REQUEST
 from gradwire.recorder.processes import state_of_pid
-from gradwire.shm.limits import CGROUPS, PROC, folders, text_of
+from gradwire.shm.runtime.limits import CGROUPS, PROC, folders, text_of
 
 _WAIT_SECONDS = 3.0  # wait for dumps; a rank polls for requests five times per second
 

@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradwire.ddp.group import broadcast_options
 from gradwire.errors import BrokenGroupError
-from gradwire.shm.group_base import GroupBase
+from gradwire.shm.group.group_base import GroupBase
 from gradwire.shm.register import member_of
 
 __all__ = [

@@ -31,10 +31,10 @@ from gradwire.elastic.members.sockets import (
     sockets,
 )
 from gradwire.errors import CollectiveTimeoutError, DistributedError, PeerLostError
-from gradwire.shm.process_group import ShmProcessGroup
+from gradwire.shm.group.process_group import ShmProcessGroup
+from gradwire.shm.meeting.rendezvous import Listener, connect_by_name, report_absent
 from gradwire.shm.register import is_available
-from gradwire.shm.rendezvous import Listener, connect_by_name, report_absent
-from gradwire.shm.sync import Deadline
+from gradwire.shm.runtime.sync import Deadline
 
 FORM_SECONDS = 10.0
 POLL_SECONDS = 0.01

@@ -1,4 +1,4 @@
-"""Algorithms of a group over several hosts; see `gradwire.shm.algorithms.Algorithms`."""
+"""Algorithms of a group over several hosts; see `gradwire.shm.algorithms.interface.Algorithms`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from gradwire.shm.arithmetic import reduce_into
-from gradwire.shm.copying import overwrites
-from gradwire.shm.header import NUMBERS, Call
+from gradwire.shm.algorithms.arithmetic import reduce_into
 from gradwire.shm.hierarchy.context import Context
 from gradwire.shm.hierarchy.moving import AllGather, Broadcast, exchange
 from gradwire.shm.hierarchy.reducing import ReduceScatter, all_reduce
+from gradwire.shm.memory.copying import overwrites
+from gradwire.shm.memory.header import NUMBERS, Call
 
 _PACK_BYTES = 4 << 20
 """Maximum size of packed tensors of a list; larger tensors are sent separately."""

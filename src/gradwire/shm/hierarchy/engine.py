@@ -28,7 +28,7 @@ from gradwire.errors import (
     PeerFailedError,
     PeerLostError,
 )
-from gradwire.shm.sync import Deadline
+from gradwire.shm.runtime.sync import Deadline
 
 USER_TAGS = 8
 """Number of tags reserved for collectives; a caller's tag is increased by it on the engine."""

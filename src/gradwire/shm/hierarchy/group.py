@@ -19,14 +19,14 @@ from torch.distributed import Work
 
 from gradwire._torch import outside_graphs
 from gradwire.errors import ArgumentError, DistributedError
+from gradwire.shm.group.process_group import Operations, ShmBackend, ShmProcessGroup
 from gradwire.shm.hierarchy.algorithms import AcrossHosts
 from gradwire.shm.hierarchy.context import Context
 from gradwire.shm.hierarchy.engine import USER_TAGS, Transfer
-from gradwire.shm.operation_queue import Queue
-from gradwire.shm.process_group import Operations, ShmBackend, ShmProcessGroup
-from gradwire.shm.sync import Deadline
-from gradwire.shm.tensors import check_results, check_tensors, flat_of, only, write_back
-from gradwire.shm.work import ShmWork
+from gradwire.shm.memory.tensors import check_results, check_tensors, flat_of, only, write_back
+from gradwire.shm.runtime.operation_queue import Queue
+from gradwire.shm.runtime.sync import Deadline
+from gradwire.shm.runtime.work import ShmWork
 
 _MAX_TAG = 2**30
 

@@ -31,7 +31,7 @@ from gradwire.errors import (
     PeerFailedError,
 )
 from gradwire.shm.hierarchy.engine import USER_TAGS
-from gradwire.shm.work import without_frames
+from gradwire.shm.runtime.work import without_frames
 
 GRACE_SECONDS = 0.2
 """Time that a rank's earlier messages may take after its last one arrived, by other paths."""
@@ -54,7 +54,7 @@ class MpiWork:
     Args:
         request: Request of MPI.
         tensor: Tensor that is sent or filled, kept alive until MPI has finished with it.
-        peer: The other rank, or MPI's ANY_SOURCE.
+        peer: Rank of the peer, or MPI's ANY_SOURCE.
         receives: True if the tensor is filled.
 
     Attributes:

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from gradwire.shm.arithmetic import HALF, SUM, number_of, reduce_into
-from gradwire.shm.header import Call
+from gradwire.shm.algorithms.arithmetic import HALF, SUM, number_of, reduce_into
 from gradwire.shm.hierarchy.context import Context, Messages
 from gradwire.shm.hierarchy.pipeline import LAG, Cut, pipelined
+from gradwire.shm.memory.header import Call
 
 _AVG = number_of(ReduceOp.AVG)
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from gradwire.errors import DistributedError, MismatchError
-from gradwire.shm.algorithms import InSharedMemory
-from gradwire.shm.group_state import GroupState
-from gradwire.shm.header import Call
-from gradwire.shm.sync import Deadline
+from gradwire.shm.algorithms.group_state import GroupState
+from gradwire.shm.algorithms.interface import InSharedMemory
+from gradwire.shm.memory.header import Call
+from gradwire.shm.runtime.sync import Deadline
 
 
 class Team:

@@ -1,0 +1,1 @@
+"""Algorithms of collectives between ranks that all share memory."""

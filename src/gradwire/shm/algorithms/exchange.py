@@ -1,0 +1,216 @@
+"""Exchanges over shared memory: every rank has a block for each other rank, or one for all.
+
+Each rank fetches its blocks. Up to `inline_bytes`, a rank's blocks are written beside its header,
+and up to `upfront_limit` they are copied to a region beforehand: both take one wait. Blocks in
+regions are copied straight from there. All others pass in pieces through the staging slots, so that
+copies in and out overlap between ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from gradwire.shm.algorithms.group_state import GroupState
+from gradwire.shm.algorithms.pieces import (
+    PIECE_BYTES,
+    block_start,
+    fill_slot,
+    location_for,
+    share,
+)
+from gradwire.shm.meeting.regions import USERS
+from gradwire.shm.memory.copying import copy, overwrites
+from gradwire.shm.memory.header import INLINE, PRIVATE, Call, Location
+from gradwire.shm.memory.tensors import common_base
+
+
+def barrier(state: GroupState, kind: str = "barrier") -> None:
+    """Wait until every rank has called."""
+    state.announce(Call(kind), Location(INLINE))
+
+
+def broadcast(state: GroupState, call: Call, flat: Tensor) -> None:
+    """Copy the root's values to all ranks' tensors.
+
+    Args:
+        state: State of the group on this rank.
+        call: Call of broadcast, with its root.
+        flat: 1-d contiguous tensor.
+    """
+    at_root, count = state.rank == call.root, flat.numel()
+    outgoing = [flat] if at_root else []
+    incoming = [flat if r == call.root and not at_root else None for r in range(state.size)]
+    if flat.nbytes <= state.inline_bytes:
+        exchange(state, call, outgoing, incoming, shared=True)
+        return
+    limit = state.upfront_limit(alone=False)  # in many programs, the root changes
+    state.announce(call, location_for(state, [flat], flat, sends=at_root, limit=limit))
+    locations = state.locations()
+    if locations[call.root].region == PRIVATE:
+        sends = _equal_blocks(state, call)
+        exchange_through_slots(state, call, sends, [call.root], outgoing, incoming, shared=True)
+        return
+    # root and receivers copy at the same time: with tensors in regions, the root writes the first
+    # share to each receiver, which fetches the rest
+    in_place = locations[call.root].region >= USERS
+    first = share(count, 0, state.size)[1] if in_place else 0
+    if not at_root:
+        start = first if locations[state.rank].region >= 0 else 0
+        source = state.at(call.root, locations[call.root], flat.dtype, start, count - start)
+        copy(flat[start:], source)
+    elif in_place:
+        for rank, location in enumerate(locations):
+            if rank != state.rank and location.region >= 0:
+                copy(state.at(rank, location, flat.dtype, 0, first), flat[:first])
+    if in_place:
+        state.sync(None if at_root else [call.root])
+
+
+def exchange_blocks(
+    state: GroupState,
+    kind: str,
+    outgoing: Sequence[Tensor],
+    incoming: Sequence[Tensor],
+    *,
+    base: Tensor | None = None,
+    shared: bool = False,
+) -> None:
+    """Run `exchange` for blocks whose sizes may differ, which the ranks compare.
+
+    Args:
+        state: State of the group on this rank.
+        kind: Name of the collective.
+        outgoing: Blocks to send; see `exchange`.
+        incoming: Tensor for each rank's block.
+        base: Tensor that holds the outgoing blocks; see `exchange`.
+        shared: True for one block for all ranks; see `exchange`.
+    """
+    sends = tuple(block.numel() for block in outgoing) * (state.size if shared else 1)
+    receives = tuple(block.numel() for block in incoming)
+    call = Call(kind, incoming[0].dtype, sends=sends, receives=receives)
+    exchange(state, call, outgoing, incoming, base=base, shared=shared)
+
+
+def exchange(
+    state: GroupState,
+    call: Call,
+    outgoing: Sequence[Tensor],
+    incoming: Sequence[Tensor | None],
+    *,
+    base: Tensor | None = None,
+    shared: bool = False,
+) -> None:
+    """Fetch the block that every other rank has for this one.
+
+    Args:
+        state: State of the group on this rank.
+        call: Call with tables of block sizes, or with the size of all blocks.
+        outgoing: Block of this rank for each rank; one for all if `shared`; or empty.
+        incoming: Tensor for each rank's block, 1-d and contiguous; None if there is none. If they
+            overlap outgoing blocks, these are copied first.
+        base: Contiguous tensor that holds the outgoing blocks in order; None to find it, if they
+            are adjacent.
+        shared: True if a rank's one block goes to all ranks.
+    """
+    own = outgoing[0 if shared else state.rank] if outgoing else None
+    if sum(block.nbytes for block in outgoing) > state.inline_bytes:
+        if overwrites(outgoing, incoming, state.rank, own):
+            outgoing, base = [block.clone() for block in outgoing], None
+            own = outgoing[0 if shared else state.rank]
+        elif base is None:
+            base = common_base(outgoing)
+        start = 0 if shared else block_start(call, state.rank)
+        unread = (0, 0) if shared else (start, start + outgoing[state.rank].numel())
+        limit = state.upfront_limit(alone=False)
+        state.announce(call, location_for(state, outgoing, base, unread, limit=limit))
+    else:
+        state.announce(call, Location(INLINE), outgoing)
+    locations = state.locations()
+    sends = state.sends() if call.sends else _equal_blocks(state, call)
+    # this rank's own block needs no other rank
+    if own is not None and (target := incoming[state.rank]) is not None:
+        copy(target, own)
+    staged = []
+    for rank, (its_location, sent) in enumerate(zip(locations, sends, strict=True)):
+        target = incoming[rank]
+        if its_location.region == PRIVATE:
+            staged.append(rank)
+        elif rank != state.rank and target is not None and (count := target.numel()):
+            start = 0 if shared else sum(sent[: state.rank])
+            if its_location.region == INLINE:
+                target.copy_(state.inline(rank, call.dtype, start, count))
+            else:
+                copy(target, state.at(rank, its_location, call.dtype, start, count))
+    if staged:
+        exchange_through_slots(state, call, sends, staged, outgoing, incoming, shared=shared)
+    in_place = [rank for rank, at in enumerate(locations) if at.region >= USERS]
+    if in_place:
+        state.sync(_partners(state, sends, in_place))
+
+
+def _equal_blocks(state: GroupState, call: Call) -> list[list[int]]:
+    """Return the number of elements from each rank for each, if all blocks have one size."""
+    return [[call.numel] * state.size] * state.size
+
+
+def _partners(
+    state: GroupState, sends: Sequence[Sequence[int]], sources: Sequence[int]
+) -> list[int]:
+    """Return the ranks that read from this rank, if it is a source, and the sources it reads."""
+    rank = state.rank
+
+    def reads(reader: int, source: int) -> bool:
+        return source in sources and sends[source][reader] > 0
+
+    return [r for r in range(state.size) if r != rank and (reads(r, rank) or reads(rank, r))]
+
+
+def exchange_through_slots(
+    state: GroupState,
+    call: Call,
+    sends: Sequence[Sequence[int]],
+    staged: Sequence[int],
+    outgoing: Sequence[Tensor],
+    incoming: Sequence[Tensor | None],
+    *,
+    shared: bool,
+) -> None:
+    """Fetch this rank's blocks among those that pass through slots.
+
+    Args:
+        state: State of the group on this rank.
+        call: Call of the collective.
+        sends: Number of elements from each rank for each; rows of ranks that are not staged are
+            not read.
+        staged: Ranks whose blocks pass through slots.
+        outgoing: Blocks to send; see `exchange`.
+        incoming: Tensors to fill; see `exchange`.
+        shared: True for one block for all ranks; see `exchange`.
+    """
+    columns = 1 if shared else max(1, state.size - 1)  # without the rank's block for itself
+    longest = max(max(sends[rank]) for rank in staged)
+    ring, total = state.ring, longest * columns * call.dtype.itemsize
+    # at least two pieces if the ring has two slots, so that copies in and out overlap
+    step = (
+        min(ring.slot_bytes, max(PIECE_BYTES, total // min(2, ring.slots)))
+        // call.dtype.itemsize
+        // columns
+    )
+    slots = {rank: state.slots(rank, call.dtype) for rank in staged}
+    others = outgoing if shared else [*outgoing[: state.rank], *outgoing[state.rank + 1 :]]
+    pieces, partners = math.ceil(longest / step), _partners(state, sends, staged)
+    for fill, fetch in state.pipeline(pieces, stages=2, partners=partners):
+        if state.rank in staged and fill >= 0:
+            lo = fill * step
+            slot = slots[state.rank][fill % ring.slots]
+            fill_slot(slot, [block[lo : lo + step] for block in others], step)
+        lo = fetch * step
+        for rank in staged:
+            target = incoming[rank]
+            if rank != state.rank and target is not None and 0 <= lo < target.numel():
+                piece, slot = target[lo : lo + step], slots[rank][fetch % ring.slots]
+                column = 0 if shared else state.rank - (rank < state.rank)
+                copy(piece, slot[column * step :][: piece.numel()])

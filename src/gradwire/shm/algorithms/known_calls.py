@@ -1,0 +1,119 @@
+"""all_reduce of one tensor, with its setup cached by shape, dtype and reduce op.
+
+The setup of an ordinary call (checks, header, for short data also views of shared memory and the
+function of the op) takes longer than the exchange of short data, and as long as that of 1 MiB.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gradwire.recorder import Entry
+from gradwire.shm.algorithms.arithmetic import reducer
+from gradwire.shm.algorithms.group_state import GroupState
+from gradwire.shm.algorithms.reduce import place, reduce_placed
+from gradwire.shm.memory.header import Call
+
+Key = tuple[torch.Size, torch.dtype, int]
+"""Kind of calls: shape and dtype of the tensor, number of the reduce op."""
+_KEPT = 256
+
+
+class _Short:
+    """all_reduce of ordinary tensors of one shape and dtype, with the data beside the header.
+
+    Args:
+        state: State of the group on this rank.
+        key: Kind of the calls; at most `inline_bytes`, not empty.
+
+    Attributes:
+        like: Recorder's entry of an earlier call.
+    """
+
+    __slots__ = ("_exchange", "_reduce", "like")
+
+    def __init__(self, state: GroupState, key: Key) -> None:
+        shape, dtype, op = key
+        call = Call("all_reduce", dtype, shape.numel(), op)
+        self._exchange = state.short_exchange(call, shape)
+        self._reduce = reducer(op, state.size)
+        self.like: Entry | None = None
+
+    def __call__(self, tensor: Tensor) -> None:
+        """Reduce a tensor, as a job of the group."""
+        self._reduce(tensor, self._exchange(tensor))
+
+
+class _Long:
+    """all_reduce of ordinary tensors of one shape and dtype that are too long for the header.
+
+    Args:
+        state: State of the group on this rank.
+        key: Kind of the calls; more than `inline_bytes`.
+
+    Attributes:
+        like: Recorder's entry of an earlier call.
+    """
+
+    __slots__ = ("_announce", "_call", "_state", "like")
+
+    def __init__(self, state: GroupState, key: Key) -> None:
+        shape, dtype, op = key
+        self._state, self._call = state, Call("all_reduce", dtype, shape.numel(), op)
+        self._announce = state.announcer(self._call)
+        self.like: Entry | None = None
+
+    def __call__(self, tensor: Tensor) -> None:
+        """Reduce a tensor, as a job of the group."""
+        flat = tensor.view(-1)
+        self._announce(place(self._state, flat))
+        reduce_placed(self._state, self._call, flat)
+
+
+KnownCall = _Short | _Long
+
+
+class KnownCalls:
+    """Cache of the setup of calls, from the second call of a kind on.
+
+    The setup takes as long as some calls, which programs whose sizes always change would not
+    regain.
+
+    Args:
+        state: State of the group on this rank.
+    """
+
+    def __init__(self, state: GroupState) -> None:
+        self._state = state
+        self._of: dict[Key, KnownCall | None] = {}
+        self.get = self._of.get
+
+    def meet(self, key: Key) -> KnownCall | None:
+        """Return the setup of a kind that `get` did not find; None for its first call."""
+        if key in self._of:
+            return self._make(key)
+        self._keep(key, None)
+        return None
+
+    def _make(self, key: Key) -> KnownCall | None:
+        nbytes = _nbytes(key)
+        if not nbytes:
+            return None
+        kind = _Short if nbytes <= self._state.inline_bytes else _Long
+        made = kind(self._state, key)
+        self._keep(key, made)
+        return made
+
+    def _keep(self, key: Key, made: KnownCall | None) -> None:
+        if len(self._of) >= _KEPT:
+            self._of.clear()
+        self._of[key] = made
+
+    def clear(self) -> None:
+        """Release the shared memory."""
+        self._of.clear()
+
+
+def _nbytes(key: Key) -> int:
+    return key[0].numel() * key[1].itemsize

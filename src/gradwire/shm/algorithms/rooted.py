@@ -1,0 +1,159 @@
+"""gather and scatter over shared memory: the root has a block for each rank, or gets one from each.
+
+The data takes the same paths as in `exchange`. If all blocks have one size, no rank
+sends a table of sizes. A root whose blocks differ marks that in its header, and sends a table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gradwire.shm.algorithms.exchange import exchange_through_slots
+from gradwire.shm.algorithms.group_state import GroupState
+from gradwire.shm.algorithms.pieces import location_for
+from gradwire.shm.meeting.regions import USERS
+from gradwire.shm.memory.copying import copy, overwrites
+from gradwire.shm.memory.header import INLINE, PRIVATE, UNEVEN, Call, Location
+from gradwire.shm.memory.tensors import common_base
+
+
+def gather(state: GroupState, root: int, source: Tensor, into: Sequence[Tensor]) -> None:
+    """Copy each rank's values to the root.
+
+    Args:
+        state: State of the group on this rank.
+        root: Rank of the root in the group.
+        source: Values of this rank, 1-d and contiguous.
+        into: Tensors for each rank's values on the root, 1-d and contiguous; empty on other ranks.
+    """
+    if state.rank == root:
+        _gather_here(state, source, into)
+        return
+    call = Call("gather", source.dtype, source.numel(), root=root)
+    if source.nbytes <= state.inline_bytes:
+        state.announce(call, Location(INLINE), [source])
+        return
+    limit = state.upfront_limit(alone=False)
+    location = location_for(state, [source], source, limit=limit)
+    state.announce(call, location)
+    if location.region == PRIVATE:
+        staged = _staged(state.locations())
+        sizes = {rank: source.numel() if state.alike else _numel(state, rank) for rank in staged}
+        sends = _columns(state, root, sizes)
+        nothing = [None] * state.size
+        exchange_through_slots(state, call, sends, staged, [source], nothing, shared=True)
+    elif location.region >= USERS:
+        state.wait([root])
+
+
+def _gather_here(state: GroupState, source: Tensor, into: Sequence[Tensor]) -> None:
+    rank, own, dtype = state.rank, source.numel(), source.dtype
+    sizes = tuple(target.numel() for target in into)
+    if sizes.count(own) == state.size:
+        call = Call("gather", dtype, own, root=rank)
+    else:
+        sends = tuple(own if r == rank else 0 for r in range(state.size))
+        call = Call("gather", dtype, UNEVEN, -1, rank, sends, sizes)
+    state.announce(call, Location(INLINE))
+    copy(into[rank], source)
+    if state.size == 1:
+        return
+    locations = state.locations()
+    if not call.sends and all(location.region == INLINE for location in locations):
+        blocks = state.all_inline(dtype, own)
+        torch._foreach_copy_(_but(into, rank), _but(blocks, rank))
+        return
+    for r, (location, target) in enumerate(zip(locations, into, strict=True)):
+        if r != rank and location.region != PRIVATE and sizes[r]:
+            if location.region == INLINE:
+                target.copy_(state.inline(r, dtype, 0, sizes[r]))
+            else:
+                copy(target, state.at(r, location, dtype, 0, sizes[r]))
+    if staged := _staged(locations):
+        columns = _columns(state, rank, dict(enumerate(sizes)))
+        exchange_through_slots(state, call, columns, staged, [], into, shared=True)
+    if in_place := [r for r, location in enumerate(locations) if location.region >= USERS]:
+        state.post(in_place)
+
+
+def _staged(locations: Sequence[Location]) -> list[int]:
+    return [rank for rank, location in enumerate(locations) if location.region == PRIVATE]
+
+
+def _numel(state: GroupState, rank: int) -> int:
+    return state.call_of(rank).numel
+
+
+def _columns(state: GroupState, root: int, sizes: dict[int, int]) -> list[list[int]]:
+    """Return the number of elements from each rank for each, in a gather."""
+    rows = [[0] * state.size for _ in range(state.size)]
+    for rank, size in sizes.items():
+        rows[rank][root] = size
+    return rows
+
+
+def _but(tensors: Sequence[Tensor], rank: int) -> list[Tensor]:
+    return [*tensors[:rank], *tensors[rank + 1 :]]
+
+
+def scatter(state: GroupState, root: int, blocks: Sequence[Tensor], out: Tensor) -> None:
+    """Copy the root's block for each rank to that rank.
+
+    Args:
+        state: State of the group on this rank.
+        root: Rank of the root in the group.
+        blocks: Block for each rank on the root, 1-d and contiguous; empty on other ranks.
+        out: Tensor for this rank's block, 1-d and contiguous. On the root it may overlap the
+            blocks, which are then copied.
+    """
+    if state.rank == root:
+        _scatter_from_here(state, blocks, out)
+        return
+    call, count = Call("scatter", out.dtype, out.numel(), root=root), out.numel()
+    state.announce(call, Location(INLINE))
+    location = state.locations()[root]
+    sends = (count,) * state.size if state.alike else state.call_of(root).sends
+    if location.region == PRIVATE:
+        incoming = [out if r == root else None for r in range(state.size)]
+        rows = [list(sends)] * state.size
+        exchange_through_slots(state, call, rows, [root], [], incoming, shared=False)
+    elif count:
+        start = sum(sends[: state.rank])
+        if location.region == INLINE:
+            out.copy_(state.inline(root, out.dtype, start, count))
+        else:
+            copy(out, state.at(root, location, out.dtype, start, count))
+    if location.region >= USERS and count:
+        state.post([root])
+
+
+def _scatter_from_here(state: GroupState, blocks: Sequence[Tensor], out: Tensor) -> None:
+    rank, count, own = state.rank, out.numel(), blocks[state.rank]
+    sizes = tuple(block.numel() for block in blocks)
+    if sizes.count(count) == state.size:
+        call = Call("scatter", out.dtype, count, root=rank)
+    else:
+        receives = tuple(count if r == rank else 0 for r in range(state.size))
+        call = Call("scatter", out.dtype, UNEVEN, -1, rank, sizes, receives)
+    if sum(sizes) * out.element_size() <= state.inline_bytes:
+        state.announce(call, Location(INLINE), blocks)
+        copy(out, own)
+        return
+    base = common_base(blocks)
+    if overwrites(blocks, [out if r == rank else None for r in range(state.size)], rank, own):
+        blocks, base = [block.clone() for block in blocks], None
+        own = blocks[rank]
+    start = sum(sizes[:rank])
+    location = location_for(
+        state, blocks, base, (start, start + sizes[rank]), limit=state.upfront_limit(alone=True)
+    )
+    state.announce(call, location)
+    copy(out, own)
+    if location.region == PRIVATE:
+        rows, nothing = [list(sizes)] * state.size, [None] * state.size
+        exchange_through_slots(state, call, rows, [rank], blocks, nothing, shared=False)
+    elif location.region >= USERS:
+        state.wait([r for r in range(state.size) if r != rank and sizes[r]])

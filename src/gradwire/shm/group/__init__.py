@@ -1,0 +1,1 @@
+"""Operations of a group, as torch.distributed calls them."""

@@ -1,0 +1,1 @@
+"""Rendezvous of the ranks, their connections and regions, and the barriers with headers."""

@@ -1,0 +1,283 @@
+"""Rendezvous: connections between the ranks of a group, which show which ranks share a host.
+
+Each rank connects to every other over a unix socket, which does not leave the host: ranks that
+connect can share memory, and form a team. The sockets' names are random and abstract (in no file
+system). Only processes of the same user are accepted.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import struct
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from datetime import timedelta
+
+from torch.distributed import Store
+
+from gradwire.errors import (
+    CollectiveTimeoutError,
+    MismatchError,
+    PeerFailedError,
+    PeerLostError,
+)
+from gradwire.shm.meeting.forming import identity_of, of_ranks
+from gradwire.shm.meeting.teams import find_teams
+from gradwire.shm.runtime.sync import Deadline
+
+_FAILED = b"failed: "
+
+_GREETING = struct.Struct(
+    "<qqi"
+)  # uuid of the group, digest of its ranks, rank or, on failure, ~rank
+_NO_GREETING = None, 0, 0
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid of the peer, from SO_PEERCRED
+
+
+def report_failure(store: Store, rank: int, reason: Exception) -> None:
+    """Have all ranks raise this rank's error in `connect_all`, instead of waiting for it."""
+    for step in ("address", "reached"):
+        store.set(f"{step}/{rank}", _FAILED.decode() + str(reason))
+
+
+def connect_all(
+    store: Store, rank: int, size: int, timeout: timedelta, identity: int, host: str = ""
+) -> tuple[dict[int, socket.socket], tuple[tuple[int, ...], ...]]:
+    """Return connections to the other ranks of this one's team, and all teams, equal on all ranks.
+
+    Args:
+        store: Store used by this group alone.
+        rank: Rank of this process.
+        size: Number of ranks.
+        timeout: Timeout for the whole rendezvous.
+        identity: Number of the group, equal on all ranks.
+        host: Name of the host; ranks with another name count as being on another host.
+
+    Raises:
+        CollectiveTimeoutError: A rank did not connect in time.
+        PeerFailedError: A rank failed.
+        PeerLostError: The rank that hosts the store is gone.
+        OSError: A system limit was reached, such as that on open files.
+    """
+    peers: dict[int, socket.socket] = {}
+    try:
+        return peers, _connect(store, rank, size, timeout, identity, host, peers)
+    except BaseException as error:
+        for connection in peers.values():
+            connection.close()
+        if not isinstance(error, TimeoutError) or isinstance(error, CollectiveTimeoutError):
+            raise
+        missing = sorted(set(range(size)) - set(peers) - {rank})
+        raise CollectiveTimeoutError(
+            f"ranks {missing} did not answer within {timeout.total_seconds():g} s while the "
+            "group was formed"
+        ) from error
+
+
+def _connect(
+    store: Store,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    identity: int,
+    host: str,
+    peers: dict[int, socket.socket],
+) -> tuple[tuple[int, ...], ...]:
+    """Fill `peers` with the connections to this rank's team; return all teams."""
+    label = f"/{host}".encode()
+    with Listener() as listener:
+        store.set(f"address/{rank}", listener.name + label.decode())
+        for lower, address in enumerate(of_ranks(store, "address", rank)):
+            name, _, of_host = address.partition(b"/")
+            connection = _connect_to(name, identity, 0, rank) if b"/" + of_host == label else None
+            if connection is not None:
+                peers[lower] = connection
+        store.set(f"reached/{rank}", ",".join(map(str, sorted(peers))) or "none")
+        teams = find_teams(_reached(store, size))
+        own = next(team for team in teams if rank in team)
+        for lower in peers.keys() - set(own):
+            peers.pop(lower).close()
+        higher = [other for other in own if other > rank]
+        listener.accept(peers, higher, identity, 0, Deadline(timeout.total_seconds()))
+        return teams
+
+
+def _reached(store: Store, size: int) -> list[list[int]]:
+    """Return the lower ranks to which each rank connected.
+
+    Raises:
+        PeerFailedError: A rank failed.
+    """
+    answers = of_ranks(store, "reached", size)
+    for rank, answer in enumerate(answers):
+        if answer.startswith(_FAILED):
+            reason = answer.removeprefix(_FAILED).decode(errors="replace")
+            raise PeerFailedError(f"rank {rank} could not form the group: {reason}")
+    return [[] if answer == b"none" else [*map(int, answer.split(b","))] for answer in answers]
+
+
+class Listener:
+    """Socket to which other processes of this user on this host connect.
+
+    Attributes:
+        name: Random address, which ends with the process.
+    """
+
+    def __init__(self) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.name = f"gradwire-{secrets.token_hex(16)}"
+        try:
+            self._socket.bind(f"\0{self.name}")
+            self._socket.listen(socket.SOMAXCONN)
+        except OSError:
+            self._socket.close()
+            raise
+
+    def __enter__(self) -> Listener:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop accepting connections."""
+        self._socket.close()
+
+    def accept(
+        self,
+        peers: dict[int, socket.socket],
+        ranks: Collection[int],
+        uuid: int,
+        members: int,
+        deadline: Deadline,
+    ) -> None:
+        """Fill `peers` with a connection from each of these ranks.
+
+        Args:
+            peers: Connections so far, by rank.
+            ranks: Ranks whose connections to wait for.
+            uuid: UUID of the group; connections with another one are closed.
+            members: Digest of the group's members, in rank order.
+            deadline: Deadline for all connections.
+
+        Raises:
+            MismatchError: One of the ranks has other members for this uuid.
+            PeerFailedError: One of the ranks failed.
+            TimeoutError: A rank did not connect in time.
+        """
+        while not peers.keys() >= set(ranks):
+            self._socket.settimeout(_left(deadline))
+            connection, _ = self._socket.accept()
+            connection.settimeout(_left(deadline))
+            theirs, digest, rank = _greeting(connection) if _same_user(connection) else _NO_GREETING
+            if (theirs, digest) == (uuid, members) and rank in ranks and rank not in peers:
+                peers[rank] = connection
+                continue
+            connection.close()
+            if theirs != uuid:
+                continue
+            if digest != members:
+                raise MismatchError(
+                    f"rank {rank if rank >= 0 else ~rank} of the new group has other members, or "
+                    "the same in another order: give the same list on all ranks"
+                )
+            if rank < 0:
+                raise PeerFailedError(f"rank {~rank} of the new group could not form it")
+
+
+def connect_by_name(
+    listener: Listener, names: Sequence[str], rank: int, uuid: int, deadline: Deadline
+) -> dict[int, socket.socket]:
+    """Return connections to all other ranks, made by the names of the ranks' listeners.
+
+    Args:
+        listener: Listener of this rank.
+        names: Names of all ranks' listeners.
+        rank: Rank of this process.
+        uuid: UUID of the group, equal on all ranks and never used before.
+        deadline: Deadline for all connections.
+
+    Raises:
+        PeerLostError: No process of this user on this host listens under one of the names.
+        PeerFailedError: Another rank failed.
+        MismatchError: Another rank has other members for this uuid.
+        CollectiveTimeoutError: Another rank did not connect in time.
+    """
+    members = identity_of(list(names))
+    peers: dict[int, socket.socket] = {}
+    try:
+        for lower in range(rank):
+            connection = _connect_to(names[lower].encode(), uuid, members, rank)
+            if connection is None:
+                raise PeerLostError(
+                    f"rank {lower} of the new group has ended, or is on another host"
+                )
+            peers[lower] = connection
+        listener.accept(peers, range(rank + 1, len(names)), uuid, members, deadline)
+    except (PeerLostError, PeerFailedError, MismatchError, TimeoutError) as error:
+        for connection in peers.values():
+            connection.close()
+        for name in names:  # report the failure, so that no rank waits for this one
+            itself = name == listener.name
+            other = None if itself else _connect_to(name.encode(), uuid, members, ~rank)
+            if other is not None:
+                other.close()
+        if isinstance(error, TimeoutError):
+            missing = sorted(set(range(len(names))) - set(peers) - {rank})
+            raise CollectiveTimeoutError(
+                f"ranks {missing} of the new group did not answer within {deadline.seconds:g} s"
+            ) from error
+        raise
+    return peers
+
+
+def report_absent(listener: Listener, names: Sequence[str], uuid: int, rank: int) -> None:
+    """End a `connect_by_name` of this process that waits for a rank which will not connect."""
+    connection = _connect_to(listener.name.encode(), uuid, identity_of(list(names)), ~rank)
+    if connection is not None:
+        connection.close()
+
+
+def _left(deadline: Deadline) -> float | None:
+    """Return the seconds until a deadline, never 0, which would make the socket non-blocking."""
+    left = deadline.left()
+    return None if left is None else max(left, 1e-3)
+
+
+def _connect_to(name: bytes, uuid: int, members: int, rank: int) -> socket.socket | None:
+    """Connect to a listener; return None if it is not on this host, or of another user."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with suppress(OSError):  # no socket of that name: the rank is on another host, or has ended
+        connection.connect(b"\0" + name)
+        if _same_user(connection):
+            connection.send(_GREETING.pack(uuid, members, rank))
+            return connection
+    connection.close()
+    return None
+
+
+def _greeting(connection: socket.socket) -> tuple[int | None, int, int]:
+    """Return uuid, digest and rank that a new connection sends; `_NO_GREETING` if it sends none."""
+    try:
+        data = connection.recv(_GREETING.size + 1)
+    except ConnectionResetError:
+        return _NO_GREETING
+    return _GREETING.unpack(data) if len(data) == _GREETING.size else _NO_GREETING
+
+
+def process_of(connection: socket.socket) -> int:
+    """Return the pid of a connection's peer; 0 if it has none in this process's namespace."""
+    return _credentials(connection)[0]
+
+
+def _same_user(connection: socket.socket) -> bool:
+    """Return True if the peer's process belongs to the same user."""
+    return _credentials(connection)[1] == os.geteuid()
+
+
+def _credentials(connection: socket.socket) -> tuple[int, int, int]:
+    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, gid = _CREDENTIALS.unpack(data)
+    return pid, uid, gid

@@ -1,0 +1,1 @@
+"""Shared memory: segments, headers, semaphores, copies, and checks of callers' tensors."""

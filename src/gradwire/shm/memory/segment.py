@@ -1,0 +1,247 @@
+"""Anonymous shared memory: a memfd that cannot shrink, and tensors over it.
+
+The memory is allocated at once, so that a host without enough raises an error here instead of
+crashing at the first access. The kernel frees it when the last process that maps it ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradwire.errors import DistributedError
+from gradwire.shm.runtime.limits import check_available
+
+_KEEP_SIZE, _PUNCH_HOLE, _MAP_FIXED = 1, 2, 0x10  # constants of Linux that Python lacks
+_ALLOCATED_AT_ONCE = 64 << 20
+"""Size of pieces whose availability is checked: other ranks allocate at the same time."""
+
+
+def create(size: int) -> int:
+    """Return a descriptor of `size` new bytes of zeros, which the caller closes.
+
+    Raises:
+        DistributedError: There is not enough memory; none is allocated.
+    """
+    with _as_distributed_error(size):
+        return _create(size)
+
+
+@contextmanager
+def _as_distributed_error(size: int) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, MemoryError) as error:
+        raise DistributedError(
+            f"not enough memory for {size} bytes of shared memory ({error}): free memory, raise "
+            "the limit of the process or container, or use the gloo backend"
+        ) from error
+
+
+def _create(size: int) -> int:
+    import fcntl  # here: missing, or without seals, on systems other than Linux
+
+    seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+    fd = os.memfd_create("gradwire", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        _allocate(fd, 0, size)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _allocate(fd: int, offset: int, size: int) -> None:
+    for start in range(0, size, _ALLOCATED_AT_ONCE):
+        check_available(size - start)
+        os.posix_fallocate(fd, offset + start, min(_ALLOCATED_AT_ONCE, size - start))
+
+
+class GrowingMemory:
+    """One descriptor for all memory that a rank shares: it grows, and is sent to peers once.
+
+    A descriptor per allocation would be in flight to every peer at the same time, and the kernel
+    limits a process's descriptors in flight like its open ones (`ulimit -n`).
+
+    Attributes:
+        fd: Descriptor, closed when this object is deleted.
+    """
+
+    def __init__(self) -> None:
+        import fcntl
+
+        self.fd = os.memfd_create("gradwire", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        # `os` may be gone when `__del__` runs at the interpreter's exit
+        self._close, self._end = os.close, 0
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
+
+    def allocate(self, size: int) -> int:
+        """Allocate `size` bytes of zeros and return their offset.
+
+        Raises:
+            DistributedError: There is not enough memory; none is allocated.
+        """
+        offset = self._end
+        with _as_distributed_error(size):
+            try:
+                _allocate(self.fd, offset, max(size, 1))  # an empty tensor is mapped as well
+            except BaseException:
+                self.free(offset, size)
+                raise
+        self._end += _whole_pages(size)
+        return offset
+
+    def free(self, offset: int, size: int) -> None:
+        """Free an allocation that no rank reads any more.
+
+        Its offset is not reused: a file may be much longer than the host's memory.
+        """
+        flags = _KEEP_SIZE | _PUNCH_HOLE
+        _libc().fallocate(self.fd, flags, offset, _whole_pages(size))
+
+    def __del__(self) -> None:
+        self._close(self.fd)
+
+
+def _whole_pages(size: int) -> int:
+    return -(-max(size, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def check_sealed(fd: int, size: int = 0) -> None:
+    """Raise unless memory from a peer is and stays large enough; otherwise an access would crash.
+
+    Raises:
+        DistributedError: The memory is too small, or not sealed against shrinking.
+    """
+    import fcntl
+
+    if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+        raise DistributedError(
+            "a peer sent memory that could shrink: check that the peer runs gradwire"
+        )
+    if os.fstat(fd).st_size < size:
+        raise DistributedError(
+            f"a peer sent {os.fstat(fd).st_size} bytes of memory, but {size} are needed: check "
+            "that all ranks have the same version of gradwire and the same world size"
+        )
+
+
+class Mapping:
+    """Mapping of a descriptor's memory in this process's address space.
+
+    Args:
+        fd: Descriptor, which can be closed afterwards.
+        on_unmap: Function called just before the memory is unmapped, in any thread.
+        offset: Start in the descriptor's memory, a multiple of the page size.
+        size: Number of bytes; all bytes if None.
+
+    Attributes:
+        bytes: Memory as bytes.
+        flat: Memory as a uint8 tensor; it is unmapped with the last tensor of its storage.
+    """
+
+    def __init__(
+        self,
+        fd: int,
+        on_unmap: Callable[[], None] | None = None,
+        offset: int = 0,
+        size: int | None = None,
+    ) -> None:
+        size = os.fstat(fd).st_size if size is None else size
+        memory = _array_type(size).from_address(_map(fd, size, offset))
+        memory.on_unmap = on_unmap
+        self.bytes = memoryview(memory).cast("B")
+        with torch.inference_mode(False):  # it may be written outside inference mode later
+            self.flat = torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def map_tensor(fd: int) -> Tensor:
+    """Return a descriptor's memory as a uint8 tensor."""
+    return Mapping(fd).flat
+
+
+_PRIVATE_IN_CHILDREN: dict[int, tuple[GrowingMemory, int, int]] = {}
+"""Memory of users' tensors by address: memory, offset and size."""
+
+
+def map_for_user(
+    memory: GrowingMemory, offset: int, size: int, on_unmap: Callable[[int], None]
+) -> Tensor:
+    """Map an allocation of this rank as a uint8 tensor that a forked child cannot change.
+
+    Args:
+        memory: Memory of the allocation.
+        offset: Start of the allocation.
+        size: Bytes of the allocation.
+        on_unmap: Function called with the address just before it is unmapped, at any point of any
+            thread, so it must not take a lock.
+    """
+
+    def end() -> None:
+        _PRIVATE_IN_CHILDREN.pop(address, None)
+        on_unmap(address)
+
+    flat = Mapping(memory.fd, end, offset, size).flat
+    address = flat.data_ptr()
+    _PRIVATE_IN_CHILDREN[address] = (memory, offset, size)
+    return flat
+
+
+def _make_private() -> None:
+    """Map the parent's tensors copy-on-write in a forked child.
+
+    A data loader's worker that zeroes inherited gradients must not zero those of its parent.
+    """
+    for address, (memory, offset, size) in list(_PRIVATE_IN_CHILDREN.items()):
+        flags = mmap.MAP_PRIVATE | _MAP_FIXED
+        _libc().mmap(address, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, memory.fd, offset)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_make_private)
+
+
+@cache
+def _libc() -> Any:
+    """Return the C library; Python's mmap would keep a descriptor open while memory is mapped."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
+    return libc
+
+
+def _map(fd: int, size: int, offset: int) -> int:
+    protection = mmap.PROT_READ | mmap.PROT_WRITE
+    address: int = _libc().mmap(None, size, protection, mmap.MAP_SHARED, fd, offset)
+    if address == ctypes.c_void_p(-1).value:
+        reason = os.strerror(ctypes.get_errno())
+        raise DistributedError(
+            f"{size} bytes of shared memory cannot be mapped ({reason}): free memory, or use the "
+            "gloo backend"
+        )
+    return address
+
+
+def _array_type(size: int) -> Any:
+    """Return a ctypes array type over mapped memory, which unmaps it when an array is deleted."""
+
+    # bound here: the module's globals may be gone when the last array is deleted
+    unmap, address_of = _libc().munmap, ctypes.addressof
+
+    def end(self: Any) -> None:
+        if self.on_unmap is not None:
+            self.on_unmap()
+        unmap(address_of(self), size)
+
+    return type("SharedBytes", (ctypes.c_ubyte * size,), {"__del__": end})

@@ -1,0 +1,1 @@
+"""Limits, waits, handles and the queue of operations."""
