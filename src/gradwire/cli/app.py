@@ -8,9 +8,9 @@ from gradwire._version import __version__
 from gradwire.cli.demo.command import demo
 from gradwire.cli.doctor.command import doctor
 from gradwire.cli.explain import explain
+from gradwire.cli.plan import plan
 from gradwire.cli.run.command import run
 from gradwire.cli.timeline import timeline
-from gradwire.tuning.plan.command import plan
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})

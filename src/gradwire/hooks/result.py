@@ -103,7 +103,10 @@ def parse_hook_result(result: object, bucket: GradBucket, hook: Callable[..., ob
     if result.layout != torch.strided:
         return result
     if result.numel() != buffer.numel():
-        raise HookError(f"{prefix} has {result.numel()} elements, the bucket {buffer.numel()}")
+        raise HookError(
+            f"{prefix} is a tensor of {result.numel()} elements, the bucket has {buffer.numel()}: "
+            "return a tensor like its buffer"
+        )
     return flatten(result)
 
 
