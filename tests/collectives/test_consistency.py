@@ -1,4 +1,4 @@
-"""With checks on, whatever one rank of four does otherwise ends in one error, or is resolved."""
+"""With checks on, a deviating call of one rank in four raises on all ranks, or is resolved."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SOON_S = 5.0  # far below the timeout: a machine may be busy
 
 
 def deviating(usual, other):
-    """What each rank gets when rank 2 does something else; the group works afterwards."""
+    """Return each rank's result when rank 2 deviates; the group remains usable."""
 
     def main():
         with C.checks():
@@ -112,7 +112,7 @@ def test_a_gradient_that_one_rank_cannot_have():
         with torch.no_grad():
             usual()
 
-    assert "rank 2: gradients are off" in deviating(usual, other)
+    assert "rank 2: gradients are disabled" in deviating(usual, other)
 
 
 def test_backwards_in_another_order():
@@ -127,7 +127,7 @@ def test_backwards_in_another_order():
 
 
 def test_calls_that_some_ranks_alone_have_compared():
-    """As where one rank ran a compiled call: the op is the same, which was all that was named."""
+    """One rank ran a compiled call: the error must name more than the op, which is equal."""
 
     def main():
         if dist.get_rank() == 1:
@@ -172,7 +172,7 @@ def test_sizes_and_shapes_that_only_the_root_knows():
     ]
 
 
-def test_who_decides_whether_checks_are_on(monkeypatch):
+def test_precedence_of_check_settings(monkeypatch):
     def on(check=None):
         return consistency.enabled(check)
 
@@ -237,7 +237,7 @@ def test_on_shm_checks_are_on_unless_switched_off(each_backend):
         assert something[0].tolist() == [2.0, 2.0]
 
 
-def test_with_checks_off_nothing_more_is_sent():
+def test_with_checks_off_only_data_is_sent():
     def main():
         sent = []
         gather = consistency.gather_ints
@@ -277,7 +277,7 @@ def test_a_gradient_that_an_inference_tensor_cannot_have():
     assert run_ranks(main) == [[ones, [2.0] * 2, [1.0]], [zeros, [0.0] * 2, [1.0]]]
 
 
-def test_a_receiver_that_expects_another_piece():
+def test_receivers_with_a_different_size_are_refused():
     def main():
         sizes = [1, 3] if dist.get_rank() else [2, 2]
         whole = torch.arange(4.0)
@@ -289,7 +289,7 @@ def test_a_receiver_that_expects_another_piece():
     assert run_ranks(main) == [[0.0, 1.0], [2.0, 3.0]]
 
 
-def test_more_dims_than_a_signature_has_room_for():
+def test_more_dims_than_fit_a_signature():
     def main():
         at_root = dist.get_rank() == 0
         x = torch.ones([2] + [1] * 8)

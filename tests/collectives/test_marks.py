@@ -1,4 +1,4 @@
-"""The marks of checked calls: they go with one submission, and beside unmarked ones are nothing."""
+"""Marks of checked calls on shm: each belongs to one submission, and unmarked calls have none."""
 
 from __future__ import annotations
 

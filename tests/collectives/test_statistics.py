@@ -31,7 +31,7 @@ WITH_COMPLEX = ["mean", "var", "norm"]
 @pytest.mark.parametrize(
     "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
 )
-def test_as_of_the_joined_tensor(name: str, dtype: torch.dtype) -> None:
+def test_statistics_match_those_of_the_concatenation(name: str, dtype: torch.dtype) -> None:
     if dtype.is_complex and name not in WITH_COMPLEX:
         return
     ours, torchs = STATISTICS[name]
@@ -56,7 +56,7 @@ def test_as_of_the_joined_tensor(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", STATISTICS)
 def test_integers_are_refused(name: str) -> None:
     def member() -> None:
-        with pytest.raises(ArgumentError, match="statistics take floating-point"):
+        with pytest.raises(ArgumentError, match="give floating-point or complex numbers"):
             STATISTICS[name][0](torch.ones(3, dtype=torch.int64), 0)
 
     run_ranks(member)
@@ -86,9 +86,9 @@ def test_norms_of_infinities_and_of_ranks_without_elements(p: float) -> None:
     )
 
 
-def test_a_dim_that_is_there_twice() -> None:
+def test_duplicate_dims_are_refused() -> None:
     def member() -> None:
-        with pytest.raises(ArgumentError, match=r"dim is \[0, -1\]: a dim is there twice"):
+        with pytest.raises(ArgumentError, match=r"dim is \[0, -1\]: a dim occurs twice"):
             C.mean(torch.ones(3), (0, -1))
 
     run_ranks(member, 1)

@@ -116,7 +116,7 @@ def test_forward_over_reverse():
 
 
 def tied(x):
-    """What the other rank sends, squared; `tie` has derivatives of its own."""
+    """Square of the other rank's tensor; `tie` has its own derivatives."""
     first, other, token = dist.get_rank() == 0, 1 - dist.get_rank(), 0 * x.sum()
     if first:
         token = C.send(x, other, token=token)
@@ -190,7 +190,7 @@ def test_vmap_issues_one_collective():
 
 @pytest.mark.narrow({"each_backend": "shm", "first": 0})
 @pytest.mark.parametrize("first", range(4))
-def test_compiled_whole(first):
+def test_compile_fullgraph(first):
     def run(op):
         def loss(x):
             return (op(x * 2) ** 2).sum()
@@ -228,15 +228,15 @@ def test_receivers_without_a_tensor_that_is_transformed():
         empty = x if at_root else x.to("meta")
         for transform in (vmap, grad, lambda fn: lambda x: jvp(fn, (x,), (x,))):
             with pytest.raises(
-                NotSupportedError, match=r"scatter without like .*: give it on every"
+                NotSupportedError, match=r"scatter without like .*: give like on every"
             ):
                 transform(lambda x: C.scatter(x, 0).sum())(x)
             with pytest.raises(NotSupportedError, match=r"inside torch\.func transforms"):
                 transform(lambda x: C.broadcast(x if at_root else None, 0, check=True).sum())(x)
             if not at_root:
-                with pytest.raises(NotSupportedError, match=r"like on meta .*: give a tensor that"):
+                with pytest.raises(NotSupportedError, match=r"like on meta .*: give a tensor with"):
                     transform(lambda _: C.scatter(None, 0, like=empty).sum())(x)
-                with pytest.raises(NotSupportedError, match=r"x on meta .*: give a tensor that"):
+                with pytest.raises(NotSupportedError, match=r"x on meta .*: give a tensor with"):
                     transform(lambda _: C.broadcast(empty, 0, check=False).sum())(x)
 
     run_ranks(main, 2)

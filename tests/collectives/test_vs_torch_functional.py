@@ -1,4 +1,4 @@
-"""What torch.distributed.nn.functional gets wrong, one test each, is right here."""
+"""Cases in which torch.distributed.nn.functional is wrong, one test each."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_broadcast_has_a_gradient_a_tangent_and_a_batching_rule():
 def test_reductions_without_a_gradient_say_so_in_forward():
     def main():
         x = torch.ones(2, requires_grad=True)
-        with pytest.raises(ArgumentError, match="takes integers and booleans"):
+        with pytest.raises(ArgumentError, match="give integers or booleans"):
             C.all_reduce(x, "bor")
         bits = torch.tensor([1 << dist.get_rank(), 3])
         flags = torch.tensor([True, dist.get_rank() == 0])
@@ -388,7 +388,7 @@ def test_empty_tensors():
     assert run_ranks(main, 2) == [(0, 3)] * 2
 
 
-def test_numbers_in_a_list_whatever_is_said_of_their_sizes():
+def test_lists_of_0d_tensors_with_and_without_sizes():
     def main():
         x = torch.tensor(dist.get_rank() + 1.0, requires_grad=True)
         for sizes in (None, [1, 1], "find"):
@@ -437,7 +437,7 @@ def test_an_exchange_of_no_rows_joined_along_another_dim():
 
 @pytest.mark.parametrize("op", ["sum", "product", "max"])
 def test_a_group_of_one_rank_has_a_place_in_the_graph(op):
-    """What comes before the first rank's prefix is no one's, but backward goes on through it."""
+    """The first rank's exclusive prefix is constant, but backward continues through it."""
 
     def main():
         alone = [dist.new_group([rank]) for rank in range(2)][1]
@@ -465,7 +465,7 @@ def test_second_derivatives_where_a_rank_sends_nothing():
     assert run_ranks(main, 2, timeout=20) == [[48.0, 0.0]] * 2
 
 
-def test_a_gradient_that_one_rank_alone_wants_of_nothing():
+def test_a_gradient_of_an_empty_tensor_required_on_one_rank():
     """Empty tensors send nothing in either pass."""
 
     def main():

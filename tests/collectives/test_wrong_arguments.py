@@ -135,9 +135,9 @@ LISTS = {
     [
         (None, ArgumentTypeError, "is a NoneType: give a tensor, or a list"),
         ([EYE, 1], ArgumentTypeError, r"\[1\] is a int: give a tensor"),
-        ([EYE] * 3, ArgumentError, "has 3 pieces: give one for each of 2 ranks"),
+        ([EYE] * 3, ArgumentError, "has 3 tensors: give one for each of 2 ranks"),
         ([EYE, EYE.to_sparse()], ArgumentError, "layout torch.sparse_coo: give dense"),
-        ([EYE, EYE.double()], ArgumentError, r"\[1\] is torch.float64 on cpu, .* give the same"),
+        ([EYE, EYE.double()], ArgumentError, r"\[1\] is torch.float64 on cpu, .* give all"),
         ([EYE, EYE[0]], ArgumentError, r"\[1\] has shape \(4,\), .* differ in dim 0 only"),
         ([EYE, EYE[:, 1:]], ArgumentError, r"\[1\] has shape \(4, 3\), .* differ in dim 0 only"),
     ],
@@ -156,22 +156,22 @@ def test_lists_whose_tensors_are_not_alike(name, xs, kind, message):
         (lambda: C.all_gather(EYE, sizes=4), ArgumentTypeError, "sizes is 4: give a list with"),
         (lambda: C.gather(EYE, 0, sizes=4, check=True), ArgumentTypeError, "sizes is 4: give a"),
         (lambda: C.all_to_all(EYE, input_splits="a"), ArgumentTypeError, "input_splits is 'a'"),
-        (lambda: C.all_to_all([EYE], split_dim=1), ArgumentError, "split_dim 1.*leave these out"),
-        (lambda: C.reduce_scatter([EYE], sizes=[3]), ArgumentError, r"have \[4\] in dim 0; leave"),
+        (lambda: C.all_to_all([EYE], split_dim=1), ArgumentError, "split_dim 1.*omit these"),
+        (lambda: C.reduce_scatter([EYE], sizes=[3]), ArgumentError, r"have sizes \[4\] in dim 0"),
         (lambda: C.reduce_scatter([EYE], dim=2), ArgumentError, "dim is 2"),
-        (lambda: C.scatter([EYE], 0, sizes=[3]), ArgumentError, r"have \[4\] in dim 0; leave"),
-        (lambda: C.scatter(EYE.to("meta"), 0), ArgumentError, "xs is on meta on the root"),
-        (lambda: C.scatter([EYE.to("meta")], 0), ArgumentError, r"xs\[0\] is on meta on the root"),
-        (lambda: C.broadcast(EYE.to("meta"), 0), ArgumentError, "x is on meta on the root"),
+        (lambda: C.scatter([EYE], 0, sizes=[3]), ArgumentError, r"have sizes \[4\] in dim 0"),
+        (lambda: C.scatter(EYE.to("meta"), 0), ArgumentError, "xs is on the meta device"),
+        (lambda: C.scatter([EYE.to("meta")], 0), ArgumentError, r"xs\[0\] is on the meta device"),
+        (lambda: C.broadcast(EYE.to("meta"), 0), ArgumentError, "x is on the meta device"),
         (lambda: C.broadcast(EYE.to_sparse(), 0), ArgumentError, "layout torch.sparse_coo"),
         (lambda: C.all_reduce(EYE[0], C.Premul(EYE)), ArgumentError, r"factor .* shape \(4, 4\)"),
         (lambda: C.all_reduce(EYE.int(), C.Premul(0.5)), ArgumentError, "factor .*torch.float32"),
         (lambda: C.all_reduce(EYE, C.Premul("2")), ArgumentTypeError, "factor is '2'"),
         (lambda: C.halo_exchange(None, 1), ArgumentTypeError, "x is a NoneType"),
-        (lambda: C.halo_exchange(EYE, (1, 2, 3)), ArgumentTypeError, "give one number, or two"),
+        (lambda: C.halo_exchange(EYE, (1, 2, 3)), ArgumentTypeError, "give one int, or a tuple"),
         (lambda: C.halo_exchange(EYE, -1), ArgumentError, "widths is -1: give numbers ≥ 0"),
         (lambda: C.mean([1.0]), ArgumentTypeError, "x is a list"),
-        (lambda: C.logsumexp(EYE + 0j, 0), ArgumentError, "complex numbers have no order"),
+        (lambda: C.logsumexp(EYE + 0j, 0), ArgumentError, "complex numbers are not ordered"),
         (lambda: C.all_reduce(EYE.to(torch.complex32), "avg"), ArgumentError, "op is avg, .* conv"),
         (lambda: C.ppermute(EYE, [0]), ArgumentTypeError, r"pairs is \[0\]: give a list of"),
         (lambda: C.shift(EYE, 1.5), ArgumentTypeError, "k is 1.5"),
@@ -194,7 +194,7 @@ def test_a_receiver_s_sizes_are_those_of_like():
     def main():
         like = torch.empty(2)
         if dist.get_rank():
-            with pytest.raises(ArgumentError, match=r"sizes is \[1, 3\]: .* has 2 there"):
+            with pytest.raises(ArgumentError, match=r"sizes is \[1, 3\]: .* has size 2"):
                 C.scatter(None, 0, sizes=[1, 3], like=like)
             with pytest.raises(ArgumentError, match=r"sizes is \[2\]: give one size"):
                 C.scatter(None, 0, sizes=[2], like=like)
@@ -207,11 +207,11 @@ def test_a_receiver_s_sizes_are_those_of_like():
 @pytest.mark.parametrize(
     ("xs", "options", "kind", "message"),
     [
-        (torch.ones(3), {}, ArgumentError, "xs has size 3 .* 2 does not divide it; give the"),
+        (torch.ones(3), {}, ArgumentError, "xs has size 3 .* number of ranks, 2: give the"),
         (torch.ones(3), {"sizes": [1, 1]}, ArgumentError, "sizes is"),
-        ([EYE], {}, ArgumentError, "xs has 1 pieces: give one for each of 2 ranks"),
+        ([EYE], {}, ArgumentError, "xs has 1 tensors: give one for each of 2 ranks"),
         (None, {}, ArgumentTypeError, "xs is a NoneType: give a tensor"),
-        (EYE.to("meta"), {}, ArgumentError, "xs is on meta on the root"),
+        (EYE.to("meta"), {}, ArgumentError, "xs is on the meta device"),
         (EYE, {"dim": 7}, ArgumentError, "dim is 7"),
         (EYE[:3], {"like": EYE[:2], "check": True}, ArgumentError, "xs has size 3"),
     ],
@@ -233,7 +233,7 @@ def test_what_a_scatter_s_root_cannot_split_is_an_error_on_all(xs, options, kind
     ("x", "kind", "message"),
     [
         (None, ArgumentTypeError, "x is a NoneType on the root: give the tensor to send"),
-        (EYE.to("meta"), ArgumentError, "x is on meta on the root"),
+        (EYE.to("meta"), ArgumentError, "x is on the meta device"),
         (EYE.to_sparse(), ArgumentError, "x has layout torch.sparse_coo"),
     ],
 )

@@ -1,1 +1,1 @@
-"""Arguments: groups and ranks, sizes, reduce ops, lists, what torch.func allows."""
+"""Validation of arguments: groups, ranks, tensors, sizes and reduction ops."""

@@ -1,4 +1,4 @@
-"""Reduction ops: their names, and for which tensors they are defined."""
+"""Reduction ops: names, and the dtypes for which each is defined."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ from gradwire.errors import ArgumentError, ArgumentTypeError
 
 @dataclass(frozen=True)
 class Premul:
-    """The reduction Σ c·x, where each rank has a factor c of its own.
+    """The reduction Σ c·x, in which each rank scales its tensor by its own factor c.
 
     Args:
-        factor: A number, or a tensor; its product with x has the shape and the dtype of x.
-            Differentiable.
+        factor: Number or tensor whose product with x has the shape and dtype of x. Differentiable.
 
     Example:
         >>> from gradwire.collectives import Premul, all_reduce
@@ -35,17 +34,17 @@ class Premul:
 
 
 Op = str | Premul | dist.ReduceOp | dist.ReduceOp.RedOpType
-"""A name, one of torch.distributed's, or a `Premul`."""
+"""Name of a reduction, torch.distributed's ReduceOp, or a `Premul`."""
 
 _NAMES = ("sum", "avg", "max", "min", "product", "band", "bor", "bxor")
 BITWISE = ("band", "bor", "bxor")
 
 
 def reducible(x: Tensor, op: object) -> tuple[Tensor, str]:
-    """The tensor to reduce, which for a `Premul` is the product, and the reduction's name.
+    """Return the tensor to reduce and the reduction's name; `Premul` is applied to the tensor.
 
     Raises:
-        ArgumentError, ArgumentTypeError: Not a reduction, or not one for such a tensor.
+        ArgumentError, ArgumentTypeError: `op` is not a reduction, or not defined for the dtype.
     """
     reduction = _as_reduction(op)
     check_reducible(x, reduction)
@@ -53,17 +52,17 @@ def reducible(x: Tensor, op: object) -> tuple[Tensor, str]:
 
 
 def _as_reduction(op: object) -> str | Premul:
-    """The reduction's name, or the `Premul` itself.
+    """Return the reduction's name, or the `Premul` itself.
 
     Raises:
-        ArgumentError, ArgumentTypeError: Not a reduction.
+        ArgumentError, ArgumentTypeError: `op` is not a reduction.
     """
     if isinstance(op, Premul):
         return op
     if isinstance(op, str):
         name = op.lower()
     elif isinstance(op, dist.ReduceOp | dist.ReduceOp.RedOpType):
-        # A RedOpType says that it is an instance of ReduceOp too.
+        # isinstance(RedOpType, ReduceOp) is also True.
         kind: Any = op if isinstance(op, dist.ReduceOp.RedOpType) else op.op  # type: ignore[attr-defined]
         name = kind.name.lower()
     else:
@@ -77,21 +76,21 @@ def check_reducible(x: Tensor, op: str | Premul, reduction: Reduction = reduce_l
     """Raise if the op is not defined for the tensor's dtype, or PyTorch cannot compute it.
 
     Args:
-        x: The tensor.
-        op: The op, as `_as_reduction` gives it.
-        reduction: What computes it, from all ranks' pieces, stacked, and the op's name.
+        x: Tensor to reduce.
+        op: Op as returned by `_as_reduction`.
+        reduction: Function that reduces the ranks' stacked tensors, given the op's name.
 
     Raises:
-        ArgumentError: It is not, or PyTorch cannot.
+        ArgumentError: The op is not defined, or PyTorch cannot compute it.
     """
     check_dense(x)
     real_or_complex = x.is_floating_point() or x.is_complex()
     if op in BITWISE and real_or_complex:
-        raise ArgumentError(f"op is {op}, tensor is {x.dtype}: it takes integers and booleans")
+        raise ArgumentError(f"op is {op}, tensor is {x.dtype}: give integers or booleans")
     if op in ("max", "min") and x.is_complex():
-        raise ArgumentError(f"op is {op}, tensor is {x.dtype}: complex numbers have no order")
+        raise ArgumentError(f"op is {op}, tensor is {x.dtype}: complex numbers are not ordered")
     if op == "avg" and not real_or_complex:
-        raise ArgumentError(f"op is avg, tensor is {x.dtype}: it takes floating-point numbers")
+        raise ArgumentError(f"op is avg, tensor is {x.dtype}: give floating-point numbers")
     if op == "avg" and x.dtype == torch.complex32:
         raise ArgumentError(f"op is avg, tensor is {x.dtype}: convert the tensor to complex64")
     if x.dtype == torch.bool and op not in ("band", "bor", "bxor", "max", "min"):
@@ -100,11 +99,13 @@ def check_reducible(x: Tensor, op: str | Premul, reduction: Reduction = reduce_l
 
 
 def _premultiplied(x: Tensor, op: Premul) -> tuple[Tensor, str]:
-    """The product, made before ranks compare their calls: the factor may require a gradient too.
+    """Return the tensor times the factor.
+
+    The product is computed before ranks compare their calls: the factor may require a gradient too.
 
     Raises:
         ArgumentTypeError: The factor is not a number or a tensor.
-        ArgumentError: It changes the shape or the dtype, and then perhaps on this rank only.
+        ArgumentError: The factor changes the shape or the dtype, perhaps on this rank only.
     """
     if not isinstance(op.factor, Tensor | int | float | complex):
         raise ArgumentTypeError(f"factor is {op.factor!r}: give a number or a tensor")
@@ -112,6 +113,6 @@ def _premultiplied(x: Tensor, op: Premul) -> tuple[Tensor, str]:
     if y.shape != x.shape or y.dtype != x.dtype:
         raise ArgumentError(
             f"factor times x is {y.dtype} of shape {tuple(y.shape)}, and x is {x.dtype} of shape "
-            f"{tuple(x.shape)}: give a factor that leaves both as they are"
+            f"{tuple(x.shape)}: give a factor that keeps both"
         )
     return y, "premul"

@@ -1,4 +1,4 @@
-"""How many rows each rank has: given, equal, or found by an all_gather of one integer a rank."""
+"""Sizes per rank, dims, and lists with one tensor for each rank."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from gradwire.collectives.wire.movement import gather_ints
 from gradwire.errors import ArgumentError, ArgumentTypeError
 
 Sizes = Sequence[int] | Literal["find"] | None
-"""Rows of each rank; "find" asks the ranks; None says that all have the same number."""
+"""Number of rows of each rank; "find" gathers them; None if all ranks have the same number."""
 
 KnownSizes = tuple[int, ...] | None
-"""Rows of each rank; None where all have the same number."""
+"""Number of rows of each rank; None if all ranks have the same number."""
 
 
 def resolve_sizes(sizes: Sizes, rows: int, group: ProcessGroup) -> KnownSizes:
-    """The ranks' sizes; None where all are equal.
+    """Return the ranks' sizes, or None if all are equal.
 
     Args:
-        sizes: As the caller gave them.
-        rows: How many this rank has.
-        group: The group.
+        sizes: Argument of the public function.
+        rows: Number of rows on this rank.
+        group: Process group.
 
     Raises:
-        ArgumentError: Not a size for each rank, or this rank's is another.
+        ArgumentError: There is not one size for each rank, or this rank's size is wrong.
     """
     if sizes is None:
         return None
@@ -39,18 +39,18 @@ def resolve_sizes(sizes: Sizes, rows: int, group: ProcessGroup) -> KnownSizes:
     given = valid_sizes(sizes, group, "sizes")
     if given[group.rank()] != rows:
         raise ArgumentError(
-            f"sizes is {list(given)}: this is rank {group.rank()} of the group, and its tensor has "
-            f"{rows} there"
+            f"sizes is {list(given)}: the tensor of rank {group.rank()} of the group has size "
+            f"{rows}; give every rank's size"
         )
     return given
 
 
 def valid_sizes(sizes: Sequence[int], group: ProcessGroup, name: str) -> tuple[int, ...]:
-    """The sizes, if there is one for each rank.
+    """Return the sizes as a tuple, after checking that there is one for each rank.
 
     Raises:
-        ArgumentTypeError: They are no numbers.
-        ArgumentError: There is not.
+        ArgumentTypeError: The sizes are not numbers.
+        ArgumentError: There is not one size ≥ 0 for each rank.
     """
     try:
         given = tuple(int(size) for size in sizes)
@@ -66,20 +66,20 @@ def valid_sizes(sizes: Sequence[int], group: ProcessGroup, name: str) -> tuple[i
 
 
 def sizes_text(sizes: Sizes) -> str:
-    """The sizes as text that ranks compare: the same for a list and a tuple."""
+    """Return the sizes as text for ranks to compare, the same for a list and a tuple."""
     return f"sizes={list(sizes) if isinstance(sizes, list | tuple) else sizes}"
 
 
 def equal_sizes(rows: int, group: ProcessGroup, what: str) -> tuple[int, ...]:
-    """The same number of rows for each rank.
+    """Return an equal number of rows for each rank.
 
     Raises:
-        ArgumentError: The number of ranks does not divide them.
+        ArgumentError: The number of rows is not divisible by the number of ranks.
     """
     if rows % group.size():
         raise ArgumentError(
-            f"{what} has size {rows} in the dim that is split: {group.size()} does not divide it; "
-            "give the sizes"
+            f"{what} has size {rows} in the dim that is split, which is not divisible by the "
+            f"number of ranks, {group.size()}: give the sizes"
         )
     return (rows // group.size(),) * group.size()
 
@@ -87,17 +87,18 @@ def equal_sizes(rows: int, group: ProcessGroup, what: str) -> tuple[int, ...]:
 def sizes_of_split(
     sizes: Sequence[int] | None, x: Tensor, dim: int, group: ProcessGroup, *, names: tuple[str, str]
 ) -> tuple[int, ...]:
-    """The sizes into which the rows of `x` are split: equal ones, if none are given.
+    """Return the sizes into which the rows of `x` are split; equal ones by default.
 
     Args:
-        sizes: As the caller gave them.
-        x: With the dim that is split in front.
-        dim: Where that was.
-        group: The group.
-        names: What the caller calls the sizes and the tensor.
+        sizes: Argument of the public function.
+        x: Tensor, with the split dim in front.
+        dim: Original position of the split dim.
+        group: Process group.
+        names: Names of the sizes and of the tensor, for error messages.
 
     Raises:
-        ArgumentError: They do not add up to the rows, or these cannot be split equally.
+        ArgumentError: The sizes do not sum to the number of rows, or the rows cannot be split
+            equally.
     """
     name, x_name = names
     if sizes is None:
@@ -109,10 +110,10 @@ def sizes_of_split(
 
 
 def valid_dim(dim: int, dims: int, shape: Sequence[int]) -> int:
-    """The dim, from 0 on.
+    """Return the dim as a non-negative index.
 
     Raises:
-        ArgumentError: There is none.
+        ArgumentError: The tensor does not have this dim.
     """
     if not -dims <= dim < dims:
         raise ArgumentError(f"dim is {dim}: the tensor has shape {tuple(shape)}")
@@ -120,12 +121,13 @@ def valid_dim(dim: int, dims: int, shape: Sequence[int]) -> int:
 
 
 def move_to_front(x: Tensor, dim: int, stack: bool = False) -> tuple[Tensor, int]:
-    """The tensor with a dim moved to the front, and that dim from 0 on; 0-d tensors become (1,).
+    """Move a dim to the front; return the tensor and the dim as a non-negative index.
 
-    With `stack`, a new dim of size 1, before that dim.
+    A 0-d tensor becomes one of shape (1,). With `stack`, a new dim of size 1 is inserted before
+    `dim`, and moved to the front.
 
     Raises:
-        ArgumentError: There is no such dim.
+        ArgumentError: The tensor does not have this dim.
     """
     check_dense(x)
     if stack:
@@ -137,21 +139,23 @@ def move_to_front(x: Tensor, dim: int, stack: bool = False) -> tuple[Tensor, int
 
 
 def move_back(x: Tensor, dim: int) -> Tensor:
-    """The inverse of `move_to_front`, contiguous."""
+    """Undo `move_to_front`; the result is contiguous."""
     return x.movedim(0, dim).contiguous() if dim else x
 
 
 def pieces_of(
     xs: object, dim: int, group: ProcessGroup, name: str
 ) -> tuple[list[Tensor], int, bool]:
-    """A list's tensors, one for each rank, which differ at most in one dim.
+    """Validate a list with one tensor for each rank, whose sizes differ in at most one dim.
 
     Returns:
-        The tensors, that dim from 0 on, and whether they were 0-d; those have shape (1,) here.
+        The tensors; the dim as a non-negative index; and True if the tensors were 0-d, in which
+        case they now have shape (1,).
 
     Raises:
-        ArgumentTypeError: Not a list of tensors.
-        ArgumentError: Not one for each rank, not alike, or without such a dim.
+        ArgumentTypeError: `xs` is not a list of tensors.
+        ArgumentError: There is not one tensor for each rank, their shapes, dtypes or devices
+            do not match, or they do not have the dim.
     """
     if not isinstance(xs, Sequence) or isinstance(xs, str):
         raise ArgumentTypeError(
@@ -159,7 +163,7 @@ def pieces_of(
         )
     if len(xs) != group.size():
         raise ArgumentError(
-            f"{name} has {len(xs)} pieces: give one for each of {group.size()} ranks"
+            f"{name} has {len(xs)} tensors: give one for each of {group.size()} ranks"
         )
     for i, x in enumerate(xs):
         check_dense(x, f"{name}[{i}]")
@@ -169,15 +173,15 @@ def pieces_of(
     for i, x in enumerate(xs):
         if x.dtype != first.dtype or x.device != first.device:
             raise ArgumentError(
-                f"{name}[{i}] is {x.dtype} on {x.device}, {name}[0] {first.dtype} on "
-                f"{first.device}: give the same for all"
+                f"{name}[{i}] is {x.dtype} on {x.device}, {name}[0] is {first.dtype} on "
+                f"{first.device}: give all tensors one dtype and device"
             )
         if x.dim() != first.dim() or any(
             a != b for d, (a, b) in enumerate(zip(x.shape, first.shape, strict=True)) if d != dim
         ):
             raise ArgumentError(
-                f"{name}[{i}] has shape {tuple(x.shape)}, {name}[0] {tuple(first.shape)}: they may "
-                f"differ in dim {dim} only"
+                f"{name}[{i}] has shape {tuple(x.shape)}, {name}[0] has {tuple(first.shape)}: "
+                f"shapes may differ in dim {dim} only"
             )
     return [x.reshape(1) if scalars else x for x in xs], dim, scalars
 
@@ -185,14 +189,14 @@ def pieces_of(
 def piece_sizes(
     pieces: Sequence[Tensor], dim: int, sizes: Sequence[int] | None, group: ProcessGroup
 ) -> tuple[int, ...]:
-    """The sizes of a list's tensors in a dim.
+    """Return the sizes of a list's tensors in a dim.
 
     Raises:
-        ArgumentError: Others are given.
+        ArgumentError: `sizes` is given, and differs.
     """
     own = tuple(piece.shape[dim] for piece in pieces)
     if sizes is not None and valid_sizes(sizes, group, "sizes") != own:
         raise ArgumentError(
-            f"sizes is {list(sizes)}: the pieces have {list(own)} in dim {dim}; leave sizes out"
+            f"sizes is {list(sizes)}: the tensors have sizes {list(own)} in dim {dim}; omit sizes"
         )
     return own

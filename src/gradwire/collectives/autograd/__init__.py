@@ -1,1 +1,1 @@
-"""How collectives are differentiated: the rules of every plan, handles, results without a copy."""
+"""Autograd of collectives: rules that all plans share, handles, and unstacking without a copy."""

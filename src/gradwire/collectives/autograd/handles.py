@@ -1,8 +1,8 @@
 """Handles of asynchronous collectives, which are two autograd nodes: a start and a wait.
 
-The start gives a token, the wait turns the token into the result. In backward the wait, which runs
-first there, starts the adjoint collective, and the start waits for it: what was computed between
-the two in forward overlaps with communication in both passes.
+The start returns a token, from which the wait makes the result. In backward, the wait runs first
+and starts the adjoint collective, for which the start then waits. Computation between the two
+overlaps with communication in both passes.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ S = TypeVar("S")
 
 
 class Handle(Generic[T]):
-    """An asynchronous collective; `wait` gives its result.
+    """An asynchronous collective; `wait` returns its result.
 
-    Until then the input is in use: do not change it.
+    Until `wait` returns, the input is in use: do not modify it.
 
-    A handle that is dropped without `wait` warns: the other ranks may wait in backward for a part
-    of the graph that does not exist here.
+    Dropping a handle without `wait` emits a warning: in backward, other ranks may wait for a node
+    that does not exist on this rank.
 
     Example:
         >>> from gradwire.collectives import all_reduce
         >>> def main():
         ...     handle = all_reduce(torch.ones(2), async_op=True)
-        ...     # what is computed here overlaps with the collective
+        ...     # computation here overlaps with the collective
         ...     return handle.wait()
         >>> run_ranks(main, world_size=2)
         [tensor([2., 2.]), tensor([2., 2.])]
@@ -57,7 +57,7 @@ class Handle(Generic[T]):
         self._chained = False
 
     def wait(self) -> T:
-        """The result, differentiable; the same one, or the same error, if called again."""
+        """Return the differentiable result; further calls return or raise the same."""
         if self._finish is not None:
             finish, self._finish = self._finish, None
             try:
@@ -69,12 +69,12 @@ class Handle(Generic[T]):
         return self._result  # type: ignore[return-value]
 
     def then(self, fn: Callable[[T], S]) -> Handle[S]:
-        """A handle of `fn` of the result; this one needs no `wait` any more."""
+        """Return a handle of `fn` applied to the result; it replaces this handle."""
         self._chained = True
         return Handle(lambda: fn(self.wait()), self._name)
 
     def retried(self, on: type[Exception], repeat: Callable[[], T]) -> Handle[T]:
-        """A handle that gives the result of `repeat` if this one's `wait` raises such an error."""
+        """Return a handle that calls `repeat` if this one's `wait` raises the given error."""
         self._chained = True
 
         def finish() -> T:
@@ -88,21 +88,21 @@ class Handle(Generic[T]):
     def __del__(self) -> None:
         if getattr(self, "_finish", None) is not None and not self._chained:
             warnings.warn(
-                f"a handle of {self._name} was dropped without wait(): its result is lost, and so "
-                "is the gradient through it",
+                f"a handle of {self._name} was dropped without wait(): its result, and the "
+                "gradient through it, are lost",
                 ResourceWarning,
                 stacklevel=2,
             )
 
 
 class AsyncState:
-    """What the start and the wait of one asynchronous collective share, on this rank.
+    """State shared by the start and the wait of an asynchronous collective.
 
     Attributes:
-        pending: The collective, from the start to the wait.
-        adjoint: In backward, the state of the adjoint collective, from the wait to the start.
-        result: A copy of the result, if backward needs it. In backward, the adjoint collective's,
-            if that was not split into a start and a wait.
+        pending: Collective under way, from the start to the wait.
+        adjoint: State of the adjoint collective in backward, from the wait to the start.
+        result: Copy of the result, if backward needs it. In backward, the result of an adjoint
+            collective that was not split into a start and a wait.
     """
 
     __slots__ = ("adjoint", "pending", "result")
@@ -113,7 +113,7 @@ class AsyncState:
         self.result: Tensor | None = None
 
     def wait(self) -> Tensor:
-        """The result, when the collective is complete."""
+        """Wait for the collective, and return its result."""
         assert self.pending is not None
         pending, self.pending = self.pending, None
         return pending.wait()
@@ -121,7 +121,7 @@ class AsyncState:
     def wait_adjoint(
         self, token: Tensor, adjoint: LinearCollective, context: CheckContext
     ) -> Tensor:
-        """In backward: the result of the adjoint collective, which the wait's backward started."""
+        """Return, in backward, the result of the adjoint collective that the wait started."""
         state, self.adjoint = self.adjoint, None
         assert state is not None
         if state.result is not None:
@@ -130,14 +130,14 @@ class AsyncState:
 
 
 class _Start(Function):
-    """From the tensor to a token: starts the collective."""
+    """Start the collective: from the tensor to a token."""
 
     @staticmethod
     def forward(
         x: Tensor, plan: LinearCollective, state: AsyncState, context: CheckContext
     ) -> Tensor:
         state.pending = plan.start(x)
-        return x.new_zeros(())  # 0-d, because shapes differ between forward and backward
+        return x.new_zeros(())  # 0-d: the shapes of input and result may differ
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -149,7 +149,7 @@ class _Start(Function):
 
 
 class _Wait(Function):
-    """From the token to the result: waits for the collective."""
+    """Wait for the collective: from the token to the result."""
 
     @staticmethod
     def forward(
@@ -163,12 +163,13 @@ class _Wait(Function):
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> Any:
-        # Backward runs this first. The backward of _Start waits: what autograd runs in between
-        # overlaps with the adjoint collective.
+        # Runs first in backward; the backward of _Start waits. Nodes that autograd runs in between
+        # overlap with the adjoint collective.
         ctx.state.adjoint = adjoint = AsyncState()
         with ctx.check.backward(cotangent):
             if is_legacy_batchedtensor(cotangent) or is_transformed():
-                # Of such cotangents (is_grads_batched, forward mode) only the whole has rules.
+                # Such cotangents (is_grads_batched, forward mode) cannot be split: only the
+                # synchronous collective has the rules that they need.
                 adjoint.result = apply_linear(ctx.plan.adjoint(), cotangent, ctx.check)
                 token = torch.zeros((), dtype=cotangent.dtype, device=cotangent.device)
                 return token, None, None, None
@@ -176,7 +177,7 @@ class _Wait(Function):
 
 
 def apply_or_start(plan: LinearCollective, x: Tensor, context: CheckContext, async_op: bool) -> Any:
-    """The collective's result, or its handle."""
+    """Return the collective's result, or a handle of it."""
     if not async_op:
         return apply_linear(plan, x, context)
     refuse_split(x)
@@ -190,7 +191,7 @@ def apply_or_start(plan: LinearCollective, x: Tensor, context: CheckContext, asy
 def handle_of_token(
     token: Tensor, plan: LinearCollective, state: AsyncState, context: CheckContext
 ) -> Handle[Tensor]:
-    """A handle whose `wait` turns the token of a collective that was started into its result."""
+    """Return a handle for a collective that was started, given its token."""
 
     def finish() -> Tensor:
         return _Wait.apply(token, plan, state, context)  # type: ignore[no-any-return, no-untyped-call]
@@ -199,22 +200,27 @@ def handle_of_token(
 
 
 def then(result: Any, fn: Callable[[Any], Any]) -> Any:
-    """`fn` of a result; of a handle, a handle of `fn` of its result."""
+    """Apply `fn` to a result, now or, given a handle, when it is waited for."""
     return result.then(fn) if isinstance(result, Handle) else fn(result)
 
 
 class _Options(TypedDict, total=False):
+    """Keyword arguments that overloads of every collective with `async_op` unpack (PEP 692).
+
+    They tell type checkers if a call returns its result or a `Handle`.
+    """
+
     group: ProcessGroup | None
     check: bool | None
 
 
 class Sync(_Options, total=False):
-    """The options of a call that returns its result."""
+    """Options of a call that returns its result."""
 
     async_op: Literal[False]
 
 
 class Async(_Options):
-    """The options of a call that returns a handle: `async_op=True` is given."""
+    """Options of a call with `async_op=True`, which returns a handle."""
 
     async_op: Literal[True]

@@ -1,8 +1,8 @@
-"""The rules that all linear collectives share: backward is the adjoint, forward mode the op itself.
+"""Rules shared by all linear collectives: backward is the adjoint, forward mode the op itself.
 
-A linear collective says how it starts, what its adjoint is and what shape it gives. From that
-follow the autograd function (whose backward calls `apply_linear` again, so that every derivative
-has a derivative), its batching rule and the custom op that stands for it in a compiled graph.
+A linear collective defines how it starts, its adjoint, and the shape of its result. From these
+follow the autograd function, the batching rule and the custom op of compiled graphs. The autograd
+function's backward calls `apply_linear` again, so that derivatives of every order exist.
 """
 
 from __future__ import annotations
@@ -31,38 +31,38 @@ _NONE, _INT, _TUPLE = range(3)
 
 @dataclass(frozen=True)
 class LinearCollective(ABC):
-    """A collective that is linear in its tensor: a plan, made before anything is sent.
+    """Plan of a collective that is linear in its tensor, made before anything is sent.
 
-    Only the first dim is split or concatenated. So `vmap` needs no rule for each collective: its
-    batch dim is moved to the end, and one collective moves the whole batch.
+    Only the first dim is split or concatenated. One rule for `vmap` therefore suffices: the batch
+    dim is moved to the end, and one collective handles the whole batch.
 
-    A subclass is a frozen dataclass, whose further fields are ints, bools, None, or (nested) tuples
-    of these.
+    A subclass is a frozen dataclass, whose fields are ints, bools, None, or (nested) tuples of
+    these.
     """
 
     name: ClassVar[str]
-    field_names: ClassVar[tuple[str, ...]]  # listed once, because Dynamo traces `as_ints`
+    field_names: ClassVar[tuple[str, ...]]  # precomputed, because Dynamo traces `as_ints`
     group: ProcessGroup
 
     @abstractmethod
     def start(self, x: Tensor, blocking: bool = False) -> Pending:
-        """Send, without gradients; `blocking` says that the result is waited for at once."""
+        """Start, without gradients; `blocking` hints that the caller waits immediately."""
 
     @abstractmethod
     def adjoint(self) -> LinearCollective:
-        """The transpose, under the inner product that sums over the ranks."""
+        """Return the transpose, under the inner product that sums over the ranks."""
 
     def rows(self, rows: int) -> int:
-        """The size of the result in the first dim, from the input's."""
+        """Return the result's size in the first dim, given the input's."""
         return rows
 
     def as_ints(self) -> list[int]:
-        """Its fields but the group, as the integers that the custom op takes."""
+        """Encode all fields but the group as integers, which are arguments of the custom op."""
         return [n for name in self.field_names for n in _as_ints(getattr(self, name))]
 
 
 def _as_ints(value: Any) -> list[int]:
-    """An int, None, or a tuple of these and of tuples, as integers that say how to read them."""
+    """Encode an int, None or nested tuple of these as self-describing integers."""
     if value is None:
         return [_NONE]
     if isinstance(value, tuple):
@@ -71,7 +71,7 @@ def _as_ints(value: Any) -> list[int]:
 
 
 def _from_ints(ints: Iterator[int]) -> Any:
-    """The inverse of `_as_ints`: reads one value."""
+    """Decode one value that `_as_ints` encoded."""
     kind = next(ints)
     if kind == _NONE:
         return None
@@ -106,11 +106,12 @@ class _LinearFunction(Function):
 
 
 def eager_apply(function: type[Function]) -> Callable[..., Any]:
-    """A function's `apply` where neither torch.func nor a compiler looks, at less cost.
+    """Return a faster `apply` of a function, for use outside torch.func and compilers.
 
-    PyTorch inspects the signature of a `forward` that has a `setup_context` in each call, for
-    default arguments, which ours do not have: 38 of 70 µs of an all_reduce on 2.15, in C++; before,
-    in `Function.apply`, which is left out here. A `forward` that gets the context is not inspected.
+    If a function has a `setup_context`, PyTorch inspects the signature of `forward` in each call,
+    for default arguments: 38 of the 70 µs of an all_reduce. PyTorch 2.15 does so in C++, earlier
+    versions in `Function.apply`, which is bypassed here. A `forward` that takes the context is not
+    inspected.
     """
     forward, setup_context = function.forward, function.setup_context
 
@@ -132,7 +133,7 @@ _apply_eagerly = eager_apply(_LinearFunction)
 
 
 def apply_linear(plan: LinearCollective, x: Tensor, context: CheckContext = UNCHECKED) -> Tensor:
-    """The collective on a tensor, differentiable in every mode."""
+    """Apply a collective to a tensor, differentiably in every mode."""
     if compiling(x):
         return _apply_compiled(plan, x)
     if is_legacy_batchedtensor(x):
@@ -145,7 +146,7 @@ def apply_linear(plan: LinearCollective, x: Tensor, context: CheckContext = UNCH
 
 
 def _batched_cotangent(plan: LinearCollective, x: Tensor, context: CheckContext) -> Tensor:
-    """The collective on cotangents of `is_grads_batched`, which has a vmap without rules."""
+    """Apply a collective to cotangents of `is_grads_batched`, whose vmap has no batching rules."""
     level = torch._C._vmapmode_increment_nesting() - 1
     torch._C._vmapmode_decrement_nesting()
     y = apply_linear(plan, torch._remove_batch_dim(x, level, 1, x.dim()), context)
@@ -153,17 +154,17 @@ def _batched_cotangent(plan: LinearCollective, x: Tensor, context: CheckContext)
 
 
 def graph_is_needed(x: Tensor) -> bool:
-    """Whether a derivative may be asked of what is made from the tensor."""
+    """Return True if derivatives may be taken with respect to the tensor."""
     return (x.requires_grad and torch.is_grad_enabled()) or forward_ad._current_level >= 0
 
 
 def is_transformed() -> bool:
-    """Whether torch.func's transforms or forward mode are active."""
+    """Return True if a torch.func transform or forward mode is active."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def compiling(x: Tensor) -> bool:
-    """Whether this call is being traced: by Dynamo, or below it, with tensors without data."""
+    """Return True if the call is being traced, by Dynamo or below it with fake tensors."""
     return torch.compiler.is_compiling() or isinstance(x, (FakeTensor, FunctionalTensor))
 
 
@@ -178,12 +179,12 @@ def _apply_compiled(plan: LinearCollective, x: Tensor) -> Tensor:
 
 
 def result_like(x: Tensor, plan: LinearCollective) -> Tensor:
-    """An empty tensor of the shape that the collective gives."""
+    """Return an uninitialized tensor of the shape of the collective's result."""
     return x.new_empty((plan.rows(x.shape[0]), *x.shape[1:]) if x.dim() else ())
 
 
 def decode_plan(name: str, ints: Sequence[int], group_name: str) -> LinearCollective:
-    """The inverse of `as_ints`: the collective that a custom op stands for."""
+    """Return the collective of a custom op, given the integers of `as_ints`."""
     values = iter(ints)
     plan_class = _plan_classes[name]
     group = dist.distributed_c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
@@ -191,13 +192,13 @@ def decode_plan(name: str, ints: Sequence[int], group_name: str) -> LinearCollec
 
 
 def register_plan(plan_class: type[P]) -> type[P]:
-    """Class decorator: give the collective a custom op, `gradwire::<name>`, for compiled graphs.
+    """Class decorator that defines a custom op, `gradwire::<name>`, for compiled graphs.
 
-    Dynamo refuses an autograd function with a rule for forward mode; so compiled graphs have an
-    operator of their own, whose backward is the adjoint's operator.
+    Dynamo does not trace an autograd function with a rule for forward mode. Compiled graphs contain
+    this operator instead, whose backward is the adjoint's operator.
 
-    Stands above `@dataclass`, whose fields it lists, or alone where a plan adds none to the base
-    class's. `name` is unique. Checks are not included: the public function calls `run_checked`.
+    Place it above `@dataclass`, or use it alone if the plan adds no fields to the base class.
+    `name` must be unique. Checks are not part of the op: the public function runs them.
     """
     name = plan_class.name
     _plan_classes[name] = plan_class

@@ -1,8 +1,8 @@
-"""unstack and concat, each the other's backward; unstack copies nothing.
+"""unstack and concat, each the other's backward; unstack does not copy.
 
-Autograd forbids in-place changes of views when a function returns several of them. The tensors that
-`unstack` gives share memory without being views for autograd; no element belongs to two of them, so
-that an in-place change of one leaves the others right.
+Autograd forbids in-place modification of views if a function returns several of them. The results
+of `unstack` share memory, but are not views for autograd. No element belongs to two of them, so
+that modifying one in place does not affect the others.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _apply_unstack = eager_apply(_Unstack)
 
 
 def unstack(x: Tensor, sizes: Sequence[int], scalars: bool = False) -> tuple[Tensor, ...]:
-    """The rows of a tensor as one tensor for each size, in the memory of `x`.
+    """Split the rows of a tensor into one tensor for each size, in the memory of `x`.
 
     Args:
-        x: Contiguous, and used by nobody else: it shares its memory with the results.
-        sizes: The rows of each result; they add up to those of `x`.
-        scalars: Give 0-d tensors; the sizes are 1 then, and `x` has one dim.
+        x: Contiguous tensor, not used elsewhere: it shares its memory with the results.
+        sizes: Number of rows of each result; they sum to the rows of `x`.
+        scalars: True to return 0-d tensors; all sizes must be 1, and `x` must have one dim.
     """
     if compiling(x) or is_transformed():
         pieces = x.unbind() if scalars else x.split_with_sizes(sizes)
@@ -53,20 +53,20 @@ def unstack(x: Tensor, sizes: Sequence[int], scalars: bool = False) -> tuple[Ten
 
 
 def concat(pieces: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """`torch.cat`, with a graph for pieces of shape (0,), and large results in huge pages."""
+    """Concatenate as torch.cat, with a graph for pieces of shape (0,), and huge pages."""
     if dim == 0 and not (torch.is_grad_enabled() or _is_traced(pieces)):
         rows = sum(piece.shape[0] for piece in pieces)
         return torch.cat([*pieces], out=empty_rows(pieces[0], rows))
     joined = torch.cat([*pieces], dim)
-    # torch.cat's backward leaves pieces of shape (0,) out. Where a second derivative goes on from
-    # there to a collective, other ranks, whose pieces have elements, would wait in it.
+    # torch.cat's backward skips pieces of shape (0,). If a second derivative continued from there
+    # to a collective, other ranks, whose pieces have elements, would wait in it.
     empties = [piece for piece in pieces if piece.shape == (0,) and piece.requires_grad]
-    # Subtracted, because -0.0 - 0.0 keeps its sign.
+    # Subtraction keeps the sign of -0.0.
     return joined - torch.stack(empties).sum() if empties else joined
 
 
 def _is_traced(xs: Sequence[Tensor]) -> bool:
-    """Whether something other than autograd follows what is computed: no `out=` then."""
+    """Return True if a tracer or transform follows the computation, which rules out `out=`."""
     return compiling(xs[0]) or is_transformed() or any(is_legacy_batchedtensor(x) for x in xs)
 
 

@@ -1,1 +1,1 @@
-"""Ranks compare their calls before data is sent."""
+"""Consistency checks: ranks compare their calls before any data is sent."""

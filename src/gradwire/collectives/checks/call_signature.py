@@ -1,4 +1,4 @@
-"""Signatures of calls as rows of integers, which ranks exchange and compare."""
+"""Signatures of calls, encoded as rows of integers for ranks to exchange and compare."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ import torch
 MAX_DIMS = 8
 _DTYPES = sorted((d for d in vars(torch).values() if isinstance(d, torch.dtype)), key=str)
 ABSENT = -1
-"""In place of the number of dims and the dtype, on a rank that gets them from the root."""
+"""Number of dims, and dtype, on a rank that receives them from the root."""
 
 
 class CallSignature(NamedTuple):
-    """A collective as one rank is about to call it; a tuple, which is quick to make and to hash.
+    """Signature of a rank's call of a collective; a tuple, which is fast to construct and to hash.
 
     Args:
-        op: The collective's name.
-        shape: Of the tensor with the dim that is split in front; None where only the root knows.
-        dtype: Of the tensor.
-        wants_grad: Whether this rank makes a graph node: 1, 0, or -1 if it cannot.
-        reduce: The reduction.
-        root: In the group.
-        detail: Other arguments that have to be equal, as text.
-        ragged: Whether ranks may differ in the first dim.
-        send, receive: Rows for and from each rank, -1 where not known.
-        origin: The number of the call whose backward this is, -1 in forward.
+        op: Name of the collective.
+        shape: Shape of the tensor with the split dim in front; None if only the root knows it.
+        dtype: Dtype of the tensor; None if only the root knows it.
+        wants_grad: 1 if this rank records a graph node, 0 if not, -1 if it cannot.
+        reduce: Name of the reduction.
+        root: Root's rank in the group.
+        detail: Text of other arguments that must be equal.
+        ragged: True if the sizes of the first dim may differ between ranks.
+        send, receive: Rows to and from each rank, -1 if unknown.
+        origin: Number of the forward call in its backward, -1 in forward.
     """
 
     op: str
@@ -49,7 +49,7 @@ class CallSignature(NamedTuple):
 
 @dataclass(frozen=True)
 class PeerSignature:
-    """What one rank sent of its signature; the shape is None if it has more dims than fit."""
+    """Signature received from a rank; the shape is None if it has more than `MAX_DIMS` dims."""
 
     wants_grad: int
     shape: tuple[int, ...] | None
@@ -62,8 +62,8 @@ _details: ContextVar[Callable[[], str] | None] = ContextVar("gradwire_details", 
 
 @contextmanager
 def detailed(text: Callable[[], str]) -> Iterator[None]:
-    """Add a text to what calls compare in the block; it is made only where they do."""
-    if torch.compiler.is_compiling():  # nothing is compared, and all ranks run the same graph
+    """Add text to the signatures of calls in the block; `text` is called only if ranks compare."""
+    if torch.compiler.is_compiling():  # checks are off: all ranks run the same graph
         yield
         return
     token = _details.set(text)
@@ -74,12 +74,12 @@ def detailed(text: Callable[[], str]) -> Iterator[None]:
 
 
 def in_full(call: CallSignature) -> CallSignature:
-    """The signature with the text of `detailed`."""
+    """Return the signature with the text of `detailed`."""
     text = _details.get()
     return call if text is None else call._replace(detail=f"{call.detail} {text()}".strip())
 
 
-# A row: _HEAD single numbers, MAX_DIMS sizes, then rows for and from each rank.
+# A row: _HEAD single numbers, MAX_DIMS sizes, then rows to and from each rank.
 _FIELDS = (
     "call",
     "order of backward",
@@ -95,7 +95,7 @@ _HEAD = len(_FIELDS)
 
 
 def encode(call: CallSignature, number: int, world: int) -> list[int]:
-    """A signature as integers, the same number of them on every rank."""
+    """Encode a signature as integers, the same number of them on every rank."""
     shape = call.shape
     dims = list(shape or ())
     if len(dims) > MAX_DIMS:
@@ -119,12 +119,12 @@ def encode(call: CallSignature, number: int, world: int) -> list[int]:
 
 @lru_cache(maxsize=4096)
 def signature_hash(call: CallSignature) -> int:
-    """A hash of a signature, the same in every process of a host."""
+    """Return a hash of a signature that is equal in all processes of a host."""
     return hash(tuple(encode(call, 0, 1)))
 
 
 def decode(row: Sequence[int], world: int) -> PeerSignature:
-    """The signature that a rank sent."""
+    """Decode the signature that a rank sent."""
     dtype, dims = row[_FIELDS.index("dtype")], row[_FIELDS.index("dims")]
     return PeerSignature(
         wants_grad=row[_FIELDS.index("grad")],
@@ -140,7 +140,7 @@ def _hash(value: object) -> int:
 
 
 def first_difference(rows: list[list[int]], ragged: bool) -> str | None:
-    """The name of the first field in which ranks differ that must not; None if there is none."""
+    """Return the name of the first field that must be equal and is not, or None."""
     for name, values in _must_agree(rows, ragged):
         if len(set(values)) > 1:
             return name
@@ -148,7 +148,7 @@ def first_difference(rows: list[list[int]], ragged: bool) -> str | None:
 
 
 def _must_agree(rows: list[list[int]], ragged: bool) -> Iterator[tuple[str, list[object]]]:
-    """Each field that has to be equal, with the ranks' values."""
+    """Yield each field that must be equal, with the ranks' values."""
     for i, name in enumerate(_FIELDS[:-2]):
         yield name, [row[i] for row in rows if name != "dtype" or row[i] != ABSENT]
     dims = _FIELDS.index("dims")
@@ -160,7 +160,7 @@ def _must_agree(rows: list[list[int]], ragged: bool) -> Iterator[tuple[str, list
 
 
 def _splits_agree(rows: list[list[int]]) -> bool:
-    """Whether what each rank sends to another is what that one expects."""
+    """Return True if each rank sends as many rows as the receiver expects."""
     world = len(rows)
     sends = [row[_HEAD + MAX_DIMS : _HEAD + MAX_DIMS + world] for row in rows]
     receives = [row[_HEAD + MAX_DIMS + world :] for row in rows]
@@ -169,8 +169,8 @@ def _splits_agree(rows: list[list[int]]) -> bool:
 
 
 def description(field: str, call: CallSignature, number: int) -> str:
-    """A field of a signature, for error messages; `number` is the call's among those compared."""
-    gradients = {1: "requires grad", 0: "requires none", -1: "gradients are off"}
+    """Return a field's value for error messages; `number` counts the group's compared calls."""
+    gradients = {1: "requires grad", 0: "does not require grad", -1: "gradients are disabled"}
     texts = {
         "shape": f"{call.shape}" + (" (the first size may differ)" if call.ragged else ""),
         "dtype": str(call.dtype),

@@ -1,9 +1,9 @@
-"""Consistency checks: before data is sent, ranks all_gather the signatures of their calls.
+"""Consistency checks: before any data is sent, ranks all_gather the signatures of their calls.
 
-Gloo ends the process when sizes differ, other backends hang or mix data. With checks on, each rank
-first sends a signature, a row of integers of fixed length: the arguments that must be equal,
-whether a gradient is wanted, and how many rows it sends to each rank. All ranks compare the same
-rows, so that all raise or none does.
+With different sizes, Gloo terminates the process, and other backends hang or mix data. With checks
+on, each rank first sends a signature, a row of integers of fixed length: the arguments that must be
+equal, whether a gradient is required, and how many rows it sends to each rank. All ranks compare
+the same rows, so that either all raise or none does.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ENVIRONMENT = "GRADWIRE_CHECKS"
 
 
 class Refusal(NamedTuple):
-    """Why a rank's arguments cannot be used; not the error, whose traceback would hold tensors."""
+    """Type and message of an argument error; the error's own traceback would keep tensors alive."""
 
     kind: type[ArgumentError | ArgumentTypeError]
     message: str
@@ -54,21 +54,24 @@ _numbers: WeakKeyDictionary[ProcessGroup, count[int]] = WeakKeyDictionary()
 
 @contextmanager
 def checks(on: bool = True) -> Iterator[None]:
-    """Switch the consistency checks of collectives on, or off, within a block.
+    """Context manager that switches the consistency checks of collectives on or off.
 
-    With checks on, ranks compare before each collective, forward and backward, what they are about
-    to do; a disagreement raises `MismatchError` on every rank instead of hanging, ending the
-    process or mixing data, and a gradient that only some ranks ask for is computed on all.
-    Switch them on every rank alike. An argument `check` goes before this, and this before the
-    environment variable `GRADWIRE_CHECKS` (0 or 1). By default they are off, and nothing is sent
-    besides the data: each costs about as much as a collective of 200 bytes. The "shm" backend
-    compares op, reduction, root, dtype and sizes in the headers of its messages, always; and,
-    unless checks are switched off, the rest of the signature, but not that of `scatter`, nor of
-    `vary` and `invariant`, which have no message. Never compared are `barrier`, and `send`, `recv`
-    and `send_recv`, which only some ranks call: there, ask for gradients on all that call them.
+    With checks on, ranks compare their calls before each collective, in forward and backward. A
+    disagreement raises `MismatchError` on every rank, instead of hanging, terminating the process
+    or mixing data. A gradient that only some ranks require is computed on all. Use the same setting
+    on every rank. The argument `check` of a collective takes precedence over this setting, which
+    takes precedence over the environment variable `GRADWIRE_CHECKS` (0 or 1).
+
+    Checks are off by default: each costs about as much as a collective of 200 bytes. The "shm"
+    backend always compares op, reduction, root, dtype and sizes in the headers of its messages.
+    Unless checks are switched off, it also compares the rest of the signature, except for
+    `scatter`, and for `vary` and `invariant`, which send no message.
+
+    `barrier`, `send`, `recv` and `send_recv` are never compared. Only some ranks call the latter
+    three: require gradients on all of these ranks, or on none.
 
     Example:
-        Rank 1 holds one number more than rank 0.
+        Rank 1 has one element more than rank 0.
 
         >>> from gradwire.collectives import all_reduce, checks
         >>> from gradwire.errors import MismatchError
@@ -89,12 +92,12 @@ def checks(on: bool = True) -> Iterator[None]:
 
 
 def enabled(check: bool | None) -> bool:
-    """Whether checks are on for this call."""
+    """Return True if checks are on for this call."""
     return requested(check) is True
 
 
 def requested(check: bool | None) -> bool | None:
-    """Whether checks are on for this call; None if they were neither switched on nor off."""
+    """Return True or False if checks were switched on or off for this call, None if neither."""
     if torch.compiler.is_compiling():
         return False  # all ranks run the same graph
     if check is None:
@@ -110,16 +113,16 @@ def _from_environment() -> bool | None:
 
 
 class CheckContext:
-    """What a call saves for its backward: nothing here, so that neither is checked."""
+    """State that a call keeps for its backward; this base class checks nothing."""
 
     def backward(self, cotangent: Tensor) -> AbstractContextManager[None]:
-        """Compare with the other ranks which call's backward this is, and of what.
+        """Compare the backward that runs next with the other ranks.
 
         Returns:
-            A context manager, within which to start the backward's collective.
+            A context manager in which to start the backward's collective.
 
         Raises:
-            MismatchError: On every rank, if one runs its backwards in another order.
+            MismatchError: On every rank, if the order of backwards differs.
         """
         return nullcontext()
 
@@ -129,14 +132,14 @@ UNCHECKED = CheckContext()
 
 @dataclass(frozen=True)
 class Checked(CheckContext):
-    """Of a checked call: its backward is checked too."""
+    """State of a checked call, whose backward is checked too."""
 
     group: ProcessGroup
     call: str
     number: int
 
     def backward(self, cotangent: Tensor) -> AbstractContextManager[None]:
-        """Exchange the backward's signature, with the number of the call that it is of."""
+        """Exchange the backward's signature, which has the number of the forward call."""
         exchange(
             self.group,
             CallSignature(
@@ -159,12 +162,12 @@ def agree(
         The tensor, the context for backward, and the ranks' signatures.
 
     Raises:
-        MismatchError: On every rank, if they disagree.
-        NotSupportedError: Another rank wants a gradient, within torch.func's transforms.
+        MismatchError: On every rank, if the ranks disagree.
+        NotSupportedError: Another rank requires a gradient, and a `torch.func` transform is active.
     """
     rows, number = exchange(group, call)
     if not x.requires_grad and any(row.wants_grad == 1 for row in rows):
-        refuse_in_transforms("a gradient that another rank asks for", "ask for it on all")
+        refuse_in_transforms("a gradient that another rank requires", "require it on all ranks")
         x = x.detach().requires_grad_()
     return x, Checked(group, call.op, number), rows
 
@@ -176,20 +179,22 @@ def agree_with_root(
     root: int,
     refusal: Refusal | None = None,
 ) -> tuple[Tensor, CheckContext, list[PeerSignature]]:
-    """`agree`, where ranks without a tensor get a placeholder of the root's shape and dtype.
+    """Exchange signatures as `agree` does, for calls in which only the root needs a tensor.
+
+    Ranks without a tensor get a placeholder of the root's shape and dtype.
 
     Args:
-        group: The group.
-        x: The tensor, if this rank has one.
-        call: What the ranks compare.
-        root: The root, in the group.
-        refusal: On the root, why it has no tensor.
+        group: Process group.
+        x: Tensor of this rank, if it has one.
+        call: Signature to compare.
+        root: Root's rank in the group.
+        refusal: Argument error of the root, if its arguments cannot be used.
 
     Raises:
-        ArgumentError, ArgumentTypeError: On every rank, if the root's arguments are refused, or
-            its signature has no room for its shape.
-        MismatchError: On every rank, if they disagree.
-        NotSupportedError: A rank has no tensor, within torch.func's transforms.
+        ArgumentError, ArgumentTypeError: On every rank, if the root's arguments cannot be used, or
+            its shape has too many dims for a signature.
+        MismatchError: On every rank, if the ranks disagree.
+        NotSupportedError: A rank has no tensor, and a `torch.func` transform is active.
     """
     own, context, peers = agree(
         group, torch.empty((), dtype=torch.float32) if x is None else x, call
@@ -201,51 +206,51 @@ def agree_with_root(
         if shape is None:
             raise ArgumentError(
                 f"the root's tensor has more than {MAX_DIMS} dims, too many for its signature: "
-                "give every rank a tensor of what it will receive"
+                "give every rank a tensor of the shape it will receive"
             )
         refuse_in_transforms("a receiver without a tensor", "give every rank a tensor")
         if x is None:
-            # It requires a gradient where any rank wants one: the backwards are the same on all.
+            # Requires a gradient if any rank does, so that all ranks run the same backward.
             own = placeholder(shape, dtype, own.requires_grad, group)
     return own, context, peers
 
 
 def tensor_fields(x: Tensor) -> tuple[tuple[int, ...], torch.dtype, int]:
-    """What a `CallSignature` says of a tensor: shape, dtype, and whether it wants a gradient."""
+    """Return a tensor's fields of a `CallSignature`: shape, dtype and `wants_grad`."""
     return tuple(x.shape), x.dtype, wants_grad(x)
 
 
 def digest(x: Tensor) -> str:
-    """A short text that differs, all but surely, where the tensor's values do."""
+    """Return a hash of the tensor's values, as text."""
     own = dense(x.detach()).cpu()
     data = in_bytes(own, (own.numel(),)).numpy().tobytes()
     return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
 def wants_grad(x: Tensor) -> int:
-    """For `CallSignature`: 1 if a graph node will be made, -1 if none can be, 0 else."""
+    """Return 1 if a graph node will be recorded for the tensor, -1 if it cannot be, else 0."""
     if not (x.is_floating_point() or x.is_complex()):
         return 0
-    # A tensor made in inference mode cannot be made to require a gradient.
+    # A tensor created in inference mode cannot require a gradient.
     possible = torch.is_grad_enabled() and not x.is_inference()
     return int(x.requires_grad) if possible else -1
 
 
 def grad_mode() -> int:
-    """`wants_grad` of a rank that has no tensor."""
+    """Return `wants_grad` for a rank that has no tensor."""
     return 0 if torch.is_grad_enabled() else -1
 
 
 def next_number(group: ProcessGroup) -> int:
-    """How many calls of the group were compared before this one; equal on all ranks."""
+    """Return the number of the group's calls compared so far, which is equal on all ranks."""
     return next(_numbers.setdefault(group, count()))
 
 
 def exchange(group: ProcessGroup, call: CallSignature) -> tuple[list[PeerSignature], int]:
-    """All ranks' signatures, and this call's number in the group.
+    """Exchange signatures; return those of all ranks, and this call's number in the group.
 
     Raises:
-        MismatchError: On every rank, if they disagree.
+        MismatchError: On every rank, if the ranks disagree.
     """
     call, number, world = in_full(call), next_number(group), group.size()
     rows = gather_ints(encode(call, number, world), group)
@@ -256,12 +261,12 @@ def exchange(group: ProcessGroup, call: CallSignature) -> tuple[list[PeerSignatu
 
 
 def _raise_mismatch(group: ProcessGroup, field: str, call: CallSignature, number: int) -> NoReturn:
-    """Exchange the ranks' values of a field, and raise with all of them."""
+    """Gather the ranks' values of a field, and raise an error that lists them."""
     values = gather_different(description(field, call, number), group)
     held = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
     error = MismatchError(
-        f"{call.op}: ranks disagree on {field}: {held}. Nothing was sent; give every rank of the "
-        "group the same call in the same order",
+        f"{call.op}: ranks disagree on {field}: {held}. No data was sent; make the same calls in "
+        "the same order on every rank of the group",
         values,
     )
     failed(error, group=group)
@@ -269,7 +274,7 @@ def _raise_mismatch(group: ProcessGroup, field: str, call: CallSignature, number
 
 
 def _raise_refusal(group: ProcessGroup, root: int, op: str, refusal: Refusal | None) -> NoReturn:
-    """Send the root's refusal to all ranks, and raise it there."""
+    """Send the root's argument error to all ranks, and raise it on each."""
     if refusal is None:
         refusal = Refusal(ArgumentError, "")
     is_type_error = issubclass(refusal.kind, ArgumentTypeError)
@@ -284,11 +289,11 @@ def _raise_refusal(group: ProcessGroup, root: int, op: str, refusal: Refusal | N
 
 _SHOWN = 200
 _LONGEST = 1 << 16
-"""Bytes that are sent of a text; each is an int on the wire."""
+"""Maximum number of bytes sent of a text; each is sent as an integer."""
 
 
 def gather_different(text: str, group: ProcessGroup) -> list[str]:
-    """Each rank's text; of long ones what is around the first difference."""
+    """Return each rank's text; long texts are cut to the part around the first difference."""
     size = max(size for (size,) in gather_ints([len(text.encode())], group))
     texts = gather_texts(text, group, min(size, _LONGEST))
     columns = enumerate(zip(*texts, strict=False))
@@ -298,6 +303,6 @@ def gather_different(text: str, group: ProcessGroup) -> list[str]:
 
 
 def gather_texts(text: str, group: ProcessGroup, size: int) -> list[str]:
-    """Each rank's text, of which so many bytes are sent."""
+    """Return each rank's text, cut to `size` bytes."""
     everyone = gather_ints(list(text.encode()[:size].ljust(size)), group)
     return [bytes(row).decode(errors="replace").rstrip() for row in everyone]

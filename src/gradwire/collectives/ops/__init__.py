@@ -1,1 +1,1 @@
-"""The public collectives, and the plans that they make."""
+"""Public collectives, and the plans that they make."""

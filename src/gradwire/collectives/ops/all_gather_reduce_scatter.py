@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
@@ -13,7 +13,6 @@ from torch.distributed import ProcessGroup
 from gradwire.collectives import wire
 from gradwire.collectives.args.reductions import Op, reducible
 from gradwire.collectives.args.sizes import (
-    KnownSizes,
     Sizes,
     move_back,
     move_to_front,
@@ -63,27 +62,27 @@ def all_gather(
     async_op: bool = False,
     check: bool | None = None,
 ) -> Any:
-    """All ranks' tensors concatenated along a dim, on all ranks.
+    """Concatenate the tensors of all ranks along a dim, on every rank.
 
     Args:
-        x: The same shape on all ranks but for `dim` where sizes are given; any dtype and strides.
-            A 0-d tensor counts as one of size 1.
-        dim: The dim along which they are concatenated.
-        sizes: The ranks' sizes in `dim`, the same list on all; "find" to have them exchanged
-            first; None if all are equal.
-        stack: Concatenate along a new dim instead, before `dim`.
-        group: The default group, if None.
-        async_op: Return a `Handle`.
-        check: Compare with the other ranks first; see `checks`.
+        x: Tensor of any dtype and strides. Its shape is the same on all ranks, except in `dim` if
+            `sizes` is given. A 0-d tensor counts as one of size 1.
+        dim: Dim along which to concatenate.
+        sizes: Sizes of all ranks in `dim`, the same list on every rank; "find" to exchange them
+            first; None if they are equal.
+        stack: True to concatenate along a new dim, inserted before `dim`.
+        group: Process group; the default group if None.
+        async_op: True to return a `Handle`.
+        check: True to compare the call with the other ranks first; see `checks`.
 
     Returns:
         The concatenation in rank order, contiguous.
 
-    Adjoint: reduce_scatter of the cotangents: one collective of the result's size.
+    Adjoint: reduce_scatter of the cotangents, one collective of the result's size.
 
     Raises:
-        ArgumentError: Sizes that are not the ranks', or no such dim.
-        MismatchError: With checks on, ranks disagree.
+        ArgumentError: The sizes are wrong, or the tensor does not have the dim.
+        MismatchError: With checks on, the ranks disagree.
 
     Example:
         >>> from gradwire.collectives import all_gather
@@ -96,35 +95,31 @@ def all_gather(
     front, dim = move_to_front(x, dim, stack)
     group = resolve_group(group)
 
-    def start(known: KnownSizes, front: Tensor, context: CheckContext) -> Any:
-        return apply_or_start(AllGather(group, known), front, context, async_op)
+    def start(front: Tensor, context: CheckContext) -> Any:
+        plan = AllGather(group, resolve_sizes(sizes, front.shape[0], group))
+        return apply_or_start(plan, front, context, async_op)
 
-    gathered = checked_gather("all_gather", front, sizes, f"dim={dim}", group, check, start)
+    gathered = run_checked(
+        group,
+        front,
+        check,
+        lambda: gather_signature("all_gather", front, sizes, f"dim={dim}"),
+        start,
+    )
     return then(gathered, lambda y: move_back(y, dim))
 
 
-def checked_gather(
-    op: str,
-    front: Tensor,
-    sizes: Sizes,
-    detail: str,
-    group: ProcessGroup,
-    check: bool | None,
-    gather: Callable[[KnownSizes, Tensor, CheckContext], Any],
-    root: int = -1,
-) -> Any:
-    """The result of `gather`, called with the ranks' sizes once ranks agree on the call."""
-
-    def describe() -> CallSignature:
-        text, ragged = f"{detail}, {sizes_text(sizes)}", sizes is not None
-        return CallSignature(
-            op, *consistency.tensor_fields(front), root=root, detail=text, ragged=ragged
-        )
-
-    def start(front: Tensor, context: CheckContext) -> Any:
-        return gather(resolve_sizes(sizes, front.shape[0], group), front, context)
-
-    return run_checked(group, front, check, describe, start)
+def gather_signature(
+    op: str, front: Tensor, sizes: Sizes, detail: str, root: int = -1
+) -> CallSignature:
+    """Return the signature of a call that gathers the rows of `front`."""
+    return CallSignature(
+        op,
+        *consistency.tensor_fields(front),
+        root=root,
+        detail=f"{detail}, {sizes_text(sizes)}",
+        ragged=sizes is not None,
+    )
 
 
 @overload
@@ -155,26 +150,26 @@ def reduce_scatter(
     async_op: bool = False,
     check: bool | None = None,
 ) -> Any:
-    """The reduction of all ranks' tensors, split along a dim: to each rank its piece.
+    """Reduce the tensors of all ranks, and scatter the result along a dim.
 
     Args:
-        x: The same shape on all ranks, any strides; or a list of W pieces, which differ at most
-            in `dim`.
-        op: As in `all_reduce`.
-        dim: The dim that is split.
-        sizes: The pieces' sizes in `dim`; None for equal ones, or for those of a list.
-        group: The default group, if None.
-        async_op: Return a `Handle`.
-        check: Compare with the other ranks first; see `checks`.
+        x: Tensor of the same shape on all ranks, with any strides; or a list of W tensors, whose
+            sizes differ in `dim` only.
+        op: Reduction, as in `all_reduce`.
+        dim: Dim to split.
+        sizes: Sizes of the pieces in `dim`; None for equal ones, or for those of a list.
+        group: Process group; the default group if None.
+        async_op: True to return a `Handle`.
+        check: True to compare the call with the other ranks first; see `checks`.
 
     Returns:
-        This rank's piece.
+        This rank's piece of the reduction.
 
     Adjoint: all_gather of the cotangents, then the op's rule as in `all_reduce`.
 
     Raises:
-        ArgumentError: It cannot be split so, or the op is not defined for the dtype.
-        MismatchError: With checks on, ranks disagree.
+        ArgumentError: The tensor cannot be split this way, or the op is not defined for the dtype.
+        MismatchError: With checks on, the ranks disagree.
 
     Example:
         >>> from gradwire.collectives import reduce_scatter
@@ -247,24 +242,24 @@ def all_gather_list(
     async_op: bool = False,
     check: bool | None = None,
 ) -> Any:
-    """All ranks' tensors, on all ranks, each in a tensor of its own.
+    """Gather the tensors of all ranks on every rank, as separate tensors.
 
     Args:
-        x: The same shape on all ranks but for the first dim where sizes are given; any dtype. A
-            0-d tensor counts as one of size 1, and gives 0-d tensors.
-        sizes: As in `all_gather`, along the first dim.
-        group: The default group, if None.
-        async_op: Return a `Handle`.
-        check: Compare with the other ranks first; see `checks`.
+        x: Tensor of any dtype. Its shape is the same on all ranks, except in the first dim if
+            `sizes` is given. A 0-d tensor counts as one of size 1; the results are then 0-d.
+        sizes: Sizes in the first dim, as in `all_gather`.
+        group: Process group; the default group if None.
+        async_op: True to return a `Handle`.
+        check: True to compare the call with the other ranks first; see `checks`.
 
     Returns:
         A tuple of the ranks' tensors, in rank order.
 
-    Adjoint: rank r gets the sum of all ranks' cotangents of entry r.
+    Adjoint: on rank r, the sum over all ranks of the cotangents of entry r.
 
     Raises:
-        ArgumentError: Sizes that are not the ranks'.
-        MismatchError: With checks on, ranks disagree.
+        ArgumentError: The sizes are wrong.
+        MismatchError: With checks on, the ranks disagree.
 
     Example:
         >>> from gradwire.collectives import all_gather_list
@@ -279,12 +274,11 @@ def all_gather_list(
     front = x.reshape(1) if scalars else x
     detail = "list of 0-d tensors" if scalars else "list"
 
-    def start(known: KnownSizes, front: Tensor, context: CheckContext) -> Any:
+    def start(front: Tensor, context: CheckContext) -> Any:
+        known = resolve_sizes(sizes, front.shape[0], group)
         if scalars and known is not None:
             if set(known) != {1}:
-                raise ArgumentError(
-                    f"sizes is {list(known)}: x is 0-d, and counts as one of size 1"
-                )
+                raise ArgumentError(f"sizes is {list(known)}: x is 0-d, which counts as size 1")
             known = None
         plan = AllGather(group, known)
         if async_op or compiling(x) or is_transformed():
@@ -296,4 +290,10 @@ def all_gather_list(
             return _apply_list(own, plan, context)
         return wire.all_gather_list(own, known, group)
 
-    return checked_gather("all_gather", front, sizes, detail, group, check, start)
+    return run_checked(
+        group,
+        front,
+        check,
+        lambda: gather_signature("all_gather", front, sizes, detail),
+        start,
+    )

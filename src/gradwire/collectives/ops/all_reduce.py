@@ -1,9 +1,9 @@
-"""all_reduce, its own adjoint; and the pair that tensor parallelism is made of.
+"""all_reduce, which is its own adjoint, and the pair of operations of tensor parallelism.
 
-Under the convention that the objective is the sum over ranks of the ranks' losses, the adjoint of
-a sum over ranks is the sum of the cotangents. A value that is the same on all ranks, and used in
-the same way, has its full cotangent on each rank already: `vary` and
-`all_reduce(..., invariant=True)` are the way from and to such values.
+The objective is the sum over ranks of the ranks' losses. Under this convention, the adjoint of a
+sum over ranks is the sum of the cotangents. A value that is equal on all ranks, and used in the
+same way on each, already has its full cotangent on every rank. `vary` converts from such values,
+and `all_reduce(..., invariant=True)` converts to them.
 """
 
 from __future__ import annotations
@@ -47,32 +47,33 @@ def all_reduce(
     async_op: bool = False,
     check: bool | None = None,
 ) -> Any:
-    """The reduction of all ranks' tensors, on all ranks.
+    """Reduce the tensors of all ranks, on every rank.
 
     Args:
-        x: Any shape, the same on all ranks, any strides. Floating-point and complex dtypes are
-            differentiable; integers and booleans are reduced too.
+        x: Tensor of the same shape on all ranks, with any strides. Floating-point and complex
+            dtypes are differentiable; integers and booleans can be reduced too.
         op: "sum", "avg", "max", "min", "product", "band", "bor", "bxor", torch.distributed's
             ReduceOp of that name, or a `Premul`. NaN propagates.
-        group: The default group, if None.
-        invariant: For sum and avg: every rank uses the result in the same way, so that each
-            has the full cotangent already; backward then sends nothing.
-        async_op: Return a `Handle`.
-        check: Compare with the other ranks first; see `checks`.
+        group: Process group; the default group if None.
+        invariant: True if every rank uses the result in the same way, so that each already has the
+            full cotangent. Backward then sends nothing. For sum and avg only.
+        async_op: True to return a `Handle`.
+        check: True to compare the call with the other ranks first; see `checks`.
 
     Returns:
-        The same shape, dtype and bits on all ranks.
+        The reduction: same shape and dtype as `x`, the same bits on all ranks.
 
-    Adjoint: sum, avg: the same of the cotangents. max, min: the summed cotangent, shared equally
-    by the ranks that tie. product: the summed cotangent times the (conjugate) product of the
-    other ranks' values. Premul: the factor times the summed cotangent.
+    Adjoint: for sum and avg, the same reduction of the cotangents. For max and min, the summed
+    cotangent, shared equally by the ranks that tie. For product, the summed cotangent times the
+    (conjugate) product of the other ranks' values. For Premul, the factor times the summed
+    cotangent.
 
     Raises:
-        ArgumentError: The op is not defined for the dtype, or this rank is outside the group.
-        MismatchError: With checks on, ranks disagree.
+        ArgumentError: The op is not defined for the dtype, or this rank is not in the group.
+        MismatchError: With checks on, the ranks disagree.
 
     Example:
-        The objective is the sum of the ranks' losses, so each cotangent of ones counts.
+        The objective is the sum of the ranks' losses, so the cotangents of both ranks are summed.
 
         >>> from gradwire.collectives import all_reduce
         >>> def main():
@@ -86,7 +87,7 @@ def all_reduce(
     group = resolve_group(group)
     x, reduction = reducible(x, op)
     if invariant and reduction not in ("sum", "avg"):
-        raise ArgumentError(f"invariant=True with op={op!r}: it goes with sum and avg")
+        raise ArgumentError(f"invariant=True with op={op!r}: use it with sum or avg only")
 
     average = reduction == "avg"
 
@@ -110,17 +111,17 @@ def all_reduce(
 
 
 def vary(x: Tensor, *, group: ProcessGroup | None = None, check: bool | None = None) -> Tensor:
-    """A value that is the same on all ranks, from here on used differently by each: a copy.
+    """Copy a value that is equal on all ranks, to be used differently by each.
 
-    In tensor parallelism this stands before the column-parallel layer, and
+    In tensor parallelism, call this before the column-parallel layer, and
     `all_reduce(..., invariant=True)` after the row-parallel one.
 
     Args:
-        x: The same on all ranks. Floating-point or complex.
-        group: The default group, if None.
-        check: Compare backward with the other ranks; see `checks`.
+        x: Tensor with the same values on all ranks. Floating-point or complex.
+        group: Process group; the default group if None.
+        check: True to compare backward with the other ranks; see `checks`.
 
-    Adjoint: the sum of the ranks' cotangents, on all ranks.
+    Adjoint: the sum of the ranks' cotangents, on every rank.
 
     Example:
         >>> from gradwire.collectives import vary
@@ -142,20 +143,20 @@ def vary(x: Tensor, *, group: ProcessGroup | None = None, check: bool | None = N
 
 
 def invariant(x: Tensor, *, group: ProcessGroup | None = None, check: bool | None = None) -> Tensor:
-    """A value that is the same, and used in the same way, on all ranks: the tensor, as a statement.
+    """Assert that a value is equal on all ranks, and used in the same way; return a copy of it.
 
-    Nothing is sent in either pass. With checks on, the ranks compare a digest of the values, so
-    that the statement is verified.
+    Nothing is sent in either pass. With checks on, the ranks verify the assertion by comparing a
+    hash of the values.
 
     Args:
-        x: The same on all ranks, any dtype.
-        group: The default group, if None.
-        check: Verify it; see `checks`.
+        x: Tensor with the same values on all ranks, of any dtype.
+        group: Process group; the default group if None.
+        check: True to verify the assertion; see `checks`.
 
-    Adjoint: the identity. The cotangent is taken to be the full one on every rank.
+    Adjoint: the identity. Every rank's cotangent is taken to be the full one.
 
     Raises:
-        MismatchError: With checks on, the ranks' values differ.
+        MismatchError: With checks on, the values differ.
     """
     group = resolve_group(group)
     check_dense(x)

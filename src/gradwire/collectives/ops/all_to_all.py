@@ -1,4 +1,4 @@
-"""all_to_all, whose adjoint is one with splits and dims swapped."""
+"""all_to_all, whose adjoint is an all_to_all with splits and dims swapped."""
 
 from __future__ import annotations
 
@@ -67,30 +67,30 @@ def all_to_all(
     async_op: bool = False,
     check: bool | None = None,
 ) -> Any:
-    """To each rank its piece of this rank's tensor, from each rank this rank's piece of theirs.
+    """Split a tensor, send one piece to each rank, and concatenate the pieces received.
 
     Args:
-        x: A tensor that is split along `split_dim`, or a list with a tensor for each rank; they may
-            differ in the first dim and are sent as they are, so that of the next four only
-            `output_splits` goes with it; any dtype and strides.
-        input_splits: The sizes for each rank in `split_dim`; None for equal ones.
-        output_splits: The sizes from each rank; exchanged first if not given where
-            `input_splits` is, or where `x` is a list.
-        split_dim: The dim that is split.
-        concat_dim: The dim along which the received pieces are concatenated; `split_dim`, if None.
-        group: The default group, if None.
-        async_op: Return a `Handle`.
-        check: Compare with the other ranks first; see `checks`.
+        x: Tensor to split along `split_dim`, or a list with a tensor for each rank, of any dtype
+            and strides. The tensors of a list may differ in the first dim, and are sent unchanged:
+            of the next four arguments, only `output_splits` is allowed with a list.
+        input_splits: Sizes to send to each rank, in `split_dim`; None for equal ones.
+        output_splits: Sizes received from each rank. If it is None, and `input_splits` is given or
+            `x` is a list, the ranks exchange them first.
+        split_dim: Dim to split.
+        concat_dim: Dim along which to concatenate the received pieces; `split_dim` if None.
+        group: Process group; the default group if None.
+        async_op: True to return a `Handle`.
+        check: True to compare the call with the other ranks first; see `checks`.
 
     Returns:
-        What came from rank 0, 1, …, concatenated along `concat_dim`; if `x` is a list, a tuple of
-        tensors that share one block of memory: save or keep a `clone()` of one.
+        The pieces received from rank 0, 1, …, concatenated along `concat_dim`. If `x` is a list, a
+        tuple of tensors that share one block of memory: `clone()` those that are kept or saved.
 
     Adjoint: all_to_all with splits and dims swapped.
 
     Raises:
-        ArgumentError: Splits that do not add up, or no such dim.
-        MismatchError: With checks on, ranks disagree.
+        ArgumentError: The splits do not sum to the size, or the tensor does not have the dim.
+        MismatchError: With checks on, the ranks disagree.
 
     Example:
         >>> from gradwire.collectives import all_to_all
@@ -104,7 +104,7 @@ def all_to_all(
         if input_splits is not None or split_dim or concat_dim:
             raise ArgumentError(
                 f"input_splits is {input_splits}, split_dim {split_dim}, concat_dim {concat_dim}: "
-                "a list's tensors are sent as they are; leave these out"
+                "the tensors of a list are sent unchanged; omit these"
             )
         return _exchange_list(x, output_splits, group, async_op, check)
     out_dim = split_dim if concat_dim is None else concat_dim
@@ -114,7 +114,7 @@ def all_to_all(
     split = sizes_of_split(input_splits, front, split_dim, group, names=names)
     send = None if input_splits is None and output_splits is None else split
     if out_dim != split_dim and output_splits is not None:
-        raise ArgumentError("output_splits goes with one dim: leave concat_dim out")
+        raise ArgumentError("output_splits is given, and concat_dim is not split_dim: omit one")
     detail = f"split_dim={split_dim}, concat_dim={out_dim}, splits given={send is not None}"
     rows, received = _exchange_rows(front, send, output_splits, detail, group, async_op, check)
     if out_dim == split_dim:
@@ -122,7 +122,7 @@ def all_to_all(
     world = group.size()
 
     def concatenated(y: Tensor) -> Tensor:
-        # A list of sizes: split by one size makes a single piece of no rows.
+        # A list of sizes, because split(0) returns a single piece.
         pieces = y.split([y.shape[0] // world] * world if received is None else list(received))
         return torch.cat([piece.movedim(0, split_dim) for piece in pieces], out_dim)
 
@@ -138,9 +138,9 @@ def _exchange_rows(
     async_op: bool,
     check: bool | None,
 ) -> tuple[Any, tuple[int, ...] | None]:
-    """The exchanged rows, or a handle; and how many came from each rank, if not equal numbers.
+    """Exchange rows; return them or a handle, and the numbers received, None if they are equal.
 
-    `send` is None where the caller gave no splits: ranks then exchange no sizes, unless checks do.
+    `send` is None if the caller gave no splits. Ranks then exchange sizes only with checks on.
     """
     receive = None
     if output_splits is not None:
@@ -159,7 +159,7 @@ def _exchange_rows(
     requested = consistency.requested(check)
     if requested:
         rows, context, peers = consistency.agree(group, rows, describe())
-        # without splits, too, ranks may have different numbers of rows
+        # Ranks may have different numbers of rows without splits, too.
         if send is not None or any(peer.send != peers[0].send for peer in peers):
             send = send or equal_sizes(rows.shape[0], group, "x")
             receive = tuple(peer.send[group.rank()] for peer in peers)

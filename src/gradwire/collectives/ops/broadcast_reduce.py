@@ -58,27 +58,28 @@ def reduce(
     async_op: bool = False,
     check: bool | None = None,
 ) -> Any:
-    """The reduction of all ranks' tensors on one rank; zeros on the others.
+    """Reduce the tensors of all ranks on one rank; the others get zeros.
 
     Args:
-        x: Any shape, the same on all ranks, any strides.
-        dst: The root's global rank.
-        op: As in `all_reduce`.
-        group_dst: The root's rank in the group, instead of `dst`.
-        group: The default group, if None.
-        async_op: Return a `Handle`.
-        check: Compare with the other ranks first; see `checks`.
+        x: Tensor of the same shape on all ranks, with any strides.
+        dst: Root's global rank.
+        op: Reduction, as in `all_reduce`.
+        group_dst: Root's rank in the group, instead of `dst`.
+        group: Process group; the default group if None.
+        async_op: True to return a `Handle`.
+        check: True to compare the call with the other ranks first; see `checks`.
 
     Returns:
-        The shape and dtype of `x` on every rank. Use it on every rank in what backward is called
-        on, for instance by summing it: the zeros' backward takes part in the adjoint.
+        A tensor of the shape and dtype of `x` on every rank. The loss must depend on it on every
+        rank, for instance by its sum: the backward of the zeros takes part in the adjoint.
 
     Adjoint: broadcast of the root's cotangent, then the op's rule as in `all_reduce`. Cotangents
-    of the other ranks are ignored, as their results are constant.
+    of other ranks are ignored, because their results are constant.
 
     Raises:
-        ArgumentError: No root or two, or the op is not defined for the dtype.
-        MismatchError: With checks on, ranks disagree.
+        ArgumentError: Neither or both of `dst` and `group_dst` are given, or the op is not defined
+            for the dtype.
+        MismatchError: With checks on, the ranks disagree.
 
     Example:
         >>> from gradwire.collectives import reduce
@@ -126,30 +127,31 @@ def broadcast(
     async_op: bool = False,
     check: bool | None = None,
 ) -> Any:
-    """One rank's tensor, on all ranks.
+    """Broadcast one rank's tensor to all ranks.
 
     Args:
-        x: On the root the tensor: any shape, dtype and strides. On the other ranks a tensor of
-            that shape, dtype and device (one on "meta" will do, for the group's device), whose
-            values do not matter and whose gradient is zero, and which requires a gradient where
-            the root's does; or, with checks on, the shape or None, in which case it gets the
-            rest from the root.
-        src: The root's global rank.
-        group_src: The root's rank in the group, instead of `src`.
-        group: The default group, if None.
-        async_op: Return a `Handle`.
-        check: Compare with the other ranks first; see `checks`.
+        x: On the root, the tensor to send: any shape, dtype and strides. On other ranks, a tensor
+            of the same shape, dtype and device, which must require a gradient if the root's does;
+            its values are not read, and its gradient is zero. A tensor on "meta" stands for one on
+            the group's device. With checks on, other ranks may pass the shape or None, and receive
+            the rest from the root.
+        src: Root's global rank.
+        group_src: Root's rank in the group, instead of `src`.
+        group: Process group; the default group if None.
+        async_op: True to return a `Handle`.
+        check: True to compare the call with the other ranks first; see `checks`.
 
     Returns:
-        The root's values, a tensor of its own on every rank, the root too.
+        A new tensor with the root's values on every rank, including the root.
 
     Adjoint: the sum of the ranks' cotangents on the root, zeros elsewhere.
 
     Raises:
-        ArgumentError: No root or two; or a receiver gives no tensor and checks are off.
-        MismatchError: With checks on, ranks disagree.
-        NotSupportedError: A receiver gives no tensor, or one on "meta", inside torch.func's
-            transforms.
+        ArgumentError: Neither or both of `src` and `group_src` are given, or a receiver has no
+            tensor and checks are off.
+        MismatchError: With checks on, the ranks disagree.
+            NotSupportedError: A receiver has no tensor, or one on "meta", inside a `torch.func`
+            transform.
 
     Example:
         >>> from gradwire.collectives import broadcast
@@ -186,7 +188,7 @@ def broadcast(
 def _agree(
     x: Tensor | Sequence[int] | Refusal | None, root: int, group: ProcessGroup
 ) -> tuple[Tensor, CheckContext]:
-    """The tensor to call broadcast with, after ranks compared; without one, of the root's shape."""
+    """Compare the call; return the tensor to broadcast, a placeholder if this rank has none."""
     own = x if isinstance(x, Tensor) else None
     refusal = x if isinstance(x, Refusal) else None
     if own is not None:
@@ -199,15 +201,15 @@ def _agree(
 
 
 def _off_meta(x: Tensor, group: ProcessGroup) -> Tensor:
-    """The tensor; for one on "meta", one of its shape on a device that the group carries."""
+    """Return the tensor; for one on "meta", a placeholder on a device that the group supports."""
     if not x.is_meta:
         return x
-    refuse_in_transforms("x on meta", "give a tensor that is transformed as the root's is")
+    refuse_in_transforms("x on meta", "give a tensor with the same transforms as the root's")
     return placeholder(x.shape, x.dtype, x.requires_grad, group)
 
 
 def _tensor_or_shape(x: object, at_root: bool, checked: bool) -> Tensor | Sequence[int] | None:
-    """The tensor, or what a receiver gives instead, if it may."""
+    """Return the tensor, or a receiver's shape or None, if they are allowed."""
     if isinstance(x, Tensor):
         check_dense(x)
         if at_root:

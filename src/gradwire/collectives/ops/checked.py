@@ -1,11 +1,11 @@
-"""Run a collective after ranks have compared their calls of it.
+"""Run a collective after the ranks have compared their calls.
 
-With checks on, ranks exchange their call signatures first. On shm, where nobody has switched checks
-off, a 64-bit hash of the signature, its mark, is sent in the header of the collective itself. If
-marks differ, the collective raises on all ranks before data is sent. Then they exchange signatures,
-which either says what differs, or that only a gradient is wanted on some ranks, and the call is
-repeated with one on all. A call without a mark, such as PyTorch's own on another rank, is compared
-by op, dtype and size only.
+With checks on, ranks exchange their call signatures first. On shm, unless checks are switched off,
+a 64-bit hash of the signature, its *mark*, is sent in the header of the collective itself. If marks
+differ, the collective raises on all ranks before any data is sent, and the ranks exchange
+signatures. If the signatures differ only in which ranks require a gradient, the call is repeated
+with a gradient on all ranks; otherwise an error names the difference. A call without a mark, such
+as PyTorch's own on another rank, is compared by op, dtype and size only.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ from gradwire.errors import CheckedMismatchError
 T = TypeVar("T")
 
 _WILL_EXCHANGE = 1
-"""A mark's lowest bit: after a mismatch its rank exchanges signatures, as all must or none."""
+"""Lowest bit of a mark: set if the rank will exchange signatures after a mismatch.
+
+Ranks compare the bit too: they exchange signatures only if all of them do.
+"""
 
 
 def run_checked(
@@ -38,18 +41,18 @@ def run_checked(
     describe: Callable[[], CallSignature],
     run: Callable[[Tensor, CheckContext], T],
 ) -> T:
-    """Run a call, after ranks have compared it if checks are on or cost nothing.
+    """Run a call, after the ranks have compared it if checks are on or free of cost.
 
     Args:
-        group: The group.
-        x: The tensor.
-        check: As the caller gave it; see `checks`.
-        describe: Gives what the ranks compare.
-        run: The call, with the context for its backward. It is called again if a gradient turns out
-            to be wanted elsewhere.
+        group: Process group.
+        x: Tensor.
+        check: Argument of the public function; see `checks`.
+        describe: Function that returns the signature to compare.
+        run: Function that runs the call, given the tensor and the context for its backward. Called
+            a second time if it turns out that another rank requires a gradient.
 
     Raises:
-        MismatchError: On every rank, if they disagree.
+        MismatchError: On every rank, if the ranks disagree.
     """
     requested = consistency.requested(check)
     if requested:
@@ -60,8 +63,8 @@ def run_checked(
     callee: Any = backend_of(group, x).python or group
     if not _sends_marks(callee):
         return run(x, consistency.UNCHECKED)
-    # The number is part of the mark, so that a rank that is one call behind differs, although the
-    # signatures are equal.
+    # The number is part of the mark, so that the mark of a rank that is one call behind differs
+    # even if the signatures are equal.
     call, number = describe(), consistency.next_number(group)
 
     def repeat() -> T:
@@ -73,7 +76,7 @@ def run_checked(
             result = run(x, _Marked(group, call.op, number))
     except CheckedMismatchError:
         return repeat()
-    if isinstance(result, Handle):  # the mismatch shows when it is waited for, on all ranks
+    if isinstance(result, Handle):  # a mismatch is raised by wait(), on all ranks
         handle: Any = result.retried(CheckedMismatchError, lambda: cast(Any, repeat()).wait())
         return cast(T, handle)
     return result
@@ -81,7 +84,7 @@ def run_checked(
 
 @dataclass(frozen=True)
 class _Marked(Checked):
-    """Of a call that had a mark: its backward has one too."""
+    """State of a call with a mark, whose backward has a mark too."""
 
     def backward(self, cotangent: Tensor) -> AbstractContextManager[None]:
         callee: Any = backend_of(self.group, cotangent).python or self.group
@@ -95,12 +98,12 @@ class _Marked(Checked):
 
 
 def _sends_marks(callee: Any) -> bool:
-    """Whether the backend sends marks, and no observer, which would not know them, is set."""
+    """Return True if the backend sends marks, and has no observer, which would not expect them."""
     return hasattr(callee, "marked") and callee.observer is None
 
 
 def _mark(call: CallSignature, number: int) -> int:
-    if call.ragged:  # only of what is equal on all ranks: shm compares sizes itself
+    if call.ragged:  # leave out what may differ between ranks: shm compares sizes itself
         shape = call.shape and call.shape[1:]
         call = call._replace(shape=shape, send=(), receive=())
-    return hash((signature_hash(call), number)) | 2  # never 0, which says that there is no mark
+    return hash((signature_hash(call), number)) | 2  # never 0, which means that there is no mark

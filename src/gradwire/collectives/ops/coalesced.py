@@ -1,7 +1,8 @@
-"""Collectives of many tensors at once: one message for each dtype and device.
+"""Collectives of many tensors, with one message for each dtype and device.
 
-The tensors of a tree are flattened and concatenated, one collective moves them, and they are split
-again with torch's own differentiable operations: a leaf that got no cotangent has zeros.
+The tensors of a tree are flattened and concatenated, one collective runs on the result, and
+PyTorch's differentiable operations split it again. The gradient of a leaf without a cotangent is
+zero.
 """
 
 from __future__ import annotations
@@ -33,27 +34,27 @@ from gradwire.errors import ArgumentError
 def all_reduce_coalesced(
     tree: Any, op: Op = "sum", *, group: ProcessGroup | None = None, check: bool | None = None
 ) -> Any:
-    """`all_reduce` of every tensor in a list or other pytree.
+    """Apply `all_reduce` to every tensor in a list or other pytree.
 
     Args:
-        tree: Tensors of any shapes and dtypes in nested containers, the same on all ranks: lists,
-            tuples, dicts and other mappings, deques, dataclasses, and types registered with torch's
-            pytrees or `gradwire.devices.register_container`. Mappings may have been filled in
-            another order, if their keys are strings, numbers, members of enums, or tuples, frozen
-            sets or dataclasses of those. A pytree node whose children have no known keys is
-            compared with the other ranks' by its context, if it has one.
-        op: As in `all_reduce`.
-        group: The default group, if None.
-        check: Compare with the other ranks first; see `checks`.
+        tree: Nested containers of tensors of any shapes and dtypes, with the same structure on all
+            ranks: lists, tuples, dicts and other mappings, deques, dataclasses, and types
+            registered with PyTorch's pytrees or `gradwire.devices.register_container`. The order
+            of a mapping's items may differ between ranks if its keys are strings, numbers, enum
+            members, or tuples, frozen sets or dataclasses of these. For a pytree node whose
+            children have no known keys, the ranks compare its context, if it has one.
+        op: Reduction, as in `all_reduce`.
+        group: Process group; the default group if None.
+        check: True to compare the call with the other ranks first; see `checks`.
 
     Returns:
-        The same structure, with the reductions.
+        A tree of the same structure, with the reductions.
 
     Adjoint: as in `all_reduce`, for each tensor.
 
     Raises:
-        ArgumentTypeError: A leaf is no tensor.
-        ArgumentError, MismatchError: As in `all_reduce`.
+        ArgumentTypeError: A leaf is not a tensor.
+        ArgumentError, MismatchError: See `all_reduce`.
 
     Example:
         >>> from gradwire.collectives import all_reduce_coalesced
@@ -76,21 +77,21 @@ def reduce_coalesced(
     group: ProcessGroup | None = None,
     check: bool | None = None,
 ) -> Any:
-    """`reduce` of every tensor in a list or other pytree.
+    """Apply `reduce` to every tensor in a list or other pytree.
 
     Args:
-        tree: As in `all_reduce_coalesced`.
-        dst: The root's global rank.
-        op: As in `all_reduce`.
-        group_dst: The root's rank in the group, instead of `dst`.
-        group: The default group, if None.
-        check: Compare with the other ranks first; see `checks`.
+        tree: Tree, as in `all_reduce_coalesced`.
+        dst: Root's global rank.
+        op: Reduction, as in `all_reduce`.
+        group_dst: Root's rank in the group, instead of `dst`.
+        group: Process group; the default group if None.
+        check: True to compare the call with the other ranks first; see `checks`.
 
     Adjoint: as in `reduce`, for each tensor.
 
     Raises:
-        ArgumentTypeError: A leaf is no tensor.
-        ArgumentError, MismatchError: As in `reduce`.
+        ArgumentTypeError: A leaf is not a tensor.
+        ArgumentError, MismatchError: See `reduce`.
     """
 
     def move(flat: Tensor, check: bool | None) -> Tensor:
@@ -107,24 +108,24 @@ def broadcast_coalesced(
     group: ProcessGroup | None = None,
     check: bool | None = None,
 ) -> Any:
-    """`broadcast` of every tensor in a list or other pytree.
+    """Apply `broadcast` to every tensor in a list or other pytree.
 
-    Between processes, differentiable, into new tensors. `gradwire.ddp.broadcast_coalesced`
-    overwrites tensors instead, without gradients; `gradwire.devices.broadcast_coalesced` copies
-    between the devices of one process.
+    This function is differentiable, and returns new tensors. `gradwire.ddp.broadcast_coalesced`
+    overwrites tensors, without gradients. `gradwire.devices.broadcast_coalesced` copies between
+    the devices of one process.
 
     Args:
-        tree: As in `all_reduce_coalesced`; on receivers the values do not matter.
-        src: The root's global rank.
-        group_src: The root's rank in the group, instead of `src`.
-        group: The default group, if None.
-        check: Compare with the other ranks first; see `checks`.
+        tree: Tree, as in `all_reduce_coalesced`. On receivers, the values are not read.
+        src: Root's global rank.
+        group_src: Root's rank in the group, instead of `src`.
+        group: Process group; the default group if None.
+        check: True to compare the call with the other ranks first; see `checks`.
 
     Adjoint: as in `broadcast`, for each tensor.
 
     Raises:
-        ArgumentTypeError: A leaf is no tensor.
-        ArgumentError, MismatchError: As in `broadcast`.
+        ArgumentTypeError: A leaf is not a tensor.
+        ArgumentError, MismatchError: See `broadcast`.
     """
 
     def move(flat: Tensor, check: bool | None) -> Tensor:
@@ -136,18 +137,18 @@ def broadcast_coalesced(
 def all_gather_coalesced(
     tree: Any, *, group: ProcessGroup | None = None, check: bool | None = None
 ) -> Any:
-    """`all_gather` along the first dim of every tensor in a list or other pytree.
+    """Apply `all_gather` along the first dim to every tensor in a list or other pytree.
 
     Args:
-        tree: As in `all_reduce_coalesced`. A 0-d tensor counts as one of size 1.
-        group: The default group, if None.
-        check: Compare with the other ranks first; see `checks`.
+        tree: Tree, as in `all_reduce_coalesced`. A 0-d tensor counts as one of size 1.
+        group: Process group; the default group if None.
+        check: True to compare the call with the other ranks first; see `checks`.
 
     Adjoint: as in `all_gather`, for each tensor.
 
     Raises:
-        ArgumentTypeError: A leaf is no tensor.
-        MismatchError: With checks on, ranks disagree.
+        ArgumentTypeError: A leaf is not a tensor.
+        MismatchError: With checks on, the ranks disagree.
 
     Example:
         >>> from gradwire.collectives import all_gather_coalesced
@@ -169,27 +170,28 @@ def all_gather_coalesced(
 def reduce_scatter_coalesced(
     tree: Any, op: Op = "sum", *, group: ProcessGroup | None = None, check: bool | None = None
 ) -> Any:
-    """`reduce_scatter` along the first dim of every tensor in a list or other pytree.
+    """Apply `reduce_scatter` along the first dim to every tensor in a list or other pytree.
 
     Args:
-        tree: As in `all_reduce_coalesced`; first dims that the number of ranks divides.
-        op: As in `all_reduce`.
-        group: The default group, if None.
-        check: Compare with the other ranks first; see `checks`.
+        tree: Tree, as in `all_reduce_coalesced`. The first dims must be divisible by the number of
+            ranks.
+        op: Reduction, as in `all_reduce`.
+        group: Process group; the default group if None.
+        check: True to compare the call with the other ranks first; see `checks`.
 
     Adjoint: as in `reduce_scatter`, for each tensor.
 
     Raises:
-        ArgumentTypeError: A leaf is no tensor.
+        ArgumentTypeError: A leaf is not a tensor.
         ArgumentError: A first dim cannot be split.
-        MismatchError: With checks on, ranks disagree.
+        MismatchError: With checks on, the ranks disagree.
     """
     members = resolve_group(group)
     world = members.size()
 
     def by_rank(leaf: Tensor) -> Tensor:
         if not leaf.dim():
-            raise ArgumentError("a leaf is 0-d, and cannot be cut: give it a dim")
+            raise ArgumentError("a leaf is 0-d, and cannot be split: give it a dim")
         equal_sizes(leaf.shape[0], members, "a leaf")
         return leaf.reshape(world, leaf.numel() // world)
 
@@ -205,7 +207,7 @@ def reduce_scatter_coalesced(
 def _elementwise(
     tree: Any, check: bool | None, move: Callable[[Tensor, bool | None], Tensor]
 ) -> Any:
-    """Run a collective that keeps shapes."""
+    """Run a collective that preserves shapes."""
     return _coalesced(tree, check, lambda leaf: leaf.reshape(-1), move, lambda leaf: leaf.shape)
 
 
@@ -216,16 +218,16 @@ def _coalesced(
     move: Callable[[Tensor, bool | None], Tensor],
     shape: Callable[[Tensor], Sequence[int]],
 ) -> Any:
-    """Run a collective on a tree's tensors, by dtype and device in the order in which these occur.
+    """Run a collective on a tree's tensors, once for each dtype and device, in order of occurrence.
 
-    That order, and the one of the leaves, is the same for equal trees: see `flatten_tree`.
+    Equal trees have the same order of leaves, and thus of collectives: see `flatten_tree`.
 
     Args:
-        tree: The tree.
-        check: Compare with the other ranks first.
-        flatten: Gives a leaf's elements in one row, or a row for each rank.
-        move: The collective, on the leaves concatenated along the last dim.
-        shape: The shape of a leaf's result.
+        tree: Nested containers of tensors.
+        check: True to compare the call with the other ranks first.
+        flatten: Function that returns a leaf's elements in one row, or in one row per rank.
+        move: Function that runs the collective on the leaves, concatenated along the last dim.
+        shape: Function that returns the shape of a leaf's result.
     """
     names, leaves, unflatten, has_context = flatten_tree(tree)
     kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
@@ -237,23 +239,23 @@ def _coalesced(
         own = [leaves[i] for i in indices]
         rows = [flatten(leaf) for leaf in own]
         with detailed(partial(leaves_text, [names[i] for i in indices], own)):
-            # Where the order of the leaves is in a node's context, only comparing shows it.
+            # A node's context may determine the order of the leaves; only a check compares it.
             moved = move(concat(rows, rows[0].dim() - 1), has_context or check)
         pieces = moved.split([row.shape[-1] for row in rows], -1)
         for i, piece in zip(indices, pieces, strict=True):
-            # Cut from one buffer: a copy has memory, and a version counter, of its own.
+            # A clone, because views of one buffer would share memory and a version counter.
             results[i] = piece.reshape(tuple(shape(leaves[i]))).clone()
     return unflatten(results)
 
 
 class Tree(NamedTuple):
-    """A tree whose leaves are in an order that equal trees share.
+    """Flattened tree, whose leaves are in the same order for equal trees.
 
     Attributes:
         names: Path of each leaf, the same on all ranks.
-        leaves: The leaves.
-        unflatten: Builds a tree of the same structure from other leaves in this order.
-        has_context: True if a node's context, and not only names, says which leaf is which.
+        leaves: Leaves in this order.
+        unflatten: Function that builds a tree of the same structure from other leaves.
+        has_context: True if a node's context, and not only names, identifies its leaves.
     """
 
     names: Sequence[str]
@@ -263,10 +265,10 @@ class Tree(NamedTuple):
 
 
 def flatten_tree(tree: Any) -> Tree:
-    """Flatten a tree, with the children of dicts and their like sorted by key.
+    """Flatten a tree, with the children of mappings sorted by key.
 
-    Mappings with the same keys are equal, in whatever order they were filled, and ranks may have
-    filled them differently. They are sorted by what tells keys apart on all ranks.
+    Mappings with the same keys are equal, although the order of their items may differ between
+    ranks. They are sorted by a text of the key that is the same on all ranks.
     """
     names: list[str] = []
     leaves: list[Any] = []
@@ -278,14 +280,14 @@ def flatten_tree(tree: Any) -> Tree:
 def _collect(
     node: Any, name: str, names: list[str], leaves: list[Any], contexts: list[str]
 ) -> Callable[[Sequence[Any]], Any]:
-    """Append a node's leaves in the shared order; return what builds it from all leaves."""
-    # A tensor first: the common leaf needs no look at the other types.
+    """Append a node's leaves; return the function that rebuilds the node from all leaves."""
+    # Tensors first: most leaves are tensors, and need no test for other types.
     flattened = None if type(node) in (Tensor, Parameter) else flatten_one_level(node)
     if flattened is None:
-        place = len(leaves)
+        index = len(leaves)
         names.append(name)
         leaves.append(node)
-        return lambda new: new[place]
+        return lambda new: new[index]
     keys, children, unflatten = flattened.keys, flattened.children, flattened.unflatten
     if flattened.context is not None:
         text = _text(flattened.context)
@@ -294,7 +296,7 @@ def _collect(
     texts = [_text(key) for key in keys]
     order = list(range(len(texts)))
     if not isinstance(keys, range):
-        order.sort(key=texts.__getitem__)  # those of one text remain as they were inserted
+        order.sort(key=texts.__getitem__)  # stable: equal texts keep the order of insertion
     builders = {
         i: _collect(children[i], f"{name}[{texts[i]}]", names, leaves, contexts) for i in order
     }
@@ -302,7 +304,7 @@ def _collect(
 
 
 def _text(key: Any) -> str:
-    """Return a key's text, the same in all processes: no address, hash or value of a tensor."""
+    """Return a key's text, which contains no address, hash or tensor value of this process."""
     if isinstance(key, Enum):
         return f"{type(key).__name__}.{key.name}"
     if isinstance(key, str | bytes | Number | None):
@@ -325,6 +327,6 @@ def _text(key: Any) -> str:
 
 
 def leaves_text(names: Sequence[str], leaves: Sequence[Tensor]) -> str:
-    """Return which leaf has which shape, for ranks to compare."""
+    """Return the names and shapes of leaves as text, for ranks to compare."""
     pairs = zip(names, leaves, strict=True)
     return "leaves " + ", ".join(f"{name} {tuple(leaf.shape)}" for name, leaf in pairs)

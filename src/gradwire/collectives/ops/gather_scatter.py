@@ -1,7 +1,7 @@
 """gather and scatter: each is the other's adjoint.
 
-Only the root holds all rows. The other ranks have a tensor of any number of rows in its place, so
-that the graph is the same on all: scatter does not read it, gather fills it with zeros.
+Only the root holds all rows. On other ranks a tensor with any number of rows stands for them, so
+that all ranks record the same graph. scatter does not read it, and gather fills it with zeros.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from gradwire.collectives.args.sizes import (
-    KnownSizes,
     Sizes,
     move_back,
     move_to_front,
@@ -23,7 +22,8 @@ from gradwire.collectives.args.validation import refuse_in_transforms, resolve_g
 from gradwire.collectives.autograd.handles import Async, Handle, Sync, apply_or_start, then
 from gradwire.collectives.checks import consistency
 from gradwire.collectives.checks.consistency import CheckContext, Refusal
-from gradwire.collectives.ops.all_gather_reduce_scatter import checked_gather
+from gradwire.collectives.ops.all_gather_reduce_scatter import gather_signature
+from gradwire.collectives.ops.checked import run_checked
 from gradwire.collectives.ops.plans import Gather, Scatter
 from gradwire.collectives.ops.scatter_source import ScatterSource, agree_on_source
 from gradwire.errors import ArgumentError, ArgumentTypeError
@@ -66,28 +66,29 @@ def gather(
     async_op: bool = False,
     check: bool | None = None,
 ) -> Any:
-    """All ranks' tensors concatenated along a dim, on one rank; zeros on the others.
+    """Concatenate the tensors of all ranks along a dim, on one rank; the others get zeros.
 
     Args:
-        x: As in `all_gather`.
-        dst: The root's global rank.
-        dim: The dim along which they are concatenated.
-        sizes: As in `all_gather`.
-        stack: Concatenate along a new dim instead, before `dim`.
-        group_dst: The root's rank in the group, instead of `dst`.
-        group: The default group, if None.
-        async_op: Return a `Handle`.
-        check: Compare with the other ranks first; see `checks`.
+        x: Tensor, as in `all_gather`.
+        dst: Root's global rank.
+        dim: Dim along which to concatenate.
+        sizes: Sizes of all ranks in `dim`, as in `all_gather`.
+        stack: True to concatenate along a new dim, inserted before `dim`.
+        group_dst: Root's rank in the group, instead of `dst`.
+        group: Process group; the default group if None.
+        async_op: True to return a `Handle`.
+        check: True to compare the call with the other ranks first; see `checks`.
 
     Returns:
-        On the root the concatenation in rank order; zeros of that shape on the others, to be used
-        there in what backward is called on.
+        The concatenation in rank order on the root, zeros of the same shape on other ranks. The
+        loss must depend on the result on every rank.
 
-    Adjoint: scatter of the root's cotangent; cotangents of the other ranks are ignored.
+    Adjoint: scatter of the root's cotangent. Cotangents of other ranks are ignored.
 
     Raises:
-        ArgumentError: No root or two, sizes that are not the ranks', or no such dim.
-        MismatchError: With checks on, ranks disagree.
+        ArgumentError: Neither or both of `dst` and `group_dst` are given, the sizes are wrong, or
+            the tensor does not have the dim.
+        MismatchError: With checks on, the ranks disagree.
 
     Example:
         >>> from gradwire.collectives import gather
@@ -100,11 +101,18 @@ def gather(
     root = root_of(group, dst, group_dst, "dst")
     front, dim = move_to_front(x, dim, stack)
 
-    def start(known: KnownSizes, front: Tensor, context: CheckContext) -> Any:
-        known = known or (front.shape[0],) * group.size()
+    def start(front: Tensor, context: CheckContext) -> Any:
+        rows = front.shape[0]
+        known = resolve_sizes(sizes, rows, group) or (rows,) * group.size()
         return apply_or_start(Gather(group, root, known, sum(known)), front, context, async_op)
 
-    gathered = checked_gather("gather", front, sizes, f"dim={dim}", group, check, start, root)
+    gathered = run_checked(
+        group,
+        front,
+        check,
+        lambda: gather_signature("gather", front, sizes, f"dim={dim}", root),
+        start,
+    )
     return then(gathered, lambda y: move_back(y, dim))
 
 
@@ -142,24 +150,24 @@ def scatter(
     async_op: bool = False,
     check: bool | None = None,
 ) -> Any:
-    """One rank's tensor, split along a dim, or its list of tensors: to each rank its piece.
+    """Scatter one rank's tensor, split along a dim, or its list of tensors.
 
     Args:
-        xs: On the root a list with a tensor for each rank, which differ at most in `dim`, or one
-            tensor that is split. On the other ranks None; tensors given there are not read; they
-            get gradients of zeros, so that the rank takes part in further derivatives.
-        src: The root's global rank.
-        dim: The dim that is split.
-        sizes: The sizes into which the root's tensor is split; None for equal ones. Those of the
-            root are used; with `like`, every rank gives them.
-        like: On every rank a tensor of the shape, dtype and device that it will receive (one on
-            "meta" will do, for the group's device), which requires a gradient where the root's
-            does. Then nothing is sent besides the data; without it the root first sends shape and
-            sizes.
-        group_src: The root's rank in the group, instead of `src`.
-        group: The default group, if None.
-        async_op: Return a `Handle`.
-        check: Compare with the other ranks first; see `checks`.
+        xs: On the root, a list with a tensor for each rank, whose sizes differ in `dim` only, or
+            one tensor to split. On other ranks, None. Tensors given on other ranks are not read;
+            their gradients are zero, so that the rank takes part in derivatives of higher order.
+        src: Root's global rank.
+        dim: Dim to split.
+        sizes: Sizes into which to split the root's tensor; None for equal ones. Read on the root
+            only, but required on every rank if `like` is given.
+        like: Tensor of the shape, dtype and device that this rank will receive, given on every
+            rank. It must require a gradient if the root's tensor does. A tensor on "meta" stands
+            for one on the group's device. With `like`, only the data is sent; without it, the root
+            first sends shape and sizes.
+        group_src: Root's rank in the group, instead of `src`.
+        group: Process group; the default group if None.
+        async_op: True to return a `Handle`.
+        check: True to compare the call with the other ranks first; see `checks`.
 
     Returns:
         This rank's piece.
@@ -167,10 +175,10 @@ def scatter(
     Adjoint: gather of the cotangents on the root.
 
     Raises:
-        ArgumentError: No root or two, or not a piece for each rank; on every rank with checks on or
-            without `like`.
-        MismatchError: Ranks disagree, with checks on or without `like`.
-        NotSupportedError: Without `like`, or with one on "meta", inside torch.func's transforms.
+        ArgumentError: Neither or both of `src` and `group_src` are given, or there is not a piece
+            for each rank. Raised on every rank with checks on, or without `like`.
+        MismatchError: With checks on, or without `like`, the ranks disagree.
+        NotSupportedError: `like` is None or on "meta", inside a `torch.func` transform.
 
     Example:
         >>> from gradwire.collectives import scatter
@@ -183,7 +191,7 @@ def scatter(
     group = resolve_group(group)
     root = root_of(group, src, group_src, "src")
     if like is None:
-        refuse_in_transforms("scatter without like", "give it on every rank")
+        refuse_in_transforms("scatter without like", "give like on every rank")
     exchanges = like is None or consistency.enabled(check)
     source: ScatterSource | Refusal | None = None
     if group.rank() == root:

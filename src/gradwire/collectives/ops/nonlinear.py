@@ -1,8 +1,8 @@
-"""Reductions that are not linear: max, min and product.
+"""Nonlinear reductions: max, min and product.
 
-Their backward is that of the sum, the adjoint collective of the cotangent, times a factor that each
-rank has for its own tensor: for max and min 1 over the number of ranks that tie, for a product the
-product of the other ranks' tensors.
+Their backward applies the adjoint of the sum to the cotangent, and multiplies by the derivative
+with respect to this rank's tensor. For max and min, this is 1 over the number of ranks that tie;
+for a product, it is the product of the other ranks' tensors.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from gradwire.collectives.wire.backends import without_tangent
 def apply_reduction(
     plan: ReductionCollective, x: Tensor, op: str, context: CheckContext, async_op: bool
 ) -> Any:
-    """Run or start the collective with any reduction; the plan itself has an average.
+    """Run or start a collective with any reduction; sum and avg are the plan's own.
 
     Returns:
-        Its result, or its handle.
+        The result, or a handle of it.
     """
     if op in ("sum", "avg", "premul"):
         return apply_or_start(plan, x, context, async_op)
@@ -59,7 +59,7 @@ def apply_reduction(
 def _start_async(
     plan: ReductionCollective, x: Tensor, op: str, context: CheckContext, differentiable: bool
 ) -> Handle[Tensor]:
-    """The reduction's handle, with its derivative if it has one."""
+    """Return a handle of the reduction, differentiable if the reduction is."""
     refuse_split(x)
     if not differentiable or not graph_is_needed(x):
         return Handle(plan.start_reduction(x, op).wait, plan.name)
@@ -69,25 +69,25 @@ def _start_async(
 
 
 def _derivative(plan: ReductionCollective, op: str, x: Tensor, y: Tensor) -> Tensor:
-    """The local derivative of the result `y` by this rank's tensor."""
+    """Return the derivative of the result `y` with respect to this rank's tensor."""
     if op == "product":
         return exclusive_product(x, plan.group)  # not y / x: x may be 0
-    # Ties over ranks share the derivative equally, as torch.amax has it.
+    # Ranks that tie share the derivative equally, as ties within torch.amax do.
     x, y = x.detach(), plan.full_result(y.detach())
     ties = (x == y) | x.isnan()
-    # Counted in uint8: a quarter of the bytes of float32, or less.
+    # Count in uint8 if possible: a quarter of the bytes of float32.
     small = torch.uint8 if plan.group.size() < 256 else torch.int32
     counts = apply_linear(AllReduce(plan.group), ties.to(small))
     return ties.to(x.dtype) / counts.to(x.dtype)
 
 
 def _saved(op: str, y: Tensor) -> Tensor:
-    """What backward needs of a result: a copy, because the caller may change it in place."""
+    """Return what backward needs of a result: a copy, as the caller may modify the result."""
     return y.new_empty(0) if op == "product" else y.clone()
 
 
 class _Reduction(Function):
-    """From the tensor to the result, and what backward needs of that."""
+    """Reduce: from the tensor to the result, and a copy of it for backward."""
 
     @staticmethod
     def forward(x: Tensor, plan: ReductionCollective, op: str, context: CheckContext) -> Any:
@@ -121,7 +121,7 @@ class _Reduction(Function):
 
 
 class _Start(Function):
-    """Starts an asynchronous reduction; `handles` has the wait."""
+    """Start an asynchronous reduction; the wait is in `handles`."""
 
     @staticmethod
     def forward(

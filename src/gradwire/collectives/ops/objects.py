@@ -1,4 +1,4 @@
-"""What is no tensor: Python objects, and the barrier."""
+"""Collectives on Python objects, and the barrier."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from gradwire.collectives.wire.movement import gather_ints
 
 
 def all_gather_object(obj: Any, *, group: ProcessGroup | None = None) -> list[Any]:
-    """All ranks' objects, on all ranks.
+    """Gather the Python objects of all ranks, on every rank.
 
-    Objects travel pickled: receive them only from ranks that run code you trust.
+    Objects are pickled: receive them only from ranks that run code you trust.
 
     Args:
-        obj: Anything that can be pickled.
-        group: The default group, if None.
+        obj: Object that can be pickled.
+        group: Process group; the default group if None.
 
     Example:
         >>> from gradwire.collectives import all_gather_object
@@ -44,14 +44,14 @@ def barrier(x: None = ..., *, group: ProcessGroup | None = ...) -> None: ...
 @overload
 def barrier(x: Tensor, *, group: ProcessGroup | None = ...) -> Tensor: ...
 def barrier(x: Tensor | None = None, *, group: ProcessGroup | None = None) -> Tensor | None:
-    """Return when every rank of the group has called it.
+    """Block until every rank of the group has called this function.
 
     Args:
-        x: Passed through as a copy, which gives the barrier its place in the graph: what is
-            computed from the result comes after it in forward, and before it in backward.
-        group: The default group, if None.
+        x: Tensor to copy to the result. Computation on the result runs after the barrier in
+            forward, and before it in backward.
+        group: Process group; the default group if None.
 
-    Adjoint: the identity, behind a barrier.
+    Adjoint: the identity, after a barrier.
 
     Example:
         >>> from gradwire.collectives import barrier

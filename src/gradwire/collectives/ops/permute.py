@@ -1,4 +1,4 @@
-"""ppermute and shift, whose adjoint goes the other way."""
+"""ppermute, shift and halo_exchange, whose adjoints send in the opposite direction."""
 
 from __future__ import annotations
 
@@ -36,24 +36,25 @@ def ppermute(
     async_op: bool = False,
     check: bool | None = None,
 ) -> Any:
-    """Each rank's tensor to another rank, as (source, destination) pairs say.
+    """Send tensors between ranks according to (source, destination) pairs.
 
     Args:
-        x: The same shape on all ranks, any dtype and strides.
-        pairs: Ranks in the group, the same pairs on all ranks; no source and no destination twice.
-        group: The default group, if None.
-        async_op: Return a `Handle`.
-        check: Compare with the other ranks first; see `checks`.
+        x: Tensor of the same shape on all ranks, of any dtype and strides.
+        pairs: Pairs of ranks in the group, the same on every rank. No source and no destination may
+            occur twice.
+        group: Process group; the default group if None.
+        async_op: True to return a `Handle`.
+        check: True to compare the call with the other ranks first; see `checks`.
 
     Returns:
-        The source's tensor; zeros on a rank that is no destination.
+        The source's tensor; zeros on a rank that is not a destination.
 
     Adjoint: the inverse pairs.
 
     Raises:
-        ArgumentTypeError: They are no pairs.
-        ArgumentError: A source or destination twice, or not in the group.
-        MismatchError: With checks on, ranks disagree.
+        ArgumentTypeError: `pairs` is not a list of pairs.
+        ArgumentError: A source or destination occurs twice, or is not in the group.
+        MismatchError: With checks on, the ranks disagree.
 
     Example:
         >>> from gradwire.collectives import ppermute
@@ -88,24 +89,24 @@ def shift(
     async_op: bool = False,
     check: bool | None = None,
 ) -> Any:
-    """Each rank's tensor to the rank k places further.
+    """Send each rank's tensor to the rank whose index is larger by k.
 
     Args:
-        x: The same shape on all ranks, any dtype and strides.
-        k: How far; negative for the other direction.
-        wrap: Whether the last rank's next is the first; otherwise zeros come in there.
-        group: The default group, if None.
-        async_op: Return a `Handle`.
-        check: Compare with the other ranks first; see `checks`.
+        x: Tensor of the same shape on all ranks, of any dtype and strides.
+        k: Number of ranks by which to shift; may be negative.
+        wrap: True if the first rank follows the last; otherwise zeros are shifted in.
+        group: Process group; the default group if None.
+        async_op: True to return a `Handle`.
+        check: True to compare the call with the other ranks first; see `checks`.
 
     Returns:
-        The tensor of the rank k places before.
+        The tensor of the rank whose index is smaller by k.
 
     Adjoint: the shift by -k.
 
     Raises:
-        ArgumentTypeError: k is no whole number.
-        MismatchError: With checks on, ranks disagree.
+        ArgumentTypeError: k is not an int.
+        MismatchError: With checks on, the ranks disagree.
 
     Example:
         >>> from gradwire.collectives import shift
@@ -117,7 +118,7 @@ def shift(
     """
     group = resolve_group(group)
     if not isinstance(k, int):
-        raise ArgumentTypeError(f"k is {k!r}: give a whole number")
+        raise ArgumentTypeError(f"k is {k!r}: give an int")
     world = group.size()
     moves = [(rank, (rank + k) % world) for rank in range(world) if wrap or 0 <= rank + k < world]
     return _permuted(x, tuple(moves), "shift", group, async_op, check)
@@ -144,10 +145,10 @@ def _permuted(
 def _check_pairs(pairs: Sequence[tuple[int, int]], world: int) -> None:
     for name, ranks in (("source", [s for s, _ in pairs]), ("destination", [t for _, t in pairs])):
         if len(set(ranks)) < len(ranks):
-            raise ArgumentError(f"pairs is {list(pairs)}: a {name} is there twice")
+            raise ArgumentError(f"pairs is {list(pairs)}: a {name} occurs twice")
         if any(not 0 <= rank < world for rank in ranks):
             raise ArgumentError(
-                f"pairs is {list(pairs)}: a {name} is not in the group, 0 to {world - 1}"
+                f"pairs is {list(pairs)}: a {name} is not in the group; give ranks 0 to {world - 1}"
             )
 
 
@@ -160,27 +161,28 @@ def halo_exchange(
     group: ProcessGroup | None = None,
     check: bool | None = None,
 ) -> Tensor:
-    """This rank's slab, padded with the edges of its neighbours' slabs.
+    """Pad this rank's slab with the edges of its neighbours' slabs.
 
     Args:
-        x: The ranks' slabs lie in rank order along `dim`; their sizes there may differ, but are at
-            least the widths.
-        widths: How much to take from the neighbour before and from the one after, or one number
-            for both; the same on all ranks.
-        dim: The dim along which the slabs lie.
-        wrap: Whether the first and the last rank are neighbours; otherwise zeros stand there.
-        group: The default group, if None.
-        check: Compare with the other ranks first; see `checks`.
+        x: Slab of this rank, of an array that is divided along `dim` in rank order. Sizes in `dim`
+            may differ between ranks, but must be at least the widths.
+        widths: Widths of the edges from the previous and the next rank, or one number for both; the
+            same on every rank.
+        dim: Dim along which the array is divided.
+        wrap: True if the first and the last rank are neighbours; otherwise zeros are padded.
+        group: Process group; the default group if None.
+        check: True to compare the call with the other ranks first; see `checks`.
 
     Returns:
-        The slab, larger by both widths in `dim`.
+        The slab, enlarged by both widths in `dim`.
 
-    Adjoint: the cotangents of the edges are added to those of their owners.
+    Adjoint: the cotangents of the edges are added to those of the slabs that they came from.
 
     Raises:
-        ArgumentTypeError: Widths that are not one number or two.
-        ArgumentError: A width below 0, or above the slab's size; with checks on, any rank's.
-        MismatchError: With checks on, ranks disagree.
+        ArgumentTypeError: `widths` is not one number or two.
+        ArgumentError: A width is negative or exceeds the slab's size; with checks on, the size of
+            any rank's slab.
+        MismatchError: With checks on, the ranks disagree.
 
     Example:
         >>> from gradwire.collectives import halo_exchange
@@ -209,7 +211,7 @@ def halo_exchange(
         if max(before, after) > its_size:
             raise ArgumentError(
                 f"widths is {widths}: x has size {its_size} in dim {dim} on rank {rank} of the "
-                "group; give widths that all slabs have"
+                "group; give widths that do not exceed any slab"
             )
     options: dict[str, Any] = {"wrap": wrap, "group": group, "check": check}
     parts = [x]
@@ -221,11 +223,11 @@ def halo_exchange(
 
 
 def _width_pair(widths: object) -> tuple[int, int]:
-    """The width before and the one after.
+    """Return the widths before and after the slab.
 
     Raises:
-        ArgumentTypeError: They are not one number or two.
-        ArgumentError: One is below 0.
+        ArgumentTypeError: `widths` is not one number or two.
+        ArgumentError: A width is negative.
     """
     pair = (widths, widths) if isinstance(widths, int) else widths
     match pair:
@@ -233,4 +235,4 @@ def _width_pair(widths: object) -> tuple[int, int]:
             if min(before, after) < 0:
                 raise ArgumentError(f"widths is {widths}: give numbers ≥ 0")
             return before, after
-    raise ArgumentTypeError(f"widths is {widths!r}: give one number, or two in a tuple")
+    raise ArgumentTypeError(f"widths is {widths!r}: give one int, or a tuple of two")

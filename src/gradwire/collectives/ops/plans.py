@@ -1,12 +1,12 @@
-"""Every linear collective, each beside its adjoint.
+"""Plans of all linear collectives, each with its adjoint.
 
     all_reduce ↔ all_reduce        all_gather ↔ reduce_scatter     broadcast ↔ reduce
     vary ↔ psum_invariant          gather ↔ scatter                all_to_all ↔ all_to_all
     ppermute ↔ ppermute            send_recv ↔ send_recv           barrier ↔ barrier
 
-A plan's fields say what its collective needs beside the tensor; ranks are ranks in the group. With
-`average`, the results of a plan and of its adjoint are divided by the number of ranks: a plan that
-adds averages without overflow on the way, a plan that only moves divides what has arrived.
+The fields of a plan are the arguments of its collective besides the tensor; ranks are ranks in the
+group. With `average`, the results of a plan and of its adjoint are divided by the number of ranks.
+A plan that sums avoids overflow of the sum; a plan that only moves values divides the result.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from gradwire.collectives.wire.backends import contiguous_copy
 
 
 class ReductionCollective(LinearCollective):
-    """A collective that sums or averages, and can do the same with another reduction."""
+    """Plan of a collective that sums or averages, and supports other reductions."""
 
     average: bool
 
@@ -38,17 +38,17 @@ class ReductionCollective(LinearCollective):
 
     @abstractmethod
     def start_reduction(self, x: Tensor, op: str, blocking: bool = False) -> Pending:
-        """`start` with another reduction."""
+        """Start with another reduction."""
 
     def full_result(self, y: Tensor) -> Tensor:
-        """The result of all ranks, on every rank: by the adjoint, or of an all_reduce itself."""
+        """Return the reduction over all ranks on every rank, given this rank's result."""
         return apply_linear(self.adjoint(), y)
 
 
 @register_plan
 @dataclass(frozen=True)
 class AllReduce(ReductionCollective):
-    """The sum or average, on every rank."""
+    """Sum or average, on every rank."""
 
     average: bool = False
     name = "all_reduce"
@@ -66,7 +66,7 @@ class AllReduce(ReductionCollective):
 @register_plan
 @dataclass(frozen=True)
 class Invariant(LinearCollective):
-    """The sum or average of values that vary to one that does not: nothing is sent back."""
+    """Sum or average that all ranks use in the same way, so that backward sends nothing."""
 
     average: bool = False
     name = "psum_invariant"
@@ -81,7 +81,7 @@ class Invariant(LinearCollective):
 @register_plan
 @dataclass(frozen=True)
 class Vary(LinearCollective):
-    """A value that is the same on all ranks, to be used differently on each."""
+    """Identity on a value that is equal on all ranks, and used differently on each."""
 
     average: bool = False
     name = "vary"
@@ -96,7 +96,7 @@ class Vary(LinearCollective):
 @register_plan
 @dataclass(frozen=True)
 class Broadcast(LinearCollective):
-    """The root's tensor; the other ranks' inputs are not read."""
+    """Root's tensor on every rank; inputs of other ranks are not read."""
 
     root: int
     average: bool = False
@@ -112,7 +112,7 @@ class Broadcast(LinearCollective):
 @register_plan
 @dataclass(frozen=True)
 class Reduce(ReductionCollective):
-    """The sum or average on the root, zeros on the other ranks."""
+    """Sum or average on the root, zeros on other ranks."""
 
     root: int
     average: bool = False
@@ -128,7 +128,7 @@ class Reduce(ReductionCollective):
 @register_plan
 @dataclass(frozen=True)
 class AllGather(LinearCollective):
-    """All ranks' rows, on every rank."""
+    """Rows of all ranks, on every rank."""
 
     sizes: tuple[int, ...] | None = None
     average: bool = False
@@ -147,7 +147,7 @@ class AllGather(LinearCollective):
 @register_plan
 @dataclass(frozen=True)
 class ReduceScatter(ReductionCollective):
-    """The sum or average, of which each rank gets its rows."""
+    """Sum or average, whose rows are scattered."""
 
     sizes: tuple[int, ...] | None = None
     average: bool = False
@@ -166,7 +166,7 @@ class ReduceScatter(ReductionCollective):
 @register_plan
 @dataclass(frozen=True)
 class Gather(LinearCollective):
-    """All ranks' rows on the root; zeros, `other_rows` rows of them, on the other ranks."""
+    """Rows of all ranks on the root, `other_rows` rows of zeros on other ranks."""
 
     root: int
     sizes: tuple[int, ...]
@@ -186,7 +186,7 @@ class Gather(LinearCollective):
 @register_plan
 @dataclass(frozen=True)
 class Scatter(LinearCollective):
-    """The root's rows, some to each rank; the others' input, `other_rows` rows, is not read."""
+    """Root's rows, scattered; inputs of other ranks, of `other_rows` rows, are not read."""
 
     root: int
     sizes: tuple[int, ...]
@@ -206,9 +206,9 @@ class Scatter(LinearCollective):
 @register_plan
 @dataclass(frozen=True)
 class AllToAll(LinearCollective):
-    """Rows to each rank and rows from each rank; equal numbers of them if None.
+    """Exchange of rows between all ranks; equal numbers if the splits are None.
 
-    Both splits are given, or none: only with none are the result's rows the input's.
+    Both splits are given, or neither. Without splits, the result has as many rows as the input.
     """
 
     input_splits: tuple[int, ...] | None = None
@@ -228,7 +228,7 @@ class AllToAll(LinearCollective):
 @register_plan
 @dataclass(frozen=True)
 class Permute(LinearCollective):
-    """Each tensor to the rank that its (source, destination) pair names; zeros where none comes."""
+    """Tensors sent along (source, destination) pairs; zeros on ranks that receive nothing."""
 
     pairs: tuple[tuple[int, int], ...]
     name = "ppermute"
@@ -249,7 +249,8 @@ class Permute(LinearCollective):
         def finish() -> Tensor:
             rows = pending.wait()
             if len(rows):
-                # Not a view, which could not be changed in place: autograd does not know its base.
+                # `.data`, because a view could not be modified in place: autograd does not know its
+                # base.
                 return rows[0].data
             return _zeros_like(x)
 
@@ -263,7 +264,7 @@ class Permute(LinearCollective):
 @register_plan
 @dataclass(frozen=True)
 class SendReceive(LinearCollective):
-    """The tensor to one rank while another's comes in; zeros where none does."""
+    """Tensor sent to one rank, and one received from another; zeros if there is no source."""
 
     destination: int | None
     source: int | None
@@ -287,7 +288,7 @@ class SendReceive(LinearCollective):
 
 @register_plan
 class Barrier(LinearCollective):
-    """The identity, which waits for all ranks in both passes."""
+    """Identity that waits for all ranks in both passes."""
 
     name = "barrier"
 
@@ -304,7 +305,7 @@ def _op(average: bool) -> str:
 
 
 def _divided(plan: Broadcast | AllGather | Vary, moved: Pending) -> Pending:
-    """Divide the result of a plan that moves, for an average."""
+    """Divide the result of a plan that only moves values, for an average."""
     if not plan.average:
         return moved
 
@@ -312,5 +313,5 @@ def _divided(plan: Broadcast | AllGather | Vary, moved: Pending) -> Pending:
 
 
 def _zeros_like(x: Tensor) -> Tensor:
-    """Contiguous zeros; of a subclass of tensors a plain one."""
+    """Return contiguous zeros as a plain tensor, also for a tensor subclass."""
     return torch.zeros(x.shape, dtype=x.dtype, device=x.device)

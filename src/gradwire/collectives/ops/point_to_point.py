@@ -1,8 +1,8 @@
-"""send, recv and send_recv: each other's adjoints, in an order given by tokens.
+"""send, recv and send_recv, whose backwards run in an order that tokens define.
 
-Messages between two ranks are matched by their order alone. Each call takes the token of the one
-before and gives one; `tie` makes the loss depend on the last. So autograd runs the backwards of the
-calls on every rank in exactly the reverse order.
+Messages between two ranks are matched by their order alone. Each call takes the token of the
+previous call and returns one, and `tie` makes the loss depend on the last. Autograd therefore runs
+the backwards of the calls on every rank in exactly the reverse order.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from gradwire.errors import ArgumentError
 
 
 class _Send(Function):
-    """From a tensor and a token to a token."""
+    """Send: from a tensor and a token to a token."""
 
     @staticmethod
     def forward(x: Tensor, token: Tensor, to: int, group: ProcessGroup) -> Tensor:
@@ -48,7 +48,7 @@ class _Send(Function):
 
 
 class _Receive(Function):
-    """From a token to a tensor and a token."""
+    """Receive: from a token to a tensor and a token."""
 
     @staticmethod
     def forward(like: Tensor, token: Tensor, source: int, group: ProcessGroup) -> Any:
@@ -69,7 +69,7 @@ class _Receive(Function):
 
 
 class _Tie(Function):
-    """From a tensor and a token to the tensor."""
+    """Make a tensor depend on a token: from both to the tensor."""
 
     @staticmethod
     def forward(x: Tensor, token: Tensor) -> Tensor:
@@ -90,10 +90,10 @@ class _Tie(Function):
 
 
 class _Untie(Function):
-    """From a tensor to the tensor and the first token of the messages in backward.
+    """Make the first token of the backward's messages: from a tensor to the tensor and the token.
 
-    It depends on forward's last token, so that a second backward, after the messages of the first,
-    runs those of forward on every rank.
+    The token depends on forward's last token, so that a second backward runs the messages of
+    forward after those of the first backward, on every rank.
     """
 
     @staticmethod
@@ -118,25 +118,25 @@ def send(
     group_dst: int | None = None,
     group: ProcessGroup | None = None,
 ) -> Tensor:
-    """Send a tensor to one rank, which calls `recv`.
+    """Send a tensor to one rank, which must call `recv`.
 
     Args:
-        x: Any shape, dtype and strides.
-        dst: The receiver's global rank.
-        token: What the last `send` or `recv` of this rank gave: backward keeps their order.
-        group_dst: The receiver's rank in the group, instead of `dst`.
-        group: The default group, if None.
+        x: Tensor of any shape, dtype and strides.
+        dst: Receiver's global rank.
+        token: Token returned by this rank's last `send` or `recv`, which orders their backwards.
+        group_dst: Receiver's rank in the group, instead of `dst`.
+        group: Process group; the default group if None.
 
     Returns:
-        A token. Give it to the next `send` or `recv`, and the last one to `tie`: without that,
+        A token. Pass it to the next `send` or `recv`, and the last token to `tie`. Otherwise
         backward does not reach this call, and the receiver waits in its backward.
-        `torch.autograd.grad` reaches only what depends on its inputs: there, let the first token do
-        so (`0 * x.sum()`).
+        `torch.autograd.grad` reaches only nodes that depend on its inputs: make the first token
+        depend on them (`0 * x.sum()`).
 
     Adjoint: `recv` of the cotangent.
 
     Raises:
-        ArgumentError: No receiver or two, or it is this rank.
+        ArgumentError: Neither or both of `dst` and `group_dst` are given, or it is this rank.
 
     Example:
         >>> from gradwire.collectives import recv, send, tie
@@ -166,22 +166,22 @@ def recv(
     group_src: int | None = None,
     group: ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Receive a tensor from one rank, which calls `send`.
+    """Receive a tensor from one rank, which must call `send`.
 
     Args:
-        like: A tensor of the shape, dtype and device that is received; its values do not matter.
-        src: The sender's global rank.
-        token: What the last `send` or `recv` of this rank gave: backward keeps their order.
-        group_src: The sender's rank in the group, instead of `src`.
-        group: The default group, if None.
+        like: Tensor of the shape, dtype and device to receive; its values are not read.
+        src: Sender's global rank.
+        token: Token returned by this rank's last `send` or `recv`, which orders their backwards.
+        group_src: Sender's rank in the group, instead of `src`.
+        group: Process group; the default group if None.
 
     Returns:
-        The tensor and a token, as `send` gives one.
+        The tensor, and a token to use as that of `send`.
 
     Adjoint: `send` of the cotangent.
 
     Raises:
-        ArgumentError: No sender or two, or it is this rank.
+        ArgumentError: Neither or both of `src` and `group_src` are given, or it is this rank.
     """
     group = resolve_group(group)
     check_dense(like, "like")
@@ -191,11 +191,11 @@ def recv(
 
 
 def tie(x: Tensor, token: Tensor) -> Tensor:
-    """A copy of the tensor, whose backward also runs that of the calls that led to the token.
+    """Copy a tensor, whose backward then also runs those of the calls that led to the token.
 
     Args:
-        x: What backward is called on, or what goes into it.
-        token: The last token of this rank.
+        x: Loss, or a tensor that the loss depends on.
+        token: Last token of this rank.
 
     Adjoint: the identity; zero for the token.
     """
@@ -213,26 +213,26 @@ def send_recv(
     group_src: int | None = None,
     group: ProcessGroup | None = None,
 ) -> Tensor:
-    """Send a tensor to one rank while receiving another's, of the same shape, without deadlock.
+    """Send a tensor to one rank while receiving one of the same shape, without deadlock.
 
-    Only the ranks that send or receive something call it. If one asks for a gradient, let all that
-    call it do so: no check can compare them, and its backward waits for theirs.
+    Only ranks that send or receive call this function. If one of them requires a gradient, all of
+    them must: checks do not compare this call, and backward waits for the other ranks.
 
     Args:
-        x: What is sent. Any shape, dtype and strides.
-        dst: The receiver's global rank; None to send nothing.
-        src: The sender's global rank; None to receive nothing.
-        group_dst: The receiver's rank in the group, instead of `dst`.
-        group_src: The sender's rank in the group, instead of `src`.
-        group: The default group, if None.
+        x: Tensor to send, of any shape, dtype and strides.
+        dst: Receiver's global rank; None to send nothing.
+        src: Sender's global rank; None to receive nothing.
+        group_dst: Receiver's rank in the group, instead of `dst`.
+        group_src: Sender's rank in the group, instead of `src`.
+        group: Process group; the default group if None.
 
     Returns:
-        What was received; zeros if there is no sender.
+        The tensor received; zeros if there is no sender.
 
-    Adjoint: the same with `dst` and `src` swapped.
+    Adjoint: send_recv with `dst` and `src` swapped.
 
     Raises:
-        ArgumentError: A rank that is not in the group, or is this one.
+        ArgumentError: A rank is not in the group, or is this rank.
 
     Example:
         >>> from gradwire.collectives import send_recv
@@ -256,7 +256,7 @@ def send_recv(
 
 
 def _token(token: Tensor | None) -> Tensor:
-    """The token, or a first one; that requires a gradient, so that the graph is recorded."""
+    """Return the token, or a new one that requires a gradient, so that the graph is recorded."""
     if token is not None:
         return token
     return torch.zeros((), dtype=torch.float32, requires_grad=True)
@@ -264,5 +264,5 @@ def _token(token: Tensor | None) -> Tensor:
 
 def _other(group: ProcessGroup, rank: int, name: str) -> int:
     if rank == group.rank():
-        raise ArgumentError(f"{name} is this rank itself ({rank} in the group): give another")
+        raise ArgumentError(f"{name} is this rank itself ({rank} in the group): give another rank")
     return rank

@@ -1,4 +1,9 @@
-"""scan and exscan: reductions over the ranks before this one."""
+"""scan, exscan, and the product of the other ranks' tensors.
+
+Backends do not have these operations. An all_to_all gives each rank all ranks' values of its 1/W of
+the elements; PyTorch's differentiable operations combine them there; another all_to_all returns the
+results. No temporary is larger than the tensor.
+"""
 
 from __future__ import annotations
 
@@ -25,23 +30,23 @@ _OPS = ("sum", "max", "min", "product")
 def scan(
     x: Tensor, op: str = "sum", *, group: ProcessGroup | None = None, check: bool | None = None
 ) -> Tensor:
-    """The reduction of the tensors of the ranks up to this one.
+    """Reduce the tensors of the ranks up to and including this one.
 
     Args:
-        x: The same shape on all ranks, any strides.
-        op: "sum", "max", "min" or "product".
-        group: The default group, if None.
-        check: Compare with the other ranks first; see `checks`.
+        x: Tensor of the same shape on all ranks, with any strides.
+        op: Reduction: "sum", "max", "min" or "product".
+        group: Process group; the default group if None.
+        check: True to compare the call with the other ranks first; see `checks`.
 
     Returns:
-        On rank r, the reduction over ranks 0 to r.
+        The reduction over ranks 0 to r, on rank r.
 
-    Adjoint: for a sum, the sum of the cotangents of this rank and those after it; for the others
-    that, with the op's rule as in `all_reduce`.
+    Adjoint: for a sum, the sum of the cotangents of this rank and all later ones; for the other
+    ops, this sum with the op's rule as in `all_reduce`.
 
     Raises:
-        ArgumentError: The op is not one of these, or not defined for the dtype.
-        MismatchError: With checks on, ranks disagree.
+        ArgumentError: The op is not supported, or not defined for the dtype.
+        MismatchError: With checks on, the ranks disagree.
 
     Example:
         >>> from gradwire.collectives import scan
@@ -57,24 +62,24 @@ def scan(
 def exscan(
     x: Tensor, op: str = "sum", *, group: ProcessGroup | None = None, check: bool | None = None
 ) -> Tensor:
-    """The reduction of the tensors of the ranks before this one.
+    """Reduce the tensors of the ranks before this one.
 
     Args:
-        x: The same shape on all ranks, any strides.
-        op: "sum", "max", "min" or "product".
-        group: The default group, if None.
-        check: Compare with the other ranks first; see `checks`.
+        x: Tensor of the same shape on all ranks, with any strides.
+        op: Reduction: "sum", "max", "min" or "product".
+        group: Process group; the default group if None.
+        check: True to compare the call with the other ranks first; see `checks`.
 
     Returns:
-        On rank r, the reduction over ranks 0 to r-1; on rank 0 the op's neutral element: 0 for a
-        sum, 1 for a product, the least number for max and the greatest for min.
+        The reduction over ranks 0 to r-1, on rank r. On rank 0, the op's neutral element: 0 for
+        sum, 1 for product, the smallest number for max and the largest for min.
 
-    Adjoint: for a sum, the sum of the cotangents of the ranks after this one; for the others that,
+    Adjoint: for a sum, the sum of the cotangents of all later ranks; for the other ops, this sum
     with the op's rule as in `all_reduce`.
 
     Raises:
-        ArgumentError: The op is not one of these, or not defined for the dtype.
-        MismatchError: With checks on, ranks disagree.
+        ArgumentError: The op is not supported, or not defined for the dtype.
+        MismatchError: With checks on, the ranks disagree.
 
     Example:
         >>> from gradwire.collectives import exscan
@@ -89,7 +94,7 @@ def exscan(
 
 def _prefix(name: str, x: Tensor, op: str, group: ProcessGroup, check: bool | None) -> Tensor:
     if op not in _OPS:
-        raise ArgumentError(f"op is {op!r}: {name} takes {', '.join(_OPS)}")
+        raise ArgumentError(f"op is {op!r}: for {name}, give one of {', '.join(_OPS)}")
     reduction = _up_to if name == "scan" else _before
     check_reducible(x, op, reduction)
     return run_checked(
@@ -102,7 +107,7 @@ def _prefix(name: str, x: Tensor, op: str, group: ProcessGroup, check: bool | No
 
 
 def _up_to(pieces: Tensor, op: str) -> Tensor:
-    """Row r is the reduction of the rows up to r."""
+    """Return, in row r, the reduction of rows 0 to r."""
     if op == "sum":
         return pieces.cumsum(0, dtype=pieces.dtype)
     if op == "product":
@@ -111,7 +116,7 @@ def _up_to(pieces: Tensor, op: str) -> Tensor:
 
 
 def _before(pieces: Tensor, op: str) -> Tensor:
-    """Row r is the reduction of the rows before r."""
+    """Return, in row r, the reduction of the rows before r."""
     if op in ("max", "min"):
         return _exclusive_extremum(pieces, op)
     fn: Callable[[Tensor, Tensor], Tensor] = torch.add if op == "sum" else torch.mul
@@ -119,7 +124,10 @@ def _before(pieces: Tensor, op: str) -> Tensor:
 
 
 def _exclusive_extremum(pieces: Tensor, op: str) -> Tensor:
-    """Row r is the extremum of the rows before r; each row anew, so that ties share equally."""
+    """Return, in row r, the extremum of the rows before r.
+
+    Each row is computed from scratch, so that ties share the gradient equally.
+    """
     least: float
     most: float
     if pieces.is_floating_point():
@@ -143,13 +151,13 @@ def combine(
     fn: Callable[[Tensor], Tensor],
     context: CheckContext = UNCHECKED,
 ) -> Tensor:
-    """Row r, on rank r, of `fn` of all ranks' tensors stacked.
+    """Apply `fn` to the stacked tensors of all ranks; return row r of the result on rank r.
 
     Args:
-        x: The same shape on all ranks.
-        group: The group of W ranks.
-        fn: From (W, n) to (W, n), column by column.
-        context: For the backwards of both exchanges.
+        x: Tensor of the same shape on all ranks.
+        group: Process group of W ranks.
+        fn: Function from (W, n) to (W, n) that treats columns independently.
+        context: Context for the backwards of both exchanges.
     """
     world = group.size()
     flat = x.reshape(-1)
@@ -165,7 +173,7 @@ def combine(
 
 
 def exclusive_product(x: Tensor, group: ProcessGroup) -> Tensor:
-    """On each rank the product of the other ranks' tensors; exact where some are zero."""
+    """Return the product of the other ranks' tensors; exact if some elements are zero."""
 
     def others(pieces: Tensor) -> Tensor:
         before = exclusive_scan(pieces, torch.mul, 1)
@@ -176,7 +184,7 @@ def exclusive_product(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def exclusive_scan(pieces: Tensor, fn: Callable[[Tensor, Tensor], Tensor], start: float) -> Tensor:
-    """Row r is `fn` over all rows before r; the first is filled with `start`."""
+    """Return, in row r, `fn` accumulated over all rows before r; row 0 is filled with `start`."""
     rows = [filled_row(start, pieces)]
     for piece in pieces[:-1]:
         rows.append(fn(rows[-1], piece))
@@ -184,10 +192,10 @@ def exclusive_scan(pieces: Tensor, fn: Callable[[Tensor, Tensor], Tensor], start
 
 
 def filled_row(value: float, pieces: Tensor) -> Tensor:
-    """A row filled with a number; in a group of one rank, computed from the pieces.
+    """Return a row filled with a number; in a group of one rank, it depends on the pieces.
 
-    There the row is the whole result, and without its place in the graph backward would not reach
-    collectives that lie before, in which other ranks may wait.
+    With one rank the row is the whole result. Without a connection to the graph, backward would not
+    reach earlier collectives, in which other ranks may wait.
     """
     row = torch.full_like(pieces[0], value)
     alone = len(pieces) == 1 and (pieces.is_floating_point() or pieces.is_complex())

@@ -1,4 +1,4 @@
-"""The tensor that a scatter splits, as each rank knows it before any of it is sent."""
+"""Source of a scatter, as each rank knows it before any data is sent."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from gradwire.collectives.wire.backends import placeholder
 
 @dataclass(frozen=True)
 class ScatterSource:
-    """What a scatter splits, with the dim that is split in front.
+    """Tensor that a scatter splits, with the split dim in front.
 
     Args:
-        rows: On the root the pieces, one after the other; on a receiver any number of rows of
-            that shape, which stand for them in the graph.
-        sizes: How many rows each rank gets.
-        dim: Where the dim in front was.
-        scalars: Whether the pieces are 0-d.
-        expected_rows: How many rows a receiver's `like` has.
+        rows: Rows of all pieces on the root; on a receiver, any number of rows of the same shape,
+            which stand for them in the graph.
+        sizes: Number of rows of each rank.
+        dim: Original position of the split dim.
+        scalars: True if the pieces are 0-d.
+        expected_rows: Number of rows of a receiver's `like`.
     """
 
     rows: Tensor
@@ -47,7 +47,7 @@ class ScatterSource:
     def on_root(
         cls, xs: object, dim: int, sizes: Sequence[int] | None, group: ProcessGroup
     ) -> ScatterSource:
-        """From the tensor or the list that the root was given."""
+        """Create from the root's tensor or list of tensors."""
         if isinstance(xs, Tensor):
             front, dim = move_to_front(xs, dim)
             check_has_data(xs, "xs")
@@ -62,12 +62,12 @@ class ScatterSource:
     def from_like(
         cls, like: Tensor, dim: int, sizes: Sequence[int] | None, group: ProcessGroup
     ) -> ScatterSource:
-        """On a receiver that has a tensor of the shape it will receive."""
+        """Create on a receiver that has a tensor of the shape that it will receive."""
         check_dense(like, "like")
         scalars = not like.dim()
         front, dim = rows, dim = move_to_front(like, dim)
         if like.is_meta:
-            refuse_in_transforms("like on meta", "give a tensor that is transformed as xs is")
+            refuse_in_transforms("like on meta", "give a tensor with the same transforms as xs")
             rows = placeholder((0, *front.shape[1:]), like.dtype, like.requires_grad, group)
         given = (front.shape[0],) * group.size()
         if sizes is not None:
@@ -75,34 +75,34 @@ class ScatterSource:
         return cls(rows, given, dim, scalars, front.shape[0])
 
     def attach_to(self, xs: Tensor | Sequence[Tensor] | None) -> ScatterSource:
-        """On a receiver, whose rows are none: with them computed from its own tensors.
+        """Return a copy for a receiver without rows, whose rows depend on the receiver's tensors.
 
-        A derivative of a derivative then reaches those tensors, with zeros, and this rank takes
-        part in the collectives that lie behind them.
+        A derivative of second order then reaches these tensors, with zeros, and this rank takes
+        part in the collectives that they depend on.
         """
         own = [xs] if isinstance(xs, Tensor) else xs or ()
         empty = [x.reshape(-1)[:0].to(self.rows) for x in own if x.requires_grad]
         if not empty or not self.rows.requires_grad:
             return self
-        # Not cat, whose backward leaves empty tensors out.
+        # Not torch.cat, whose backward skips empty tensors.
         return replace(self, rows=torch.stack(empty).reshape(self.rows.shape))
 
 
 def agree_on_source(
     source: ScatterSource | Refusal | None, root: int, dim: int, group: ProcessGroup
 ) -> tuple[ScatterSource, CheckContext]:
-    """The source that all ranks agree on; a rank that has None gets shape and sizes from the root.
+    """Compare the call; ranks without a source receive shape and sizes from the root.
 
     Args:
-        source: This rank's; on the root why there is none, if so.
-        root: The root, in the group.
-        dim: As the caller gave it.
-        group: The group.
+        source: Source of this rank, if it has one; on the root, an argument error if it has none.
+        root: Root's rank in the group.
+        dim: Argument of the public function.
+        group: Process group.
 
     Raises:
-        MismatchError: On every rank, if they disagree.
-        ArgumentError, ArgumentTypeError: On every rank, if the root has no source, or its tensor
-            has too many dims to describe.
+        MismatchError: On every rank, if the ranks disagree.
+        ArgumentError, ArgumentTypeError: On every rank, if the root's arguments cannot be used, or
+            its tensor has too many dims for a signature.
     """
     refusal: Refusal | None = None
     if isinstance(source, Refusal):
@@ -129,5 +129,5 @@ def agree_on_source(
 
 
 def _expected(rows: int, root: int, group: ProcessGroup) -> list[int]:
-    """The rows that a receiver with a `like` expects from each rank."""
+    """Return the number of rows that a receiver with `like` expects from each rank."""
     return [rows if rank == root else -1 for rank in range(group.size())]

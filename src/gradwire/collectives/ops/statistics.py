@@ -1,7 +1,8 @@
-"""Statistics over a group: the ranks count as one more dim; composed, so every derivative exists.
+"""Statistics over a group, which treat the ranks as an additional dim to reduce.
 
-`dim` names dims of the tensor that are reduced along with the ranks. What is subtracted or divided
-by for the sake of precision carries no gradient.
+`dim` names dims of the tensor that are reduced along with the ranks. The functions are composed of
+differentiable operations, so that derivatives of every order exist. Values that are subtracted or
+divided by for precision carry no gradient.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ def mean(
     group: ProcessGroup | None = None,
     check: bool | None = None,
 ) -> Tensor:
-    """The mean over the ranks, and over dims of the tensor.
+    """Compute the mean over the ranks, and over dims of the tensor.
 
     Args:
-        x: Floating-point or complex. The sizes in `dim` may differ by rank: every element counts
-            the same.
-        dim: A dim or several; none for the mean over the ranks alone.
-        keepdim: Whether reduced dims stay, with size 1.
-        group: The default group, if None.
-        check: Compare with the other ranks first; see `checks`.
+        x: Floating-point or complex tensor. Sizes in `dim` may differ between ranks; every element
+            has the same weight.
+        dim: Dim or dims to reduce; none for the mean over the ranks only.
+        keepdim: True to keep reduced dims, with size 1.
+        group: Process group; the default group if None.
+        check: True to compare the call with the other ranks first; see `checks`.
 
-    Adjoint: the summed cotangents over the number of elements.
+    Adjoint: the sum of the cotangents, divided by the number of elements.
 
     Example:
         >>> from gradwire.collectives import mean
@@ -63,17 +64,17 @@ def var(
     group: ProcessGroup | None = None,
     check: bool | None = None,
 ) -> Tensor:
-    """The variance over the ranks, and over dims of the tensor: the mean first, then the squares.
+    """Compute the variance over the ranks, and over dims of the tensor, in two passes.
 
     Args:
-        x: Floating-point or complex. The sizes in `dim` may differ by rank.
-        dim: A dim or several; none for the variance over the ranks alone.
-        correction: What is taken from the number of elements before dividing by it.
-        keepdim: Whether reduced dims stay, with size 1.
-        group: The default group, if None.
-        check: Compare with the other ranks first; see `checks`.
+        x: Floating-point or complex tensor. Sizes in `dim` may differ between ranks.
+        dim: Dim or dims to reduce; none for the variance over the ranks only.
+        correction: Difference between the number of elements and the divisor.
+        keepdim: True to keep reduced dims, with size 1.
+        group: Process group; the default group if None.
+        check: True to compare the call with the other ranks first; see `checks`.
 
-    Adjoint: composed of those of `all_reduce`.
+    Adjoint: composed of the adjoint of `all_reduce`.
 
     Example:
         >>> from gradwire.collectives import var
@@ -97,17 +98,17 @@ def norm(
     group: ProcessGroup | None = None,
     check: bool | None = None,
 ) -> Tensor:
-    """The p-norm over the ranks, and over dims of the tensor; no overflow on the way.
+    """Compute the p-norm over the ranks, and over dims of the tensor, without overflow.
 
     Args:
-        x: Floating-point or complex. The sizes in `dim` may differ by rank.
-        p: ≥ 1, inf included.
-        dim: A dim or several; none for the norm over the ranks alone.
-        keepdim: Whether reduced dims stay, with size 1.
-        group: The default group, if None.
-        check: Compare with the other ranks first; see `checks`.
+        x: Floating-point or complex tensor. Sizes in `dim` may differ between ranks.
+        p: Order of the norm, ≥ 1; may be inf.
+        dim: Dim or dims to reduce; none for the norm over the ranks only.
+        keepdim: True to keep reduced dims, with size 1.
+        group: Process group; the default group if None.
+        check: True to compare the call with the other ranks first; see `checks`.
 
-    Adjoint: composed of those of `all_reduce`; zero where the norm is zero.
+    Adjoint: composed of the adjoint of `all_reduce`; zero where the norm is zero.
 
     Raises:
         ArgumentError: p is below 1.
@@ -123,13 +124,13 @@ def norm(
     size = _wide(x).abs()
     dims = _dims(x, dim)
     if p == float("inf"):
-        # Of no element at all the norm is 0.
+        # The norm of no elements is 0.
         top = _maximum(size, dims, group, check).clamp_min(0)
         return _squeezed(top, dims, keepdim).to(x.real.dtype)
     scale = _maximum(size.detach(), dims, group, check)
     scale = torch.where((scale == 0) | scale.isinf(), 1, scale)
     total = all_reduce(_sum((size / scale) ** p, dims), group=group, check=check)
-    # The root's slope is infinite at 0: there, neither value nor gradient may pass through it.
+    # The root has an infinite slope at 0: keep value and gradient from passing through it there.
     is_zero = total == 0
     root = torch.where(is_zero, 1, total) ** (1 / p)
     return _squeezed(torch.where(is_zero, 0, root * scale), dims, keepdim).to(x.real.dtype)
@@ -143,19 +144,19 @@ def logsumexp(
     group: ProcessGroup | None = None,
     check: bool | None = None,
 ) -> Tensor:
-    """Log Σ exp(x) over the ranks, and over dims of the tensor; no overflow on the way.
+    """Compute log Σ exp(x) over the ranks, and over dims of the tensor, without overflow.
 
     Args:
-        x: Floating-point. The sizes in `dim` may differ by rank.
-        dim: A dim or several; none for the sum over the ranks alone.
-        keepdim: Whether reduced dims stay, with size 1.
-        group: The default group, if None.
-        check: Compare with the other ranks first; see `checks`.
+        x: Floating-point tensor. Sizes in `dim` may differ between ranks.
+        dim: Dim or dims to reduce; none for the sum over the ranks only.
+        keepdim: True to keep reduced dims, with size 1.
+        group: Process group; the default group if None.
+        check: True to compare the call with the other ranks first; see `checks`.
 
-    Adjoint: the summed cotangents times `softmax`.
+    Adjoint: the sum of the cotangents, times `softmax`.
 
     Raises:
-        ArgumentError: Complex, or not floating-point.
+        ArgumentError: The tensor is not floating-point.
 
     Example:
         >>> from gradwire.collectives import logsumexp
@@ -175,19 +176,19 @@ def logsumexp(
 def softmax(
     x: Tensor, dim: Dims = (), *, group: ProcessGroup | None = None, check: bool | None = None
 ) -> Tensor:
-    """exp(x) over its sum over the ranks and over dims of the tensor.
+    """Compute exp(x), divided by its sum over the ranks and over dims of the tensor.
 
     Args:
-        x: Floating-point. The sizes in `dim` may differ by rank, as those of a vocabulary's
-            shards.
-        dim: A dim or several; none for the sum over the ranks alone.
-        group: The default group, if None.
-        check: Compare with the other ranks first; see `checks`.
+        x: Floating-point tensor. Sizes in `dim` may differ between ranks, as those of the shards of
+            a vocabulary do.
+        dim: Dim or dims to reduce; none for the sum over the ranks only.
+        group: Process group; the default group if None.
+        check: True to compare the call with the other ranks first; see `checks`.
 
     Returns:
         This rank's part, of the shape of `x`.
 
-    Adjoint: composed of those of `logsumexp`.
+    Adjoint: composed of the adjoint of `logsumexp`.
 
     Example:
         >>> from gradwire.collectives import softmax
@@ -196,19 +197,20 @@ def softmax(
     """
     wide = _wide(x)
     total = logsumexp(wide, dim, keepdim=True, group=group, check=check)
-    # A copy: exp keeps its own result for backward, and it has the strides of x.
+    # A contiguous copy: exp keeps its result for backward, and its result has the strides of x.
     return (wide - total).exp().to(x.dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 def _wide(x: Tensor) -> Tensor:
-    """In a dtype that has the digits and the range for sums and counts.
+    """Convert to a dtype with enough precision and range for sums and counts.
 
     Raises:
-        ArgumentError: Not floating-point or complex, or PyTorch cannot compute with it.
+        ArgumentError: The dtype is not floating-point or complex, or PyTorch cannot compute with
+            it.
     """
     check_dense(x)
     if not (x.is_floating_point() or x.is_complex()):
-        raise ArgumentError(f"x is {x.dtype}: statistics take floating-point or complex numbers")
+        raise ArgumentError(f"x is {x.dtype}: give floating-point or complex numbers")
     check_reducible(x, "sum")
     return x.to(wider(x.dtype))
 
@@ -216,7 +218,7 @@ def _wide(x: Tensor) -> Tensor:
 def _sum_and_count(
     x: Tensor, dim: Dims, keepdim: bool, group: ProcessGroup, check: bool | None
 ) -> tuple[Tensor, Tensor]:
-    """The sum and the number of elements, which travels with it as one more number."""
+    """Return the sum and the number of elements, which are reduced in one message."""
     dims = _dims(x, dim)
     part = _sum(x, dims)
     count = part.new_full((1,), _count(x, dims))
@@ -226,7 +228,7 @@ def _sum_and_count(
 
 
 def _count(x: Tensor, dims: Sequence[int]) -> int:
-    count = 1  # not by math.prod of a generator, which Dynamo does not trace
+    count = 1  # not math.prod of a generator, which Dynamo does not trace
     for dim in dims:
         count *= x.shape[dim]
     return count
@@ -236,7 +238,7 @@ def _dims(x: Tensor, dim: Dims) -> list[int]:
     given = [dim] if isinstance(dim, int) else list(dim)
     dims = [valid_dim(d, x.dim(), x.shape) for d in given]
     if len(set(dims)) < len(dims):
-        raise ArgumentError(f"dim is {given}: a dim is there twice")
+        raise ArgumentError(f"dim is {given}: a dim occurs twice")
     return dims
 
 
@@ -245,10 +247,10 @@ def _sum(x: Tensor, dims: Sequence[int]) -> Tensor:
 
 
 def _maximum(x: Tensor, dims: Sequence[int], group: ProcessGroup, check: bool | None) -> Tensor:
-    """Over ranks and dims, which stay with size 1; ranks without elements do not count."""
+    """Return the maximum over ranks and dims, which are kept; empty ranks are ignored."""
     if _count(x, dims) == 0:
         shape = [1 if d in dims else size for d, size in enumerate(x.shape)]
-        # With the tensor's place in the graph: backward goes through all ranks.
+        # Connected to the tensor's graph, so that backward runs on all ranks.
         top = x.new_full(shape, float("-inf")) + _sum(x, dims)
     else:
         top = x.amax(list(dims), keepdim=True) if dims else x

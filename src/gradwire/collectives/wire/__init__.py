@@ -1,8 +1,8 @@
-"""The only place that calls torch.distributed: each collective on plain tensors, without gradients.
+"""Collectives on plain tensors, without gradients: the only package that calls torch.distributed.
 
 Only the first dim is split or concatenated. Every function starts its collective and returns a
-`Pending`, whose `wait` gives a new, contiguous result. Backends differ in what they can do
-(`backends.Backend`); what one lacks is composed of other collectives.
+`Pending`, whose `wait` returns a new, contiguous result. Backends differ in their capabilities
+(`backends.Backend`); a missing one is composed of other collectives.
 """
 
 from gradwire.collectives.wire.backends import Pending, done

@@ -1,4 +1,4 @@
-"""Which backend moves a group's tensors, what it can do, and tensors as backends can carry them."""
+"""Backends: their capabilities, tensors in a form that they accept, and collectives under way."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ CARRIED = {
     torch.int32,
     torch.int64,
 }
-"""The dtypes that every backend carries; the rest is sent as bytes."""
+"""Dtypes that every backend supports; all others are sent as bytes."""
 
 
 @dataclass(frozen=True)
 class Backend:
-    """What moves a group's tensors of one device type.
+    """Backend of a group for one device type, and its capabilities.
 
     Args:
-        name: "gloo", "nccl", …; "" if it has none.
-        python: The object to call, if the backend is written in Python.
-        gathers_uneven: gather, all_gather and scatter take a different size from each rank.
-        reduces_bitwise: It has band, bor and bxor.
-        max_keeps_nan: max and min of floating-point numbers give NaN where a rank has NaN.
-        own_reduce_scatter: Its reduce_scatter is faster than an all_to_all and a local sum.
-        averages_half: Its average of half precision does not overflow.
-        stages_gathers: Large gathers pass through memory that it allocates for each.
+        name: Name such as "gloo" or "nccl"; "" if there is none.
+        python: Object to call, if the backend is written in Python.
+        gathers_uneven: True if gather, all_gather and scatter accept a different size per rank.
+        reduces_bitwise: True if band, bor and bxor are implemented.
+        max_keeps_nan: True if max and min of floating-point numbers propagate NaN.
+        own_reduce_scatter: True if reduce_scatter is faster than an all_to_all and a local sum.
+        averages_half: True if averages in half precision do not overflow.
+        stages_gathers: True if large gathers pass through memory that is allocated for each call.
     """
 
     name: str = ""
@@ -75,12 +75,13 @@ _KNOWN = {
         averages_half=True,
     ),
 }
-# Found once for each group and device type. No value may hold its group: that would never be freed.
+# Looked up once for each group and device type. No value may refer to its group, which would then
+# never be freed.
 _backends: WeakKeyDictionary[ProcessGroup, dict[str, Backend]] = WeakKeyDictionary()
 
 
 def backend_of(group: ProcessGroup, x: Tensor) -> Backend:
-    """What moves the group's tensors of that device."""
+    """Return the group's backend for the tensor's device type."""
     by_device = _backends.get(group)
     if by_device is None:
         by_device = _backends[group] = {}
@@ -91,7 +92,7 @@ def backend_of(group: ProcessGroup, x: Tensor) -> Backend:
 
 
 def _find_backend(group: ProcessGroup, device: torch.device) -> Backend:
-    if type(group) is not ProcessGroup:  # written in Python itself: one backend
+    if type(group) is not ProcessGroup:  # a group written in Python has one backend
         return _named(_python_name(group))
     if device.type not in {known.type for known in group._device_types}:
         return Backend()
@@ -106,18 +107,19 @@ def _named(name: str) -> Backend:
 
 
 def _python_name(backend: object) -> str:
-    name: str = getattr(backend, "getBackendName", str)()  # some have none
+    name: str = getattr(backend, "getBackendName", str)()  # some backends have no name
     return name
 
 
 def callee_of(group: ProcessGroup, x: Tensor) -> tuple[ProcessGroup, Backend]:
-    """What to call for a collective: the group, or its backend if that is written in Python.
+    """Return the object whose methods run collectives: the group, or its backend written in Python.
 
-    This leaves out PyTorch's dispatcher, which adds a quarter to the time of a small call; unless
-    somebody observes what is dispatched: a mode such as CommDebugMode, or the profiler.
+    Calling the backend bypasses PyTorch's dispatcher, which adds a quarter to the time of a small
+    call. The dispatcher is not bypassed under a dispatch mode, such as CommDebugMode, or the
+    profiler.
 
     Returns:
-        What to call, and the backend.
+        The object to call, and the backend.
     """
     backend = backend_of(group, x)
     if backend.python is None:
@@ -129,7 +131,7 @@ def callee_of(group: ProcessGroup, x: Tensor) -> tuple[ProcessGroup, Backend]:
 
 @lru_cache(maxsize=4096)
 def options(kind: Any, blocking: bool, root: int | None = None, op: Any = None) -> Any:
-    """The options of a collective, made once: making them costs as much as a small copy."""
+    """Return the options of a collective, cached: construction costs as much as a small copy."""
     made = kind()
     made.asyncOp = not blocking
     if root is not None:
@@ -140,31 +142,31 @@ def options(kind: Any, blocking: bool, root: int | None = None, op: Any = None) 
 
 
 def dense(x: Tensor) -> Tensor:
-    """The tensor with its elements in order in memory; itself, if they are."""
+    """Return a contiguous tensor with the same values; the tensor itself, if it is contiguous."""
     x = without_tangent(x)
     if x.is_complex() or x.is_neg():
         x = x.resolve_conj().resolve_neg()
-    # Autograd's zeros may have no memory, though they say that they are contiguous.
+    # Autograd's zero tensors may have no memory, although is_contiguous() is True.
     return contiguous_copy(x) if x._is_zerotensor() else x.contiguous()
 
 
 def contiguous_copy(x: Tensor) -> Tensor:
-    """A contiguous copy."""
+    """Return a contiguous copy."""
     return empty_like(x).copy_(without_tangent(x))
 
 
 def without_tangent(x: Tensor) -> Tensor:
-    """The tensor without its tangent, which the backend would be given too."""
+    """Return the tensor without its tangent."""
     return forward_ad.unpack_dual(x).primal if forward_ad._current_level >= 0 else x
 
 
 def flat(x: Tensor) -> Tensor:
-    """A contiguous tensor as backends carry it: as bytes, if they do not know its dtype."""
+    """Return a contiguous tensor in a form that backends accept: as bytes, for other dtypes."""
     return x if x.dtype in CARRIED else in_bytes(x, (x.numel(),))
 
 
 def by_rows(x: Tensor) -> Tensor:
-    """`flat` that keeps the first dim."""
+    """Return the tensor as `flat` does, keeping the first dim."""
     if x.dtype in CARRIED:
         return x
     width = x[0].numel() if x.shape[0] else 0
@@ -172,13 +174,13 @@ def by_rows(x: Tensor) -> Tensor:
 
 
 def in_bytes(x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A contiguous tensor's bytes, in one dim or by rows."""
-    # A contiguous tensor may have any stride in a dim of size 1, where `view(dtype)` wants a 1.
+    """Return a contiguous tensor's bytes, in one dim or by rows."""
+    # A contiguous tensor may have any stride in a dim of size 1; `view(dtype)` requires 1.
     return x.as_strided(shape, (1,) if len(shape) == 1 else (shape[1], 1)).view(torch.uint8)
 
 
 def device_of(group: ProcessGroup) -> torch.device:
-    """A device whose tensors the group carries: the CPU where it can."""
+    """Return a device that the group supports, preferably the CPU."""
     kinds = [device.type for device in group._device_types]
     if not kinds or "cpu" in kinds:
         return torch.device("cpu")
@@ -188,17 +190,17 @@ def device_of(group: ProcessGroup) -> torch.device:
 def placeholder(
     shape: Sequence[int], dtype: torch.dtype | None, requires_grad: bool, group: ProcessGroup
 ) -> Tensor:
-    """For a tensor whose values are not read: one number, expanded, on a device of the group."""
+    """Return a tensor for values that are never read: one element, expanded to the shape."""
     number = torch.empty((), dtype=dtype, device=device_of(group))
     return number.expand(tuple(shape)).requires_grad_(requires_grad)
 
 
-# torch.empty with dtype and device takes 2.7 µs to parse them, empty_like 0.9. Of another class of
-# tensors they would return that class, and results are plain tensors.
+# torch.empty takes 2.7 µs to parse dtype and device, empty_like 0.9 µs. Of a tensor subclass,
+# new_empty and empty_like return that subclass, but results are plain tensors.
 
 
 def empty_rows(x: Tensor, rows: int) -> Tensor:
-    """Uninitialized memory for that many rows like the tensor's."""
+    """Return uninitialized memory for a number of rows like those of `x`."""
     shape = (rows, *x.shape[1:])
     if type(x) is Tensor:
         return advised(x.new_empty(shape))
@@ -206,19 +208,19 @@ def empty_rows(x: Tensor, rows: int) -> Tensor:
 
 
 def empty_like(x: Tensor) -> Tensor:
-    """Uninitialized memory for a tensor of that shape."""
+    """Return uninitialized, contiguous memory for a tensor like `x`."""
     if type(x) is Tensor:
         return advised(torch.empty_like(x, memory_format=torch.contiguous_format))
     return advised(torch.empty(x.shape, dtype=x.dtype, device=x.device))
 
 
 class Pending:
-    """A collective under way.
+    """A collective under way, whose `wait` raises the backend's errors as gradwire's.
 
     Args:
-        works: What has to be waited for.
-        finish: Called once after that; returns the result.
-        group: The group of the works, if there are any.
+        works: Handles of torch.distributed to wait for.
+        finish: Function that returns the result; called once, after the works have completed.
+        group: Process group of the works, if there are any.
     """
 
     __slots__ = ("_finish", "_group", "_number", "_since", "_works")
@@ -231,10 +233,11 @@ class Pending:
         self._number = number_of_last(group) if works else 0
 
     def wait(self) -> Tensor:
-        """The result, when it has arrived.
+        """Wait for completion, and return the result.
 
         Raises:
-            PeerLostError, CollectiveTimeoutError: Another rank is gone, or stayed away.
+            PeerLostError: Another rank is gone.
+            CollectiveTimeoutError: Another rank did not take part in time.
         """
         try:
             for work in self._works:
@@ -257,5 +260,5 @@ class Pending:
 
 
 def done(result: Tensor) -> Pending:
-    """A collective for which nothing has to be sent."""
+    """Return a completed collective, for results that require no communication."""
     return Pending((), lambda: result)

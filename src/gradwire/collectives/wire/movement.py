@@ -1,4 +1,4 @@
-"""The collectives that move values, messages between two ranks, and the barrier."""
+"""Collectives that move values, point-to-point messages, and the barrier."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from gradwire.collectives.wire.backends import (
 
 _LARGE, _FEW = 1 << 20, 4
 _TAG = 0x6777
-"""Of send and recv, so that the caller's own messages do not match them."""
+"""Tag of send and recv, which keeps them apart from the caller's own messages."""
 
 
 def broadcast(x: Tensor, root: int, group: ProcessGroup, blocking: bool = False) -> Pending:
-    """The root's tensor. On other ranks only shape, dtype and device of `x` are read."""
+    """Broadcast the root's tensor. Other ranks' `x` gives shape, dtype and device only."""
     group, _ = callee_of(group, x)
     at_root = group.rank() == root
     out = contiguous_copy(x) if at_root else empty_like(x)
@@ -46,7 +46,7 @@ def broadcast(x: Tensor, root: int, group: ProcessGroup, blocking: bool = False)
 def all_gather(
     x: Tensor, sizes: Sequence[int] | None, group: ProcessGroup, blocking: bool = False
 ) -> Pending:
-    """All ranks' rows, one rank's after the other."""
+    """Concatenate all ranks' rows, in rank order."""
     group, backend = callee_of(group, x)
     source = dense(x)
     out = empty_rows(x, x.shape[0] * group.size() if sizes is None else sum(sizes))
@@ -64,7 +64,7 @@ def all_gather(
 def all_gather_list(
     x: Tensor, sizes: Sequence[int] | None, group: ProcessGroup
 ) -> tuple[Tensor, ...]:
-    """All ranks' tensors, when they have arrived."""
+    """Gather all ranks' tensors, each into its own memory, and wait for them."""
     group, backend = callee_of(group, x)
     source = dense(x)
     if sizes is None:
@@ -85,8 +85,8 @@ def _gather_into(
     if backend.gathers_uneven or (equal and not _by_messages(source, group, backend)):
         into = [flat(piece) for piece in pieces]
         return [group.allgather([into], [flat(source)], options(AllgatherOptions, blocking))]
-    # A broadcast from each rank sends the same bytes. All are started before the first is waited
-    # for, whatever `blocking` says.
+    # A broadcast from each rank sends the same bytes. All are started before the first wait,
+    # regardless of `blocking`.
     pieces[group.rank()].copy_(source)
     return [
         group.broadcast([flat(piece)], options(dist.BroadcastOptions, False, rank))
@@ -103,7 +103,7 @@ def gather(
     group: ProcessGroup,
     blocking: bool = False,
 ) -> Pending:
-    """All ranks' rows on the root; zeros, `other_rows` rows of them, on the others."""
+    """Gather all ranks' rows on the root; other ranks get `other_rows` rows of zeros."""
     group, backend = callee_of(group, x)
     at_root, world = group.rank() == root, group.size()
     out = empty_rows(x, sum(sizes)) if at_root else empty_rows(x, other_rows).zero_()
@@ -121,9 +121,9 @@ def gather(
 
 
 def _by_messages(source: Tensor, group: ProcessGroup, backend: Backend) -> bool:
-    """Whether to gather by messages that are received directly into the result."""
-    # 25 MiB a rank on Gloo: 24 ms instead of 106 between two ranks, 122 instead of 463 between
-    # four on one host. Between more ranks and hosts, its ring keeps every link busy.
+    """Return True to gather by messages that are received directly into the result."""
+    # 25 MiB per rank on Gloo: 24 ms instead of 106 between two ranks, 122 instead of 463 between
+    # four on one host. Between more ranks, or several hosts, Gloo's ring keeps every link busy.
     return backend.stages_gathers and source.nbytes >= _LARGE and group.size() <= _FEW
 
 
@@ -135,7 +135,7 @@ def _after(received: Pending, out: Tensor) -> Tensor:
 def scatter(
     x: Tensor, root: int, sizes: Sequence[int], group: ProcessGroup, blocking: bool = False
 ) -> Pending:
-    """Of the root's rows, those for this rank. On other ranks the values of `x` are not read."""
+    """Scatter the root's rows. On other ranks the values of `x` are not read."""
     group, backend = callee_of(group, x)
     at_root, world = group.rank() == root, group.size()
     rows = sizes[group.rank()]
@@ -158,7 +158,7 @@ def all_to_all(
     group: ProcessGroup,
     blocking: bool = False,
 ) -> Pending:
-    """Rows to each rank and rows from each rank; equal numbers of them if not given."""
+    """Send rows to each rank, and receive rows from each; equal numbers without splits."""
     group, _ = callee_of(group, x)
     out = empty_rows(x, x.shape[0] if output_splits is None else sum(output_splits))
     if x.shape[1:].numel() == 0 or (input_splits is None and x.numel() == 0):
@@ -172,19 +172,19 @@ def all_to_all(
 
 
 def barrier(group: ProcessGroup) -> None:
-    """Returns when every rank has called it."""
+    """Block until every rank has called this function."""
     group.barrier().wait()
 
 
 def send(x: Tensor, to: int, group: ProcessGroup) -> Pending:
-    """The tensor to one rank of the group."""
+    """Send a tensor to one rank of the group."""
     group, _ = callee_of(group, x)
     source = dense(x)
     return Pending((group.send([flat(source)], to, _TAG),), lambda: source, group)
 
 
 def receive(shaped: Tensor, source: int, group: ProcessGroup) -> Pending:
-    """A tensor of that shape from one rank of the group."""
+    """Receive a tensor, shaped like `shaped`, from one rank of the group."""
     group, _ = callee_of(group, shaped)
     out = empty_like(shaped)
     return Pending((group.recv([flat(out)], source, _TAG),), lambda: out, group)
@@ -195,8 +195,8 @@ def _nothing(x: Tensor, rows: int) -> bool:
 
 
 def gather_ints(mine: Sequence[int], group: ProcessGroup) -> list[list[int]]:
-    """all_gather of lists of the same length."""
-    # Within torch.func's transforms every new tensor would belong to them.
+    """Gather a list of integers, of the same length on every rank."""
+    # Inside a torch.func transform, every new tensor would belong to the transform.
     with temporarily_clear_interpreter_stack():
         own = torch.tensor([mine], dtype=torch.int64, device=device_of(group))
         rows: list[list[int]] = all_gather(own, None, group, blocking=True).wait().tolist()
@@ -204,7 +204,7 @@ def gather_ints(mine: Sequence[int], group: ProcessGroup) -> list[list[int]]:
 
 
 def exchange_ints(mine: Sequence[int], group: ProcessGroup) -> list[int]:
-    """all_to_all of one integer for each rank."""
+    """Exchange one integer with each rank."""
     with temporarily_clear_interpreter_stack():
         own = torch.tensor(mine, dtype=torch.int64, device=device_of(group))
         theirs: list[int] = all_to_all(own, None, None, group, blocking=True).wait().tolist()

@@ -1,4 +1,4 @@
-"""The collectives that reduce."""
+"""Collectives that reduce; dtypes that PyTorch can compute with; NaN-propagating max and min."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _OPS: dict[str, Any] = {
 
 
 def all_reduce(x: Tensor, op: str, group: ProcessGroup, blocking: bool = False) -> Pending:
-    """The reduction, on every rank."""
+    """Reduce on every rank."""
     group, backend = callee_of(group, x)
     if x.numel() == 0:
         return done(contiguous_copy(x))
@@ -54,7 +54,7 @@ def all_reduce(x: Tensor, op: str, group: ProcessGroup, blocking: bool = False) 
 
 
 def reduce(x: Tensor, root: int, op: str, group: ProcessGroup, blocking: bool = False) -> Pending:
-    """The reduction on the root, zeros elsewhere."""
+    """Reduce on the root; other ranks get zeros."""
     group, backend = callee_of(group, x)
     at_root = group.rank() == root
     if x.numel() == 0:
@@ -64,14 +64,14 @@ def reduce(x: Tensor, root: int, op: str, group: ProcessGroup, blocking: bool = 
         return Pending((), lambda: reduced.wait() if at_root else reduced.wait().zero_())
     buffer, op, result = _reduction_buffer(x, op, backend, group.size())
     work = group.reduce([buffer], options(dist.ReduceOptions, blocking, root, _OPS[op]))
-    # Backends leave partial results in the other ranks' buffers.
+    # Backends leave partial results in the buffers of the other ranks.
     return Pending((work,), result if at_root else lambda: result().zero_(), group)
 
 
 def reduce_scatter(
     x: Tensor, sizes: Sequence[int] | None, op: str, group: ProcessGroup, blocking: bool = False
 ) -> Pending:
-    """Of the reduction's rows, those for this rank."""
+    """Reduce, and scatter the rows of the result."""
     group, backend = callee_of(group, x)
     world = group.size()
     rows = x.shape[0] // world if sizes is None else sizes[group.rank()]
@@ -90,21 +90,21 @@ def reduce_scatter(
             lambda: _unscaled(out, x.dtype, world) if scaled else out,
             group,
         )
-    # Here too, for backward: a gather's cotangents may have a dtype that is only moved in forward.
+    # Checked here as well, for backward: forward only moves the dtype of a gather's cotangents.
     check_computable(x, op, reduce_locally)
-    # On Gloo this takes less than half as long as its reduce_scatter. It does every op, adds in
-    # one fixed order, and accumulates half precision in float32.
+    # On Gloo this takes less than half as long as its reduce_scatter. It supports every op, sums in
+    # a fixed order, and accumulates half precision in float32.
     received = all_to_all(x, sizes, None if sizes is None else [rows] * world, group, blocking)
     return Pending((), lambda: reduce_locally(received.wait().view(world, rows, *x.shape[1:]), op))
 
 
 def reduce_locally(pieces: Tensor, op: str) -> Tensor:
-    """Reduce over the first dim, in one fixed order."""
+    """Reduce over the first dim, in a fixed order."""
     if op == "avg":
         total = reduce_locally(_scaled(pieces, len(pieces)), "sum")
         return _unscaled(total, pieces.dtype, len(pieces))
     if op == "sum":
-        if pieces.dtype == torch.complex32:  # PyTorch's sum does not take it on the CPU
+        if pieces.dtype == torch.complex32:  # torch.sum does not support it on the CPU
             return torch.view_as_complex(torch.view_as_real(pieces).sum(0))
         return pieces.sum(0, dtype=pieces.dtype)
     if op == "product":
@@ -121,13 +121,13 @@ def reduce_locally(pieces: Tensor, op: str) -> Tensor:
 
 
 def split_sizes(rows: int, parts: int) -> tuple[int, ...]:
-    """How `torch.tensor_split` divides rows."""
+    """Return the sizes into which `torch.tensor_split` divides rows."""
     small, more = divmod(rows, parts)
     return tuple(small + (i < more) for i in range(parts))
 
 
 def _reduces(x: Tensor, op: str, backend: Backend) -> bool:
-    """Whether the backend can reduce this."""
+    """Return True if the backend can reduce the tensor with the op."""
     if x.is_complex():
         return op in ("sum", "avg")
     if op in ("band", "bor", "bxor") and not backend.reduces_bitwise:
@@ -136,7 +136,7 @@ def _reduces(x: Tensor, op: str, backend: Backend) -> bool:
 
 
 def _reduce_scatters(x: Tensor, op: str, backend: Backend) -> bool:
-    """Whether to call the backend's own reduce_scatter."""
+    """Return True to call the backend's own reduce_scatter."""
     keeps_nan = backend.max_keeps_nan or op not in ("max", "min") or not x.is_floating_point()
     return backend.own_reduce_scatter and keeps_nan and _reduces(x, op, backend)
 
@@ -144,7 +144,7 @@ def _reduce_scatters(x: Tensor, op: str, backend: Backend) -> bool:
 def _reduction_buffer(
     x: Tensor, op: str, backend: Backend, world: int
 ) -> tuple[Tensor, str, Callable[[], Tensor]]:
-    """Return what the backend reduces in place, by which op, and what makes it the result."""
+    """Return the buffer to reduce in place, the op, and a function that returns the result."""
     if op in ("max", "min") and x.is_floating_point() and not backend.max_keeps_nan:
         buffer = _to_ordered_ints(without_tangent(x), op)
         return buffer, op, lambda: _from_ordered_ints(buffer, x.dtype)
@@ -160,65 +160,69 @@ def _reduction_buffer(
     return buffer, op, lambda: out
 
 
-# An average is a sum of scaled numbers, which overflows only where the average does. The scale is a
-# power of two: it changes no digit, so that dividing by the rest at the end rounds once. Two bytes
-# have too few bits for sums, and lose small numbers when these are scaled: they become wider.
+# An average is computed as a sum of scaled numbers, which overflows only if the average does. The
+# scale is a power of two, which does not round, so that the final division by the remaining factor
+# rounds once. Two-byte dtypes have too few bits for sums, and scaling would flush small numbers to
+# zero: they are converted to a wider dtype.
 
 
 def _averages(x: Tensor, backend: Backend) -> bool:
-    """Return True if the backend's own average of such a tensor cannot overflow."""
+    """Return True if the backend's own average of the tensor cannot overflow."""
     return backend.averages_half and wider(x.dtype) is not x.dtype
 
 
 def _scaled(x: Tensor, world: int) -> Tensor:
-    """Return a contiguous copy to be summed, in a dtype that is wide enough."""
+    """Return a scaled, contiguous copy to sum, in a dtype that is wide enough."""
     return contiguous_copy(x).to(wider(x.dtype)).mul_(1 / _power_of_two(world))
 
 
 def _unscaled(total: Tensor, dtype: torch.dtype, world: int) -> Tensor:
-    """Return the average, from the sum of scaled tensors, which is overwritten."""
+    """Return the average, given the sum of scaled tensors, which is overwritten."""
     rest = world / _power_of_two(world)
     return (total if rest == 1 else total.div_(rest)).to(dtype)
 
 
 def _power_of_two(world: int) -> int:
-    """Return the least power of two that is not below a number."""
+    """Return the smallest power of two that is at least `world`."""
     return 1 << (world - 1).bit_length()
 
 
 def wider(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which numbers of a dtype are added up."""
+    """Return the dtype in which to sum numbers of a dtype."""
     if dtype.is_floating_point and dtype.itemsize < 4:
         return torch.float32
     return torch.complex64 if dtype == torch.complex32 else dtype
 
 
 def _all_reduce_by_parts(x: Tensor, op: str, group: ProcessGroup, blocking: bool) -> Pending:
-    """reduce_scatter and all_gather: for what the backend cannot reduce."""
+    """Run all_reduce as reduce_scatter and all_gather, for reductions that the backend lacks."""
     world = group.size()
     sizes = split_sizes(x.numel(), world)
     mine = reduce_scatter(dense(x).view(-1), sizes, op, group, blocking=True).wait()
     gathered = all_gather(mine, sizes, group, blocking)
-    # Not a view, which could not be changed in place: autograd knows nothing of its base.
+    # `.data`, because a view could not be modified in place: autograd does not know its base.
     return Pending((), lambda: gathered.wait().view(x.shape).data)
 
 
 Reduction = Callable[[Tensor, str], Any]
 
 _COMPUTABLE = CARRIED | {torch.int16, torch.bool, torch.complex64, torch.complex128}
-"""Whatever a reduction is defined for, PyTorch computes for these."""
+"""Dtypes for which PyTorch computes every reduction that is defined."""
 
 
 def check_computable(x: Tensor, op: str, reduction: Reduction) -> None:
-    """Raise if PyTorch has no such reduction of the tensor's dtype.
+    """Raise if PyTorch cannot compute a reduction of the tensor's dtype.
+
+    Every dtype can be sent, but some, such as uint16 and float8, can be neither summed nor
+    compared. A rank that detects this after communication has begun would leave the others waiting.
 
     Args:
-        x: The tensor.
-        op: The name of the operation.
-        reduction: From all ranks' pieces, stacked, and the name to the reduced ones.
+        x: Tensor to reduce.
+        op: Name of the reduction.
+        reduction: Function that reduces the ranks' stacked tensors, given the op's name.
 
     Raises:
-        ArgumentError: It has none.
+        ArgumentError: The reduction is not implemented.
     """
     if x.dtype in _COMPUTABLE or _computes(reduction, op, x.dtype, x.device):
         return
@@ -237,10 +241,11 @@ def _computes(reduction: Reduction, op: str, dtype: torch.dtype, device: torch.d
 
 @lru_cache(maxsize=256)
 def _try(reduction: Reduction, op: str, dtype: torch.dtype, device: torch.device) -> bool:
-    # Neither torch.func's transforms nor modes, such as that of fake tensors, may see the trial.
+    # PyTorch has no table of supported dtypes, so the reduction is tried on zeros. Neither
+    # torch.func transforms nor modes, such as FakeTensorMode, may see the trial.
     with temporarily_clear_interpreter_stack(), _disable_current_modes():
         try:
-            # of one element, because float8 can be multiplied only from two on
+            # one element: products of float8 fail for a single element, but not for more
             reduction(torch.zeros((2, 1), dtype=dtype, device=device), op)
         except (RuntimeError, TypeError):
             return False
@@ -251,7 +256,15 @@ _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
 def _to_ordered_ints(x: Tensor, op: str) -> Tensor:
-    """Integers whose maximum (minimum) stands for that of `x`: a fresh, contiguous tensor."""
+    """Map floating-point numbers to integers of the same order, for max or min.
+
+    Gloo and MPI compare as C does, where NaN propagates or not depending on its position. The bits
+    of an IEEE number, read as an integer, are ordered as the number is, once those of negative
+    numbers are flipped; NaN is mapped to the integer that wins. The message keeps its size.
+
+    Returns:
+        A new, contiguous tensor.
+    """
     wide = x if x.dtype in _INTEGERS else x.float()
     integer = _INTEGERS[wide.dtype]
     limits = torch.iinfo(integer)
@@ -260,12 +273,12 @@ def _to_ordered_ints(x: Tensor, op: str) -> Tensor:
 
 
 def _from_ordered_ints(keys: Tensor, dtype: torch.dtype) -> Tensor:
-    """The numbers that integers of `_to_ordered_ints` stand for."""
+    """Invert `_to_ordered_ints`."""
     wide = torch.float64 if keys.dtype == torch.int64 else torch.float32
     return _flipped(keys).view(wide).to(dtype)
 
 
 def _flipped(bits: Tensor) -> Tensor:
-    """All bits but the sign's, inverted where the sign is set; its own inverse."""
+    """Invert all bits but the sign where the sign is set; an involution."""
     limits = torch.iinfo(bits.dtype)
     return (bits >> (limits.bits - 1)).bitwise_and_(limits.max).bitwise_xor_(bits)

@@ -1,4 +1,4 @@
-"""Moves between ranks that are not one collective: messages, prefixes, halos, trees, objects."""
+"""Point-to-point messages, scans, halos, coalesced trees, objects and the barrier."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_prefixes(op):
 
 def test_a_scan_takes_four_ops():
     def main():
-        with pytest.raises(ArgumentError, match="scan takes sum, max, min, product"):
+        with pytest.raises(ArgumentError, match="for scan, give one of sum, max, min, product"):
             C.scan(torch.ones(1), "avg")
 
     run_ranks(main, 1)
@@ -137,7 +137,7 @@ def tree():
         (lambda t: C.reduce_scatter_coalesced(t), C.reduce_scatter),
     ],
 )
-def test_a_tree_is_as_its_leaves(coalesced, single):
+def test_coalesced_matches_each_leaf(coalesced, single):
     def main():
         given = tree()
         result = coalesced(given)
@@ -165,7 +165,7 @@ COALESCED = (
 )
 
 
-def test_equal_dicts_that_were_filled_in_another_order():
+def test_dicts_in_different_order():
     def main():
         def filled(*keys):
             return {key: (values[key], {"in": values[key] * 2}) for key in keys}
@@ -230,7 +230,7 @@ AROUND = {
 }
 
 
-def test_dicts_inside_any_container_that_were_filled_in_another_order():
+def test_dicts_in_different_order_inside_other_containers():
     def main(check):
         values = {"a": torch.ones(2), "b": torch.ones(2) * 10, 1: torch.ones(2) * 100}
         keys = ["a", "b", 1] if dist.get_rank() else ["b", 1, "a"]
@@ -248,7 +248,7 @@ def test_dicts_inside_any_container_that_were_filled_in_another_order():
     assert run_ranks(main, 2, backend="shm", args=(True,)) == [True] * 2
 
 
-def test_a_container_that_does_not_tell_its_keys_is_compared():
+def test_containers_without_keys_are_compared_by_context():
     def main():
         values = {"a": torch.ones(2), "b": torch.ones(2) * 10}
         result = C.all_reduce_coalesced(Opaque(values), check=False)
@@ -261,7 +261,7 @@ def test_a_container_that_does_not_tell_its_keys_is_compared():
     assert run_ranks(main, 2) == [[20.0, 20.0]] * 2
 
 
-def test_trees_that_differ_though_they_have_as_many_elements():
+def test_different_trees_of_equal_size_are_refused():
     def main(check):
         short, long = torch.ones(2), torch.ones(4)
         for first, second in (([short, long], [long, short]), ({"a": short}, {"b": short})):
@@ -292,11 +292,11 @@ _pytree.register_pytree_node(
     Plus,
     lambda x: ([*x, x.more], None),
     lambda leaves, _: Plus([*leaves][:-1], [*leaves][-1]),
-    serialized_type_name="test_moves.Plus",
+    serialized_type_name="test_messages_scans_trees.Plus",
 )
 
 
-def test_keys_whose_text_or_order_is_a_process_own():
+def test_keys_whose_text_or_order_depends_on_the_process():
     def main(check):
         rank = dist.get_rank()
         # sorted by their values, these would come in another order on each rank
@@ -318,7 +318,7 @@ def test_keys_whose_text_or_order_is_a_process_own():
     assert run_ranks(main, 2, backend="shm", args=(None,)) == [True] * 2
 
 
-def test_a_list_that_pytrees_flatten_otherwise():
+def test_a_list_subclass_with_its_own_flattening():
     def main():
         result = C.all_reduce_coalesced(Plus([torch.ones(1)], torch.ones(2)), check=True)
         return result[0].tolist(), result.more.tolist()
@@ -326,7 +326,7 @@ def test_a_list_that_pytrees_flatten_otherwise():
     assert run_ranks(main, 2) == [([2.0], [2.0, 2.0])] * 2
 
 
-def test_trees_whose_dtypes_are_at_other_leaves():
+def test_trees_with_dtypes_at_different_leaves_are_refused():
     def main(check):
         x, n = torch.ones(2), torch.ones(2, dtype=torch.int64)
         tree = {"a": x, "b": n, "c": x} if dist.get_rank() else {"a": x, "b": x, "c": n}
