@@ -1,8 +1,8 @@
 """Nested containers of tensors: one level flattened and rebuilt, leaves, and mapping.
 
-All packages decide here what is a container: a tuple, list, dict, deque, `UserDict`, `UserList` or
-other mapping, one of their subclasses, a dataclass, a `PackedSequence`, a type registered with
-`register_container`, or one registered with torch's pytrees. Everything else is a leaf.
+All packages use this definition of a container: a tuple, list, dict, deque, `UserDict`, `UserList`,
+other mapping, or a subclass of these; a dataclass; a `PackedSequence`; a type registered with
+`register_container` or PyTorch's pytrees. All other objects are leaves.
 """
 
 from __future__ import annotations
@@ -24,20 +24,19 @@ T = TypeVar("T")
 Unflatten: TypeAlias = Callable[[Sequence[Any]], Any]
 
 _BUILTIN = {tuple, list, dict, OrderedDict, defaultdict, deque}
-"""Also registered with pytrees, which would not copy attributes or a deque's length."""
+"""Containers that are also registered with pytrees, which would not copy a deque's length."""
 
 
 @dataclasses.dataclass(frozen=True)
 class OneLevel:
-    """A container, flattened by one level.
+    """Container, flattened by one level.
 
     Attributes:
-        keys: Key of each child; two containers match if their types and keys are equal. A range
-            for children that are told apart by position.
-        children: The values.
-        unflatten: Builds a container of the same type from other children.
-        context: Context of a pytree node whose children have no known keys: it may say which child
-            is which.
+        keys: Key of each child. Two containers match if their types and keys are equal. A range if
+            children are identified by position.
+        children: Children, in the order of the keys.
+        unflatten: Function that builds a container of the same type from other children.
+        context: Context of a pytree node whose children have no known keys. It may identify them.
     """
 
     keys: Sequence[Hashable]
@@ -55,19 +54,19 @@ def register_container(
     children: Callable[[T], Sequence[Any]],
     build: Callable[[T, Sequence[Any]], T],
 ) -> None:
-    """Let all functions that take nested containers look into a type.
+    """Register a type as a container, for all functions that take nested containers.
 
-    These are the coalesced collectives, DistributedDataParallel, and, in `devices`, DataParallel
-    and the nested functions.
+    These are the coalesced collectives, DistributedDataParallel, and DataParallel and the nested
+    functions of `devices`.
 
     Args:
-        kind: The type; subclasses need a registration of their own.
-        children: Returns an object's children, in the same order on every rank.
-        build: Returns a new object from a model and new children in the same order. It must not
-            change the model.
+        kind: Type; subclasses are not registered implicitly.
+        children: Function that returns an object's children, in the same order on every rank.
+        build: Function that returns a new object, given an original and new children in the same
+            order. It must not modify the original.
 
     Raises:
-        ArgumentError: The type is registered already.
+        ArgumentError: The type is already registered.
 
     Example:
         >>> class Pair:
@@ -76,12 +75,12 @@ def register_container(
         >>> register_container(Pair, lambda p: (p.left, p.right), lambda p, new: Pair(*new))
     """
     if kind in _registered:
-        raise ArgumentError(f"kind is {kind.__name__}, which is registered already")
+        raise ArgumentError(f"kind is {kind.__name__}, which is already registered")
     _registered[kind] = (children, build)
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """Yield everything in nested containers that is not a container."""
+    """Yield the leaves of nested containers."""
     flattened = None if isinstance(value, Tensor) else flatten_one_level(value)
     if flattened is None:
         yield value
@@ -103,8 +102,8 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     """Apply a function to the tensors in nested containers.
 
-    Containers in which a tensor changes are new. All others, and other leaves, are the same objects
-    as before.
+    Containers in which a tensor changes are rebuilt. All other containers and leaves remain the
+    same objects.
 
     Example:
         >>> map_tensors(lambda t: t + 1, (torch.tensor(1), {"a": [torch.tensor(2)]}))
@@ -154,7 +153,7 @@ def flatten_one_level(value: Any) -> OneLevel | None:
 
 
 def _flatten_builtin(value: Any) -> OneLevel:
-    """Flatten one of the standard library's containers; Dynamo can trace what builds it again."""
+    """Flatten a container of the standard library, with an `unflatten` that Dynamo can trace."""
     if isinstance(value, deque):
         return OneLevel(range(len(value)), list(value), lambda new: deque(new, value.maxlen))
     keys, children = tuple(value), list(value.values())
@@ -171,7 +170,7 @@ def _flatten_builtin(value: Any) -> OneLevel:
 
 
 def _flatten_pytree(value: Any) -> OneLevel:
-    """Flatten by the functions that were registered with torch's pytrees."""
+    """Flatten with the functions that were registered with PyTorch's pytrees."""
     node = pytree.SUPPORTED_NODES[type(value)]
     children, context = node.flatten_fn(value)
     children = list(children)
@@ -183,7 +182,7 @@ def _flatten_pytree(value: Any) -> OneLevel:
         if dataclasses.is_dataclass(value) and all(
             isinstance(entry, pytree.GetAttrKey) for entry, _ in pairs
         ):
-            return _flatten_attributes(value, named)  # a copy has the fields that are dropped, too
+            return _flatten_attributes(value, named)  # a copy keeps fields that pytrees drop
     return OneLevel(
         keys,
         children,
@@ -201,9 +200,9 @@ def _key_of(entry: Any) -> Any:
 
 
 def _keys(value: Any, children: Sequence[Any], context: Any = None) -> Sequence[Hashable]:
-    """Return the keys of a registered type's children, or a range if they are not known.
+    """Return the keys of a registered type's children, or a range if they are unknown.
 
-    A type that is like a dict has its keys as the context, or is a mapping of the children.
+    The keys of a dict-like type are its context, or those of a mapping to the children.
     """
     if isinstance(context, list | tuple) and _are_keys(context, len(children)):
         return tuple(context)
@@ -213,7 +212,7 @@ def _keys(value: Any, children: Sequence[Any], context: Any = None) -> Sequence[
 
 
 def _are_keys(found: Sequence[Any], count: int) -> bool:
-    """Return True if there is one hashable for each child, and no two are equal."""
+    """Return True if there is one hashable key for each child, without duplicates."""
     try:
         return len(found) == count == len(set(found))
     except TypeError:
@@ -227,17 +226,17 @@ def _flatten_attributes(value: Any, names: Sequence[str]) -> OneLevel:
         result = copy.copy(value)
         _move_attributes(result, children, new)
         for name, child in zip(names, new, strict=True):
-            object.__setattr__(result, name, child)  # a frozen one, too
+            object.__setattr__(result, name, child)  # works for frozen dataclasses
         return result
 
     return OneLevel(tuple(names), children, unflatten)
 
 
-# --- built again with other children ---
+# --- rebuilding containers with other children ---
 
 
 def _packed(value: PackedSequence, data: Tensor) -> PackedSequence:
-    """Return the sequence with other data, whose batch sizes stay on the CPU."""
+    """Return the sequence with other data; batch sizes stay on the CPU."""
     indices = [
         None if i is None else i.to(data.device)
         for i in (value.sorted_indices, value.unsorted_indices)
@@ -250,7 +249,7 @@ def _sequence(value: Any, children: Sequence[Any], new: Sequence[Any]) -> Any:
     result: Any
     if isinstance(value, tuple):
         try:
-            result = tuple.__new__(type(value), new)  # without a constructor of its own
+            result = tuple.__new__(type(value), new)  # bypasses a subclass's constructor
         except TypeError:  # a type written in C
             return type(value)(new)
         if hasattr(value, "__dict__"):
@@ -269,11 +268,11 @@ def _sequence(value: Any, children: Sequence[Any], new: Sequence[Any]) -> Any:
 def _mapping(value: Any, keys: Sequence[Any], children: Sequence[Any], new: Sequence[Any]) -> Any:
     """Return a mapping of the same type and attributes with other values.
 
-    Subclasses may refuse some methods, keep entries as attributes too, or have a constructor that
-    takes other arguments. So several ways are tried, and the result is verified.
+    Subclasses may reject some methods, store entries as attributes too, or have a constructor with
+    other parameters. Several ways are therefore tried, and the result is verified.
 
     Raises:
-        ArgumentTypeError: The type cannot be built again.
+        ArgumentTypeError: The type cannot be rebuilt.
     """
     items = dict(zip(keys, new, strict=True))
     ways: tuple[Callable[[Any, dict[Any, Any]], Any], ...] = (_copy_and_set, _new_and_update)
@@ -290,36 +289,36 @@ def _mapping(value: Any, keys: Sequence[Any], children: Sequence[Any], new: Sequ
     if all(a is b for a, b in zip(children, new, strict=True)):
         return value
     raise ArgumentTypeError(
-        f"a {type(value).__name__} cannot be built again with other values: register the type with "
+        f"a {type(value).__name__} cannot be rebuilt with other values: register the type with "
         "gradwire.devices.register_container"
     )
 
 
 def _holds(mapping: Any, items: dict[Any, Any]) -> bool:
-    """Return True if a mapping has the keys, and the values that are tensors."""
+    """Return True if a mapping has the expected keys and tensors."""
     return list(mapping) == list(items) and all(
         mapping[key] is item for key, item in items.items() if isinstance(item, Tensor)
     )
 
 
 def _copy_and_set(value: Any, items: dict[Any, Any]) -> Any:
-    """Copy a mapping and set its items: keeps attributes, as a defaultdict's default."""
+    """Copy a mapping and set its items; keeps attributes such as a defaultdict's factory."""
     result = copy.copy(value)
     if not isinstance(value, dict | UserDict):
         if not hasattr(result, "__dict__"):
-            raise ArgumentTypeError("the copy may share its memory")
+            raise ArgumentTypeError("a copy may share its storage with the original")
         for name, part in vars(result).items():
             if isinstance(part, dict | list):
                 vars(result)[name] = copy.copy(part)
-    elif getattr(value, "__dict__", None) is value:  # its attributes are its items
+    elif getattr(value, "__dict__", None) is value:  # attributes are items
         result.__dict__ = result
     for key, item in items.items():
-        result[key] = item  # not by update: a subclass's may count, as Counter's does, or refuse
+        result[key] = item  # not update(), which Counter overrides and other types reject
     return result
 
 
 def _new_and_update(value: Any, items: dict[Any, Any]) -> Any:
-    """Build a dict of a subclass without its own methods, which may refuse to set items."""
+    """Build a dict subclass without calling its methods, which may reject setting items."""
     kind: Any = type(value)
     result = kind.__new__(kind)
     attributes = getattr(value, "__dict__", None)
@@ -332,7 +331,7 @@ def _new_and_update(value: Any, items: dict[Any, Any]) -> Any:
 
 
 def _move_attributes(result: Any, children: Sequence[Any], new: Sequence[Any]) -> None:
-    """Replace attributes that are children by the new ones."""
+    """Replace attributes that are children by the new children."""
     attributes = getattr(result, "__dict__", None)
     if not attributes or attributes is result:
         return

@@ -1,4 +1,4 @@
-"""Nested containers: what is one, and that it is built again as it was."""
+"""Nested containers: recognition, flattening and rebuilding."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ CONTAINERS = {
 
 
 @pytest.mark.parametrize("name", CONTAINERS)
-def test_containers_are_built_again_as_they_were(name: str) -> None:
+def test_containers_are_rebuilt(name: str) -> None:
     value, rest = CONTAINERS[name]
     before = list(tensors_in(value))
     assert before
@@ -190,14 +190,14 @@ def test_keys_of_registered_types() -> None:
     assert [f and f.context for f in found] == [None, None, {"keys": ["b", "a"]}, None]
 
 
-def test_a_mapping_that_cannot_be_built_again() -> None:
+def test_a_mapping_that_cannot_be_rebuilt() -> None:
     class Closed(Store):
         def __setitem__(self, key: str, value: Any) -> None:
             raise TypeError("closed")
 
     value = Closed(name="n")
     value.held["x"] = X
-    with pytest.raises(ArgumentTypeError, match=r"a Closed cannot be built again .* register"):
+    with pytest.raises(ArgumentTypeError, match=r"a Closed cannot be rebuilt .* register"):
         map_tensors(lambda t: t + 1, value)
     assert list(tensors_in(value)) == [X]
     assert map_tensors(lambda t: t, value) is value

@@ -1,4 +1,4 @@
-"""What is given to NCCL, without a GPU."""
+"""Arguments of NCCL calls, without a GPU."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ def test_broadcast_refuses_what_it_cannot_do() -> None:
         broadcast(x, ["cpu", -2])
     with pytest.raises(ArgumentError, match="out is empty"):
         broadcast(x, out=[])
-    with pytest.raises(ArgumentError, match=r"under torch\.no_grad"):
+    with pytest.raises(ArgumentError, match=r"torch\.no_grad"):
         broadcast(x.requires_grad_(), out=[torch.empty(5, 5)])
 
 
@@ -292,13 +292,19 @@ def test_reduce_add_refuses_what_it_cannot_do() -> None:
     x = torch.ones(4)
     with pytest.raises(ArgumentError, match="inputs is empty"):
         reduce_add([])
-    with pytest.raises(ArgumentError, match=r"inputs\[2\] has shape \(3,\), expected \(4,\)"):
+    with pytest.raises(
+        ArgumentError, match=r"inputs\[2\] has shape \(3,\), inputs\[0\] has \(4,\)"
+    ):
         reduce_add([x, x, x[:3]])
-    with pytest.raises(ArgumentError, match=r"inputs\[1\] has dtype torch.float64, expected torch"):
+    with pytest.raises(
+        ArgumentError, match=r"inputs\[1\] has dtype torch.float64, inputs\[0\] has"
+    ):
         reduce_add([x, x.double()])
-    with pytest.raises(ArgumentError, match=r"inputs\[1\] has layout torch.sparse_coo, expected"):
+    with pytest.raises(
+        ArgumentError, match=r"inputs\[1\] has layout torch.sparse_coo, inputs\[0\]"
+    ):
         reduce_add([x, x.to_sparse()])
-    with pytest.raises(ArgumentError, match="'destination' must not be given"):
+    with pytest.raises(ArgumentError, match="omit one of 'destination' and 'out'"):
         reduce_add([x, x], "cpu", out=x)
     with pytest.raises(ArgumentError, match=r"out shares memory with inputs\[1\]"):
         reduce_add([x.clone(), x], out=x)

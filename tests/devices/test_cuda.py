@@ -1,4 +1,4 @@
-"""What only a GPU shows: streams, pinned memory, and that nothing reads before it is written."""
+"""Streams and pinned memory on a GPU, and the order of reads and writes."""
 
 from __future__ import annotations
 

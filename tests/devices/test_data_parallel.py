@@ -127,7 +127,7 @@ def test_nested_inputs_and_outputs() -> None:
 
 @pytest.mark.parametrize("policy", ["first", "mean"])
 def test_batch_norm_in_training(policy: Any) -> None:
-    """Each chunk is normalised by itself; what becomes of the statistics is the policy's."""
+    """Each chunk is normalized separately; the policy determines the statistics."""
     plain, x = Cnn(), torch.randn(8, 3, 6, 6)
     parallel = DataParallel(copy.deepcopy(plain), CPUS, buffers=policy)
     twins = [copy.deepcopy(plain) for _ in CPUS]
@@ -409,7 +409,7 @@ def test_gradients_have_the_parameters_memory_format() -> None:
 def test_the_module_must_be_on_the_first_device() -> None:
     with pytest.raises(ArgumentError, match="weight is on meta: move the module there"):
         DataParallel(nn.Linear(2, 2, device="meta"), CPUS)(torch.ones(4, 2))
-    with pytest.raises(ArgumentError, match="weight is not initialised"):
+    with pytest.raises(ArgumentError, match="weight is not initialized"):
         DataParallel(nn.LazyLinear(2), CPUS)(torch.ones(4, 2))
 
 
@@ -451,7 +451,7 @@ def test_dataclasses_ints_and_strings_are_outputs() -> None:
     assert (word, none) == (["word"] * 4, None)
 
 
-def test_what_no_replica_uses_has_gradients_of_zeros() -> None:
+def test_unused_parameters_have_zero_gradients() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -573,7 +573,7 @@ def deal(inputs: Any, kwargs: Any, devices: Any) -> Any:
     return [(first,), [second]], [dict(kwargs), dict(kwargs)]
 
 
-def test_a_scatter_function_of_ones_own() -> None:
+def test_custom_scatter_function() -> None:
     model, x = nn.Linear(3, 2), torch.randn(4, 3, requires_grad=True)
     parallel = DataParallel(model, ["cpu"] * 3, scatter=deal)
     out = parallel(x)
@@ -595,13 +595,13 @@ def test_a_scatter_function_of_ones_own() -> None:
     [
         (None, ArgumentTypeError, "scatter returned None: return two lists"),
         ([[(1,)]], ArgumentTypeError, "return two lists"),
-        (([], []), ArgumentError, "for 0 replicas and named ones for 0"),
-        (([(1,)], []), ArgumentError, "for 1 replicas and named ones for 0"),
-        (([(1,)] * 3, [{}] * 3), ArgumentError, "at most 2"),
+        (([], []), ArgumentError, "for 0 replicas and keyword arguments for 0"),
+        (([(1,)], []), ArgumentError, "for 1 replicas and keyword arguments for 0"),
+        (([(1,)] * 3, [{}] * 3), ArgumentError, "from 1 to 2"),
         (([1], [{}]), ArgumentTypeError, "scatter returned a int and a dict for replica 0"),
     ],
 )
-def test_what_a_scatter_function_returns_is_checked(
+def test_results_of_a_scatter_function_are_checked(
     result: Any, kind: type[Exception], message: str
 ) -> None:
     parallel = DataParallel(nn.Identity(), ["cpu"] * 2, scatter=lambda *_: result)
@@ -741,12 +741,12 @@ def test_the_output_device() -> None:
     assert DataParallel(linear, ["cpu"], "meta")(x).device.type == "meta"
 
 
-def test_no_devices_are_every_device() -> None:
+def test_default_devices_are_all_devices() -> None:
     expected = torch.accelerator.device_count() or 1
     assert len(DataParallel(nn.Linear(1, 1)).devices) == expected
 
 
-def test_a_torch_built_for_accelerators_that_are_not_there(
+def test_torch_built_for_absent_accelerators(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))

@@ -118,7 +118,7 @@ def test_dicts_keep_their_order() -> None:
     assert list(whole) == ["b", "a"]
 
 
-def test_what_is_no_tensor_goes_everywhere_and_comes_back_as_a_list() -> None:
+def test_other_values_are_passed_to_every_device_and_returned_as_lists() -> None:
     thing = object()
     parts = scatter_nested((x(), 3, "word", None, thing), ["cpu"] * 2)
     assert [p[1:] for p in parts] == [(3, "word", None, thing)] * 2
@@ -152,22 +152,22 @@ def test_other_dims() -> None:
 
 
 def test_scatter_refuses_what_it_cannot_cut() -> None:
-    with pytest.raises(ArgumentError, match=r"without a dim 0 to cut"):
+    with pytest.raises(ArgumentError, match=r"without a dim 0 to split"):
         scatter_nested([torch.tensor(1.0)], ["cpu"])
     with pytest.raises(ArgumentError, match=r"inputs\[0\] has layout torch.sparse_coo"):
         scatter_nested([x().to_sparse()], ["cpu"])
     packed = pack_padded_sequence(torch.zeros(3, 2, 1), torch.tensor([3, 2]))
     with pytest.raises(NotSupportedError, match="PackedSequence"):
         scatter_nested([packed], ["cpu"] * 2)
-    with pytest.raises(ArgumentError, match="Pair, which is registered already"):
+    with pytest.raises(ArgumentError, match="Pair, which is already registered"):
         register_container(Pair, lambda p: (), lambda p, _: p)
 
 
 @pytest.mark.parametrize(
     ("outputs", "message"),
     [
-        ([{"a": 1}, {"b": 1, "a": 1}], r"outputs of replica 1 has \['b', 'a'\], of replica 0"),
-        ([[1, 2], [1]], r"outputs of replica 1 has \[0\], of replica 0 \[0, 1\]"),
+        ([{"a": 1}, {"b": 1, "a": 1}], r"outputs of replica 1 has keys \['b', 'a'\], that of"),
+        ([[1, 2], [1]], r"of replica 1 has keys \[0\], that of replica 0 has \[0, 1\]"),
         ([{"a": x()}, {"a": 1}], r"outputs\['a'\] is a int from replica 1, a Tensor from"),
         ([[x()], (x(),)], "outputs is a tuple from replica 1, a list from replica 0"),
         ([None, (x(),)], "outputs is a tuple from replica 1, a NoneType from replica 0"),

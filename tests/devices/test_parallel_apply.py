@@ -68,7 +68,7 @@ def test_modes_are_carried_over() -> None:
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])
-def test_the_first_exception_comes_back_as_it_was(failing: int) -> None:
+def test_the_first_exception_is_raised_unchanged(failing: int) -> None:
     ended = []
 
     def run(i: int) -> None:
@@ -109,7 +109,7 @@ def test_an_exception_that_is_raised_again_has_one_note() -> None:
     assert error.__notes__ == ["its own", "Caught ValueError in replica 0 on no device"]
 
 
-def test_an_exception_that_takes_no_note_comes_back_all_the_same() -> None:
+def test_an_exception_that_rejects_notes_is_raised_unchanged() -> None:
     class Closed(Exception):
         __notes__ = property(lambda self: None)
 
@@ -121,7 +121,7 @@ def test_an_exception_that_takes_no_note_comes_back_all_the_same() -> None:
     assert caught.value.args == (7,)
 
 
-def test_exceptions_that_are_no_exceptions_come_back_too() -> None:
+def test_base_exceptions_are_raised_too() -> None:
     def leave(_: int) -> None:
         raise SystemExit("enough")
 

@@ -40,7 +40,7 @@ def test_an_accelerator_that_is_not_there_is_refused(value: str) -> None:
 
 
 @pytest.mark.parametrize("value", [True, 1.5, None])
-def test_what_is_no_device_is_refused(value: object) -> None:
+def test_invalid_devices_are_refused(value: object) -> None:
     with pytest.raises(ArgumentTypeError, match=r"devices\[0\]"):
         as_devices([value])  # type: ignore[list-item]
 

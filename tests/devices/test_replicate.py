@@ -170,7 +170,7 @@ def test_script_modules_are_refused() -> None:
 def test_compiled_modules() -> None:
     net, x = nn.Linear(3, 3), torch.randn(4, 3)
     expected = net(x)
-    with pytest.raises(NotSupportedError, match=r"torch\.compile made at '0'"):
+    with pytest.raises(NotSupportedError, match=r"compiled with torch\.compile at '0'"):
         replicate(nn.Sequential(torch.compile(net, backend="eager")), CPUS)
     assert torch.equal(net(x), expected)  # as it was
     net.compile(backend="eager")

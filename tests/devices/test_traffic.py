@@ -109,7 +109,7 @@ def test_reduce_add_reads_every_input_once_and_writes_the_result_once(k: int) ->
     assert bus.allocated == size
 
 
-def test_the_count_tells_torchs_way_from_ours() -> None:
+def test_the_count_distinguishes_torch_and_gradwire() -> None:
     size, k = 16 << 20, 4
     inputs = [torch.ones(size // 4) for _ in range(k)]
     bus = counted(lambda: added_as_torch_does(inputs))

@@ -1,4 +1,4 @@
-"""One process, many devices: the six ops between them, and the DataParallel that stands on them."""
+"""Communication between the devices of one process: six ops, and DataParallel, which uses them."""
 
 from gradwire._containers import register_container
 from gradwire.devices.broadcast_reduce import (

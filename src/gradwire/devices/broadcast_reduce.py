@@ -1,4 +1,4 @@
-"""broadcast and reduce_add, each the other's adjoint, for one tensor and for many at once."""
+"""broadcast and reduce_add, each the other's adjoint, for one tensor or many tensors at once."""
 
 from __future__ import annotations
 
@@ -25,21 +25,22 @@ def broadcast(
     """Copy a tensor to every device.
 
     Args:
-        tensor: On any device; any dtype; dense or sparse.
-        devices: The places, k of them; one device several times is several places.
-        out: k tensors to write into instead, of the tensor's shape, dtype and layout, that share no
-            memory. Exactly one of `devices` and `out` is given; with `out` no gradient is recorded.
+        tensor: Dense or sparse tensor of any dtype, on any device.
+        devices: List of k devices. A device may be listed several times, for several copies.
+        out: List of k tensors to write into instead, of the tensor's shape, dtype and layout. They
+            must not share memory. Exactly one of `devices` and `out` must be given. With `out`, no
+            gradient is recorded.
 
     Returns:
-        k tensors of the tensor's shape. At its own place (the first entry of its device) it is
-        the tensor itself, or a view of it when gradients are recorded; elsewhere a copy, with the
-        tensor's strides where those leave no gaps.
+        A tuple of k tensors. The first entry for the tensor's own device is the tensor itself, or a
+        view of it if gradients are recorded. All others are copies, with the tensor's strides if
+        these leave no gaps.
 
     Adjoint: `reduce_add` to the tensor's device.
 
     Raises:
-        ArgumentError: Both or neither of `devices` and `out`; an entry that is no device or does
-            not fit, with its index.
+        ArgumentError: Both or neither of `devices` and `out` are given, or an entry is not a valid
+            device or does not match; the message has its index.
 
     Example:
         >>> x = torch.tensor([1.0, 2.0], requires_grad=True)
@@ -72,27 +73,27 @@ def broadcast_coalesced(
     *,
     detach_buffers: bool = False,
 ) -> list[list[Tensor]]:
-    """Copy many tensors to every device, the small ones together.
+    """Copy many tensors to every device, packing small ones into buffers.
 
-    In one process, differentiable: as `torch.nn.parallel.comm.broadcast_coalesced`. Those between
-    processes are `gradwire.ddp.broadcast_coalesced` and `gradwire.collectives.broadcast_coalesced`.
+    This is a differentiable `torch.nn.parallel.comm.broadcast_coalesced`, within one process.
+    Between processes, use `gradwire.ddp.broadcast_coalesced` or
+    `gradwire.collectives.broadcast_coalesced`.
 
     Args:
-        tensors: On the first of `devices`; any shapes and dtypes, dense or sparse.
-        devices: The places, k of them; one device several times is several places.
-        buffer_size: Bytes. Tensors of one dtype share a buffer until it has this size.
-        detach_buffers: Give every copy storage of its own. Otherwise a copy that outlives the
-            others keeps the whole buffer it lies in, of about `buffer_size`, in memory.
+        tensors: Dense or sparse tensors of any shapes and dtypes, on the first of `devices`.
+        devices: List of k devices. A device may be listed several times, for several copies.
+        buffer_size: Size in bytes of the buffers that tensors of one dtype share.
+        detach_buffers: True to give every copy its own storage. By default, a copy that outlives
+            the others keeps its whole buffer, of about `buffer_size`, in memory.
 
     Returns:
-        k lists of copies; the first holds the tensors themselves, or views of them when gradients
-        are recorded. Each copy has a version counter of its own.
+        A list of k lists of copies. The first list holds the tensors themselves, or views of them
+        if gradients are recorded. Each copy has its own version counter.
 
     Adjoint: `reduce_add_coalesced` to the tensors' device.
 
     Raises:
-        ArgumentError: A tensor on another device than the first of `devices`; a size that is not
-            positive.
+        ArgumentError: A tensor is not on the first of `devices`, or `buffer_size` is not positive.
 
     Example:
         >>> broadcast_coalesced([torch.ones(2), torch.arange(3)], ["cpu", "cpu"])[1]
@@ -106,8 +107,7 @@ def broadcast_coalesced(
     home = checks.common_device(found, "tensors")
     if home != places[0]:
         raise ArgumentError(
-            f"tensors are on {home}, devices[0] is {places[0]}: the first device is where the "
-            "tensors are"
+            f"tensors are on {home}, devices[0] is {places[0]}: list the tensors' device first"
         )
     return broadcast_lists(found, places, _buffer_bytes(buffer_size, detach_buffers))
 
@@ -115,24 +115,24 @@ def broadcast_coalesced(
 def reduce_add(
     inputs: Iterable[Tensor], destination: Device | None = None, *, out: Tensor | None = None
 ) -> Tensor:
-    """Add tensors of several devices.
+    """Sum tensors of several devices.
 
-    The sum is taken in the order of the inputs, so that its bits do not depend on the destination.
+    The inputs are summed in order, so that the bits of the result do not depend on the destination.
 
     Args:
-        inputs: k tensors of one shape, dtype and layout, on any devices.
-        destination: Where the sum goes; the first input's device if None, the host for −1.
-        out: A tensor to write the sum into instead, on any device; no gradient is recorded. It may
-            be the first input, and shares no memory with the others.
+        inputs: List of k tensors of one shape, dtype and layout, on any devices.
+        destination: Device of the sum; the first input's device if None, the CPU if −1.
+        out: Tensor to write the sum into instead, on any device; no gradient is recorded. It may be
+            the first input, but must not share memory with the others.
 
     Returns:
-        The sum. One input alone is returned as it is, if it is at the destination.
+        The sum. A single input is returned unchanged if it is on the destination.
 
     Adjoint: `broadcast` to the inputs' devices.
 
     Raises:
-        ArgumentError: No input; an input that does not match the first; `out` and `destination`;
-            an `out` that does not fit.
+        ArgumentError: There are no inputs, an input does not match the first, both `out` and
+            `destination` are given, or `out` does not match.
 
     Example:
         >>> reduce_add([torch.tensor([1.0, 2.0]), torch.tensor([10.0, 20.0])])
@@ -151,7 +151,7 @@ def reduce_add(
         if share_memory(out, tensor) and not (i == 0 and same_place(out, tensor)):
             raise ArgumentError(
                 f"out shares memory with inputs[{i}]: that input would be overwritten before it "
-                "is read. Give a tensor of its own, or inputs[0]"
+                "is read. Give a separate tensor, or inputs[0]"
             )
     with torch.no_grad():
         if len(found) == 1 or out.layout != torch.strided:
@@ -168,25 +168,25 @@ def reduce_add_coalesced(
     *,
     detach_buffers: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Add many tensors of several devices, the small ones together.
+    """Sum many tensors of several devices, packing small ones into buffers.
 
     Args:
-        inputs: k lists of n tensors; those at one position have one shape and dtype, and a list's
-            tensors are on one device. A position may be sparse: in all lists, which gives a
-            sparse sum, or in some, which gives a dense one.
-        destination: Where the sums go; the first list's device if None, the host for −1.
-        buffer_size: Bytes. Sums of one dtype share a buffer until it has this size.
-        detach_buffers: Give every sum storage of its own. Otherwise a sum that outlives the others
-            keeps the whole buffer it lies in, of about `buffer_size`, in memory.
+        inputs: List of k lists of n tensors. The tensors of a list are on one device; those at the
+            same position have one shape and dtype. The sum at a position is sparse if the tensors
+            of all lists are sparse, and dense if only some are.
+        destination: Device of the sums; the first list's device if None, the CPU if −1.
+        buffer_size: Size in bytes of the buffers that sums of one dtype share.
+        detach_buffers: True to give every sum its own storage. By default, a sum that outlives the
+            others keeps its whole buffer, of about `buffer_size`, in memory.
 
     Returns:
-        n sums, each with a version counter of its own. One list alone is returned as it is.
+        A tuple of n sums, each with its own version counter. A single list is returned unchanged.
 
     Adjoint: `broadcast_coalesced` to the lists' devices.
 
     Raises:
-        ArgumentError: Lists of different lengths, tensors of one position that do not match, or a
-            list on several devices, each with its index.
+        ArgumentError: Lists have different lengths, tensors at a position do not match, or a list
+            is on several devices; the message has the index.
 
     Example:
         >>> one, two = [torch.ones(2), torch.tensor(1)], [torch.ones(2), torch.tensor(5)]
@@ -198,7 +198,7 @@ def reduce_add_coalesced(
         for i, tensors in enumerate(checks.as_list(inputs, "inputs"))
     ]
     if not replicas:
-        raise ArgumentError("inputs is empty: give one list of tensors for each place")
+        raise ArgumentError("inputs is empty: give one list of tensors for each device")
     for i, tensors in enumerate(replicas):
         if len(tensors) != len(replicas[0]):
             raise ArgumentError(
@@ -218,8 +218,8 @@ def reduce_add_coalesced(
 
 def _buffer_bytes(buffer_size: int, detach_buffers: bool) -> int:
     if not isinstance(buffer_size, int):
-        raise ArgumentTypeError(f"buffer_size is {buffer_size!r}: give an int, of bytes")
+        raise ArgumentTypeError(f"buffer_size is {buffer_size!r}: give a number of bytes, an int")
     if buffer_size <= 0:
-        raise ArgumentError(f"buffer_size is {buffer_size}: give bytes, above 0")
-    # A buffer that closes after one byte holds one tensor.
+        raise ArgumentError(f"buffer_size is {buffer_size}: give a number of bytes > 0")
+    # A buffer of one byte holds one tensor.
     return 1 if detach_buffers else buffer_size

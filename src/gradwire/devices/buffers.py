@@ -1,6 +1,6 @@
-"""Policies for the buffers that replicas write, such as batch norm's running statistics.
+"""Policies for module buffers that replicas write, such as running statistics of batch norm.
 
-The first replica's buffers are the module's own; those of the others are copies that are dropped.
+The first replica has the module's own buffers. The other replicas have copies, which are discarded.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ BufferPolicy: TypeAlias = Literal["first", "mean", "error"]
 
 
 def check_policy(policy: str) -> None:
-    """Refuse a policy that does not exist."""
+    """Raise if the policy does not exist."""
     if policy not in get_args(BufferPolicy):
         raise ArgumentError(f'buffers is {policy!r}: give "first", "mean" or "error"')
 
 
 class BufferTracker:
-    """Remembers what buffers the replicas were given, and applies the policy after the forward.
+    """Records the buffers passed to the replicas, and applies the policy after the forward.
 
-    Version counters are no help here: batch norm writes its statistics past them. A module may also
-    assign a buffer another tensor, rather than write into the one it has.
+    Version counters do not show all writes: batch norm updates its statistics without incrementing
+    them. A module may also assign a new tensor to a buffer, instead of writing into the old one.
     """
 
     def __init__(self, module: Module, policy: BufferPolicy, first: Module) -> None:
@@ -38,11 +38,11 @@ class BufferTracker:
             self.before = {n: b.detach().clone() for n, b in _buffers(module) if b is not None}
         copied: dict[int, Tensor] = {}
         if policy == "mean":
-            # The mean is written into the module's own, so the first replica's backward must not
-            # have kept those.
+            # The mean is written into the module's buffers, which the first replica's backward must
+            # therefore not have saved.
             for name, given in _buffers(first):
                 if name in self.before and given is not None and not given.requires_grad:
-                    # one copy for all names of one buffer: what is written by one is read by all
+                    # one copy for all names of a buffer, so that they continue to share memory
                     copy = copied.setdefault(id(given), self.before[name].clone())
                     _assign(first, name, copy)
         self.given = dict(_buffers(first))
@@ -52,8 +52,8 @@ class BufferTracker:
         """Apply the policy.
 
         Raises:
-            ArgumentError: The policy is "error", and a replica but the first wrote a buffer; it is
-                "mean", and a replica's buffer has another shape.
+            ArgumentError: The policy is "error", and a replica other than the first wrote a buffer;
+                or it is "mean", and a replica's buffer has another shape.
         """
         own, written = dict(_buffers(module)), [dict(_buffers(replica)) for replica in replicas]
         for name, tensor in own.items():
@@ -65,13 +65,13 @@ class BufferTracker:
                 after = [_at(buffers.get(name), before.device) for buffers in written]
                 new = _moved_by_mean(name, before, after)
             if assigned:
-                _assign(module, name, new)  # another name of the old one keeps that
+                _assign(module, name, new)  # other names of the old buffer keep it
             elif self.policy == "mean":
                 _write(tensor, new)
 
 
 def _buffers(module: Module) -> Iterator[tuple[str, Tensor | None]]:
-    """Every buffer's name and value; of those that are None too, and of shared ones every name."""
+    """Yield names and values of all buffers, including None, and every name of shared ones."""
     for prefix, owner in module.named_modules():
         for key, value in owner._buffers.items():
             yield f"{prefix}.{key}" if prefix else key, value
@@ -83,7 +83,7 @@ def _assign(module: Module, name: str, value: Tensor | None) -> None:
 
 
 def _write(target: Tensor | None, value: Tensor | None) -> None:
-    """Copy a value, where it differs: the version counter of what nobody has written stays."""
+    """Copy a value into a buffer if it differs, so that unchanged buffers keep their version."""
     if target is not None and value is not None and not torch.equal(target, value):
         target.copy_(value)
 
@@ -93,9 +93,9 @@ def _at(value: Tensor | None, device: torch.device) -> Tensor | None:
 
 
 def _moved_by_mean(name: str, before: Tensor, after: Sequence[Tensor | None]) -> Tensor:
-    """Return the value before, moved by the mean of the changes.
+    """Return the previous value plus the mean of the replicas' changes.
 
-    Half precision is added up in float32, which has room for the changes and their sum.
+    Half precision is summed in float32, which has the precision and range for the sum.
     """
     half = before.is_floating_point() and before.dtype.itemsize < 4
     start = before.float() if half else before
@@ -105,10 +105,10 @@ def _moved_by_mean(name: str, before: Tensor, after: Sequence[Tensor | None]) ->
             found = None if value is None else tuple(value.shape)
             raise ArgumentError(
                 f'buffers is "mean", and replica {i} made the buffer {name}, of shape '
-                f"{tuple(before.shape)}, one of {found}: those have no mean. Keep the shape, or "
-                'take "first" (the first replica\'s)'
+                f"{tuple(before.shape)}, one of {found}: these have no mean. Keep the shape, or "
+                'use buffers="first" (the first replica\'s)'
             )
-        # equal values are skipped: the difference of infinities would be NaN
+        # skip equal values, because the difference of infinities is NaN
         change += torch.where(value == before, 0, value.to(start.dtype) - start)
     return (start + change / len(after)).to(before.dtype)
 
@@ -117,9 +117,9 @@ def _refuse_written(name: str, before: Tensor | None, after: Sequence[Tensor | N
     for i, value in enumerate(after[1:], 1):
         if not _same(value, before):
             raise ArgumentError(
-                f'buffers is "error", and replica {i} wrote the buffer {name}: that value would be '
-                'lost. Freeze it, or take "mean" (of all replicas) or "first" (the first '
-                "replica's)"
+                f'buffers is "error", and replica {i} wrote the buffer {name}: its value would be '
+                'lost. Freeze the buffer, or use buffers="mean" (of all replicas) or "first" (the '
+                "first replica's)"
             )
 
 

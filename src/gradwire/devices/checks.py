@@ -1,4 +1,4 @@
-"""Checks of the six ops' arguments, before any tensor is copied; messages name the entry."""
+"""Validation of the arguments of the six ops, before any tensor is copied."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def as_tensor_list(tensors: Iterable[Tensor], name: str) -> list[Tensor]:
-    """The tensors of a list, at least one."""
+    """Return the tensors of a list, which must not be empty."""
     found = as_list(tensors, name)
     if not found:
         raise ArgumentError(f"{name} is empty: give at least one tensor")
@@ -25,7 +25,7 @@ def as_tensor_list(tensors: Iterable[Tensor], name: str) -> list[Tensor]:
 
 
 def as_list(tensors: Iterable[T], name: str) -> list[T]:
-    """The entries of a list, which a tensor is not, although its rows could be listed."""
+    """Return the entries of a list; a tensor is rejected, although it is iterable."""
     if isinstance(tensors, Tensor):
         raise ArgumentTypeError(f"{name} is a tensor: give a list of tensors")
     if not isinstance(tensors, Iterable):
@@ -34,13 +34,13 @@ def as_list(tensors: Iterable[T], name: str) -> list[T]:
 
 
 def check_tensor(tensor: object, name: str) -> None:
-    """Refuse what is no tensor."""
+    """Raise unless the argument is a tensor."""
     if not isinstance(tensor, Tensor):
         raise ArgumentTypeError(f"{name} is a {type(tensor).__name__}: give a tensor")
 
 
 def check_exactly_one(devices: object, out: object) -> None:
-    """Refuse neither and both of `devices` and `out`."""
+    """Raise unless exactly one of `devices` and `out` is given."""
     if (devices is None) == (out is None):
         raise ArgumentError(
             f"devices is {devices!r} and out is {'None' if out is None else 'given'}: give exactly "
@@ -49,16 +49,16 @@ def check_exactly_one(devices: object, out: object) -> None:
 
 
 def check_out_without_grad(out: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-    """Refuse `out=` where a gradient would be recorded, as torch's own ops do."""
+    """Raise if `out` is given where a gradient would be recorded, as PyTorch's ops do."""
     if torch.is_grad_enabled() and any(t.requires_grad for t in (*out, *inputs)):
         raise ArgumentError(
-            "out is given and a tensor requires grad: writing into out records no gradient. Call "
-            "under torch.no_grad(), or without out"
+            "out is given and a tensor requires grad: writing into out records no gradient. Use "
+            "torch.no_grad(), or omit out"
         )
 
 
 def common_device(tensors: Sequence[Tensor], name: str) -> torch.device:
-    """The one device that all of the tensors are on."""
+    """Return the device of all tensors; raise if there are several."""
     device = tensors[0].device
     for i, tensor in enumerate(tensors):
         if tensor.device != device:
@@ -69,7 +69,7 @@ def common_device(tensors: Sequence[Tensor], name: str) -> torch.device:
 
 
 def check_alike(tensors: Sequence[Tensor], name: str, *, layout: bool = True) -> None:
-    """Refuse shapes, dtypes or layouts that differ from the first tensor's."""
+    """Raise if shapes, dtypes or layouts differ from those of the first tensor."""
 
     def key(tensor: Tensor) -> tuple[object, ...]:
         return (tuple(tensor.shape), tensor.dtype, tensor.layout if layout else None)
@@ -82,13 +82,13 @@ def check_alike(tensors: Sequence[Tensor], name: str, *, layout: bool = True) ->
         for field, got, wanted in zip(("shape", "dtype", "layout"), found, expected, strict=True):
             if got != wanted:
                 raise ArgumentError(
-                    f"{name}[{i}] has {field} {got}, expected {wanted} as {name}[0] has: tensors "
-                    "that are added must match"
+                    f"{name}[{i}] has {field} {got}, {name}[0] has {wanted}: give tensors of one "
+                    "shape, dtype and layout"
                 )
 
 
 def check_out(out: Tensor, like: Tensor, shape: Sequence[int], name: str) -> None:
-    """Refuse a result tensor of another shape, dtype or layout than the result has."""
+    """Raise if `out` does not have the shape, dtype and layout of the result."""
     check_tensor(out, name)
     if tuple(out.shape) != tuple(shape):
         raise ArgumentError(
@@ -97,31 +97,29 @@ def check_out(out: Tensor, like: Tensor, shape: Sequence[int], name: str) -> Non
         )
     if out.dtype != like.dtype or out.layout != like.layout:
         raise ArgumentError(
-            f"{name} is {out.dtype}, {out.layout}, the result {like.dtype}, {like.layout}: give a "
-            "tensor of those"
+            f"{name} is {out.dtype}, {out.layout}, the result is {like.dtype}, {like.layout}: give "
+            "a tensor of that dtype and layout"
         )
 
 
 def canonical_dim(dim: int, rank: int) -> int:
-    """The dim, counted from the front."""
+    """Return the dim as a non-negative index."""
     if not isinstance(dim, int):
         raise ArgumentTypeError(f"dim is {dim!r}, a {type(dim).__name__}: give an int")
     if not -rank <= dim < rank:
-        allowed = f"from {-rank} to {rank - 1}" if rank else "none: give it a dimension first"
-        raise ArgumentError(
-            f"dim is {dim}, the tensor has {rank} dims: those allowed are {allowed}"
-        )
+        remedy = f"give a dim from {-rank} to {rank - 1}" if rank else "give a tensor with a dim"
+        raise ArgumentError(f"dim is {dim}, the tensor has {rank} dims: {remedy}")
     return dim % rank
 
 
 def check_concat(tensors: Sequence[Tensor], dim: int) -> int:
-    """Refuse tensors that cannot be joined along `dim`; the dim, counted from the front."""
+    """Raise if the tensors cannot be concatenated; return the dim as a non-negative index."""
     first = tensors[0]
     for i, tensor in enumerate(tensors):
         if tensor.dim() != first.dim():
             raise ArgumentError(
-                f"tensors[{i}] has {tensor.dim()} dims, tensors[0] has {first.dim()}: give all the "
-                "same number of dimensions"
+                f"tensors[{i}] has {tensor.dim()} dims, tensors[0] has {first.dim()}: give tensors "
+                "with the same number of dims"
             )
         if tensor.dtype != first.dtype or tensor.layout != torch.strided:
             raise ArgumentError(
@@ -134,8 +132,8 @@ def check_concat(tensors: Sequence[Tensor], dim: int) -> int:
         expected[dim] = got[dim]
         if got != expected:
             raise ArgumentError(
-                f"tensors[{i}] has shape {tuple(got)}, expected {tuple(expected)}: sizes may "
-                f"differ from those of tensors[0] only in dim {dim}"
+                f"tensors[{i}] has shape {tuple(got)}, expected {tuple(expected)}: give tensors "
+                f"whose sizes differ in dim {dim} only"
             )
     return dim
 
@@ -143,15 +141,15 @@ def check_concat(tensors: Sequence[Tensor], dim: int) -> int:
 def chunk_sizes_of(
     size: int, places: int, chunk_sizes: Sequence[int] | None, *, strict: bool
 ) -> list[int]:
-    """Each chunk's size: as given, or as torch.chunk cuts, which may give fewer than places."""
+    """Return the chunk sizes: as given, or as those of torch.chunk, which may be fewer."""
     if chunk_sizes is None:
         step = -(-size // places)
         sizes = [min(step, size - i) for i in range(0, size, step)] if size else [0] * places
         if strict and len(sizes) < places:
             raise ArgumentError(
-                f"tensor has size {size} in the scattered dim: that is {len(sizes)} chunks of "
-                f"{step}, devices has {places}. Give chunk_sizes, or strict=False to leave the "
-                "last devices without a chunk"
+                f"tensor has size {size} in the scattered dim, which makes {len(sizes)} chunks of "
+                f"{step} for {places} devices: give chunk_sizes, or strict=False to leave the last "
+                "devices without a chunk"
             )
         return sizes
     if not isinstance(chunk_sizes, Iterable):
@@ -166,22 +164,18 @@ def chunk_sizes_of(
         )
     if sum(sizes) != size or min(sizes) < 0:
         raise ArgumentError(
-            f"chunk_sizes is {sizes}, of sum {sum(sizes)}; the tensor has size {size} in the "
-            "scattered dim: give sizes ≥ 0 that sum to it"
+            f"chunk_sizes is {sizes}, which sums to {sum(sizes)}; the tensor has size {size} in "
+            "the scattered dim: give sizes ≥ 0 that sum to it"
         )
     return sizes
 
 
 def check_no_destination(destination: object) -> None:
-    """Refuse a destination beside `out`."""
+    """Raise if a destination is given together with `out`."""
     if destination is not None:
         raise ArgumentError(
-            f"destination is {destination!r} and out is given: 'destination' must not be given "
-            "with 'out'"
+            f"destination is {destination!r} and out is given: omit one of 'destination' and 'out'"
         )
-
-
-# --- overlap of memory ---
 
 
 # --- overlap of memory ---
@@ -193,31 +187,32 @@ def check_apart(
     write_names: Sequence[str],
     read_names: Sequence[str],
 ) -> None:
-    """Refuse results over each other or over a source, when each source is copied into its result.
+    """Raise if copying each source into its result would overwrite another result or source.
 
-    A result may be the memory of its own source. Results of one name are parts of one tensor.
+    A result may have the memory of its own source. Results with the same name are parts of one
+    tensor.
     """
     for i, write in enumerate(writes):
         check_writable(write, write_names[i])
         for j in range(i):
-            # parts that are columns would be looked at element by element
+            # parts of one tensor are disjoint; comparing columns element by element would be slow
             if write_names[i] != write_names[j] and share_memory(write, writes[j]):
                 raise ArgumentError(
-                    f"{write_names[i]} shares memory with {write_names[j]}: one would be written "
-                    "over the other. Give tensors that lie apart"
+                    f"{write_names[i]} shares memory with {write_names[j]}: one would overwrite "
+                    "the other. Give tensors with separate memory"
                 )
         if same_place(write, reads[i]):
-            continue  # it has its values already
+            continue  # the result already has its values
         for j, read in enumerate(reads):
             if share_memory(write, read):
                 raise ArgumentError(
-                    f"{write_names[i]} shares memory with {read_names[j]}: that would be "
-                    "overwritten before it is read. Give a tensor of its own"
+                    f"{write_names[i]} shares memory with {read_names[j]}, which would be "
+                    "overwritten before it is read. Give a separate tensor"
                 )
 
 
 def check_writable(out: Tensor, name: str) -> None:
-    """Refuse a tensor in which several elements are one in memory, as `expand` makes."""
+    """Raise if several elements of the tensor share memory, as those of `expand` do."""
     if out.layout == torch.strided and any(
         size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride(), strict=True)
     ):
@@ -228,7 +223,7 @@ def check_writable(out: Tensor, name: str) -> None:
 
 
 def same_place(a: Tensor, b: Tensor) -> bool:
-    """Whether each element of one is that of the other, in memory, for equal shapes."""
+    """Return True if two tensors of equal shape have the same elements in memory."""
 
     def place(tensor: Tensor) -> tuple[object, ...]:
         return (tensor.device, tensor.data_ptr(), tensor.is_conj(), tensor.is_neg())
@@ -238,7 +233,7 @@ def same_place(a: Tensor, b: Tensor) -> bool:
 
 
 def share_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of one dtype have memory in common; those that are sparse do not tell."""
+    """Return True if two strided tensors of one dtype share memory; False for sparse ones."""
     if a.device != b.device or a.device.type == "meta" or not a.numel() or not b.numel():
         return False
     if a.layout != torch.strided or b.layout != torch.strided:
@@ -249,14 +244,14 @@ def share_memory(a: Tensor, b: Tensor) -> bool:
     start, size = min(a0, b0), a.element_size()
     if (a0 - b0) % size:
         return True
-    # The extents meet; columns of one matrix may still lie apart.
+    # The extents overlap, but the elements may be disjoint, as for columns of one matrix.
     mark = torch.zeros((max(a1, b1) - start) // size, dtype=torch.bool)
     mark.as_strided(*_distinct(b), (b0 - start) // size).fill_(True)
     return bool(mark.as_strided(*_distinct(a), (a0 - start) // size).any())
 
 
 def _distinct(tensor: Tensor) -> tuple[list[int], tuple[int, ...]]:
-    """Shape and strides, with one element in place of those that are one in memory."""
+    """Return shape and strides, with size 1 for expanded dims."""
     shape = [
         1 if stride == 0 else size
         for size, stride in zip(tensor.shape, tensor.stride(), strict=True)

@@ -1,6 +1,7 @@
-"""Moves tensors between places, without gradients: one copy, copies to many places, in buckets.
+"""Copies between devices, without gradients: of one tensor, of many in buckets, of chunks.
 
-Copies keep a tensor's strides where those leave no gaps, and never its conjugate or negative bit.
+Copies keep a tensor's strides if these leave no gaps. They never have the conjugate or negative
+bit.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def copy_into(
     sources: Sequence[Tensor],
     streams: Sequence[torch.Stream | None] | None = None,
 ) -> None:
-    """Copy each source into its target; every link is busy at once, the values are there after."""
+    """Copy each source into its target, all at the same time; the copies are complete on return."""
     to_host = set()
     for i, (target, source) in enumerate(zip(targets, sources, strict=True)):
         if source.device == HOST and has_streams(target.device):
@@ -38,20 +39,20 @@ def copy_into(
 
 
 def copy_to(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy of a tensor on a device, dense or sparse, in storage of its own."""
+    """Copy a dense or sparse tensor to a device, into new storage."""
     return copies(tensor, [device])[0]
 
 
 def local(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on a device: itself if it is there."""
+    """Return the tensor on a device: the tensor itself if it is there, else a copy."""
     return tensor if tensor.device == device else copy_to(tensor, device)
 
 
 def copies(tensor: Tensor, devices: Sequence[torch.device]) -> list[Tensor]:
-    """A copy of a tensor for each place, each in storage of its own."""
+    """Return a copy of a tensor for each device, each in new storage."""
     if tensor.layout != torch.strided:
         return [tensor.to(device, copy=True) for device in devices]
-    # Pinned memory is what lets a device write to the host at full speed.
+    # An accelerator writes to pinned host memory at full speed.
     streamed = has_streams(tensor.device)
     targets = [
         _memory.empty_like(tensor, device, pinned=streamed and device == HOST) for device in devices
@@ -64,7 +65,7 @@ def copies(tensor: Tensor, devices: Sequence[torch.device]) -> list[Tensor]:
 
 
 def packed(tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """One flat tensor of the values of several of one dtype, and each one's view in it."""
+    """Copy tensors of one dtype into a flat tensor; return it, and a view for each tensor."""
     size = sum(t.numel() for t in tensors)
     flat = _memory.empty((size,), tensors[0], tensors[0].device)
     inside = views(flat, tensors, keep_strides=True)
@@ -75,7 +76,7 @@ def packed(tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
 def buckets_of(
     tensors: Sequence[Tensor], sparse: Sequence[bool], buffer_size: int
 ) -> Sequence[Sequence[int]]:
-    """The indices of the tensors that share a buffer: of one dtype; a sparse one shares none."""
+    """Return the indices of the tensors in each buffer: of one dtype; sparse tensors are alone."""
     sizes = [
         0 if alone else t.numel() * t.element_size()
         for t, alone in zip(tensors, sparse, strict=True)
@@ -90,15 +91,15 @@ def copies_coalesced(
     devices: Sequence[torch.device],
     buffer_size: int,
 ) -> list[list[Tensor]]:
-    """For each place, each tensor: at the tensors' own place they themselves, elsewhere copies.
+    """Return the tensors for each device: themselves for their own device's first entry, or copies.
 
-    Tensors of one dtype share buffers. A buffer is filled once on the tensors' device, and that
-    first one is already the storage of a replica, if another place is on the same device.
+    Tensors of one dtype share buffers. A buffer is filled once, on the tensors' device. If the list
+    has a further entry for that device, this first buffer is already the storage of its copies.
 
     Args:
-        tensors: On one device.
-        devices: The places.
-        buffer_size: Bytes after which a buffer is closed.
+        tensors: Tensors on one device.
+        devices: List of devices.
+        buffer_size: Number of bytes after which a buffer is closed.
     """
     own = own_place(tensors[0].device, devices) if tensors else None
     others = [place for place in range(len(devices)) if place != own]
@@ -116,7 +117,7 @@ def copies_coalesced(
 
 
 def _bucket_copies(members: list[Tensor], devices: Sequence[torch.device]) -> list[list[Tensor]]:
-    """The copies of one bucket's tensors for each place."""
+    """Return the copies of a bucket's tensors for each device."""
     if len(members) == 1:
         return [[copy] for copy in copies(members[0], devices)]
     flat, inside = packed(members)
@@ -125,7 +126,7 @@ def _bucket_copies(members: list[Tensor], devices: Sequence[torch.device]) -> li
     replicas = [views(f, members, keep_strides=True) for f in flats]
     if first is not None:
         replicas.insert(first, inside)
-    # `.data` gives each view a version counter of its own.
+    # `.data` gives each view its own version counter.
     return [[view.data for view in replica] for replica in replicas]
 
 
@@ -135,63 +136,57 @@ def _bucket_copies(members: list[Tensor], devices: Sequence[torch.device]) -> li
 # accelerator, these functions do.
 
 
-# --- accelerators: side streams, pinned memory, NCCL ---
-#
-# PyTorch's copy between two accelerators orders the streams of both. Between the host and an
-# accelerator, these functions do.
-
-
 def has_streams(device: torch.device) -> bool:
-    """Whether copies to and from a device can run beside other work."""
+    """Return True if copies to and from a device can overlap with other work."""
     return device.type in ("cuda", "xpu")
 
 
 @functools.cache
 def _copy_stream(device: torch.device) -> torch.Stream:
-    """The one side stream on which a device receives copies from the host."""
+    """Return the side stream on which a device receives copies from the host."""
     return torch.Stream(device)
 
 
 def from_host(source: Tensor, target: Tensor, stream: torch.Stream | None) -> None:
     """Copy a CPU tensor into an accelerator's tensor, on a side stream.
 
-    The copy starts after what is queued on the device's current stream, and what is queued there
-    afterwards waits for the copy. From pinned memory the call returns before the copy is done: the
-    source must not be written until the device has been synchronised.
+    The copy waits for work queued on the device's current stream, and work queued there afterwards
+    waits for the copy. From pinned memory, the call returns before the copy is complete: do not
+    write to the source until the device has been synchronized.
 
     Args:
-        source: On the CPU.
-        target: On an accelerator; written.
-        stream: The side stream, one of the target's device; a shared one if None.
+        source: Tensor on the CPU.
+        target: Tensor on an accelerator, which is overwritten.
+        stream: Side stream of the target's device; a shared one if None.
     """
     side = stream or _copy_stream(target.device)
     current = torch.accelerator.current_stream(target.device)
     side.wait_stream(current)
     with side:
         target.copy_(source, non_blocking=True)
-    # the target was allocated on the current stream: the allocator must not reuse its memory before
-    # the side stream is done with it
+    # The target was allocated on the current stream: the allocator must not reuse its memory before
+    # the side stream has finished with it.
     target.record_stream(side)
     current.wait_stream(side)
 
 
 def wait_for(devices: set[torch.device]) -> None:
-    """Block the host until the work on each device's current stream is done."""
+    """Block until the work on each device's current stream is complete."""
     for device in devices:
         torch.accelerator.current_stream(device).synchronize()
 
 
 def nccl_takes(tensors: Sequence[Tensor]) -> bool:
-    """Whether NCCL can copy these: on different CUDA devices, dense, contiguous and not lazy."""
+    """Return True if NCCL can copy the tensors, which must be dense and on different GPUs."""
     return all(
         t.is_cuda and t.numel() and not t.is_conj() and not t.is_neg() for t in tensors
     ) and bool(torch.cuda.nccl.is_available(tensors))
 
 
 def nccl_broadcast(source: Tensor, targets: Sequence[Tensor]) -> None:
-    """Copy one GPU's tensor into those of other GPUs through NCCL, on their current streams.
+    """Copy one GPU's tensor to other GPUs with NCCL, on their current streams.
 
-    It travels as bytes: NCCL knows neither complex numbers nor all integers.
+    Tensors are sent as bytes, because NCCL supports neither complex numbers nor all integers.
     """
     flat = [t.view(-1).view(torch.uint8) for t in (source, *targets)]
     torch.cuda.nccl.broadcast(flat, root=0)
@@ -199,15 +194,13 @@ def nccl_broadcast(source: Tensor, targets: Sequence[Tensor]) -> None:
 
 # --- chunks ---
 
-# --- chunks ---
-
 _FORMATS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
 
 
 def cut(tensor: Tensor, sizes: Sequence[int], dim: int) -> list[Tensor]:
-    """Views of a tensor, one after another along `dim`.
+    """Split a tensor into consecutive views along `dim`.
 
-    Unlike those of torch.split they may be written where gradients are recorded.
+    Unlike those of torch.split, the views may be written to while gradients are recorded.
     """
     ends = itertools.accumulate(sizes)
     return [tensor.narrow(dim, end - size, size) for end, size in zip(ends, sizes, strict=True)]
@@ -220,7 +213,7 @@ def chunk_copies(
     dim: int,
     streams: Sequence[torch.Stream | None] | None,
 ) -> list[Tensor]:
-    """For each place, its chunk: at the tensor's own place a view of it, elsewhere a copy."""
+    """Return a chunk for each device: a view for the tensor's own device, copies for others."""
     chunks = cut(tensor, sizes, dim)
     own = own_place(tensor.device, devices)
     others = [place for place in range(len(devices)) if place != own]
@@ -237,7 +230,7 @@ def chunk_copies(
 
 
 def concat(tensors: Sequence[Tensor], dim: int, device: torch.device) -> Tensor:
-    """One tensor on a device: the others one after another along `dim`, in their memory format."""
+    """Concatenate tensors along `dim` on a device, keeping their common memory format."""
     first = tensors[0]
     shape = list(first.shape)
     shape[dim] = sum(t.shape[dim] for t in tensors)
@@ -253,12 +246,12 @@ def concat(tensors: Sequence[Tensor], dim: int, device: torch.device) -> Tensor:
 
 
 def concat_into(result: Tensor, tensors: Sequence[Tensor], dim: int) -> None:
-    """Write tensors one after another along `dim` into another."""
+    """Concatenate tensors along `dim` into another tensor."""
     copy_into(cut(result, [t.shape[dim] for t in tensors], dim), tensors)
 
 
 def _common_format(tensors: Sequence[Tensor]) -> torch.memory_format:
-    """The memory format that all of the tensors have."""
+    """Return the memory format that all tensors have, contiguous if there is none."""
     for memory_format in _FORMATS:
         rank = {torch.channels_last: 4, torch.channels_last_3d: 5}.get(memory_format)
         if rank in (None, tensors[0].dim()) and all(

@@ -1,4 +1,4 @@
-"""DataParallel: cut the batch, run a replica for each chunk, join what they return."""
+"""DataParallel: scatter the batch, run a replica on each chunk, gather the outputs."""
 
 from __future__ import annotations
 
@@ -23,34 +23,34 @@ Scatter: TypeAlias = Callable[
 
 
 class DataParallel(Module, Generic[M]):
-    """Runs a module on several devices of one process, each with a part of the batch.
+    """Module wrapper that runs on several devices of one process, each with a part of the batch.
 
-    The first device holds the module. Each forward cuts the inputs along `dim`, gives every
-    device a replica, runs them in threads and joins the outputs. The gradients of all replicas are
-    summed into the module's parameters.
+    The module is on the first device. Each forward splits the inputs along `dim`, replicates the
+    module to every device, runs the replicas in threads and concatenates the outputs. The gradients
+    of all replicas are summed into the module's parameters.
 
     Args:
-        module: Its parameters and buffers are on the first device by the time it runs.
-        devices: The places, k of them; one device several times is several places. All
-            accelerators if None, or the host once where there are none.
-        output_device: Where the outputs go; the first device if None.
-        dim: The batch's dim in all inputs and outputs.
-        buffers: What becomes of buffers that replicas write. "first": the first replica's are
-            kept, the others' lost. "mean": floating-point buffers move by the mean of all
-            replicas' changes, the others are the first replica's. "error": a forward in which
-            another replica wrote a buffer raises. A buffer that is assigned counts as written.
-        scatter: Cuts the inputs instead: `scatter(inputs, kwargs, devices)` gets the call's
-            positional and named arguments, and returns two lists of the same length, the tuple of
-            positional arguments and the dict of named ones for each replica. There are as many
-            replicas, at least one and at most k, on the first of the devices. It moves tensors
-            itself.
+        module: Module, whose parameters and buffers must be on the first device when it runs.
+        devices: List of k devices. A device may be listed several times, for several replicas. All
+            accelerators if None, or the CPU if there are none.
+        output_device: Device of the outputs; the first device if None.
+        dim: Batch dim of all inputs and outputs.
+        buffers: Policy for buffers that replicas write. "first" keeps the first replica's and
+            discards those of the others. "mean" adds the mean of all replicas' changes to
+            floating-point buffers, and keeps the first replica's other buffers. "error" raises if
+            a replica other than the first wrote a buffer. Assigning a buffer counts as writing it.
+        scatter: Function that replaces the split of inputs: `scatter(inputs, kwargs, devices)`
+            takes the positional and keyword arguments of the call, and returns two lists of the
+            same length, with a tuple of positional arguments and a dict of keyword arguments for
+            each replica. There may be between 1 and k replicas, which run on the first devices of
+            the list. The function must move tensors itself.
 
     Example:
         >>> model = DataParallel(torch.nn.Linear(3, 1), ["cpu"] * 2)
         >>> model(torch.zeros(5, 3)).shape  # the replicas see 3 rows and 2
         torch.Size([5, 1])
 
-        A list of graphs of several sizes is dealt out, instead of a batch that is cut.
+        Distribute a list of graphs of different sizes, instead of splitting a batch.
 
         >>> def deal(inputs, kwargs, devices):
         ...     parts = [inputs[0][i :: len(devices)] for i in range(len(devices))]
@@ -91,14 +91,14 @@ class DataParallel(Module, Generic[M]):
         self._own_scatter = scatter
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's outputs for the whole batch.
+        """Return the module's outputs for the whole batch.
 
         Raises:
-            ArgumentError: Inputs with different batch sizes; outputs of different structure; what
-                `scatter` returned cannot be used; a parameter that is not on the first device;
-                buffers that go against the policy.
-            NotSupportedError: Several devices inside torch.func's transforms.
-            Exception: What the module raised in the first replica that failed.
+            ArgumentError: Inputs have different batch sizes, outputs have different structures, the
+                result of `scatter` is invalid, a parameter is not on the first device, or a buffer
+                violates the policy.
+            NotSupportedError: There are several devices inside a `torch.func` transform.
+            Exception: The exception that the module raised in the first replica that failed.
         """
         if len(self.devices) > 1:
             refuse_in_transforms(f"DataParallel on {len(self.devices)} devices")
@@ -115,13 +115,13 @@ class DataParallel(Module, Generic[M]):
         return self.gather(outputs, self.output_device)
 
     def replicate(self, module: M, devices: Sequence[Device]) -> list[M]:
-        """The replicas of one forward; a subclass may make them otherwise."""
+        """Return the replicas of one forward; subclasses may override this method."""
         return replicate(module, devices, not torch.is_grad_enabled())
 
     def scatter(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any], devices: Sequence[Device]
     ) -> tuple[Sequence[tuple[Any, ...]], Sequence[dict[str, Any]]]:
-        """Return each replica's arguments; a subclass may cut them otherwise."""
+        """Return each replica's arguments; subclasses may override this method."""
         if self._own_scatter is not None:
             return _check_scattered(*_pair(self._own_scatter(inputs, kwargs, devices)), devices)
         return scatter_kwargs(inputs, kwargs, devices, self.dim)
@@ -129,51 +129,51 @@ class DataParallel(Module, Generic[M]):
     def parallel_apply(
         self, replicas: Sequence[M], inputs: Sequence[Any], kwargs: Sequence[dict[str, Any]]
     ) -> list[Any]:
-        """Each replica's outputs; a subclass may run them otherwise."""
+        """Return each replica's outputs; subclasses may override this method."""
         return parallel_apply(replicas, inputs, kwargs, self.devices[: len(replicas)])
 
     def gather(self, outputs: Sequence[Any], output_device: Device) -> Any:
-        """The outputs in one; a subclass may join them otherwise."""
+        """Return the joined outputs; subclasses may override this method."""
         return gather_nested(outputs, output_device, self.dim)
 
 
 def _pair(result: Any) -> tuple[Any, Any]:
-    """Return the two lists that a scatter function made.
+    """Return the two lists that a scatter function returned.
 
     Raises:
-        ArgumentTypeError: It returned something else.
+        ArgumentTypeError: The result is not two lists.
     """
     if isinstance(result, tuple | list) and len(result) == 2:
         args, named = result
         if isinstance(args, tuple | list) and isinstance(named, tuple | list):
             return args, named
     raise ArgumentTypeError(
-        f"scatter returned {result!r}: return two lists, with the positional and the named "
-        "arguments of each replica"
+        f"scatter returned {result!r}: return two lists, of positional and of keyword arguments "
+        "for each replica"
     )
 
 
 def _check_scattered(
     args: Sequence[Any], named: Sequence[Any], devices: Sequence[Device]
 ) -> tuple[Sequence[tuple[Any, ...]], Sequence[dict[str, Any]]]:
-    """Raise if there are not arguments for each of some replicas.
+    """Raise unless the two lists hold arguments for the same replicas.
 
     Raises:
-        ArgumentError: Lists of other lengths.
-        ArgumentTypeError: An entry is no tuple, or no dict.
+        ArgumentError: The lengths of the lists differ, or do not match the devices.
+        ArgumentTypeError: An entry is not a tuple or a dict.
     """
     if not 1 <= len(args) == len(named) <= len(devices):
         raise ArgumentError(
-            f"scatter returned positional arguments for {len(args)} replicas and named ones for "
-            f"{len(named)}: return as many of both, at least 1 and at most {len(devices)}, one for "
-            "each device that takes part"
+            f"scatter returned positional arguments for {len(args)} replicas and keyword arguments "
+            f"for {len(named)}: return both for the same number of replicas, from 1 to "
+            f"{len(devices)}"
         )
     for i, (given, names) in enumerate(zip(args, named, strict=True)):
         if not isinstance(given, tuple | list) or not isinstance(names, dict):
             raise ArgumentTypeError(
                 f"scatter returned a {type(given).__name__} and a {type(names).__name__} for "
-                f"replica {i}: return a tuple of its positional arguments and a dict of its named "
-                "ones"
+                f"replica {i}: return a tuple of its positional arguments and a dict of its "
+                "keyword arguments"
             )
     return args, named
 
@@ -189,17 +189,17 @@ def data_parallel(
     buffers: BufferPolicy = "first",
     scatter: Scatter | None = None,
 ) -> Any:
-    """Call a module once as `DataParallel` would.
+    """Call a module once, as `DataParallel` does.
 
     Args:
-        module: Its parameters and buffers are on the first of `devices`.
-        inputs: The tuple of positional arguments, or the only one; None for none.
-        devices: The places; all accelerators if None, or the host once where there are none.
-        output_device: Where the outputs go; the first device if None.
-        dim: The batch's dim in all inputs and outputs.
-        module_kwargs: Named arguments.
-        buffers: As for `DataParallel`.
-        scatter: As for `DataParallel`.
+        module: Module, whose parameters and buffers must be on the first of `devices`.
+        inputs: Tuple of positional arguments, or a single argument; None for none.
+        devices: List of devices; all accelerators if None, or the CPU if there are none.
+        output_device: Device of the outputs; the first device if None.
+        dim: Batch dim of all inputs and outputs.
+        module_kwargs: Keyword arguments.
+        buffers: Policy for buffers, as for `DataParallel`.
+        scatter: Function that splits the inputs, as for `DataParallel`.
 
     Example:
         >>> data_parallel(torch.nn.Linear(3, 1), torch.zeros(5, 3), ["cpu"] * 2).shape

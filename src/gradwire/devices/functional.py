@@ -1,7 +1,7 @@
-"""The adjoint pairs broadcast ↔ reduce_add and scatter ↔ gather, each the other's backward.
+"""Autograd functions of the adjoint pairs broadcast ↔ reduce_add and scatter ↔ gather.
 
-Every op of this package, raw or differentiable, passes through the four functions at the end. A
-call whose tensors have no gradients costs no autograd: it hands out the tensors themselves.
+Every op of this package calls one of the four functions at the end of this module. They bypass
+autograd if no tensor requires a gradient, and then return the input tensors themselves.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gradwire.devices.placement import own_place
 from gradwire.devices.summing import summed_coalesced
 
 BUFFER_SIZE = 10 << 20
-"""Bytes after which a buffer of coalesced tensors is closed, by default."""
+"""Default number of bytes after which a buffer of coalesced tensors is closed."""
 
 T = TypeVar("T")
 Streams: TypeAlias = "Sequence[torch.Stream | None] | None"
@@ -32,18 +32,18 @@ def _tangent(tensor: Tensor) -> Tensor | None:
 
 
 def _tracked(tensors: Sequence[Tensor]) -> list[bool]:
-    """For each tensor, whether autograd follows it, backward or forward."""
+    """Return, for each tensor, True if it is tracked by autograd, in backward or forward mode."""
     grad = torch.is_grad_enabled()
-    if forward_ad._current_level < 0:  # faster than a look at every tensor's tangent
+    if forward_ad._current_level < 0:  # faster than unpacking every tensor's tangent
         return [grad and t.requires_grad for t in tensors]
     return [(grad and t.requires_grad) or _tangent(t) is not None for t in tensors]
 
 
 def _all_with_tangents(tensors: Sequence[Tensor], tracked: Sequence[bool]) -> Sequence[Tensor]:
-    """The tensors; where one has a tangent, every tracked one has, of zeros if need be.
+    """Return the tensors; if one has a tangent, all other tracked ones get a tangent of zeros.
 
-    Where a function returns a view of an input without a tangent, and its jvp has one for it,
-    autograd drops the tangents of all results that follow.
+    If a function returns a view of an input that has no tangent, and its jvp returns a tangent for
+    it, autograd drops the tangents of all later results.
     """
     if forward_ad._current_level < 0:
         return tensors
@@ -62,7 +62,7 @@ def _split(tensors: Sequence[T], n: int) -> list[list[T]]:
 
 
 class _Broadcast(Function):
-    """n tensors to n tensors for each of k places, replica by replica."""
+    """Broadcast n tensors to k devices; results are ordered by replica."""
 
     @staticmethod
     def forward(
@@ -103,14 +103,14 @@ class _Broadcast(Function):
         with nested_forward_mode():
             replicas = broadcast_lists(list(given.values()), ctx.devices)
             if own is not None:
-                # the tangent of a view of the input has to be a view of the input's tangent
+                # the tangent of a view of the input must be a view of the input's tangent
                 replicas[own] = [t.view_as(t) for t in given.values()]
         found = [dict(zip(given, replica, strict=True)) for replica in replicas]
         return tuple(replica.get(i) for replica in found for i in range(ctx.n))
 
 
 def _sums(replicas: Sequence[Sequence[Tensor | None]], home: torch.device) -> list[Tensor | None]:
-    """For each position, the sum over those replicas that have a tensor there, if any has."""
+    """Return, for each position, the sum over replicas that have a tensor there, or None."""
     columns = [[t for t in column if t is not None] for column in zip(*replicas, strict=True)]
     users = [tuple(t is not None for t in column) for column in zip(*replicas, strict=True)]
     result: list[Tensor | None] = [None] * len(columns)
@@ -127,13 +127,13 @@ def _sums(replicas: Sequence[Sequence[Tensor | None]], home: torch.device) -> li
 def _followed_sums(
     replicas: Sequence[Sequence[Tensor | None]], home: torch.device
 ) -> list[Tensor | None]:
-    """`_sums` by operations that any transform follows."""
+    """Compute `_sums` with operations that every transform supports."""
     columns = [[t.to(home) for t in c if t is not None] for c in zip(*replicas, strict=True)]
     return [reduce(torch.add, column) if column else None for column in columns]
 
 
 class _ReduceAdd(Function):
-    """k·n tensors, replica by replica, to their n sums."""
+    """Sum k·n tensors, ordered by replica, to n sums."""
 
     @staticmethod
     def forward(home: torch.device, buffer_size: int, k: int, *tensors: Tensor) -> Any:
@@ -162,12 +162,12 @@ class _ReduceAdd(Function):
     @staticmethod
     def jvp(ctx: Any, _home: None, _size: None, _k: None, *tangents: Any) -> Any:
         n = len(tangents) // len(ctx.devices)
-        # a position's only tangent is the sum itself: cloned, so that in-place ops on one do not
-        # change the other
+        # The sum of a single tangent is that tangent: clone it, so that in-place ops on one do not
+        # affect the other.
         given = {id(tangent) for tangent in tangents}
         with nested_forward_mode():
             replicas = _split(tangents, n)
-            if torch._C._are_functorch_transforms_active():  # perhaps one more, around this one
+            if torch._C._are_functorch_transforms_active():  # possibly an outer transform
                 sums = _followed_sums(replicas, ctx.home)
             else:
                 sums = _sums(replicas, ctx.home)
@@ -181,7 +181,7 @@ class _ReduceAdd(Function):
 
 
 class _Scatter(Function):
-    """One tensor to its chunks."""
+    """Scatter a tensor to its chunks."""
 
     @staticmethod
     def forward(
@@ -209,7 +209,7 @@ class _Scatter(Function):
 
 
 class _Gather(Function):
-    """Chunks to one tensor."""
+    """Gather chunks to one tensor."""
 
     @staticmethod
     def forward(home: torch.device, dim: int, *tensors: Tensor) -> Any:
@@ -239,13 +239,14 @@ def broadcast_lists(
     *,
     zeros: bool = False,
 ) -> list[list[Tensor]]:
-    """For each place, every tensor. Adjoint: the sum over the places.
+    """Return every tensor for each device. Adjoint: the sum over the devices.
 
     Args:
-        tensors: On one device.
-        devices: The places.
-        buffer_size: Bytes after which a buffer is closed.
-        zeros: Where others have gradients, give zeros to tensors that no place has used.
+        tensors: Tensors on one device.
+        devices: List of devices.
+        buffer_size: Number of bytes after which a buffer is closed.
+        zeros: True to give zero gradients to tensors that no replica used, if others have
+            gradients.
     """
     places = tuple(devices)
 
@@ -269,7 +270,7 @@ def broadcast_lists(
 def reduce_lists(
     replicas: Sequence[Sequence[Tensor]], home: torch.device, buffer_size: int = BUFFER_SIZE
 ) -> list[Tensor]:
-    """For each position, the sum over the replicas. Adjoint: a copy for each replica."""
+    """Return, for each position, the sum over the replicas. Adjoint: a copy for each replica."""
     flat = [t for replica in replicas for t in replica]
     if not any(_tracked(flat)):
         return summed_coalesced(replicas, home, buffer_size)
@@ -287,7 +288,7 @@ def scatter_chunks(
     dim: int,
     streams: Streams = None,
 ) -> tuple[Tensor, ...]:
-    """For each place, its chunk. Adjoint: the chunks' gather."""
+    """Return a chunk for each device. Adjoint: gather of the chunks."""
     if not any(_tracked([tensor])):
         return tuple(chunk_copies(tensor, devices, sizes, dim, streams))
     places, lengths = tuple(devices), tuple(sizes)
@@ -296,7 +297,7 @@ def scatter_chunks(
 
 
 def gather_chunks(tensors: Sequence[Tensor], dim: int, home: torch.device) -> Tensor:
-    """The chunks, one after another along `dim`. Adjoint: the scatter to where they came from."""
+    """Concatenate chunks along `dim`. Adjoint: scatter to the chunks' devices."""
     if not any(_tracked(tensors)):
         return concat(tensors, dim, home)
     whole: Tensor = _Gather.apply(home, dim, *tensors)  # type: ignore[no-untyped-call]

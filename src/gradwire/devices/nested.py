@@ -1,4 +1,4 @@
-"""scatter and gather of nested containers: every tensor in them is cut, or joined, along a dim."""
+"""scatter and gather of nested containers of tensors."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from gradwire.errors import ArgumentError, NotSupportedError
 
 
 def scatter_nested(inputs: Any, devices: Iterable[Device], dim: int = 0) -> list[Any]:
-    """Cut every tensor of a nested container into chunks: one container for each device.
+    """Split every tensor of a nested container; return one container for each device.
 
     Args:
         inputs: Tensors in tuples, lists, dicts and other mappings, named tuples, dataclasses, or
-            types registered with `register_container` or torch's pytrees. All tensors have one
-            size in `dim`. Anything else goes to every device unchanged.
-        devices: The places, k of them.
-        dim: The dim that is cut, as `torch.chunk` cuts it.
+            types registered with `register_container` or PyTorch's pytrees. All tensors must have
+            the same size in `dim`. Other values are passed to every device unchanged.
+        devices: List of k devices.
+        dim: Dim to split, as `torch.chunk` does.
 
     Returns:
-        A container for each chunk: k, or fewer if the size in `dim` does not suffice.
+        A list with a container for each chunk: k, or fewer if the size in `dim` is too small.
 
     Adjoint: for each tensor, `gather` along `dim`.
 
     Raises:
-        ArgumentError: Tensors of different sizes in `dim`, or without that dim.
+        ArgumentError: Tensors have different sizes in `dim`, or do not have that dim.
 
     Example:
         >>> scatter_nested({"x": torch.arange(4), "scale": 2}, ["cpu"] * 2)
@@ -47,7 +47,7 @@ def scatter_nested(inputs: Any, devices: Iterable[Device], dim: int = 0) -> list
 def scatter_kwargs(
     inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, devices: Iterable[Device], dim: int = 0
 ) -> tuple[tuple[tuple[Any, ...], ...], tuple[dict[str, Any], ...]]:
-    """`scatter_nested` of a call's arguments: for each chunk the positional and the named ones.
+    """Split a call's arguments as `scatter_nested` does; return the tuples and the dicts.
 
     Example:
         >>> scatter_kwargs((torch.arange(2),), {"scale": 3}, ["cpu"] * 2)
@@ -58,27 +58,27 @@ def scatter_kwargs(
 
 
 def gather_nested(outputs: Sequence[Any], destination: Device, dim: int = 0) -> Any:
-    """Join nested containers, one from each device, into one of the same structure.
+    """Concatenate the tensors of nested containers, one from each device, into one container.
 
     Args:
-        outputs: Containers of one structure. Their tensors are joined along `dim`, scalars into a
-            vector; where all hold None there is None; anything else becomes the list of the
-            values.
-        destination: Where the tensors go.
-        dim: The dim along which they are joined.
+        outputs: Containers of the same structure. Tensors are concatenated along `dim`, scalars to
+            a vector. If all values at a position are None, the result is None. Other values are
+            returned as a list.
+        destination: Device of the tensors.
+        dim: Dim along which to concatenate.
 
     Adjoint: for each tensor, `scatter` along `dim`.
 
     Raises:
-        ArgumentError: Structures that differ: types, lengths, keys, or a tensor in one place and
-            none in the other.
+        ArgumentError: The structures differ in types, lengths or keys, or in whether a value is a
+            tensor.
 
     Example:
         >>> gather_nested([{"y": torch.zeros(1), "n": 1}, {"y": torch.ones(2), "n": 2}], "cpu")
         {'y': tensor([0., 1., 1.]), 'n': [1, 2]}
     """
     if not outputs:
-        raise ArgumentError("outputs is empty: give one for each device")
+        raise ArgumentError("outputs is empty: give one container for each device")
     device = torch.device("cpu") if destination == -1 else as_device(destination, "destination")
     return _gathered(list(outputs), device, dim, "outputs")
 
@@ -91,13 +91,13 @@ def _flatten(value: Any) -> OneLevel | None:
     """
     if isinstance(value, PackedSequence):
         raise NotSupportedError(
-            "a PackedSequence cannot be cut along the batch: pad it, and pack inside the module"
+            "a PackedSequence cannot be split along the batch: pad it, and pack inside the module"
         )
     return flatten_one_level(value)
 
 
 def _tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a container, each with where it is."""
+    """Yield the tensors of a container with their paths."""
     if isinstance(value, Tensor):
         yield name, value
     elif flattened := _flatten(value):
@@ -106,23 +106,23 @@ def _tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def _batch_sizes(inputs: Any, dim: int, places: int) -> list[int]:
-    """The chunk sizes that all tensors share; without tensors, one chunk for each place."""
+    """Return the chunk sizes, which all tensors share; without tensors, one chunk per device."""
     found = ""
     size = places
     for name, tensor in _tensors(inputs, "inputs"):
         if tensor.is_nested or tensor.layout != torch.strided:
             kind = "is a nested tensor" if tensor.is_nested else f"has layout {tensor.layout}"
-            raise ArgumentError(f"{name} {kind}: only dense tensors are cut")
+            raise ArgumentError(f"{name} {kind}: give dense tensors")
         if not -tensor.dim() <= dim < tensor.dim():
             raise ArgumentError(
-                f"{name} has shape {tuple(tensor.shape)}, without a dim {dim} to cut: give it that "
-                "dim, or pass a number that is no tensor to every replica"
+                f"{name} has shape {tuple(tensor.shape)}, without a dim {dim} to split: add that "
+                "dim, or pass a Python number, which every replica receives unchanged"
             )
         if found and tensor.shape[dim] != size:
             raise ArgumentError(
-                f"{name} has size {tensor.shape[dim]} in dim {dim}, {found} has {size}: tensors "
-                "that are cut together have one batch size. Pass what is no batch in an object "
-                "that is no container, or make it a buffer of the module"
+                f"{name} has size {tensor.shape[dim]} in dim {dim}, {found} has {size}: give "
+                "tensors of one batch size. Pass a tensor that has no batch dim in an object that "
+                "is not a container, or make it a buffer of the module"
             )
         found, size = found or name, tensor.shape[dim]
     return checks.chunk_sizes_of(size, places, None, strict=False)
@@ -155,12 +155,12 @@ def _gathered(values: list[Any], device: torch.device, dim: int, name: str) -> A
     model = flattened[0]
     children: list[list[Any]] = []
     for i, other in enumerate(flattened):
-        # The order of a dict's keys may differ; which keys there are may not.
+        # The order of a dict's keys may differ, but the keys must be equal.
         found = dict(zip(other.keys, other.children, strict=True)) if other else {}
         if found.keys() != set(model.keys):
             raise ArgumentError(
-                f"{name} of replica {i} has {list(found)}, of replica 0 {list(model.keys)}: give "
-                "every replica's output the same keys and lengths"
+                f"{name} of replica {i} has keys {list(found)}, that of replica 0 has "
+                f"{list(model.keys)}: return outputs with the same keys and lengths"
             )
         children.append([found[key] for key in model.keys])
     columns = zip(model.keys, zip(*children, strict=True), strict=True)
@@ -178,5 +178,5 @@ def _check_types(values: list[Any], name: str) -> None:
         if any(isinstance(v, Tensor) or _flatten(v) for v in (first, value)):
             raise ArgumentError(
                 f"{name} is a {type(value).__name__} from replica {i}, a {type(first).__name__} "
-                "from replica 0: give every replica's output the same structure"
+                "from replica 0: return outputs of the same structure from all replicas"
             )

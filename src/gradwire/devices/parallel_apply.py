@@ -1,4 +1,4 @@
-"""Runs each replica in a thread of its own, in the caller's modes."""
+"""Parallel calls of replicas, each in its own thread, in the caller's modes."""
 
 from __future__ import annotations
 
@@ -24,25 +24,24 @@ def parallel_apply(
 ) -> list[Any]:
     """Call each module with its own arguments, all at the same time.
 
-    Every call runs in the caller's modes: grad and inference mode, autocast with its dtypes, the
-    context variables, and each accelerator's current stream.
+    Every call runs in the caller's grad mode, inference mode, autocast state, context variables,
+    and current streams of accelerators.
 
     Args:
-        modules: k modules, or other callables.
-        inputs: For each module, the tuple or list of its positional arguments, or its only one.
-        kwargs: For each module, its named arguments.
-        devices: For each module, the accelerator that is current while it runs; that of its first
-            tensor if None.
+        modules: List of k modules, or other callables.
+        inputs: Positional arguments of each module: a tuple, a list, or a single argument.
+        kwargs: Keyword arguments of each module.
+        devices: Current accelerator of each call; the device of its first tensor if None.
 
     Returns:
-        The k results.
+        A list of the k results.
 
     Raises:
-        ArgumentError: Lengths that differ.
-        NotSupportedError: Several modules inside torch.func's transforms.
-        Exception: What the first module that failed raised, the same object, with a note that says
-            which replica it was; Python 3.10 keeps notes in `__notes__`, but does not show them.
-            All calls have ended by then.
+        ArgumentError: The lengths of the arguments differ.
+        NotSupportedError: There are several modules inside a `torch.func` transform.
+        Exception: The exception of the first module that failed, the same object, with a note that
+            names the replica, raised after all calls have ended. Python 3.10 keeps notes in
+            `__notes__`, but does not show them.
 
     Example:
         >>> parallel_apply([torch.sin, torch.cos], [torch.zeros(1), torch.zeros(1)])
@@ -71,27 +70,27 @@ def parallel_apply(
     try:
         return [call.outcome() for call in calls]
     finally:
-        # An error's traceback refers to its call: a call that refers to the error is a cycle.
+        # An error's traceback refers to its call: drop the call's reference to avoid a cycle.
         for call in calls:
             call.error = None
 
 
-@run_as_written  # else compiled code has the answer of when it was compiled
+@run_as_written  # compiled code would contain the answer from the time of compilation
 def refuse_in_transforms(what: str) -> None:
-    """Raise for several replicas inside a transform, which the threads that run them do not have.
+    """Raise for several replicas inside a transform, which their threads would not inherit.
 
     Raises:
-        NotSupportedError: Within torch.func's transforms.
+        NotSupportedError: A `torch.func` transform is active.
     """
     if torch._C._are_functorch_transforms_active():
         raise NotSupportedError(
-            f"{what} inside torch.func transforms, which hold in one thread: apply the transform "
-            "inside the module, or take gradients with backward()"
+            f"{what} inside torch.func transforms, which apply to one thread only: apply the "
+            "transform inside the module, or compute gradients with backward()"
         )
 
 
 class _Call:
-    """One module's call: what it is given, and what came of it."""
+    """Call of one module: its arguments, and its outcome."""
 
     def __init__(
         self,
@@ -118,17 +117,17 @@ class _Call:
             self.error = error
 
     def outcome(self) -> Any:
-        """The result; raises what the call raised."""
+        """Return the result, or raise the call's exception."""
         if self.error is None:
             return self.result
-        what = f"Caught {type(self.error).__name__} in replica {self.index}"  # PyTorch's phrase
+        what = f"Caught {type(self.error).__name__} in replica {self.index}"  # PyTorch's wording
         _add_note(self.error, f"{what} on {self.device or 'no device'}")
         raise self.error
 
 
 def _add_note(error: BaseException, note: str) -> None:
-    """What Python 3.11's `add_note` does, once for an error that is raised again and again."""
-    with contextlib.suppress(Exception):  # a class may refuse notes; its error is what matters
+    """Add a note as `add_note` of Python 3.11 does, unless the error already has it."""
+    with contextlib.suppress(Exception):  # some classes reject attributes; keep the original error
         notes = getattr(error, "__notes__", [])
         if note not in notes:
             error.__notes__ = [*notes, note]
@@ -140,14 +139,14 @@ def _first_device(value: Any) -> torch.device | None:
 
 
 def _current_stream(device: torch.device | None) -> torch.Stream | None:
-    """The stream in which a call is to run; entering it makes its device the current one."""
+    """Return the stream in which to run a call; entering it makes its device the current one."""
     if device is None or device.type not in ("cuda", "xpu"):
         return None
     return torch.accelerator.current_stream(device)
 
 
 def _modes() -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """Makes a context that has, in any thread, the modes that hold here and now."""
+    """Return a context manager that restores the current modes in any thread."""
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     cache = torch.is_autocast_cache_enabled()
     accelerator = torch.accelerator.current_accelerator()

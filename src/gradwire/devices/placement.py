@@ -1,8 +1,8 @@
-"""Which device an argument means, and which place of a device list is a tensor's own.
+"""Devices as arguments, and the entry of a device list at which a tensor already is.
 
-A device list may name a device several times: each entry is a place of its own, with storage of
-its own. A tensor lies at the first place of its device, and only there may an op hand it out as it
-is; every other place, on the same device or not, receives a copy.
+A device list may contain a device several times. Each entry is a *place* with its own storage. A
+tensor is at the first place of its device, where an op may return it without copying. All other
+places, on the same device or not, receive copies.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ import torch
 from gradwire.errors import ArgumentError, ArgumentTypeError
 
 _COUNTED = ("cuda", "xpu", "mps")
-"""Types of devices of which torch can tell how many there are."""
+"""Device types whose number of devices PyTorch can count."""
 
 Device: TypeAlias = torch.device | str | int
-"""A device: as torch writes it, or the index of an accelerator."""
+"""Device as a torch.device, a string, or the index of an accelerator."""
 
 
 def as_device(device: Device, name: str) -> torch.device:
-    """The device that an argument means, with its index.
+    """Return the device that an argument specifies, with its index.
 
     Args:
         device: A torch.device, its string, or an accelerator's index ≥ 0. Without an index, the
-            accelerator that is current. All of the host is "cpu".
-        name: How the error should call the argument.
+            current accelerator. The CPU has no index.
+        name: Name of the argument, for error messages.
 
     Raises:
-        ArgumentTypeError: Not a device at all.
-        ArgumentError: A negative index, an unknown device, or an index without an accelerator.
+        ArgumentTypeError: The type is not that of a device.
+        ArgumentError: The index is negative, or the device is unknown or does not exist.
 
     Example:
         >>> as_device("cpu:1", "destination")
@@ -55,8 +55,8 @@ def as_device(device: Device, name: str) -> torch.device:
     if found.type in _COUNTED and (found.index or 0) >= (torch.accelerator.device_count() * same):
         raise ArgumentError(
             f"{name} is {str(found)!r}, this machine has "
-            f"{torch.accelerator.device_count() * same} devices of that type: give one that is "
-            'there, or "cpu"'
+            f"{torch.accelerator.device_count() * same} devices of that type: give an existing "
+            'device, or "cpu"'
         )
     if found.index is None:
         return torch.device(found.type, torch.accelerator.current_device_index() if same else 0)
@@ -65,7 +65,7 @@ def as_device(device: Device, name: str) -> torch.device:
 
 def _accelerator(index: int, name: str) -> torch.device:
     if index < 0:
-        raise ArgumentError(f'{name} is {index}: indices start at 0, and the host is "cpu"')
+        raise ArgumentError(f'{name} is {index}: give an index ≥ 0, or "cpu" for the host')
     kind = torch.accelerator.current_accelerator()
     count = torch.accelerator.device_count()
     if kind is None or index >= count:
@@ -77,7 +77,7 @@ def _accelerator(index: int, name: str) -> torch.device:
 
 
 def as_devices(devices: Iterable[Device]) -> tuple[torch.device, ...]:
-    """The devices of a list, at least one; errors name the entry.
+    """Return the devices of a list, which must not be empty; errors name the entry.
 
     Example:
         >>> as_devices(["cpu"] * 2)
@@ -94,7 +94,7 @@ def as_devices(devices: Iterable[Device]) -> tuple[torch.device, ...]:
 def as_destination(
     destination: Device | None, default: torch.device, name: str = "destination"
 ) -> torch.device:
-    """The device of one result: `default` for None, the host for −1, else as `as_device`."""
+    """Return the device of a result: `default` for None, the CPU for −1, else `as_device`."""
     if destination is None:
         return default
     if isinstance(destination, int) and destination == -1:
@@ -103,8 +103,8 @@ def as_destination(
 
 
 def default_devices() -> tuple[torch.device, ...]:
-    """Every accelerator of this machine, or the host once where there is none."""
-    kind = torch.accelerator.current_accelerator()  # what torch was built for: may be none there
+    """Return all accelerators of this machine, or the CPU if there are none."""
+    kind = torch.accelerator.current_accelerator()  # the type that torch was built for
     count = torch.accelerator.device_count()
     if kind is None or count == 0:
         return (torch.device("cpu"),)
@@ -112,7 +112,7 @@ def default_devices() -> tuple[torch.device, ...]:
 
 
 def own_place(home: torch.device, devices: Sequence[torch.device]) -> int | None:
-    """The place in `devices` at which a tensor on `home` already lies, if there is one.
+    """Return the index in `devices` at which a tensor on `home` already is, or None.
 
     Example:
         >>> own_place(torch.device("cpu"), as_devices(["meta", "cpu", "cpu"]))

@@ -1,6 +1,6 @@
-"""Replicas of a module: its tree copied for each place, its tensors broadcast.
+"""Replicas of a module: the module tree is copied for each device, its tensors are broadcast.
 
-A replica's parameters are no leaves: gradients flow through them into the module's own.
+A replica's parameters are not leaves: gradients flow through them to the module's parameters.
 """
 
 from __future__ import annotations
@@ -22,23 +22,24 @@ M = TypeVar("M", bound=Module)
 
 
 def replicate(module: M, devices: Iterable[Device], detach: bool = False) -> list[M]:
-    """Replicas of a module, one for each device.
+    """Replicate a module to each device.
 
     Args:
-        module: Its parameters and buffers are on the first of `devices`.
-        devices: The places, k of them; one device several times is several places.
-        detach: Cut the replicas off from the module's gradients.
+        module: Module, whose parameters and buffers must be on the first of `devices`.
+        devices: List of k devices. A device may be listed several times, for several replicas.
+        detach: True to disconnect the replicas from the gradients of the module.
 
     Returns:
-        k modules of the same types. Their parameters are plain attributes, not leaves; the first
-        replica's share storage with the module's, and its buffers are the module's own.
+        A list of k modules of the same types. Their parameters are plain attributes, not leaves.
+        The first replica shares the storage of the module's parameters, and has the module's
+        buffers.
 
-    Adjoint: `reduce_add_coalesced` of the replicas' gradients to the module's; zeros for a
-    parameter that no replica has used, as PyTorch has it.
+    Adjoint: `reduce_add_coalesced` of the replicas' gradients; zeros for a parameter that no
+    replica used, as in PyTorch.
 
     Raises:
-        ArgumentError: A parameter or buffer on another device, or not yet initialised.
-        NotSupportedError: A TorchScript module, or one that torch.compile made.
+        ArgumentError: A parameter or buffer is on another device, or is not initialized.
+        NotSupportedError: The module contains a TorchScript or compiled module.
 
     Example:
         >>> first, second = replicate(torch.nn.Linear(2, 1), ["cpu", "cpu"])
@@ -49,12 +50,12 @@ def replicate(module: M, devices: Iterable[Device], detach: bool = False) -> lis
     for name, child in module.named_modules():
         if isinstance(child, torch.jit.ScriptModule):
             raise NotSupportedError(
-                f"module has a TorchScript module at {name!r}: replicate the eager one"
+                f"module has a TorchScript module at {name!r}: replicate the eager module"
             )
         if "_orig_mod" in child._modules:
             raise NotSupportedError(
-                f"module has one that torch.compile made at {name!r}: its replicas would write "
-                "into it. Give the module that was compiled"
+                f"module has a module compiled with torch.compile at {name!r}, into which its "
+                "replicas would write: replicate the module before compiling"
             )
     check_home(module, places[0])
     parameters, buffers = list(module.parameters()), list(module.buffers())
@@ -73,10 +74,10 @@ def replicate(module: M, devices: Iterable[Device], detach: bool = False) -> lis
 
 
 def check_home(module: Module, home: torch.device) -> None:
-    """Refuse a module with a parameter or buffer elsewhere, or without a value."""
+    """Raise if a parameter or buffer is uninitialized or on another device than `home`."""
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if is_lazy(tensor):
-            raise ArgumentError(f"{name} is not initialised: run the module once first")
+            raise ArgumentError(f"{name} is not initialized: run the module once first")
         if tensor.device != home:
             raise ArgumentError(
                 f"module must have its parameters and buffers on device {home}, the first of "
@@ -85,13 +86,13 @@ def check_home(module: Module, home: torch.device) -> None:
 
 
 def _assembled(module: M, tensors: dict[int, Tensor]) -> M:
-    """A copy of the module's tree that holds the given tensors in place of its own."""
+    """Copy the module tree, with the given tensors in place of the originals."""
     replicas: dict[Module, Any] = {}
     for original in module.modules():
         replicas[original] = cast("Any", original)._replicate_for_data_parallel()
-        # Modules that ask for their parameters while they run find them here.
+        # Modules that look up their parameters in forward find them in this attribute.
         replicas[original]._former_parameters = {}
-        # What Module.compile made calls the original, with its parameters.
+        # The compiled call of Module.compile would run the original module.
         replicas[original]._compiled_call_impl = None
     for original, replica in replicas.items():
         for name, child in original._modules.items():

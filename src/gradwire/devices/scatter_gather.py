@@ -18,10 +18,10 @@ from gradwire.errors import ArgumentError
 
 SCALARS_WARNING = ContextVar(
     "gradwire_scalars_warning",
-    default="gather was given scalars: it returns a vector of them. Unsqueeze them to be rid of "
-    "this warning",
+    default="gather was given scalars, and returns a vector of them: unsqueeze them to avoid this "
+    "warning",
 )
-"""Text of a warning; within `compat` PyTorch's, by which programs filter."""
+"""Text of a warning; `compat` sets PyTorch's text, by which programs filter warnings."""
 
 
 def scatter(
@@ -34,32 +34,32 @@ def scatter(
     out: Iterable[Tensor] | None = None,
     strict: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Cut a tensor into chunks, one for each device.
+    """Split a tensor into chunks, one for each device.
 
     Args:
-        tensor: On any device, with at least one dim.
-        devices: The places, k of them; one device several times is several places.
-        chunk_sizes: k sizes ≥ 0 that sum to the tensor's size in `dim`. If None, the chunks are
-            those of `torch.chunk`: equal but for the last, and fewer than k if the size does not
-            suffice.
-        dim: The dim that is cut; may be negative.
-        streams: For each place, the side stream on which an accelerator receives its chunk from
-            the host, or None for a shared one. Both ends are synchronised. A chunk from pinned
-            memory may still be on its way when this returns: the source must not be overwritten
-            before the device has been synchronised.
-        out: Tensors to write into instead; their sizes in `dim` are the chunk sizes, and no
-            gradient is recorded. They share no memory with each other or, but for a chunk's own,
-            with the tensor. Exactly one of `devices` and `out` is given.
-        strict: Refuse to give fewer chunks than devices.
+        tensor: Tensor on any device, with at least one dim.
+        devices: List of k devices. A device may be listed several times, for several chunks.
+        chunk_sizes: List of k sizes ≥ 0 that sum to the tensor's size in `dim`. If None, the chunks
+            are those of `torch.chunk`: equal except for the last, and fewer than k if the size is
+            too small.
+        dim: Dim to split; may be negative.
+        streams: Side stream of each device, on which an accelerator receives its chunk from the
+            host, or None for a shared one. The side stream is synchronized with the current stream.
+            A chunk from pinned memory may still be in transfer on return: do not overwrite the
+            source until the device has been synchronized.
+        out: Tensors to write into instead. Their sizes in `dim` are the chunk sizes, and no
+            gradient is recorded. They must not share memory with each other or with the tensor,
+            except for a chunk's own memory. Exactly one of `devices` and `out` must be given.
+        strict: True to raise if there would be fewer chunks than devices.
 
     Returns:
-        The chunks, in the tensor's memory format. At the tensor's own place (the first entry of
-        its device) the chunk is a view, elsewhere a copy.
+        The chunks, in the tensor's memory format. The chunk for the first entry of the tensor's own
+        device is a view, all others are copies.
 
     Adjoint: `gather` along `dim` to the tensor's device.
 
     Raises:
-        ArgumentError: Sizes, dims or `out` that do not fit; a tensor without dims.
+        ArgumentError: Sizes, dims or `out` do not match, or the tensor has no dims.
 
     Example:
         >>> scatter(torch.arange(5), ["cpu"] * 3)
@@ -70,17 +70,17 @@ def scatter(
     checks.check_tensor(tensor, "tensor")
     checks.check_exactly_one(devices, out)
     if tensor.is_nested:
-        raise ArgumentError("tensor is a nested tensor: scatter cuts dense tensors")
+        raise ArgumentError("tensor is a nested tensor: give a dense tensor")
     dim = checks.canonical_dim(dim, tensor.dim())
     if tensor.layout != torch.strided:
-        raise ArgumentError(f"tensor has layout {tensor.layout}: scatter cuts dense tensors")
+        raise ArgumentError(f"tensor has layout {tensor.layout}: give a dense tensor")
     if devices is not None:
         places = as_devices(devices)
         sizes = checks.chunk_sizes_of(tensor.shape[dim], len(places), chunk_sizes, strict=strict)
         _check_streams(streams, len(places))
         return scatter_chunks(tensor, places[: len(sizes)], sizes, dim, streams)
     if chunk_sizes is not None:
-        raise ArgumentError("chunk_sizes and out are given: the sizes of out are the chunk sizes")
+        raise ArgumentError("chunk_sizes and out are given: omit one; out implies the sizes")
     targets = checks.as_tensor_list(() if out is None else out, "out")
     _scatter_into(targets, tensor, dim, streams)
     return tuple(targets)
@@ -93,25 +93,26 @@ def gather(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Join tensors of several devices, one after another.
+    """Concatenate tensors of several devices.
 
     Args:
-        tensors: Of one dtype and number of dims, with equal sizes but in `dim`. Scalars are joined
-            along dim 0 into a vector, with a warning.
-        dim: The dim along which they are joined; may be negative.
-        destination: Where the result goes; the first tensor's device if None, the host for −1.
-        out: A tensor to write the result into instead, on any device; no gradient is recorded. It
-            shares no memory with the tensors, but where one is already in its place.
+        tensors: Tensors of one dtype and number of dims, with equal sizes except in `dim`. Scalars
+            are concatenated to a vector, with a warning.
+        dim: Dim along which to concatenate; may be negative.
+        destination: Device of the result; the first tensor's device if None, the CPU if −1.
+        out: Tensor to write the result into instead, on any device; no gradient is recorded. It
+            must not share memory with the tensors, except for those that already are the part of it
+            that they would be copied to.
 
     Returns:
-        The joined tensor, in the memory format that all tensors have, else contiguous. On the host
-        it is in pinned memory if it comes from an accelerator.
+        The concatenation, in the memory format that all tensors have, else contiguous. A result on
+        the CPU is in pinned memory if a tensor was on an accelerator.
 
-    Adjoint: `scatter` along `dim` to the tensors' devices, in the tensors' sizes.
+    Adjoint: `scatter` along `dim` to the tensors' devices, with the tensors' sizes.
 
     Raises:
-        ArgumentError: No tensor; one that does not match the first, with its index; `out` and
-            `destination`; an `out` that does not fit.
+        ArgumentError: There are no tensors, one does not match the first, both `out` and
+            `destination` are given, or `out` does not match.
 
     Example:
         >>> gather([torch.zeros(1, 2), torch.ones(2, 2)], destination="cpu").shape
@@ -149,7 +150,7 @@ def _scatter_into(
     sizes = [target.shape[dim] for target in targets]
     if sum(sizes) != tensor.shape[dim]:
         raise ArgumentError(
-            f"out has sizes {sizes} in dim {dim}, of sum {sum(sizes)}; the tensor has "
+            f"out has sizes {sizes} in dim {dim}, which sum to {sum(sizes)}; the tensor has size "
             f"{tensor.shape[dim]}: give tensors whose sizes sum to it"
         )
     _check_streams(streams, len(targets))
@@ -163,5 +164,5 @@ def _scatter_into(
 def _check_streams(streams: Sequence[torch.Stream | None] | None, places: int) -> None:
     if streams is not None and len(streams) != places:
         raise ArgumentError(
-            f"streams has {len(streams)} entries, there are {places} places: give one for each"
+            f"streams has {len(streams)} entries for {places} devices: give one for each"
         )

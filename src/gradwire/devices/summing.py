@@ -1,6 +1,6 @@
-"""Sums tensors of several places, without gradients, in index order and in one pass over memory.
+"""Sums of tensors of several devices, without gradients, in index order, in one pass over memory.
 
-The sum is taken piece by piece: a piece of the result stays in the cache while the same piece of
+The sum is computed piece by piece: a piece of the result stays in the cache while the same piece of
 each input is added to it. For k inputs of N bytes, (k+1)·N bytes cross the memory bus.
 """
 
@@ -16,7 +16,7 @@ from gradwire.buckets.pack import memory_strides, views
 from gradwire.devices.copying import buckets_of, copy_to, local, packed
 
 PIECE = 2 << 20
-"""Bytes of the result that are worked on at a time on the CPU: they fit the caches of two cores."""
+"""Size in bytes of a piece of the result on the CPU: it fits the caches of two cores."""
 
 
 def _piece_bytes(result: Tensor) -> int:
@@ -27,7 +27,7 @@ def _piece_bytes(result: Tensor) -> int:
 
 
 def _pieces(result: Tensor, inputs: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
-    """The result's pieces, each with the same piece of every input."""
+    """Yield the pieces of the result, each with the same piece of every input."""
     strides = memory_strides(result)
     length = max(1, _piece_bytes(result) // result.element_size())
     if result.numel() <= length or strides is None or any(t.stride() != strides for t in inputs):
@@ -38,9 +38,9 @@ def _pieces(result: Tensor, inputs: Sequence[Tensor]) -> Iterator[tuple[Tensor, 
 
 
 def sum_into(result: Tensor, inputs: Sequence[Tensor]) -> None:
-    """Write the sum of at least two strided tensors, taken in index order, into another.
+    """Sum two or more strided tensors in index order, into another tensor.
 
-    Inputs elsewhere are copied over a piece at a time.
+    Inputs on other devices are copied one piece at a time.
     """
     for piece, first, second, *rest in _pieces(result, inputs):
         device = piece.device
@@ -50,7 +50,7 @@ def sum_into(result: Tensor, inputs: Sequence[Tensor]) -> None:
 
 
 def summed(inputs: Sequence[Tensor], device: torch.device) -> Tensor:
-    """The sum of tensors on a device, in index order; one input is returned as it is."""
+    """Sum tensors on a device, in index order; a single input is returned unchanged."""
     if len(inputs) == 1:
         return local(inputs[0], device)
     if inputs[0].layout != torch.strided:
@@ -66,15 +66,15 @@ def summed(inputs: Sequence[Tensor], device: torch.device) -> Tensor:
 def summed_coalesced(
     replicas: Sequence[Sequence[Tensor]], device: torch.device, buffer_size: int
 ) -> list[Tensor]:
-    """For each position, the sum over the replicas; the dense results share buffers.
+    """Return, for each position, the sum over the replicas; dense results share buffers.
 
-    A position whose tensors are sparse on all replicas has a sparse sum; sparse on some, a dense
-    one.
+    The sum at a position is sparse if the tensors of all replicas are sparse, and dense if only
+    some are.
 
     Args:
-        replicas: k lists of n tensors.
-        device: Where the sums go.
-        buffer_size: Bytes after which a buffer is closed.
+        replicas: List of k lists of n tensors.
+        device: Device of the sums.
+        buffer_size: Number of bytes after which a buffer is closed.
     """
     if len(replicas) == 1:
         return [local(t, device) for t in replicas[0]]
@@ -97,7 +97,7 @@ def _dense(tensor: Tensor) -> Tensor:
 
 
 def _bucket_sums(replicas: list[list[Tensor]], device: torch.device) -> list[Tensor]:
-    """The sums of one bucket: k lists of tensors to one list."""
+    """Sum the tensors of one bucket, given as k lists, to one list."""
     if len(replicas[0]) == 1:
         return [summed([tensors[0] for tensors in replicas], device)]
     replicas = [_arrived(tensors, device) for tensors in replicas]
@@ -112,12 +112,12 @@ def _bucket_sums(replicas: list[list[Tensor]], device: torch.device) -> list[Ten
         torch._foreach_copy_(sums, [replicas[0][i] for i in group])
         for tensors in replicas[1:]:
             torch._foreach_add_(sums, [tensors[i] for i in group])
-    # `.data` gives each view a version counter of its own.
+    # `.data` gives each view its own version counter.
     return [result.data for result in results]
 
 
 def _arrived(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
-    """The tensors on a device: themselves, or their copies after one transfer."""
+    """Return the tensors on a device: themselves, or copies made in one transfer."""
     if tensors[0].device == device:
         return tensors
     flat, _ = packed(tensors)
@@ -125,7 +125,7 @@ def _arrived(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
 
 
 def _groups(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Runs of tensors that fit the cache together, so that they can be added in one call."""
+    """Yield runs of tensors that fit the cache together, to be added in one call."""
     group: list[int] = []
     total = 0
     for i, tensor in enumerate(tensors):
