@@ -1,4 +1,4 @@
-"""torch.distributed.nn.functional over gradwire: like torch's where that is right."""
+"""torch.distributed.nn.functional, implemented by gradwire."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def sums() -> dict[str, tuple[Callable[..., Any], list[Tensor]]]:
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "_all_gather_base"])
-def test_as_torchs_where_that_is_right(run: Run, name: str) -> None:
+def test_functional_matches_torch_where_torch_is_correct(run: Run, name: str) -> None:
     def results(fn: Callable[..., Any]) -> list[Tensor]:
         call, inputs = sums()[name]
         result = call(fn, *inputs)

@@ -1,4 +1,4 @@
-"""torch.distributed's names about gradients, over gradwire: where they go and how they behave."""
+"""Gradient-related names of torch.distributed, implemented by gradwire."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def modules_holding(value: object) -> set[tuple[str, str]]:
 # -- where they go ---------------------------------------------------------------------------
 
 
-def test_every_module_that_holds_a_name_has_ours_and_gets_torchs_back() -> None:
+def test_all_modules_are_replaced_and_restored() -> None:
     import torch.distributed._composable.replicate  # holds the class for its own use
     import torch.distributed.checkpoint.state_dict  # noqa: F401  holds it under another name
 
@@ -70,7 +70,7 @@ def test_every_module_that_holds_a_name_has_ours_and_gets_torchs_back() -> None:
         assert modules_holding(value) == before[name]
 
 
-def test_what_is_imported_while_installed_is_restored_too() -> None:
+def test_modules_imported_while_installed_are_restored() -> None:
     name = "torch.distributed._composable.replicate"
     sys.modules.pop(name, None)
     with compat.installed():
@@ -96,7 +96,7 @@ def test_signatures_are_pytorchs(entry: replacements.Replacement) -> None:
     ]
 
 
-def test_our_class_has_the_methods_that_scripts_call() -> None:
+def test_class_has_the_methods_that_scripts_call() -> None:
     public = {n for n in vars(THEIRS) if not n.startswith("_") and n != "T_destination"}
     for_devices_of_old = {"scatter", "gather", "to_kwargs"}
     set_by_the_constructor = {"broadcast_buffers"}
@@ -158,7 +158,7 @@ def test_assignment_to_buckets_is_pytorchs(case: str) -> None:
 
 
 @pytest.mark.usefixtures("installed")
-def test_wrong_input_of_the_assignment_is_an_error() -> None:
+def test_bucket_assignment_rejects_wrong_input() -> None:
     assign = dist._compute_bucket_assignment_by_size
     with pytest.raises(RuntimeError, match=r"tensor 0 is torch\.sparse_coo.*No support for sparse"):
         assign([torch.zeros(3).to_sparse()], [400])
@@ -193,7 +193,7 @@ def test_bucket_assignment_refuses_what_pytorch_refuses(name: str) -> None:
         dist._compute_bucket_assignment_by_size(*args)
 
 
-def test_a_limit_of_0_is_one_tensor_a_bucket() -> None:
+def test_a_limit_of_0_gives_one_tensor_per_bucket() -> None:
     args = ([torch.ones(3), torch.ones(0), torch.ones(1)], [0])
     want = dist._compute_bucket_assignment_by_size(*args)
     with compat.installed():
@@ -339,7 +339,7 @@ def test_errors_have_pytorchs_classes_and_phrases() -> None:
     run_ranks(main, 2)
 
 
-def test_what_a_hook_raises_is_of_its_own_class() -> None:
+def test_hook_exceptions_keep_their_class() -> None:
     class Own(Exception):
         def __init__(self, code: int, text: str) -> None:
             super().__init__(code, text)
@@ -378,7 +378,7 @@ class Doubling:
         return future
 
 
-def test_hooks_are_registered_as_pytorch_has_it() -> None:
+def test_hook_registration_follows_pytorch() -> None:
     def wrong_bucket(state: Any, bucket: int) -> Any: ...
 
     def wrong_result(state: Any, bucket: dist.GradBucket) -> int: ...
@@ -442,7 +442,7 @@ class Twice(nn.Module):
 
 
 def message_of(wrapper: Any, case: str) -> str:
-    """What a failing step says."""
+    """Return the message of a failing step."""
     twice = case == "twice"
     net = wrapper(Twice() if twice else Branches(), static_graph=not twice)
 
@@ -474,7 +474,7 @@ def test_phrases_that_programs_look_for_in_backward(case: str, phrase: str) -> N
     run_ranks(main, 1)
 
 
-def test_what_this_pytorch_deprecates_warns() -> None:
+def test_deprecated_arguments_warn() -> None:
     def main() -> None:
         categories = []
         for wrapper in (THEIRS, DistributedDataParallel):
@@ -489,7 +489,7 @@ def test_what_this_pytorch_deprecates_warns() -> None:
     run_ranks(main, 2, backend="gloo")
 
 
-def test_arguments_that_this_pytorch_lacks_are_refused() -> None:
+def test_arguments_unknown_to_this_pytorch_are_refused() -> None:
     theirs = set(inspect.signature(THEIRS).parameters)
     newer = {"batched_grad_copy", "forward_sync_buffers", "lazy_bucket_allocation"} - theirs
 
@@ -505,7 +505,7 @@ def test_arguments_that_this_pytorch_lacks_are_refused() -> None:
     run_ranks(main, 2)
 
 
-def test_replicate_and_what_reads_its_state() -> None:
+def test_replicate_and_state_dicts() -> None:
     """PyTorch's function API over the class, and state dicts without the wrapper's prefix."""
 
     def train() -> tuple[list[float], list[str]]:

@@ -1,4 +1,4 @@
-"""gradwire under PyTorch's names: where it goes, how it is called, and that it goes away again."""
+"""gradwire.devices under PyTorch's names: installation, signatures, and restoration."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_every_module_that_holds_a_name_is_in_the_table(entry: replacements.Repl
         assert original(entry) is entry.value
 
 
-def test_uninstall_puts_everything_back() -> None:
+def test_uninstall_restores_everything() -> None:
     compat.install()
     compat.install()
     compat.uninstall()
@@ -64,7 +64,7 @@ def test_uninstall_puts_everything_back() -> None:
     assert not replacements.is_installed()
 
 
-def test_a_name_that_is_not_there_leaves_everything_as_it_was() -> None:
+def test_a_missing_name_changes_nothing() -> None:
     table = [*TABLE, replacements.Replacement(1, "no_such_name", ("torch.nn.parallel",))]
     with pytest.raises(AttributeError):
         replacements.replace(table)
@@ -166,7 +166,7 @@ class Mean(torch.nn.Module):
 
 
 @pytest.mark.usefixtures("installed")
-def test_arguments_that_are_ours_alone_are_not_taken() -> None:
+def test_arguments_of_gradwire_only_are_refused() -> None:
     with pytest.raises(TypeError, match="unexpected argument 'strict'"):
         torch.nn.parallel.comm.scatter(torch.ones(4), CPUS, strict=True)
 

@@ -1,4 +1,4 @@
-"""Modules that took PyTorch's names before gradwire was put in place are named in a warning."""
+"""Modules that imported PyTorch's names before install() are listed in a warning."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     del sys.modules[PIECES]
 
 
-def test_a_name_that_was_imported_early_is_named_in_a_warning(module: ModuleType) -> None:
+def test_early_imports_are_named_in_a_warning(module: ModuleType) -> None:
     module.DDP = THEIRS[0]
     with pytest.warns(BoundEarlyWarning, match=r"fake_framework\.wrapping \(DDP\)") as caught:
         compat.install()
@@ -41,13 +41,13 @@ def test_a_name_that_was_imported_early_is_named_in_a_warning(module: ModuleType
 
 
 @pytest.mark.parametrize("value", [torch, torch.nn.parallel, torch.nn, compat, sys, 1])
-def test_a_module_that_takes_names_later_is_not(module: ModuleType, value: object) -> None:
+def test_later_imports_are_not_named(module: ModuleType, value: object) -> None:
     module.held = value
     module.names = ["DistributedDataParallel"]
     assert PIECES not in replacements.modules_holding(THEIRS)
 
 
-def test_neither_is_one_that_has_gradwire_s(module: ModuleType) -> None:
+def test_modules_with_gradwire_objects_are_not_named(module: ModuleType) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter(
             "ignore", BoundEarlyWarning
@@ -57,7 +57,7 @@ def test_neither_is_one_that_has_gradwire_s(module: ModuleType) -> None:
             assert PIECES not in replacements.modules_holding(THEIRS)
 
 
-def test_neither_are_pytorch_and_gradwire() -> None:
+def test_pytorch_and_gradwire_are_not_named() -> None:
     import gradwire.cli.demo.wrap  # noqa: F401  # compares with PyTorch's class, which it holds
 
     found = {name.partition(".")[0] for name in replacements.modules_holding(THEIRS)}

@@ -1,4 +1,4 @@
-"""What frameworks call on the reducer of PyTorch's class gives what it gives there."""
+"""Methods of the reducer that frameworks call behave as those of PyTorch."""
 
 from __future__ import annotations
 

@@ -55,11 +55,7 @@ IDIOM = re.compile("|".join(IDIOMS), re.IGNORECASE)
 
 
 PENDING = (
-    "src/gradwire/cli/plan",
-    "src/gradwire/collectives",
-    "src/gradwire/compat",
     "src/gradwire/ddp",
-    "src/gradwire/devices",
     "docs",
 )
 """Places that are not rewritten yet."""

@@ -1,8 +1,8 @@
-"""PyTorch's own names and signatures over gradwire: change nothing but one call.
+"""PyTorch's names and signatures for gradwire, for use without changing a program.
 
-`install()` replaces PyTorch's functions by gradwire's in every module of PyTorch that offers them.
-Names that a `from torch… import …` has bound in another module before are not changed: a warning
-names those modules.
+`install()` replaces PyTorch's functions by gradwire's in every module of PyTorch that exports them.
+Names that another module has already bound by `from torch… import …` are not changed: a warning
+lists these modules.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _TABLES = (_COLLECTIVES, _DDP, _DEVICES)
 
 
 def install() -> None:
-    """Replace PyTorch's functions and classes by gradwire's; without effect if they are already.
+    """Replace PyTorch's functions and classes by gradwire's; do nothing if they are replaced.
 
-    Modules that imported one of them before keep PyTorch's: `BoundEarlyWarning` names them.
+    Modules that have already imported one of them keep PyTorch's; a `BoundEarlyWarning` lists them.
 
     Example:
         >>> import torch
@@ -36,13 +36,13 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Restore PyTorch's own functions and classes; without effect if nothing is replaced."""
+    """Restore PyTorch's own functions and classes; do nothing if none is replaced."""
     replacements.restore()
 
 
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
-    """Replace PyTorch's functions and classes inside the block; afterwards all is as before it.
+    """Context manager that replaces PyTorch's functions and classes inside the block.
 
     Example:
         >>> import torch
@@ -51,7 +51,7 @@ def installed() -> Iterator[None]:
         torch.Size([4, 1])
     """
     before = replacements.is_installed()
-    _install(stacklevel=3)  # past contextlib's frame
+    _install(stacklevel=3)  # skip contextlib's frame
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""The functions and hooks of torch.distributed that are about gradients, over ours."""
+"""Gradient-related functions and hooks of torch.distributed, implemented by gradwire."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EMPTY = "(PyTorch's message: !tensors.empty() INTERNAL ASSERT FAILED)"
 def _broadcast_coalesced(
     process_group: ProcessGroup, tensors: Sequence[Tensor], buffer_size: int, src: int = 0
 ) -> None:
-    """See gradwire.ddp.broadcast_coalesced; `src` is a rank of the group."""
+    """See gradwire.ddp.broadcast_coalesced; `src` is a rank in the group."""
     _check_list("tensors", tensors, _is_tensor, "tensors")
     _check_list("buffer_size", [buffer_size], _is_size, "an integer from 0 on")
     if not tensors:
@@ -42,7 +42,7 @@ def _compute_bucket_assignment_by_size(
     tensor_indices: Sequence[int] = [],
     logger: object = None,
 ) -> tuple[list[list[int]], list[int]]:
-    """See gradwire.buckets.plan_buckets: the buckets, and the limit that was in force for each."""
+    """See gradwire.buckets.plan_buckets; returns the buckets, and the size limit of each."""
     _check_list("tensors", tensors, _is_tensor, "tensors")
     _check_list("bucket_size", bucket_size, _is_size, "integers from 0 on")
     _check_list("tensor_indices", tensor_indices, _is_size, "integers from 0 on")
@@ -56,7 +56,8 @@ def _compute_bucket_assignment_by_size(
     for i, tensor in enumerate(tensors):
         if tensor.layout != torch.strided:
             raise _SparseError(f"tensor {i} is {tensor.layout}. No support for sparse tensors.")
-    # A limit of 0 closes a bucket after every tensor: so does one byte, if each has a byte.
+    # A limit of 0 closes a bucket after every tensor, as a limit of one byte does for tensors of
+    # one byte or more.
     plan = plan_buckets(
         [max(t.nbytes, 1) if 0 in bucket_size else t.nbytes for t in tensors],
         [t.dtype for t in tensors],
@@ -70,10 +71,10 @@ def _compute_bucket_assignment_by_size(
 
 
 def _check_list(name: str, given: Any, fits: Callable[[object], bool], what: str) -> None:
-    """Raise where PyTorch's own refuses the type of an argument.
+    """Raise if PyTorch's function would reject the type of an argument.
 
     Raises:
-        ArgumentTypeError: Not a list, or an entry does not fit.
+        ArgumentTypeError: The argument is not a list, or an entry is invalid.
     """
     if not isinstance(given, list | tuple) or not all(map(fits, given)):
         raise ArgumentTypeError(f"{name} is {given!r}: give a list of {what}")
@@ -88,7 +89,7 @@ def _is_size(value: object) -> bool:
 
 
 class _SparseError(NotSupportedError, RuntimeError):
-    """A RuntimeError too, as which PyTorch raises it."""
+    """NotSupportedError that is also a RuntimeError, which PyTorch raises."""
 
 
 def allreduce_hook(process_group: ProcessGroup | None, bucket: Any) -> Any:
@@ -132,7 +133,7 @@ def _wrapper(hook: Hook, dtype: torch.dtype, name: str) -> Hook:
 
 
 def _annotate(hook: Hook) -> Hook:
-    """The hook with the annotations that PyTorch's own `register_comm_hook` looks for."""
+    """Add the annotations that PyTorch's `register_comm_hook` requires."""
     hook.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]}
     return hook
 
@@ -152,4 +153,4 @@ BUCKET_TABLE = (
         for hook in (*_HOOKS, fp16_compress_wrapper, bf16_compress_wrapper)
     ),
 )
-"""Our objects, and PyTorch's modules that get them."""
+"""Replacements, and the modules of PyTorch that receive them."""

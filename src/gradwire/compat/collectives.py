@@ -1,7 +1,7 @@
-"""The names of torch.distributed.nn.functional over gradwire.collectives, with torch's signatures.
+"""torch.distributed.nn.functional, implemented by gradwire.collectives, with PyTorch's signatures.
 
-Where torch takes a tensor to write to, ours writes the values there too, and returns a tensor of
-its own, so that the written one may be used again without touching gradients.
+Functions that take an output tensor write the values to it, and also return a separate tensor, so
+that the output tensor may be reused without affecting gradients.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def broadcast(tensor: Tensor, src: int, group: ProcessGroup | None = None) -> An
 
 
 def gather(tensor: Tensor, dst: int = 0, group: ProcessGroup | None = None) -> tuple[Tensor, ...]:
-    """See gradwire.collectives.gather; a tuple, of zeros on ranks other than `dst`."""
+    """See gradwire.collectives.gather; returns a tuple, of zeros on ranks other than `dst`."""
     check_dense(tensor)
     whole = ours.gather(tensor.reshape(-1), dst, group=group)
     parts = unstack(whole, (tensor.numel(),) * dist.get_world_size(group))
@@ -40,12 +40,12 @@ def gather(tensor: Tensor, dst: int = 0, group: ProcessGroup | None = None) -> t
 def scatter(
     tensors: Sequence[Tensor] | None, src: int = 0, group: ProcessGroup | None = None
 ) -> Any:
-    """See gradwire.collectives.scatter; tensors that a receiver gives get a gradient of zeros."""
+    """See gradwire.collectives.scatter; gradients of a receiver's tensors are zero."""
     return ours.scatter(tensors, src, group=group)
 
 
 def reduce(tensor: Tensor, dst: int, op: Any = SUM, group: ProcessGroup | None = None) -> Any:
-    """See gradwire.collectives.reduce; zeros on ranks other than `dst`."""
+    """See gradwire.collectives.reduce; returns zeros on ranks other than `dst`."""
     return ours.reduce(tensor, dst, op, group=group)
 
 
@@ -133,7 +133,8 @@ def _equal(name: str, tensor: Tensor, group: ProcessGroup | None) -> list[int]:
     world = dist.get_world_size(group)
     if len(tensor) % world:
         raise ArgumentError(
-            f"{name} has {len(tensor)} rows, which {world} does not divide: give {name}_split_sizes"
+            f"{name} has {len(tensor)} rows, which is not divisible by {world}: give "
+            f"{name}_split_sizes"
         )
     return [len(tensor) // world] * world
 
@@ -149,8 +150,8 @@ def _check_count(name: str, tensors: Sequence[Tensor], group: ProcessGroup | Non
 def _check_output(name: str, output: Tensor, shape: Sequence[int], dtype: torch.dtype) -> None:
     if tuple(output.shape) != tuple(shape) or output.dtype != dtype:
         raise ArgumentError(
-            f"{name} has shape {tuple(output.shape)} and {output.dtype}, but receives shape "
-            f"{tuple(shape)} and {dtype}"
+            f"{name} has shape {tuple(output.shape)} and dtype {output.dtype}: give a tensor of "
+            f"shape {tuple(shape)} and dtype {dtype}"
         )
 
 
@@ -177,4 +178,4 @@ TABLE = tuple(
         all_reduce,
     )
 )
-"""Our objects, and PyTorch's modules that get them."""
+"""Replacements, and the modules of PyTorch that receive them."""

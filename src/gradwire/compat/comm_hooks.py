@@ -1,4 +1,4 @@
-"""Communication hooks as PyTorch's class has them: which it refuses, and the errors they raise."""
+"""Communication hooks with PyTorch's rules for annotations and exceptions."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ RETURNS = (torch.futures.Future[Tensor], torch.futures.Future[Any], HookReturn, 
 
 
 def adapt_hook(state: object, hook: Any) -> Any:
-    """A hook that raises errors of their own class; what is no hook, as it is.
+    """Wrap a hook so that its exceptions keep their class; return other objects unchanged.
 
     Raises:
-        RefusedError: A ValueError with PyTorch's message, where the hook's annotations are wrong.
-        ArgumentTypeError: Not a hook.
-        ArgumentError: A `StatefulHook` is given another state than its own.
+        RefusedError: The hook's annotations are wrong; a ValueError with PyTorch's message.
+        ArgumentTypeError: `hook` is not a hook.
+        ArgumentError: The state given with a `StatefulHook` is not its own.
     """
     if isinstance(hook, StatefulHook):
         bind_hook(state, hook)
@@ -47,12 +47,12 @@ def adapt_hook(state: object, hook: Any) -> Any:
 
 
 def _check_annotations(hook: Callable[..., object]) -> None:
-    """Refuses what PyTorch refuses: a bucket or a result annotated with another type."""
+    """Raise if PyTorch would reject the annotation of the bucket or the result."""
     function = hook if inspect.isroutine(hook) else type(hook).__call__
     try:
         names = list(inspect.signature(hook).parameters)
     except ValueError:
-        return  # a built-in
+        return  # a built-in has no signature
     found = {name: _evaluated(a, function) for name, a in _annotations(function).items()}
     bucket = found.get(names[1], Any) if len(names) > 1 else Any
     if bucket not in BUCKETS:
@@ -72,17 +72,17 @@ def _annotations(function: object) -> dict[str, Any]:
 
 
 def _evaluated(annotation: Any, function: object) -> Any:
-    """An annotation, evaluated where it is a string; Any if it cannot be."""
+    """Evaluate an annotation that is a string; return Any if this fails."""
     if not isinstance(annotation, str):
         return annotation
     try:
         return eval(annotation, getattr(function, "__globals__", {}))
-    except Exception:  # a name that is imported for type checkers only, for example
+    except Exception:  # for example, a name that is imported for type checkers only
         return Any
 
 
 class ErrorPreservingHook:
-    """A hook whose exceptions keep their class, as with PyTorch's, and are HookErrors besides."""
+    """Hook whose exceptions keep their class, as in PyTorch, and are also HookErrors."""
 
     def __init__(self, hook: CommHook) -> None:
         functools.update_wrapper(self, hook, updated=())
@@ -94,21 +94,21 @@ class ErrorPreservingHook:
         return getattr(self.hook, name)
 
     def __call__(self, state: Any, bucket: Any, /) -> Any:
-        """Calls the hook."""
+        """Call the hook."""
         with _errors_as_raised(self.hook):
             return self.hook(state, bucket)
 
 
 class StatefulErrorPreservingHook(DelegatingHook):
-    """As `ErrorPreservingHook`, for a hook with a state of its own."""
+    """`ErrorPreservingHook` for a `StatefulHook`."""
 
     def run_hook(self, bucket: GradBucket) -> HookReturn:
-        """Runs the hook."""
+        """Run the hook."""
         with _errors_as_raised(self.hook):
             return self.hook.run_hook(bucket)
 
     def parse_hook_result(self, result: Any) -> Tensor:
-        """Reads a result as the hook does."""
+        """Parse a result as the hook does."""
         with _errors_as_raised(self.hook):
             return self.hook.parse_hook_result(result)
 
@@ -118,22 +118,23 @@ def _errors_as_raised(hook: CommHook) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # A backend's failure stays as it is: by its type the reducer knows it from the hook's own.
+        # Keep a backend's failure unchanged: its type tells the reducer that the hook is not at
+        # fault.
         if isinstance(error, DistributedError | dist.DistError) or type(error) is RuntimeError:
             raise
         raise _with_own_class(error, hook) from error
 
 
 def _with_own_class(error: Exception, hook: CommHook) -> HookError:
-    """A HookError of the same class as another error, with its arguments and attributes."""
+    """Return a HookError that also has the class, arguments and attributes of another error."""
     kind = type(error)
     text = f"hook {hook_name(hook)} raised {kind.__name__}: {error}"
     try:
         both = type(kind.__name__, (HookError, kind), {"__str__": lambda _: text})
         own: HookError = kind.__new__(both, *error.args)
         native = next(base for base in kind.__mro__ if base.__module__ == "builtins")
-        cast("Any", native).__init__(own, *error.args)  # an OSError's errno, for example
-    except TypeError:  # a class that cannot be a second base, or takes other arguments
+        cast("Any", native).__init__(own, *error.args)  # sets, for example, an OSError's errno
+    except TypeError:  # the class cannot be a second base, or takes other arguments
         return HookError(text)
     own.args = error.args
     own.__dict__.update(error.__dict__)

@@ -1,7 +1,7 @@
-"""PyTorch's DistributedDataParallel over ours: the further attributes and methods of its class.
+"""DistributedDataParallel with the additional attributes and methods of PyTorch's class.
 
 Frameworks and training scripts use them, with and without an underscore. Attributes of PyTorch's
-C++ reducer and logger are not offered: ours are other classes.
+C++ reducer and logger are not provided.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ BROADCAST_BYTES = 250 << 20
 
 
 class DistributedDataParallel(ours.DistributedDataParallel):
-    """gradwire.ddp.DistributedDataParallel with the other names of PyTorch's class."""
+    """gradwire.ddp.DistributedDataParallel with the additional names of PyTorch's class."""
 
     _active_ddp_module: ClassVar[Any] = None
 
@@ -85,7 +85,7 @@ class DistributedDataParallel(ours.DistributedDataParallel):
 
     @property
     def weight(self) -> None:  # type: ignore[override]
-        """Not there: programs initialize whatever module has a `weight`. See `reducer.weight`."""
+        """Hide the method, as programs initialize modules with a `weight`; use `reducer.weight`."""
         raise AttributeError("weight")
 
     # -- parameters and buffers ------------------------------------------------------------
@@ -94,7 +94,7 @@ class DistributedDataParallel(ours.DistributedDataParallel):
     def _set_params_and_buffers_to_ignore_for_model(
         module: nn.Module, params_and_buffers_to_ignore: Sequence[str]
     ) -> None:
-        """Leave out the parameters and buffers of these names, in a module yet to be wrapped."""
+        """Mark parameters and buffers to be ignored, by name, before wrapping a module."""
         module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore  # type: ignore[assignment]
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
             if name in params_and_buffers_to_ignore:
@@ -104,24 +104,24 @@ class DistributedDataParallel(ours.DistributedDataParallel):
     def _get_data_parallel_params(
         module: nn.Module, named_params: bool = False
     ) -> Iterator[Parameter | tuple[str, Parameter]]:
-        """The parameters that are not left out, or names and parameters."""
+        """Yield parameters that are not ignored, or pairs of name and parameter."""
         for name, parameter in module.named_parameters():
             if not hasattr(parameter, "_ddp_ignored"):
                 yield (name, parameter) if named_params else parameter
 
     @property
     def forward_sync_buffers(self) -> bool:
-        """Whether rank 0's buffers are broadcast at each training forward."""
+        """True if rank 0's buffers are broadcast in each training forward."""
         return self.broadcast_buffers
 
     @property
     def named_module_buffers(self) -> dict[str, Tensor]:
-        """The buffers that are broadcast, by name."""
+        """Buffers that are broadcast, by name."""
         return self._buffers_synced.named()
 
     @property
     def modules_buffers(self) -> list[Tensor]:
-        """The buffers that are broadcast."""
+        """Buffers that are broadcast."""
         return list(self.named_module_buffers.values())
 
     def will_sync_module_buffers(self) -> bool:
@@ -140,7 +140,7 @@ class DistributedDataParallel(ours.DistributedDataParallel):
         bucket_size: int | None = None,
         authoritative_rank: int = 0,
     ) -> None:
-        """Broadcast one rank's values of these buffers, by default of all that are broadcast."""
+        """Broadcast one rank's values of the given buffers; by default, of `modules_buffers`."""
         self._distributed_broadcast_coalesced(
             self.modules_buffers if bufs is None else bufs,
             bucket_size or self.broadcast_bucket_size,
@@ -150,15 +150,15 @@ class DistributedDataParallel(ours.DistributedDataParallel):
     # -- hooks, groups and graphs ----------------------------------------------------------
 
     def register_comm_hook(self, state: object, hook: Any) -> None:
-        """See gradwire.ddp.DistributedDataParallel.register_comm_hook; once, as in PyTorch.
+        """See gradwire.ddp.DistributedDataParallel.register_comm_hook; only one hook is allowed.
 
         Raises:
-            RefusedError: A hook is registered already, or this one's annotations are wrong.
+            RefusedError: A hook is already registered, or this hook's annotations are wrong.
         """
         try:
             if hook is not None and self._hook is not None:
                 raise RefusedError(
-                    "a hook is registered already: remove it by register_comm_hook(None, None) "
+                    "a hook is already registered: remove it with register_comm_hook(None, None) "
                     "(PyTorch's message: register_comm_hook or register_builtin_comm_hook can only "
                     "be called once.)"
                 )
@@ -198,7 +198,7 @@ class DistributedDataParallel(ours.DistributedDataParallel):
         optim_params: Iterable[Tensor] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Step parameters as soon as their bucket is reduced, with an optimizer of this class."""
+        """Step parameters with an optimizer of this class as soon as their bucket is reduced."""
         from torch.distributed.algorithms._optimizer_overlap import _as_overlapped_optim
 
         _as_overlapped_optim(optim, optim_params, *args, **kwargs).register_ddp(self)
@@ -207,9 +207,9 @@ class DistributedDataParallel(ours.DistributedDataParallel):
         self.process_group = new_process_group
 
     def _set_static_graph(self) -> None:
-        """As static_graph=True of the constructor; before training."""
+        """Set static_graph=True after construction, before training."""
         if self.static_graph:
-            warnings.warn("static_graph is set already", stacklevel=2)
+            warnings.warn("static_graph is already set", stacklevel=2)
             return
         if self.logging_data().steps:
             self._error = "_set_static_graph() should be called before training loop starts"
@@ -219,7 +219,7 @@ class DistributedDataParallel(ours.DistributedDataParallel):
         self._make_reducer()
 
     def _remove_autograd_hooks(self) -> None:
-        """Reduce nothing from now on."""
+        """Stop reducing gradients."""
         self.reducer.close()
 
     def join_hook(self, **kwargs: Any) -> ShadowHook:
@@ -229,15 +229,15 @@ class DistributedDataParallel(ours.DistributedDataParallel):
         return JoinHook(self, functools.partial(setattr, self, "_authoritative_rank"))
 
     def _set_ddp_sink_clone(self, val: bool) -> None:
-        """Without effect: outputs are returned as they are."""
+        """Do nothing: outputs are never cloned."""
 
     @classmethod
     def _get_active_ddp_module(cls) -> Any:
-        """The module whose forward runs, of PyTorch's class or ours."""
+        """Return the module whose forward is running, of PyTorch's class or this one."""
         return cls._active_ddp_module or TORCHS_DDP._active_ddp_module
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """What comes before the forward, for `replicate`, which runs the module itself."""
+        """Prepare a forward, for `replicate`, which runs the module itself."""
         if self._precision is not None:
             raise NotSupportedError(
                 "mixed_precision with torch.distributed._composable.replicate: wrap the module in "
@@ -268,7 +268,7 @@ class DistributedDataParallel(ours.DistributedDataParallel):
 
     def _make_reducer(self, before: Layout = ()) -> None:
         super()._make_reducer(before)
-        # weakly: the reducer must not keep the module
+        # a weak reference, so that the reducer does not keep the module alive
         self.reducer.reword_unexpected(WeakHook(self._unexpected_gradient))
 
     def _unexpected_gradient(self, error: ReductionError) -> ReductionError:
@@ -277,17 +277,17 @@ class DistributedDataParallel(ours.DistributedDataParallel):
         return reworded
 
     def _reduced(self) -> list[str]:
-        """The names of the parameters that are reduced, as PyTorch counts them."""
+        """Return the names of reduced parameters, in the order of PyTorch's parameter indices."""
         named = self.module.named_parameters()
         return [n for n, p in named if p.requires_grad and n not in self.parameters_to_ignore]
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        """Without effect: times are taken in every step."""
+        """Do nothing: times are measured in every step."""
         if sample_rate < 1:
             raise ArgumentError(f"sample_rate is {sample_rate}: give 1 or more")
 
     def _get_ddp_logging_data(self) -> dict[str, str | int]:
-        """What gradwire's logging_data has, under PyTorch's names; times in ns."""
+        """Return gradwire's logging_data under PyTorch's names, with times in ns."""
         logged = logging_dict(self) | {"join_uneven_inputs": int(self._uneven_inputs)}
         if self._builtin_hook is not None:
             logged["comm_hook"] = str(self._builtin_hook)
@@ -295,11 +295,11 @@ class DistributedDataParallel(ours.DistributedDataParallel):
 
 
 class JoinHook(ShadowHook):
-    """As gradwire's; at the end it reports the rank whose parameters were broadcast.
+    """gradwire's join hook, which also reports the rank whose parameters were broadcast.
 
     Args:
-        net: The wrapped module.
-        report_rank: Called with that rank.
+        net: Wrapped module.
+        report_rank: Function to call with the rank.
     """
 
     def __init__(
@@ -309,7 +309,7 @@ class JoinHook(ShadowHook):
         self._wrapped, self._report_rank = net, report_rank
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Called when all ranks have run out of inputs."""
+        """Run after all ranks have exhausted their inputs."""
         super().post_hook(is_last_joiner)
         self._report_rank(agree_on_rank(self._wrapped.process_group, candidate=is_last_joiner))
 
@@ -318,7 +318,7 @@ C10_NAMES = {torch.float32: "float", torch.float64: "double"}
 
 
 def logging_dict(net: DistributedDataParallel) -> dict[str, str | int]:
-    """What PyTorch logs of a wrapped module and its last step; times in ns."""
+    """Return PyTorch's logging data of a wrapped module and its last step, with times in ns."""
     data = net.logging_data()
     ignored = net.parameters_to_ignore
     named = [
@@ -369,4 +369,4 @@ TABLE = (
     ),
     *BUCKET_TABLE,
 )
-"""Our class and functions, and PyTorch's modules that get them."""
+"""Replacements, and the modules of PyTorch that receive them."""

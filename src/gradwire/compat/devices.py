@@ -1,4 +1,4 @@
-"""The names of torch.nn.parallel over gradwire.devices, with exactly PyTorch's signatures."""
+"""torch.nn.parallel, implemented by gradwire.devices, with PyTorch's signatures."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 def _narrowed(function: Callable[..., T], *without: str) -> Callable[..., T]:
-    """The function with the signature that PyTorch's has, without arguments that are ours alone."""
+    """Return the function with PyTorch's signature, without gradwire's additional arguments."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> T:
@@ -39,7 +39,7 @@ def _narrowed(function: Callable[..., T], *without: str) -> Callable[..., T]:
 
 
 def _in_torchs_words(function: Callable[..., T]) -> Callable[..., T]:
-    """Return the function, whose warning about scalars has PyTorch's text."""
+    """Return the function with PyTorch's text for the warning about scalars."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> T:
@@ -56,47 +56,47 @@ def _in_torchs_words(function: Callable[..., T]) -> Callable[..., T]:
 
 
 class Broadcast:
-    """`apply` of torch's autograd function: every input for every device, device by device."""
+    """`apply` of PyTorch's autograd function: copies of all inputs, ordered by device."""
 
     @staticmethod
     def apply(target_gpus: Sequence[Device], *inputs: Tensor) -> tuple[Tensor, ...]:
-        """The copies, flat."""
+        """Return the copies as a flat tuple."""
         return tuple(t for r in ours.broadcast_coalesced(inputs, target_gpus) for t in r)
 
 
 class ReduceAddCoalesced:
-    """`apply` of torch's autograd function: the sums of tensors that are given device by device."""
+    """`apply` of PyTorch's autograd function: sums of tensors that are ordered by device."""
 
     @staticmethod
     def apply(destination: Device, num_inputs: int, *grads: Tensor) -> tuple[Tensor, ...]:
-        """`num_inputs` sums."""
+        """Return the `num_inputs` sums."""
         lists = [grads[i : i + num_inputs] for i in range(0, len(grads), num_inputs)]
         return ours.reduce_add_coalesced(lists, destination)
 
 
 class Scatter:
-    """`apply` of torch's autograd function."""
+    """`apply` of PyTorch's autograd function."""
 
     @staticmethod
     def apply(
         target_gpus: Sequence[Device], chunk_sizes: Sequence[int] | None, dim: int, input: Tensor
     ) -> tuple[Tensor, ...]:
-        """The chunks."""
+        """Return the chunks."""
         return ours.scatter(input, target_gpus, chunk_sizes, dim)
 
 
 class Gather:
-    """`apply` of torch's autograd function."""
+    """`apply` of PyTorch's autograd function."""
 
     @staticmethod
     @_in_torchs_words
     def apply(target_device: Device, dim: int, *inputs: Tensor) -> Tensor:
-        """The joined tensor."""
+        """Return the concatenation."""
         return ours.gather(inputs, dim, target_device)
 
 
 def scatter(inputs: Any, target_gpus: Sequence[Device], dim: int = 0) -> Any:
-    """See gradwire.devices.scatter_nested; of one tensor, a tuple, as PyTorch's gives."""
+    """See gradwire.devices.scatter_nested; returns a tuple for a single tensor, as in PyTorch."""
     parts = ours.scatter_nested(inputs, target_gpus, dim)
     return tuple(parts) if isinstance(inputs, Tensor) else parts
 
@@ -107,7 +107,7 @@ def scatter_kwargs(
     target_gpus: Sequence[Device],
     dim: int = 0,
 ) -> tuple[tuple[Any, ...], tuple[dict[str, Any], ...]]:
-    """See gradwire.devices.scatter_kwargs; without any arguments there is nothing to scatter."""
+    """See gradwire.devices.scatter_kwargs; returns empty tuples for a call without arguments."""
     if not inputs and not kwargs:
         return (), ()
     return ours.scatter_kwargs(inputs, kwargs, target_gpus, dim)
@@ -150,8 +150,8 @@ def data_parallel(
 class DataParallel(ours.DataParallel[Module]):
     """gradwire.devices.DataParallel with PyTorch's arguments and attributes.
 
-    As PyTorch's, it calls the module as it is on a machine without accelerators, unless
-    `device_ids` names "cpu", and moves it to the device if that is only one.
+    As in PyTorch, on a machine without accelerators it calls the module directly, unless
+    `device_ids` lists "cpu"; and it moves the module to the device if there is only one.
     """
 
     def __init__(
@@ -169,20 +169,20 @@ class DataParallel(ours.DataParallel[Module]):
             self.module.to(self.devices[0])
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's outputs for the whole batch."""
+        """Return the module's outputs for the whole batch."""
         if not self.device_ids:
             return self.module(*inputs, **kwargs)
         return _in_torchs_words(super().forward)(*inputs, **kwargs)
 
 
 def _are_accelerators(device_ids: Sequence[Device] | None) -> bool:
-    """Whether all entries are indices, or devices of an accelerator's type; None means those."""
+    """Return True if all entries are indices or accelerators; None means all accelerators."""
     try:
         return all(
             isinstance(d, int) or torch.device(d).type not in ("cpu", "meta")
             for d in (() if device_ids is None else device_ids)
         )
-    except (RuntimeError, TypeError):  # no devices: the constructor's error
+    except (RuntimeError, TypeError):  # invalid entries: the constructor raises
         return False
 
 
@@ -196,7 +196,7 @@ _DDP = "torch.nn.parallel.distributed"
 _PACKAGE = "torch.nn.parallel"
 
 
-# Phrases of PyTorch's errors, from the arguments that it refuses.
+# Phrases of PyTorch's error messages, given the arguments that it rejects.
 
 _ONE_OF = "Exactly one of 'devices' and 'out' must be specified"
 
@@ -265,7 +265,7 @@ def _gather_phrase(
     return None
 
 
-# Functions with PyTorch's warnings, and what it takes that ours refuse.
+# Functions with PyTorch's warnings, which accept arguments that gradwire rejects.
 
 
 def _comm_gather(
@@ -290,7 +290,7 @@ def _reduce_add_coalesced(
     destination: Device | None = None,
     buffer_size: int = 10485760,
 ) -> tuple[Tensor, ...]:
-    """See gradwire.devices.reduce_add_coalesced; without any inputs there are no sums."""
+    """See gradwire.devices.reduce_add_coalesced; returns () for no inputs."""
     return ours.reduce_add_coalesced(inputs, destination, buffer_size) if inputs else ()
 
 
@@ -319,4 +319,4 @@ TABLE = (
     Replacement(data_parallel, "data_parallel", (_MODULE, _PACKAGE)),
     Replacement(DataParallel, "DataParallel", (_MODULE, _PACKAGE, "torch.nn")),
 )
-"""Our objects, and PyTorch's modules that get them."""
+"""Replacements, and the modules of PyTorch that receive them."""

@@ -1,7 +1,7 @@
-"""Errors as programs that were written for PyTorch's class expect them.
+"""Errors that programs written for PyTorch's classes expect.
 
 Frameworks and scripts distinguish PyTorch's errors by class, and some by a phrase in the message.
-So our messages, which name parameters and remedies, are followed by the phrases they search for.
+The phrases are therefore appended to gradwire's messages, which name parameters and remedies.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ NAMES = "Parameters which did not receive grad for rank"
 
 
 class RefusedError(ArgumentError, RuntimeError):
-    """An argument cannot be used; also a RuntimeError, which PyTorch raises for many of them."""
+    """ArgumentError that is also a RuntimeError, which PyTorch raises for many arguments."""
 
 
 def as_runtime_error(
     function: Callable[..., T], phrase_of: Callable[..., str | None] | None = None
 ) -> Callable[..., T]:
-    """The function, whose argument errors are RuntimeErrors besides ValueErrors.
+    """Return the function with argument errors that are both RuntimeErrors and ValueErrors.
 
     Args:
-        function: Ours.
-        phrase_of: From the same arguments, the phrase that programs search for, if there is one.
+        function: Function of gradwire.
+        phrase_of: Function of the same arguments that returns PyTorch's phrase, if there is one.
     """
 
     @functools.wraps(function)
@@ -52,7 +52,7 @@ def as_runtime_error(
         except ArgumentError as error:
             phrase = None
             if phrase_of is not None:
-                with contextlib.suppress(Exception):  # arguments of any kind came here
+                with contextlib.suppress(Exception):  # the arguments may be of any type
                     phrase = phrase_of(*args, **kwargs)
             raise RefusedError(_with(str(error), phrase)) from error
 
@@ -62,7 +62,7 @@ def as_runtime_error(
 def constructor_error(
     error: ArgumentError, module: object, group: object, mesh: object
 ) -> RefusedError:
-    """The error of a constructor that cannot use its arguments."""
+    """Return the error for invalid arguments of the constructor, with PyTorch's phrase."""
     phrase = None
     if mesh is not None:
         phrase = "Only 1D device mesh is supported, but got another"
@@ -78,7 +78,7 @@ def _with(text: str, phrase: str | None) -> str:
 
 
 def unexpected_gradient(error: ReductionError, *, static: bool) -> ReductionError:
-    """The error of a parameter that got a second gradient, or one that a static graph lacked."""
+    """Return the error for a second gradient, or for one that the static graph did not have."""
     phrase = CHANGED if static else READY_TWICE
     return ReductionError(_with(str(error), phrase), error.parameters)
 
@@ -86,13 +86,13 @@ def unexpected_gradient(error: ReductionError, *, static: bool) -> ReductionErro
 def unfinished_reduction(
     error: ReductionError, rank: int, names: Sequence[str], *, static: bool
 ) -> ReductionError:
-    """The error of a backward that left parameters out, with PyTorch's message for it.
+    """Return the error for a backward that skipped parameters, with PyTorch's message.
 
     Args:
-        error: Ours; its `parameters` got no gradient.
-        rank: In the group.
-        names: All parameters, in the order in which PyTorch counts them.
-        static: Whether the graph was to stay as it was.
+        error: Error of gradwire; its `parameters` received no gradient.
+        rank: Rank in the group.
+        names: Names of all parameters, in the order of PyTorch's parameter indices.
+        static: True if static_graph is set.
     """
     if not error.parameters:
         return error

@@ -1,4 +1,4 @@
-"""Replaces PyTorch's objects by ours, in every module that offers them, and restores them."""
+"""Replacement and restoration of PyTorch's objects, in every module that exports them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from gradwire.errors import BoundEarlyWarning
 
 @dataclass(frozen=True)
 class Replacement:
-    """One object of ours, and the names it is assigned to.
+    """Object of gradwire, and the names that it is assigned to.
 
     Attributes:
-        value: Ours.
-        name: What PyTorch calls it.
-        modules: Every module of PyTorch that holds it under that name.
-        wherever_loaded: Replace it also in modules of PyTorch that are not in `modules`, which
-            hold it for their own use and may not have been imported yet.
+        value: Object of gradwire.
+        name: Name in PyTorch.
+        modules: Modules of PyTorch that export it under that name.
+        wherever_loaded: True to replace it in all loaded modules of PyTorch, besides `modules`,
+            which may not have been imported yet.
     """
 
     value: object
@@ -32,21 +32,21 @@ class Replacement:
 
 _originals: list[tuple[str, str, object]] = []
 _everywhere: list[tuple[object, object]] = []
-"""Ours and PyTorch's, for entries with `wherever_loaded`."""
+"""Pairs of gradwire's and PyTorch's objects, for entries with `wherever_loaded`."""
 
 
 def is_installed() -> bool:
-    """Whether PyTorch's objects are replaced now."""
+    """Return True if PyTorch's objects are currently replaced."""
     return bool(_originals)
 
 
 def originals() -> list[object]:
-    """PyTorch's own objects that are replaced now."""
+    """Return PyTorch's objects that are currently replaced."""
     return [original for _, _, original in _originals]
 
 
 def replace(table: Iterable[Replacement]) -> None:
-    """Assign every object of a table; if one of its names does not exist, none."""
+    """Assign every object of a table, or none if a name does not exist."""
     try:
         for entry in table:
             if entry.wherever_loaded:
@@ -63,7 +63,7 @@ def replace(table: Iterable[Replacement]) -> None:
 
 
 def restore() -> None:
-    """Assign PyTorch's own objects again, in reverse order: a name may be in two entries."""
+    """Restore PyTorch's objects, in reverse order, because a name may be in two entries."""
     _exchange({id(ours): theirs for ours, theirs in _everywhere})
     _everywhere.clear()
     while _originals:
@@ -72,7 +72,7 @@ def restore() -> None:
 
 
 def _exchange(by_id: dict[int, object]) -> None:
-    """Replace objects, found by their id, in every module of PyTorch that is loaded."""
+    """Replace objects, given by id, in every loaded module of PyTorch."""
     for module in _modules_of_torch() if by_id else ():
         for name, value in list(vars(module).items()):
             if id(value) in by_id:
@@ -90,13 +90,13 @@ SHOWN = 8
 
 
 def modules_holding(objects: Iterable[object]) -> dict[str, list[str]]:
-    """The modules, other than PyTorch's and gradwire's, with an attribute that is one of these.
+    """Return modules, other than PyTorch's and gradwire's, that have one of the objects.
 
-    30 ms of CPU time where torch and seven frameworks are imported (6,100 modules, and 178,000
-    names outside torch): values in `vars(module)` are compared by identity, no `__getattr__` runs.
+    Values in `vars(module)` are compared by identity, without running `__getattr__`. This takes
+    30 ms with torch and seven frameworks imported (6,100 modules, and 178,000 names outside torch).
 
     Returns:
-        Each module's name, with the names in it.
+        A dict from module names to the names of the objects in them.
     """
     ids = {id(value) for value in objects}
     found: dict[str, list[str]] = {}
@@ -108,7 +108,7 @@ def modules_holding(objects: Iterable[object]) -> dict[str, list[str]]:
             or id(module) in seen
         ):
             continue
-        seen.add(id(module))  # one module may have two names: a script is also `__main__`
+        seen.add(id(module))  # a module may have two names: a script is also `__main__`
         held = [key for key, value in list(vars(module).items()) if id(value) in ids]
         if held:
             found[name] = held
@@ -116,14 +116,14 @@ def modules_holding(objects: Iterable[object]) -> dict[str, list[str]]:
 
 
 def warn_of_early_imports(objects: Iterable[object], stacklevel: int) -> None:
-    """Warn, naming them, of modules that hold one of these objects of PyTorch."""
+    """Warn about modules that have one of PyTorch's objects, with their names."""
     found = [f"{name} ({', '.join(held)})" for name, held in modules_holding(objects).items()]
     if not found:
         return
     more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
     warnings.warn(
-        "modules imported before gradwire.compat.install() hold PyTorch's own objects, and keep "
-        f"them: {', '.join(found[:SHOWN])}{more}. Call install() before they are imported, or "
+        "modules imported before gradwire.compat.install() keep PyTorch's own objects: "
+        f"{', '.join(found[:SHOWN])}{more}. Call install() before they are imported, or "
         "start the program with GRADWIRE_COMPAT=1 in its environment",
         BoundEarlyWarning,
         stacklevel=stacklevel + 1,
