@@ -92,8 +92,9 @@ class DistributedDataParallel(UnevenInputs):
             as PyTorch does, even if that runs without gradients: all ranks then evaluate with rank
             0's statistics. If False, a forward without gradients sends nothing and uses this rank's
             buffers, so that some ranks may evaluate while the others go on to whatever is next.
-        check_replicas: Verify each time after this many reduced backwards, in the forward that
-            follows, that parameters are equal on all ranks, bit by bit; 0: never. None is 100
+        check_replicas: Verify each time after this many reduced backwards that parameters are
+            equal on all ranks, bit by bit, in the first forward of the step that follows; the
+            backward sends a digest, and the forward after it raises. 0: never. None is 100
             without a communication hook or with one of `gradwire.hooks`, and never with another
             one, which may let replicas differ. Buffers are not compared: ranks take rank 0's, or
             are to have their own.
@@ -183,7 +184,6 @@ class DistributedDataParallel(UnevenInputs):
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.require_backward_grad_sync = self.require_forward_param_sync = True
         self._buffers_synced = Buffers(module, ignored)
-        self._replica: Replica | None = None
         self.sync_buffers_in_eval = sync_buffers_in_eval
         self.check_replicas = check_interval(check_replicas)
         self.broadcast_buffers, at_start = resolve_buffers(broadcast_buffers, forward_sync_buffers)
@@ -244,6 +244,7 @@ class DistributedDataParallel(UnevenInputs):
             FaultDomain.of(self._group).before_others()
         if syncing:
             self.reducer.recover()  # an error elsewhere is raised before the ranks communicate
+            self._verify_replicas()
             self._parameter_check.check()
         if joining:
             self.reducer.check_over()
@@ -254,9 +255,6 @@ class DistributedDataParallel(UnevenInputs):
             root = 0 if step is None else agree_on_rank(self._group, candidate=True)
             buffers.sync(self._group, root=root)
         shadowed = step is not None and step.ranks < self._group.size()
-        if syncing and not shadowed:  # ranks that have run out of input keep old parameters
-            self._verify_replicas()
-        self._replica = None if syncing else self._replica
         if syncing and step is None:
             self.reducer.prepare()
         elif syncing and step is not None:
@@ -283,20 +281,29 @@ class DistributedDataParallel(UnevenInputs):
     def _note_replica(self, *, changes: bool) -> None:
         """Digest the parameters if it is time to verify them, before the step's first forward.
 
-        A program may change them on each rank until the forward whose gradients are averaged, where
-        ranks meet: in sharpness-aware minimization each rank climbs by its own gradient.
+        A program may change them on each rank until the forward whose gradients are averaged: in
+        sharpness-aware minimization each rank climbs by its own gradient.
         """
         if not self._is_time_to_verify():
             self._replica = None
         elif self._replica is None or self._replica.step != self.reducer.step:
             self._replica = Replica(self._replicated, self.reducer.step, changes=changes)
 
+    def _replica_message(self) -> Tensor | None:
+        """Return what is sent to verify that parameters are equal, at the end of a backward."""
+        if not self._is_time_to_verify():
+            return None
+        replica = self._replica
+        if replica is None:
+            replica = Replica(self._replicated, self.reducer.step - 1, changes=True)
+        self._sent_replica, self._replica = replica, None
+        return replica.message(self._group, self.reducer.forward_counts)
+
     def _verify_replicas(self) -> None:
-        """Verify that parameters are equal on all ranks, if it is time to."""
-        if self._is_time_to_verify():
-            assert self._replica is not None
-            self.reducer.verified()
-            self._replica.verify(self._group, self.reducer.forward_counts)
+        """Verify that parameters were equal on all ranks, if an earlier backward has sent them."""
+        sums = self.reducer.received_replicas()
+        if sums is not None and self._sent_replica is not None:
+            self._sent_replica.verify(self._group, sums)
 
     def _is_time_to_verify(self) -> bool:
         every = self.check_replicas

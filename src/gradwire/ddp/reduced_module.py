@@ -25,7 +25,7 @@ from gradwire.ddp.parameter_check import ParameterCheck
 from gradwire.ddp.precision import MixedPrecision, Precision
 from gradwire.ddp.reducer.log import LoggingData
 from gradwire.ddp.reducer.reducer import Reducer
-from gradwire.ddp.verify import describe, verify_same
+from gradwire.ddp.verify import Replica, describe, verify_same
 from gradwire.errors import ArgumentTypeError
 from gradwire.hooks import CommHook, GradBucket, StatefulHook, all_reduce, bind_hook, get_hook, wrap
 from gradwire.hooks.bucket import with_buffer
@@ -36,7 +36,14 @@ __all__ = ["Change", "ReducedModule", "ReducerOptions"]
 Change = Callable[[GradBucket], None]
 """Changes a bucket's gradients in place."""
 
-NOT_PICKLED = ("reducer", "_parameter_check", "_precision", "_replicated")
+NOT_PICKLED = (
+    "reducer",
+    "_parameter_check",
+    "_precision",
+    "_replicated",
+    "_replica",
+    "_sent_replica",
+)
 """Made again for the copy's parameters."""
 SMALLEST_PIECE_BYTES = 1 << 20
 LAYOUT_REMEDY = "Let bucket_layout return the same lists of names, in the same order, on every rank"
@@ -130,9 +137,16 @@ class ReducedModule(nn.Module):
             sparse=sparse_names(self.module),
             **vars(self._reducer_options),
         )
+        self._replica: Replica | None = None
+        self._sent_replica: Replica | None = None
+        self.reducer.send_replica(self._replica_message)
         self._apply_hook()
         if before:
             rekey(self.reducer.hook_state, before, self.reducer.layout)
+
+    def _replica_message(self) -> Tensor | None:
+        """Return what is sent at the end of a backward to compare replicas, if it is time to."""
+        return None
 
     def _apply_hook(self) -> None:
         hook = self._hook if self._precision is None else self._precision.hook(self._hook)

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import zip_longest
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,8 @@ from gradwire.recorder import failed
 
 __all__ = ["Replica", "describe", "digest", "verify_same"]
 
+DIGEST_NUMBERS = 4
+"""How many int64 a digest is."""
 MODEL_REMEDY = (
     "Build the same module, in the same order and dtype, on every rank, and wrap it with the same "
     "arguments"
@@ -75,38 +78,21 @@ def verify_same(
         PeerLostError, CollectiveTimeoutError: Another rank is gone, or stayed away.
     """
     digest = hashlib.sha256(json.dumps(own).encode()).digest()
-    _verify(group, digest, lambda: own, what, remedy)
-
-
-def _verify(
-    group: ProcessGroup,
-    digest: bytes,
-    describe_own: Callable[[], Description],
-    what: str,
-    remedy: str,
-    either: Sequence[int] = (),
-) -> None:
-    """Raise on every rank if digests differ, with the first difference of the descriptions.
-
-    Of the numbers in `either`, ranks have to agree in one.
-    """
     device = message_device(group)
-    sent = digest + b"".join(number.to_bytes(8, "big") for number in either)
-    mine = torch.frombuffer(bytearray(sent), dtype=torch.uint8).to(device)
+    mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(device)
     everyones = [torch.empty_like(mine) for _ in range(group.size())]
     work = dist.all_gather(everyones, mine, group=group, async_op=True)
     on_cpu = device.type == "cpu"
     wait_for_message(group, work, f"comparing {what}", on_cpu=on_cpu, from_all=True)
-    size = len(digest)
-    differing = [
-        {tuple(d[at : at + 8].tolist()) for d in everyones} for at in range(size, len(sent), 8)
-    ]
-    same = all(torch.equal(d[:size], everyones[0][:size]) for d in everyones)
-    if same and (not differing or any(len(values) == 1 for values in differing)):
-        return
+    if not all(torch.equal(d, everyones[0]) for d in everyones):
+        _raise_difference(group, own, what, remedy)
+
+
+def _raise_difference(group: ProcessGroup, own: Description, what: str, remedy: str) -> NoReturn:
+    """Raise with the first difference of the ranks' descriptions."""
     everyone: list[Description] = [[] for _ in range(group.size())]
     with backend_errors(group, f"comparing {what}"):
-        dist.all_gather_object(everyone, describe_own(), group=group)
+        dist.all_gather_object(everyone, own, group=group)
     error = MismatchError(f"the ranks' {what} differ, {_first_difference(everyone)}. {remedy}")
     failed(error)
     raise error
@@ -129,28 +115,39 @@ class Replica:
         def describe() -> Description:
             return [(name, f"digest {digest([p]).hex()[:8]}") for name, p in chosen]
 
+        self._forwards = ""
         held = describe() if changes else None
         self._describe = describe if held is None else lambda: held
 
-    def verify(self, group: ProcessGroup, forwards: tuple[int, int]) -> None:
-        """Raise on every rank if the ranks' parameters are not equal, bit by bit.
+    def message(self, group: ProcessGroup, forwards: tuple[int, int]) -> Tensor:
+        """Return what is added up over the ranks: a row for each, of which this rank fills its own.
 
         Args:
             group: The ranks.
             forwards: How many forwards without a backward this rank has had, and how many in all:
                 ranks may differ in one of them.
+        """
+        self._forwards = f"{forwards[0]} of {forwards[1]}"
+        rows = torch.zeros(group.size(), DIGEST_NUMBERS + 2, dtype=torch.int64)
+        own = torch.frombuffer(bytearray(self._digest), dtype=torch.int64)
+        rows[group.rank()] = torch.cat([own, torch.tensor(forwards)])
+        return rows
+
+    def verify(self, group: ProcessGroup, sums: Tensor) -> None:
+        """Raise on every rank if the ranks' parameters were not equal, bit by bit.
+
+        Args:
+            group: The ranks.
+            sums: Of their messages.
 
         Raises:
             MismatchError: Names the first parameter that differs and each rank's digest of it.
-            PeerLostError, CollectiveTimeoutError: Another rank is gone, or stayed away.
         """
-        text = f"{forwards[0]} of {forwards[1]}"
-
-        def describe_own() -> Description:
-            return [*self._describe(), ("(forwards without a backward)", text)]
-
-        what = f"replicas after step {self.step}"
-        _verify(group, self._digest, describe_own, what, REPLICAS_REMEDY, either=forwards)
+        same = (sums == sums[0]).all(0).tolist()
+        if all(same[:DIGEST_NUMBERS]) and any(same[DIGEST_NUMBERS:]):
+            return
+        own = [*self._describe(), ("(forwards without a backward)", self._forwards)]
+        _raise_difference(group, own, f"replicas after step {self.step}", REPLICAS_REMEDY)
 
 
 def digest(tensors: Sequence[Tensor]) -> bytes:
@@ -202,4 +199,4 @@ def _first_difference(everyone: list[Description]) -> str:
             only = sorted(set[str]().union(*names) - names[0].intersection(*names))
             hint = f". Not on every rank: {', '.join(only)}" if only else ""
             return f"first {held}{hint}"
-    raise AssertionError("digests differ where descriptions do not")
+    return "in parameters that are equal by now"

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import NoReturn, cast
 
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from gradwire.ddp.buckets.assignment import BucketAssigner
@@ -72,6 +73,7 @@ class Backward:
         optimized: Parameters whose optimizers step during backward.
         forwards: Forwards whose backward is reduced, and those of them that had none.
         unverified: How many were reduced since replicas were compared: the same on all ranks.
+        replica: Returns what is to be sent to compare replicas, or None if it is not time to.
         prepare_late: Prepares a backward that reaches parameters without a forward that did so: one
             ran in a transform of `torch.func`, whose results may have a backward or not.
     """
@@ -92,6 +94,7 @@ class Backward:
         self.reword: Callable[[ReductionError], ReductionError | None] | None = None
         self.forwards = Forwards()
         self.unverified = 0
+        self.replica: weakref.WeakMethod[Callable[[], Tensor | None]] | None = None
         self.local, self.came_local = 0, list[int]()
         self.prepare_late: weakref.WeakMethod[Callable[[], None]] | None = None
         self.weights = Weights(assigner.parameters, usage.nodes, assigner.ownership)
@@ -189,7 +192,7 @@ class Backward:
     def reassign_buckets(self, order: Sequence[int], *, keep_state: bool = True) -> None:
         """Assign buckets for this order of readiness, until a backward has shown a better one."""
         self.arrivals, self.to_rebuild = [], False
-        self.launcher.forget_order()
+        self.launcher.forget()
         self._make_buckets(order, keep_state=keep_state)
         if self.state is BackwardState.EXPECTED:
             self.prepare_buckets()
@@ -266,8 +269,8 @@ class Backward:
             )
         )
 
-    def commit(self, used: Sequence[int]) -> None:
-        """Gradients hold what was reduced."""
+    def commit(self, used: Sequence[int], *, joined: bool = False) -> None:
+        """Gradients hold what was reduced; `joined` if this rank took part by `shadow`."""
         self.domain.committed(self.end)
         if self.arrivals is not None and not self.to_rebuild:
             self.to_rebuild = True
@@ -281,6 +284,12 @@ class Backward:
             self.usage.record(used)
         self.weights.clear()
         self.forwards.commit()
+        # replicas are compared while ranks are together: forwards may differ in number
+        own = None if self.replica is None else self.replica()
+        left = joined or self.shadowed  # who has run out of input has old parameters
+        if own is not None and not left and (message := own()) is not None:
+            self.launcher.start_digests(message)
+            self.unverified = 0
         self.unverified += 1
         self.transition(Event.COMMIT)
         try:

@@ -230,7 +230,7 @@ def shadow(backward: Backward) -> None:
     except BaseException:
         backward.interrupt()
         raise
-    backward.commit(range(len(backward.parameters)))
+    backward.commit(range(len(backward.parameters)), joined=True)
 
 
 def _receive(

@@ -251,12 +251,16 @@ class Reducer:
         backward.weights.give(weight)
 
     def is_time_to_verify(self, every: int) -> bool:
-        """Return True from this many reduced backwards on, until `verified`: on all ranks."""
+        """Return True from this many reduced backwards on, until replicas were sent."""
         return 0 < every <= self._backward.unverified
 
-    def verified(self) -> None:
-        """Count reduced backwards from here on."""
-        self._backward.unverified = 0
+    def send_replica(self, message: Callable[[], Tensor | None]) -> None:
+        """Add up what a method returns, if not None, over the ranks at the end of each backward."""
+        self._backward.replica = weakref.WeakMethod(message)
+
+    def received_replicas(self) -> Tensor | None:
+        """Return the sum that was begun in a backward, once; None: there is none."""
+        return self._backward.launcher.receive_digests()
 
     @property
     def step(self) -> int:
