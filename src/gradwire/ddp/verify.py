@@ -130,7 +130,7 @@ class Replica:
         self._forwards = f"{forwards[0]} of {forwards[1]}"
         rows = torch.zeros(group.size(), DIGEST_NUMBERS + 2, dtype=torch.int64)
         own = torch.frombuffer(bytearray(self._digest), dtype=torch.int64)
-        rows[group.rank()] = torch.cat([own, torch.tensor(forwards)])
+        rows[group.rank()] = torch.cat([own, torch.tensor(forwards, dtype=torch.int64)])
         return rows
 
     def verify(self, group: ProcessGroup, sums: Tensor) -> None:

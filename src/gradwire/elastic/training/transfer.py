@@ -158,7 +158,7 @@ def gather(group: ProcessGroup, values: list[Any], wait: Wait) -> list[Any]:
     data = _pack(values)
     collect = getattr(group, ALL_GATHER_SINGLE)
     lengths = torch.empty(group.size(), dtype=torch.int64)
-    wait(collect(lengths, torch.tensor([len(data)])))
+    wait(collect(lengths, torch.tensor([len(data)], dtype=torch.int64)))
     longest = int(lengths.max())
     mine = torch.zeros(longest, dtype=torch.uint8)
     mine[: len(data)] = torch.frombuffer(data, dtype=torch.uint8)
