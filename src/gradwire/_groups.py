@@ -5,6 +5,7 @@ from __future__ import annotations
 import _thread
 import atexit
 import ctypes
+import time
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, finalize
@@ -31,6 +32,8 @@ _STORES: WeakKeyDictionary[ProcessGroup, Store] = WeakKeyDictionary()
 _BACKENDS: set[finalize[..., Any]] = set()
 """Finalizers of `destroy_in_thread` whose backends are not destroyed yet."""
 
+
+EXIT_SECONDS = 2.0
 
 _FOR_AN_EPOCH: WeakSet[ProcessGroup] = WeakSet()
 """Groups of elastic runs, which replace them."""
@@ -189,7 +192,7 @@ def _start(box: list[Any]) -> None:
 def _destroy(box: list[Any]) -> None:
     finalizer = box.pop()
     box.clear()
-    _BACKENDS.discard(finalizer)
+    _BACKENDS.discard(finalizer)  # last: the interpreter waits for it when it exits
 
 
 def _leak(box: list[Any]) -> None:
@@ -198,7 +201,14 @@ def _leak(box: list[Any]) -> None:
 
 @atexit.register
 def _leak_all() -> None:
-    """Keep what is left: the interpreter would destroy it on the main thread while it exits."""
+    """Keep what is left: the interpreter would destroy it on the main thread while it exits.
+
+    Wait up to 2 s for backends that are being destroyed. The process aborts if Python ends a thread
+    that needs the GIL in a destructor.
+    """
+    until = time.monotonic() + EXIT_SECONDS
+    while time.monotonic() < until and any(f.peek() is None for f in list(_BACKENDS)):
+        time.sleep(0.001)
     for finalizer in list(_BACKENDS):
         if (found := finalizer.peek()) is not None:
             _leak(found[2][0])

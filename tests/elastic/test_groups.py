@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -157,3 +159,26 @@ def wait_until(holds: Callable[[], bool]) -> None:
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+EXITS = """
+import os, time
+from gradwire._groups import destroy_in_thread
+
+class Owner: pass
+
+class Backend:
+    def __del__(self):
+        time.sleep(0.5)
+        os.write(1, b"destroyed")
+
+owner = Owner()
+destroy_in_thread(owner, Backend())
+del owner
+"""
+
+
+def test_a_process_exits_after_its_backends_are_destroyed() -> None:
+    """Gloo's destructor takes the GIL: the process was aborted, after a run that was done."""
+    ended = subprocess.run([sys.executable, "-c", EXITS], capture_output=True, check=True)
+    assert ended.stdout == b"destroyed"
