@@ -162,7 +162,7 @@ def test_missing_ranks_are_named(kind, tmp_path):
         store = dist.TCPStore("localhost", 0, is_master=True, timeout=soon)
     Forming(store, 1, range(3)).store.set("available/1", "yes")
     before = left_behind()
-    with pytest.raises(CollectiveTimeoutError, match=r"ranks \[2\] did not come"):
+    with pytest.raises(CollectiveTimeoutError, match=r"ranks \[2\] did not join"):
         make_backend(store, 0, range(3), soon)
     assert left_behind() == before
 

@@ -55,7 +55,6 @@ __all__ = [
     "Propose",
     "Reduce",
     "Reduced",
-    "Register",
     "Seen",
     "Start",
     "Transfer",

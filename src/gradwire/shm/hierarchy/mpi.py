@@ -371,7 +371,7 @@ def _answers(store: Store, size: int, timeout: timedelta) -> list[str]:
     except dist.DistStoreError as error:
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
         raise CollectiveTimeoutError(
-            f"ranks {missing} did not come to make an MPI communicator within {timeout}"
+            f"ranks {missing} did not join the MPI communicator within {timeout}"
         ) from error
     return [answer.decode() for answer in store.multi_get(keys)]
 
