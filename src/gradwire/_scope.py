@@ -1,9 +1,8 @@
-"""Keep the package's own work out of the caller's contexts.
+"""Run the package's own work outside the caller's contexts.
 
 A forward may be called inside a transform of `torch.func`, in inference mode, under autocast or
-with a default device, and backward calls its hooks in whatever context it was started. Buffers that
-are allocated there, messages and counts of references are for the whole training, not for that
-context.
+with a default device. Backward calls its hooks in the context in which it was started. Buffers,
+messages and reference counts belong to the whole training and must not depend on that context.
 """
 
 from __future__ import annotations
@@ -19,8 +18,6 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from gradwire._torch import run_as_written
 
-__all__ = ["in_transform", "outside_contexts", "runs_outside_contexts"]
-
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -30,7 +27,7 @@ def in_transform() -> bool:
 
 
 def _in_context() -> bool:
-    """Return True if there is something to leave: 0.2 µs, where `outside_contexts` takes 20."""
+    """Return True if a context is active. Takes 0.2 µs; entering `outside_contexts` takes 20."""
     return (
         _functorch.peek_interpreter_stack() is not None
         or torch.is_inference_mode_enabled()
@@ -43,8 +40,8 @@ def _in_context() -> bool:
 def outside_contexts() -> Iterator[None]:
     """Leave transforms, inference mode, autocast, the default device and `__torch_function__`.
 
-    Whether gradients are enabled stays as it is, as do the modes of `__torch_dispatch__`, which
-    tensor subclasses need.
+    Grad mode is unchanged. The modes of `__torch_dispatch__` stay active because tensor subclasses
+    need them.
     """
     with ExitStack() as stack:
         if in_transform():
@@ -67,7 +64,7 @@ def _accelerators() -> list[str]:
 
 
 def runs_outside_contexts(function: Function) -> Function:
-    """Let a function run outside of the caller's contexts, and torch.compile not trace it."""
+    """Decorate a function to run in `outside_contexts` and to be skipped by torch.compile."""
 
     @functools.wraps(function)
     def called_outside(*args: Any, **kwargs: Any) -> Any:

@@ -153,8 +153,8 @@ def test_entries_that_cannot_be_saved_are_a_warning():
         assert saved["hook"]["plain"] == {"count": 1}
         texts = [str(each.message).partition(":")[0] for each in caught]
         assert texts == [
-            "Locked.lock is not saved, as it contains lock",
-            "Locked.kept is not saved, as it contains object",
+            "Locked.lock is not saved because it contains lock",
+            "Locked.kept is not saved because it contains object",
         ]
 
     run_ranks(main, 1)

@@ -1,1 +1,1 @@
-"""Buckets of gradients: which parameters share one, copies in and out, who owns the memory."""
+"""Gradient buckets: assignment of parameters, copies in and out, ownership of memory."""

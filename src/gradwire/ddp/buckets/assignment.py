@@ -1,7 +1,7 @@
-"""Which bucket each parameter is in, and which bucket is before which.
+"""Assignment of parameters to buckets, and the order in which buckets are launched.
 
-Makes the reducer's buckets for an order of readiness. They are launched in the order of the list
-that `BucketAssigner.make` returns. `gradwire.buckets.plan_buckets` decides on sizes alone.
+`BucketAssigner.make` returns the reducer's buckets in launch order, given the order in which
+parameters become ready. `gradwire.buckets.plan_buckets` chooses the bucket sizes.
 """
 
 from __future__ import annotations
@@ -23,45 +23,36 @@ from gradwire.ddp.buckets.sparse import SparseBucket
 from gradwire.errors import ArgumentError, ArgumentTypeError
 from gradwire.shm import shares_memory
 
-__all__ = [
-    "BUCKET_BYTES",
-    "FIRST_BUCKET_BYTES",
-    "IN_PLACE_BYTES",
-    "BucketAssigner",
-    "BucketLayout",
-    "check_layout",
-    "names_by_bucket",
-]
-
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
 IN_PLACE_BYTES = 4 << 20
-"""On the CPU, a gradient of this size travels alone and in place: a message more costs less than
-copying it into a bucket and back. With two ranks on two cores, a message costs 0.5 ms while both
-compute, and at 1 MiB that was a loss. On accelerators copies are cheap, messages are not."""
+"""Minimum size of a CPU gradient that is reduced in place, in a bucket of its own. One more message
+then costs less than a copy into a bucket and back. With two ranks on two cores, a message costs
+0.5 ms while both compute; a threshold of 1 MiB was slower. On accelerators copies are cheap and
+messages are not."""
 
 _NO_LIMIT = 1 << 62
 
 BucketLayout = Callable[[Sequence[tuple[str, Parameter]]], Sequence[Sequence[str]]]
-"""From the parameters, by name, to the names in each bucket, in the order of launch."""
+"""Function from named parameters to the names in each bucket, in launch order."""
 
 
 @dataclass
 class BucketAssigner:
-    """Makes buckets.
+    """Factory of a reducer's buckets.
 
     Attributes:
-        caps: Bytes: the size limits of the first bucket, the second, …; None: our own.
-        as_views: Whether gradients are views of their bucket (gradient_as_bucket_view).
-        lazy: Whether buckets have memory during backward only.
+        caps: Size limits in bytes of the first bucket, the second, …; None for the defaults.
+        as_views: True if gradients are views of their bucket (gradient_as_bucket_view).
+        lazy: True if buckets have memory only during backward.
         sparse: Indices of parameters with sparse gradients.
-        delayed: Indices of parameters that travel together after all others.
-        extra_numel: How many numbers the first bucket with room for them has after its gradients,
-            where there is no hook: it is one of float32 or float64.
-        layout: Indices in each bucket, if they are given; no other order is then followed.
-        counts: For a static graph, how often each parameter's gradient arrives in a backward; once
-            if it is not there.
-        ownership: What is known about the parameters' gradients.
+        delayed: Indices of parameters that are reduced together, after all others.
+        extra_numel: Number of extra elements after the gradients of the first float32 or float64
+            bucket. Unused with a hook.
+        layout: Parameter indices of each bucket, if given. The order of readiness is then ignored.
+        counts: For a static graph, the number of times that each parameter's gradient arrives in
+            a backward. The default is 1.
+        ownership: Ownership of the gradients' memory.
     """
 
     names: Sequence[str]
@@ -78,20 +69,20 @@ class BucketAssigner:
     ownership: Ownership = field(default_factory=Ownership)
 
     def __post_init__(self) -> None:
-        # strides as they are now, when the ranks' models have been compared
+        # The current strides are the same on all ranks: their models have just been compared.
         self._like = [_without_values(p) for p in self.parameters]
-        # what has one dimension lies in one way only; a step takes 0.1 µs for each of the others
+        # A tensor of one dimension has one layout. Each of the others takes 0.1 µs per step.
         self._turnable = [p for p in self.parameters if p.dim() > 1]
         self._strides = [p.stride() for p in self._turnable]
 
     def first_order(self) -> list[int]:
-        """Last registered first, as PyTorch's; until a backward has shown a better order."""
+        """Return the reverse order of registration, as PyTorch does before the first backward."""
         return list(range(len(self.parameters)))[::-1]
 
     def make(self, order: Sequence[int], *, with_hook: bool) -> list[Bucket]:
-        """Buckets in their order of launch, for parameters that become ready in this order.
+        """Return buckets in launch order for parameters that become ready in this order.
 
-        Parameters that are not in it have no bucket.
+        Parameters that are not in `order` have no bucket.
         """
         old_views = {i: self.parameters[i].grad for i in order} if self.as_views else {}
         buckets: list[Bucket] = []
@@ -107,7 +98,7 @@ class BucketAssigner:
                 if i in self.sparse:
                     buckets.append(SparseBucket(self.member(i), scale, options))
                 elif i != carrier and self._travels_alone(i, with_hook=with_hook):
-                    # before the packed ones, some of which may become ready after it
+                    # Launched before the packed bucket, which may become ready later.
                     buckets.append(InPlaceBucket(self.member(i), scale, options))
                 else:
                     packed.append(self.member(i))
@@ -116,13 +107,13 @@ class BucketAssigner:
                 room = extra_numel if exact else 0
                 buckets.append(PackedBucket(packed, scale, options, extra_numel=room))
                 extra_numel -= room
-        for i, gradient in old_views.items():  # views of buckets that are no more
+        for i, gradient in old_views.items():  # views of the previous buckets
             if gradient is not None:
                 self.parameters[i].grad = gradient.clone()
         return buckets
 
     def _partition(self, order: Sequence[int], *, with_hook: bool) -> list[Sequence[int]]:
-        """The parameters of each bucket, in the order of launch."""
+        """Return the parameters of each bucket, in launch order."""
         if self.layout is not None:
             wanted = set(order)
             given = [[i for i in members if i in wanted] for members in self.layout]
@@ -145,15 +136,15 @@ class BucketAssigner:
         ).buckets
 
     def member(self, index: int, *, count: int | None = None) -> Member:
-        """A parameter, as a bucket has it; `count` if not as often as is known."""
+        """Return the bucket member of a parameter; `count` overrides the known count."""
         times = self.counts.get(index, 1) if count is None else count
         return Member(index, self.names[index], self.parameters[index], self._like[index], times)
 
     def lay_as_parameters(self) -> None:
-        """Let gradients lie as their parameters do, also those that were turned after wrapping.
+        """Give gradients the strides of parameters whose memory format changed after wrapping.
 
-        Where they travel, they lie as when the ranks' models were compared. Fused optimizers take
-        both by their memory, whatever their strides.
+        Buckets keep the strides with which the ranks' models were compared. Fused optimizers read
+        parameters and gradients in memory order and ignore their strides.
         """
         strides = [p.stride() for p in self._turnable]
         if strides == self._strides:
@@ -174,13 +165,16 @@ class BucketAssigner:
         if self.caps is not None:
             return self.caps
         if self._on_cpu and not with_hook:
-            # no small first bucket: with two ranks on two cores and 200 small layers, exposed
-            # communication was 0.6 of PyTorch's without one, and 0.8 with it
+            # No small first bucket: with two ranks on two cores and 200 small layers, exposed
+            # communication was 0.6 of PyTorch's without it and 0.8 with it.
             return [BUCKET_BYTES]
         return [FIRST_BUCKET_BYTES, BUCKET_BYTES]
 
     def _carrier(self, order: Sequence[int], *, with_hook: bool) -> int | None:
-        """Return the parameter to pack so that a bucket has room for weights, if none would be."""
+        """Return the parameter to pack so that some bucket has room for weights.
+
+        Return None if no weights are used or another parameter is packed anyway.
+        """
         exact = (torch.float32, torch.float64)
         fit = [i for i in order if i not in self.sparse and self.parameters[i].dtype in exact]
         if not self.extra_numel or not all(
@@ -190,16 +184,17 @@ class BucketAssigner:
         return min(fit, key=lambda i: self.parameters[i].nbytes, default=None)
 
     def _travels_alone(self, index: int, *, with_hook: bool) -> bool:
-        # hooks get the buckets that PyTorch would give them
+        # Hooks get the same buckets as in PyTorch. On shm, the ranks reduce a packed gradient where
+        # it lies, without a copy.
         if with_hook or self.layout is not None or shares_memory(self.group):
-            return False  # on shm, packed, it lies where the ranks reduce it without a copy
+            return False
         parameter = self.parameters[index]
         fit = self.counts.get(index, 1) == 1 and index not in self.delayed
         return fit and parameter.device.type == "cpu" and parameter.nbytes >= IN_PLACE_BYTES
 
 
 def _without_values(parameter: Parameter) -> Tensor:
-    """A tensor of the same shape, strides and dtype, without memory."""
+    """Return a meta tensor of the same shape, strides and dtype."""
     strides = parameter.stride()
     return torch.empty_strided(parameter.shape, strides, dtype=parameter.dtype, device="meta")
 
@@ -207,10 +202,10 @@ def _without_values(parameter: Parameter) -> Tensor:
 def names_by_bucket(
     layout: BucketLayout, named: Sequence[tuple[str, Parameter]]
 ) -> list[list[str]]:
-    """What the user's function returns.
+    """Return the result of the user's layout function.
 
     Raises:
-        ArgumentTypeError: It is no function, or returns something else than lists of names.
+        ArgumentTypeError: `layout` is not a function, or does not return lists of names.
     """
     returned = layout(named) if callable(layout) else None
     if not isinstance(returned, Sequence) or isinstance(returned, str):
@@ -224,11 +219,11 @@ def names_by_bucket(
 def check_layout(
     layout: BucketLayout | None, named: Sequence[tuple[str, Parameter]]
 ) -> list[list[int]] | None:
-    """The user's layout as indices.
+    """Return the user's layout as parameter indices.
 
     Raises:
-        ArgumentTypeError: No function, or one that does not return lists of names.
-        ArgumentError: A parameter is in no bucket, in two, or unknown; a bucket is empty or mixes
+        ArgumentTypeError: `layout` is not a function, or does not return lists of names.
+        ArgumentError: A parameter is unknown, in no bucket or in two, or a bucket is empty or mixes
             dtypes or devices.
     """
     if layout is None:

@@ -1,7 +1,7 @@
-"""What the reducer asks of a bucket, whatever its gradients are.
+"""Interface of a bucket, whatever the kind of its gradients.
 
-Gradients become ready, or are known to be unused in this backward; when nothing more is expected,
-the bucket copies them into something flat that travels, and copies out what came back.
+In a backward each gradient becomes ready or is marked as unused. When no more gradients are
+expected, the bucket copies them into a flat tensor that is reduced, and copies the result out.
 """
 
 from __future__ import annotations
@@ -20,19 +20,18 @@ from gradwire.ddp.buckets.ownership import Ownership
 from gradwire.errors import NotSupportedError, ReductionError
 from gradwire.hooks import GradBucket
 
-__all__ = ["Bucket", "BucketOptions", "Member", "dense_gradient"]
-
 
 @dataclass(frozen=True)
 class Member:
-    """A parameter of a bucket.
+    """Parameter of a bucket.
 
     Attributes:
-        index: Its number in the reducer.
-        like: Has the strides with which the parameter was wrapped, the same on all ranks: its
-            gradient lies by them in what travels. Its own may change, on one rank alone.
-        count: How often its gradient arrives in a backward: more than once in several reentrant
-            checkpoints, not at all where this rank never uses it.
+        index: Index of the parameter in the reducer.
+        like: Meta tensor with the strides that the parameter had when it was wrapped, the same on
+            all ranks. The bucket stores the gradient with these strides; the parameter's own may
+            change on one rank alone.
+        count: Number of times that the gradient arrives in a backward: more than once in several
+            reentrant checkpoints, 0 if this rank never uses the parameter.
     """
 
     index: int
@@ -44,15 +43,15 @@ class Member:
 
 @dataclass(frozen=True)
 class BucketOptions:
-    """What all buckets of a reducer have alike.
+    """Options that all buckets of a reducer share.
 
     Attributes:
-        group: The group that reduces; on shm, buffers lie in memory that its ranks share.
-        ownership: What is known about the parameters' gradients.
-        as_views: Whether gradients are views of their bucket's buffer (gradient_as_bucket_view).
-        lazy: Whether buffers are allocated in each backward, and released after it.
-        lend: Whether small gradients may accumulate in the buffer from the start: all parameters
-            are on the CPU, so that one thread runs all that autograd does with their gradients.
+        group: Process group that reduces. On shm, buffers lie in memory that its ranks share.
+        ownership: Ownership of the gradients' memory.
+        as_views: True if gradients are views of their bucket's buffer (gradient_as_bucket_view).
+        lazy: True if buffers are allocated in each backward and released after it.
+        lend: True if small gradients may accumulate directly in the buffer: all parameters are on
+            the CPU, so a single thread runs autograd's operations on their gradients.
     """
 
     group: ProcessGroup
@@ -63,19 +62,19 @@ class BucketOptions:
 
 
 class Bucket(ABC):
-    """Parameters whose gradients travel together.
+    """Parameters whose gradients are reduced together.
 
     Attributes:
-        members: The parameters' indices, in the order they lie in the bucket.
-        names, parameters: In the same order.
-        like: As a `Member` has it, in the same order.
-        early: Those of them that get `copy_in_early` when their gradient is ready.
-        ready: Those whose gradient is ready in this backward, as they came.
-        unused: Those that get no gradient in this backward.
-        expected: How many gradients, as often as each is to come, make the bucket ready.
-        scale: What gradients are multiplied by on their way.
-        flat: What travels; valid from `copy_in` to `copy_out`.
-        extra_numel: How many elements of `flat` follow the gradients, for numbers that travel too.
+        members: Indices of the parameters, in the order of the bucket.
+        names, parameters: Names and parameters, in the same order.
+        like: `Member.like` of each, in the same order.
+        early: Members for which `copy_in_early` is called when their gradient is ready.
+        ready: Members whose gradient is ready in this backward, in order of arrival.
+        unused: Members that get no gradient in this backward.
+        expected: Number of gradient arrivals after which the bucket is ready.
+        scale: Factor by which gradients are multiplied before the reduction.
+        flat: Flat tensor that is reduced; valid from `copy_in` to `copy_out`.
+        extra_numel: Number of extra elements of `flat` after the gradients.
     """
 
     flat: Tensor
@@ -102,7 +101,7 @@ class Bucket(ABC):
         self.reset()
 
     def reset(self) -> None:
-        """Ready for the next backward."""
+        """Prepare for the next backward."""
         self.ready.clear()
         self.unused = set(self._never)
         self.expected: float = self._count
@@ -111,84 +110,84 @@ class Bucket(ABC):
         self._deferred = self._with_graph = False
 
     def defer(self, *, with_graph: bool = False) -> None:
-        """Copy nothing in early in this backward; with a graph, keep the gradients' history."""
+        """Disable early copies in this backward; with a graph, keep the gradients' history."""
         self.early = ()
         self._deferred, self._with_graph = True, with_graph
 
     def mark_unused(self, members: Iterable[int]) -> None:
-        """These get no gradient in this backward."""
+        """Mark members that get no gradient in this backward."""
         for member in members:
             if member not in self.unused:
                 self.unused.add(member)
                 self.expected -= self._counts[member]
 
     def missing(self) -> list[int]:
-        """Members whose gradient is neither ready nor known to be unused."""
+        """Return members whose gradient is neither ready nor marked as unused."""
         known = self.unused.union(self.ready)
         return [m for m in self.members if m not in known]
 
     def unexpected(self) -> list[str]:
-        """Names of parameters whose gradient arrived more often than expected."""
+        """Return the names of parameters whose gradient arrived more often than expected."""
         if len({*self.ready}) == len(self.ready) and self.unused.isdisjoint(self.ready):
-            return []  # as a rule: counting takes ten times as long
+            return []  # the usual case: counting takes ten times as long
         came = Counter(self.ready)
         limit = {m: 0 if m in self.unused else n for m, n in self._counts.items()}
         return [n for n, m in zip(self.names, self.members, strict=True) if came[m] > limit[m]]
 
     @property
     def all_ready(self) -> bool:
-        """Whether all gradients of this backward are there."""
+        """True if all gradients of this backward have arrived."""
         return len(self.ready) >= self.expected
 
     @property
     def what(self) -> str:
-        """The bucket, for messages."""
+        """Description of the bucket for messages."""
         more = f", … ({len(self.names)} parameters)" if self.names[3:] else ""
         return f"bucket of {', '.join(self.names[:3])}{more}"
 
-    def lend(self) -> None:  # noqa: B027 - most kinds of buckets have nothing to lend
-        """A backward begins: small gradients that are None may become zeros in the buffer."""
+    def lend(self) -> None:  # noqa: B027 - most kinds of buckets lend nothing
+        """At the start of a backward, set small gradients that are None to zeros in the buffer."""
 
     def take_back(self) -> None:  # noqa: B027
-        """What has been lent and not been added to is None again."""
+        """Set lent gradients that nothing was added to back to None."""
 
     def move_out(self) -> None:  # noqa: B027
-        """An exception ended the backward: what comes back is not to be written to gradients."""
+        """After an exception in backward, move gradients out of memory that is being reduced."""
 
     def copy_in_early(self, member: int, incoming: Sequence[Tensor]) -> None:
-        """Copy in one gradient that is ready; `incoming` holds what backward gave the parameter."""
+        """Copy in one ready gradient; `incoming` holds the gradient that autograd passed."""
         raise AssertionError("this bucket copies nothing in early")
 
     @abstractmethod
     def copy_in(self) -> None:
-        """Make `flat` hold all gradients, scaled; zeros for unused ones that are None."""
+        """Fill `flat` with all gradients, scaled; zeros for unused ones that are None."""
 
     def multiply(self, factor: float) -> None:
-        """Multiply what travels."""
+        """Multiply `flat`."""
         self.flat.mul_(factor)
 
     @abstractmethod
     def zero(self) -> None:
-        """Make `flat` hold zeros, and leave all gradients alone."""
+        """Fill `flat` with zeros, without changing any gradient."""
 
     @abstractmethod
     def copy_out(self, reduced: Tensor | None, untouched: Collection[int]) -> None:
-        """Make the gradients hold the reduced values.
+        """Write the reduced values to the gradients.
 
         Args:
-            reduced: As `flat` is, of any dtype; None: the values in `flat`.
-            untouched: Members, unused here, whose gradient stays what it was.
+            reduced: Result with the layout of `flat` and any dtype; None if it is in `flat`.
+            untouched: Members unused on this rank, whose gradient stays as it was.
         """
 
     def as_grad_bucket(self, index: int, *, is_last: bool) -> GradBucket:
-        """The bucket as hooks see it."""
+        """Return the bucket that is passed to hooks."""
         return GradBucket(
             index, self.flat, self.parameters, is_last=is_last, names=self.names, like=self.like
         )
 
 
 def move_out(parameter: Parameter, address: int) -> None:
-    """Give the gradient memory of its own, if it lies at this address."""
+    """Give the gradient its own memory if it lies at this address."""
     gradient = parameter.grad
     if gradient is None or gradient.layout != torch.strided:
         return
@@ -197,24 +196,29 @@ def move_out(parameter: Parameter, address: int) -> None:
 
 
 def dense_gradient(parameter: Parameter) -> Tensor:
-    """The parameter's gradient, present and dense."""
+    """Return the parameter's gradient.
+
+    Raises:
+        ReductionError: The gradient is None.
+        NotSupportedError: The gradient is not dense, or has another dtype than the parameter.
+    """
     gradient = parameter.grad
     if gradient is None:
         raise ReductionError(
-            f"the gradient of a parameter of shape {tuple(parameter.shape)} was taken away (.grad "
-            "is None) before it was communicated: free gradients after backward; for an optimizer "
-            "in backward use torch.distributed.optim._apply_optimizer_in_backward"
+            f"the gradient of a parameter of shape {tuple(parameter.shape)} was set to None before "
+            "it was communicated: free gradients after backward; for an optimizer in backward use "
+            "torch.distributed.optim._apply_optimizer_in_backward"
         )
     if gradient.layout != torch.strided:
         raise NotSupportedError(
             f"the gradient of a parameter of shape {tuple(parameter.shape)} has layout "
-            f"{gradient.layout}, which only embeddings made with sparse=True may have: use dense "
-            "gradients"
+            f"{gradient.layout}, which is supported only for embeddings made with sparse=True: use "
+            "dense gradients"
         )
     if gradient.dtype is not parameter.dtype:
         raise NotSupportedError(
-            f"the gradient of a parameter of shape {tuple(parameter.shape)} is of {gradient.dtype} "
-            f"and the parameter of {parameter.dtype}: gradients are reduced in their parameter's "
-            "dtype. Leave grad_dtype as it is"
+            f"the gradient of a parameter of shape {tuple(parameter.shape)} has dtype "
+            f"{gradient.dtype} and the parameter {parameter.dtype}: gradients are reduced in their "
+            "parameter's dtype. Leave grad_dtype as it is"
         )
     return gradient

@@ -1,4 +1,4 @@
-"""The buckets of a reducer, in the order of launch, and which of them each parameter is in."""
+"""Buckets of a reducer in launch order, and the bucket of each parameter."""
 
 from __future__ import annotations
 
@@ -13,18 +13,16 @@ from gradwire.ddp.buckets.bucket import Bucket, BucketOptions
 from gradwire.ddp.buckets.hook_state import Part, rekey
 from gradwire.ddp.buckets.sparse import SparseBucket
 
-__all__ = ["BucketSet"]
-
 
 class BucketSet:
-    """Buckets.
+    """Buckets of a reducer, in launch order.
 
     Args:
-        assigner: Makes them.
+        assigner: Factory of the buckets.
 
     Attributes:
-        of: For each parameter, its bucket.
-        weights_bucket: The bucket with which the sums of weights travel, if there is one.
+        of: Bucket of each parameter.
+        weights_bucket: Bucket that carries the sums of weights, if there is one.
     """
 
     def __init__(self, assigner: BucketAssigner) -> None:
@@ -44,19 +42,19 @@ class BucketSet:
         return self._buckets[index]
 
     def after(self, index: int) -> Sequence[Bucket]:
-        """The buckets that are launched after this one."""
+        """Return the buckets that are launched after this one."""
         return self._buckets[index + 1 :]
 
     def make(self, order: Sequence[int], *, with_hook: bool, state: Any = None) -> None:
-        """Replace them by buckets for parameters that become ready in this order.
+        """Replace the buckets by buckets for parameters that become ready in this order.
 
-        A hook's state goes along. What is not in the order is in no bucket: its arrival is
-        unexpected.
+        The state of a hook is moved to the new buckets. A parameter that is not in `order` is in no
+        bucket, and its gradient is unexpected.
         """
         self._make(order, self.layout, with_hook=with_hook, state=state)
 
     def finish_making(self) -> None:
-        """Make the buckets that an exception, such as Ctrl-C, kept from being made."""
+        """Finish a call of `make` that an exception such as KeyboardInterrupt ended."""
         if self._interrupted is not None:
             self._interrupted()
 
@@ -64,12 +62,12 @@ class BucketSet:
         self, order: Sequence[int], before: list[list[Part]], *, with_hook: bool, state: Any
     ) -> None:
         self._interrupted = partial(self._make, order, before, with_hook=with_hook, state=state)
-        # nothing holds the old buckets from here on: their memory is free for the new ones
+        # Release the old buckets first, so that the new ones can use their memory.
         self.of, self._buckets, self.weights_bucket = [], [], None
         self._buckets = self._assigner.make(order, with_hook=with_hook)
         self.weights_bucket = next((b for b in self._buckets if b.extra_numel), None)
-        # for a parameter in no bucket, one that expects no gradient and is never launched: what
-        # arrives there is unexpected. A sparse bucket allocates nothing
+        # A parameter in no bucket gets a bucket that expects no gradient and is never launched.
+        # Sparse buckets allocate no memory.
         options = BucketOptions(self._assigner.group, self._assigner.ownership)
         count = len(self._assigner.parameters)
         self.of = [
@@ -84,37 +82,37 @@ class BucketSet:
 
     @property
     def layout(self) -> list[list[Part]]:
-        """The parameters in each, with their sizes."""
+        """Names and sizes of the parameters in each bucket."""
         return [
             [Part(n, p.numel()) for n, p in zip(b.names, b.parameters, strict=True)]
             for b in self._buckets
         ]
 
     def reset(self) -> None:
-        """Ready for the next backward."""
+        """Prepare for the next backward."""
         for bucket in self._buckets:
             bucket.reset()
 
     def defer(self, *, with_graph: bool = False, until_the_end: bool = False) -> None:
-        """Copy nothing in early in this backward, or only when it has ended."""
+        """Disable early copies in this backward, or delay all copies until it has ended."""
         for bucket in self._buckets:
             bucket.defer(with_graph=with_graph)
             if until_the_end:
-                # how often each gradient arrives is what this backward is to show
+                # This backward counts how often each gradient arrives.
                 bucket.expected = math.inf
 
     def lend(self) -> None:
-        """A backward begins, as `Bucket.lend` has it."""
+        """Call `Bucket.lend` on each bucket at the start of a backward."""
         for bucket in self._buckets:
             bucket.lend()
 
     def take_back(self) -> None:
-        """A backward ends without all gradients, as `Bucket.take_back` has it."""
+        """Call `Bucket.take_back` on each bucket when a backward ends with gradients missing."""
         for bucket in self._buckets:
             bucket.take_back()
 
     def mark_unused(self, indices: Iterable[int]) -> None:
-        """These parameters get no gradient in this backward."""
+        """Mark parameters that get no gradient in this backward."""
         found: dict[int, list[int]] = defaultdict(list)
         for i in indices:
             found[id(self.of[i])].append(i)
@@ -122,24 +120,24 @@ class BucketSet:
             bucket.mark_unused(found.get(id(bucket), ()))
 
     def complete(self) -> None:
-        """Nothing more is expected."""
+        """Mark missing gradients as unused, and expect no more."""
         self.mark_unused(self.missing())
         for bucket in self._buckets:
             bucket.expected = 0
 
     def missing(self) -> list[int]:
-        """Parameters whose gradient is neither there nor known to be unused."""
+        """Return parameters whose gradient is neither ready nor marked as unused."""
         return [i for bucket in self._buckets if not bucket.all_ready for i in bucket.missing()]
 
     def unused(self) -> set[int]:
-        """Parameters that get no gradient in this backward."""
+        """Return parameters that get no gradient in this backward."""
         return {i for bucket in self._buckets for i in bucket.unused}
 
     def ready(self) -> list[int]:
-        """Parameters whose gradient is there, as often as it came."""
+        """Return parameters whose gradient is ready, once for each arrival."""
         return [i for bucket in self._buckets for i in bucket.ready]
 
     @property
     def untouched(self) -> bool:
-        """Whether no gradient has arrived yet."""
+        """True if no gradient has arrived yet."""
         return not any(bucket.ready for bucket in self._buckets)

@@ -1,11 +1,12 @@
-"""A hook's state, by parameter: kept through a change of the buckets, saved and loaded.
+"""State of a communication hook: conversion to other buckets, saving and loading.
 
-A state may have `state_dict` and `load_state_dict`; if its `depends_on_buckets` is true, the
-buckets that it was saved with are made again, too. Otherwise its attributes, or the entries of a
-dictionary, are saved: plain data, tensors, and the state of random generators. Tensors that are
-kept by a bucket's index and are as long as the bucket (PyTorch's PowerSGD keeps its errors so) are
-cut into the parameters' parts; other tensors by bucket are valid only for the same buckets, which
-are therefore saved along and made again.
+A state with `state_dict` and `load_state_dict` is saved through these methods. If its
+`depends_on_buckets` is true, its bucket layout is also saved and restored.
+
+Of any other state, the attributes or dictionary entries are saved: plain data, tensors, and the
+state of random generators. Tensors by bucket index that have the size of the bucket, such as the
+errors of PyTorch's PowerSGD, are split by parameter. Other tensors by bucket index are valid only
+for the same buckets, so the bucket layout is saved with them and restored.
 """
 
 from __future__ import annotations
@@ -23,30 +24,28 @@ from torch.distributed import ProcessGroup
 
 from gradwire.errors import ArgumentError, NotSavedWarning
 
-__all__ = ["Layout", "Part", "has_state", "load_state", "rekey", "replace_group", "save_state"]
-
 Layout = Sequence[Sequence["Part"]]
-"""For each bucket, the parameters in it."""
+"""Parameters of each bucket."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A parameter's place in a bucket: its name and its number of elements."""
+    """Name and number of elements of a parameter in a bucket."""
 
     name: str
     numel: int
 
 
 def has_state(state: Any) -> bool:
-    """Whether there is anything to save or to load into."""
+    """Return True if the hook has a state that can be saved and loaded."""
     return state is not None and not isinstance(state, ProcessGroup)
 
 
 def save_state(state: Any, layout: Layout) -> dict[str, Any]:
-    """Return what has to be saved of a hook's state, and the buckets that it is for.
+    """Return a hook's state in a form that can be saved, with its bucket layout.
 
     Warns:
-        NotSavedWarning: An attribute is neither plain data nor a tensor.
+        NotSavedWarning: An attribute is neither plain data nor a tensor, and is skipped.
     """
     if not has_state(state):
         return {}
@@ -68,8 +67,8 @@ def save_state(state: Any, layout: Layout) -> dict[str, Any]:
                 found["plain"][name] = _copied(value)
             except TypeError as error:
                 warnings.warn(
-                    f"{type(state).__name__}.{name} is not saved, as it contains {error}: give the "
-                    "hook's state the methods state_dict and load_state_dict",
+                    f"{type(state).__name__}.{name} is not saved because it contains {error}: "
+                    "define state_dict and load_state_dict on the hook's state",
                     NotSavedWarning,
                     stacklevel=3,
                 )
@@ -77,14 +76,14 @@ def save_state(state: Any, layout: Layout) -> dict[str, Any]:
 
 
 def load_state(state: Any, saved: Mapping[str, Any], layout: Layout) -> None:
-    """Put saved values into a hook's state; `layout` is that of the buckets now.
+    """Load saved values into a hook's state; `layout` is the current bucket layout.
 
     Raises:
-        ArgumentError: There is no state to load into.
+        ArgumentError: The hook has no state.
     """
     if not has_state(state):
         raise ArgumentError(
-            "no hook with a state is registered: call register_comm_hook before "
+            "no communication hook with a state is registered: call register_comm_hook before "
             "load_comm_hook_state_dict"
         )
     if "own" in saved:
@@ -102,7 +101,7 @@ def load_state(state: Any, saved: Mapping[str, Any], layout: Layout) -> None:
 
 
 def rekey(state: Any, old: Layout, new: Layout) -> None:
-    """Takes what a state keeps by bucket over to other buckets."""
+    """Convert a state's tensors by bucket index from an old bucket layout to a new one."""
     if old == new:
         return
     for value in _attributes(state).values():
@@ -114,7 +113,7 @@ def rekey(state: Any, old: Layout, new: Layout) -> None:
 
 
 def replace_group(state: Any, old: ProcessGroup, new: ProcessGroup) -> Any:
-    """The state with one group in another's place: itself, or its attribute `process_group`."""
+    """Return the state with a process group replaced: itself or its `process_group` attribute."""
     if state is old:
         return new
     if getattr(state, "process_group", None) is old:
@@ -123,7 +122,7 @@ def replace_group(state: Any, old: ProcessGroup, new: ProcessGroup) -> Any:
 
 
 _NOT_SAVED = (ProcessGroup, weakref.ReferenceType)
-"""What a state may refer to, and finds again in another process by itself."""
+"""Types of attributes that are not saved: a state in another process has its own."""
 
 
 def _attributes(state: Any) -> dict[str, Any]:
@@ -135,7 +134,7 @@ def _attributes(state: Any) -> dict[str, Any]:
 
 
 def _put(state: Any, name: str, own: Any, value: Any) -> None:
-    """Set an attribute, or an entry of a dictionary; a dictionary of the state is filled."""
+    """Set an attribute or dictionary entry; update an existing dictionary in place."""
     if isinstance(own, MutableMapping):
         own.clear()
         own.update(value)
@@ -152,7 +151,7 @@ def _copied(value: Any) -> Any:
     """Return a copy of plain data and tensors, in plain containers.
 
     Raises:
-        TypeError: There is something else in it; its text names the type.
+        TypeError: The value contains another type; the message is the type's name.
     """
     if isinstance(value, Tensor):
         return value.detach().clone()
@@ -168,7 +167,7 @@ def _copied(value: Any) -> Any:
 
 
 def _generator_state(generator: Any) -> Any:
-    """Return a random generator's state: torch's or NumPy's, as tensors and plain numbers."""
+    """Return the state of a torch or NumPy generator as tensors and plain numbers."""
     state = generator.get_state()
     if not isinstance(state, tuple):
         return state
@@ -184,7 +183,7 @@ def _is_by_bucket(value: Any) -> bool:
 
 
 def _split(value: Mapping[int, Tensor], layout: Layout) -> dict[str, Tensor] | None:
-    """Tensors by parameter; None if they are not as long as their buckets."""
+    """Return tensors by parameter name, or None if sizes differ from the buckets'."""
     parts: dict[str, Tensor] = {}
     for index, tensor in value.items():
         if index >= len(layout) or tensor.numel() != sum(p.numel for p in layout[index]):
@@ -196,7 +195,7 @@ def _split(value: Mapping[int, Tensor], layout: Layout) -> dict[str, Tensor] | N
 
 
 def _join(parts: Mapping[str, Tensor], layout: Layout) -> dict[int, Tensor]:
-    """Tensors by bucket, for buckets of which all parameters are there."""
+    """Return tensors by bucket index, for buckets all of whose parameters are in `parts`."""
     return {
         index: torch.cat([parts[p.name].reshape(-1) for p in bucket])
         for index, bucket in enumerate(layout)

@@ -1,4 +1,4 @@
-"""A bucket of one large gradient that travels in its own memory, if that is nobody else's."""
+"""Bucket of one large gradient that is reduced in its own memory if nothing else uses it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ from gradwire.buckets import memory_strides, views
 from gradwire.ddp.buckets.bucket import Bucket, BucketOptions, Member, dense_gradient, move_out
 from gradwire.ddp.buckets.ownership import is_conj_or_neg
 
-__all__ = ["InPlaceBucket"]
-
 
 class InPlaceBucket(Bucket):
-    """One large dense gradient, communicated where it lies.
+    """Bucket of one large dense gradient, reduced in place.
 
-    It is copied, and lives in the copy, if its memory may not be written to or it does not lie as
-    its parameter does.
+    The gradient is first moved to new memory if its own memory must not be written to or its
+    strides differ from the parameter's.
     """
 
     def __init__(self, member: Member, scale: float, options: BucketOptions) -> None:
@@ -52,7 +50,7 @@ class InPlaceBucket(Bucket):
 
     def copy_in(self) -> None:
         if self._taken:
-            return  # the one gradient came early
+            return  # copied in early
         member, parameter = self.members[0], self.parameters[0]
         if not self.unused:
             self._copy_in_whole(self._ownership.ready_gradient(member, dense_gradient(parameter)))
@@ -79,7 +77,7 @@ class InPlaceBucket(Bucket):
         self._allocate().zero_()
 
     def copy_out(self, reduced: Tensor | None, untouched: Collection[int]) -> None:
-        assert reduced is None, "hooks get packed buckets"
+        assert reduced is None, "communication hooks use packed buckets"
         parameter = self.parameters[0]
         if self._copy is not None and self.members[0] not in untouched:
             if parameter.grad is None:

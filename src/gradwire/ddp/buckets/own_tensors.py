@@ -1,8 +1,8 @@
-"""Tensors that are handed out in one backward after the other.
+"""Tensors that are reused in successive backward passes.
 
-To make a tensor for each of thousands of tiny gradients, and to free it, takes 1 µs: as long as
-autograd takes to add to it. So they are kept, and are handed out again if nobody else has one and
-none was altered: then nobody can tell them from new ones, but for their version.
+Making and freeing a tensor takes 1 µs, as long as autograd takes to add to a tiny gradient. The
+tensors are therefore kept, and reused if nothing else refers to any of them and none was altered.
+Except for their version, they then cannot be distinguished from new ones.
 """
 
 from __future__ import annotations
@@ -17,16 +17,14 @@ from torch import Tensor
 
 from gradwire._scope import outside_contexts
 
-__all__ = ["OwnTensors"]
-
 
 class OwnTensors:
-    """Tensors that lie in views, each with a version of its own.
+    """Tensors with the memory of views, each with its own version counter.
 
-    As views, they would share one: each would count as changed with any other.
+    Views would share one counter: a write to one would count as a write to all.
 
     Args:
-        views: In which they lie.
+        views: Views whose memory the tensors use.
     """
 
     def __init__(self, views: Sequence[Tensor] = ()) -> None:
@@ -37,16 +35,16 @@ class OwnTensors:
         return len(self._tensors)
 
     def get(self) -> Sequence[Tensor]:
-        """A tensor for each view."""
+        """Return a tensor for each view."""
         if not self._tensors:
             self._tensors = [view.data for view in self._views]
         return self._tensors
 
     def are_unused(self) -> bool:
-        """Whether nobody else has one of them, and all are as they were made."""
+        """Return True if nothing else refers to any of the tensors and none was altered."""
         tensors, count = self._tensors, len(self._tensors)
-        # a sum is enough, as none is below what one in the list alone has; the passes are by
-        # functions in C, 0.3 µs for each tensor in all
+        # A sum is enough because no tensor has fewer references than one that only the list holds.
+        # All passes are calls of C functions, 0.3 µs per tensor in total.
         return (
             sum(map(sys.getrefcount, tensors)) == count * _REFERENCES
             and sum(map(_holders, tensors)) == count * _HOLDERS
@@ -57,7 +55,7 @@ class OwnTensors:
         )
 
     def clear(self) -> None:
-        """Make new ones the next time."""
+        """Drop the tensors; `get` makes new ones."""
         self._tensors = []
 
 
@@ -67,9 +65,9 @@ _attributes = attrgetter("__dict__")
 
 
 def _counts() -> tuple[int, int]:
-    """References to a tensor that one list has, in Python and in C++, as `are_unused` sees them.
+    """Measure the Python and C++ reference counts of a tensor that only one list holds.
 
-    Zeros, so that no tensor is handed out again, if another reference is not noticed.
+    Return zeros if the counts do not show a second reference: then no tensor is reused.
     """
     with outside_contexts():
         tensors = [torch.empty(0, dtype=torch.float32, device="cpu").data]

@@ -1,4 +1,4 @@
-"""A bucket of one sparse gradient, as embeddings make it with sparse=True."""
+"""Bucket of one sparse gradient, such as of an embedding with sparse=True."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ from torch import Tensor
 from gradwire.ddp.buckets.bucket import Bucket, BucketOptions, Member
 from gradwire.errors import ReductionError
 
-__all__ = ["SparseBucket"]
-
 
 class SparseBucket(Bucket):
-    """One sparse gradient; `flat` is the COO tensor itself.
+    """Bucket of one sparse gradient; `flat` is the COO tensor itself.
 
-    A rank where it is absent takes part with no entries, one where it is dense (the embedding's
-    weight is used elsewhere too) with all of them.
+    A rank without the gradient takes part with no entries. A rank where it is dense, because the
+    embedding's weight is also used elsewhere, takes part with all entries.
     """
 
     def __init__(self, member: Member, scale: float, options: BucketOptions) -> None:
@@ -32,7 +30,7 @@ class SparseBucket(Bucket):
         if gradient is None:
             if not self.unused:
                 raise ReductionError(
-                    f"the gradient of {self.names[0]} was taken away (.grad is None) before it was "
+                    f"the gradient of {self.names[0]} was set to None before it was "
                     "communicated: free gradients after backward"
                 )
             self.zero()
