@@ -1,8 +1,8 @@
-"""Who else uses a gradient's memory: the one place that says what a reducer may write to.
+"""Ownership of gradient memory: whether a reducer may write to it.
 
-A gradient that arrives may lie in memory that autograd has queued for another branch, that another
-parameter's gradient, a saved tensor or the user looks at. It is written to only where that is ruled
-out: every reference to the memory is one that is known. What cannot be ruled out is copied.
+The memory of an arriving gradient may also be queued by autograd for another branch, or be used by
+another parameter's gradient, a saved tensor or the user. The reducer writes to it only if it can
+account for every reference to the memory. Otherwise the gradient is copied.
 """
 
 from __future__ import annotations
@@ -18,19 +18,17 @@ from torch.nn import Parameter
 
 from gradwire._scope import outside_contexts
 
-__all__ = ["Ownership", "Registration", "is_conj_or_neg", "uses"]
-
 REDUCERS = "gradwire.ddp.reducers"
 
 
 class Ownership:
-    """What a reducer knows about its parameters' gradients.
+    """A reducer's record of shared parameters and of gradients that must not be changed.
 
     Attributes:
-        shared: Indices of parameters that other reducers reduce, too: they read what is in `.grad`.
-        had_gradient: Indices of those that had a gradient before this backward. What somebody else
-            sees in its memory is to see the result, as after PyTorch's. Memory that autograd made
-            in this backward is shared by accident.
+        shared: Indices of parameters that other reducers also reduce, which read `.grad` too.
+        had_gradient: Indices of parameters that had a gradient before this backward. As in PyTorch,
+            other tensors in its memory must see the result. Tensors that share memory which autograd
+            allocated in this backward need not.
     """
 
     def __init__(self) -> None:
@@ -42,14 +40,14 @@ class Ownership:
     def keep_local(
         self, parameters: Sequence[Parameter], pending: Iterable[int], ready: Collection[int]
     ) -> None:
-        """Another reducer is about to put its results into the gradients that both reduce.
+        """Save shared gradients before another reducer writes its results to them.
 
-        This one sends what the rank had before, as on ranks where it has done so already.
+        This reducer then sends the local values, as on ranks where it was first.
 
         Args:
-            parameters: All.
-            pending: Those that it has not gathered yet.
-            ready: Those whose gradient is there; others may turn out to be unused.
+            parameters: All parameters of the reducer.
+            pending: Indices of parameters that are not copied in yet.
+            ready: Indices of parameters whose gradient is ready. Others may turn out to be unused.
         """
         for i in self.shared.intersection(pending):
             gradient = parameters[i].grad
@@ -60,15 +58,15 @@ class Ownership:
                 self._ready.setdefault(i, kept)
 
     def ready_gradient(self, index: int, gradient: Tensor) -> Tensor:
-        """What is to be sent: the gradient, or what it was before another reducer wrote to it."""
+        """Return the local gradient to send, saved if another reducer has written to `.grad`."""
         return self._ready.get(index, gradient)
 
     def unused_gradient(self, index: int, gradient: Tensor | None) -> Tensor | None:
-        """As `ready_gradient`, where the backward brought none: what has accumulated before."""
+        """Return the accumulated local gradient of a parameter that this backward did not use."""
         return self._unused.get(index, gradient)
 
     def clear(self) -> None:
-        """The backward is over."""
+        """Drop the saved gradients when the backward is over."""
         self._ready.clear()
         self._unused.clear()
 
@@ -78,23 +76,30 @@ class Ownership:
         first: int | None = None,
         incoming: Tensor | None = None,
     ) -> None:
-        """A backward begins, at an output, or when the gradient of `first` is ready."""
+        """Record existing gradients when a backward begins.
+
+        Args:
+            parameters: All parameters of the reducer.
+            first: Index of the parameter whose ready gradient began the backward; None if an output
+                did.
+            incoming: Gradient that autograd passed to that parameter.
+        """
         self.had_gradient = {i for i, p in enumerate(parameters) if p.grad is not None}
         if first is not None and _is_taken(parameters[first].grad, incoming):
             self.had_gradient.discard(first)
 
     def may_write(self, index: int, gradient: Tensor, incoming: Sequence[Tensor]) -> bool:
-        """Whether nobody but the parameter reads its gradient's memory, now or later.
+        """Return True if only the parameter uses its gradient's memory, now and later.
 
-        `incoming` holds what backward gave the parameter, and nobody has a name for that. If it was
-        made the gradient, then it, and the tensor that it is a view of, use the memory until this
-        step of backward ends.
+        `incoming` contains the gradient that autograd passed, which must have no other name in the
+        callers. If autograd stored it as `.grad`, it and the tensor that it is a view of also use
+        the memory until this step of backward ends.
         """
         if type(gradient) is not Tensor:
             return False  # a subclass may hold its values elsewhere
         storage = gradient.untyped_storage()
         if index in self.shared or is_conj_or_neg(gradient) or not storage.resizable():
-            return False  # what cannot be resized is not torch's: an array's, a file's
+            return False  # storage that cannot be resized belongs to an array or a file
         if _holders(gradient) > ITSELF_AND_ITS_OBJECT:
             return False
         known = 1
@@ -106,26 +111,26 @@ class Ownership:
             known += 1
             if incoming[0]._base is not None:
                 if _holders(incoming[0]._base) > ITSELF_AND_ITS_OBJECT:
-                    return False  # queued for another branch, or kept
+                    return False  # queued for another branch or kept
                 if sys.getrefcount(incoming[0]._base) > BASE_REFERENCES:
                     return False
                 known += 1
         return _count(storage) == known
 
     def may_move(self, index: int, parameter: Parameter, *, names: int, over: bool = False) -> bool:
-        """Whether the gradient's tensor may be pointed at other memory.
+        """Return True if the gradient's tensor may be set to other memory.
 
         Args:
-            index: The parameter's.
-            parameter: Which has a gradient.
-            names: How many references the caller has to it: local names, tuples that hold it.
-            over: Whether backward has ended, and other reducers have read it.
+            index: Index of the parameter.
+            parameter: Parameter with a gradient.
+            names: Number of references that the caller holds: local names and tuples.
+            over: True if backward has ended and other reducers have read the gradient.
         """
         if index in self.shared and not over:
             return False
-        # no name for it here: see `_references`
+        # An expression, not a local name: see `_measure`.
         if sys.getrefcount(parameter.grad) > GRADIENT_REFERENCES + names:
-            return False  # who has it may have taken its address
+            return False  # another reference may rely on its address
         gradient = parameter.grad
         assert gradient is not None
         if type(gradient) is not Tensor or _holders(gradient) > ITSELF_AND_ITS_OBJECT:
@@ -133,21 +138,22 @@ class Ownership:
         return index not in self.had_gradient or uses(gradient) == 1
 
     def is_used_elsewhere(self, index: int, gradient: Tensor) -> bool:
-        """Whether, after backward, a gradient that is new lies in memory that others use."""
+        """Return True if, after backward, a new gradient uses memory that other tensors use."""
         return index not in self.had_gradient and uses(gradient) > 1
 
     def used_elsewhere(self, indices: Sequence[int], gradients: Sequence[Tensor]) -> list[bool]:
-        """`is_used_elsewhere` for each: 0.2 µs instead of 0.5, for thousands of tiny gradients."""
+        """Return `is_used_elsewhere` for each gradient, in 0.2 µs each instead of 0.5."""
         had, count = self.had_gradient, torch._C._storage_Use_Count
         return [
-            i not in had and count(g.untyped_storage()._cdata) > 2  # its own, and this object
+            i not in had and count(g.untyped_storage()._cdata) > 2  # the tensor and this object
             for i, g in zip(indices, gradients, strict=True)
         ]
 
     def make_private(self, index: int, parameter: Parameter, incoming: Sequence[Tensor]) -> None:
-        """Outside of reductions: give a new gradient memory of its own if others read its.
+        """Give a new gradient its own memory if others use it, in backwards without reduction.
 
-        The next backward adds to it: two gradients in one memory would each be added to both.
+        The next backward adds to it in place. If two gradients shared memory, each would
+        receive both sums.
         """
         gradient = parameter.grad
         if _is_taken(gradient, incoming[0]):
@@ -157,7 +163,7 @@ class Ownership:
 
 
 class Registration:
-    """A reducer's entry at the nodes of its parameters, by which several learn of each other."""
+    """Entry of a reducer at its parameters' autograd nodes, which shows shared parameters."""
 
     def __init__(self, nodes: Sequence[Any], ownership: Ownership) -> None:
         self._nodes, self._ownership = nodes, weakref.ref(ownership)
@@ -166,7 +172,7 @@ class Registration:
             self._tell(node)
 
     def remove(self) -> None:
-        """The reducer reduces no more."""
+        """Remove the entry when the reducer is disabled."""
         for node in self._nodes:
             entries = self._entries(node)
             entries[:] = [e for e in entries if e[0] is not self._ownership]
@@ -185,42 +191,42 @@ class Registration:
 
 
 def is_conj_or_neg(tensor: Tensor) -> bool:
-    """Whether the values are conjugated or negated only when they are read."""
+    """Return True if the tensor has the conjugate or the negative bit."""
     return tensor.is_conj() or tensor.is_neg()
 
 
 def uses(tensor: Tensor) -> int:
-    """How many tensors share this one's storage, itself included."""
+    """Return the number of tensors that use this tensor's storage, itself included."""
     return _count(tensor.untyped_storage())
 
 
 def _count(storage: torch.UntypedStorage) -> int:
     count: int = torch._C._storage_Use_Count(storage._cdata)
-    return count - 1  # without the object in our hands
+    return count - 1  # without this storage object
 
 
 def _is_taken(gradient: Tensor | None, incoming: Tensor | None) -> bool:
-    """Whether autograd made what came in the gradient, instead of adding it or copying it."""
+    """Return True if autograd stored the incoming gradient itself as `.grad`, without a copy."""
     if gradient is None or incoming is None or incoming.layout != torch.strided:
         return False
     return gradient.layout == torch.strided and gradient.data_ptr() == incoming.data_ptr()
 
 
 def _holders(tensor: Tensor) -> int:
-    """How many references there are to the tensor itself in C++."""
+    """Return the number of C++ references to the tensor."""
     count: int = tensor._use_count()  # type: ignore[attr-defined]  # torch's stub lacks it
     return count
 
 
 ITSELF_AND_ITS_OBJECT = 2
-"""References to a tensor in C++: from where it belongs, and from its Python object."""
+"""C++ references to a tensor: one from its place in autograd, one from its Python object."""
 
 
 def _measure(more: int) -> tuple[int, int, int]:
-    """Return what `sys.getrefcount` says of tensors that C++ holds, with so many more references.
+    """Measure `sys.getrefcount` of tensors that C++ holds, with `more` additional references.
 
-    Asked for as where it counts: by an expression. A name may count as a reference or not, as may
-    an argument that was passed on: from Python 3.14 on, the interpreter borrows what a caller has.
+    The argument is an expression, as in the checks above. A local name or a forwarded argument may
+    or may not count as a reference: from Python 3.14 on, the interpreter borrows references.
     """
     parameter, other = (torch.zeros(1, device="cpu", requires_grad=True) for _ in range(2))
     parameter.grad = torch.zeros(1, device="cpu")
@@ -237,10 +243,11 @@ def _measure(more: int) -> tuple[int, int, int]:
 
 
 def _references() -> tuple[int, int, int]:
-    """Return the counts of tensors that nobody else has; zeros, so that all is copied, if unsure.
+    """Return the reference counts of tensors that only autograd and the measurement hold.
 
-    In inference mode, in which the package may be imported, a view has no base: `_base` is None,
-    which has thousands of references.
+    Return zeros if the counts do not show an additional reference: then all gradients are copied.
+    The package may be imported in inference mode, where the `_base` of a view is None and has
+    thousands of references.
     """
     with outside_contexts():
         alone, kept = _measure(0), _measure(1)

@@ -1,10 +1,10 @@
-"""A bucket of gradients that share a buffer.
+"""Bucket of dense gradients that share a buffer.
 
-Packing knows two sizes. A large gradient is taken the moment it is ready, while it is still in the
-processor's cache, scaled on the way, and from then on lives in the buffer: what autograd made is
-freed at once and nothing is copied back. Small ones accumulate in the buffer from the start (see
-`lent`); those that may not, as on accelerators, are copied in with one call when the bucket is
-ready, and out with another.
+A large gradient is copied in and scaled as soon as it is ready, while it is in the processor's
+cache. Its tensor is set to the buffer's memory if possible: autograd's memory is freed at once, and
+nothing is copied back. Small gradients accumulate in the buffer from the start (see `lent`). Where
+they cannot, as on accelerators, one call copies them in when the bucket is ready, and one call
+copies them out.
 """
 
 from __future__ import annotations
@@ -21,24 +21,23 @@ from gradwire.ddp.buckets.lent import LentGradients
 from gradwire.ddp.buckets.ownership import is_conj_or_neg, uses
 from gradwire.shm import empty
 
-__all__ = ["AT_ONCE_BYTES", "PackedBucket"]
-
 AT_ONCE_BYTES = 32 << 10
-"""From here on three Python steps cost less than passing over the gradient more often."""
+"""Minimum size of a large gradient. From this size, three Python calls cost less than more passes
+over memory."""
 
 _Entry = tuple[int, Tensor, Tensor]
-"""A place in the bucket, the gradient of the parameter there, and its view of the buffer."""
+"""Position of a parameter in the bucket, its gradient, and its view of the buffer."""
 
 
 class PackedBucket(Bucket):
-    """Gradients that share a buffer.
+    """Bucket of dense gradients that share a buffer.
 
     Args:
-        members: Parameters of one dtype and device. Where there is a scale, those that come early
-            lie first, so that the others can be scaled in one piece.
-        scale: What gradients are multiplied by on their way into the buffer.
-        options: What all buckets of the reducer have alike.
-        extra_numel: How many elements the buffer has after the gradients.
+        members: Parameters of one dtype and device. With a scale, large ones are moved to the
+            front, so that one call scales the others.
+        scale: Factor by which gradients are multiplied when they are copied in.
+        options: Options that all buckets of the reducer share.
+        extra_numel: Number of extra elements after the gradients.
     """
 
     def __init__(
@@ -47,7 +46,7 @@ class PackedBucket(Bucket):
         sizes = {m.index: m.parameter.nbytes if m.count == 1 else 0 for m in members}
         if scale != 1.0:
             members = sorted(members, key=lambda m: sizes[m.index] < AT_ONCE_BYTES)
-        # the gradients of subclasses of Tensor, which may hold their values elsewhere, stay such
+        # Gradients of Tensor subclasses keep their class; their values may be in inner tensors.
         plain = all(type(m.parameter) is Parameter for m in members)
         self._as_views, self._group, self._lazy = (
             options.as_views and plain,
@@ -55,11 +54,11 @@ class PackedBucket(Bucket):
             options.lazy,
         )
         self.extra_numel = extra_numel
-        self._views: list[Tensor] = []  # of the buffer, where there is one
+        self._views: list[Tensor] = []  # empty without a buffer
         large = [i for i, m in enumerate(members) if sizes[m.index] >= AT_ONCE_BYTES]
         self._at_once = len(large)
         self._at_once_numel = sum(members[i].parameter.numel() for i in large)
-        # the place of each large member, by its index, and those of the small ones
+        # positions of the large members by parameter index, and positions of the small ones
         self._place = {members[i].index: i for i in large}
         self._late = [i for i in range(len(members)) if members[i].index not in self._place]
         self._small_together = scale != 1.0 or not large
@@ -78,22 +77,22 @@ class PackedBucket(Bucket):
         else:
             self.flat = torch.empty(count, dtype=first.dtype, device=first.device)
         self._views = views(self.flat, self.like, keep_strides=True)
-        # where there is a scale, those that are not scaled at once lie last
+        # With a scale, the gradients that are not scaled one by one are last.
         self._small = self.flat[self._at_once_numel :]
         self._pointers = [view.data_ptr() for view in self._views]
         self._own_uses = uses(self.flat)
         self._lent.set_views(self._views)
 
     def _release(self) -> None:
-        """Until the next backward, gradients that lie in the buffer are all that holds it."""
+        """Release the buffer: until the next backward, only gradients in it keep it alive."""
         del self.flat, self._small
         self._views = []
 
     def _ensure_writable(self) -> None:
-        """Before the first write of a backward: leave the buffer to whoever else still uses it.
+        """Before the first write of a backward, allocate a new buffer if the old one is in use.
 
-        Gradients of the last backward lie in it. As long as they are their parameters' .grad they
-        are ours to accumulate into; one that somebody kept when .grad was cleared is not.
+        Gradients of the last backward are in the buffer. They may be written to while they are
+        their parameters' `.grad`, but not if the user kept one and cleared `.grad`.
         """
         self._lent.drop_unless_unused()
         if not self._views or (not self._as_views and self._is_kept()):
@@ -101,7 +100,7 @@ class PackedBucket(Bucket):
         self._writable = True
 
     def _is_kept(self) -> bool:
-        """Whether others than the parameters' gradients use the buffer."""
+        """Return True if tensors other than the parameters' gradients use the buffer."""
         others = uses(self.flat) - self._own_uses - self._lent.own_uses
         if not others:
             return False
@@ -110,15 +109,15 @@ class PackedBucket(Bucket):
         for parameter, view, pointer in places:
             gradient = parameter.grad
             if gradient is not None and gradient.layout == torch.strided:
-                # the pointer of what is empty is 0, wherever it lies
+                # the pointer of an empty tensor is always 0
                 here = pointer != 0 and gradient.data_ptr() == pointer
                 in_buffer += here and gradient is not view
         return others != in_buffer
 
     def _leave(self) -> None:
-        """Go on elsewhere: somebody keeps a gradient that was lent, and put another in its place.
+        """Move to a new buffer because the user keeps a lent gradient that was replaced.
 
-        The others are copied as they are, and get their results like any that lie elsewhere.
+        The contents are copied. The other gradients in the old buffer get their results by a copy.
         """
         left = self.flat
         self._allocate()
@@ -138,11 +137,11 @@ class PackedBucket(Bucket):
     def lend(self) -> None:
         if self._deferred or not self._lent:
             return
-        if self._writable:  # as views, or in another backward before
+        if self._writable:  # gradients are views, or an earlier backward has ended incomplete
             self._lent.drop_unless_unused()
         else:
             self._ensure_writable()
-        # what is ready, and was cleared since, is missing: its bucket may be in flight
+        # Not for a ready gradient that was cleared since: its bucket may be in flight.
         kept = self.unused.union(self.ready, self._ownership.shared)
         without = {i for i, m in enumerate(self.members) if m in kept} if kept else ()
         self._lent.lend(without, self._small if self._small_together else None)
@@ -171,7 +170,7 @@ class PackedBucket(Bucket):
             self._move_to(parameter, gradient, view)
 
     def _may_move(self, place: int, *, names: int, over: bool = False) -> bool:
-        """Whether a gradient may live in the buffer from now on; see `Ownership.may_move`."""
+        """Return True if a gradient may be moved to the buffer; see `Ownership.may_move`."""
         member, parameter = self.members[place], self.parameters[place]
         if self._as_views:
             return over or member not in self._ownership.shared
@@ -180,23 +179,23 @@ class PackedBucket(Bucket):
     def _move_to(self, parameter: Parameter, gradient: Tensor, view: Tensor) -> None:
         if self._as_views:
             parameter.grad = view
-        elif is_conj_or_neg(gradient):  # what it lies in would be read as conjugated
+        elif is_conj_or_neg(gradient):  # set_ would keep the bit
             parameter.grad = view.detach()
         else:
             gradient.set_(view)  # type: ignore[call-overload]  # torch's stub lacks this form
 
     def _move_out(self, place: int) -> None:
-        """This gradient is going to be read, or zeroed: it cannot stay where it is reduced."""
+        """Move a gradient that will be read or zeroed out of the buffer that is reduced."""
         move_out(self.parameters[place], self._pointers[place])
 
     def _outside_before(self) -> list[_Entry]:
-        """As `_outside` before the reduction: what is not in the buffer yet.
+        """Return the entries of gradients that are not in the buffer before the reduction.
 
-        A gradient that lies there may have been kept by somebody who put another in its place.
+        If the user has replaced a gradient and keeps the one in the buffer, move to a new buffer.
         """
         places = range(len(self.members)) if self._deferred else self._late
         elsewhere = self._lent.not_lent(places)
-        if not elsewhere:  # as a rule: looking at hundreds again takes 0.1 ms
+        if not elsewhere:  # the usual case: checking hundreds again takes 0.1 ms
             return []
         self._lent.let_go(elsewhere)
         outside = self._outside(self._used(elsewhere))
@@ -208,9 +207,10 @@ class PackedBucket(Bucket):
         return outside
 
     def _outside_after(self, places: Sequence[int], source: Sequence[Tensor]) -> list[_Entry]:
-        """As `_outside` after the reduction, by what is known from before it.
+        """Return the entries of gradients that are not in `source` after the reduction.
 
-        Looking at each of thousands of tiny gradients a second time takes as long as copying it.
+        Reuses the entries from `copy_in` where they are still valid: checking a tiny gradient again
+        takes as long as copying it.
         """
         copied, self._copied_in = self._copied_in, ()
         if not copied:
@@ -223,11 +223,11 @@ class PackedBucket(Bucket):
     def _outside(
         self, places: Sequence[int], source: Sequence[Tensor] | None = None
     ) -> list[_Entry]:
-        """Place, gradient and view of those whose gradient does not lie in its view.
+        """Return the entries of gradients that do not lie in their view.
 
         Args:
-            places: Of which to tell.
-            source: The views, if not those of the buffer.
+            places: Positions to check.
+            source: Views to compare with; None for those of the buffer.
         """
         own: Sequence[Tensor] = self._views
         pointers = self._pointers
@@ -247,7 +247,7 @@ class PackedBucket(Bucket):
             torch._foreach_copy_([v for _, _, v in outside], gradients)
 
     def copy_in(self) -> None:
-        if not self._writable:  # nothing came early
+        if not self._writable:  # no gradient was copied in early
             self._ensure_writable()
         for member in self._ownership.shared.intersection(self.members):
             self._move_out(self.members.index(member))
@@ -256,13 +256,13 @@ class PackedBucket(Bucket):
         self._lent.settle()
         outside = self._outside_before()
         self._copy_to_views(outside)
-        # not of shared ones: another reducer would take our reference for that of a reader
+        # Not with shared parameters: another reducer would count this reference as a use.
         alone = self._ownership.shared.isdisjoint(self.members)
         if alone and not (self.unused or self._deferred or self._as_views):
             self._copied_in = outside
         if self._as_views and not self._with_graph:
             for place, _, view in outside:
-                if self._may_move(place, names=0):  # views: whoever has it keeps what it is
+                if self._may_move(place, names=0):  # a replaced .grad keeps its old value
                     self.parameters[place].grad = view
         for i in self._unused_places():
             self._copy_in_unused(i)
@@ -278,7 +278,7 @@ class PackedBucket(Bucket):
         return [i for i, m in enumerate(self.members) if m in self.unused] if self.unused else []
 
     def _copy_in_unused(self, place: int) -> None:
-        """What accumulated earlier takes part, and is saved in case that no rank has more."""
+        """Copy in a gradient that accumulated earlier; save it in case no rank adds to it."""
         view, member = self._views[place], self.members[place]
         gradient = self._ownership.unused_gradient(member, self.parameters[place].grad)
         if gradient is None:
@@ -307,7 +307,7 @@ class PackedBucket(Bucket):
         if away and self._with_graph:
             for i in places:
                 old = dense_gradient(self.parameters[i])
-                with torch.enable_grad():  # the reduced value, the history of the local one
+                with torch.enable_grad():  # the reduced value with the history of the local one
                     self.parameters[i].grad = old + (source[i] - old).detach()
         elif away:
             self._copy_to_gradients(away)
@@ -315,14 +315,14 @@ class PackedBucket(Bucket):
             self._copy_out_unused(i, source[i], touched=self.members[i] not in untouched)
 
     def _convert(self, reduced: Tensor) -> None:
-        """Put a result of another dtype, which a hook has set, in the buffer."""
+        """Copy a hook's result of another dtype to the buffer."""
         of_result, own = (t.untyped_storage().data_ptr() for t in (reduced, self.flat))
-        # a copy to where the result itself lies would overwrite what is not read yet
+        # In the same memory, a direct copy would overwrite values before they are read.
         self.flat.copy_(reduced.clone() if of_result == own else reduced)
 
     def _copy_to_gradients(self, away: Sequence[_Entry]) -> None:
         indices = [self.members[place] for place, _, _ in away]
-        # the list has no name, by which it would last until gradients are counted
+        # The list has no name: it must be freed before references are counted below.
         elsewhere = self._ownership.used_elsewhere(indices, [g for _, g, _ in away])
         plain: list[_Entry] = []
         for entry, used in zip(away, elsewhere, strict=True):
