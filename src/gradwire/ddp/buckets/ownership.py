@@ -27,8 +27,8 @@ class Ownership:
     Attributes:
         shared: Indices of parameters that other reducers also reduce, which read `.grad` too.
         had_gradient: Indices of parameters that had a gradient before this backward. As in PyTorch,
-            other tensors in its memory must see the result. Tensors that share memory which autograd
-            allocated in this backward need not.
+            other tensors in its memory must see the result. Tensors that share memory which
+            autograd allocated in this backward need not.
     """
 
     def __init__(self) -> None:

@@ -1,1 +1,1 @@
-"""What happens when a rank fails, stays behind or dies: one fault domain per process group."""
+"""Fault handling when a rank fails, falls behind or dies: one fault domain per process group."""

@@ -1,6 +1,6 @@
-"""The state of one reducer's backward: one enum, one table of what may follow what.
+"""States of a reducer's backward, and the table of transitions between them.
 
-Pure: the reducer (`reducer/backward.py`) and the model checker of the tests use the same table.
+The reducer (`reducer/backward.py`) and the model checker in the tests use the same table.
 """
 
 from __future__ import annotations
@@ -8,41 +8,39 @@ from __future__ import annotations
 from enum import Enum
 from types import MappingProxyType
 
-__all__ = ["TRANSITIONS", "BackwardState", "Event", "after"]
-
 
 class BackwardState(Enum):
-    """Where a reducer's backward is."""
+    """State of a reducer's backward."""
 
     LOCAL = "no backward is expected: gradients stay local"
-    EXPECTED = "a forward was prepared, its backward has not begun"
-    RUNNING = "autograd is in it, and calls when it ends"
-    RUNNING_AGAIN = "as RUNNING, through outputs whose gradients were reduced before"
-    SHORT = "it ended with gradients missing: another backward may bring them"
-    AWAITING = "it ended, all but its last message is sent, and its caller is to finalize it"
-    COMMITTING = "its last message was sent: all ranks reduce when it arrives, or none"
+    EXPECTED = "a forward was prepared and its backward has not begun"
+    RUNNING = "autograd is running the backward and will signal its end"
+    RUNNING_AGAIN = "like RUNNING, through outputs whose gradients were reduced before"
+    SHORT = "the backward ended with gradients missing: another backward may bring them"
+    AWAITING = "the backward ended and waits for its caller to finalize it with the last message"
+    COMMITTING = "the last message was sent: all ranks reduce when it arrives, or none"
     INTERRUPTED = "an exception ended it before its last message"
     UNDECIDED = "an exception ended it after its last message: other ranks may have reduced"
-    FINALIZED = "its caller has finalized it, and autograd is still in it"
-    REDUCED = "over: gradients stay local until a forward or a repeated backward"
+    FINALIZED = "the caller finalized the backward while autograd was running it"
+    REDUCED = "the backward is over: gradients stay local until a forward or a repeated backward"
 
-    __hash__ = object.__hash__  # an enum's own takes ten times as long, in every transition
+    __hash__ = object.__hash__  # Enum.__hash__ takes ten times as long, in every transition
 
 
 class Event(Enum):
-    """What happens to a backward."""
+    """Event that changes the state of a backward."""
 
-    PREPARE = "a forward is about to run whose backward is to be reduced"
-    SKIP = "all ranks leave that backward out"
-    BEGIN = "the first gradient, or an output, is reached"
-    BEGIN_AGAIN = "an output is reached whose backward was reduced before"
-    END_UNTOUCHED = "it ended without a gradient of a parameter"
-    END_SHORT = "it ended with gradients missing"
-    END_MANUAL = "it ended, and its caller is to finalize it"
-    FINALIZE = "its caller has finalized it before it ended"
-    SEND_LAST = "its last message is sent"
-    COMMIT = "all messages came back"
-    INTERRUPT = "an exception ends it"
+    PREPARE = "a forward is about to run and its backward will be reduced"
+    SKIP = "all ranks skip the expected backward"
+    BEGIN = "the backward reaches an output or the first gradient"
+    BEGIN_AGAIN = "the backward reaches an output whose gradients were reduced before"
+    END_UNTOUCHED = "the backward ended without a gradient of a parameter"
+    END_SHORT = "the backward ended with gradients missing"
+    END_MANUAL = "the backward ended and the caller must finalize it"
+    FINALIZE = "the caller finalized the backward before it ended"
+    SEND_LAST = "the last message is sent"
+    COMMIT = "all messages have arrived"
+    INTERRUPT = "an exception ends the backward"
     RESET = "the ranks were resynchronized after an error"
 
     __hash__ = object.__hash__
@@ -59,7 +57,7 @@ _RUNNING = {
 TRANSITIONS = MappingProxyType(
     {
         S.LOCAL: {E.PREPARE: S.EXPECTED, E.RESET: S.LOCAL},
-        # SEND_LAST without BEGIN: a rank that has run out of inputs takes part with zeros
+        # SEND_LAST without BEGIN: a rank that has run out of inputs takes part with zeros.
         S.EXPECTED: {
             E.PREPARE: S.EXPECTED,
             E.SKIP: S.LOCAL,
@@ -88,11 +86,11 @@ TRANSITIONS = MappingProxyType(
         },
     }
 )
-"""For each state, the events that may happen in it, and the state that follows."""
+"""Events that may occur in each state, and the state that follows."""
 
 
 def after(state: BackwardState, event: Event) -> BackwardState:
-    """The state that follows.
+    """Return the state that follows.
 
     Example:
         >>> after(BackwardState.RUNNING, Event.SEND_LAST).name

@@ -1,9 +1,9 @@
-"""The collectives that a rank has sent lately, so that a rank that fell behind can join them.
+"""Log of a rank's recent collectives, so that a rank that fell behind can join them.
 
-When a rank fails in the middle of a backward, the others wait in collectives that it never joined,
-and a backend such as Gloo cannot abort them. So every rank logs its collectives, with the backend's
-own count of them as their numbers; after an error the logs are compared, and a rank that is behind
-takes part in what it missed with zeros (see `protocol`).
+When a rank fails within a backward, the others wait in collectives that it never joined, and a
+backend such as Gloo cannot abort them. Every rank therefore logs its collectives, numbered by the
+backend's own count. After an error the ranks compare their logs, and a rank that is behind joins
+the collectives that it missed, with zeros (see `protocol`).
 """
 
 from __future__ import annotations
@@ -33,48 +33,37 @@ from gradwire.errors import BrokenGroupError
 from gradwire.shm.group.group_base import GroupBase
 from gradwire.shm.register import member_of
 
-__all__ = [
-    "CollectiveLog",
-    "Entry",
-    "LogMode",
-    "all_reduce_entry",
-    "broadcast_entry",
-    "check_joinable",
-    "group_of",
-    "join",
-    "key_of",
-    "sequence_number",
-]
-
 Entry = list[Any]
-"""JSON: [op, root, number of the reduce op, tensors' groups]; a tensors' group is a list of [dtype,
-device type, shape, sparse dims], the last one None for a dense tensor."""
+"""Collective as JSON: [op, root, number of the reduce op, lists of tensors].
+
+A tensor is [dtype, device type, shape, sparse dims]; sparse dims is None for a dense tensor."""
 
 MAX_BYTES = 1 << 36
-"""A received entry with a larger tensor is invalid: this rank would allocate it to join."""
+"""Maximum size of a tensor in another rank's log, which this rank allocates to join."""
 
 
 def all_reduce_entry(tensor: Tensor) -> Entry:
-    """The entry for an all_reduce of one tensor."""
+    """Return the entry for an all_reduce of one tensor."""
     return ["allreduce_", 0, 0, [[_describe(tensor)]]]
 
 
 def broadcast_entry(tensor: Tensor, root: int) -> Entry:
-    """The entry for a broadcast of one tensor."""
+    """Return the entry for a broadcast of one tensor."""
     return ["broadcast_", root, 0, [[_describe(tensor)]]]
 
 
 class CollectiveLog:
-    """The collectives that all reducers of a group have sent and others may still wait in.
+    """Collectives of all reducers of a group that other ranks may still wait in.
 
-    Their number is the backend's count, so that ranks mean the same by it, and so that collectives
-    which are not in the log leave a gap.
+    A collective's number is the backend's count. It is the same on all ranks, and a collective that
+    is not in the log leaves a gap.
 
     Attributes:
-        sent: On the group.
-        elsewhere: On other groups, by `key_of`, as communication hooks may.
-        works: Handles of what hooks sent: by them a backend's failure is known from the hook's own.
-        since: When the first of `sent` was sent.
+        sent: Collectives on the group, with their numbers.
+        elsewhere: Collectives of communication hooks on other groups, by `key_of` the group.
+        works: Handles of hooks' collectives, which distinguish a failure of the backend from an
+            error of the hook.
+        since: Time at which the first of `sent` was sent.
     """
 
     def __init__(self) -> None:
@@ -85,31 +74,31 @@ class CollectiveLog:
         self.works: list[Work] = []
 
     def add(self, group: ProcessGroup, entry: Entry) -> None:
-        """Log the collective that has just been sent on the group."""
+        """Log the collective that was just sent on the group."""
         self._counted += 1
         if not self.sent:
             self.since = monotonic()
         self.sent.append((self.position(group), entry))
 
     def add_elsewhere(self, group: ProcessGroup, entry: Entry) -> None:
-        """Log one that has just been sent on another group."""
+        """Log a collective that was just sent on another group."""
         self.elsewhere.setdefault(key_of(group), []).append((sequence_number(group), entry))
 
     def position(self, group: ProcessGroup) -> int:
-        """The number of the last collective that was sent on the group."""
+        """Return the number of the last collective sent on the group."""
         try:
             return sequence_number(group)
-        except RuntimeError:  # a backend that does not count: then only ours count
+        except RuntimeError:  # the backend does not count: count logged collectives only
             return self._counted
 
     def clear(self) -> None:
-        """All ranks are in step."""
+        """Drop all entries when the ranks are in step."""
         self.sent.clear()
         self.elsewhere.clear()
         self.works.clear()
 
     def forget(self, through: int) -> None:
-        """All ranks have sent the collective of this number, and so all before it."""
+        """Drop the entries up to this number, which all ranks have sent."""
         if self.sent and self.sent[-1][0] <= through:
             self.clear()
         else:
@@ -117,10 +106,11 @@ class CollectiveLog:
 
 
 class LogMode(TorchDispatchMode):
-    """Logs the collectives that this thread issues while the mode is active.
+    """Dispatch mode that logs the collectives issued by this thread.
 
-    A hook may send anything on any group; what its callbacks send later, on a backend's threads, is
-    not seen (`protocol.missing` then finds a number that no log has, and the group is broken).
+    A hook may issue any collective on any group. Collectives that its callbacks issue later, on a
+    backend's threads, are not logged: `protocol.missing` then finds a number that no log has, and
+    the group is broken.
     """
 
     def __init__(self, group: ProcessGroup, log: CollectiveLog) -> None:
@@ -130,7 +120,7 @@ class LogMode(TorchDispatchMode):
 
     def __enter__(self) -> LogMode:
         groups = {self._group, *dist.distributed_c10d._world.pg_names}
-        for group in groups:  # those on shm: their calls need not pass the dispatcher
+        for group in groups:  # calls on shm groups may bypass the dispatcher
             if isinstance(group, ProcessGroup) and (member := member_of(group)) is not None:
                 member.observer = self._observer(group)
                 self._observed.append(member)
@@ -171,12 +161,12 @@ class LogMode(TorchDispatchMode):
             return  # its observer has logged it
         root = args[at + _ROOT_AFTER_GROUP[op]] if op in _ROOT_AFTER_GROUP else 0
         if op == "alltoall_base_" and len({*args[at + 1], *args[at + 2]}) > 1:
-            op = "an all_to_all of uneven parts"  # other ranks' are of other sizes
+            op = "an all_to_all of uneven parts"  # sizes differ between ranks
         if op == "_reduce_scatter_base_":
-            op = "a reduce_scatter of Gloo's"  # whose handle is not done before it is waited for
+            op = "a reduce_scatter of Gloo"  # its handle is not done until it is waited for
         groups = [[a] if isinstance(a, Tensor) else a for a in args[:at]]
         flat = [g[0] if g and isinstance(g[0], list) else g for g in groups]
-        # the reduce op cannot be read here; Gloo and NCCL do not compare it
+        # The reduce op cannot be read here. Gloo and NCCL do not compare it.
         self._add(group, [op, root, 0, [[_describe(t) for t in g] for g in flat]])
         for value in result if isinstance(result, tuple | list) else (result,):
             if isinstance(value, torch.ScriptObject):
@@ -184,10 +174,12 @@ class LogMode(TorchDispatchMode):
 
 
 def check_joinable(entry: Entry) -> None:
-    """Refuse what a rank that is behind cannot join: on all ranks, as those who wait in it do so.
+    """Raise if a rank that is behind cannot join a collective.
+
+    Called on all ranks, because other ranks wait in the collective.
 
     Raises:
-        BrokenGroupError: It is none of the collectives that `join` knows.
+        BrokenGroupError: The collective is not supported by `join`.
     """
     if entry[0] not in _JOIN:
         raise BrokenGroupError(
@@ -197,13 +189,13 @@ def check_joinable(entry: Entry) -> None:
 
 
 def join(group: ProcessGroup, entry: Entry) -> Work:
-    """Take part, with zeros, in a collective that others wait in.
+    """Join, with zeros, a collective that other ranks wait in.
 
-    With the same op, shapes and dtypes: on Gloo, two collectives of different sizes that meet abort
-    the process. The result is not used: all ranks raise.
+    The op, shapes and dtypes are the same: a size mismatch between ranks aborts the process on
+    Gloo. The result is not used because all ranks raise.
 
     Raises:
-        BrokenGroupError: It cannot be joined this way.
+        BrokenGroupError: The collective is not supported.
     """
     check_joinable(entry)
     op, root, reduce, described = entry
@@ -245,7 +237,7 @@ def _join_all_to_all(group: ProcessGroup, _: int, __: int, data: Any) -> Work:
 
 
 _ROOT_AFTER_GROUP = {"broadcast_": 1, "reduce_": 2}
-"""Where the root is among the arguments of torch's operators, counted from the group."""
+"""Position of the root among the arguments of PyTorch's operators, relative to the group."""
 
 _JOIN: Mapping[str, Callable[[ProcessGroup, int, int, Any], Work]] = MappingProxyType(
     {
@@ -284,26 +276,26 @@ def _zeros(dtype: str, device: str, shape: list[int], sparse: int | None) -> Ten
 
 
 def key_of(group: ProcessGroup) -> str:
-    """Return a name for a group that is the same on its ranks, and no other group's on any rank.
+    """Return a name that identifies a group on all ranks.
 
-    The group's own name may be that of another group of other ranks: PyTorch counts the groups that
-    a process makes.
+    The group's own name is not unique: PyTorch numbers the groups of each process, so that groups
+    of different ranks may have the same name.
     """
     ranks = dist.distributed_c10d._world.pg_group_ranks.get(group, {})
     return f"{group.group_name} {sorted(ranks, key=ranks.__getitem__)}"
 
 
 def sequence_number(group: ProcessGroup) -> int:
-    """How many collectives this rank has sent on the group, by its backend's count.
+    """Return the backend's count of collectives that this rank has sent on the group.
 
     Raises:
-        RuntimeError: The backend does not count.
+        RuntimeError: The backend does not count collectives.
     """
     return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
 
 
 def group_of(key: str) -> ProcessGroup | None:
-    """The group that `key_of` has this key of, if this rank is a member of it."""
+    """Return the group with this `key_of`, or None if this rank is not a member of it."""
     for group in dist.distributed_c10d._world.pg_names:
         if isinstance(group, ProcessGroup) and key_of(group) == key:
             return group

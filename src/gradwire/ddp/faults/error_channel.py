@@ -1,9 +1,8 @@
-"""Ranks report errors to each other through the group's store, as their collectives hang.
+"""Error reports between ranks through the group's store, for when collectives hang.
 
-Keys begin with a random token that rank 0 broadcast to the group, so that neither a copy of the
-module on one rank nor keys of an earlier group in the same store can be mistaken for this group's.
-After it comes the number of the round: how often the ranks were resynchronized, all of them each
-time.
+Keys begin with a random name that rank 0 broadcasts to the group. They therefore differ from those
+of a copy of the module on one rank, and of an earlier group in the same store. The name is followed
+by the number of times that the ranks have been resynchronized.
 """
 
 from __future__ import annotations
@@ -21,23 +20,21 @@ from gradwire._groups import store_of
 from gradwire.ddp.faults.liveness import is_alive, this_process
 from gradwire.errors import PeerLostError
 
-__all__ = ["STORE_USE", "ErrorChannel"]
-
 STORE_USE = "ranks report errors to each other"
 
 ANSWER_SECONDS = 1.0
-"""A store that takes longer counts as not answering this time; it is asked again."""
+"""Time after which a request to the store counts as unanswered. It is repeated later."""
 
 
 class ErrorChannel:
-    """What one rank of a group publishes to the others, and reads of theirs.
+    """Values that the ranks of a group publish to each other.
 
     Args:
-        group: The group.
-        token: A name that is this group's alone, the same on every rank.
+        group: Process group.
+        token: Unique name of the group, the same on every rank.
 
-    Every method that asks the store returns "nothing yet" if it does not answer in time, and raises
-    PeerLostError if it is gone.
+    If the store does not answer in time, methods return as if no value were published. If it is
+    gone, they raise PeerLostError.
     """
 
     def __init__(self, group: ProcessGroup, token: str) -> None:
@@ -49,34 +46,34 @@ class ErrorChannel:
         self._ask(self._store.set, f"process/{self._rank}", this_process())
 
     def report(self) -> bool:
-        """Ask all ranks to resynchronize; whether the store took it."""
+        """Ask all ranks to resynchronize; return True if the store accepted the request."""
         return self._ask(self._store.set, self._key("reported"), "") is not _NOTHING
 
     def error_reported(self) -> bool:
-        """Whether any rank has asked to resynchronize in this round."""
+        """Return True if a rank has asked to resynchronize in this round."""
         return self._ask(self._store.check, [self._key("reported")]) is True
 
     def report_lost(self, error: str) -> None:
-        """Report to the others that the group itself failed, so that none waits for this rank."""
+        """Report that the group itself failed, so that no rank waits for this one."""
         text = f"rank {self._rank} saw the group fail: {error}"
-        with suppress(PeerLostError):  # the store may be what was lost: then no report is possible
+        with suppress(PeerLostError):  # no report is possible if the store is gone
             self._ask(self._store.compare_set, "lost", "", text)
 
     def lost(self) -> PeerLostError | None:
-        """That the group failed, if a rank has reported it."""
+        """Return the failure of the group that a rank has reported, or None."""
         if self._ask(self._store.check, ["lost"]) is not True:
             return None
         text = self._ask(self._store.get, "lost")
         return None if text is _NOTHING else PeerLostError(bytes(text).decode())
 
     def publish(self, topic: str, value: Any) -> bool:
-        """Set this rank's value for a topic of this round; whether the store took it."""
+        """Set this rank's value for a topic of this round; return True if the store accepted it."""
         text = json.dumps(value)
         key = self._key(f"{topic}/{self._rank}")
         return self._ask(self._store.set, key, text) is not _NOTHING
 
     def published(self, topic: str) -> list[Any] | None:
-        """Every rank's value, in rank order, when all are there."""
+        """Return every rank's value in rank order, or None until all are published."""
         keys = [self._key(f"{topic}/{rank}") for rank in range(self._size)]
         if self._ask(self._store.check, keys) is not True:
             return None
@@ -84,13 +81,13 @@ class ErrorChannel:
         return None if values is _NOTHING else [json.loads(value) for value in values]
 
     def missing_ranks(self, topic: str) -> list[int]:
-        """Ranks whose value is not there, as far as the store says."""
+        """Return the ranks that have not published a value; empty if the store does not answer."""
         keys = {rank: self._key(f"{topic}/{rank}") for rank in range(self._size)}
         there = self._ask(lambda: [r for r, key in keys.items() if self._store.check([key])])
         return [] if there is _NOTHING else [rank for rank in keys if rank not in there]
 
     def dead(self, ranks: Sequence[int]) -> list[int]:
-        """Those of the ranks whose processes, on this host, have ended."""
+        """Return the ranks whose processes ran on this host and have ended."""
         known = {rank: self._process(rank) for rank in ranks}
         return [rank for rank, process in known.items() if process and not is_alive(process)]
 
@@ -103,23 +100,23 @@ class ErrorChannel:
         return self._processes.get(rank)
 
     def next_round(self) -> None:
-        """All ranks were resynchronized."""
+        """Begin the next round after all ranks were resynchronized."""
         self._round += 1
 
     def _key(self, name: str) -> str:
         return f"{self._round}/{name}"
 
     def _ask(self, request: Callable[..., Any], *args: Any) -> Any:
-        # In a thread: a request hangs for as long as the process that serves the store is stopped
-        # (by SIGSTOP or a debugger). One at a time, or threads would pile up.
+        # In a thread: a request hangs while the process that serves the store is stopped by SIGSTOP
+        # or a debugger. One request at a time, so that threads do not accumulate.
         if self._asking is not None and self._asking.is_alive():
-            return _NOTHING  # the last request is not answered yet
+            return _NOTHING  # the previous request is still unanswered
         answer: list[Any] = []
 
         def ask() -> None:
             try:
                 answer.append(request(*args))
-            except BaseException as error:  # raised below, in the thread that asked
+            except BaseException as error:  # raised below, in the calling thread
                 answer.append(error)
 
         self._asking = threading.Thread(target=ask, name="gradwire-store", daemon=True)

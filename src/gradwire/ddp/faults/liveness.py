@@ -1,4 +1,4 @@
-"""Whether another rank's process on this host still runs: asked when it does not answer."""
+"""Detection of ended processes on this host, for ranks that do not answer."""
 
 from __future__ import annotations
 
@@ -7,16 +7,14 @@ import os
 from functools import cache
 from pathlib import Path
 
-__all__ = ["is_alive", "this_process"]
-
 
 def this_process() -> str:
-    """This process, as other processes of its host can look it up."""
+    """Return an identifier of this process for `is_alive` in other processes."""
     return json.dumps([_host(), os.getpid(), _started(os.getpid())])
 
 
 def is_alive(process: str) -> bool:
-    """Whether a process still runs, as far as can be seen from here: on other hosts, all do.
+    """Return True if a process is running, or if it is on another host and cannot be checked.
 
     Example:
         >>> is_alive(this_process())
@@ -28,7 +26,7 @@ def is_alive(process: str) -> bool:
 
 @cache
 def _host() -> str | None:
-    """This host and its process ids' namespace; None where there is no Linux /proc."""
+    """Return this host and its process id namespace, or None without Linux's /proc."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -37,7 +35,7 @@ def _host() -> str | None:
 
 
 def _started(pid: int) -> str | None:
-    """When a process began; None if it has ended, or waits only for its parent to take note."""
+    """Return the start time of a process, or None if it has ended or is a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -46,5 +44,5 @@ def _started(pid: int) -> str | None:
     return None if state in "ZX" else started
 
 
-if hasattr(os, "register_at_fork"):  # a child may be in another namespace of process ids
+if hasattr(os, "register_at_fork"):  # a child may be in another process id namespace
     os.register_at_fork(after_in_child=_host.cache_clear)

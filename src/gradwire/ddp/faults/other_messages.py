@@ -1,7 +1,7 @@
-"""Waits for messages that are not a reducer's: of buffers, of models that are compared, in join().
+"""Waits for messages outside reducers: buffers, comparisons of models, and join().
 
-Where another rank has failed, such a message is completed all the same, and the error is raised
-after it. Only what cannot be completed ends the wait: the group's failure, which any rank reports.
+If another rank has failed, such a message is completed first, and the error is raised after it.
+Only a failure of the group itself, reported by any rank, ends the wait early.
 """
 
 from __future__ import annotations
@@ -16,10 +16,8 @@ from gradwire.ddp.faults.waiting import wait_work
 from gradwire.ddp.group import backend_errors
 from gradwire.errors import BrokenGroupError, CollectiveTimeoutError, PeerLostError
 
-__all__ = ["LOST", "wait_for_message"]
-
 LOST = (PeerLostError, CollectiveTimeoutError, BrokenGroupError)
-"""After these a group cannot be used; after a mismatch it can."""
+"""Errors after which a group cannot be used again. After a mismatch it can."""
 
 
 def wait_for_message(
@@ -31,24 +29,24 @@ def wait_for_message(
     since: float | None = None,
     from_all: bool = False,
 ) -> None:
-    """Wait for a message; if the group fails, it is broken, and other ranks are told.
+    """Wait for a message; if the group fails, mark it as broken and report that to other ranks.
 
     Args:
-        group: The group.
-        work: The message's handle.
-        what: The message, for errors.
-        on_cpu: Whether it is on the CPU; if not, the current stream waits.
-        since: When it was sent, of `time.monotonic`; None: just now.
-        from_all: Whether no rank has the result before all have sent theirs: a rank that has
-            ended is lost then. The root of a broadcast may end before others have received.
+        group: Process group.
+        work: Handle of the message.
+        what: Description of the message for errors.
+        on_cpu: True if the message is on the CPU. Otherwise the current stream waits.
+        since: Time of `time.monotonic` at which the message was sent; None for now.
+        from_all: True if the message needs data from all ranks, so that a rank that has ended
+            is lost. The root of a broadcast may end before other ranks have received.
 
     Raises:
-        PeerLostError, CollectiveTimeoutError: Another rank is gone, or stayed away.
+        PeerLostError, CollectiveTimeoutError: Another rank is gone or did not take part in time.
         BrokenGroupError: The group failed before.
     """
     domain = FaultDomain.known(group)
     since = time.monotonic() if since is None else since
-    if domain is None:  # nobody would report anything
+    if domain is None:  # no reducer on this group: there are no error reports
         with backend_errors(group, what, since):
             work.wait()
         return

@@ -1,8 +1,8 @@
-"""Waiting for communication without waiting for a rank that has failed.
+"""Waits for communication that end early if a rank fails.
 
-A wait polls at intervals for errors that other ranks report; each has a deadline. A backend's
-failure becomes an error of gradwire's by its type, and by whether the backend's timeout was over:
-never by its message.
+A wait polls at intervals for errors that other ranks report, and has a deadline. A backend's
+failure is translated to an error of gradwire by its type and by whether the backend's timeout has
+passed, never by its message.
 """
 
 from __future__ import annotations
@@ -21,29 +21,20 @@ from gradwire._engine_errors import is_transport
 from gradwire._torch import is_done
 from gradwire.errors import CollectiveTimeoutError
 
-__all__ = [
-    "POLL_SECONDS",
-    "InFlight",
-    "failure_of",
-    "first_failure",
-    "future_in_flight",
-    "wait_done",
-    "wait_future",
-    "wait_work",
-    "work_in_flight",
-]
-
 POLL_SECONDS = 0.2
-"""How often a wait polls. A wait that ends sooner never does."""
+"""Interval at which a wait polls. A shorter wait does not poll."""
 GRACE_SECONDS = 5.0
-"""How much later than the backend's own deadline ours is: the backend's error says more."""
+"""Time after the backend's deadline at which a wait gives up. The backend's error comes first and
+has more detail."""
 
 
 @dataclass(frozen=True)
 class InFlight:
-    """Communication that a rank has under way: whether it has ended, and the backend's error.
+    """Communication in progress, which can be checked without waiting.
 
-    To be looked at, not waited for: several may be in flight, and the wait for one of them polls.
+    Attributes:
+        done: Function that returns True if the communication has ended.
+        error: Function that returns the backend's error after the communication has ended, or None.
     """
 
     done: Callable[[], bool]
@@ -51,17 +42,17 @@ class InFlight:
 
 
 def work_in_flight(work: Work) -> InFlight:
-    """A work handle as in flight."""
+    """Return the `InFlight` of a work handle."""
     return InFlight(lambda: is_done(work), lambda: failure_of(work))
 
 
 def future_in_flight(future: torch._C.Future[Any]) -> InFlight:
-    """A hook's future as in flight. Its error may be the hook's own, and does not count."""
+    """Return the `InFlight` of a hook's future. Its error may be the hook's own and is ignored."""
     return InFlight(future.done, lambda: None)
 
 
 def failure_of(work: Work) -> BaseException | None:
-    """What a work handle that has ended failed with, if it did."""
+    """Return the error of a work handle that has ended, or None."""
     try:
         work.wait(timedelta(seconds=1))
     except RuntimeError as error:
@@ -75,7 +66,7 @@ def wait_work(
     """Wait for a work handle; on an accelerator, let the current stream wait.
 
     Returns:
-        What the backend raised, if it failed. What `poll` raises is raised.
+        The backend's error, or None. Exceptions of `poll` are propagated.
     """
     if not on_cpu:
         try:
@@ -89,7 +80,7 @@ def wait_work(
             work.wait(timedelta(seconds=POLL_SECONDS))
             return None
         except RuntimeError:
-            if is_done(work):  # failed, or ended just after the time was over
+            if is_done(work):  # failed, or ended just after the interval
                 return failure_of(work)
         poll()
         if time.monotonic() > deadline:
@@ -97,9 +88,9 @@ def wait_work(
 
 
 def wait_done(work: Work, poll: Callable[[], None]) -> None:
-    """Wait until an accelerator's collective has ended; the backend has a deadline for it."""
-    # `wait()` would only queue a wait on the stream. From 20 µs to 1 ms: short collectives end in
-    # microseconds, long ones should not keep a core busy.
+    """Wait until an accelerator's collective has ended. The backend enforces the deadline."""
+    # `wait()` would only queue a wait on the stream. The pause grows from 20 µs to 1 ms: short
+    # collectives end in microseconds, and long ones should not keep a core busy.
     pause = 0.0
     polled = time.monotonic()
     while not is_done(work):
@@ -113,10 +104,10 @@ def wait_done(work: Work, poll: Callable[[], None]) -> None:
 def wait_future(
     future: torch._C.Future[Any], poll: Callable[[], None], seconds: float
 ) -> BaseException | None:
-    """Wait until a future has its value or its error. What `poll` raises is raised.
+    """Wait until a future has its value or its error. Exceptions of `poll` are propagated.
 
     Returns:
-        An error if it has neither in time.
+        An error if the deadline has passed, else None.
     """
     if future.done():
         return None
@@ -131,6 +122,6 @@ def wait_future(
 
 
 def first_failure(in_flight: Sequence[InFlight]) -> BaseException | None:
-    """The first backend failure among what has ended."""
+    """Return the first backend failure among communication that has ended, or None."""
     errors = (p.error() for p in in_flight if p.done())
     return next((error for error in errors if error and is_transport(error)), None)
