@@ -232,8 +232,8 @@ def check_layout(
     buckets = names_by_bucket(layout, named)
     flat = [name for names in buckets for name in names]
     for problem, names in (
-        ("names that are no parameters", [n for n in flat if n not in number]),
-        ("parameters that are in two buckets", sorted({n for n in flat if flat.count(n) > 1})),
+        ("unknown parameters", [n for n in flat if n not in number]),
+        ("two buckets for", sorted({n for n in flat if flat.count(n) > 1})),
         ("no bucket for", [n for n in number if n not in flat]),
     ):
         if names:

@@ -267,7 +267,7 @@ def _zeros(dtype: str, device: str, shape: list[int], sparse: int | None) -> Ten
         size *= n
     kind = getattr(torch, dtype, None)
     if not isinstance(kind, torch.dtype) or not 0 <= size <= MAX_BYTES:
-        raise BrokenGroupError(f"another rank's log has a {dtype} tensor of shape {shape}")
+        raise BrokenGroupError(f"invalid tensor in another rank's log: {dtype} of shape {shape}")
     if sparse is None:
         return torch.zeros(shape, dtype=kind, device=device)
     indices = torch.empty(sparse, 0, dtype=torch.int64, device=device)

@@ -1,13 +1,13 @@
-"""One fault domain per process group: what its reducers' errors mean on all of its ranks.
+"""Fault domain of a process group: errors of its reducers, on all of its ranks.
 
 All reducers of a group share an error channel and a log of collectives. A rank that fails reports
-it, and all ranks resynchronize (see `protocol`): each raises, and every reducer of the group starts
-over, so that the ranks are equal. A rank that learns of it during a backward in which all ranks
-took part completes that first, and raises before the next. When the group itself failed, ranks
-cannot resynchronize over it, and it is broken from then on.
+its error, and all ranks resynchronize (see `protocol`): each raises an error, and every reducer of
+the group starts over in the same state. If all ranks have taken part in the current backward, a
+rank first completes it and raises before the next one. If the group itself fails, ranks cannot
+resynchronize over it, and it stays broken.
 
-A rank may be in several groups. While it waits in one it polls all, and all that are
-resynchronizing advance together, step by step, so that ranks may come to them in any order.
+A rank may be in several groups. While it waits in one, it polls all of them. Groups that are
+resynchronizing advance together, step by step, so ranks may begin with any of them.
 """
 
 from __future__ import annotations
@@ -29,26 +29,24 @@ from gradwire.errors import BrokenGroupError, DistributedError, HookError, Reduc
 from gradwire.recorder import failed
 from gradwire.shm.register import member_of
 
-__all__ = ["FaultDomain", "Participant"]
-
 RESYNC_POLL_SECONDS = 2e-3
 _DOMAINS: weakref.WeakKeyDictionary[ProcessGroup, FaultDomain] = weakref.WeakKeyDictionary()
 _DOMAINS_LOCK = threading.Lock()
 _WITH_INTERRUPTED: set[FaultDomain] = set()
-"""Those with a backward that an exception ended on this rank."""
+"""Domains with a backward that an exception ended on this rank."""
 
 INTERRUPTED_TEXT = "backward was interrupted by an exception"
 
 
 class FaultDomain(Resynchronizer):
-    """The errors of a group's reducers, on all ranks. Made by `FaultDomain.of`.
+    """Errors of a group's reducers, on all ranks. Made by `FaultDomain.of`.
 
-    Its attributes are those of `Resynchronizer`.
+    See `Resynchronizer` for the attributes.
     """
 
     @staticmethod
     def of(group: ProcessGroup) -> FaultDomain:
-        """The group's domain, the same one for all of its reducers."""
+        """Return the group's domain, which all of its reducers share."""
         with _DOMAINS_LOCK:
             domain = _DOMAINS.get(group)
             if domain is None:
@@ -57,7 +55,7 @@ class FaultDomain(Resynchronizer):
 
     @staticmethod
     def known(group: ProcessGroup) -> FaultDomain | None:
-        """The group's domain, if it has one."""
+        """Return the group's domain, or None if it has none."""
         with _DOMAINS_LOCK:
             return _DOMAINS.get(group)
 
@@ -69,7 +67,7 @@ class FaultDomain(Resynchronizer):
 
     @staticmethod
     def forget(group: ProcessGroup) -> None:
-        """End a group's domain, with the group: what was interrupted on it is nobody's any more."""
+        """Remove a group's domain, with its interrupted backwards, when the group ends."""
         with _DOMAINS_LOCK:
             domain = _DOMAINS.pop(group, None)
         if domain is not None:
@@ -78,13 +76,13 @@ class FaultDomain(Resynchronizer):
 
     @property
     def no_error_pending(self) -> bool:
-        """Whether no error is yet to be raised, and no round of resynchronization is running."""
+        """True if no error is waiting to be raised and no resynchronization is running."""
         return self.deferred is None and self.broken is None and not self.running
 
     # -- errors here -----------------------------------------------------------------------
 
     def fail(self, error: Exception, cause: BaseException | None = None) -> NoReturn:
-        """End the running backward on every rank, and raise."""
+        """End the running backward on every rank and raise the error."""
         failed(error)
         reported = self.begin_round(f"{type(error).__name__}: {error}")
         _advance_all()
@@ -100,7 +98,7 @@ class FaultDomain(Resynchronizer):
         raise error from cause
 
     def hook_failed(self, error: Exception, what: str) -> NoReturn:
-        """Raise a failure of the group, which a hook passes on, or the hook's own error."""
+        """Raise the failure of the group that made a hook fail, or else the hook's own error."""
         if failure := self._backend_error():
             self.give_up(self.translate(failure, what), error)
         if isinstance(error, DistributedError):
@@ -109,12 +107,12 @@ class FaultDomain(Resynchronizer):
         self.fail(HookError(text), error)
 
     def raise_hidden(self, what: str) -> None:
-        """Raise a failure of the group that a hook has hidden: its callback did not ask for it."""
+        """Raise a failure of the group that a hook's callback has ignored."""
         if failure := self._backend_error():
             self.give_up(self.translate(failure, what), failure)
 
     def _backend_error(self) -> BaseException | None:
-        """What a collective of a hook failed with: its handle has it, or its group on shm."""
+        """Return the failure of a hook's collective, from its handle or its shm group, or None."""
         if error := first_failure([work_in_flight(work) for work in self.log.works]):
             return error
         for group in (self.group, *map(group_of, self.log.elsewhere)):
@@ -124,12 +122,12 @@ class FaultDomain(Resynchronizer):
         return None
 
     def translate(self, error: BaseException, what: str) -> DistributedError:
-        """A backend's failure of a collective under way, as one of ours."""
+        """Translate a backend's failure of a collective in progress to a DistributedError."""
         timed_out = is_over(self.log.since, self.seconds)
         return backend_failure(self.cause(error), what, timed_out=timed_out)
 
     def cause(self, error: BaseException) -> BaseException:
-        """What failed first: on shm, where an operation fails, those behind it only say so."""
+        """Return the first failure: on shm, operations after a failed one only report that fact."""
         member = member_of(self.group)
         first = None if member is None else member.failure
         if isinstance(error, BrokenGroupError) and isinstance(first, DistributedError):
@@ -137,13 +135,14 @@ class FaultDomain(Resynchronizer):
         return error
 
     def note_interrupted(self) -> None:
-        """An exception ended a participant's backward here; `recover` reports it to the ranks."""
+        """Record that an exception ended a participant's backward, for `recover` to report."""
         _WITH_INTERRUPTED.add(self)
 
     def recover(self) -> None:
-        """Bring all ranks out of backwards that exceptions ended here; then `raise_deferred`.
+        """End on all ranks the backwards that exceptions ended on this one.
 
-        For all groups at once: one exception may have ended backwards in several.
+        Covers all groups, because one exception may end backwards in several. Call `raise_deferred`
+        afterwards.
         """
         if not _WITH_INTERRUPTED and not self.running:
             return
@@ -159,11 +158,11 @@ class FaultDomain(Resynchronizer):
         if self not in _WITH_INTERRUPTED or self.broken is not None:
             return
         if self.deferred is not None:
-            return  # another rank's error has ended that backward on every rank already
+            return  # another rank's error has already ended that backward on every rank
         self.begin_round(UNDECIDED_TEXT if self.participants.undecided() else INTERRUPTED_TEXT)
 
     def _after_interrupted(self) -> None:
-        """Raises nothing: the caller knows of the exception that ended the backward."""
+        """Finish `recover`. Raises nothing: the caller has seen the exception itself."""
         if self not in _WITH_INTERRUPTED:
             return
         _WITH_INTERRUPTED.discard(self)
@@ -171,8 +170,8 @@ class FaultDomain(Resynchronizer):
             return
         undecided = self.participants.undecided()
         if not self.diverged and any(all_took_part(end, self.positions) for end in undecided):
-            # It was interrupted after this rank's statement of that round, as COMMITTING: the
-            # others do not know yet that this rank has not taken their step.
+            # The backward was COMMITTING when this rank made its statement of that round, and was
+            # interrupted later. The other ranks do not know yet that this rank missed the step.
             self.begin_round(UNDECIDED_TEXT)
             _advance_all()
             if self.broken is not None:
@@ -183,25 +182,25 @@ class FaultDomain(Resynchronizer):
     # -- errors elsewhere ------------------------------------------------------------------
 
     def before_others(self) -> None:
-        """To be called before ranks send anything that is not a reducer's.
+        """Recover and raise pending errors before a message that does not belong to a reducer.
 
-        A rank whose backward an exception ended brings the others out of theirs: what it sent
-        would meet the bucket that they wait in.
+        If an exception ended a backward here, the other ranks still wait in a bucket of it, which
+        the message would be matched with.
 
         Raises:
-            DistributedError: As `raise_deferred`.
+            DistributedError: An error of `raise_deferred`.
         """
         self.recover()
         self.raise_deferred()
 
     def raise_deferred(self) -> None:
-        """Raise the error that this rank learnt of, or that the group is broken.
+        """Raise the error reported by another rank, or the reason that the group is broken.
 
         Raises:
             PeerFailedError: Another rank failed.
-            ReductionError: Others have taken a step that this rank has not.
+            ReductionError: Other ranks have taken a step that this rank has not.
             PeerLostError, CollectiveTimeoutError: The group failed.
-            BrokenGroupError: It cannot be used again after an earlier error.
+            BrokenGroupError: The group cannot be used again after an earlier error.
         """
         if self.deferred is not None:
             error, self.deferred = self.deferred, None
@@ -214,10 +213,10 @@ class FaultDomain(Resynchronizer):
             raise BrokenGroupError(self.broken)
 
     def poll(self, waiter: Participant) -> None:
-        """What a wait calls from time to time: raises if another rank has reported an error.
+        """Raise if another rank has reported an error. Called periodically by waits.
 
-        Not where all ranks took part in the waiter's backward: its result counts on every rank, so
-        that backward is completed first.
+        If all ranks took part in the waiter's backward, return instead: its result counts on every
+        rank, so it is completed first.
         """
         _advance_all()
         if self.no_error_pending:
@@ -228,7 +227,7 @@ class FaultDomain(Resynchronizer):
             self.raise_deferred()
 
     def poll_lost(self, *, look: bool) -> None:
-        """What a wait calls that only the group's failure ends; `look`: for ended ranks, too."""
+        """Raise if the group has failed; with `look`, also check for ranks that have ended."""
         if self.broken is None:
             self.hear_of_loss()
         if self.broken is None and look:
@@ -237,16 +236,16 @@ class FaultDomain(Resynchronizer):
             self.raise_deferred()
 
     def poll_known(self, waiter: Participant) -> None:
-        """As `poll`, but only where something is known here: without an error it costs nothing."""
+        """Call `poll` only if an error is already known on this rank, to save time without one."""
         if not self.no_error_pending:
             self.poll(waiter)
 
 
 def _advance_all() -> None:
-    """Take part in whatever any group of this process resynchronizes, until nothing is left.
+    """Advance the resynchronizations of all groups of this process until all are done.
 
-    One step of each in turn, none inside another: two ranks of two groups may come to them in
-    opposite orders, and each would wait for the other.
+    Each advances by one step in turn. Two ranks may begin with different groups and would
+    otherwise wait for each other.
     """
     while True:
         unfinished = [d for d in list(_DOMAINS.values()) if d.advance()]

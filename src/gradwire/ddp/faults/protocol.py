@@ -1,19 +1,22 @@
-"""What ranks decide after an error, from the statements of all. Integers and names only.
+"""Protocol by which ranks resynchronize after an error.
 
-The protocol. Every rank counts the collectives of the group: its *position*. A rank that fails, or
-learns that another has, publishes a statement: its error, its position and the collectives it sent
-lately. It sends nothing more. When all statements are there, ranks behind the furthest one take
-part in what they missed, with zeros (`missing`), so that every collective that a rank waits in
-ends. Then all publish whether that worked, and go on.
+The *position* of a rank is the number of collectives that it has sent on the group. A rank that
+fails, or learns that another has failed, publishes a statement: its error, its position and its
+recent collectives. From then on it starts no collective of its own. When all statements are
+published, ranks behind the furthest one join the collectives that they missed, with zeros
+(`missing`), so that every collective that a rank waits in ends. All ranks then publish the outcome
+and continue.
 
-A position is the backend's count of collectives, which has the same meaning on all ranks. The
-number of forwards has not: a rank that ran one forward more (a copy, a caught error) would look one
-step ahead, and the others would take zeros for gradients.
+A position is the backend's count of collectives, which has the same meaning on all ranks. A count
+of forwards would not: a rank that ran one more forward (a copy, a caught error) would appear one
+step ahead, and the others would use zeros as gradients.
 
-The result of a backward counts on all ranks or on none: its last message is sent only when nothing
-before it has failed, so that a rank may keep its result if every rank has sent that message for
-real, with its own data (`all_took_part`). Nothing here moves a byte: the tests run the same
-functions on a model of the ranks, through every order in which things can happen.
+The result of a backward counts on all ranks or on none. Its last message is sent only if everything
+before it has succeeded. A rank may therefore keep its result if every rank has sent that message
+with its own data (`all_took_part`).
+
+The functions here send nothing. The tests run them on a model of the ranks, through every order of
+events.
 """
 
 from __future__ import annotations
@@ -26,35 +29,24 @@ from typing import Any
 from gradwire.ddp.faults.backward_state import BackwardState
 from gradwire.errors import BrokenGroupError
 
-__all__ = [
-    "Phase",
-    "Statement",
-    "all_took_part",
-    "diverged",
-    "may_finish",
-    "missing",
-    "missing_elsewhere",
-    "next_phase",
-]
-
 
 class Phase(Enum):
-    """How far a rank is in resynchronizing."""
+    """Phase of a rank in a resynchronization."""
 
-    STATED = "it has published its statement, and waits for the others' statements"
-    JOINING = "it has joined what it missed, and waits for all that is under way"
-    JOINED = "it has published how that went, and waits for the others' outcomes"
+    STATED = "the rank has published its statement and waits for the others' statements"
+    JOINING = "the rank has joined missed collectives and waits for all communication to end"
+    JOINED = "the rank has published its outcome and waits for the others' outcomes"
     DONE = "all ranks are in step, or know that they cannot be"
 
 
 def next_phase(phase: Phase, *, stated: bool, ended: bool, joined: bool) -> Phase:
-    """The next phase, or the same.
+    """Return the next phase, or the same one if its condition is not met.
 
     Args:
-        phase: This rank's.
-        stated: Whether all ranks' statements are there.
-        ended: Whether everything that this rank has under way has ended, or cannot.
-        joined: Whether all ranks' outcomes are there.
+        phase: Current phase of this rank.
+        stated: True if all ranks' statements are published.
+        ended: True if all communication of this rank has ended or cannot end.
+        joined: True if all ranks' outcomes are published.
 
     Example:
         >>> next_phase(Phase.STATED, stated=True, ended=False, joined=False).name
@@ -70,19 +62,20 @@ def next_phase(phase: Phase, *, stated: bool, ended: bool, joined: bool) -> Phas
 
 
 Numbered = Sequence[tuple[int, Any]]
-"""Collectives with their numbers in a group."""
+"""Collectives with their numbers in the group."""
 
 
 @dataclass(frozen=True)
 class Statement:
-    """What a rank publishes when it begins to resynchronize.
+    """Statement that a rank publishes when it begins to resynchronize.
 
     Attributes:
-        error: What went wrong here; None if it only learnt of another's error.
-        position: How many collectives of the group it has sent.
-        sent: Those that others may still wait in.
-        elsewhere: For other groups that a communication hook used, by name: the same two.
-        undecided: The position of the last message of a backward that an exception ended after it.
+        error: Error of this rank; None if it only learnt of another rank's error.
+        position: Number of collectives that the rank has sent on the group.
+        sent: Collectives that other ranks may still wait in.
+        elsewhere: `position` and `sent` for other groups that a communication hook used, by name.
+        undecided: Position of the last message of a backward that an exception ended after that
+            message.
     """
 
     error: str | None
@@ -93,14 +86,14 @@ class Statement:
 
 
 def missing(position: int, statements: Sequence[tuple[int, Numbered]]) -> list[Any]:
-    """The collectives that a rank has yet to join to be in step with the furthest rank.
+    """Return the collectives that a rank must join to be in step with the furthest rank.
 
     Args:
-        position: Of this rank.
-        statements: For each rank, its position and what it sent.
+        position: Position of this rank.
+        statements: Position and sent collectives of each rank.
 
     Raises:
-        BrokenGroupError: Ranks sent different collectives, or one is missing that nobody knows.
+        BrokenGroupError: Ranks sent different collectives, or a missing one is in no log.
 
     Example:
         >>> missing(1, [(1, [(1, ["a"])]), (2, [(1, ["a"]), (2, ["b"])])])
@@ -117,19 +110,19 @@ def missing(position: int, statements: Sequence[tuple[int, Numbered]]) -> list[A
     needed = range(position + 1, max(at for at, _ in statements) + 1)
     if unknown := [number for number in needed if number not in known]:
         raise BrokenGroupError(
-            f"collectives besides the reducer's were under way (numbers {unknown})"
+            f"collectives that no reducer sent were in progress (numbers {unknown})"
         )
     return [known[number] for number in needed]
 
 
 def missing_elsewhere(name: str, position: int, statements: Sequence[Statement]) -> list[Any]:
-    """As `missing`, in another group that this rank is a member of."""
+    """Return the result of `missing` for another group that this rank is a member of."""
     stated = [s.elsewhere[name] for s in statements if name in s.elsewhere]
     return missing(position, [(position, ()), *stated])
 
 
 def all_took_part(end: int, positions: Sequence[int]) -> bool:
-    """Whether all ranks have sent a collective themselves, at the positions they stated.
+    """Return True if all ranks sent a collective before their statements, with their own data.
 
     Example:
         >>> all_took_part(4, [4, 5]), all_took_part(4, [3, 5])
@@ -139,22 +132,22 @@ def all_took_part(end: int, positions: Sequence[int]) -> bool:
 
 
 def may_finish(state: BackwardState, end: int, positions: Sequence[int]) -> bool:
-    """Whether a backward that waits here may go on, although a rank has failed.
+    """Return True if a waiting backward may be completed although a rank has failed.
 
     Args:
-        state: The backward's.
-        end: The position of its last message.
-        positions: Those that the ranks stated.
+        state: State of the backward.
+        end: Position of its last message.
+        positions: Stated position of each rank.
     """
     return state is BackwardState.COMMITTING and all_took_part(end, positions)
 
 
 def diverged(undecided: Sequence[int | None], positions: Sequence[int]) -> list[int]:
-    """Ranks that an exception kept from a step that others may have taken.
+    """Return the ranks that missed, because of an exception, a step that others may have taken.
 
     Args:
-        undecided: For each rank, the position of an undecided backward's last message.
-        positions: Those that the ranks stated.
+        undecided: Position of the last message of an undecided backward on each rank, or None.
+        positions: Stated position of each rank.
 
     Example:
         >>> diverged([None, 4], [4, 4]), diverged([None, 4], [3, 4])

@@ -1,4 +1,4 @@
-"""One resynchronization, on one rank: it advances without ever waiting."""
+"""One round of resynchronization on one rank, which advances without waiting."""
 
 from __future__ import annotations
 
@@ -28,32 +28,30 @@ from gradwire.ddp.faults.protocol import (
 from gradwire.ddp.faults.waiting import InFlight, first_failure, work_in_flight
 from gradwire.errors import BrokenGroupError, CollectiveTimeoutError, PeerLostError
 
-__all__ = ["RESYNC_TIMEOUT_SECONDS", "ResynchronizationRound"]
-
 RESYNC_TIMEOUT_SECONDS = 300.0
-"""How long, at most, a rank waits for others, which learn of an error when they next poll."""
+"""Maximum time to wait for other ranks, which notice an error when they next poll."""
 LIVENESS_SECONDS = 0.5
-"""Interval of looking up whether ranks that have not answered still run."""
+"""Interval at which a rank checks that silent ranks are still running."""
 
 
 class ResynchronizationRound:
-    """Publishes this rank's statement, joins what it missed, and publishes how that went.
+    """Round that publishes a statement, joins missed collectives and publishes the outcome.
 
     Args:
-        group: The group.
-        channel: Its error channel.
-        log: Its log.
-        statement: This rank's.
-        in_flight: What this rank has under way.
-        seconds: The group's timeout.
+        group: Process group.
+        channel: Error channel of the group.
+        log: Collective log of the group.
+        statement: Statement of this rank.
+        in_flight: Communication in progress on this rank.
+        seconds: Timeout of the group.
 
     Attributes:
-        own: This rank's error, or None.
-        failures: By rank, what went wrong there.
-        positions: Each rank's position as it was stated.
-        diverged: Ranks that an exception kept from a step that others may have taken.
-        broken: Why the ranks cannot be brought in step, or None. These four are valid once
-            `advance` has returned True.
+        own: Error of this rank, or None.
+        failures: Errors by rank.
+        positions: Stated position of each rank.
+        diverged: Ranks that missed, because of an exception, a step that others may have taken.
+        broken: Reason that the ranks cannot be brought in step, or None. This and the previous
+            three are valid after `advance` has returned True.
     """
 
     def __init__(
@@ -82,7 +80,7 @@ class ResynchronizationRound:
         self._published: set[str] = set()
 
     def advance(self) -> bool:
-        """Go on as far as is possible without waiting; whether the round is over.
+        """Advance as far as possible without waiting; return True if the round is over.
 
         Raises:
             PeerLostError: A rank died, or the group failed.
@@ -120,14 +118,15 @@ class ResynchronizationRound:
             self._join(statements)
         except BrokenGroupError as broken:
             self._outcome = str(broken)
-        # Last: where a signal handler's exception comes before it, the next call does this again,
-        # and the position in the log says what has been joined already.
+        # The phase changes last: after an exception of a signal handler the next call repeats this
+        # method, and the position in the log shows which collectives were joined.
         self._phase = next_phase(self._phase, stated=True, ended=False, joined=False)
 
     def _join(self, statements: Sequence[Statement]) -> None:
         own = self._log.position(self._group)
         sent = [(s.position, s.sent) for s in statements]
-        # those who wait in what the ranks behind cannot join would wait until their deadline
+        # Check on all ranks: a rank that waits in a collective that cannot be joined would wait
+        # until its deadline.
         for entry in missing(min(self.positions), sent):
             check_joinable(entry)
         for entry in missing(own, sent):
@@ -140,15 +139,15 @@ class ResynchronizationRound:
                     self._in_flight.append(work_in_flight(join(group, entry)))
 
     def _ended(self) -> bool:
-        """Whether all that is under way has ended, or it is known that it cannot."""
+        """Return True if all communication has ended or is known not to end."""
         if self._outcome is not None:
             return True
         if self._log.position(self._group) > self._goal:
-            self._outcome = "a hook went on to further collectives after the error"
+            self._outcome = "a hook sent further collectives after the error"
         elif all(p.done() for p in self._in_flight):
             self._raise_failure()
         elif time.monotonic() > self._deadline:
-            self._outcome = f"collectives were still under way after {self._timeout:g} s"
+            self._outcome = f"collectives were still in progress after {self._timeout:g} s"
         else:
             return False
         return True
@@ -167,23 +166,23 @@ class ResynchronizationRound:
             )
 
     def _check_liveness(self) -> None:
-        """Raise if the statements or outcomes that are missing cannot come any more."""
+        """Raise if missing statements or outcomes can no longer arrive."""
         now = time.monotonic()
         if now < self._next_check:
             return
         self._next_check = now + LIVENESS_SECONDS
-        if self._phase is not Phase.JOINING:  # there, what has failed is the outcome
+        if self._phase is not Phase.JOINING:  # while JOINING, a failure is the outcome
             self._raise_failure()
-        # who joins waits for all ranks, and none ends the round before it
+        # A rank that is JOINING waits for all ranks, and no rank ends the round before it does.
         topic = "statement" if self._phase is Phase.STATED else "joined"
         silent = self._channel.missing_ranks(topic)
         dead = self._channel.dead(silent)
-        # Asked again: a rank may have published its answer and ended between the two requests.
+        # Ask again: a rank may have published its answer and ended between the two requests.
         if dead and (dead := [r for r in self._channel.missing_ranks(topic) if r in dead]):
             raise PeerLostError(f"ranks {dead} ended while resynchronizing after an error")
         if self._phase is Phase.JOINING:  # has a deadline of its own
             return
-        # the others may be joining until their own deadline, and say only then how it went
+        # The others may be JOINING until their own deadline and publish their outcome only then.
         if now > self._deadline + self._timeout * (self._phase is Phase.JOINED):
             raise CollectiveTimeoutError(
                 f"ranks {silent} did not answer within {self._timeout:g} s after an error"

@@ -1,4 +1,4 @@
-"""One group's log, error channel and rounds of resynchronization, on this rank."""
+"""Log, error channel and resynchronization rounds of a process group on this rank."""
 
 from __future__ import annotations
 
@@ -25,14 +25,12 @@ from gradwire.ddp.group import broadcast_options, message_device, timeout_of
 from gradwire.errors import BrokenGroupError, DistributedError, PeerFailedError, PeerLostError
 from gradwire.recorder import failed
 
-__all__ = ["UNDECIDED_TEXT", "Resynchronizer"]
-
 TOKEN_BYTES = 16
 LIVENESS_SECONDS = 1.0
-"""Interval of looking up whether ranks that this rank waits for still run."""
+"""Interval at which a rank checks that the ranks it waits for are still running."""
 EXCHANGE_SECONDS, EXCHANGE_POLL_SECONDS = 5.0, 2e-3
 _NO_STORE = (
-    "the process group has no store, through which ranks report errors: if one rank fails, the "
+    "the process group has no store for error reports between ranks: if one rank fails, the "
     "others wait until their timeout. Make the group with init_process_group or new_group"
 )
 UNDECIDED_TEXT = (
@@ -42,34 +40,34 @@ UNDECIDED_TEXT = (
 
 
 class Resynchronizer:
-    """Begins rounds, advances them, and keeps what came of the last one.
+    """Owner of a group's resynchronization rounds and of the result of the last one.
 
     Args:
-        group: The group.
+        group: Process group.
 
     Attributes:
-        participants: The group's reducers on this rank.
-        lock: Held while anything is sent, so that the order is one, and the position stands still
-            while it is stated.
-        log: What was sent.
-        seconds: The group's timeout.
-        positions: Each rank's position, as stated in the last round.
-        diverged: The message for ranks that did not take the step which others took in the last
-            round; empty if there are none.
-        deferred: An error that this rank learnt of and has yet to raise.
-        broken: Why the group cannot be used again, if so.
-        has_store: False for a group without a store, as groups written in Python may be: an error
-            on one rank then breaks the group there.
-        name: Random name of the group that all its ranks have; empty before `connect`.
-        hook_future: What the hook that was called last returned, if it may send more in callbacks:
-            nothing else is sent on the group before it is done.
+        participants: Reducers of the group on this rank.
+        lock: Lock held while anything is sent. It keeps a single order, and keeps the position
+            constant while it is stated.
+        log: Log of sent collectives.
+        seconds: Timeout of the group.
+        positions: Position of each rank, as stated in the last round.
+        diverged: Message about ranks that missed a step that others took before the last round;
+            empty if there are none.
+        deferred: Error of another rank that this rank has yet to raise.
+        broken: Reason that the group cannot be used again, or None.
+        has_store: False for a group without a store, such as some groups written in Python. An
+            error on one rank then breaks the group on that rank.
+        name: Random name of the group, the same on all ranks; empty before `connect`.
+        hook_future: Future of the last hook call if its callbacks may send more collectives.
+            Nothing else is sent on the group before it is done.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
         self.has_store = find_store(group) is not None
         if not self.has_store:
             warnings.warn(_NO_STORE, stacklevel=4)
-        self._group = weakref.ref(group)  # the group keeps its domain, not the other way round
+        self._group = weakref.ref(group)  # a domain must not keep its group alive
         self.participants = Participants()
         self._channel: ErrorChannel | None = None
         self._token: tuple[Tensor, Work] | None = None
@@ -88,47 +86,47 @@ class Resynchronizer:
 
     @property
     def group(self) -> ProcessGroup:
-        """The group."""
+        """Process group."""
         group = self._group()
         assert group is not None
         return group
 
     @property
     def orphaned(self) -> bool:
-        """Whether the group is gone: destroyed, and held by nobody."""
+        """True if the group is gone: destroyed and no longer referenced."""
         return self._group() is None
 
     @property
     def running(self) -> bool:
-        """Whether a round has begun and is not over."""
+        """True if a round has begun and is not over."""
         return self._round is not None
 
     def position(self) -> int:
-        """The number of the last collective that this rank sent."""
+        """Return the number of the last collective that this rank sent."""
         return self.log.position(self.group)
 
     def counts(self) -> tuple[int, int]:
-        """As `position`, and how many logged collectives it sent on other groups."""
+        """Return the position and the number of logged collectives on other groups."""
         return self.position(), sum(map(len, self.log.elsewhere.values()))
 
     def sent(self, entry: Entry, work: Work | None = None) -> None:
-        """Log a collective that has just been sent; `work` if no participant keeps it."""
+        """Log a collective that was just sent; `work` is its handle if no participant keeps it."""
         self.log.add(self.group, entry)
         if work is not None:
             self._works.append(work)
 
     def committed(self, end: int) -> None:
-        """All ranks have sent the collective of this number."""
+        """Drop log entries up to this number, which all ranks have sent."""
         self.log.forget(end)
         self._works.clear()
 
     def connect(self) -> None:
-        """Make the group's channel, under a random name that rank 0 broadcasts.
+        """Create the group's error channel under a random name that rank 0 broadcasts.
 
-        The first collective of every rank on the group, once for all reducers: where ranks verify
-        the first model, or else in its first backward. A later call returns at once. A name that is
-        counted (groups, wrappers) would differ on a rank that makes one more, such as a copy of the
-        model on rank 0.
+        This is the first collective of every rank on the group, once for all reducers: when ranks
+        verify the first model, or else in its first backward. Later calls return at once. A name
+        from a count of groups or wrappers would differ on a rank that makes one more, such as a
+        copy of the model on rank 0.
 
         Raises:
             DistributedError: The broadcast failed; the group is broken.
@@ -150,7 +148,7 @@ class Resynchronizer:
             self._channel = ErrorChannel(self.group, self.name)
 
     def start_connecting(self) -> None:
-        """Send the first message of `connect`, which waits for it."""
+        """Send the first message of `connect`, unless it was sent before."""
         if (
             self.name or self._token is not None or not self.has_store
         ):  # an exception may have ended the wait for it
@@ -161,10 +159,10 @@ class Resynchronizer:
         self._token = token, group.broadcast([token], broadcast_options(0))
 
     def exchange(self, topic: str, value: Any) -> list[Any] | None:
-        """Return every rank's value, through the store; None if not all come in a few seconds.
+        """Return every rank's value through the store, or None after a few seconds.
 
         Used for the text of errors that all ranks raise, while collectives may be in progress.
-        Without a store, return None.
+        Return None without a store.
         """
         if not self.has_store:
             return None
@@ -179,7 +177,7 @@ class Resynchronizer:
         return values
 
     def begin_round(self, error: str) -> bool:
-        """Begin a round with this rank's error; False if one has begun already, without it.
+        """Begin a round with this rank's error; return False if a round had already begun.
 
         Raises:
             BrokenGroupError: The group cannot be used again.
@@ -197,7 +195,7 @@ class Resynchronizer:
         return True
 
     def _new_round(self, error: str | None) -> ResynchronizationRound:
-        """From here on this rank sends nothing but the collectives that others wait in."""
+        """Make a round. From then on this rank only sends collectives that others wait in."""
         assert self._channel is not None
         group, log = self.group, self.log
         elsewhere = {
@@ -210,18 +208,18 @@ class Resynchronizer:
         return ResynchronizationRound(group, self._channel, log, statement, in_flight, self.seconds)
 
     def advance(self) -> bool:
-        """Go on as far as is possible without waiting; whether there is more to do.
+        """Advance as far as possible without waiting; return True if there is more to do.
 
-        Begins a round if another rank has reported an error. What goes wrong breaks the group.
+        Begins a round if another rank has reported an error. A failure breaks the group.
         """
         group = self._group()
-        # no store: the group was destroyed, though something may refer to it
+        # Without a store, the group was destroyed, but is still referenced.
         if group is None or find_store(group) is None:
             return False
         if self._channel is None or self.broken is not None:
             return False
-        # Not blocking: a thread polls all groups while it holds the lock of one. Two threads that
-        # waited for each other's lock would deadlock; the other one advances this round.
+        # Non-blocking: a thread polls all groups while it holds the lock of one, so two threads
+        # could deadlock. The thread that holds the lock advances this round.
         if not self.lock.acquire(blocking=False):
             return self._round is not None
         try:
@@ -273,9 +271,9 @@ class Resynchronizer:
     def look_for_deaths(self) -> None:
         """Break the group if a rank that this one waits for has ended.
 
-        To be called in waits for what no rank has before all have given theirs. Backends tell of
-        deaths, and sooner; but Gloo forgets a send that it has begun when the connection ends, and
-        waits for the group's timeout (one death in a thousand, W = 3).
+        Called in waits for results that need data from all ranks. Backends usually report a death
+        sooner. Gloo, however, loses a send in progress when the connection ends and then waits for
+        the group's timeout (one death in a thousand with 3 ranks).
         """
         now = time.monotonic()
         if self._channel is None or now < self._next_look or not self.lock.acquire(blocking=False):
@@ -284,7 +282,7 @@ class Resynchronizer:
             self._next_look = now + LIVENESS_SECONDS
             own = self.group.rank()
             dead = self._channel.dead([r for r in range(self.group.size()) if r != own])
-            # seen twice: what it sent before it ended may still be on its way
+            # Require two checks: data that a rank sent before it ended may still be arriving.
             if lost := [rank for rank in dead if rank in self._seen_dead]:
                 raise PeerLostError(f"ranks {lost} ended while this rank waited for them")
             self._seen_dead = dead
@@ -294,7 +292,7 @@ class Resynchronizer:
             self.lock.release()
 
     def give_up(self, error: DistributedError, cause: BaseException | None) -> NoReturn:
-        """The group itself failed: there is nothing to resynchronize over. Raises the error."""
+        """Break the group after a failure of the group itself, and raise the error."""
         self._break(error)
         self.deferred = None
         self.participants.reset()

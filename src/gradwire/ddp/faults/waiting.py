@@ -84,7 +84,9 @@ def wait_work(
                 return failure_of(work)
         poll()
         if time.monotonic() > deadline:
-            return CollectiveTimeoutError(f"not done {GRACE_SECONDS:g} s after {seconds:g} s")
+            return CollectiveTimeoutError(
+                f"not done {GRACE_SECONDS:g} s after the timeout of {seconds:g} s"
+            )
 
 
 def wait_done(work: Work, poll: Callable[[], None]) -> None:
