@@ -218,7 +218,7 @@ def test_a_gradient_that_is_kept_keeps_its_values(view):
     assert run_ranks(main, 2) == [(kept, [4.0])] * 2
 
 
-def test_a_buffer_that_nobody_holds_is_used_again():
+def test_unreferenced_buffers_are_reused():
     def main():
         net = DistributedDataParallel(nn.Linear(200, 200, bias=False))
         places = []
@@ -372,7 +372,7 @@ def test_gradients_in_memory_of_the_users(width):
     run_ranks(main, 2)
 
 
-def test_an_interrupted_backward_leaves_nothing_for_the_next():
+def test_a_backward_after_an_interrupted_one():
     def main():
         net = DistributedDataParallel(nn.Sequential(nn.Linear(4, 1100), nn.Linear(1100, 1100)))
         weight = net.module[1].weight

@@ -321,7 +321,7 @@ def test_a_chain_of_collectives_that_cannot_be_joined_says_so():
     ("hook", "message"),
     [(3, "hook is 3"), (lambda bucket: None, "cannot be called as hook"), (None, None)],
 )
-def test_what_is_no_hook_is_refused(hook, message):
+def test_invalid_hooks_are_refused(hook, message):
     def main():
         net = DistributedDataParallel(mlp())
         if message is None:
@@ -334,7 +334,7 @@ def test_what_is_no_hook_is_refused(hook, message):
     run_ranks(main, 1)
 
 
-def test_a_coroutine_is_no_hook():
+def test_coroutines_are_refused_as_hooks():
     async def hook(state, bucket):
         return bucket.buffer()
 
@@ -511,7 +511,7 @@ class Halves(nn.Module):
 @pytest.mark.narrow({"failing": "net"})
 @pytest.mark.parametrize("failing", ["net", "other"])
 @pytest.mark.parametrize("weighted", [False, True])
-def test_what_accumulates_before_the_ranks_are_in_step_again(failing, weighted):
+def test_gradients_accumulated_before_resynchronization(failing, weighted):
     """They learn of the exceptions in the forward after `no_sync`."""
 
     def main():
@@ -604,7 +604,7 @@ def test_a_backward_in_two_parts():
     run_ranks(main, 2)
 
 
-def test_a_failure_one_step_ahead_is_told_a_step_later():
+def test_a_failure_one_step_ahead_is_raised_a_step_later():
     """Rank 1 is held in the wait that ends step 3 until rank 0 has failed in step 4."""
 
     def main():
@@ -664,7 +664,7 @@ def test_a_rank_that_dies_in_backward(with_hook):
 
 
 @pytest.mark.narrow({"each_backend": "shm"})
-def test_a_hook_that_hides_what_its_collective_ended_with():
+def test_a_hook_that_ignores_the_error_of_its_collective():
     def main():
         net = DistributedDataParallel(mlp())
 
@@ -714,7 +714,7 @@ def test_a_rank_that_dies_between_backwards(where):
 
 
 @pytest.mark.narrow({"each_backend": "gloo"})
-def test_a_death_that_the_backend_does_not_tell_of():
+def test_a_death_that_the_backend_does_not_report():
     """As Gloo's, now and then: it forgets a message under way when the connection ends."""
 
     def main():
@@ -817,5 +817,5 @@ def test_a_subgroup_and_several_wrappers_at_once():
     run_ranks(main, 3)
 
 
-def test_every_error_is_of_the_package():
+def test_all_errors_are_package_errors():
     assert issubclass(PeerFailedError, DistributedError)

@@ -87,7 +87,7 @@ def sprung(where, rank=1):
 # -- construction and copies -----------------------------------------------------------------
 
 
-def test_a_copy_on_one_rank_shifts_nothing():
+def test_a_copy_of_the_module_on_one_rank():
     """EMA on rank 0 alone: what is wrapped next still hears of errors, and its hook still runs."""
 
     def main():
@@ -144,7 +144,7 @@ def test_a_rank_that_dies_before_its_vote():
 
 
 @pytest.mark.narrow({"each_backend": "gloo"})
-def test_a_death_in_a_resynchronization_that_the_backend_does_not_tell_of():
+def test_an_unreported_death_during_resynchronization():
     def main():
         net = DistributedDataParallel(sprung(2, rank=2))
         assert_good_step(net)
@@ -215,7 +215,7 @@ def test_an_exception_while_waiting_for_the_last_message(hook):
     run_ranks(main, 2, timeout=60)
 
 
-def test_a_good_step_asks_the_store_for_nothing():
+def test_a_step_without_errors_does_not_use_the_store():
     def main():
         net = DistributedDataParallel(mlp())
         net.register_comm_hook(None, mean)
@@ -284,7 +284,7 @@ def test_a_parameter_missing_in_two_wrappers():
 
 
 @pytest.mark.parametrize("hook", [None, mean])
-def test_a_forward_more_on_one_rank(hook):
+def test_one_more_forward_on_one_rank(hook):
     """Then a backward that fails there: nobody takes zeros for gradients."""
 
     def main():
@@ -392,7 +392,7 @@ def test_a_wrapper_on_a_subgroup_beside_one_on_all_ranks():
 
 
 @pytest.mark.parametrize("text", ["peer", "timed out", "connection closed", "socket"])
-def test_what_a_hook_s_error_says_does_not_break_the_group(text):
+def test_the_text_of_a_hook_error_does_not_break_the_group(text):
     def main():
         fail = False
 
@@ -457,7 +457,7 @@ def test_a_hook_that_fails_while_others_wait_in_a_subgroup(before):
     run_ranks(main, 4, timeout=60)
 
 
-def test_a_rank_that_is_not_heard_of_in_time():
+def test_a_rank_that_does_not_answer_in_time():
     """It is busy elsewhere: the others do not wait for it for good."""
 
     def main():
@@ -559,7 +559,7 @@ def test_the_log_does_not_grow():
     run_ranks(main, 2)
 
 
-def test_a_timeout_is_the_group_s_own():
+def test_the_timeout_of_the_group_is_used():
     def main():
         group = dist.new_group([0, 1], timeout=timedelta(seconds=77))
         return FaultDomain.of(group).seconds
@@ -629,7 +629,7 @@ def test_an_interrupted_wait_for_a_hook_is_waited_for_again():
     run_ranks(main, 1, timeout=30)
 
 
-def test_a_group_that_is_gone_has_nothing_to_bring_out_of_a_backward():
+def test_recovery_ignores_groups_that_are_gone():
     def main():
         group = dist.new_group([0, 1])
         dist.barrier(group)  # Gloo may still connect on the other rank

@@ -142,7 +142,7 @@ def test_a_parameter_of_two_wrappers(nested):
     run_ranks(main, 2)
 
 
-def test_what_a_hook_has_kept_stays_under_two_wrappers():
+def test_gradients_kept_by_a_hook_with_two_wrappers():
     """Gradients of tiny parameters are parts of what it keeps; one wrapper is in the other."""
 
     def main():
@@ -237,7 +237,7 @@ class Kept(torch.autograd.Function):
 @pytest.mark.parametrize("held", [True, False])
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("size", SIZES)
-def test_a_gradient_that_somebody_has_stays_where_it_is(size, shared, held):
+def test_a_referenced_gradient_is_not_moved(size, shared, held):
     """They may have taken its address: where it lies, the result has to be."""
 
     def main():
@@ -262,7 +262,7 @@ def test_a_gradient_that_somebody_has_stays_where_it_is(size, shared, held):
     run_ranks(main, 2)
 
 
-def test_what_a_function_keeps_is_not_changed():
+def test_tensors_kept_by_an_autograd_function_do_not_change():
     def main():
         for n in SIZES:
             keep = [torch.full((n,), number())]
@@ -343,7 +343,7 @@ def test_pytorchs_hook_on_complex_buckets():
 
 
 @pytest.mark.narrow({"each_backend": "shm"})  # whose memory a child would share
-def test_what_a_forked_process_does_with_gradients():
+def test_gradients_in_a_forked_process():
     """It may clear those that it inherited without clearing ours."""
 
     def main():

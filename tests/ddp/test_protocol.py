@@ -288,7 +288,7 @@ WIDE = [(2, 4, 2, 2, 1), (3, 2, 2, 1, 1), (3, 2, 1, 2, 0)]
 @pytest.mark.parametrize(
     "bounds", [*QUICK, *(pytest.param(b, marks=pytest.mark.wide) for b in WIDE)]
 )
-def test_no_order_of_events_hangs_or_splits_the_ranks(bounds):
+def test_all_event_orders_end_with_equal_ranks(bounds):
     size, steps, messages, faults, deaths = bounds
     # several exceptions on one rank may cost it more of its program's steps than another rank
     model = Model(steps, messages, by_step=faults < 2)
@@ -297,7 +297,7 @@ def test_no_order_of_events_hangs_or_splits_the_ranks(bounds):
     assert problem is None, problem
 
 
-def test_the_search_finds_what_is_wrong():
+def test_the_search_finds_protocol_errors():
     """Rules that are almost right."""
     always = Model(2, 2, may_finish=lambda state, end, positions: state is S.COMMITTING)
     assert "{0: 'took', 1: 'raised'}" in (search(always, 2, 1, 0)[1] or "")
@@ -307,7 +307,7 @@ def test_the_search_finds_what_is_wrong():
     assert "undecided" in (search(silent, 2, 1, 0)[1] or "")
 
 
-def test_every_state_has_a_way_out():
+def test_all_states_are_reachable_and_can_be_left():
     """Of the runtime's table: no state is a trap, and each can be reached."""
     reached = {S.LOCAL}
     for _ in TRANSITIONS:

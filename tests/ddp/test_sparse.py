@@ -117,7 +117,7 @@ def test_an_embedding_that_only_one_rank_uses(each_backend):
     run_ranks(main, 2)
 
 
-def test_a_weight_that_is_used_densely_too(each_backend):
+def test_an_embedding_weight_with_a_dense_use(each_backend):
     class Tied(Words):
         def forward(self, words):
             return self.words(words) @ self.words.weight.t() + self.out(self.words(words)).sum()
@@ -130,7 +130,7 @@ def test_a_weight_that_is_used_densely_too(each_backend):
     run_ranks(main, 2)
 
 
-def test_what_a_hook_sees_of_a_sparse_gradient():
+def test_the_bucket_of_a_sparse_gradient_in_a_hook():
     gradient = torch.sparse_coo_tensor([[1]], [[2.0]], (3, 1), check_invariants=True).coalesce()
     bucket = GradBucket(0, gradient, [torch.zeros(3, 1)], is_last=True)
     assert bucket.gradients()[0] is gradient

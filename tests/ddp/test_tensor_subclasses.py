@@ -92,7 +92,7 @@ def train(kind, size, options):
 
 
 @pytest.mark.parametrize("kind", ["named", "wrapper"])
-def test_they_train_as_plain_parameters(kind):
+def test_subclasses_train_as_plain_parameters(kind):
     def main():
         for size in (4, 5_000, 700_000):  # each travels in its own way
             for options in OPTIONS[: None if size < 10_000 else 1]:

@@ -154,7 +154,7 @@ def test_the_mean_over_samples(options, hook, extra, micro):
     {"case": ["sparse", "zeros"], "each_backend": "gloo"},
     {"case": ["finalize", "mixed"], "each_backend": "shm"},
 )
-def test_with_other_features(case):
+def test_weights_with_other_features(case):
     def main():
         reentrant = {"reentrant": True, "checkpoint": False}.get(case)
         mixed = MixedPrecision(reduce_dtype=torch.bfloat16) if case == "mixed" else None
@@ -278,7 +278,7 @@ def test_gradients_that_were_reduced_or_unweighted_before():
 
 
 @pytest.mark.parametrize("none", [False, True])
-def test_accumulation_that_is_given_up(none):
+def test_abandoned_accumulation(none):
     """What was cleared does not count, what was zero by itself does."""
 
     def main():
@@ -309,7 +309,7 @@ def test_two_backwards_of_one_forward_count_once():
 
 
 @pytest.mark.parametrize("hook", [None, "fp16"])
-def test_join(hook):
+def test_weights_with_join(hook):
     def main():
         net = linear()
         net.register_comm_hook(None, hook)
@@ -345,7 +345,7 @@ def test_other_numbers_of_ranks():
         (torch.tensor(3.0), ArgumentTypeError),
     ],
 )
-def test_what_is_no_weight(weight, error):
+def test_invalid_weights(weight, error):
     def main():
         net = linear()
         with pytest.raises(error, match="weight is"):
@@ -355,7 +355,7 @@ def test_what_is_no_weight(weight, error):
     assert run_ranks(main, 2) == [[[1.0, 1.0]]] * 2
 
 
-def test_what_is_refused():
+def test_unsupported_uses_of_weights():
     def main():
         half = DistributedDataParallel(nn.Linear(2, 1, dtype=torch.bfloat16))
         skipping = linear(find_unused_parameters=True, skip_all_reduce_unused_params=True)

@@ -40,7 +40,7 @@ def check(net):
 
 
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"bucket_cap_mb": 1e-4}])
-def test_frozen_and_thawed_parameters(options):
+def test_frozen_and_unfrozen_parameters(options):
     def main():
         net = DistributedDataParallel(mlp(), **options)
         check(net)
@@ -85,7 +85,7 @@ def test_parameters_that_are_added_or_replaced_are_refused_by_name():
     run_ranks(main, 2)
 
 
-def test_refit_holds_the_models_against_each_other():
+def test_refit_compares_the_models():
     def main():
         net = DistributedDataParallel(mlp())
         net.module[2].requires_grad_(dist.get_rank() == 0)
@@ -141,7 +141,7 @@ def test_a_group_that_is_replaced(hook):
     run_ranks(main, 3)
 
 
-def test_a_layout_of_the_users_own():
+def test_a_user_defined_bucket_layout():
     def layout(named):
         names = [name for name, _ in named]
         return [[n for n in names if "bias" in n], [n for n in names if "weight" in n]]
@@ -158,7 +158,7 @@ def test_a_layout_of_the_users_own():
     run_ranks(main, 2)
 
 
-def test_a_layout_is_asked_for_without_frozen_parameters():
+def test_a_layout_function_gets_no_frozen_parameters():
     def main():
         asked = []
 

@@ -24,7 +24,7 @@ held = []
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_was_changed_or_is_held_is_made_anew(change):
+def test_altered_or_referenced_tensors_are_not_reused(change):
     views = [torch.zeros(2, 3), torch.zeros(2, 3)]
     own = OwnTensors(views)
     tensors = own.get()

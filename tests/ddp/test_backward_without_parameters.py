@@ -39,7 +39,7 @@ def own_input(step=0, width=4):
 @pytest.mark.parametrize("width", [4, 1100])
 @pytest.mark.parametrize("hook", [None, "all_reduce"])
 @pytest.mark.narrow({"options": {}, "width": 4}, {"options": SMALL, "width": 1100, "hook": None})
-def test_a_rank_that_uses_nothing(options, width, hook):
+def test_a_rank_that_uses_no_parameter(options, width, hook):
     """It takes part with zeros, in each backward through its outputs."""
 
     def main():
@@ -62,7 +62,7 @@ def test_a_rank_that_uses_nothing(options, width, hook):
     run_ranks(main, 2)
 
 
-def test_a_rank_that_uses_nothing_after_it_accumulated():
+def test_a_rank_that_uses_no_parameter_after_accumulation():
     def main():
         net = DistributedDataParallel(Layers(), find_unused_parameters=True)
         twin = copy.deepcopy(net.module)
@@ -77,7 +77,7 @@ def test_a_rank_that_uses_nothing_after_it_accumulated():
     run_ranks(main, 2)
 
 
-def test_a_rank_that_uses_nothing_and_finalizes_by_hand():
+def test_a_rank_that_uses_no_parameter_with_manual_finalization():
     def main():
         net = DistributedDataParallel(Layers(), find_unused_parameters=True)
         net.require_manual_backward_finalization = True
@@ -98,7 +98,7 @@ class Skipped(Layers):
 @pytest.mark.parametrize("leaf", [False, True])
 @pytest.mark.parametrize("skipped", [0, 1])
 @pytest.mark.parametrize("chained", [False, True])
-def test_two_modules_of_which_one_is_skipped_on_one_rank(chained, skipped, leaf):
+def test_one_of_two_modules_skipped_on_one_rank(chained, skipped, leaf):
     """Backward reaches both in the same order on every rank: their buckets must not meet."""
 
     def main():
@@ -124,7 +124,7 @@ def test_two_modules_of_which_one_is_skipped_on_one_rank(chained, skipped, leaf)
 @pytest.mark.parametrize("width", [4, 60, 300, 1100])
 @pytest.mark.parametrize("take", [[], [1]])
 @pytest.mark.narrow({"view": False, "options": {}, "width": [60, 300]})
-def test_two_modules_that_share_what_one_rank_skips(take, width, options, view):
+def test_a_shared_parameter_skipped_on_one_rank(take, width, options, view):
     """Both send the rank's own gradients, however early: not the mean that the first has put."""
 
     def main():
@@ -147,7 +147,7 @@ def test_two_modules_that_share_what_one_rank_skips(take, width, options, view):
     run_ranks(main, 2)
 
 
-def test_a_module_whose_output_is_that_of_one_inside():
+def test_a_module_that_returns_the_output_of_an_inner_one():
     class Outer(Layers):
         def __init__(self, inner):
             super().__init__()
@@ -196,7 +196,7 @@ def test_two_modules_and_a_loss_that_uses_parameters(shared):
 
 
 @pytest.mark.parametrize("take", [[[0], [0]], [[], [0, 1]]])
-def test_all_in_one_reentrant_checkpoint(take):
+def test_a_reentrant_checkpoint_around_all_layers(take):
     """The graph of the outputs has no parameters: what is unused shows when backward ends."""
 
     class Whole(Layers):
@@ -235,7 +235,7 @@ def test_a_repeated_backward_in_which_the_loss_uses_parameters(take):
     run_ranks(main, 2)
 
 
-def test_backwards_of_other_things_send_nothing():
+def test_backwards_without_parameters_send_nothing():
     """On a rank that uses nothing as on others: gradients of inputs, and of frozen modules."""
 
     def main():

@@ -36,7 +36,7 @@ def absent(net):
     return [name for name, p in net.named_parameters() if p.grad is None]
 
 
-def test_gradients_lie_together_from_the_start():
+def test_gradients_are_lent_from_the_first_step():
     def main():
         net = DistributedDataParallel(mlp())
         places = set()
@@ -49,7 +49,7 @@ def test_gradients_lie_together_from_the_start():
     assert max(run_ranks(main, 2)) <= 2  # buckets are assigned anew after the first backward
 
 
-def test_a_backward_that_fails_leaves_none_behind():
+def test_a_failed_backward_leaves_no_lent_gradient():
     def main():
         net = DistributedDataParallel(mlp())
         net.zero_grad()
@@ -66,7 +66,7 @@ def test_a_backward_that_fails_leaves_none_behind():
     assert run_ranks(main, 2) == [(["0.weight", "0.bias"], [])] * 2
 
 
-def test_a_backward_for_some_inputs_leaves_none_behind():
+def test_a_backward_for_some_inputs_leaves_no_lent_gradient():
     def main():
         net = DistributedDataParallel(Halves())
         first = list(net.module.first.parameters())
@@ -99,7 +99,7 @@ def test_two_backwards_for_one_reduction():
 
 
 @pytest.mark.parametrize("rank_1", ["first", "second"])
-def test_what_no_rank_uses_stays_none(rank_1):
+def test_a_gradient_unused_on_all_ranks_stays_none(rank_1):
     def main():
         net, twin = DistributedDataParallel(Halves(), find_unused_parameters=True), Halves()
         name = "first" if dist.get_rank() == 0 else rank_1
@@ -139,7 +139,7 @@ class Undefined(torch.autograd.Function):
         return grad, None
 
 
-def test_a_gradient_that_is_undefined():
+def test_undefined_gradients():
     def main():
         compute = Undefined.apply if dist.get_rank() else torch.mul
         net = DistributedDataParallel(Pair(compute), find_unused_parameters=True)
@@ -151,7 +151,7 @@ def test_a_gradient_that_is_undefined():
     assert run_ranks(main, 2) == [([0.5] * 3, [1.0] * 3)] * 2
 
 
-def test_gradients_that_somebody_keeps():
+def test_gradients_kept_by_the_user():
     """Results of the next backward go elsewhere."""
 
     def main():
@@ -219,7 +219,7 @@ def test_gradients_of_another_dtype():
     run_ranks(main, 2)
 
 
-def test_parameters_that_are_frozen_stay_without():
+def test_frozen_parameters_have_no_gradient():
     def main():
         net = DistributedDataParallel(mlp())
         net.module[0].requires_grad_(False)
@@ -339,7 +339,7 @@ class WritesItself(torch.autograd.Function):
         return grad, None
 
 
-def test_a_function_that_writes_the_gradient_itself():
+def test_an_autograd_function_that_writes_to_grad():
     def main():
         net = DistributedDataParallel(Pair(WritesItself.apply), find_unused_parameters=True)
         net(torch.ones(3)).sum().backward()
@@ -364,7 +364,7 @@ def test_zeros_that_a_hook_scales():
     assert run_ranks(main, 2) == [["w"]] * 2
 
 
-def test_an_interrupt_amid_lending():
+def test_an_interrupt_while_gradients_are_lent():
     """As a signal's handler raises it."""
 
     class Parameters(list):

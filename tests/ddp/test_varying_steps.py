@@ -69,7 +69,7 @@ def in_turn(main):
     assert run_ranks(main, 2) == [None] * 2
 
 
-def test_gradients_that_are_not_cleared():
+def test_gradients_accumulate_without_zero_grad():
     def main():
         twins = Twins()
         for step in range(3):
@@ -79,7 +79,7 @@ def test_gradients_that_are_not_cleared():
     in_turn(main)
 
 
-def test_some_that_are_not_cleared():
+def test_zero_grad_of_some_parameters():
     def main():
         twins = Twins()
         for net in (twins.net.module, twins.twin):
@@ -90,7 +90,7 @@ def test_some_that_are_not_cleared():
     in_turn(main)
 
 
-def test_no_sync():
+def test_no_sync_between_steps():
     def main():
         twins = Twins()
         twins.clear()
@@ -103,7 +103,7 @@ def test_no_sync():
     in_turn(main)
 
 
-def test_a_backward_of_its_own_before_a_forward():
+def test_a_local_backward_before_a_forward():
     """Of some parameters: it stays local, and is averaged with the next."""
 
     def main():
@@ -138,7 +138,7 @@ def in_one_memory(net):
         b.grad = b.grad.clone()
 
 
-def test_two_in_one_memory():
+def test_two_gradients_in_the_same_memory():
     """A backward outside of the wrapper may leave them so: the next adds to both."""
 
     def main():
@@ -151,7 +151,7 @@ def test_two_in_one_memory():
     in_turn(main)
 
 
-def test_two_in_one_memory_within_no_sync():
+def test_two_gradients_in_the_same_memory_within_no_sync():
     def main():
         twins = Twins()
         twins.clear()
@@ -166,7 +166,7 @@ def test_two_in_one_memory_within_no_sync():
     in_turn(main)
 
 
-def test_one_that_is_left_out_is_named():
+def test_an_unused_parameter_is_named():
     def main():
         twins = Twins()
         twins.clear()
@@ -194,7 +194,7 @@ class Nothing(torch.autograd.Function):
         return grad, grad.sum().expand(4, 4).contiguous() if there else None
 
 
-def test_one_that_gets_nothing_on_one_rank():
+def test_a_parameter_without_a_gradient_on_one_rank():
     def main():
         twins = Twins()
         twins.clear()
@@ -211,7 +211,7 @@ def test_one_that_gets_nothing_on_one_rank():
     in_turn(main)
 
 
-def test_one_that_the_loss_uses_before_the_outputs():
+def test_a_parameter_that_the_loss_uses_directly():
     def main():
         twins = Twins()
         for step in range(3):
@@ -228,7 +228,7 @@ def test_one_that_the_loss_uses_before_the_outputs():
     in_turn(main)
 
 
-def test_a_backward_around_the_outputs():
+def test_a_backward_that_bypasses_the_outputs():
     def main():
         twins = Twins()
         for step in range(2):
@@ -262,7 +262,7 @@ def test_autograd_grad_leaves_gradients_alone():
     in_turn(main)
 
 
-def test_a_graph_that_is_run_again():
+def test_a_repeated_backward():
     def main():
         twins = Twins()
         twins.clear()
@@ -278,7 +278,7 @@ def test_a_graph_that_is_run_again():
     in_turn(main)
 
 
-def test_a_backward_with_a_graph():
+def test_create_graph_in_a_later_step():
     def main():
         twins = Twins()
         twins.clear()
@@ -313,7 +313,7 @@ def test_checkpoints(use_reentrant, after_outputs):
     in_turn(main)
 
 
-def test_a_hook_of_the_users_is_registered_later():
+def test_a_user_hook_registered_between_steps():
     def main():
         twins = Twins()
         found = []
@@ -330,7 +330,7 @@ def test_a_hook_of_the_users_is_registered_later():
     in_turn(main)
 
 
-def test_after_a_backward_that_fails():
+def test_a_step_after_a_failed_backward():
     def main():
         twins = Twins()
         twins.clear()
@@ -346,7 +346,7 @@ def test_after_a_backward_that_fails():
     in_turn(main)
 
 
-def test_some_are_frozen_and_thawed():
+def test_parameters_frozen_and_unfrozen_between_steps():
     def main():
         twins = Twins()
         for frozen in (True, False):
@@ -364,7 +364,7 @@ def test_some_are_frozen_and_thawed():
     in_turn(main)
 
 
-def test_gradients_that_are_kept_stay_as_they_are():
+def test_kept_gradients_do_not_change():
     def main():
         twins = Twins()
         for keep in (lambda g: g, lambda g: g.detach(), lambda g: g.numpy(), lambda g: g[0]):
@@ -389,7 +389,7 @@ def apart(net, x):
 
 
 @pytest.mark.parametrize("head_first", [True, False])
-def test_a_backward_for_each_part(head_first):
+def test_a_separate_backward_for_each_part(head_first):
     def main():
         twins = Twins()
         for step in range(2):
@@ -404,7 +404,7 @@ def test_a_backward_for_each_part(head_first):
     in_turn(main)
 
 
-def test_the_first_layer_is_frozen_and_the_outputs_are_left_out():
+def test_a_frozen_first_layer_and_unused_outputs():
     def main():
         twins = Twins()
         for net in (twins.net.module, twins.twin):
@@ -442,7 +442,7 @@ class Trunk(nn.Module):
         return [head(x).sum() for head in self.heads]
 
 
-def test_a_large_one_that_comes_twice_is_an_error():
+def test_a_large_gradient_that_arrives_twice_is_an_error():
     def main():
         net = DistributedDataParallel(Trunk())
         x = torch.ones(2, 128)

@@ -254,7 +254,7 @@ PROGRAMS = [
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 @pytest.mark.parametrize("hook", [None, "fp16"])
 @pytest.mark.narrow({"hook": None})
-def test_as_with_an_average_after_each_backward(program, hook):
+def test_gradients_equal_an_average_after_each_backward(program, hook):
     def main():
         def wrap(module):
             net = DistributedDataParallel(module, check_replicas=1)

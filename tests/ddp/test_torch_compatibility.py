@@ -41,7 +41,7 @@ def own_batch(step: int = 0) -> Tensor:
     return torch.randn(4, 3)
 
 
-def test_isinstance_says_torchs_and_nothing_is_inherited() -> None:
+def test_isinstance_of_torchs_class_without_inheritance() -> None:
     def main() -> None:
         for cls in (DistributedDataParallel, CompatDDP):
             net = cls(linear())
@@ -70,7 +70,7 @@ def test_checkpoints_have_the_modules_keys() -> None:
     run_ranks(main, 2)
 
 
-def test_accelerate_takes_the_wrapper_off() -> None:
+def test_accelerate_unwraps_the_module() -> None:
     accelerate = pytest.importorskip("accelerate")
 
     def main() -> None:
@@ -117,7 +117,7 @@ def pipeline(net: Any) -> None:
 
 @pytest.mark.parametrize("train", [sync_in_backward, pipeline])
 @pytest.mark.parametrize("find_unused_parameters", [False, True])
-def test_a_backward_that_is_prepared_by_hand(train: Any, find_unused_parameters: bool) -> None:
+def test_prepare_for_backward(train: Any, find_unused_parameters: bool) -> None:
     def main() -> None:
         expected = gradients(TorchsDDP, train)  # it takes no empty list where some may be unused
         options = {"find_unused_parameters": find_unused_parameters}
@@ -172,7 +172,7 @@ def test_backwards_inside_a_forward() -> None:
     run_ranks(main, 2, backend="gloo")
 
 
-def test_it_says_when_its_buckets_are_as_they_stay() -> None:
+def test_has_rebuilt_buckets() -> None:
     def main() -> None:
         net = DistributedDataParallel(linear())
         rebuilt = []
@@ -190,7 +190,7 @@ def test_it_says_when_its_buckets_are_as_they_stay() -> None:
 
 
 @pytest.mark.parametrize("cls", [DistributedDataParallel, CompatDDP])
-def test_a_compiled_graph_is_cut_at_the_buckets(cls: type) -> None:
+def test_compiled_graphs_are_split_at_buckets(cls: type) -> None:
     def main() -> None:
         graphs = []
 
@@ -210,7 +210,7 @@ def test_a_compiled_graph_is_cut_at_the_buckets(cls: type) -> None:
     run_ranks(main, 1, timeout=100)
 
 
-def test_a_container_of_torchs_own_is_compiled() -> None:
+def test_torch_containers_are_compiled() -> None:
     def main() -> None:
         graphs = []
 

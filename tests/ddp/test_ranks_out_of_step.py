@@ -48,7 +48,7 @@ OPTIONS = [{}, {"find_unused_parameters": True}, {"static_graph": True}]
 
 @pytest.mark.parametrize("hook", [None, hooks.all_reduce])
 @pytest.mark.parametrize("options", OPTIONS)
-def test_a_rank_that_leaves_a_backward_out(options, hook):
+def test_a_rank_that_skips_a_backward(options, hook):
     """Its next gradients are those of another step than the others'."""
 
     def main():
@@ -97,7 +97,7 @@ def for_the_input(net, x):
 
 @pytest.mark.parametrize("extra", [logged, looked_at, between, in_two, second_first, for_the_input])
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}])
-def test_a_rank_that_runs_other_forwards(extra, options):
+def test_a_rank_that_runs_different_forwards(extra, options):
     """All of these are trained by PyTorch as they are meant."""
 
     def main():
@@ -144,7 +144,7 @@ def test_all_ranks_skip_a_batch_that_one_of_them_skips():
     assert run_ranks(main, 3) == [[0, 4, 5]] * 3
 
 
-def test_all_ranks_leave_a_backward_out():
+def test_all_ranks_skip_a_backward():
     def main():
         net = DistributedDataParallel(mlp())
         for step in range(5):
@@ -172,7 +172,7 @@ def write(net, name):
 
 
 @pytest.mark.parametrize("name", ["0.weight", "2.bias"])
-def test_a_parameter_that_one_rank_has_written(name):
+def test_a_parameter_changed_on_one_rank(name):
     def main():
         net = DistributedDataParallel(mlp(), check_replicas=3)
         steps(net, 4)
@@ -223,7 +223,7 @@ def test_replicas_are_compared_every_hundred_steps(make, train, first):
     run_ranks(main, 2)
 
 
-def test_replicas_that_are_equal(tmp_path):
+def test_equal_replicas(tmp_path):
     """All dtypes and layouts, NaN, an ignored parameter, and uneven inputs."""
 
     class Kinds(nn.Module):
@@ -265,7 +265,7 @@ def local_only(state, bucket):
 
 
 @pytest.mark.parametrize("hook", [local_only, "noop", hooks.all_reduce])
-def test_hooks_that_let_replicas_differ(hook):
+def test_hooks_that_allow_replicas_to_differ(hook):
     """Without a number they are not compared: a hook may average over some of the ranks."""
 
     def main():
@@ -279,7 +279,7 @@ def test_hooks_that_let_replicas_differ(hook):
 
 
 @pytest.mark.parametrize("each_backend", ["shm"], indirect=True)
-def test_intervals_that_cannot_be(each_backend):
+def test_invalid_intervals(each_backend):
     def main():
         for wrong, kind in ((-1, ArgumentError), (1.5, ArgumentTypeError), (True, TypeError)):
             with pytest.raises(kind, match="check_replicas is"):

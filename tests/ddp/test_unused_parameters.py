@@ -36,7 +36,7 @@ class Branches(nn.Module):
 @pytest.mark.parametrize("view", [False, True])
 @pytest.mark.parametrize("options", [{}, SMALL])
 @pytest.mark.parametrize("width", [4, 1100])
-def test_control_flow_by_rank_and_step(options, view, width):
+def test_control_flow_that_depends_on_rank_and_step(options, view, width):
     def main():
         rank = dist.get_rank()
         net = DistributedDataParallel(
@@ -56,7 +56,7 @@ def test_control_flow_by_rank_and_step(options, view, width):
     run_ranks(main, 2)
 
 
-def test_what_no_rank_uses_keeps_its_gradient():
+def test_parameters_unused_on_all_ranks_keep_their_gradient():
     def main(view):
         net = DistributedDataParallel(
             Branches(300), find_unused_parameters=True, gradient_as_bucket_view=view
@@ -74,7 +74,7 @@ def test_what_no_rank_uses_keeps_its_gradient():
         assert run_ranks(main, 3, args=(view,)) == [[True, True]] * 3
 
 
-def test_what_is_unused_is_logged_by_name():
+def test_unused_parameters_are_logged_by_name():
     class Keep(logging.Handler):
         def __init__(self):
             super().__init__()
@@ -318,7 +318,7 @@ def test_checkpoints_without_a_static_graph(reentrant, options):
         run_ranks(main, 2)
 
 
-def test_skipping_what_is_unused():
+def test_skip_all_reduce_unused_params():
     def main():
         net = DistributedDataParallel(
             Branches(), find_unused_parameters=True, skip_all_reduce_unused_params=True, **SMALL
@@ -336,7 +336,7 @@ def test_skipping_what_is_unused():
 
 
 @pytest.mark.parametrize(("asked", "rebuilt"), [(None, False), (True, True)])
-def test_buckets_are_rebuilt_if_asked_to(asked, rebuilt):
+def test_buckets_are_rebuilt_on_request(asked, rebuilt):
     """PyTorch does not rebuild them where parameters may be unused, and programs rely on it."""
 
     def main():
