@@ -1,4 +1,4 @@
-"""A rank whose backward uses no parameter at all, where others' do."""
+"""Backward without any parameter on one rank, and with parameters on others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small gradients accumulate in their bucket: nobody sees the zeros they begin with."""
+"""Small gradients accumulate directly in their bucket, without visible zeros."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What changes under the wrapper: parameters, the group, the hook, the buckets' layout."""
+"""Changes after wrapping: parameters, the group, the hook and the bucket layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors that are lent again: only where nobody can tell them from new ones."""
+"""Tensors are reused only if they cannot be distinguished from new ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs take the class for PyTorch's, and use what PyTorch's has."""
+"""Compatibility with programs that expect PyTorch's class and its attributes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs that PyTorch's class trains right: no check is to stop them, nor change a gradient."""
+"""Programs that PyTorch's class trains correctly: no check may stop them or change a gradient."""
 
 from __future__ import annotations
 

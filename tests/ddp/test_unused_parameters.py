@@ -1,4 +1,4 @@
-"""Parameters that are not used: on some ranks, on all, in some steps, in all."""
+"""Parameters that are unused on some or all ranks, in some or all steps."""
 
 from __future__ import annotations
 

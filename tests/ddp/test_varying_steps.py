@@ -1,4 +1,4 @@
-"""Steps that differ from those before: what each brings is averaged, or an error says why."""
+"""Steps that differ from earlier ones: their gradients are averaged, or an error says why not."""
 
 from __future__ import annotations
 
