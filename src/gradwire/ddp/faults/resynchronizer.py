@@ -149,9 +149,8 @@ class Resynchronizer:
 
     def start_connecting(self) -> None:
         """Send the first message of `connect`, unless it was sent before."""
-        if (
-            self.name or self._token is not None or not self.has_store
-        ):  # an exception may have ended the wait for it
+        # An exception may have ended `connect` after the first message was sent.
+        if self.name or self._token is not None or not self.has_store:
             return
         group = self.group
         mine = torch.frombuffer(bytearray(os.urandom(TOKEN_BYTES)), dtype=torch.uint8)
