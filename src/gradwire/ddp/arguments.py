@@ -18,17 +18,6 @@ from gradwire._groups import check_group, default_group
 from gradwire.ddp.broadcast import check_not_expanded, inner_tensors
 from gradwire.errors import ArgumentError, ArgumentTypeError, NotSupportedError
 
-__all__ = [
-    "check_interval",
-    "check_module",
-    "resolve_buffers",
-    "resolve_caps",
-    "resolve_delayed",
-    "resolve_device",
-    "resolve_group",
-    "sparse_names",
-]
-
 
 def check_module(module: object, ignored: set[str]) -> list[tuple[str, Parameter]]:
     """The module's parameters by name, if they can be reduced.

@@ -27,8 +27,6 @@ from gradwire.errors import ArgumentError, ArgumentTypeError
 from gradwire.shm.group.process_group import Operations
 from gradwire.shm.register import member_of
 
-__all__ = ["broadcast_coalesced", "broadcast_values", "check_not_expanded", "dense_parts"]
-
 IN_FLIGHT = 2
 IN_PLACE_BYTES = 1 << 20
 """From here on a message of its own costs less than copying into and out of a staging buffer."""

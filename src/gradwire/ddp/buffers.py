@@ -16,8 +16,6 @@ from gradwire.ddp.buckets.ownership import uses
 from gradwire.ddp.hook_handles import WeakHook, remove_hooks_with
 from gradwire.errors import ArgumentTypeError
 
-__all__ = ["BufferHook", "Buffers"]
-
 BufferHook = Callable[[dict[str, Tensor], ProcessGroup], Any]
 """Changes buffers, by name, in place; may return a future or several, which are waited for."""
 

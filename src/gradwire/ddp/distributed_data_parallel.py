@@ -34,8 +34,6 @@ from gradwire.ddp.reduced_module import Change, ReducerOptions
 from gradwire.ddp.verify import Replica
 from gradwire.hooks import StatefulHook, all_reduce, bf16, fp16
 
-__all__ = ["DistributedDataParallel"]
-
 REPLICAS_CHECKED_EVERY = 100
 
 

@@ -14,8 +14,6 @@ from gradwire.errors import DistributedError
 from gradwire.recorder import failed
 from gradwire.shm.register import member_of
 
-__all__ = ["backend_errors", "broadcast_options", "cpu_capable", "message_device", "timeout_of"]
-
 
 def broadcast_options(root: int) -> BroadcastOptions:
     """Options of a broadcast from a rank of the group."""

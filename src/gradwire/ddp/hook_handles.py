@@ -6,8 +6,6 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-__all__ = ["WeakHook", "remove_hooks", "remove_hooks_with"]
-
 
 class WeakHook:
     """Calls a method with arguments before the caller's, as long as its object lives.

@@ -30,8 +30,6 @@ ACTIONS = (
     "call a buffer hook after the forward",
 )
 
-__all__ = ["ShadowHook", "StepInfo", "UnevenInputs", "agree_on_rank", "exchange_step_info"]
-
 
 @dataclass(frozen=True)
 class StepInfo:

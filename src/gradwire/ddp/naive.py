@@ -12,8 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-__all__ = ["average_gradients", "broadcast", "weighted_average"]
-
 
 def broadcast(group: ProcessGroup, tensors: Sequence[Tensor], group_src: int = 0) -> None:
     """Overwrite tensors with the root's values, one after another."""

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 
 from gradwire._containers import leaves, map_tensors, tensors_in
 
-__all__ = ["beginnings", "mark_output", "with_own_nodes"]
-
 OUTPUT = "gradwire.ddp.output"
 _DEPTH, _MOST = 3, 4096
 """How many objects inside each other are looked into that are not of the kinds known here, and how

@@ -17,8 +17,6 @@ from torch.nn.modules import module as torch_module
 from gradwire.ddp.hook_handles import WeakHook, remove_hooks_with
 from gradwire.errors import ArgumentError
 
-__all__ = ["ParameterCheck"]
-
 
 class ParameterCheck:
     """Compares a module's parameters with those at construction, when there is reason to.

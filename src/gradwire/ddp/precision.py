@@ -23,8 +23,6 @@ from gradwire.ddp.hook_handles import WeakHook, remove_hooks_with
 from gradwire.errors import ArgumentError, ArgumentTypeError
 from gradwire.hooks import CommHook, all_reduce, compress
 
-__all__ = ["MixedPrecision", "Precision", "resolve_precision"]
-
 
 @dataclass(frozen=True)
 class MixedPrecision:

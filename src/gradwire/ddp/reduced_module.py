@@ -31,8 +31,6 @@ from gradwire.hooks import CommHook, GradBucket, StatefulHook, all_reduce, bind_
 from gradwire.hooks.bucket import with_buffer
 from gradwire.hooks.stateful import group_from, name_if_group
 
-__all__ = ["Change", "ReducedModule", "ReducerOptions"]
-
 Change = Callable[[GradBucket], None]
 """Changes a bucket's gradients in place."""
 

@@ -17,8 +17,6 @@ from gradwire.collectives import all_reduce
 from gradwire.errors import ArgumentError
 from gradwire.hooks.stateful import group_from, name_if_group
 
-__all__ = ["SyncBatchNorm"]
-
 
 class SyncBatchNorm(_BatchNorm):
     """Batch norm over the whole batch, of which each rank holds a share.

@@ -23,10 +23,9 @@ from gradwire.ddp.group import backend_errors, message_device
 from gradwire.errors import MismatchError
 from gradwire.recorder import failed
 
-__all__ = ["Replica", "describe", "digest", "verify_same"]
 
 DIGEST_NUMBERS = 4
-"""How many int64 a digest is."""
+"""Number of int64 values in a digest."""
 MODEL_REMEDY = (
     "Build the same module, in the same order and dtype, on every rank, and wrap it with the same "
     "arguments"

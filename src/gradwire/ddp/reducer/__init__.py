@@ -1,1 +1,1 @@
-"""The reducer: the state machine of a backward, launching buckets, which parameters were used."""
+"""The reducer: the state of a backward pass, the launch of buckets, the parameters in use."""

@@ -1,6 +1,6 @@
-"""What autograd calls: a backward begins, a gradient is ready, the backward ends.
+"""Hooks that autograd calls when a backward begins, a gradient is ready, or the backward ends.
 
-The hot path is `on_gradient`, which runs once for each parameter.
+The hot path is `on_gradient`, which runs once per parameter.
 """
 
 from __future__ import annotations
@@ -25,20 +25,18 @@ from gradwire.ddp.reducer.launch_order import has_only_last_left, launch_in_orde
 from gradwire.ddp.reducer.rpc import rpc_context_error
 from gradwire.errors import NotSupportedError, ReductionError
 
-__all__ = ["on_bucket_ready", "on_gradient", "on_local_output", "on_nested_output", "on_output"]
-
 logger = logging.getLogger(__name__)
 
-# names of their own: looking them up in the enum takes longer, and each gradient compares them
+# module-level names: an enum lookup is slower, and every gradient compares its state with them
 RUNNING, RUNNING_AGAIN = BackwardState.RUNNING, BackwardState.RUNNING_AGAIN
 EXPECTED, SHORT = BackwardState.EXPECTED, BackwardState.SHORT
 
 
 @runs_outside_contexts
 def on_output(reference: weakref.ref[Backward], _: Tensor, forward: int = 0) -> None:
-    """A backward begins at an output: the first after its forward, or another one.
+    """Begin a backward at an output: the first one after the forward, or a later one.
 
-    `forward` is the number of that forward, if it has one.
+    `forward` is the number of the forward, or 0 if it has none.
     """
     backward = reference()
     if backward is None:
@@ -51,19 +49,19 @@ def on_output(reference: weakref.ref[Backward], _: Tensor, forward: int = 0) -> 
         return
     if state is BackwardState.REDUCED and backward.usage.static and backward.arrivals is not None:
         if not backward.usage.reaches_parameters():
-            return  # torch.autograd.grad, on this rank alone perhaps, which is to send nothing
+            return  # torch.autograd.grad sends nothing: perhaps only this rank calls it
         with torch.no_grad():
-            backward.rebuild_once()  # a static graph's second backward goes by the first one's
+            backward.rebuild_once()  # static graph: in the order of the first backward
     _begin(backward)
 
 
 @runs_outside_contexts
 def on_local_output(reference: weakref.ref[Backward], step: int, _: Tensor) -> None:
-    """Begin the backward of a forward under `no_sync`: its weight counts.
+    """Begin the backward of a forward under `no_sync`, and count its weight.
 
-    While the backward of another forward is expected, gradients of this one are not that one's.
-    `step` is the last one that was prepared before the forward: programs may prepare its backward
-    by hand.
+    While the backward of another forward is expected, the gradients of this one do not belong to
+    it. `step` is the last step prepared before the forward: a program may also prepare the backward
+    of this forward by hand.
     """
     backward = reference()
     if backward is None:
@@ -80,7 +78,7 @@ def on_nested_output(
     prepare: weakref.WeakMethod[Callable[..., None]],
     output: Tensor,
 ) -> None:
-    """A backward begins at an output of a forward that ran within another backward."""
+    """Begin a backward at an output of a forward that ran within another backward."""
     backward, prepare_now = reference(), prepare()
     if backward is None or prepare_now is None:
         return
@@ -93,15 +91,16 @@ def on_nested_output(
 def on_gradient(
     reference: weakref.ref[Backward], index: int, _: object, incoming: tuple[Any, ...]
 ) -> None:
-    """A parameter's gradient is ready: the one step that is taken for each of them.
+    """Handle a parameter's gradient: the reducer's work per parameter.
 
-    Holds no reference that would keep the reducer alive. `incoming` has one tensor, or None.
+    Holds only a weak reference to the backward, so that the hook does not keep the reducer alive.
+    `incoming` has one element: a tensor or None.
     """
     backward = reference()
     if backward is None:
         return
-    # no name for incoming[0]: `Ownership.may_write` counts the references to it, and a name would
-    # be one more than it allows for
+    # do not bind incoming[0] to a name: `Ownership.may_write` counts references to it, and a name
+    # would add one
     state = backward.state
     running = state is RUNNING or state is RUNNING_AGAIN
     if not running and (state is not EXPECTED or backward.local) and state is not SHORT:
@@ -128,9 +127,10 @@ def on_gradient(
 
 
 def _on_local_gradient(backward: Backward, index: int, incoming: tuple[Any, ...]) -> None:
-    """A gradient that stays local: see that nobody else's memory is added to in the next backward.
+    """Handle a gradient that stays local.
 
-    No name for incoming[0], as in `on_gradient`.
+    The next backward adds to it in place, so its memory must not belong to another tensor. As in
+    `on_gradient`, incoming[0] is not bound to a name.
     """
     if incoming[0] is not None:
         assigner = backward.assigner
@@ -142,7 +142,7 @@ def _on_local_gradient(backward: Backward, index: int, incoming: tuple[Any, ...]
 
 @runs_outside_contexts
 def _on_undefined(backward: Backward, index: int) -> None:
-    """A parameter's node was run, and had no gradient: others may have one."""
+    """Handle an undefined gradient: the parameter's node ran, but received None."""
     if not backward.running:
         _begin(backward, index)
     if backward.arrivals is not None:
@@ -156,15 +156,15 @@ def _on_undefined(backward: Backward, index: int) -> None:
 
 @runs_outside_contexts
 def on_bucket_ready(backward: Backward, bucket: Bucket) -> None:
-    """A bucket has all its gradients, or more."""
-    # may run twice for a bucket, where two of autograd's threads (one a device) bring its last
-    # gradients: what is launched is decided under the domain's lock
+    """Launch what can be launched once a bucket has all of its gradients, or too many."""
+    # may run twice for a bucket if two of autograd's threads (one per device) deliver its last
+    # gradients: the domain's lock decides which of them launches it
     if unexpected := bucket.unexpected():
         error = ReductionError(
             f"parameters {unexpected} got a gradient twice in one backward, or one that was "
-            "not expected: they are used in several reentrant checkpoints (use "
-            "use_reentrant=False, or static_graph=True), or with static_graph=True the "
-            "graph is another than in the first backward",
+            "not expected: they are used in several reentrant checkpoints (set "
+            "use_reentrant=False or static_graph=True), or with static_graph=True the graph "
+            "differs from that of the first backward",
             unexpected,
         )
         backward.domain.fail((backward.reword and backward.reword(error)) or error)
@@ -175,7 +175,7 @@ def on_bucket_ready(backward: Backward, bucket: Bucket) -> None:
 
 @runs_outside_contexts
 def _prepare_late(backward: Backward) -> None:
-    """Prepare a backward of what a transform of `torch.func` returned, now that there is one."""
+    """Prepare the backward of a `torch.func` transform's result once that backward has begun."""
     with backward.domain.lock, torch.no_grad():
         prepare, backward.prepare_late = backward.prepare_late, None
         if prepare is not None and (prepare_now := prepare()) is not None:
@@ -184,12 +184,12 @@ def _prepare_late(backward: Backward) -> None:
 
 @runs_outside_contexts
 def _begin(backward: Backward, index: int | None = None, incoming: Tensor | None = None) -> None:
-    """The first gradient of a backward, or that of an output, is there."""
-    with backward.domain.lock:  # on several devices, autograd has a thread for each
+    """Begin a backward at its first gradient, of a parameter or of an output."""
+    with backward.domain.lock:  # autograd runs one thread per device
         if backward.running:
             return
         _check_may_begin(backward)
-        if has_new_hooks():  # registered since the forward
+        if has_new_hooks():  # registered after the forward
             backward.detach_optimizers()
         if backward.state is BackwardState.REDUCED:
             backward.step += 1
@@ -211,7 +211,7 @@ def _begin(backward: Backward, index: int | None = None, incoming: Tensor | None
     if backward.usage.find_unused:
         _mark_unused(backward, at_output=index is None)
     backward.buckets.lend()
-    # one loss, with outputs of a forward under `no_sync` that came first
+    # gradients of a forward under `no_sync` in the same loss, which arrived first
     came, backward.came_local = backward.came_local, []
     for i in came:
         on_gradient(weakref.ref(backward), i, None, (backward.parameters[i].grad,))
@@ -222,10 +222,10 @@ def _check_may_begin(backward: Backward) -> None:
         backward.raise_not_finalized()
     backward.domain.recover()
     backward.domain.poll_known(backward)
-    if (error := rpc_context_error()) is not None:  # of an output made outside of it
-        logger.error("%s", error)  # torch.distributed.autograd reports "python_error"
+    if (error := rpc_context_error()) is not None:  # the forward ran outside of the context
+        logger.error("%s", error)  # torch.distributed.autograd only reports "python_error"
         backward.domain.fail(error)
-    if in_compiled_autograd():  # which calls nothing when a backward ends
+    if in_compiled_autograd():  # does not run callbacks at the end of a backward
         backward.domain.fail(
             NotSupportedError(
                 "backward() under torch's compiled autograd: its gradients would not be reduced. "
@@ -236,10 +236,10 @@ def _check_may_begin(backward: Backward) -> None:
 
 
 def _mark_unused(backward: Backward, *, at_output: bool) -> None:
-    """What the graph does not have is unused.
+    """Mark the parameters that the graph does not reach as unused.
 
-    If that is all, it is known when backward has ended: until then a reentrant checkpoint, whose
-    graph is not there yet, may bring some.
+    If it reaches none, wait until the backward has ended: a reentrant checkpoint builds its graph
+    during backward, and may reach some.
     """
     unused = backward.usage.unused_in_graph()
     if unused is None:
@@ -248,12 +248,12 @@ def _mark_unused(backward: Backward, *, at_output: bool) -> None:
     if used:
         backward.buckets.mark_unused(unused)
     if at_output and any(p.requires_grad for p in backward.parameters):
-        # gradients may all have come before the output's, from the loss, or none may come
+        # all gradients may have arrived before that of the output, from the loss, or none may come
         backward.takes_part = used or backward.usage.runs_all()
 
 
 class _EndOfBackward:
-    """What autograd calls when a backward ends, and drops uncalled when an exception ends it."""
+    """Callback at the end of a backward; autograd drops it uncalled after an exception."""
 
     def __init__(self, backward: Backward, run: int) -> None:
         self._backward, self._run = backward, run
@@ -263,22 +263,22 @@ class _EndOfBackward:
         on_end(self._backward, self._run)
 
     def __del__(self) -> None:
-        # autograd calls nothing when an exception ends a backward, and only drops its callbacks; a
-        # parked backward was called, and waited for one that was not
+        # after an exception, autograd drops its callbacks without calling them; the callback of a
+        # parked backward did run, and the backward waited for another whose callback did not
         backward = self._backward
         if backward.running and self._run == backward.runs:
             backward.interrupt()
 
 
 class _LocalBackward:
-    """Says that a backward of a forward under `no_sync` runs, as long as autograd keeps this."""
+    """Count a running backward of a forward under `no_sync` for as long as autograd keeps this."""
 
     def __init__(self, backward: Backward) -> None:
         self._backward = backward
         backward.local += 1
 
     def __call__(self) -> None:
-        """The backward has ended: autograd drops this, as it does where an exception ends it."""
+        """Do nothing: autograd then drops this object, as it does after an exception."""
 
     def __del__(self) -> None:
         self._backward.local -= 1

@@ -1,8 +1,8 @@
-"""The state of one reducer's backward: what prepares it, commits it and resets it.
+"""State of one reducer's backward, with the methods that prepare, commit and reset it.
 
-The modules beside it change what is here: `arrival` (what autograd calls), `launch_order` (which
-bucket is sent when) and `finalize` (waiting for the buckets, putting results into gradients). None
-of them is imported here.
+Three modules of this package change that state: `arrival` (autograd's hooks), `launch_order` (the
+order in which buckets are sent) and `finalize` (waiting for buckets, writing results to gradients).
+This module imports none of them.
 """
 
 from __future__ import annotations
@@ -28,54 +28,52 @@ from gradwire.ddp.reducer.usage import Usage
 from gradwire.ddp.reducer.weights import Weights
 from gradwire.errors import MismatchError, ReductionError
 
-__all__ = ["Backward"]
-
 
 class Backward:
-    """Which gradients have arrived, what is in flight, and what earlier backwards have shown.
+    """Gradients that have arrived, buckets in flight, and results of earlier backwards.
 
     Args:
-        assigner: Makes the buckets.
-        usage: Which parameters a backward uses.
+        assigner: Assigner of parameters to buckets.
+        usage: Record of the parameters that a backward uses.
 
     Attributes:
-        buckets: The buckets, in the order of launch.
-        launcher: Sends buckets, and has those that are in flight.
-        domain: The fault domain of the group, shared with its other reducers.
-        timer: When what happened in this step.
-        state: Where the backward is.
-        end: The position of its last message in the group's log, while COMMITTING or UNDECIDED.
-        step: How many backwards were prepared on this rank.
-        runs: How many backwards have begun: the callback of an earlier one is recognized by it.
-        task: Autograd's number of the running backward.
-        has_turn: Whether its turn among the reducers that share the running backward is known.
-        predecessors: The group's reducers whose turn in the same backward is earlier: their buckets
-            go first.
-        parked: True from its end in autograd until the reducers of other groups that share the
-            backward have come to theirs.
-        arrivals: Indices of parameters as their gradients come in this backward; None once buckets
-            are as they stay.
-        to_rebuild: True from the end of the first backward that was reduced until buckets are made
-            for good.
-        had_undefined: Whether autograd passed a parameter no gradient.
-        takes_part: Whether the backward is this rank's part even if no parameter gets a gradient.
-        ranks: How many ranks gradients are divided by.
-        skip_unused: Whether buckets are skipped that are unused.
-        rebuild: Whether buckets are assigned again after the first backward.
-        has_rebuilt: Whether they were.
-        manual: Whether a backward ends with `finalize_manually` instead of by itself.
-        unused_here: Names of what was unused on this rank in the last one.
-        weights: What gradients weigh.
-        reword: Makes of an error of unexpected gradients the one that is raised on all ranks.
-        shadowed: Whether a rank takes part by `shadow`, and waits for one backward.
-        local: How many backwards run of forwards under `no_sync`, while another one is expected.
-        came_local: Parameters that got a gradient in these.
+        buckets: Buckets in launch order.
+        launcher: Sender of buckets, with those in flight.
+        domain: Fault domain of the group, shared with the group's other reducers.
+        timer: Times of the events in this step.
+        state: State of the backward.
+        end: Position of its last message in the group's log, while COMMITTING or UNDECIDED.
+        step: Number of backwards prepared on this rank.
+        runs: Number of backwards that have begun. Identifies the callback of an earlier one.
+        task: Autograd's id of the running backward.
+        has_turn: True if its position among the reducers that share the running backward is known.
+        predecessors: Reducers of the group that precede it in the same backward: their buckets are
+            sent first.
+        parked: True from its end in autograd until all reducers of other groups that share the
+            backward have reached theirs.
+        arrivals: Indices of parameters in the order in which their gradients arrive in this
+            backward; None once buckets are final.
+        to_rebuild: True from the end of the first reduced backward until buckets are final.
+        had_undefined: True if autograd passed None instead of a parameter's gradient.
+        takes_part: True if the backward counts as this rank's even if no parameter gets a gradient.
+        ranks: Number of ranks that gradients are divided by.
+        skip_unused: True if unused buckets are skipped.
+        rebuild: True if buckets are reassigned after the first backward.
+        has_rebuilt: True if they have been reassigned.
+        manual: True if `finalize_manually` ends a backward, False if it ends by itself.
+        unused_here: Names of the parameters unused on this rank in the last backward.
+        weights: Weights of the gradients.
+        reword: Converts an unexpected-gradient error into the one raised on all ranks.
+        shadowed: True if a rank takes part by `shadow`, and waits for one backward.
+        local: Number of running backwards of forwards under `no_sync`, while another backward is
+            expected.
+        came_local: Parameters that got a gradient in those.
         optimized: Parameters whose optimizers step during backward.
-        forwards: Forwards whose backward is reduced, and those of them that had none.
-        unverified: How many were reduced since replicas were compared: the same on all ranks.
-        replica: Returns what is to be sent to compare replicas, or None if it is not time to.
-        prepare_late: Prepares a backward that reaches parameters without a forward that did so: one
-            ran in a transform of `torch.func`, whose results may have a backward or not.
+        forwards: Counts of forwards whose backward is reduced, and of those that had none.
+        unverified: Number of backwards reduced since replicas were compared; the same on all ranks.
+        replica: Method that returns the message to compare replicas, or None if it is not due.
+        prepare_late: Prepares the backward of a forward that ran in a transform of `torch.func`.
+            The result of a transform may have a backward or not.
     """
 
     def __init__(self, assigner: BucketAssigner, usage: Usage) -> None:
@@ -103,11 +101,11 @@ class Backward:
         self._make_buckets(assigner.first_order())
 
     def detach_optimizers(self) -> None:
-        """Take over the steps of optimizers that would step in backward, by local gradients."""
+        """Take over from optimizers that would step during backward with local gradients."""
         self.optimized = detach_optimizer_hooks(self.parameters)
 
     def set_group(self, group: ProcessGroup) -> None:
-        """Communicate over a group from now on, without a hook."""
+        """Communicate over a group from now on, without a communication hook."""
         self.group = self.assigner.group = group
         self.ranks = group.size()
         self.step = 0
@@ -116,16 +114,16 @@ class Backward:
         self.weights.fail = self.domain.fail
         self.launcher = Launcher(group, self.domain, self)
 
-    # -- where it is -----------------------------------------------------------------------
+    # -- state -----------------------------------------------------------------------------
 
     @property
     def running(self) -> bool:
-        """Whether autograd is in it."""
+        """True while autograd runs the backward."""
         return self.state in (BackwardState.RUNNING, BackwardState.RUNNING_AGAIN)
 
     @property
     def unfinished(self) -> bool:
-        """Whether a backward began, and did not end with everything reduced."""
+        """True if a backward has begun, and its gradients are not all reduced."""
         return self.state not in (
             BackwardState.LOCAL,
             BackwardState.EXPECTED,
@@ -135,25 +133,25 @@ class Backward:
 
     @property
     def interrupted(self) -> bool:
-        """Whether an exception ended it here, and the ranks are not in step again."""
+        """True if an exception ended it on this rank, and ranks are not resynchronized yet."""
         return self.state in (BackwardState.INTERRUPTED, BackwardState.UNDECIDED)
 
     @property
     def awaits_finalization(self) -> bool:
-        """Whether a backward has ended that its caller has yet to finalize."""
+        """True if a backward has ended that the caller has not finalized yet."""
         return self.manual and self.state in (BackwardState.AWAITING, BackwardState.COMMITTING)
 
     @property
     def untouched(self) -> bool:
-        """Whether it is a backward of other things than parameters, as far as is known."""
+        """True if the backward has reached none of the parameters so far."""
         return self.buckets.untouched and not (self.had_undefined or self.takes_part)
 
     def transition(self, event: Event) -> None:
-        """Go on to the state that follows."""
+        """Change to the state that follows an event."""
         self.state = after(self.state, event)
 
     def others(self) -> Sequence[Backward]:
-        """The backwards of the group's other reducers."""
+        """Return the backwards of the group's other reducers."""
         return cast("Sequence[Backward]", self.domain.participants.others(self))
 
     def elsewhere(self) -> Sequence[Backward]:
@@ -161,17 +159,17 @@ class Backward:
         return cast("Sequence[Backward]", self.domain.elsewhere())
 
     def sharing(self) -> list[Backward]:
-        """Return the backwards of other groups that autograd runs together with this one."""
+        """Return the backwards of other groups that run in the same backward of autograd."""
         return [b for b in self.elsewhere() if b.running and b.task == self.task]
 
     def in_flight(self) -> list[InFlight]:
-        """What is in flight."""
+        """Return the messages in flight."""
         return self.launcher.in_flight()
 
-    # -- before it -------------------------------------------------------------------------
+    # -- preparation -----------------------------------------------------------------------
 
     def prepare_for_backward(self, ranks: int | None) -> None:
-        """Expect the backward of a forward; `ranks` as `prepare_buckets` has it."""
+        """Expect the backward of a forward; for `ranks`, see `prepare_buckets`."""
         self.step += 1
         self.prepare_late = None
         self.timer.start()
@@ -179,7 +177,7 @@ class Backward:
         self.prepare_buckets(ranks)
 
     def prepare_buckets(self, ranks: int | None = None) -> None:
-        """Expect gradients; `ranks` are to be divided by, if not as many as the last time."""
+        """Expect gradients, to be divided by `ranks`; None keeps the last divisor."""
         self.buckets.finish_making()
         self.ranks = ranks or self.ranks
         self.launcher.correction = ratio = self.group.size() / self.ranks
@@ -190,7 +188,7 @@ class Backward:
                 bucket.scale *= ratio
 
     def reassign_buckets(self, order: Sequence[int], *, keep_state: bool = True) -> None:
-        """Assign buckets for this order of readiness, until a backward has shown a better one."""
+        """Assign buckets in this order of readiness until a backward provides a better one."""
         self.arrivals, self.to_rebuild = [], False
         self.launcher.forget()
         self._make_buckets(order, keep_state=keep_state)
@@ -198,15 +196,15 @@ class Backward:
             self.prepare_buckets()
 
     def rebuild_once(self) -> None:
-        """After the first backward that was reduced: assign buckets in its order, or never."""
+        """Make buckets final after the first reduced backward, in its order if `rebuild` is set."""
         if not self.to_rebuild:
             return
         self.has_rebuilt = self.rebuild
         if self.rebuild:
             self._make_for_good(self.launcher.receive_order())
-            self.domain.raise_deferred()  # an error that was reported during the broadcast
+            self.domain.raise_deferred()  # an error reported during the broadcast
         elif self.usage.static:
-            self._make_for_good(self.assigner.first_order())  # by what the first one has shown
+            self._make_for_good(self.assigner.first_order())  # without the unused parameters
         else:
             self.arrivals, self.to_rebuild = None, False
 
@@ -223,10 +221,10 @@ class Backward:
         self.buckets.make(order, with_hook=self.launcher.hook is not None, state=state)
 
     def take_turn(self) -> None:
-        """Send after the reducers that have a turn in this backward already.
+        """Send after the reducers that already have a position in this backward.
 
-        Where parameters may be left out, turns go by the order in which backward reaches the
-        outputs: a gradient may come before them on one rank, from the loss, and after them on
+        If parameters may be left out, positions follow the order in which backward reaches the
+        outputs: a gradient from the loss may arrive before them on one rank and after them on
         another.
         """
         with self.domain.lock:
@@ -234,27 +232,27 @@ class Backward:
             self.predecessors |= {b for b in self.others() if b.running and b.has_turn}
 
     def give_turn_up(self) -> None:
-        """It sends nothing more in this backward: no other reducer is to wait for it."""
+        """Let no other reducer wait for this one, which sends nothing more in this backward."""
         self.predecessors.clear()
         for other in self.others():
             other.predecessors.discard(self)
 
-    # -- its end ---------------------------------------------------------------------------
+    # -- end -------------------------------------------------------------------------------
 
     def sending_last(self) -> None:
-        """The backward's last message is about to be sent."""
+        """Record that the backward's last message is about to be sent."""
         self.end = self.domain.position() + 1
         self.transition(Event.SEND_LAST)
 
     def tally(self) -> Tally:
-        """Return the numbers that this rank adds to those of the others in this backward."""
+        """Return this rank's summands in this backward: weights and counts of forwards."""
         return self.weights.tally(*self.forwards.count())
 
     def check_in_step(self, sums: Tally) -> None:
-        """Raise on every rank if the ranks' gradients are those of different steps.
+        """Raise on every rank if the ranks' gradients belong to different steps.
 
         Raises:
-            MismatchError: Names each rank and how many of its forwards had no backward.
+            MismatchError: Ranks skipped different numbers of backwards; lists the numbers.
         """
         if sums.in_step:
             return
@@ -270,14 +268,19 @@ class Backward:
         )
 
     def commit(self, used: Sequence[int], *, joined: bool = False) -> None:
-        """Gradients hold what was reduced; `joined` if this rank took part by `shadow`."""
+        """Record that the gradients hold the reduced values.
+
+        Args:
+            used: Parameters that a rank used.
+            joined: True if this rank took part by `shadow`.
+        """
         self.domain.committed(self.end)
         if self.arrivals is not None and not self.to_rebuild:
             self.to_rebuild = True
             if self.rebuild:
-                # sent now, as all ranks end the reducers of a backward in one order, while their
-                # next forwards may be in different orders: ranks would wait there in a circle.
-                # What was left out of the backward comes last, in the first order
+                # sent now: all ranks end the reducers of a backward in one order, while their next
+                # forwards may run in different orders, where ranks would wait in a circle.
+                # Parameters left out of the backward come last, in the first order
                 order = dict.fromkeys([*self.arrivals, *self.assigner.first_order()])
                 self.launcher.start_order([*order])
         if self.usage.recording:
@@ -294,45 +297,46 @@ class Backward:
         self.transition(Event.COMMIT)
         try:
             self.launcher.committed()
-        finally:  # what it raises is not of the backward, which has ended: the next one begins anew
+        finally:  # the backward has ended all the same, and the next one starts from a clear state
             self._clear()
 
     def keep_local(self) -> None:
-        """Keep what is yet to be sent: another reducer of the same backward will write to it."""
+        """Copy shared gradients still to be sent, which another reducer of this backward writes."""
         ownership, short = self.assigner.ownership, self.state is BackwardState.SHORT
         if ownership.shared and (self.running or short):
             waiting = self.buckets.after(len(self.launcher.launched) - 1)
             pending = {i for bucket in waiting for i in bucket.members}
             if short:
-                pending -= set(self.buckets.missing())  # they are yet to come
+                pending -= set(self.buckets.missing())  # have not arrived yet
             ownership.keep_local(self.parameters, pending, set(self.buckets.ready()))
 
     def interrupt(self) -> None:
-        """An exception ends the running backward, if it has not been dealt with."""
+        """Abort the running backward after an exception, unless it was already handled."""
         if Event.INTERRUPT in TRANSITIONS[self.state]:
             self.transition(Event.INTERRUPT)
             self.buckets.take_back()
             self._give_up_gradients()
             self.domain.note_interrupted()
-            # they may be zeroed in place before the ranks are in step again
+            # gradients may be zeroed in place before the ranks are resynchronized
             for launched in self.launcher.launched:
                 launched.bucket.move_out()
 
     def raise_not_finalized(self) -> NoReturn:
-        """End the next backward on every rank, as the one before was left to be finalized."""
+        """Raise on every rank because the previous backward was not finalized."""
         self.domain.fail(
             ReductionError(
-                "the backward before was not finalized: with require_manual_backward_finalization, "
-                "call finalize_backward() once for each backward that is reduced"
+                "the previous backward pass was not finalized: with "
+                "require_manual_backward_finalization, call finalize_backward() once for each "
+                "backward that is reduced"
             )
         )
 
     def recover(self) -> None:
-        """Say why the backward before did not end, or bring the other ranks out of it.
+        """Raise if the previous backward did not end, or get the other ranks out of it.
 
         Raises:
-            ReductionError: It left parameters without a gradient.
-            DistributedError: As `FaultDomain.raise_deferred`.
+            ReductionError: Parameters got no gradient in it, or it was not finalized.
+            DistributedError: Errors of `FaultDomain.raise_deferred`.
         """
         if self.running:
             self.interrupt()
@@ -346,37 +350,37 @@ class Backward:
         lacking = [b.names[i] for b in short for i in sorted(b.buckets.missing())]
         self.domain.fail(
             ReductionError(
-                f"parameters {lacking} got no gradient in the backward before, so that nothing "
-                "was reduced: make every output of the module take part in the loss, set "
+                f"parameters {lacking} got no gradient in the previous backward pass, so that "
+                "nothing was reduced: make every output of the module take part in the loss, set "
                 "find_unused_parameters=True, or requires_grad=False on those parameters",
                 lacking,
             )
         )
 
     def reset(self) -> None:
-        """Give the running backward up."""
-        # after an exception here, what has accumulated since is the next backward's
+        """Discard the running backward."""
+        # gradients accumulated after an exception on this rank belong to the next backward
         if self.unfinished and not self.interrupted:
             self._give_up_gradients()
         self.transition(Event.RESET)
         self._clear()
 
     def _give_up_gradients(self) -> None:
-        """What has accumulated will not be reduced."""
+        """Forget accumulated gradients, which will not be reduced."""
         self.weights.clear()
         self.usage.touched.clear()
 
     def start_over(self) -> None:
-        """As after construction: ranks may have been at different assignments of buckets."""
+        """Return to the initial state: ranks may have had different assignments of buckets."""
         self.reset()
-        self.shadowed = False  # who waited has raised an error
+        self.shadowed = False  # the waiting rank has raised an error
         self.usage.forget()
         self.forwards.clear()
         self.unverified = 0
         self.reassign_buckets(self.assigner.first_order())
 
     def _clear(self) -> None:
-        """Nothing has arrived, nothing is in flight."""
+        """Forget arrived gradients and buckets in flight."""
         self.had_undefined = self.takes_part = self.parked = False
         self.launcher.launched.clear()
         self.launcher.scale = None

@@ -1,6 +1,6 @@
-"""The end of a backward: wait for its buckets, put what came back into the gradients.
+"""End of a backward: wait for its buckets and write the results to the gradients.
 
-What comes back is the same on all ranks, or comes back on none: the last message is the vote.
+Either all ranks receive the same results, or none does: the last message serves as the vote.
 """
 
 from __future__ import annotations
@@ -28,19 +28,17 @@ from gradwire.ddp.reducer.weights import NO_WEIGHTS_BUCKET
 from gradwire.errors import ArgumentError, NotSupportedError, ReductionError
 from gradwire.recorder import ring
 
-__all__ = ["finalize_backward", "finalize_manually", "on_end", "shadow"]
-
 logger = logging.getLogger(__name__)
 
 
 @runs_outside_contexts
 def on_end(backward: Backward, run: int) -> None:
-    """Autograd has come to the end of the backward of this number."""
+    """End the backward with this number: autograd has run all of it."""
     if backward.state is BackwardState.FINALIZED and run == backward.runs:  # in one of its hooks
         backward.transition(Event.END_UNTOUCHED)
         return
     if run != backward.runs or not backward.running:
-        backward.domain.poll_known(backward)  # it failed with another reducer's
+        backward.domain.poll_known(backward)  # another reducer's backward failed
         return
     try:
         _check_converted(backward)
@@ -57,10 +55,11 @@ def on_end(backward: Backward, run: int) -> None:
 
 
 def _end_parked(backward: Backward) -> None:
-    """End the reducers of several groups that share a backward, if all have come to their end.
+    """End the reducers of several groups that share a backward once all have reached its end.
 
-    Each waits for its group's ranks. The groups' names are the same on all ranks, so that waits in
-    this order cannot form a cycle: the ranks of the first group that is not done wait for no other.
+    Each reducer waits for the ranks of its group. Group names are the same on all ranks, so waits
+    in the order of names cannot form a cycle: ranks of the first unfinished group wait for no
+    other.
     """
     together = {id(b): b for b in (backward, *backward.sharing())}
     for one in [*together.values()]:
@@ -83,7 +82,7 @@ def _end_parked(backward: Backward) -> None:
 
 
 def _check_converted(backward: Backward) -> None:
-    """What got its gradient without a word to the reducer is not unused."""
+    """Raise if a parameter received a gradient without triggering the reducer's hook."""
     silent = {*backward.buckets.missing(), *backward.buckets.unused()}
     if silent and (converted := backward.usage.converted(sorted(silent))):
         names = [backward.names[i] for i in converted]
@@ -91,13 +90,13 @@ def _check_converted(backward: Backward) -> None:
             ArgumentError(
                 f"parameters {names} were converted after the module was wrapped, to another dtype "
                 "or device or by swap_tensors: their gradients are not reduced. Convert the module "
-                "before it is wrapped, or call refit() on every rank after it"
+                "before it is wrapped, or call refit() on every rank afterwards"
             )
         )
 
 
 def _end_untouched(backward: Backward) -> None:
-    """It was of other things than parameters, such as those of a module before a frozen one."""
+    """End a backward that reached none of the parameters, such as that of an earlier module."""
     backward.buckets.reset()
     backward.transition(Event.END_UNTOUCHED)
     if backward.state is BackwardState.EXPECTED:
@@ -116,7 +115,7 @@ def _end(backward: Backward) -> None:
             _launch_others(backward)
             launch_in_order(backward, final=True)
         if not all_launched(backward):
-            backward.transition(Event.END_SHORT)  # another backward may bring the rest
+            backward.transition(Event.END_SHORT)  # another backward may deliver the rest
             backward.buckets.take_back()
         elif not backward.manual:
             finalize_backward(backward)
@@ -126,7 +125,7 @@ def _end(backward: Backward) -> None:
 
 
 def _launch_others(backward: Backward) -> None:
-    """Launch what others of this backward launch before its last bucket on ranks that use more."""
+    """Launch the buckets that other reducers launch before its last one on ranks that use more."""
     if others := backward.others():
         for other in others:
             if other.running and other.task == backward.task and not other.untouched:
@@ -135,7 +134,7 @@ def _launch_others(backward: Backward) -> None:
 
 
 def _mark_missing(backward: Backward) -> None:
-    """What did not come, and was free not to, is unused."""
+    """Mark parameters that received no gradient, and may receive none, as unused."""
     if backward.usage.recording:
         backward.buckets.complete()
     elif missing := backward.buckets.missing():
@@ -145,10 +144,11 @@ def _mark_missing(backward: Backward) -> None:
 
 
 def finalize_manually(backward: Backward) -> None:
-    """End a backward of a manual reducer, after it or in one of its hooks.
+    """End a backward with manual finalization, after it or in one of its hooks.
 
     Raises:
-        ReductionError: It is not manual, or there is nothing to end, or not yet.
+        ReductionError: Finalization is not manual, there is nothing to end, or gradients are
+        missing.
     """
     running = backward.running
     ended = (BackwardState.SHORT, BackwardState.AWAITING, BackwardState.COMMITTING)
@@ -167,8 +167,8 @@ def finalize_manually(backward: Backward) -> None:
             _check_converted(backward)
             lacking = [backward.names[i] for i in sorted(backward.buckets.missing())]
             raise ReductionError(
-                f"parameters {lacking} have no gradient yet: call finalize_backward() when "
-                "all have, and after backward while should_finalize_after_backward is true",
+                f"parameters {lacking} have no gradient yet: call finalize_backward() when all "
+                "have one, and after backward while should_finalize_after_backward is true",
                 lacking,
             )
         if running:
@@ -179,21 +179,21 @@ def finalize_manually(backward: Backward) -> None:
             backward.interrupt()
             raise
     if running:
-        backward.transition(Event.FINALIZE)  # autograd has yet to come to its end
+        backward.transition(Event.FINALIZE)  # autograd has not reached its end yet
     _finalize_others(backward)
 
 
 def _finalize_others(backward: Backward) -> None:
-    """End those that had come to their end, and waited for this one."""
+    """End the reducers that reached the end of backward before this one, and waited for it."""
     for other in backward.others():
         waited = other.state is BackwardState.SHORT and not other.predecessors
         if waited and not other.buckets.missing():
-            other.transition(Event.BEGIN)  # `on_end` ends what runs
+            other.transition(Event.BEGIN)  # `on_end` ends running backwards only
             on_end(other, other.runs)
 
 
 def finalize_backward(backward: Backward) -> None:
-    """Wait for the buckets, and put what came back into the gradients."""
+    """Wait for the buckets, and write the results to the gradients."""
     buckets, usage, parameters = backward.buckets, backward.usage, backward.parameters
     unused = buckets.unused()
     untouched = {i for i in unused if not parameters[i].requires_grad}
@@ -218,7 +218,7 @@ def finalize_backward(backward: Backward) -> None:
 
 
 def shadow(backward: Backward) -> None:
-    """Take part in the other ranks' backward with zeros."""
+    """Take part in the other ranks' backward with zero gradients."""
     try:
         with torch.no_grad(), backward.domain.lock:
             backward.domain.connect()
@@ -236,19 +236,19 @@ def shadow(backward: Backward) -> None:
 def _receive(
     backward: Backward, used: Iterable[int], own: Tally
 ) -> tuple[list[Tensor | None], float | None]:
-    """Send what is left to be sent and wait for everything.
+    """Send the remaining messages and wait for all results.
 
-    With a hook, which may fail after its collectives, ranks vote; without one, the last message is
-    the vote.
+    A communication hook may fail after its collectives: ranks then vote. Without a hook, the last
+    message is the vote.
 
     Args:
-        backward: Whose buckets are waited for.
+        backward: Backward whose buckets are waited for.
         used: Parameters that got a gradient on this rank.
-        own: Numbers that this rank adds to the vote.
+        own: Summands of this rank in the vote.
 
     Returns:
-        For each bucket, what was made of it, or None if that lies in the bucket; and what all that
-        is still to be multiplied by, or None.
+        The result of each bucket, or None if it is in the bucket's buffer; and the factor still to
+        be applied to all of them, or None.
     """
     launcher, usage, asked = backward.launcher, backward.usage, None
     if usage.allows_unused:
@@ -272,21 +272,21 @@ def _receive(
         backward.sending_last()
         sums = launcher.vote(own)
         backward.check_in_step(sums)
-        if not launcher.hook.linear:  # it has had gradients that were weighted already
+        if not launcher.hook.linear:  # its gradients were already weighted
             return results, None
         return results, backward.weights.factor(sums, backward.ranks)
     return results, _factor_from_bucket(backward)
 
 
 def _factor_from_bucket(backward: Backward) -> float | None:
-    """The factor, from the sums of weights that came with a bucket."""
+    """Return the factor, from the sums of weights that arrived with a bucket."""
     given = backward.weights.given is not None
     if (weights_bucket := backward.buckets.weights_bucket) is None:
         if given:
             backward.domain.fail(NotSupportedError(NO_WEIGHTS_BUCKET))
         return None
-    # on an accelerator, reading the sums makes the CPU wait: there only ranks with a weight do,
-    # and those of them that differ from the others say so
+    # on an accelerator, reading the sums blocks the CPU: only ranks with a weight do so there,
+    # and they report a mismatch
     if not given and weights_bucket.flat.device.type != "cpu":
         return None
     sums = Tally.read(weights_bucket.flat)
@@ -295,8 +295,8 @@ def _factor_from_bucket(backward: Backward) -> float | None:
 
 
 def _weighted(launched: Launched, reduced: Tensor | None, factor: float | None) -> Tensor | None:
-    """The mean over samples, where weights were given, from that over ranks."""
-    if factor is None or factor == 1.0 or not launched.sent:  # all have the same weight
+    """Return the mean over samples if weights were given, from the mean over ranks."""
+    if factor is None or factor == 1.0 or not launched.sent:  # all weights are equal
         return reduced
     if reduced is not None:
         return reduced * factor

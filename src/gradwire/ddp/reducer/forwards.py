@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import weakref
 
-__all__ = ["Forward", "Forwards"]
-
 MODULUS = 64
 """Counts are sent modulo this, so that float32 adds their squares over 4,096 ranks exactly."""
 

@@ -14,8 +14,6 @@ from torch.nn import Parameter
 
 from gradwire.ddp.hook_handles import remove_hooks
 
-__all__ = ["detach_optimizer_hooks", "has_new_hooks", "step_and_clear"]
-
 MODULE = "torch.distributed.optim.apply_optimizer_in_backward"
 
 

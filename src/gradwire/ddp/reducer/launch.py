@@ -34,8 +34,6 @@ from gradwire.hooks import GradBucket, StatefulHook, as_future, parse_hook_resul
 from gradwire.hooks.averaging import SparseSum
 from gradwire.recorder import BucketRecord
 
-__all__ = ["Launched", "Launcher"]
-
 
 @dataclass
 class Launched:

@@ -30,14 +30,6 @@ from gradwire.ddp.reducer.shadowed import check_first
 from gradwire.ddp.reducer.tally import Tally
 from gradwire.recorder import ring
 
-__all__ = [
-    "agree_on_scale",
-    "all_launched",
-    "has_only_last_left",
-    "launch_filled",
-    "launch_in_order",
-]
-
 
 def launch_in_order(backward: Backward, *, final: bool, ended: bool = False) -> None:
     """Launch every ready bucket whose predecessors have been launched; the last only if `final`.

@@ -9,8 +9,6 @@ from time import perf_counter_ns
 
 from gradwire.ddp.buckets.bucket import Bucket
 
-__all__ = ["BucketLog", "LoggingData", "StepTimer"]
-
 
 @dataclass(frozen=True)
 class BucketLog:

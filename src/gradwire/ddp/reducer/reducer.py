@@ -40,8 +40,6 @@ from gradwire.errors import ArgumentError, NotSupportedError, ReductionError
 from gradwire.hooks import CommHook, StatefulHook, bind_hook, hook_name
 from gradwire.hooks.stateful import run_in_group
 
-__all__ = ["Reducer"]
-
 
 class Reducer:
     """Averages the gradients of parameters over the ranks of a group, in buckets.

@@ -7,8 +7,6 @@ import torch.distributed as dist
 
 from gradwire.errors import NotSupportedError
 
-__all__ = ["rpc_context_error"]
-
 
 def rpc_context_error() -> NotSupportedError | None:
     """What is to be raised in a context of torch.distributed.autograd; None outside of one.

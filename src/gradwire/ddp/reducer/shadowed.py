@@ -7,8 +7,6 @@ from gradwire.ddp.reducer.backward import Backward
 from gradwire.errors import ReductionError
 from gradwire.recorder import failed
 
-__all__ = ["check_first", "check_over"]
-
 
 def check_over(backward: Backward) -> None:
     """Before the ranks meet outside of a backward: let none wait for this one.

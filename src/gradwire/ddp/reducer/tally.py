@@ -7,8 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Tally"]
-
 
 class Tally(NamedTuple):
     """One rank's numbers, or their sums over the ranks.

@@ -14,8 +14,6 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-__all__ = ["Usage", "accumulation_node"]
-
 
 def accumulation_node(parameter: Tensor) -> Any:
     """Return the node of autograd that accumulates a parameter's gradient.

@@ -31,8 +31,6 @@ from gradwire.errors import (
     ReductionError,
 )
 
-__all__ = ["NO_WEIGHTS_BUCKET", "Weights", "check_weight"]
-
 NO_WEIGHTS_BUCKET = (
     "weight(n): the weights travel with a bucket of float32 or float64, and there is none, or with "
     "the vote that follows a communication hook: register_comm_hook(None, 'all_reduce')"
