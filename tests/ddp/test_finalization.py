@@ -205,7 +205,7 @@ def test_wrong_times_are_errors_and_the_module_goes_on():
         net.module[2].bias.register_post_accumulate_grad_hook(too_soon)
         outputs.square().sum().backward()
         assert lacking
-        with pytest.raises(ReductionError, match="amid a backward"):
+        with pytest.raises(ReductionError, match="during a backward"):
             net.require_manual_backward_finalization = False
         net.finalize_backward()
         torch.testing.assert_close(gradients(net), expected(net, x))

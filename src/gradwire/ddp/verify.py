@@ -23,7 +23,6 @@ from gradwire.ddp.group import backend_errors, message_device
 from gradwire.errors import MismatchError
 from gradwire.recorder import failed
 
-
 DIGEST_NUMBERS = 4
 """Number of int64 values in a digest."""
 MODEL_REMEDY = (

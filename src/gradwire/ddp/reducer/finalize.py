@@ -148,7 +148,7 @@ def finalize_manually(backward: Backward) -> None:
 
     Raises:
         ReductionError: Finalization is not manual, there is nothing to end, or gradients are
-        missing.
+            missing.
     """
     running = backward.running
     ended = (BackwardState.SHORT, BackwardState.AWAITING, BackwardState.COMMITTING)

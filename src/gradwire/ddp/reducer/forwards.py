@@ -1,15 +1,15 @@
-"""Training forwards that no backward has reached: ranks with other numbers are in other steps."""
+"""Counts of training forwards without a backward: they differ between ranks out of step."""
 
 from __future__ import annotations
 
 import weakref
 
 MODULUS = 64
-"""Counts are sent modulo this, so that float32 adds their squares over 4,096 ranks exactly."""
+"""Modulus of the counts sent: float32 then adds their squares over 4,096 ranks exactly."""
 
 
 class Forward:
-    """One forward; the nodes of its outputs hold it, so that it lives as long as its graph."""
+    """One forward. The nodes of its outputs reference it, so it lives as long as its graph."""
 
     __slots__ = ("__weakref__", "number")
 
@@ -18,26 +18,27 @@ class Forward:
 
 
 class Forwards:
-    """Counts forwards that were skipped: a backward reached a later one, and never these.
+    """Counter of skipped forwards: a backward reached a later forward, but never these.
 
-    A rank that goes on to its next batch after a forward, as its loss is NaN for instance, is a
-    step ahead of the others from then on. Not counted is what a program runs to look at its result:
-    a forward before the first reduction, one of which nothing is left when the next one ends
-    (the loss of a step is still in a variable then), and one that is kept until after the step.
+    A rank that continues with its next batch after a forward, for instance because its loss is NaN,
+    is a step ahead of the others from then on. Forwards that a program runs only for their result
+    are not counted: a forward before the first reduction, one whose outputs are released before
+    the next forward ends (the loss of a step is still in a variable then), and one whose outputs
+    are kept until after the step.
 
-    Where a program chooses among several forwards, ranks skip others, but run equally many: they
-    are in other steps only if both numbers differ.
+    If a program chooses among several forwards, ranks skip different numbers of forwards, but run
+    equally many: ranks are in different steps only if both numbers differ.
 
     Attributes:
-        skipped: How many were skipped in the steps that have been reduced.
+        skipped: Number of forwards skipped in the steps reduced so far.
 
     Example:
         >>> forwards = Forwards()
         >>> forwards.commit()  # the first step
-        >>> forwards.begin() and None  # nobody keeps its result
+        >>> forwards.begin() and None  # the result is not kept
         >>> first, second = forwards.begin(), forwards.begin()
         >>> forwards.reach(second.number)
-        >>> forwards.count()  # the first one's graph may still be part of the loss
+        >>> forwards.count()  # the first forward's graph may still be part of the loss
         (0, 3)
         >>> del first
         >>> forwards.count()
@@ -48,13 +49,13 @@ class Forwards:
         self.clear()
 
     def clear(self) -> None:
-        """Forget everything: all ranks start over."""
+        """Return to the initial state, on all ranks."""
         self.skipped = self._last = self._reached = self._first = 0
         self._open: dict[int, weakref.ref[Forward]] = {}
         self._counting = False
 
     def begin(self) -> Forward:
-        """Note a forward with outputs at which a backward may begin."""
+        """Record a forward with outputs at which a backward may begin."""
         self._open = {n: ref for n, ref in self._open.items() if ref() is not None}
         self._last += 1
         forward = Forward(self._last)
@@ -62,23 +63,23 @@ class Forwards:
         return forward
 
     def reach(self, number: int) -> None:
-        """Note that a backward has reached an output of a forward."""
+        """Record that a backward has reached an output of a forward."""
         if self._open.pop(number, None) is not None:
             self._reached = max(self._reached, number)
 
     @property
     def begun(self) -> int:
-        """How many have begun since the first reduction."""
+        """Number of forwards begun since the first reduction."""
         return self._last - self._first if self._counting else 0
 
     def count(self) -> tuple[int, int]:
-        """Return the numbers to be sent: of forwards known to be skipped by now, and of all."""
+        """Return the numbers to send: forwards known to be skipped by now, and all forwards."""
         if not self._counting:
             return 0, 0
         return (self.skipped + self._gone()) % MODULUS, self.begun % MODULUS
 
     def commit(self) -> None:
-        """Note that the backward was reduced."""
+        """Record that the backward was reduced."""
         if self._counting:
             self.skipped += self._gone()
         else:

@@ -1,7 +1,7 @@
-"""Optimizers that step during backward, each parameter's as soon as its gradient is reduced.
+"""Optimizers that step during backward, for each parameter once its gradient is reduced.
 
 `torch.distributed.optim._apply_optimizer_in_backward` registers hooks that step when the local
-gradient is ready, which is too early here: they are removed, and the reducer steps instead.
+gradient is ready. That is too early here: the hooks are removed, and the reducer steps instead.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ MODULE = "torch.distributed.optim.apply_optimizer_in_backward"
 
 
 def has_new_hooks() -> bool:
-    """Return True if hooks of optimizers in backward may have been registered and not removed."""
+    """Return True if there may be hooks of optimizers in backward that were not removed."""
     module = sys.modules.get(MODULE)
     return module is not None and len(module.param_to_optim_hook_handle_map) > 0
 
 
 def detach_optimizer_hooks(parameters: Iterable[Parameter]) -> list[Parameter]:
-    """Remove the hooks by which optimizers step in backward; return the parameters that have such.
+    """Remove the hooks of optimizers in backward, and return their parameters.
 
-    Handles are forgotten, too: what `has_new_hooks` sees later has been registered since.
+    The handles are removed from PyTorch's map, too, so that `has_new_hooks` sees only later hooks.
     """
     if MODULE not in sys.modules:
         return []
@@ -38,7 +38,7 @@ def detach_optimizer_hooks(parameters: Iterable[Parameter]) -> list[Parameter]:
 
 
 def step_and_clear(parameters: Sequence[Parameter]) -> None:
-    """Step with reduced gradients, and free them."""
+    """Step the optimizers with reduced gradients, and free the gradients."""
     for parameter in parameters:
         if parameter.grad is not None:
             with torch.enable_grad():

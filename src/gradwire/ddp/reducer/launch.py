@@ -1,4 +1,4 @@
-"""Launches buckets and waits for them: with one all_reduce, a sparse exchange, or a hook."""
+"""Launch of buckets: by one all_reduce, a sparse exchange or a communication hook."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from gradwire.recorder import BucketRecord
 
 @dataclass
 class Launched:
-    """A bucket in flight; neither works nor a future where nothing needs to be sent."""
+    """A bucket in flight. It has neither works nor a future if nothing needs to be sent."""
 
     bucket: Bucket
     works: Sequence[Work] = ()
@@ -48,31 +48,31 @@ class Launched:
 
     @property
     def sent(self) -> bool:
-        """Whether it had anything to send."""
+        """True if the bucket had anything to send."""
         return bool(self.works) or self.future is not None
 
 
 class Launcher:
-    """How buckets travel.
+    """Sends buckets, and waits for their results.
 
     Args:
-        group: The group.
-        domain: The group's fault domain.
-        owner: Whose buckets they are: waits poll for errors on its behalf.
+        group: Process group.
+        domain: Fault domain of the group.
+        owner: Backward that the buckets belong to: waits poll for errors on its behalf.
 
     Attributes:
-        launched: The backward's buckets that are in flight, in the order of their launch.
-        hook: The communication hook with its state; None: the mean.
-        correction: Factor of a hook's buckets: where ranks have run out of input, the hook divides
-            by more ranks than take part.
-        scale: Factor of a hook's buckets in this backward, with the weights if they are applied
-            before the hook; None before the first bucket. Applied before, so that what a hook keeps
-            has the same unit in each step.
+        launched: Launched buckets of the backward, in launch order.
+        hook: Communication hook with its state; None for the mean.
+        correction: Factor of a hook's buckets. If ranks have run out of input, the hook divides by
+            more ranks than take part.
+        scale: Factor of a hook's buckets in this backward, including weights that are applied
+            before the hook; None before the first bucket. It is applied before the hook, so that
+            the hook's state has the same unit in each step.
     """
 
     def __init__(self, group: ProcessGroup, domain: FaultDomain, owner: Participant) -> None:
         self._group, self._domain = group, domain
-        self._owner = weakref.ref(owner)  # which keeps its launcher, not the other way round
+        self._owner = weakref.ref(owner)  # the owner holds a reference to its launcher
         self._options = AllreduceOptions()
         self._order: tuple[Tensor, Work] | None = None
         self._digests: tuple[Tensor, Work] | None = None
@@ -83,25 +83,25 @@ class Launcher:
 
     @property
     def state(self) -> Any:
-        """The hook's state."""
+        """State of the hook."""
         return None if self.hook is None else self.hook.state
 
     def in_flight(self) -> list[InFlight]:
-        """All that may still be in flight."""
+        """Return the messages that may still be in flight."""
         works = [w for launched in self.launched for w in launched.works]
         futures = [launched.future for launched in self.launched if launched.future is not None]
         return [*map(work_in_flight, works), *map(future_in_flight, futures)]
 
     def launch(self, bucket: Bucket, *, is_last: bool) -> None:
-        """Send a bucket whose gradients are copied in."""
+        """Send a bucket whose gradients are in its buffer."""
         self._wait_for_hook()
         if self.hook is not None:
             self._launch_hook(bucket, is_last=is_last)
         elif isinstance(bucket, SparseBucket):
             with LogMode(self._group, self._domain.log):
                 total = SparseSum(bucket.flat, self._group)
-            # ranks exchange their counts of entries first: how many bytes follow, or none, is up
-            # to them
+            # ranks first exchange their counts of entries, which determine the size of the second
+            # message, or that there is none
             self._wait([total.counting], bucket)
             with LogMode(self._group, self._domain.log):
                 work = total.exchange()
@@ -118,11 +118,11 @@ class Launcher:
         except RuntimeError as error:
             self._refused(error, bucket.what)
         self.launched.append(Launched(bucket, works=[work]))
-        # logged when the backend has taken it: other ranks join what is in the log with zeros
+        # logged once the backend has accepted it: other ranks join logged collectives with zeros
         self._domain.sent(all_reduce_entry(wire))
 
     def _refused(self, error: RuntimeError, what: str) -> NoReturn:
-        """The backend did not take a collective: it cannot, or the group has failed before."""
+        """Raise for a collective that the backend refused, or whose group had failed before."""
         if isinstance(error, DistributedError):
             self._domain.give_up(self._domain.translate(error, what), error)
         self._domain.fail(DistributedError(f"{what}: {error}"), error)
@@ -142,19 +142,19 @@ class Launcher:
             self._domain.hook_future = future
 
     def _wait_for_hook(self) -> None:
-        """Let a hook that may send more in callbacks come to its end before anything else is sent.
+        """Wait for a hook that may send more in callbacks, before anything else is sent.
 
-        Callbacks run in threads of the backend: their collectives would come before ours on one
-        rank and after them on another. Whoever the hook's reducer is: the group is the same.
+        Callbacks run in threads of the backend: their collectives would precede this reducer's on
+        one rank and follow them on another. The hook may be that of another reducer of the group.
         """
         future = self._domain.hook_future
         if future is not None and (late := wait_future(future, self._poll, self._domain.seconds)):
             self._domain.give_up(self._domain.translate(late, "a communication hook"), late)
-        # not before: an exception of a signal's handler may end the wait
+        # cleared only now: an exception in a signal handler may end the wait
         self._domain.hook_future = None
 
     def committed(self) -> None:
-        """Tell the hook that the backward has ended on all ranks: it may send what it likes."""
+        """Call the hook's `committed` after a backward has ended on all ranks: it may send."""
         if self.hook is None:
             return
         before = self._domain.counts()
@@ -165,7 +165,8 @@ class Launcher:
             if isinstance(error, Exception):
                 self._domain.raise_hidden("a communication hook, after a backward,")
             if before != self._domain.counts():
-                # others may wait in what would have followed, where our next step would meet them
+                # other ranks may wait in collectives that the hook did not reach here: the
+                # messages of the next step would meet those
                 what = f"{type(error).__name__}: {error}"
                 text = f"after a backward, a communication hook raised {what}"
                 with suppress(BrokenGroupError):
@@ -173,7 +174,7 @@ class Launcher:
             raise
 
     def result(self, launched: Launched) -> Tensor | None:
-        """Waits for a bucket; what was made of it, or None if that lies in `flat`."""
+        """Wait for a bucket. Return its result, or None if it is in `flat`."""
         record = launched.record
         if record is not None:
             record.waited = perf_counter_ns()
@@ -198,14 +199,14 @@ class Launcher:
             self._domain.hook_failed(error, launched.bucket.what)
 
     def start_order(self, order: Sequence[int]) -> None:
-        """Begin to broadcast rank 0's order: ranks do this where they end a backward together."""
+        """Start to broadcast rank 0's order, at the end of a backward on all ranks."""
         device = message_device(self._group)
         theirs = torch.tensor(order, dtype=torch.int64, device=device)
         self._order = theirs, self._group.broadcast([theirs], broadcast_options(0))
         self._domain.sent(broadcast_entry(theirs, root=0), self._order[1])
 
     def receive_order(self) -> list[int]:
-        """Return rank 0's order. After an exception during the wait, the next call waits again."""
+        """Return rank 0's order. If an exception interrupts the wait, the next call waits again."""
         assert self._order is not None
         theirs, work = self._order
         if self._group.rank() != 0:
@@ -230,11 +231,11 @@ class Launcher:
         self._order = self._digests = None
 
     def forget_order(self) -> None:
-        """Forget the order: buckets are made, or start over."""
+        """Forget the order, since new buckets are made."""
         self._order = None
 
     def start_sum(self, flags: Tensor) -> tuple[Tensor, Work]:
-        """Begin to sum a small tensor over the ranks: it holds the sum when the work has ended."""
+        """Start to sum a small tensor over the ranks: it holds the sum once the work has ended."""
         self._wait_for_hook()
         flags = flags.to(message_device(self._group))
         try:
@@ -245,13 +246,13 @@ class Launcher:
         return flags, work
 
     def add_up(self, own: Tally) -> Tally:
-        """Return the sums of the ranks' numbers."""
+        """Return the sums of the ranks' summands."""
         sums, work = self.start_sum(own.message())
         self.wait_small(work)
         return Tally.read(sums)
 
     def vote(self, own: Tally) -> Tally:
-        """Return the sums of the ranks' numbers once nothing has failed on any of them.
+        """Return the sums of the ranks' summands if no rank has failed.
 
         Raises:
             DistributedError: A rank failed before it voted.
@@ -267,11 +268,11 @@ class Launcher:
     def wait_small(self, work: Work) -> None:
         """Wait for a message whose values this rank needs."""
         if not cpu_capable(self._group):
-            wait_done(work, self._poll)  # the CPU would wait for the values, and not poll
+            wait_done(work, self._poll)  # reading the values would block the CPU without polling
         self._wait_work(work, "a small all_reduce or broadcast", on_cpu=cpu_capable(self._group))
 
     def _wait_work(self, work: Work, what: str, *, on_cpu: bool) -> None:
-        """Waits for a work handle; a backend's failure ends the group's use."""
+        """Wait for a work handle. A failure of the backend breaks the group."""
         seconds = self._domain.seconds
         if error := wait_work(work, self._poll, on_cpu=on_cpu, seconds=seconds):
             if not is_transport(error):

@@ -1,15 +1,16 @@
-"""Which bucket is launched when: in one order on every rank, also across a group's reducers.
+"""Launch order of buckets: the same on every rank, also across a group's reducers.
 
-A bucket that is launched before another on one rank and after it on the next would be summed with
-it. The last bucket is kept back until backward has ended: its message is the vote.
+If two buckets were launched in different orders on two ranks, one would be summed with the other.
+The last bucket is held back until backward has ended: its message is the vote.
 
-Reducers of other groups may share the backward, too, and other ranks may reach them in another
-order. So nothing waits for other ranks before the backward has ended; then the groups are finished
-one after the other, by their names, in the same order on all ranks (`finalize.on_end`).
+Reducers of other groups may share the backward, and ranks may reach them in different orders.
+Therefore nothing waits for other ranks before the backward has ended. The groups are then finished
+one after the other, in the order of their names, which is the same on all ranks
+(`finalize.on_end`).
 
-The order is that of the `BucketSet`. `BucketAssigner.make` decides it, from an order of parameters
-that all ranks have: the reverse of their registration, and after the first backward that in which
-rank 0's gradients became ready (`Backward.rebuild_once`).
+The launch order is that of the `BucketSet`. `BucketAssigner.make` derives it from an order of
+parameters that all ranks share: the reverse of their registration, and after the first backward
+the order in which rank 0's gradients became ready (`Backward.rebuild_once`).
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ from gradwire.recorder import ring
 
 
 def launch_in_order(backward: Backward, *, final: bool, ended: bool = False) -> None:
-    """Launch every ready bucket whose predecessors have been launched; the last only if `final`.
+    """Launch every ready bucket whose predecessors were launched; the last one only if `final`.
 
-    Reducers that share a backward go one after the other, their last buckets at the end likewise:
-    a gradient that one of them lacks on one rank must not let another's bucket meet its own.
+    Reducers that share a backward launch one after the other, and so do their last buckets at the
+    end: a gradient missing on one rank must not make buckets of two reducers meet.
 
     Args:
-        backward: Whose buckets they are.
-        final: Whether backward has ended. Whatever fails before, fails before all ranks have sent
-            the last bucket, and so none of them takes the result.
-        ended: True if backward has ended, so that this may wait for other ranks.
+        backward: Backward that the buckets belong to.
+        final: If True, backward has ended, and the last bucket is launched, too. An earlier failure
+            keeps the last bucket from being sent, so that no rank takes the result.
+        ended: If True, backward has ended, so that this may wait for other ranks.
     """
     ended = ended or final
     if not backward.has_turn or any(not has_only_last_left(b) for b in backward.predecessors):
@@ -49,40 +50,40 @@ def launch_in_order(backward: Backward, *, final: bool, ended: bool = False) -> 
     _launch_ready(backward, final=final, ended=ended)
     if not final and has_only_last_left(backward):
         for other in backward.others():
-            if backward in other.predecessors:  # it may have waited for this one alone
+            if backward in other.predecessors:  # may have waited for this one alone
                 launch_in_order(other, final=False, ended=ended)
 
 
 def has_only_last_left(backward: Backward) -> bool:
-    """Whether all buckets have been launched but the last."""
-    # read without the lock: the list only grows while autograd runs, and `_launch_ready` looks
-    # again
+    """Return True if all buckets but the last have been launched."""
+    # read without the lock: the list only grows while autograd runs, and `_launch_ready` checks
+    # it again
     launched = len(backward.launcher.launched)
     return launched >= len(backward.buckets) or _is_last(backward, launched)
 
 
 def all_launched(backward: Backward) -> bool:
-    """Whether all buckets have been launched."""
+    """Return True if all buckets have been launched."""
     return len(backward.launcher.launched) >= len(backward.buckets)
 
 
 def launch_filled(backward: Backward, bucket: Bucket, *, is_last: bool) -> None:
-    """Launch a bucket whose buffer is filled; the backward is COMMITTING if this is its vote."""
+    """Launch a bucket whose buffer is filled. If it is the vote, the backward is COMMITTING."""
     if backward.launcher.scale is None:
         agree_on_scale(backward)
     votes = backward.launcher.hook is None and not backward.usage.allows_unused
-    # a sparse bucket is several messages: `finalize` counts when they are sent
+    # a sparse bucket consists of several messages: `finalize` counts them once they are sent
     if is_last and votes and not isinstance(bucket, SparseBucket):
         backward.sending_last()
     backward.launcher.launch(bucket, is_last=is_last)
 
 
 def agree_on_scale(backward: Backward, own: Tally | None = None) -> None:
-    """Before the first bucket: set what a hook's buckets are multiplied by.
+    """Set the factor of a hook's buckets, before the first one is launched.
 
     Args:
-        backward: Whose buckets they are.
-        own: Numbers that this rank adds to those of the others; None: those of its backward.
+        backward: Backward that the buckets belong to.
+        own: Summands of this rank; None for those of its backward.
     """
     launcher, factor = backward.launcher, None
     if launcher.hook is not None and not launcher.hook.linear:
@@ -92,12 +93,11 @@ def agree_on_scale(backward: Backward, own: Tally | None = None) -> None:
 
 
 def _launch_ready(backward: Backward, *, final: bool, ended: bool) -> None:
-    """Fill and launch the buckets that come next, as far as they are ready."""
+    """Fill and launch the next buckets, up to the first one that is not ready."""
     buckets, launched = backward.buckets, backward.launcher.launched
     if not ended and not backward.domain.name and _may_share(backward):
         return
-    # on several devices, autograd has a thread for each: the next bucket is found and launched
-    # by one of them at a time
+    # autograd runs one thread per device: only one at a time selects and launches the next bucket
     with backward.domain.lock:
         backward.domain.poll_known(backward)  # nothing is sent while ranks resynchronize
         backward.domain.connect()
@@ -145,14 +145,14 @@ def _may_share(backward: Backward) -> bool:
 
 
 def _range(bucket: Bucket, what: str) -> AbstractContextManager[Any]:
-    """A range in a profiler's trace, if one is on."""
+    """Return a range in the profiler's trace if a profiler is enabled."""
     if not torch.autograd._profiler_enabled():
         return nullcontext()
     return record_function(f"gradwire: {what} {bucket.what}")
 
 
 def _is_last(backward: Backward, index: int) -> bool:
-    """Whether no bucket after this one has anything to send."""
+    """Return True if no bucket after this one has anything to send."""
     if not backward.skip_unused:
         return index + 1 == len(backward.buckets)
     return all(len(b.unused) == len(b.members) for b in backward.buckets.after(index))

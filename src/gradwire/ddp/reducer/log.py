@@ -1,4 +1,4 @@
-"""What can be asked of a wrapped module after a step: its buckets, what was unused, times."""
+"""Information on a wrapped module's last step: buckets, unused parameters, times."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class BucketLog:
     """One bucket.
 
     Attributes:
-        parameters: Names, in the order they lie in it.
-        bytes: Of their gradients.
-        wait_seconds: How long the end of the last backward waited for it.
+        parameters: Names of the parameters, in the bucket's order.
+        bytes: Size of their gradients.
+        wait_seconds: Time that the end of the last backward waited for the bucket.
     """
 
     parameters: tuple[str, ...]
@@ -27,21 +27,21 @@ class BucketLog:
 
 @dataclass(frozen=True)
 class LoggingData:
-    """What a wrapped module did, as of the last step that reduced gradients.
+    """Record of a wrapped module's last step that reduced gradients.
 
     Attributes:
-        steps: How many forwards have been followed by a reduction, or are about to be.
-        buckets: In the order of launch.
-        buckets_sent: How many of them had anything to send in the last step.
-        rebuilt: Whether the buckets follow the order in which gradients become ready.
-        unused: Parameters that no rank used in the last step; None where that is not asked
-            (find_unused_parameters, static_graph).
+        steps: Number of forwards that were followed by a reduction, or are about to be.
+        buckets: Buckets in launch order.
+        buckets_sent: Number of buckets that had anything to send in the last step.
+        rebuilt: True if the buckets follow the order in which gradients become ready.
+        unused: Parameters that no rank used in the last step; None without
+            `find_unused_parameters` or `static_graph`.
         unused_here: Parameters that got no gradient on this rank in the last step.
-        hook: The communication hook's name, or None.
-        forward_seconds: From the beginning of forward to that of backward.
-        backward_seconds: From the beginning of backward until its last gradient.
-        exposed_seconds: From then until all gradients were reduced.
-        communication_seconds: From the first bucket's launch until all gradients were reduced.
+        hook: Name of the communication hook, or None.
+        forward_seconds: Time from the start of forward to the start of backward.
+        backward_seconds: Time from the start of backward to its last gradient.
+        exposed_seconds: Time from the last gradient until all gradients were reduced.
+        communication_seconds: Time from the first bucket's launch until all gradients were reduced.
     """
 
     steps: int
@@ -59,11 +59,11 @@ class LoggingData:
 
 @dataclass
 class StepTimer:
-    """When things happened in a step, in ns, as PyTorch's reducer takes them; 0: not yet.
+    """Times of the events in a step, in ns, as in PyTorch's reducer; 0 before the event.
 
     Attributes:
-        sent: How many buckets had anything to send.
-        waits: How long the end of the backward waited for each bucket.
+        sent: Number of buckets that had anything to send.
+        waits: Time that the end of the backward waited for each bucket.
     """
 
     forward_start: int = 0
@@ -75,13 +75,13 @@ class StepTimer:
     waits: list[int] = field(default_factory=list)
 
     def start(self) -> None:
-        """A forward begins."""
+        """Record the start of a forward."""
         self.forward_start = perf_counter_ns()
         self.compute_start = self.compute_end = self.comm_start = self.comm_end = 0
         self.waits = []
 
     def seconds(self) -> dict[str, float]:
-        """The last step's times, of what has ended."""
+        """Return the durations of the last step's phases; 0 for those that have not ended."""
         spans = {
             "forward_seconds": (self.forward_start, self.compute_start),
             "backward_seconds": (self.compute_start, self.compute_end),
@@ -91,7 +91,7 @@ class StepTimer:
         return {name: max(0, end - start) / 1e9 for name, (start, end) in spans.items()}
 
     def buckets(self, buckets: Iterable[Bucket]) -> tuple[BucketLog, ...]:
-        """The buckets with the time that the last step waited for each."""
+        """Return the buckets, with the time that the last step waited for each."""
         return tuple(
             BucketLog(tuple(b.names), sum(p.nbytes for p in b.parameters), wait / 1e9)
             for b, wait in zip(buckets, chain(self.waits, repeat(0)), strict=False)

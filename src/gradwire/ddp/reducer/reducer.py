@@ -1,9 +1,9 @@
-"""Reducer: averages gradients over ranks while backward still computes others.
+"""Reducer: averages gradients over ranks while backward is still computing others.
 
-Each parameter reports once per backward that its gradient is ready. A bucket whose parameters all
-have is launched, in the same order on every rank; when backward ends, the buckets are waited for
-in that order and their values put back (see `finalize`). `average_gradients` in `naive.py` is the
-same without buckets or overlap.
+Each parameter reports once per backward that its gradient is ready. When all parameters of a bucket
+have done so, the bucket is launched, in the same order on every rank. At the end of backward, the
+reducer waits for the buckets in that order and writes the results to the gradients (see
+`finalize`). `average_gradients` in `naive.py` computes the same without buckets or overlap.
 """
 
 from __future__ import annotations
@@ -49,27 +49,29 @@ class Reducer:
     every rank.
 
     Args:
-        parameters: Names and parameters, with `requires_grad`; the same on every rank.
-        group: The process group.
-        caps: Bytes: the size limits of the first bucket, the second, …; the last one repeats.
-            None means 25 MiB, after a first bucket of 1 MiB that starts communication early; on
-            the CPU, where one message more costs more than an early start gains, that one is left
-            out unless a hook is registered.
-        gradient_as_bucket_view: Let gradients be views of their bucket: less memory, one copy
-            less. `detach_()` on them is then an error.
-        find_unused_parameters: Parameters may be left out of a backward, on some ranks or on all.
-        static_graph: Every backward uses the same parameters, equally often, as the first one.
-        skip_unused: Send nothing for buckets that are unused, which is then so on every rank.
+        parameters: Names and parameters that require a gradient; the same on every rank.
+        group: Process group.
+        caps: Size limits in bytes of the first bucket, the second, …; the last one repeats. None
+            for 25 MiB, after a first bucket of 1 MiB that starts communication early. On the CPU,
+            one more message costs more than an early start gains, so the small first bucket is
+            used only if a hook is registered.
+        gradient_as_bucket_view: If True, gradients are views of their bucket. This saves memory
+            and a copy; `detach_()` on them is then an error.
+        find_unused_parameters: If True, a backward may leave out parameters, on some ranks or on
+            all.
+        static_graph: If True, every backward uses the same parameters, equally often, as the first.
+        skip_unused: If True, nothing is sent for unused buckets, which must be unused on every
+            rank.
         sparse: Names of the parameters whose gradients are sparse.
-        delayed: Names of parameters that travel together, after all others.
-        bucket_layout: From the parameters to the names in each bucket, in the order of launch;
-            the same on every rank. Caps are then of no effect, and nothing is rebuilt.
-        lazy: Allocate a bucket's memory when its first gradient arrives, and release it when the
-            backward has ended, but for gradients that lie in it.
-        manual_finalization: A backward ends with `finalize` instead of by itself.
-        rebuild: Assign the buckets again after the first backward, in the order in which gradients
-            became ready on rank 0; if None, only where every backward uses the same parameters:
-            with `static_graph`, or without `find_unused_parameters`.
+        delayed: Names of parameters that are sent together, after all others.
+        bucket_layout: Function from the parameters to the names in each bucket, in launch order;
+            the same on every rank. Caps are then ignored, and buckets are not rebuilt.
+        lazy: If True, a bucket's memory is allocated when its first gradient arrives, and released
+            after the backward unless gradients are stored in it.
+        manual_finalization: If True, `finalize` ends a backward.
+        rebuild: If True, buckets are reassigned after the first backward, in the order in which
+            gradients became ready on rank 0. None for True with `static_graph` or without
+            `find_unused_parameters`, where every backward uses the same parameters.
 
     Raises:
         ArgumentError: There are no parameters, caps are not positive, or the layout does not fit.
@@ -121,10 +123,10 @@ class Reducer:
             sparse={i for i, name in enumerate(names) if name in sparse},
             delayed={i for i, name in enumerate(names) if name in delayed},
             layout=check_layout(bucket_layout, parameters),
-            # with skip_unused, the bucket that has them may be skipped
+            # with skip_unused, the bucket that carries them may be skipped
             extra_numel=0 if skip_unused else len(Tally._fields),
         )
-        # the nodes that accumulate gradients: their hooks run after all hooks of the parameters
+        # hooks of the nodes that accumulate gradients run after all hooks of the parameters
         nodes = [accumulation_node(p) for _, p in parameters]
         own = assigner.parameters
         usage = Usage(own, nodes, find_unused=find_unused_parameters, static=static_graph)
@@ -135,7 +137,7 @@ class Reducer:
         self._remove_hooks = self._register_hooks(nodes)
 
     def _register_hooks(self, nodes: Sequence[Any]) -> weakref.finalize[Any, Any]:
-        """Let autograd call when gradients are ready; the result removes the hooks."""
+        """Register the hooks for ready gradients, and return a finalizer that removes them."""
         reference = weakref.ref(self._backward)
         handles = [
             node.register_hook(partial(on_gradient, reference, i)) for i, node in enumerate(nodes)
@@ -145,17 +147,17 @@ class Reducer:
 
     @runs_outside_contexts
     def register_comm_hook(self, state: Any, hook: CommHook | StatefulHook[Any] | None) -> None:
-        """Let `hook(state, bucket)` communicate from the next `prepare` on; None: the mean.
+        """Let `hook(state, bucket)` communicate from the next `prepare` on; None for the mean.
 
-        Every rank registers the same hook. Hooks are called one at a time in bucket order, the
-        next when the last one's future has completed, so that several collectives chained in one
-        hook run in the same order on every rank; a hook with a true attribute
-        `single_collective` is called for the next bucket without waiting. Ranks add up their
-        weights before the first bucket, unless the hook has a true attribute `linear`.
+        Every rank registers the same hook. The hook is called for one bucket after the other, each
+        time once the previous future has completed, so that several collectives chained in one hook
+        run in the same order on every rank. If its attribute `single_collective` is True, it is
+        called for the next bucket without waiting. Ranks sum their weights before the first bucket,
+        unless the hook's attribute `linear` is True.
 
         Raises:
             ArgumentTypeError: Not a hook.
-            ArgumentError: A `StatefulHook`, and another state.
+            ArgumentError: A `StatefulHook` together with another state.
         """
         backward = self._backward
         bound = None if hook is None else bind_hook(state, hook)
@@ -166,40 +168,40 @@ class Reducer:
         backward.reassign_buckets(order, keep_state=False)
 
     def reword_unexpected(self, reword: Callable[[ReductionError], ReductionError | None]) -> None:
-        """Let a function make other errors of those of unexpected gradients; None: as they are."""
+        """Let a function convert errors of unexpected gradients; None from it keeps the error."""
         self._backward.reword = reword
 
     @property
     def has_hook(self) -> bool:
-        """Whether a hook communicates."""
+        """True if a communication hook is registered."""
         return self._backward.launcher.hook is not None
 
     @property
     def hook_state(self) -> Any:
-        """The hook's state."""
+        """State of the communication hook."""
         return self._backward.launcher.state
 
     @property
     def buckets(self) -> list[list[str]]:
-        """The names of the parameters in each bucket, in the order of launch."""
+        """Names of the parameters in each bucket, in launch order."""
         return [list(bucket.names) for bucket in self._backward.buckets]
 
     @property
     def rebuilt(self) -> bool:
-        """Whether buckets are as they stay, made in the order of a backward."""
+        """True if buckets are final and follow the order of a backward."""
         return self._backward.has_rebuilt and self._backward.arrivals is None
 
     @property
     def layout(self) -> list[list[Part]]:
-        """The buckets' parameters, with their sizes."""
+        """Parameters of each bucket, with their sizes."""
         return self._backward.buckets.layout
 
     @runs_outside_contexts
     def set_layout(self, names: Sequence[Sequence[str]]) -> None:
-        """Make the buckets so, from the next `prepare` on, and let them stay.
+        """Set the buckets for good, from the next `prepare` on.
 
         Raises:
-            ArgumentError: The names are not those of the parameters.
+            ArgumentError: The names do not match the parameters.
         """
         assigner = self._backward.assigner
         assigner.layout = check_layout(lambda _: names, self._named)
@@ -209,24 +211,24 @@ class Reducer:
     def prepare(
         self, *, ranks: int | None = None, uneven: bool = False, shadowed: bool = False
     ) -> None:
-        """Expect a backward: to be called before each one that is to be reduced.
+        """Expect a backward. Called before each backward that is reduced.
 
         Args:
-            ranks: How many ranks the sum is divided by; None: those of the group.
-            uneven: Ranks may take part by `shadow`, which cannot know what others skip.
-            shadowed: Ranks do: they wait for one backward, no more and no fewer.
+            ranks: Divisor of the sum; None for the number of ranks of the group.
+            uneven: If True, ranks may take part by `shadow`, where unused buckets are unknown.
+            shadowed: If True, some ranks do. They wait for exactly one backward.
 
         Raises:
-            ReductionError: The backward before left parameters without a gradient.
+            ReductionError: The previous backward left parameters without a gradient.
             PeerFailedError: Another rank reported an error.
             BrokenGroupError: The group cannot be used again after an earlier error.
-            NotSupportedError: Inside of a context of `torch.distributed.autograd`.
+            NotSupportedError: The call is inside a context of `torch.distributed.autograd`.
         """
         if (error := rpc_context_error()) is not None:
             raise error
         backward = self._backward
         backward.recover()
-        if not backward.step:  # without hooks, they may be given after the module was wrapped
+        if not backward.step:  # optimizers may be attached after wrapping, without hooks
             backward.detach_optimizers()
         if (hook := backward.launcher.hook) is not None and hook.withdrawn:
             self.register_comm_hook(None, None)
@@ -249,49 +251,49 @@ class Reducer:
         backward.weights.give(weight)
 
     def is_time_to_verify(self, every: int) -> bool:
-        """Return True from this many reduced backwards on, until replicas were sent."""
+        """Return True after this many reduced backwards since replicas were sent, on all ranks."""
         return 0 < every <= self._backward.unverified
 
     def send_replica(self, message: Callable[[], Tensor | None]) -> None:
-        """Add up what a method returns, if not None, over the ranks at the end of each backward."""
+        """Sum the method's result over the ranks at the end of each backward, unless it is None."""
         self._backward.replica = weakref.WeakMethod(message)
 
     def received_replicas(self) -> Tensor | None:
-        """Return the sum that was begun in a backward, once; None: there is none."""
+        """Return the sum of the last backward, once; None if there is none."""
         return self._backward.launcher.receive_digests()
 
     @property
     def step(self) -> int:
-        """How many backwards were prepared."""
+        """Number of backwards prepared."""
         return self._backward.step
 
     @property
     def forward_counts(self) -> tuple[int, int]:
-        """How many forwards were skipped, and how many have begun, by `Forwards`."""
+        """Numbers of forwards skipped and begun, see `Forwards`."""
         forwards = self._backward.forwards
         return forwards.skipped, forwards.begun
 
     def begin_forward(self) -> None:
-        """A forward begins, of a backward that is reduced or not: it has a weight of its own."""
+        """Prepare for a forward, with or without a reduced backward: it has its own weight."""
         if has_new_hooks():
             self._backward.detach_optimizers()
         self._backward.weights.on_forward()
 
     def recover(self) -> None:
-        """What `prepare` begins with: to be called before anything else that ranks do together.
+        """Raise errors of the previous backward, before ranks communicate: the start of `prepare`.
 
         Raises:
-            ReductionError: The backward before left parameters without a gradient.
+            ReductionError: The previous backward left parameters without a gradient.
             PeerFailedError: Another rank reported an error.
             BrokenGroupError: The group cannot be used again after an earlier error.
         """
         self._backward.recover()
 
     def check_over(self) -> None:
-        """Before ranks meet outside of a backward: let none wait for one, in `shadow`.
+        """Raise if a rank waits for a backward in `shadow`. Called before other communication.
 
         Raises:
-            ReductionError: A rank does, as a forward had no backward here.
+            ReductionError: A rank waits, because a forward had no backward on this rank.
         """
         check_over(self._backward)
 
@@ -301,16 +303,16 @@ class Reducer:
         return self._backward.shadowed
 
     def end_uneven(self) -> None:
-        """No rank takes part by `shadow` from now on."""
+        """Record that no rank takes part by `shadow` from now on."""
         self._backward.shadowed = False
 
     def expect(self, outputs: Iterable[Tensor], *, counted: bool = True) -> None:
-        """The backward begins at these outputs of a forward, each time it is run.
+        """Let a backward begin at these outputs of a forward, each time it is run.
 
-        Ranks may run other numbers of forwards that are not `counted`, such as evaluations.
+        Ranks may run different numbers of forwards that are not `counted`, such as evaluations.
 
-        Without this it begins at the first gradient of a parameter; and where that comes from a
-        reentrant checkpoint, it is not known what is unused.
+        Without this call a backward begins at the first gradient of a parameter. If that comes from
+        a reentrant checkpoint, unused parameters are not known then.
         """
         backward = self._backward
         begun = [t for t in outputs if t.requires_grad and t.grad_fn is not None]
@@ -325,12 +327,12 @@ class Reducer:
                 mark_output(tensor, forward)
 
     def expect_local(self, outputs: Iterable[Tensor]) -> None:
-        """A forward has run under `no_sync`: its backward is not the one that is expected."""
+        """Record the outputs of a forward under `no_sync`, whose backward is not reduced."""
         backward = self._backward
         weighted = backward.weights.in_use or backward.usage.find_unused
         backward.prepare_late = None
         if backward.state is not BackwardState.EXPECTED and not weighted:
-            return  # as a rule: gradients stay local
+            return  # the common case: gradients stay local
         constant = True
         for tensor in outputs:
             if tensor.requires_grad:
@@ -341,9 +343,9 @@ class Reducer:
             backward.weights.on_constant()
 
     def expect_after_transform(self, *, local: bool) -> None:
-        """A forward runs in a transform of `torch.func`: its results may have a backward.
+        """Prepare late for a forward in a transform of `torch.func`.
 
-        Nothing is prepared before that is there: as a rule they have none.
+        Its results usually have no backward. The backward is prepared when it begins.
 
         Args:
             local: If True, that backward is not reduced.
@@ -352,7 +354,7 @@ class Reducer:
         self._backward.prepare_late = None if local else weakref.WeakMethod(self.prepare)
 
     def skip(self) -> None:
-        """Expect no backward of the last forward: all ranks leave it out."""
+        """Expect no backward of the last forward, which all ranks leave out."""
         backward = self._backward
         backward.prepare_late = backward.weights.given = None
         if backward.state is BackwardState.EXPECTED:
@@ -360,18 +362,20 @@ class Reducer:
 
     @property
     def in_backward(self) -> bool:
-        """Whether this is called within the backward that is reduced, by a checkpoint or a hook.
+        """True within the backward that is reduced: in a checkpoint or a hook.
 
-        That may not have come to the outputs yet, where a checkpoint has more than the module.
+        The backward may not have reached the outputs yet if a checkpoint contains more than the
+        module.
         """
         begun = self._backward.running or self._backward.state is BackwardState.EXPECTED
         return begun and torch._C._current_graph_task_id() != -1
 
     def expect_nested(self, outputs: Iterable[Tensor]) -> None:
-        """A forward has run within the backward that is reduced, and nothing was prepared for it.
+        """Let a backward begin at the outputs of a forward that ran within the reduced backward.
 
-        A checkpoint that is not reentrant wants what was saved, and no more. The backward that a
-        reentrant one runs through these outputs ends the running one, and is reduced instead.
+        Nothing was prepared for that forward. A non-reentrant checkpoint needs only the saved
+        tensors. A reentrant one runs a backward through these outputs, which ends the running
+        backward and is reduced instead.
         """
         for tensor in outputs:
             if tensor.requires_grad and tensor.grad_fn is not None:
@@ -379,61 +383,62 @@ class Reducer:
                 tensor.register_hook(partial(on_nested_output, backward, prepare))
 
     def prepare_for_backward(self, outputs: Iterable[Tensor]) -> None:
-        """`prepare`, then `expect` these tensors: a loss, or a forward's outputs.
+        """Call `prepare`, then `expect` with these tensors: a loss, or a forward's outputs.
 
-        By the name in PyTorch's reducer: programs call it where several forwards under `no_sync`
-        have one backward that is reduced, and where one forward has several backwards.
+        The name is that in PyTorch's reducer. Programs call it if several forwards under `no_sync`
+        have one backward that is reduced, or if one forward has several backwards.
         """
         self.prepare()
         self.expect(outputs)
 
     def _rebuild_buckets(self) -> bool:
-        """As PyTorch's reducer has it: of no effect, and False, as `prepare` rebuilds them."""
+        """Return False: `prepare` rebuilds buckets. Accepted for compatibility with PyTorch."""
         return False
 
     def _delay_all_reduce(self) -> None:
-        """As PyTorch's: of no effect, as a static graph's first backward is reduced at its end."""
+        """Do nothing: a static graph's first backward is reduced at its end. See PyTorch."""
 
     @property
     def manual_finalization(self) -> bool:
-        """Whether a backward ends with `finalize` instead of by itself."""
+        """True if `finalize` ends a backward, False if it ends by itself."""
         return self._backward.manual
 
     @manual_finalization.setter
     def manual_finalization(self, required: bool) -> None:
         if required != self._backward.manual and self._backward.unfinished:
             raise ReductionError(
-                "manual finalization was switched amid a backward: set it before a forward, or "
+                "manual finalization was switched during a backward: set it before a forward, or "
                 "after finalize_backward()"
             )
         self._backward.manual = required
 
     @property
     def must_return_first(self) -> bool:
-        """Whether the next backward has to return before `finalize` is called."""
+        """True if the next backward must return before `finalize` is called."""
         backward = self._backward
         return backward.manual and (backward.arrivals is not None or backward.usage.recording)
 
     @runs_outside_contexts
     def finalize(self) -> None:
-        """End a backward, after it or in one of its hooks: with `manual_finalization`.
+        """End a backward with `manual_finalization`, after it or in one of its hooks.
 
         Raises:
-            ReductionError: That is not set, nothing was reduced, or gradients are yet to come.
+            ReductionError: Finalization is not manual, nothing was reduced, or gradients are
+                missing.
             PeerFailedError: Another rank reported an error.
         """
         finalize_manually(self._backward)
 
     @runs_outside_contexts
     def shadow(self) -> None:
-        """Take part in the other ranks' backward with zeros, after `prepare`."""
+        """Take part in the other ranks' backward with zero gradients, after `prepare`."""
         shadow(self._backward)
 
     @runs_outside_contexts
     def replace_group(self, group: ProcessGroup) -> None:
-        """Reduce over another group from now on: every rank of it calls.
+        """Reduce over another group from now on. Every rank of that group calls this.
 
-        A hook's state that is the old group, or has it as its `process_group`, gets the new one.
+        If the hook's state, or its `process_group`, is the old group, the new one replaces it.
         """
         backward, old = self._backward, self._backward.assigner.group
         hook = backward.launcher.hook
@@ -445,11 +450,11 @@ class Reducer:
         backward.start_over()
 
     def close(self) -> None:
-        """Reduce nothing from now on: the parameters are free for another reducer."""
+        """Stop reducing, so that another reducer can take the parameters."""
         self._remove_hooks()
 
     def logging_data(self) -> LoggingData:
-        """Buckets, unused parameters and times, as of the last step that reduced gradients."""
+        """Return buckets, unused parameters and times of the last step that reduced gradients."""
         backward, usage = self._backward, self._backward.usage
         hook, asked = backward.launcher.hook, usage.find_unused or usage.static
         unused = tuple(self._named[i][0] for i in sorted(usage.unused))

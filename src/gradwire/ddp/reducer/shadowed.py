@@ -1,4 +1,4 @@
-"""What ranks that have run out of input wait for: in `join()`, one backward for each forward."""
+"""Checks in `join()`: ranks that have run out of input wait for one backward per forward."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from gradwire.recorder import failed
 
 
 def check_over(backward: Backward) -> None:
-    """Before the ranks meet outside of a backward: let none wait for this one.
+    """Raise if ranks wait for this backward. Called before other communication.
 
-    Nor for one of another module of the group, as in `Join([generator, discriminator])`: who has
-    run out takes part in the forward and the backward of one, then in those of the next.
+    The check includes backwards of the group's other modules, as in `Join([generator,
+    discriminator])`: a rank that has run out of input takes part in the forward and the backward of
+    one module, then in those of the next.
 
     Raises:
         ReductionError: A forward had no backward.
@@ -31,13 +32,13 @@ def check_over(backward: Backward) -> None:
 
 
 def check_first(backward: Backward) -> None:
-    """Before the first message of a backward: the others wait for the first one of a forward alone.
+    """Raise for a second backward of one forward, before its first message.
 
-    From then on they wait for the next forward, and take part in no resynchronization before it.
-    Nothing was sent: without this backward, the ranks are in step.
+    Ranks that have run out of input take part in the first one only. Then they wait for the next
+    forward, and do not resynchronize before it. As nothing was sent, the ranks stay in step.
 
     Raises:
-        ReductionError: It is a second one.
+        ReductionError: This is the second backward of a forward.
     """
     if backward.shadowed and backward.state is BackwardState.RUNNING_AGAIN:
         backward.buckets.take_back()

@@ -1,4 +1,4 @@
-"""Numbers that the ranks of a group add up once in each backward."""
+"""Numbers that the ranks of a group sum once per backward."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from torch import Tensor
 class Tally(NamedTuple):
     """One rank's numbers, or their sums over the ranks.
 
-    They travel behind the gradients of a float32 or float64 bucket, in its dtype, or in a message
-    of their own, in float64. Never in the default dtype: in bfloat16 300 ranks count as 296 or 304,
-    and in float16 a weight of 70,000 is infinite. Integers have to stay below 2**24 when they are
-    added over the ranks, which is where float32 begins to round them. A rank that takes part in a
-    backward with zeros adds zeros.
+    They are sent after the gradients of a float32 or float64 bucket, in its dtype, or in a separate
+    message, in float64. The default dtype is not used: in bfloat16, 300 ranks count as 296 or 304,
+    and in float16 a weight of 70,000 is infinite. Sums of integers over the ranks must stay below
+    2**24, from where float32 rounds them. A rank that takes part in a backward with zero gradients
+    adds zeros.
 
     Attributes:
-        weight: Weight of the gradients that have accumulated.
+        weight: Weight of the accumulated gradients.
         weighted: 1 on a rank that gave a weight.
         unweighted: 1 on a rank that takes part and gave none.
-        skipped: Training forwards that no backward has reached, by `Forwards`.
-        skipped_squared: The square of that number.
+        skipped: Training forwards that no backward has reached, see `Forwards`.
+        skipped_squared: Square of `skipped`.
         begun: All training forwards.
-        begun_squared: The square of that number.
+        begun_squared: Square of `begun`.
     """
 
     weight: float = 0.0
@@ -37,7 +37,7 @@ class Tally(NamedTuple):
 
     @property
     def in_step(self) -> bool:
-        """True if ranks that take part have skipped, or begun, the same number of forwards."""
+        """True if all ranks that take part have skipped, or begun, the same number of forwards."""
         ranks = self.weighted + self.unweighted
         return (
             ranks * self.skipped_squared == self.skipped**2
@@ -45,11 +45,11 @@ class Tally(NamedTuple):
         )
 
     def message(self, *before: float) -> Tensor:
-        """Return the numbers as a message of their own, after some others."""
+        """Return the numbers as a separate message, after the given ones."""
         return torch.tensor([*before, *self], dtype=torch.float64)
 
     def write(self, flat: Tensor) -> None:
-        """Put the numbers into the last elements of a bucket."""
+        """Write the numbers to the last elements of a bucket."""
         flat[-len(self) :] = torch.tensor(self, dtype=flat.dtype)
 
     @classmethod

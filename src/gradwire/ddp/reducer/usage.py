@@ -1,7 +1,7 @@
-"""Which parameters a backward uses: all of them, those its graph has, or those of the first one.
+"""Parameters that a backward uses: all, those in its graph, or those of the first backward.
 
-A rank that does not use a parameter takes part with zeros. What no rank uses keeps its gradient as
-it is; for this, ranks add up one integer for each parameter.
+A rank that does not use a parameter takes part with zeros. A parameter that no rank uses keeps its
+gradient as it is. To detect this, ranks sum one integer per parameter.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from torch.nn import Parameter
 def accumulation_node(parameter: Tensor) -> Any:
     """Return the node of autograd that accumulates a parameter's gradient.
 
-    PyTorch finds it by a view, which a subclass of Tensor may turn into something else.
+    PyTorch finds the node through a view, whose type a subclass of Tensor may change.
     """
     with torch._C.DisableTorchFunctionSubclass():
         return torch.autograd.graph.get_gradient_edge(parameter).node
 
 
 class Usage:
-    """What one rank uses, and what all do.
+    """Parameters used on this rank and on any rank.
 
     Args:
-        parameters: All.
-        nodes: For each parameter, the node that accumulates its gradient.
-        find_unused: Ask in each backward.
-        static: Ask in the first one and rely on it.
+        parameters: Parameters of the reducer.
+        nodes: Nodes that accumulate the parameters' gradients.
+        find_unused: If True, unused parameters are determined in each backward.
+        static: If True, they are determined in the first backward only.
 
     Attributes:
-        nodes: The same.
-        touched: Parameters that got a gradient since the last reduction, in `no_sync` too.
-        counts: In a static graph, from its first backward on: how often each gradient arrives.
-        unused: Parameters that no rank used, as far as is known.
+        nodes: Nodes that accumulate the parameters' gradients.
+        touched: Parameters that got a gradient since the last reduction, including in `no_sync`.
+        counts: Number of arrivals of each gradient, in a static graph from its first backward on.
+        unused: Parameters known to be used on no rank.
     """
 
     def __init__(
@@ -56,21 +56,21 @@ class Usage:
 
     @property
     def recording(self) -> bool:
-        """Whether the next backward is the one that a static graph goes by."""
+        """True if the next backward is the first one of a static graph, which is recorded."""
         return self.static and not self.counts
 
     @property
     def allows_unused(self) -> bool:
-        """Whether parameters may be left out of a backward."""
+        """True if a backward may leave out parameters."""
         return self.find_unused or self.recording
 
     def unused_in_graph(self) -> list[int] | None:
-        """Parameters that the running backward leaves out.
+        """Return the parameters that the running backward leaves out.
 
-        None in torch.autograd.grad of parameters, whose .grad stays as it is.
+        None in torch.autograd.grad of parameters, which leaves `.grad` as it is.
         """
-        # 0.13 µs a node; walking the graph, as PyTorch does, would count as used what lies below
-        # outputs that the loss leaves out
+        # 0.13 µs per node. Walking the graph from the outputs, as PyTorch does, would count
+        # parameters as used even if the loss does not depend on their outputs
         will = torch._C._will_engine_execute_node
         try:
             return [i for i, node in enumerate(self.nodes) if not will(node)]
@@ -78,17 +78,17 @@ class Usage:
             return None
 
     def reaches_parameters(self) -> bool:
-        """Whether the running backward may bring a gradient of a parameter."""
+        """Return True if the running backward may produce a gradient of a parameter."""
         unused = self.unused_in_graph()
-        # a reentrant checkpoint's graph is not there yet
+        # the graph of a reentrant checkpoint does not exist yet
         return unused is not None and (len(unused) < self._count or self.runs_all())
 
     @staticmethod
     def runs_all() -> bool:
-        """Whether the running backward goes from the node it is at to all leaves.
+        """Return True if the running backward continues from its current node to all leaves.
 
-        `torch.autograd.grad` and `backward(inputs=...)` do not: they are for the gradients of some
-        tensors, and leave the others alone.
+        `torch.autograd.grad` and `backward(inputs=...)` do not: they compute the gradients of some
+        tensors only.
         """
         will = torch._C._will_engine_execute_node
         reached = [torch._C._current_autograd_node()]
@@ -106,10 +106,10 @@ class Usage:
         return True
 
     def converted(self, indices: Iterable[int]) -> list[int]:
-        """Those of the parameters that got a gradient from another node than the one known here.
+        """Return the parameters that got a gradient from another node than the registered one.
 
-        `Module.to`, for another dtype or device, and `swap_tensors` leave the parameter, and give
-        it a new node: nothing tells of what arrives there.
+        `Module.to` with another dtype or device and `swap_tensors` keep the parameter, but give it
+        a new node, which has none of the reducer's hooks.
         """
         left = ((i, self.nodes[i], self._parameters[i]) for i in indices)
         return [
@@ -119,25 +119,25 @@ class Usage:
         ]
 
     def record(self, arrived: Iterable[int]) -> None:
-        """Keep how often each gradient arrived, for a static graph."""
+        """Record the number of arrivals of each gradient, for a static graph."""
         came = Counter(arrived)
         self.counts = {i: came[i] for i in range(self._count)}
 
     def forget(self) -> None:
-        """As after construction, but for what has accumulated."""
+        """Reset to the initial state, keeping accumulated gradients."""
         self.counts = {}
         self.unused = frozenset()
 
     def flags(self, used: Iterable[int]) -> Tensor:
-        """One for each parameter that this rank used since the last reduction."""
+        """Return a tensor with 1 for each parameter used on this rank since the last reduction."""
         mine = torch.zeros(self._count, dtype=torch.int32)
-        # gradients that were cleared since will not be reduced
+        # gradients cleared since then will not be reduced
         left = (i for i in self.touched if self.nodes[i].variable.grad is not None)
         if indices := list({*used, *left}):
             mine[indices] = 1
         return mine
 
     def receive(self, sums: Tensor) -> None:
-        """Take the sum over ranks of their flags."""
+        """Record the parameters that no rank used, from the sum of the ranks' flags."""
         self.unused = frozenset((sums == 0).nonzero().flatten().tolist())
         self.touched.clear()

@@ -1,11 +1,11 @@
-"""Weighted averages: each backward counts by its samples or tokens, not as one among equals.
+"""Weighted averages: each backward counts by its number of samples or tokens.
 
-What autograd passes to a parameter is multiplied by the weight before it is accumulated, so that
-`.grad` holds Σ n g of this rank's backwards, whatever the loss used. The sum of n over ranks comes
-with the gradients: in elements after those of a bucket, or in the vote that ends a hook's backward.
-A hook that is not linear gets gradients that are weighted already: the sum comes in a message of
-its own before the first bucket, in each backward, as no rank knows whether others have weights.
-`weighted_average` in `naive.py` is the same without buckets.
+A gradient is multiplied by the weight before it is accumulated, so that `.grad` holds Σ n g of this
+rank's backwards. The sum of n over ranks is sent with the gradients: after those of a bucket, or in
+the vote that ends a hook's backward. The buckets of a hook that is not linear are weighted before
+the hook is called. For this, the sum is sent in a separate message before the first bucket, in each
+backward, because no rank knows whether others have weights. `weighted_average` in `naive.py`
+computes the same without buckets.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ NO_WEIGHTS_BUCKET = (
 
 
 class Weights:
-    """What one rank's gradients weigh.
+    """Weights of one rank's gradients.
 
     Args:
-        parameters: The reducer's.
-        nodes: For each, the node that accumulates its gradient.
-        ownership: Which of them other reducers reduce, too.
+        parameters: Parameters of the reducer.
+        nodes: Nodes that accumulate the parameters' gradients.
+        ownership: Record of the parameters that other reducers reduce, too.
 
     Attributes:
-        fail: Ends the backward on every rank, and raises.
-        given: The weight of gradients that arrive; None: 1, and no rank may give one.
-        total: The sum of the weights whose gradients have accumulated since the last reduction.
+        fail: Function that ends the backward on every rank, and raises.
+        given: Weight of arriving gradients; None for 1, and then no rank may give a weight.
+        total: Sum of the weights whose gradients have accumulated since the last reduction.
     """
 
     fail: Callable[[Exception], NoReturn]
@@ -57,18 +57,18 @@ class Weights:
         self, parameters: Sequence[Parameter], nodes: Sequence[Any], ownership: Ownership
     ) -> None:
         self._parameters, self._nodes, self._ownership = parameters, nodes, ownership
-        self._lock = threading.Lock()  # on several devices, autograd has a thread for each
+        self._lock = threading.Lock()  # autograd runs one thread per device
         self._handles: list[Any] = []
         self.given: float | None = None
         self.total = 0.0
         self._used = self._counted = False  # by a backward; in the total
         self._accumulated: set[int] = set()
-        # whether gradients were cleared is asked of the first one's memory and version: reading
-        # the values of all would cost a pass
+        # memory and version of the first gradient show whether gradients were cleared: reading the
+        # values of all would cost a pass
         self._sampled, self._sampled_version = 0, (0, 0)
 
     def give(self, weight: float) -> None:
-        """The weight of the next backward."""
+        """Set the weight of the next backward."""
         self.given = check_weight(weight)
         self._used = self._counted = False
         if not self._handles:
@@ -79,33 +79,33 @@ class Weights:
 
     @property
     def in_use(self) -> bool:
-        """Whether a weight was ever given on this rank."""
+        """True if a weight was ever given on this rank."""
         return bool(self._handles)
 
     def on_forward(self) -> None:
-        """Forget a weight that a backward has used: it is not the next forward's.
+        """Forget a weight that a backward has used, as it does not apply to the next forward.
 
-        A forward within a backward is a checkpoint's, and part of what was weighted.
+        A forward within a backward belongs to a checkpoint, and has the backward's weight.
         """
         if self._used and torch._C._current_graph_task_id() == -1:
             self.given = None
 
     def clear(self) -> None:
-        """Gradients have been reduced, or were given up."""
+        """Reset the sum after gradients were reduced or discarded."""
         self.total, self._counted = 0.0, False
         self._accumulated.clear()
 
     def on_backward(self) -> None:
-        """A backward has begun at an output, of a forward that may have used no parameter."""
+        """Count the weight of a backward, whose forward may have used no parameter."""
         self._count()
         self._used = self.given is not None
 
     def on_constant(self) -> None:
-        """A forward can have no backward: its samples count, with gradients of zero."""
+        """Count the weight of a forward that cannot have a backward: its gradients are zero."""
         self._count()
 
     def tally(self, skipped: int = 0, begun: int = 0) -> Tally:
-        """Return what this rank adds to the ranks' sums, with the numbers of its forwards."""
+        """Return this rank's summands: its weight, and the numbers of its forwards."""
         forwards = skipped, skipped**2, begun, begun**2
         if self.given is None:
             return Tally(0.0, 0.0, 1.0, *forwards)
@@ -113,9 +113,9 @@ class Weights:
         return Tally(self.total, 1.0, 0.0, *forwards)
 
     def factor(self, sums: Tally, ranks: int) -> float | None:
-        """What sums of gradients that were divided by `ranks` are multiplied by; None: nothing.
+        """Return the factor of gradients that were summed and divided by `ranks`; None for 1.
 
-        Where all weights are 0, so are the gradients.
+        If all weights are 0, the gradients are 0.
         """
         total, weighted, unweighted = sums.weight, sums.weighted, sums.unweighted
         if weighted and unweighted:
@@ -132,7 +132,7 @@ class Weights:
     def _on_incoming(
         self, index: int, incoming: tuple[Tensor | None, ...]
     ) -> tuple[Tensor, ...] | None:
-        """A gradient is about to be accumulated: what is to be accumulated instead, or None."""
+        """Return the weighted gradient to accumulate; None to accumulate it unchanged."""
         weight = self.given
         if weight is None:
             if self._accumulated and not self._forget_if_cleared():
@@ -161,17 +161,17 @@ class Weights:
             )
         if weight == 1.0:
             return None
-        # a mean over no samples is NaN, and 0 * NaN is
+        # the mean over no samples is NaN, and so is 0 * NaN
         return (gradient * weight if weight else torch.zeros_like(gradient),)
 
     def _on_accumulated(self, index: int, *_: object) -> None:
-        """A gradient was accumulated."""
+        """Record the version of the sampled gradient after it was accumulated."""
         gradient = self._parameters[index].grad
         if index == self._sampled and gradient is not None:
             self._sampled_version = _version(gradient)
 
     def _count(self) -> None:
-        """Add the weight to the total: once for each that is given."""
+        """Add the weight to the total, once per given weight."""
         with self._lock:
             if self._counted or self.given is None:
                 return
@@ -180,9 +180,9 @@ class Weights:
             self._counted = True
 
     def _forget_if_cleared(self) -> bool:
-        """Forget what has accumulated where it was cleared since; whether nothing is left.
+        """Forget accumulated gradients if they were cleared. Return True if none are left.
 
-        Gradients that are zero by themselves count: their memory has not been written to.
+        Gradients whose computed values are zero count: their memory has not been written to.
         """
         if self._accumulated and all(map(self._is_cleared, (self._sampled, *self._accumulated))):
             self.total = 0.0
@@ -198,7 +198,7 @@ class Weights:
         return _is_zero(gradient)
 
     def _check_first(self, index: int) -> None:
-        """The first weighted gradient since the last reduction must not meet another one."""
+        """Raise if the first weighted gradient since a reduction would be added to another one."""
         gradient = self._parameters[index].grad
         if index in self._ownership.shared:
             self.fail(
@@ -217,11 +217,11 @@ class Weights:
 
 
 def check_weight(weight: object) -> float:
-    """The weight, as a float.
+    """Return the weight as a float.
 
     Raises:
-        ArgumentTypeError: Not a number.
-        ArgumentError: Negative, infinite or NaN.
+        ArgumentTypeError: The weight is not a number.
+        ArgumentError: The weight is negative, infinite or NaN.
     """
     if isinstance(weight, bool) or not isinstance(weight, Real):
         raise ArgumentTypeError(
@@ -234,7 +234,7 @@ def check_weight(weight: object) -> float:
 
 
 def _version(gradient: Tensor) -> tuple[int, int]:
-    """Changes when a gradient is replaced or written to."""
+    """Return a value that changes when a gradient is replaced or written to."""
     dense = gradient.layout == torch.strided
     return gradient.data_ptr() if dense else 0, gradient._version
 
